@@ -1,0 +1,208 @@
+"""The job spec: what a user writes (TOML, YAML-free JSON or Python), validated once, with every mistake reported at once.
+
+Every field is used or refused. The text under a field is its documentation (`opentinker spec` prints it).
+"""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import orjson
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from opentinker.shared.errors import SpecError
+
+Positive = Annotated[int, Field(gt=0)]
+Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+NAME = r"^[a-z0-9][a-z0-9_-]{0,62}$"
+
+
+class Part(BaseModel):
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, use_attribute_docstrings=True, protected_namespaces=(), allow_inf_nan=False
+    )
+
+
+class LoraSpec(Part):
+    rank: Positive = 16
+    alpha: Annotated[float, Field(gt=0)] = 32.0
+    dropout: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
+    target_modules: list[str] | Literal["all-linear"] = "all-linear"
+
+
+class ModelSpec(Part):
+    base: Annotated[str, Field(min_length=1)]
+    """Directory or hub id of a Hugging Face causal language model (safetensors; no remote code)."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of generation, and of the trainer's forward pass; master weights are float32."""
+    lora: LoraSpec | None = None
+    """Train an adapter instead of all weights."""
+    chat_template: Literal["model", "plain"] = "model"
+    """`plain` joins message contents without any markup; `model` refuses a tokenizer that has no chat template."""
+
+
+class EnvironmentSpec(Part):
+    name: Annotated[str, Field(min_length=1, max_length=200)]
+    """A built-in environment."""
+    config: dict[str, Any] = {}
+    """Passed to the environment's own config model, which refuses what it does not know."""
+
+
+class AlgorithmSpec(Part):
+    name: Literal["grpo"] = "grpo"
+    group_size: Annotated[int, Field(ge=2)] = 8
+    """Trajectories per group (same start state)."""
+    groups_per_batch: Positive = 16
+    """Groups per optimizer batch."""
+    max_staleness: Annotated[int, Field(ge=0)] = 2
+    """Versions that a trajectory's oldest token may lag behind the trainer when its batch is assembled."""
+    updates_per_batch: Positive = 1
+    """Optimizer steps per batch, each on an equal share of its groups."""
+    clip_low: Fraction = 0.2
+    clip_high: Annotated[float, Field(ge=0.0)] = 0.2
+    """The importance ratio pi/pi_prox is clipped to [1 - clip_low, 1 + clip_high]."""
+    behaviour_cap: Annotated[float, Field(gt=0.0)] = 5.0
+    """Upper bound of the behaviour weight pi_prox/mu."""
+    kl_coef: Annotated[float, Field(ge=0.0)] = 0.0
+    """Weight of the k3 estimate of KL(pi || reference) in the loss; above 0 reference-forward is in the path."""
+    normalize_std: bool = True
+    """Divide group advantages by the group's standard deviation."""
+
+    @model_validator(mode="after")
+    def _split(self) -> AlgorithmSpec:
+        if self.groups_per_batch % self.updates_per_batch:
+            raise ValueError(
+                f"updates_per_batch={self.updates_per_batch} must divide groups_per_batch={self.groups_per_batch}"
+            )
+        return self
+
+
+class ToySpec(Part):
+    """The simulated engine: deterministic tokens, given durations. For tests and load tests."""
+
+    seconds_per_token: Annotated[float, Field(ge=0.0)] = 0.0
+    swap_seconds: Annotated[float, Field(ge=0.0)] = 0.0
+    skill: Fraction = 0.5
+    """Share of turns answered by echoing the prompt's digits."""
+
+
+class RolloutSpec(Part):
+    engine: Literal["vllm", "toy"] = "vllm"
+    toy: ToySpec = ToySpec()
+    max_turns: Positive = 1
+    max_tokens: Positive = 256
+    """Sampled tokens per episode."""
+    max_tokens_per_turn: Positive | None = None
+    """Sampled tokens per turn; default: what is left of max_tokens."""
+    context_length: Positive | None = None
+    """Tokens per trajectory, prompt and observations included; default: what the model allows, at most 4096."""
+    temperature: Annotated[float, Field(gt=0.0, le=10.0)] = 1.0
+    top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
+    top_k: Annotated[int, Field(ge=0)] = 0
+    """0: all tokens."""
+    stop: list[Annotated[str, Field(min_length=1)]] = []
+    """A turn ends when one of these strings appears; it stays in the text."""
+    max_concurrent_groups: Positive = 32
+    """Per rollout worker."""
+    episode_timeout_s: Annotated[float, Field(gt=0.0)] = 120.0
+    """Wall clock over open, all steps and close."""
+    retries: Annotated[int, Field(ge=0, le=10)] = 3
+    """Tries of an episode after its first failure, before its group is failed."""
+    max_failed_share: Fraction = 0.5
+    """The job fails when more than this share of its groups failed (counted from the 20th group)."""
+    seed: int = 0
+
+
+class TrainSpec(Part):
+    learner: Literal["torch", "simulated"] = "torch"
+    simulated_step_s: Annotated[float, Field(ge=0.0)] = 0.0
+    """Duration of a step of the simulated learner (load tests)."""
+    steps: Positive
+    """Batches to train on; each raises the weight version by one."""
+    lr: Annotated[float, Field(ge=0.0)] = 1e-5
+    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    """Steps over which lr rises linearly from 0; constant afterwards."""
+    beta1: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.9
+    beta2: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.95
+    weight_decay: Annotated[float, Field(ge=0.0)] = 0.0
+    grad_clip: Annotated[float, Field(gt=0.0)] = 1.0
+    """Largest global gradient norm."""
+    tokens_per_micro_batch: Positive = 8192
+    """Packed tokens per forward pass; a longer trajectory gets one of its own."""
+    checkpoint_every: Positive = 50
+    """Steps; the last step is always saved."""
+    keep_checkpoints: Annotated[int, Field(ge=2)] = 3
+    target: dict[str, float] = {}
+    """Stop early once the mean of the last 10 steps of each named metric reaches the value, e.g. {"exact" = 0.9}."""
+    seed: int = 0
+
+
+class ResourceSpec(Part):
+    rollout_workers: Positive = 1
+    trainer_gpus: Annotated[int, Field(ge=0, le=1)] = 0
+    """0 trains on the CPU."""
+
+
+class JobSpec(Part):
+    name: Annotated[str, Field(pattern=NAME)]
+    kind: Literal["rl"] = "rl"
+    model: ModelSpec
+    environment: EnvironmentSpec
+    algorithm: AlgorithmSpec = AlgorithmSpec()
+    rollout: RolloutSpec = RolloutSpec()
+    train: TrainSpec
+    resources: ResourceSpec = ResourceSpec()
+
+    @model_validator(mode="after")
+    def _agree(self) -> JobSpec:
+        per_turn = self.rollout.max_tokens_per_turn
+        if per_turn is not None and per_turn > self.rollout.max_tokens:
+            raise ValueError(
+                f"rollout.max_tokens_per_turn={per_turn} is larger than rollout.max_tokens={self.rollout.max_tokens}"
+            )
+        if self.train.warmup_steps > self.train.steps:
+            raise ValueError(
+                f"train.warmup_steps={self.train.warmup_steps} is larger than train.steps={self.train.steps}"
+            )
+        return self
+
+    @property
+    def sampled_exactly(self) -> bool:
+        """True if behaviour logprobs are those of the full softmax at `temperature` (no truncation)."""
+        return self.rollout.top_p == 1.0 and self.rollout.top_k == 0
+
+
+def parse_spec(data: Any) -> JobSpec:
+    """Validate plain data. Raises SpecError with one entry per mistake: field, value, what is allowed."""
+    try:
+        return JobSpec.model_validate(data)
+    except ValidationError as error:
+        raise SpecError(
+            [
+                {
+                    "field": ".".join(str(part) for part in item["loc"]) or "(whole spec)",
+                    "value": _short(item.get("input")),
+                    "problem": item["msg"].removeprefix("Value error, "),
+                }
+                for item in error.errors(include_url=False)
+            ]
+        ) from None
+
+
+def load_spec(path: Path) -> Any:
+    """Plain data of a .toml or .json file. Raises SpecError when it cannot be read; `parse_spec` validates it."""
+    try:
+        raw = path.read_bytes()
+    except OSError as error:
+        raise SpecError([{"field": "(file)", "value": str(path), "problem": error.strerror or str(error)}]) from None
+    try:
+        return orjson.loads(raw) if path.suffix == ".json" else tomllib.loads(raw.decode())
+    except (orjson.JSONDecodeError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise SpecError([{"field": "(file)", "value": str(path), "problem": str(error)}]) from None
+
+
+def _short(value: Any) -> Any:
+    text = repr(value)
+    return value if len(text) <= 200 else text[:200] + "..."

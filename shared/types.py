@@ -1,0 +1,355 @@
+"""The nouns, in the order in which data flows: Ticket -> Observation/Action -> Turn -> Trajectory -> Group -> versions.
+
+Every message on the wire is one of these structs in msgpack (`codec.py`); arrays travel as raw little-endian bytes.
+Shape suffixes used everywhere: T tokens of one trajectory, G trajectories of a group, B groups of a batch,
+N packed tokens of a micro-batch, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+I32 = npt.NDArray[np.int32]
+F32 = npt.NDArray[np.float32]
+U8 = npt.NDArray[np.uint8]
+
+
+class WeightVersion(msgspec.Struct, frozen=True, array_like=True, order=True):
+    """Which weights: compared as a pair. `epoch` counts the trainers a job has had, `step` its optimizer steps."""
+
+    epoch: int
+    step: int
+
+    def __str__(self) -> str:
+        return f"{self.epoch}.{self.step}"
+
+    @classmethod
+    def parse(cls, text: str) -> WeightVersion:
+        epoch, step = text.split(".")
+        return cls(int(epoch), int(step))
+
+
+class JobState(StrEnum):
+    """queued -> starting -> running -> succeeded | failed | cancelled."""
+
+    QUEUED = "queued"
+    STARTING = "starting"
+    RUNNING = "running"
+    SUCCEEDED = "succeeded"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+
+    @property
+    def final(self) -> bool:
+        return self in (JobState.SUCCEEDED, JobState.FAILED, JobState.CANCELLED)
+
+
+class Pool(StrEnum):
+    """The kinds of worker process."""
+
+    ROLLOUT = "rollout"
+    TRAINER = "trainer"
+    REFERENCE = "reference"
+    ENV = "env"
+
+
+class StopReason(StrEnum):
+    """Why the engine stopped sampling one turn."""
+
+    EOS = "eos"
+    """The model sampled an end-of-turn token."""
+    STOP = "stop"
+    """A stop string of the spec appeared."""
+    LENGTH = "length"
+    """The turn's token budget was used up."""
+    CONTEXT = "context"
+    """The model's context window was used up."""
+
+
+class Ending(StrEnum):
+    """Why an episode ended. The first four are ordinary data; the others make the group be retried."""
+
+    ENV_DONE = "env_done"
+    MAX_TURNS = "max_turns"
+    MAX_TOKENS = "max_tokens"
+    CONTEXT = "context"
+    ENV_ERROR = "env_error"
+    """The environment raised."""
+    ENV_TIMEOUT = "env_timeout"
+    """The environment did not answer within the episode's deadline."""
+    ENV_BAD_REPLY = "env_bad_reply"
+    """The environment answered with something that is not an observation and a finite reward."""
+    ENV_LOST = "env_lost"
+    """The env worker that held the session is gone."""
+    ENGINE_ERROR = "engine_error"
+    """The generation engine failed the request."""
+    CANCELLED = "cancelled"
+
+    @property
+    def failed(self) -> bool:
+        return self not in (Ending.ENV_DONE, Ending.MAX_TURNS, Ending.MAX_TOKENS, Ending.CONTEXT)
+
+
+class Discard(StrEnum):
+    """Why an accepted group was not trained."""
+
+    STALE = "stale"
+    """Its oldest token is older than `max_staleness` versions."""
+    FROM_FUTURE = "from_future"
+    """It holds tokens of weights that were rolled back."""
+    INVALID = "invalid"
+    """It could not be decoded or its arrays do not agree."""
+
+
+class Ticket(msgspec.Struct, frozen=True, kw_only=True):
+    """Permission to roll out one group. Made by the scheduler's admission loop, eaten by a rollout worker."""
+
+    job: str
+    seq: int
+    """Position in submission order; with `job` it names the group."""
+    row: int
+    """Task index for environments with data; the environment takes it modulo its number of rows."""
+    seed: int
+    """Seed of the group's start state: all its episodes open with it."""
+    group_size: int
+    version: WeightVersion
+    """The version that was current when the ticket was issued."""
+
+
+class Message(msgspec.Struct, frozen=True, kw_only=True):
+    """One chat message. `content` is text; parts for images and tool calls come with the richer environments."""
+
+    role: str
+    content: str
+
+
+class Span(msgspec.Struct, frozen=True, array_like=True):
+    """Tokens [start, end) of a trajectory were sampled by `version`."""
+
+    start: int
+    end: int
+    version: WeightVersion
+
+
+class Turn(msgspec.Struct, frozen=True, kw_only=True):
+    """One model output and the environment's answer. `start`/`end` are token positions of the output."""
+
+    start: int
+    end: int
+    stop: StopReason
+    reward: float
+    components: dict[str, float] = {}
+    generate_s: float = 0.0
+    env_s: float = 0.0
+
+
+class Trajectory(msgspec.Struct, frozen=True, kw_only=True):
+    """What one policy saw and did in one episode. Arrays are little-endian bytes, all of length T.
+
+    Example: prompt "7=" answered "7<eos>": ids [7, 13, 7, 1], mask [0, 0, 1, 1], logprobs [0, 0, -2.1, -0.3].
+    """
+
+    index: int
+    """Place in its group, 0..G-1."""
+    attempt: str
+    """Differs per try of the same sample."""
+    ids_T: bytes
+    """int32 token ids: prompt, outputs and observations in order, exactly as the engine saw and sampled them."""
+    mask_T: bytes
+    """uint8: 1 where the policy sampled the token, 0 elsewhere."""
+    logprobs_T: bytes
+    """float32 behaviour logprobs of the distribution really sampled from; 0 where mask is 0."""
+    spans: list[Span]
+    """Weight version of every mask-1 token, in order."""
+    turns: list[Turn]
+    ending: Ending
+    reward: float
+    """Sum of the turn rewards."""
+    metrics: dict[str, float] = {}
+    """What the environment reported at the end, e.g. `exact`."""
+    seconds: float = 0.0
+    ref_logprobs_T: bytes | None = None
+    """float32 logprobs of the frozen reference, added by reference-forward; 0 where mask is 0."""
+
+    @property
+    def ids(self) -> I32:
+        return np.frombuffer(self.ids_T, dtype="<i4")
+
+    @property
+    def mask(self) -> U8:
+        return np.frombuffer(self.mask_T, dtype="u1")
+
+    @property
+    def logprobs(self) -> F32:
+        return np.frombuffer(self.logprobs_T, dtype="<f4")
+
+    @property
+    def ref_logprobs(self) -> F32 | None:
+        return None if self.ref_logprobs_T is None else np.frombuffer(self.ref_logprobs_T, dtype="<f4")
+
+    @property
+    def oldest(self) -> WeightVersion:
+        return min(span.version for span in self.spans)
+
+    def check(self) -> None:
+        """Raise ValueError if the arrays do not agree with each other."""
+        T = len(self.ids_T) // 4
+        if len(self.ids_T) != 4 * T or len(self.mask_T) != T or len(self.logprobs_T) != 4 * T:
+            raise ValueError("ids, mask and logprobs differ in length")
+        if self.ref_logprobs_T is not None and len(self.ref_logprobs_T) != 4 * T:
+            raise ValueError("reference logprobs differ in length from ids")
+        if not np.isfinite(self.reward) or not np.isfinite(self.logprobs).all():
+            raise ValueError("reward and logprobs must be finite")
+        covered = np.zeros(T, dtype=np.uint8)
+        for span in self.spans:
+            if not 0 <= span.start <= span.end <= T:
+                raise ValueError(f"span [{span.start}, {span.end}) lies outside 0..{T}")
+            covered[span.start : span.end] = 1
+        if not self.spans or (self.mask & (1 - covered)).any():
+            raise ValueError("every sampled token needs a weight version")
+
+
+class Group(msgspec.Struct, frozen=True, kw_only=True):
+    """The G finished trajectories of one ticket. Made by a rollout worker, eaten by reference-forward and the trainer."""
+
+    job: str
+    seq: int
+    environment: str
+    worker: str
+    trajectories: list[Trajectory]
+
+    @property
+    def oldest(self) -> WeightVersion:
+        return min(t.oldest for t in self.trajectories)
+
+    @property
+    def key(self) -> str:
+        return f"{self.job}/{self.seq}"
+
+
+class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """What a worker says of itself with every heartbeat; gone from Redis when it stops beating."""
+
+    id: str
+    """Stable name of the slot, e.g. `rollout-0`; the same after a restart."""
+    incarnation: str
+    """New at every process start: a lease names it, so a restarted process does not inherit one."""
+    pool: Pool
+    host: str
+    pid: int
+    job: str | None = None
+    epoch: int = 0
+    status: str = "idle"
+    """idle | loading | ready | draining"""
+    detail: dict[str, Any] = {}
+
+
+class Lease(msgspec.Struct, frozen=True, kw_only=True):
+    """Who may act for a job: written by the scheduler, obeyed by the worker, refused by Redis scripts when the epoch is old."""
+
+    job: str
+    worker: str
+    incarnation: str
+    epoch: int
+
+
+class MetricPoint(msgspec.Struct, frozen=True, kw_only=True):
+    """One line of metrics. `seq` counts per source and incarnation, so that a subscriber sees its gaps."""
+
+    job: str
+    source: str
+    incarnation: str
+    seq: int
+    time: float
+    """Unix seconds."""
+    step: int
+    values: dict[str, float]
+
+
+class OpenSession(msgspec.Struct, frozen=True, kw_only=True):
+    """Rollout worker -> any env worker that serves the environment: start one episode."""
+
+    job: str
+    session: str
+    """Episode id, chosen by the rollout worker; opening the same id twice answers with the same observation."""
+    environment: str
+    config: dict[str, Any]
+    row: int
+    seed: int
+    deadline_s: float
+    """Seconds the whole episode may take, from now."""
+
+
+class StepSession(msgspec.Struct, frozen=True, kw_only=True):
+    """Rollout worker -> the env worker that holds the session."""
+
+    session: str
+    turn: int
+    """0, 1, 2...: a repeated turn is answered from memory, never played twice."""
+    text: str
+    stop: StopReason
+
+
+class CloseSession(msgspec.Struct, frozen=True, kw_only=True):
+    session: str
+
+
+class SessionReply(msgspec.Struct, frozen=True, kw_only=True):
+    """Env worker -> rollout worker, for open and step."""
+
+    worker: str
+    """Where the following steps go."""
+    messages: list[Message] = []
+    """What the policy sees next."""
+    reward: float = 0.0
+    components: dict[str, float] = {}
+    done: bool = False
+    metrics: dict[str, float] = {}
+    failure: Ending | None = None
+    error: str = ""
+    busy: bool = False
+    """The worker is full: try another."""
+
+
+class TensorInfo(msgspec.Struct, frozen=True, array_like=True):
+    """Name, dtype and shape of a tensor, in the order in which it travels."""
+
+    name: str
+    dtype: str
+    shape: list[int]
+
+
+class SwapCommand(msgspec.Struct, frozen=True, kw_only=True):
+    """Trainer -> one rollout worker: join the job's weight group, or receive one version through it."""
+
+    job: str
+    epoch: int
+    action: str
+    """join | receive"""
+    generation: int
+    """Number of the group; a receive for another generation is refused."""
+    address: str = ""
+    port: int = 0
+    rank: int = 0
+    world: int = 0
+    device: str = "cpu"
+    version: WeightVersion | None = None
+    manifest: list[TensorInfo] = []
+    fingerprints: list[int] = []
+    """One per bucket, in order."""
+    bucket_bytes: int = 0
+
+
+class SwapReply(msgspec.Struct, frozen=True, kw_only=True):
+    worker: str
+    incarnation: str
+    ok: bool
+    error: str = ""
+    version: WeightVersion | None = None
+    seconds: dict[str, float] = {}
+    """pause, transfer, load, resume."""

@@ -1,0 +1,36 @@
+"""OpenTinker: asynchronous reinforcement learning as a service for LLM agents.
+
+The public face. Importing it loads nothing heavy: no torch, no vllm, no transformers (a test holds this).
+Names are loaded on first use, so that `import opentinker` stays far below half a second.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "AsyncClient": "opentinker.client",
+    "Client": "opentinker.client",
+    "ApiError": "opentinker.client",
+    "Environment": "opentinker.envs.base",
+    "Observation": "opentinker.envs.base",
+    "Step": "opentinker.envs.base",
+    "JobSpec": "opentinker.shared.spec",
+}
+
+__all__ = ["ApiError", "AsyncClient", "Client", "Environment", "JobSpec", "Observation", "Step", "__version__"]
+
+if TYPE_CHECKING:
+    from opentinker.client import ApiError, AsyncClient, Client
+    from opentinker.envs.base import Environment, Observation, Step
+    from opentinker.shared.spec import JobSpec
+
+
+def __getattr__(name: str) -> object:
+    try:
+        module = import_module(_HOME[name])
+    except KeyError:
+        raise AttributeError(f"module 'opentinker' has no attribute {name!r}") from None
+    value: object = getattr(module, name)
+    return value
