@@ -1,0 +1,210 @@
+"""Staleness admission: how many groups may be under way, and where every accepted group went.
+
+The law (AReaL, arXiv 2505.24298 eq. 3, counted in groups): a group may start only while
+    trained + pending + running < (max_staleness + version + 1) * groups_per_batch
+Failed and discarded groups leave the count and so are replaced. A job never starts more than steps * groups_per_batch.
+
+A group's life, one entry per group in `adm:{job}:groups`, changed only by the script below:
+    issue -> r --accept--> p --train--> t:<batch>      batch = number of the step it was consumed for (1, 2, ...)
+             |             '--discard-> d:<batch>:<reason>
+             '--fail--> (removed, counted)
+`commit(batch)` forgets t and d entries up to a checkpointed batch; `restore` turns those above it back into p.
+
+Ledger, always: accepted = trained + discarded + pending.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import orjson
+import redis.asyncio as aioredis
+
+from opentinker.shared.errors import Fenced
+from opentinker.shared.types import Discard, Ending, WeightVersion
+
+# KEYS: adm, groups. ARGV: operation, epoch (-1: anyone), arguments...
+_SCRIPT = """
+local A, G = KEYS[1], KEYS[2]
+local op, epoch = ARGV[1], tonumber(ARGV[2])
+local function num(field) return tonumber(redis.call('HGET', A, field) or '0') end
+local function add(field, by) redis.call('HINCRBY', A, field, by) end
+if epoch >= 0 then
+  local current = num('epoch')
+  if epoch < current then return {'fenced', current} end
+end
+if op == 'restore' then
+  -- step, max_staleness, groups_per_batch, total, discarded by reason (JSON)
+  local step, batch = tonumber(ARGV[3]), tonumber(ARGV[5])
+  local pending, running = 0, 0
+  local entries = redis.call('HGETALL', G)
+  for i = 1, #entries, 2 do
+    local seq, state = entries[i], entries[i + 1]
+    local tag = string.match(state, '^[td]:(%d+)')
+    if tag and tonumber(tag) > step then redis.call('HSET', G, seq, 'p'); pending = pending + 1
+    elseif tag then redis.call('HDEL', G, seq)
+    elseif state == 'p' then pending = pending + 1
+    else running = running + 1 end
+  end
+  local fields = redis.call('HKEYS', A)
+  for _, field in ipairs(fields) do
+    if string.sub(field, 1, 8) == 'discard:' then redis.call('HDEL', A, field) end
+  end
+  local discarded = 0
+  for reason, count in pairs(cjson.decode(ARGV[7])) do
+    redis.call('HSET', A, 'discard:' .. reason, count); discarded = discarded + count
+  end
+  redis.call('HSET', A, 'epoch', epoch, 'step', step, 'eta', ARGV[4], 'batch', batch, 'total', ARGV[6],
+             'trained', step * batch, 'pending', pending, 'running', running,
+             'accepted', step * batch + discarded + pending)
+  return {'ok'}
+end
+if op == 'issue' then
+  -- want
+  local batch = num('batch')
+  if batch == 0 then return {'ok'} end
+  local busy = num('trained') + num('pending') + num('running')
+  local room = math.min((num('eta') + num('step') + 1) * batch, num('total')) - busy
+  local n = math.max(0, math.min(tonumber(ARGV[3]), room))
+  local answer = {'ok', num('epoch'), num('step')}
+  for _ = 1, n do
+    local seq = redis.call('HINCRBY', A, 'next', 1) - 1
+    redis.call('HSET', G, seq, 'r')
+    answer[#answer + 1] = seq
+  end
+  add('running', n)
+  return answer
+end
+if op == 'version' then redis.call('HSET', A, 'step', ARGV[3]); return {'ok'} end
+if op == 'accept' or op == 'fail' then
+  local state = redis.call('HGET', G, ARGV[3])
+  if not state then return {'unknown'} end
+  if state ~= 'r' then return {string.sub(state, 1, 1)} end
+  add('running', -1)
+  if op == 'fail' then
+    redis.call('HDEL', G, ARGV[3]); add('failed', 1); add('fail:' .. ARGV[4], 1)
+    return {'ok', num('failed'), num('accepted')}
+  end
+  redis.call('HSET', G, ARGV[3], 'p'); add('pending', 1); add('accepted', 1)
+  return {'ok'}
+end
+if op == 'train' or op == 'discard' then
+  -- batch number, reason ('' for train), seqs...
+  local done = 0
+  for i = 5, #ARGV do
+    if redis.call('HGET', G, ARGV[i]) == 'p' then
+      done = done + 1
+      if op == 'train' then redis.call('HSET', G, ARGV[i], 't:' .. ARGV[3])
+      else redis.call('HSET', G, ARGV[i], 'd:' .. ARGV[3] .. ':' .. ARGV[4]) end
+    end
+  end
+  add('pending', -done)
+  if op == 'train' then add('trained', done) else add('discard:' .. ARGV[4], done) end
+  return {'ok', done}
+end
+if op == 'commit' then
+  local entries = redis.call('HGETALL', G)
+  for i = 1, #entries, 2 do
+    local tag = string.match(entries[i + 1], '^[td]:(%d+)')
+    if tag and tonumber(tag) <= tonumber(ARGV[3]) then redis.call('HDEL', G, entries[i]) end
+  end
+  return {'ok'}
+end
+return redis.error_reply('unknown operation ' .. op)
+"""
+
+
+class Ledger(msgspec.Struct, frozen=True, kw_only=True):
+    """Counts of groups. `balanced` must hold at every moment."""
+
+    issued: int
+    running: int
+    accepted: int
+    trained: int
+    pending: int
+    discarded: dict[str, int]
+    failed: dict[str, int]
+    version: WeightVersion
+
+    @property
+    def balanced(self) -> bool:
+        return self.accepted == self.trained + self.pending + sum(self.discarded.values())
+
+
+class Admission:
+    """One job's admission state. `epoch` of a trainer is checked by the script: a lower one raises Fenced."""
+
+    def __init__(self, redis: aioredis.Redis, job: str, epoch: int = -1) -> None:
+        self._redis = redis
+        self._keys = [f"adm:{job}", f"adm:{job}:groups"]
+        self._epoch = epoch
+        self._script = redis.register_script(_SCRIPT)
+
+    async def _call(self, op: str, *args: Any) -> list[Any]:
+        answer: list[Any] = await self._script(keys=self._keys, args=[op, self._epoch, *args])
+        if answer[0] == "fenced":
+            raise Fenced(f"epoch {answer[1]} owns the job, this is epoch {self._epoch}")
+        return answer
+
+    async def restore(
+        self, *, step: int, max_staleness: int, groups_per_batch: int, total: int, discarded: dict[str, int]
+    ) -> None:
+        """Start, or start again from a checkpoint at `step`: everything consumed after it is pending again."""
+        await self._call("restore", step, max_staleness, groups_per_batch, total, orjson.dumps(discarded).decode())
+
+    async def issue(self, want: int) -> tuple[WeightVersion, list[int]]:
+        """Take up to `want` new group numbers, as many as the law allows now."""
+        answer = await self._call("issue", want)
+        if len(answer) < 3:
+            return WeightVersion(0, 0), []
+        return WeightVersion(int(answer[1]), int(answer[2])), [int(seq) for seq in answer[3:]]
+
+    async def set_version(self, step: int) -> None:
+        """The rollout workers have weights of `step` now."""
+        await self._call("version", step)
+
+    async def accept(self, seq: int) -> str:
+        """A group is stored. 'ok' the first time; 'p', 't', 'd' if it was accepted before; 'unknown' if it left."""
+        return str((await self._call("accept", seq))[0])
+
+    async def fail(self, seq: int, reason: Ending | str) -> tuple[int, int] | None:
+        """A group could not be rolled out. Returns (failed, accepted) so far, or None if it was not running."""
+        answer = await self._call("fail", seq, str(reason))
+        return (int(answer[1]), int(answer[2])) if answer[0] == "ok" else None
+
+    async def train(self, batch: int, seqs: list[int]) -> int:
+        """Groups consumed by optimizer step number `batch`. Returns how many were pending."""
+        return int((await self._call("train", batch, "", *seqs))[1])
+
+    async def discard(self, batch: int, reason: Discard, seqs: list[int]) -> int:
+        return int((await self._call("discard", batch, str(reason), *seqs))[1]) if seqs else 0
+
+    async def commit(self, batch: int) -> None:
+        """A checkpoint covers everything up to step number `batch`."""
+        await self._call("commit", batch)
+
+    async def running(self) -> list[int]:
+        """Groups whose ticket is out."""
+        entries = await self._redis.hgetall(self._keys[1])
+        return sorted(int(seq) for seq, state in entries.items() if state == "r")
+
+    async def ledger(self) -> Ledger:
+        fields = await self._redis.hgetall(self._keys[0])
+
+        def number(name: str) -> int:
+            return int(fields.get(name, 0))
+
+        def by(prefix: str) -> dict[str, int]:
+            return {name.removeprefix(prefix): int(v) for name, v in fields.items() if name.startswith(prefix)}
+
+        return Ledger(
+            issued=number("next"),
+            running=number("running"),
+            accepted=number("accepted"),
+            trained=number("trained"),
+            pending=number("pending"),
+            discarded=by("discard:"),
+            failed=by("fail:"),
+            version=WeightVersion(number("epoch"), number("step")),
+        )

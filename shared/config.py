@@ -1,0 +1,83 @@
+"""One settings class for every service: defaults, then a TOML file, then `OPENTINKER_*` environment variables."""
+
+from __future__ import annotations
+
+import os
+import socket
+import tomllib
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from opentinker.shared.errors import SpecError
+
+PREFIX = "OPENTINKER_"
+
+
+class Settings(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+    nats_url: str = "nats://127.0.0.1:4222"
+    redis_url: str = "redis://127.0.0.1:6379/0"
+    data_dir: Path = Path("data")
+    """Job directories and checkpoints; the same path on every machine of a deployment."""
+    worker_id: str = ""
+    """Stable name of this process's slot; default: service name and host name."""
+    http_host: str = "127.0.0.1"
+    http_port: Annotated[int, Field(ge=0, le=65535)] = 8080
+    """Of the scheduler's API."""
+    health_host: str = "127.0.0.1"
+    health_port: Annotated[int, Field(ge=0, le=65535)] = 0
+    """/healthz, /readyz and /metrics of this process; 0 takes a free port."""
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    log_format: Literal["json", "console"] = "json"
+    heartbeat_s: Annotated[float, Field(gt=0)] = 1.0
+    worker_ttl_s: Annotated[float, Field(gt=0)] = 5.0
+    """A worker that has not beaten for so long is dead and its leases are given away."""
+    drain_s: Annotated[float, Field(ge=0)] = 20.0
+    """How long a service may finish its work after SIGTERM."""
+    advertise_host: str = "127.0.0.1"
+    """Address under which other processes reach this one (the trainer's weight group)."""
+    swap_timeout_s: Annotated[float, Field(gt=0)] = 8.0
+    """For each phase of a weight swap; a rollout worker that takes longer is left out of the group."""
+    env_sessions: Annotated[int, Field(gt=0)] = 512
+    """Sessions an env worker holds at once."""
+    env_modules: bool = False
+    """Allow environments named `module:Class`, importable by the env worker (operator-written code)."""
+    reference_memory_gb: Annotated[float, Field(gt=0)] = 8.0
+    """Frozen models that reference-forward keeps loaded."""
+    kv_cache_gb: Annotated[float, Field(gt=0)] = 1.0
+    """KV cache of the generation engine on CPU."""
+
+
+def load_settings(path: str | None = None, environ: dict[str, str] | None = None) -> Settings:
+    """Raises SpecError naming every wrong setting and where it came from."""
+    environ = dict(os.environ) if environ is None else environ
+    values: dict[str, Any] = {}
+    path = path or environ.get(PREFIX + "CONFIG")
+    if path:
+        try:
+            values = tomllib.loads(Path(path).read_text())
+        except (OSError, tomllib.TOMLDecodeError) as error:
+            raise SpecError([{"field": "(settings file)", "value": path, "problem": str(error)}]) from None
+    for name in Settings.model_fields:
+        if PREFIX + name.upper() in environ:
+            values[name] = environ[PREFIX + name.upper()]
+    try:
+        return Settings.model_validate(values)
+    except ValidationError as error:
+        raise SpecError(
+            [
+                {
+                    "field": ".".join(map(str, item["loc"])),
+                    "value": item.get("input"),
+                    "problem": f"{item['msg']} (set in {path or 'the environment'})",
+                }
+                for item in error.errors(include_url=False)
+            ]
+        ) from None
+
+
+def worker_name(settings: Settings, service: str) -> str:
+    return settings.worker_id or f"{service}-{socket.gethostname()}"

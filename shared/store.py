@@ -1,0 +1,282 @@
+"""The only place that talks to Redis: every key, every script. Redis owns job state, workers and leases.
+
+Keys (`{id}` is a job id of ours, `{worker}` a worker slot):
+    job:{id}            hash: spec, state, version, epoch, tenant, name, created, updated, reason, step, steps ...
+    job:{id}:events     stream: the job's log; every state change is appended by the script that makes it
+    jobs                sorted set of ids by creation time
+    jobs:active         set of ids that are not in a final state
+    worker:{worker}     WorkerInfo, expires when the worker stops beating
+    lease:{worker}      Lease: what the worker should do
+    adm:{id}, adm:{id}:groups   admission (admission.py)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import msgspec
+import orjson
+import redis.asyncio as aioredis
+import structlog
+from redis.asyncio.retry import Retry
+from redis.backoff import EqualJitterBackoff
+from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.exceptions import TimeoutError as RedisTimeoutError
+
+from opentinker.shared import codec
+from opentinker.shared.errors import Conflict, Fenced, NotFound
+from opentinker.shared.types import JobState, Lease, WorkerInfo
+
+log = structlog.get_logger()
+
+EVENTS_KEPT = 5000
+
+# KEYS job, events, active. ARGV: id, allowed states (comma separated, "" = any not final), new state, epoch (-1: scheduler), now, fields, event
+_TRANSITION = """
+local current = redis.call('HMGET', KEYS[1], 'state', 'epoch', 'version')
+if not current[1] then return {'missing'} end
+local final = {succeeded=true, failed=true, cancelled=true}
+local epoch = tonumber(ARGV[4])
+if epoch >= 0 and epoch < tonumber(current[2]) then return {'fenced', current[2]} end
+local allowed = false
+if ARGV[2] == '' then allowed = not final[current[1]] end
+for state in string.gmatch(ARGV[2], '[^,]+') do if state == current[1] then allowed = true end end
+if not allowed then return {'conflict', current[1]} end
+redis.call('HSET', KEYS[1], 'state', ARGV[3], 'updated', ARGV[5], 'version', tonumber(current[3]) + 1)
+if epoch > tonumber(current[2]) then redis.call('HSET', KEYS[1], 'epoch', epoch) end
+local fields = cjson.decode(ARGV[6])
+for key, value in pairs(fields) do redis.call('HSET', KEYS[1], key, value) end
+if final[ARGV[3]] then redis.call('SREM', KEYS[3], ARGV[1]) else redis.call('SADD', KEYS[3], ARGV[1]) end
+redis.call('XADD', KEYS[2], 'MAXLEN', '~', '5000', '*', 'event', ARGV[7])
+return {'ok', current[1]}
+"""
+
+# KEYS job, events. ARGV: epoch, now, fields (JSON object), event ('' = none)
+_UPDATE = """
+local epoch = redis.call('HGET', KEYS[1], 'epoch')
+if not epoch then return {'missing'} end
+if tonumber(ARGV[1]) >= 0 and tonumber(ARGV[1]) < tonumber(epoch) then return {'fenced', epoch} end
+redis.call('HSET', KEYS[1], 'updated', ARGV[2])
+for key, value in pairs(cjson.decode(ARGV[3])) do redis.call('HSET', KEYS[1], key, value) end
+if ARGV[4] ~= '' then redis.call('XADD', KEYS[2], 'MAXLEN', '~', '5000', '*', 'event', ARGV[4]) end
+return {'ok'}
+"""
+
+# KEYS job, events, jobs, active, idempotency. ARGV: id, now, fields, event, body hash, ttl seconds
+_CREATE = """
+if ARGV[5] ~= '' then
+  local seen = redis.call('HMGET', KEYS[5], 'job', 'body')
+  if seen[1] then
+    if seen[2] == ARGV[5] then return {'same', seen[1]} end
+    return {'differs', seen[1]}
+  end
+  redis.call('HSET', KEYS[5], 'job', ARGV[1], 'body', ARGV[5])
+  redis.call('EXPIRE', KEYS[5], ARGV[6])
+end
+for key, value in pairs(cjson.decode(ARGV[3])) do redis.call('HSET', KEYS[1], key, value) end
+redis.call('ZADD', KEYS[3], ARGV[2], ARGV[1])
+redis.call('SADD', KEYS[4], ARGV[1])
+redis.call('XADD', KEYS[2], 'MAXLEN', '~', '5000', '*', 'event', ARGV[4])
+return {'ok', ARGV[1]}
+"""
+
+
+class JobRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """A job as Redis holds it."""
+
+    id: str
+    name: str
+    kind: str
+    tenant: str
+    state: JobState
+    version: int
+    epoch: int
+    created: float
+    updated: float
+    step: int
+    steps: int
+    reason: str
+    spec: dict[str, Any]
+    restarts: int = 0
+    finished: float = 0.0
+    restart_step: int = -1
+    """Step at which the trainer was last (re)started: restarts without progress are counted."""
+
+
+class Store:
+    def __init__(self, redis: aioredis.Redis) -> None:
+        self.redis = redis
+        self._transition = redis.register_script(_TRANSITION)
+        self._update = redis.register_script(_UPDATE)
+        self._create = redis.register_script(_CREATE)
+
+    @classmethod
+    @asynccontextmanager
+    async def connect(cls, url: str, name: str) -> AsyncIterator[Store]:
+        """Waits for the server as long as it takes; later, commands retry for half a minute before they raise."""
+        client = aioredis.from_url(
+            url,
+            client_name=name.replace(" ", "-"),
+            decode_responses=True,
+            socket_connect_timeout=3.0,
+            socket_timeout=10.0,
+            retry=Retry(EqualJitterBackoff(cap=1.0, base=0.05), 40),
+            retry_on_error=[RedisConnectionError, RedisTimeoutError, ConnectionError],
+            health_check_interval=15,
+        )
+        try:
+            warned = False
+            while True:
+                try:
+                    await client.ping()
+                    break
+                except (RedisConnectionError, RedisTimeoutError, OSError) as error:
+                    if not warned:
+                        log.warning("redis_unreachable", error=str(error))
+                        warned = True
+                    await asyncio.sleep(0.2)
+            yield cls(client)
+        finally:
+            await client.aclose()
+
+    # --- jobs ---------------------------------------------------------------------------------------------------
+
+    async def create_job(
+        self, *, id: str, spec: dict[str, Any], tenant: str, idempotency: str = "", body_hash: str = ""
+    ) -> str:
+        """Store a new job in state queued. Returns its id, or that of the job an equal request made before.
+
+        Raises Conflict if the idempotency key was used with another body.
+        """
+        now = time.time()
+        fields = {
+            "spec": orjson.dumps(spec).decode(),
+            "name": spec["name"],
+            "kind": spec["kind"],
+            "tenant": tenant,
+            "state": JobState.QUEUED.value,
+            "version": 0,
+            "epoch": 0,
+            "created": now,
+            "updated": now,
+            "step": 0,
+            "steps": spec["train"]["steps"],
+            "reason": "",
+        }
+        answer = await self._create(
+            keys=[f"job:{id}", f"job:{id}:events", "jobs", "jobs:active", f"idem:{tenant}:{idempotency or id}"],
+            args=[id, now, orjson.dumps(fields).decode(), _event("queued", now), body_hash if idempotency else "", 86400],
+        )
+        if answer[0] == "differs":
+            raise Conflict(f"the Idempotency-Key was used for job {answer[1]} with another body; use a new key")
+        return str(answer[1])
+
+    async def job(self, id: str) -> JobRecord:
+        """Raises NotFound."""
+        fields = await self.redis.hgetall(f"job:{id}")
+        if not fields:
+            raise NotFound(f"no job {id!r}; `opentinker jobs` lists yours")
+        return _record(id, fields)
+
+    async def jobs(self, ids: Sequence[str] | None = None) -> list[JobRecord]:
+        """Newest first, or the given ones."""
+        ids = await self.redis.zrevrange("jobs", 0, -1) if ids is None else ids
+        pipe = self.redis.pipeline(transaction=False)
+        for id in ids:
+            pipe.hgetall(f"job:{id}")
+        return [_record(id, fields) for id, fields in zip(ids, await pipe.execute(), strict=True) if fields]
+
+    async def active_jobs(self) -> list[JobRecord]:
+        """Jobs not in a final state, oldest first."""
+        records = await self.jobs(sorted(await self.redis.smembers("jobs:active")))
+        return sorted(records, key=lambda record: record.created)
+
+    async def transition(
+        self,
+        id: str,
+        new: JobState,
+        *,
+        allowed: Sequence[JobState] = (),
+        epoch: int = -1,
+        event: str | None = None,
+        **fields: Any,
+    ) -> JobState:
+        """The one way to change a job's state: compare-and-set plus event. Returns the state before.
+
+        `allowed` empty means any state that is not final. Raises NotFound, Conflict (state), Fenced (epoch).
+        """
+        now = time.time()
+        if new.final:
+            fields.setdefault("finished", now)
+        answer = await self._transition(
+            keys=[f"job:{id}", f"job:{id}:events", "jobs:active"],
+            args=[id, ",".join(allowed), new.value, epoch, now, orjson.dumps(fields).decode(),
+                  _event(event or new.value, now, state=new.value, epoch=epoch, **fields)],
+        )  # fmt: skip
+        _raise(id, answer, new.value)
+        return JobState(answer[1])
+
+    async def update(self, id: str, *, epoch: int = -1, event: str = "", detail: dict[str, Any] | None = None, **fields: Any) -> None:
+        """Change fields other than the state, and optionally log an event. Raises NotFound, Fenced."""
+        now = time.time()
+        line = _event(event, now, **(detail or {})) if event else ""
+        answer = await self._update(
+            keys=[f"job:{id}", f"job:{id}:events"], args=[epoch, now, orjson.dumps(fields).decode(), line]
+        )
+        _raise(id, answer, "update")
+
+    async def events(self, id: str, after: str = "0", block_ms: int | None = None) -> list[dict[str, Any]]:
+        """Events after the given id, oldest first; waits up to `block_ms` for one."""
+        reply = await self.redis.xread({f"job:{id}:events": after}, count=500, block=block_ms)
+        entries = reply[0][1] if isinstance(reply, list) and reply else next(iter(reply.values()))[0] if reply else []
+        return [{"id": entry_id, **orjson.loads(fields["event"])} for entry_id, fields in entries]
+
+    # --- workers and leases -------------------------------------------------------------------------------------
+
+    async def beat(self, info: WorkerInfo, ttl_s: float) -> None:
+        await self.redis.set(f"worker:{info.id}", codec.to_json(info), px=int(ttl_s * 1000))
+
+    async def leave(self, info: WorkerInfo) -> None:
+        await self.redis.delete(f"worker:{info.id}")
+
+    async def workers(self) -> list[WorkerInfo]:
+        keys = [key async for key in self.redis.scan_iter("worker:*", count=500)]
+        values = await self.redis.mget(keys) if keys else []
+        return sorted((codec.from_json(WorkerInfo, v) for v in values if v), key=lambda w: w.id)
+
+    async def lease(self, worker: str) -> Lease | None:
+        value = await self.redis.get(f"lease:{worker}")
+        return None if value is None else codec.from_json(Lease, value)
+
+    async def leases(self) -> list[Lease]:
+        keys = [key async for key in self.redis.scan_iter("lease:*", count=500)]
+        values = await self.redis.mget(keys) if keys else []
+        return [codec.from_json(Lease, v) for v in values if v]
+
+    async def grant(self, lease: Lease) -> None:
+        await self.redis.set(f"lease:{lease.worker}", codec.to_json(lease))
+
+    async def revoke(self, worker: str) -> None:
+        await self.redis.delete(f"lease:{worker}")
+
+
+def _record(id: str, fields: dict[str, str]) -> JobRecord:
+    return msgspec.convert({**fields, "id": id, "spec": orjson.loads(fields["spec"])}, JobRecord, strict=False)
+
+
+def _event(kind: str, now: float, **detail: Any) -> str:
+    return orjson.dumps({"event": kind, "time": now, **detail}).decode()
+
+
+def _raise(id: str, answer: list[str], wanted: str) -> None:
+    match answer[0]:
+        case "missing":
+            raise NotFound(f"no job {id!r}")
+        case "fenced":
+            raise Fenced(f"job {id} belongs to epoch {answer[1]} now")
+        case "conflict":
+            raise Conflict(f"job {id} is {answer[1]}: it cannot become {wanted}")

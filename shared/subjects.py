@@ -1,0 +1,114 @@
+"""Every subject and stream: what it carries, who sends, who eats. Nobody writes a subject string elsewhere.
+
+    scheduler --TICKET--> rollout worker --ENV_OPEN/ENV_SESSION--> env worker
+    rollout worker --GROUP--> trainer            (or --SCORE--> reference-forward --GROUP--> trainer)
+    trainer --SWAP--> rollout worker             (the tensors travel by torch.distributed)
+    everybody --METRIC--> whoever subscribes; scheduler --EVENT--> whoever subscribes; anybody --WAKE--> a sleeping loop
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from nats.js.api import DiscardPolicy, PersistMode, RetentionPolicy, StorageType, StreamConfig
+
+from opentinker.shared import types
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+_TOKEN = re.compile(r"^[A-Za-z0-9_-]{1,64}$")
+
+
+def token(name: str) -> str:
+    """One subject token for any name: the name itself if it may stand in a subject, else a hash of it."""
+    return name if _TOKEN.match(name) else "x" + hashlib.sha256(name.encode()).hexdigest()[:20]
+
+
+@dataclass(frozen=True)
+class Subject(Generic[T]):
+    """A subject pattern with the type it carries. `at(job=...)` fills the pattern."""
+
+    pattern: str
+    type: type[T]
+    json: bool = False
+    """JSON instead of msgpack: for what dashboards read."""
+
+    def at(self, **keys: str) -> str:
+        return self.pattern.format(**{key: value if value in ("*", ">") else token(value) for key, value in keys.items()})
+
+
+@dataclass(frozen=True)
+class Call(Generic[T, R]):
+    """A request/reply subject: carries T, answered by R."""
+
+    pattern: str
+    type: type[T]
+    reply: type[R]
+
+    def at(self, **keys: str) -> str:
+        return self.pattern.format(**{key: token(value) for key, value in keys.items()})
+
+
+TICKET = Subject("ticket.{job}", types.Ticket)
+"""Scheduler (admission loop) -> one rollout worker of the job. Acknowledged when the group is stored."""
+SCORE = Subject("score.{job}", types.Group)
+"""Rollout worker -> one reference-forward, for jobs that need reference logprobs. Acknowledged when passed on."""
+GROUP = Subject("group.{job}", types.Group)
+"""Rollout worker or reference-forward -> the job's trainer. Kept until a checkpoint covers it."""
+METRIC = Subject("metric.{job}.{source}", types.MetricPoint, json=True)
+"""Every service -> dashboards, CLI. Live and as history."""
+EVENT = Subject("event.{job}", dict, json=True)
+"""Scheduler and trainer -> dashboards: copy of the job's event log in Redis, which is the truth."""
+WAKE = Subject("wake.{who}", dict, json=True)
+"""Anybody -> a loop that sleeps: look again now. A hint; every loop also looks by itself."""
+
+ENV_OPEN = Call("env.open.{environment}", types.OpenSession, types.SessionReply)
+"""Rollout worker -> any env worker that serves the environment (queue group)."""
+ENV_STEP = Call("env.step.{worker}", types.StepSession, types.SessionReply)
+"""Rollout worker -> the env worker that holds the session."""
+ENV_CLOSE = Call("env.close.{worker}", types.CloseSession, types.SessionReply)
+SWAP = Call("swap.{worker}", types.SwapCommand, types.SwapReply)
+"""Trainer -> one rollout worker: join the weight group, or receive a version through it."""
+
+GIB = 1024**3
+DEDUP_S = 600.0
+
+TICKETS = StreamConfig(
+    name="TICKETS",
+    subjects=["ticket.*"],
+    retention=RetentionPolicy.WORK_QUEUE,
+    storage=StorageType.FILE,
+    duplicate_window=DEDUP_S,
+)
+SCORES = StreamConfig(
+    name="SCORES",
+    subjects=["score.*"],
+    retention=RetentionPolicy.WORK_QUEUE,
+    storage=StorageType.FILE,
+    duplicate_window=DEDUP_S,
+)
+GROUPS = StreamConfig(
+    name="GROUPS",
+    subjects=["group.*"],
+    retention=RetentionPolicy.LIMITS,
+    storage=StorageType.FILE,
+    discard=DiscardPolicy.NEW,
+    discard_new_per_subject=True,
+    max_msgs_per_subject=20_000,
+    duplicate_window=DEDUP_S,
+)
+METRICS = StreamConfig(
+    name="METRICS",
+    subjects=["metric.*.*"],
+    retention=RetentionPolicy.LIMITS,
+    storage=StorageType.FILE,
+    discard=DiscardPolicy.OLD,
+    max_msgs_per_subject=100_000,
+    max_bytes=2 * GIB,
+    persist_mode=PersistMode.ASYNC,
+)
+STREAMS = (TICKETS, SCORES, GROUPS, METRICS)
