@@ -1,0 +1,143 @@
+"""The worker's side of leases: beat, follow the lease the scheduler wrote, run the job, stop when it is taken away.
+
+Consumes leases (Redis, woken by WAKE), produces heartbeats. A lease names the process incarnation, so a restarted
+process waits for a new one with a higher epoch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import uuid
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import msgspec
+import structlog
+
+from opentinker.shared.errors import Fenced, JobFailed
+from opentinker.shared.service import Context, first_failure
+from opentinker.shared.spec import JobSpec
+from opentinker.shared.subjects import WAKE
+from opentinker.shared.types import JobState, Lease, Pool, WorkerInfo
+
+Work = Callable[["LeasedWorker", Lease, JobSpec], Awaitable[None]]
+
+
+class LeasedWorker:
+    """`work(worker, lease, spec)` runs while the lease holds; it is cancelled when the lease goes away.
+
+    If it raises JobFailed the job fails with that text; Fenced ends it quietly; anything else ends the process.
+    `idle` (optional) runs once before the first lease, e.g. to import heavy libraries.
+    """
+
+    def __init__(self, ctx: Context, pool: Pool, work: Work) -> None:
+        self.ctx = ctx
+        self._work = work
+        self._wake = asyncio.Event()
+        self.info = WorkerInfo(
+            id=ctx.worker,
+            incarnation=uuid.uuid4().hex[:12],
+            pool=pool,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+        )
+
+    @property
+    def address(self) -> str:
+        """Name of this process on request subjects: slot and incarnation."""
+        return f"{self.info.id}-{self.info.incarnation}"
+
+    async def status(self, status: str, *, job: str | None = None, epoch: int = 0, **detail: Any) -> None:
+        """Tell the scheduler and the trainer at once, not with the next beat."""
+        self.info = msgspec.structs.replace(self.info, status=status, job=job, epoch=epoch, detail=detail)
+        await self._beat()
+        await self.ctx.bus.emit(WAKE, {"worker": self.info.id}, who="scheduler")
+
+    async def serve(self) -> None:
+        """Returns when the service is told to stop; the running job is cancelled then."""
+
+        async def wake(_: dict[str, Any]) -> None:
+            self._wake.set()
+
+        subscription = await self.ctx.bus.listen(WAKE, wake, who=self.info.id)
+        await self.status("idle")
+        self.ctx.ready()
+        try:
+            await first_failure(
+                {"beat": self._beat_loop(), "follow": self._follow_loop(), "stop": self.ctx.stopping.wait()}
+            )
+        finally:
+            await subscription.unsubscribe()
+            await self.ctx.store.leave(self.info)
+
+    async def _beat(self) -> None:
+        await self.ctx.store.beat(self.info, self.ctx.settings.worker_ttl_s)
+
+    async def _beat_loop(self) -> None:
+        while True:
+            await self._beat()
+            await asyncio.sleep(self.ctx.settings.heartbeat_s)
+
+    async def _mine(self) -> Lease | None:
+        lease = await self.ctx.store.lease(self.info.id)
+        return lease if lease is not None and lease.incarnation == self.info.incarnation else None
+
+    async def _changed(self, held: Lease | None) -> Lease | None:
+        """Waits until the lease differs from the one held."""
+        while (lease := await self._mine()) == held:
+            self._wake.clear()
+            try:
+                await asyncio.wait_for(self._wake.wait(), self.ctx.settings.heartbeat_s)
+            except asyncio.TimeoutError:
+                continue
+        return lease
+
+    async def _follow_loop(self) -> None:
+        held: Lease | None = None
+        while True:
+            if held is None:
+                held = await self._changed(None)
+                continue
+            task = asyncio.create_task(self._run(held), name=f"job-{held.job}")
+            watch = asyncio.create_task(self._changed(held))
+            try:
+                await asyncio.wait([task, watch], return_when=asyncio.FIRST_COMPLETED)
+                if task.done():
+                    task.result()
+                    await self.status("idle")
+                    held = await watch
+                else:
+                    task.cancel()
+                    await asyncio.gather(task, return_exceptions=True)
+                    await self.status("idle")
+                    held = watch.result()
+            finally:
+                task.cancel()
+                watch.cancel()
+                await asyncio.gather(task, watch, return_exceptions=True)
+
+    async def _run(self, lease: Lease) -> None:
+        log = structlog.get_logger()
+        with structlog.contextvars.bound_contextvars(job=lease.job, epoch=lease.epoch):
+            record = await self.ctx.store.job(lease.job)
+            log.info("lease_taken")
+            try:
+                await self.status("loading", job=lease.job, epoch=lease.epoch)
+                await self._work(self, lease, JobSpec.model_validate(record.spec))
+            except JobFailed as error:
+                log.error("job_failed", error=str(error))
+                await self._fail(lease, str(error))
+            except Fenced as error:
+                log.warning("fenced", error=str(error))
+            finally:
+                log.info("lease_left")
+
+    async def _fail(self, lease: Lease, reason: str) -> None:
+        record = await self.ctx.store.job(lease.job)
+        if not record.state.final:
+            await self.ctx.store.transition(
+                lease.job, JobState.FAILED, epoch=lease.epoch, reason=f"{self.info.pool}: {reason}"
+            )
+            await self.ctx.bus.emit(WAKE, {"job": lease.job}, who="scheduler")

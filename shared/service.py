@@ -1,0 +1,162 @@
+"""What every service process has in common: settings, logs, bus and store, health, named tasks, drain on SIGTERM.
+
+A service is one coroutine `serve(ctx)`. It returns after `ctx.stopping` is set; if it returns or raises before, the
+process ends with an error and its supervisor starts it again: a service failure is a crash, never a silent half-life.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import dataclass, field
+from typing import Any
+
+import nats.errors
+import orjson
+import structlog
+import uvloop
+from aiohttp import web
+from prometheus_client import generate_latest
+
+from opentinker.shared.bus import Bus
+from opentinker.shared.config import Settings, load_settings, worker_name
+from opentinker.shared.errors import OpenTinkerError, SpecError
+from opentinker.shared.store import Store
+from opentinker.shared.telemetry import REGISTRY, configure_logging
+
+LIVENESS_S = 5.0
+LIVENESS_FAILURES = 3
+
+
+@dataclass
+class Context:
+    """Opened at the edge, passed down. `worker` is the stable name of this slot."""
+
+    service: str
+    worker: str
+    settings: Settings
+    bus: Bus
+    store: Store
+    log: structlog.stdlib.BoundLogger
+    stopping: asyncio.Event = field(default_factory=asyncio.Event)
+    is_ready: bool = False
+    detail: dict[str, Any] = field(default_factory=dict)
+    """Shown by /readyz."""
+
+    def ready(self) -> None:
+        self.is_ready = True
+        self.log.info("ready")
+
+    async def pause(self, seconds: float) -> bool:
+        """Sleep, or less if the service is told to stop. True if it should go on."""
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(self.stopping.wait(), seconds)
+        return not self.stopping.is_set()
+
+
+async def first_failure(tasks: dict[str, Coroutine[Any, Any, Any]]) -> None:
+    """Run named tasks until one of them ends; cancel the rest and raise what it raised. Returns if it returned."""
+    running = [asyncio.create_task(coroutine, name=name) for name, coroutine in tasks.items()]
+    try:
+        done, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+    for task in done:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            raise error
+
+
+def main(service: str, serve: Callable[[Context], Awaitable[None]]) -> None:
+    """Entry point of a service process: `python -m opentinker.services.<name> [--config FILE]`."""
+    parser = argparse.ArgumentParser(prog=f"python -m opentinker.services.{service.replace('-', '_')}")
+    parser.add_argument("--config", help="settings file (TOML); OPENTINKER_* environment variables override it")
+    arguments = parser.parse_args()
+    try:
+        settings = load_settings(arguments.config)
+    except SpecError as error:
+        for mistake in error.mistakes:
+            sys.stderr.write(f"{mistake['field']} = {mistake['value']!r}: {mistake['problem']}\n")
+        sys.exit(2)
+    uvloop.run(run(service, serve, settings))
+    # Native libraries leave threads behind that hang interpreter shutdown; everything of ours is closed by now.
+    sys.stdout.flush()
+    os._exit(0)
+
+
+async def run(service: str, serve: Callable[[Context], Awaitable[None]], settings: Settings) -> None:
+    worker = worker_name(settings, service)
+    configure_logging(settings, service, worker)
+    log = structlog.get_logger()
+    log.info("starting", pid=os.getpid())
+    async with (
+        Bus.connect(settings.nats_url, worker) as bus,
+        Store.connect(settings.redis_url, worker) as store,
+    ):
+        ctx = Context(service=service, worker=worker, settings=settings, bus=bus, store=store, log=log)
+        loop = asyncio.get_running_loop()
+        for sig in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(sig, ctx.stopping.set)
+        await bus.ensure_streams()
+        async with _health(ctx):
+            serving = asyncio.ensure_future(serve(ctx))
+            liveness = asyncio.create_task(_liveness(ctx))
+            try:
+                await asyncio.wait([serving, liveness], return_when=asyncio.FIRST_COMPLETED)
+                if liveness.done():
+                    liveness.result()
+                await serving
+                if not ctx.stopping.is_set():
+                    raise OpenTinkerError(f"{service} ended without being told to")
+            finally:
+                for task in (serving, liveness):
+                    task.cancel()
+                await asyncio.gather(serving, liveness, return_exceptions=True)
+    log.info("stopped")
+
+
+async def _liveness(ctx: Context) -> None:
+    """A connection that says it is up but does not answer is restarted from outside: end the process."""
+    failures = 0
+    while True:
+        await asyncio.sleep(LIVENESS_S)
+        try:
+            await ctx.bus.js.account_info()
+            failures = 0
+        except (nats.errors.Error, asyncio.TimeoutError):
+            failures = failures + 1 if ctx.bus.nc.is_connected else 0
+            if failures >= LIVENESS_FAILURES:
+                raise OpenTinkerError("NATS is connected but JetStream does not answer") from None
+
+
+@contextlib.asynccontextmanager
+async def _health(ctx: Context) -> Any:
+    """/healthz: the event loop turns; /readyz: the service can work; /metrics: Prometheus text."""
+
+    async def healthz(_: web.Request) -> web.Response:
+        return web.json_response({"status": "ok", "service": ctx.service, "worker": ctx.worker})
+
+    async def readyz(_: web.Request) -> web.Response:
+        ready = ctx.is_ready and ctx.bus.nc.is_connected and not ctx.stopping.is_set()
+        body = {"ready": ready, "nats": ctx.bus.nc.is_connected, "stopping": ctx.stopping.is_set(), **ctx.detail}
+        return web.Response(body=orjson.dumps(body), status=200 if ready else 503, content_type="application/json")
+
+    async def metrics(_: web.Request) -> web.Response:
+        return web.Response(body=generate_latest(REGISTRY), content_type="text/plain")
+
+    app = web.Application()
+    app.add_routes([web.get("/healthz", healthz), web.get("/readyz", readyz), web.get("/metrics", metrics)])
+    runner = web.AppRunner(app, access_log=None)
+    await runner.setup()
+    site = web.TCPSite(runner, ctx.settings.health_host, ctx.settings.health_port)
+    await site.start()
+    try:
+        yield
+    finally:
+        await runner.cleanup()
