@@ -1,0 +1,151 @@
+"""Causal language models: from a path or hub id into memory, safely, ready for the packed forward pass.
+
+Used by the trainer and by reference-forward. Everything that is wrong with the user's model is a `JobFailed` that says
+what to do about it.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors import SafetensorError
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging as transformers_logging
+
+from opentinker.shared.errors import JobFailed
+from opentinker.shared.nn.forward import PACKED, Layout, layout, token_logprobs
+from opentinker.shared.spec import LoraSpec
+
+transformers_logging.disable_progress_bar()
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
+
+
+def load_model(base: str, dtype: torch.dtype, device: torch.device | str = "cpu") -> nn.Module:
+    """A causal language model in eval mode, with packed attention, proven to agree with its own plain forward.
+
+    Safetensors only, no remote code. Raises JobFailed for a path that is no such model, and for an architecture that
+    the packed forward pass cannot compute.
+    """
+    config = _config(base)
+    try:
+        model, info = AutoModelForCausalLM.from_pretrained(
+            base,
+            config=config,
+            dtype=dtype,
+            use_safetensors=True,
+            trust_remote_code=False,
+            attn_implementation="sdpa",
+            output_loading_info=True,
+        )
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+        raise JobFailed(f"model {base!r} could not be loaded: {_first_line(error)}. {_ADVICE}") from error
+    lacking = sorted(info["missing_keys"]) + sorted(str(key) for key in info["mismatched_keys"])
+    if lacking:
+        raise JobFailed(
+            f"model {base!r} lacks {len(lacking)} tensors that its config asks for, such as {lacking[0]}: "
+            "its weight files do not belong to its config.json"
+        )
+    model.to(device).eval()
+    _check_packed(base, model)
+    return model  # type: ignore[no-any-return]
+
+
+def load_tokenizer(base: str) -> Any:
+    """The model's fast tokenizer. Raises JobFailed if there is none."""
+    try:
+        return AutoTokenizer.from_pretrained(base, trust_remote_code=False)
+    except (OSError, ValueError, KeyError) as error:
+        raise JobFailed(f"model {base!r} has no usable tokenizer: {_first_line(error)}") from error
+
+
+def attach_lora(model: nn.Module, lora: LoraSpec) -> PeftModel:
+    """Wrap `model` with a fresh adapter: base frozen, adapter weights float32 (A random, B zero)."""
+    config = LoraConfig(
+        task_type="CAUSAL_LM",
+        r=lora.rank,
+        lora_alpha=lora.alpha,
+        lora_dropout=lora.dropout,
+        target_modules=lora.target_modules,
+    )
+    try:
+        return get_peft_model(model, config)
+    except ValueError as error:
+        raise JobFailed(f"LoRA target_modules={lora.target_modules!r}: {_first_line(error)}") from error
+
+
+def causal_lm(model: nn.Module) -> Any:
+    """The Hugging Face model inside, with any adapter still injected into its layers."""
+    return model.get_base_model() if isinstance(model, PeftModel) else model
+
+
+_ADVICE = (
+    "Give a directory in Hugging Face layout (config.json, *.safetensors, tokenizer) that this machine can read, "
+    "or a hub id that it can reach."
+)
+
+
+def _config(base: str) -> Any:
+    directory = Path(base).expanduser()
+    if directory.exists() and not (directory / "config.json").is_file():
+        raise JobFailed(f"model {base!r} has no config.json. {_ADVICE}")
+    if (directory / "config.json").is_file():
+        try:
+            raw = json.loads((directory / "config.json").read_text())
+        except (OSError, ValueError) as error:
+            raise JobFailed(f"model {base!r}: config.json cannot be read: {_first_line(error)}") from error
+        _refuse_remote_code(base, raw)
+        if not any(directory.glob("*.safetensors")):
+            raise JobFailed(f"model {base!r} has no *.safetensors file; other weight formats are not loaded")
+    try:
+        config = AutoConfig.from_pretrained(base, trust_remote_code=False)
+    except (OSError, ValueError, KeyError) as error:
+        raise JobFailed(
+            f"model {base!r} was not found or has no valid config: {_first_line(error)}. {_ADVICE}"
+        ) from error
+    _refuse_remote_code(base, config.to_dict())
+    return config
+
+
+def _refuse_remote_code(base: str, config: dict[str, Any]) -> None:
+    if config.get("auto_map"):
+        raise JobFailed(f"model {base!r} brings its own code (auto_map in config.json), which is never run here")
+
+
+def _check_packed(base: str, model: Any) -> None:
+    """Compare the packed logprobs of a few tokens with the model's plain forward, then leave it in packed mode."""
+    vocabulary = model.config.get_text_config().vocab_size
+    rows = [[i * 7919 % vocabulary for i in range(1, 7)], [i * 7919 % vocabulary for i in (1, 2, 3, 11)]]
+    device = next(model.parameters()).device
+    with torch.no_grad():
+        plain = []
+        for row in rows:
+            logits = model(input_ids=torch.tensor([row], device=device), use_cache=False).logits[0].float()
+            targets = torch.tensor(row[1:], device=device)
+            plain.append(logits.log_softmax(-1)[:-1].gather(-1, targets[:, None])[:, 0])
+        try:
+            model.set_attn_implementation(PACKED)
+            plan: Layout = layout(rows, [[0] + [1] * (len(row) - 1) for row in rows])
+            packed, _ = token_logprobs(model, plan.to(device), temperature=1.0)
+        except (TypeError, ValueError, KeyError, AttributeError, NotImplementedError) as error:
+            raise JobFailed(
+                f"model {base!r} ({type(model).__name__}) cannot be trained here: {_first_line(error)}"
+            ) from error
+    difference = (packed - torch.cat(plain)).abs().max().item()
+    tolerance = 1e-3 if packed.dtype == torch.float32 and next(model.parameters()).dtype == torch.float32 else 0.5
+    if not difference <= tolerance:
+        raise JobFailed(
+            f"model {base!r} ({type(model).__name__}) cannot be trained here: its packed logprobs differ from its plain "
+            f"forward by {difference:.3g} (attention or output head of a kind that is not supported)"
+        )
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
