@@ -19,7 +19,6 @@ from typing import Any
 
 import msgspec
 import orjson
-import redis.asyncio as aioredis
 
 from opentinker.shared.errors import Fenced
 from opentinker.shared.types import Discard, Ending, WeightVersion
@@ -135,7 +134,7 @@ class Ledger(msgspec.Struct, frozen=True, kw_only=True):
 class Admission:
     """One job's admission state. `epoch` of a trainer is checked by the script: a lower one raises Fenced."""
 
-    def __init__(self, redis: aioredis.Redis, job: str, epoch: int = -1) -> None:
+    def __init__(self, redis: Any, job: str, epoch: int = -1) -> None:
         self._redis = redis
         self._keys = [f"adm:{job}", f"adm:{job}:groups"]
         self._epoch = epoch

@@ -74,7 +74,7 @@ class Bus:
                     error_cb=_log_error,
                 )
                 break
-            except (OSError, nats.errors.Error, asyncio.TimeoutError) as error:
+            except (TimeoutError, OSError, nats.errors.Error) as error:
                 if first_failure:
                     log.warning("nats_unreachable", url=url, error=str(error) or type(error).__name__)
                     first_failure = False
@@ -84,7 +84,7 @@ class Bus:
         finally:
             try:
                 await asyncio.wait_for(nc.drain(), 3.0)
-            except (asyncio.TimeoutError, nats.errors.Error):
+            except (TimeoutError, nats.errors.Error):
                 await nc.close()
 
     async def ensure_streams(self) -> None:
@@ -108,7 +108,7 @@ class Bus:
         """Raises NoReply when nobody answers in time, WireError on a reply that is not an R."""
         try:
             reply = await self.nc.request(call.at(**keys), codec.encode(noun), timeout=timeout_s)
-        except (*_RETRY, asyncio.TimeoutError) as error:
+        except (TimeoutError, *_RETRY) as error:
             raise NoReply(f"{call.at(**keys)}: {type(error).__name__}") from None
         return codec.decode(call.reply, reply.data)
 
@@ -125,7 +125,7 @@ class Bus:
 
         async def receive(msg: Msg) -> None:
             try:
-                noun = codec.decode(call.type, msg.data)
+                noun = codec.decode(call.kind, msg.data)
             except codec.WireError as error:
                 log.warning("bad_request", subject=msg.subject, error=str(error))
                 return
@@ -146,7 +146,7 @@ class Bus:
     async def listen(self, subject: Subject[T], handler: Callable[[T], Awaitable[None]], **keys: str) -> Subscription:
         async def receive(msg: Msg) -> None:
             try:
-                noun = codec.from_json(subject.type, msg.data) if subject.json else codec.decode(subject.type, msg.data)
+                noun = codec.from_json(subject.kind, msg.data) if subject.json else codec.decode(subject.kind, msg.data)
             except codec.WireError as error:
                 log.warning("bad_message", subject=msg.subject, error=str(error))
                 return
@@ -166,7 +166,7 @@ class Bus:
         while True:
             try:
                 ack = await self.js.publish(subject.at(**keys), payload, timeout=3.0, headers={"Nats-Msg-Id": msg_id})
-                return ack.seq
+                return int(ack.seq)
             except APIError as error:
                 if error.err_code in (10077, 10122):
                     raise StreamFull(f"{subject.at(**keys)}: {error.description}") from None
@@ -245,7 +245,7 @@ class Delivery(Generic[T]):
         """Confirmed; on a work queue it deletes the message. False if the server did not confirm in time."""
         try:
             await self._msg.ack_sync(timeout=5.0)
-        except (*_RETRY, asyncio.TimeoutError, nats.errors.MsgAlreadyAckdError):
+        except (TimeoutError, *_RETRY, nats.errors.MsgAlreadyAckdError):
             return False
         return True
 
@@ -300,7 +300,7 @@ class Consumer(Generic[T]):
             if self._queue.empty():
                 try:
                     msg = await asyncio.wait_for(self._queue.get(), min(remaining, EXPIRES_S / 2))
-                except asyncio.TimeoutError:
+                except TimeoutError:
                     continue
             else:
                 msg = self._queue.get_nowait()
@@ -340,8 +340,8 @@ class Consumer(Generic[T]):
     def _deliver(self, msg: Msg) -> Delivery[T]:
         try:
             if self._subject.json:
-                return Delivery(msg, codec.from_json(self._subject.type, msg.data), "")
-            return Delivery(msg, codec.decode(self._subject.type, msg.data), "")
+                return Delivery(msg, codec.from_json(self._subject.kind, msg.data), "")
+            return Delivery(msg, codec.decode(self._subject.kind, msg.data), "")
         except codec.WireError as error:
             return Delivery(msg, None, str(error))
 

@@ -90,7 +90,7 @@ class LeasedWorker:
             self._wake.clear()
             try:
                 await asyncio.wait_for(self._wake.wait(), self.ctx.settings.heartbeat_s)
-            except asyncio.TimeoutError:
+            except TimeoutError:
                 continue
         return lease
 

@@ -129,7 +129,7 @@ async def _liveness(ctx: Context) -> None:
         try:
             await ctx.bus.js.account_info()
             failures = 0
-        except (nats.errors.Error, asyncio.TimeoutError):
+        except (TimeoutError, nats.errors.Error):
             failures = failures + 1 if ctx.bus.nc.is_connected else 0
             if failures >= LIVENESS_FAILURES:
                 raise OpenTinkerError("NATS is connected but JetStream does not answer") from None

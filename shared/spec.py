@@ -1,4 +1,4 @@
-"""The job spec: what a user writes (TOML, YAML-free JSON or Python), validated once, with every mistake reported at once.
+"""The job spec: what a user writes (TOML, JSON or Python), validated once, with every mistake reported at once.
 
 Every field is used or refused. The text under a field is its documentation (`opentinker spec` prints it).
 """

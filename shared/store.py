@@ -35,7 +35,8 @@ log = structlog.get_logger()
 
 EVENTS_KEPT = 5000
 
-# KEYS job, events, active. ARGV: id, allowed states (comma separated, "" = any not final), new state, epoch (-1: scheduler), now, fields, event
+# KEYS job, events, active. ARGV: id, allowed states (comma separated, "" = any that is not final), new state,
+# epoch (-1: the scheduler), now, fields, event
 _TRANSITION = """
 local current = redis.call('HMGET', KEYS[1], 'state', 'epoch', 'version')
 if not current[1] then return {'missing'} end
@@ -108,7 +109,8 @@ class JobRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Store:
-    def __init__(self, redis: aioredis.Redis) -> None:
+    def __init__(self, redis: Any) -> None:
+        # redis-py types every reply as bytes or str; ours are str (decode_responses).
         self.redis = redis
         self._transition = redis.register_script(_TRANSITION)
         self._update = redis.register_script(_UPDATE)
@@ -169,7 +171,14 @@ class Store:
         }
         answer = await self._create(
             keys=[f"job:{id}", f"job:{id}:events", "jobs", "jobs:active", f"idem:{tenant}:{idempotency or id}"],
-            args=[id, now, orjson.dumps(fields).decode(), _event("queued", now), body_hash if idempotency else "", 86400],
+            args=[
+                id,
+                now,
+                orjson.dumps(fields).decode(),
+                _event("queued", now),
+                body_hash if idempotency else "",
+                86400,
+            ],
         )
         if answer[0] == "differs":
             raise Conflict(f"the Idempotency-Key was used for job {answer[1]} with another body; use a new key")
@@ -184,7 +193,7 @@ class Store:
 
     async def jobs(self, ids: Sequence[str] | None = None) -> list[JobRecord]:
         """Newest first, or the given ones."""
-        ids = await self.redis.zrevrange("jobs", 0, -1) if ids is None else ids
+        ids = list(await self.redis.zrevrange("jobs", 0, -1)) if ids is None else ids
         pipe = self.redis.pipeline(transaction=False)
         for id in ids:
             pipe.hgetall(f"job:{id}")
@@ -220,7 +229,9 @@ class Store:
         _raise(id, answer, new.value)
         return JobState(answer[1])
 
-    async def update(self, id: str, *, epoch: int = -1, event: str = "", detail: dict[str, Any] | None = None, **fields: Any) -> None:
+    async def update(
+        self, id: str, *, epoch: int = -1, event: str = "", detail: dict[str, Any] | None = None, **fields: Any
+    ) -> None:
         """Change fields other than the state, and optionally log an event. Raises NotFound, Fenced."""
         now = time.time()
         line = _event(event, now, **(detail or {})) if event else ""
@@ -232,7 +243,7 @@ class Store:
     async def events(self, id: str, after: str = "0", block_ms: int | None = None) -> list[dict[str, Any]]:
         """Events after the given id, oldest first; waits up to `block_ms` for one."""
         reply = await self.redis.xread({f"job:{id}:events": after}, count=500, block=block_ms)
-        entries = reply[0][1] if isinstance(reply, list) and reply else next(iter(reply.values()))[0] if reply else []
+        entries = reply[0][1] if reply else []
         return [{"id": entry_id, **orjson.loads(fields["event"])} for entry_id, fields in entries]
 
     # --- workers and leases -------------------------------------------------------------------------------------

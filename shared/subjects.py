@@ -1,9 +1,9 @@
 """Every subject and stream: what it carries, who sends, who eats. Nobody writes a subject string elsewhere.
 
-    scheduler --TICKET--> rollout worker --ENV_OPEN/ENV_SESSION--> env worker
-    rollout worker --GROUP--> trainer            (or --SCORE--> reference-forward --GROUP--> trainer)
-    trainer --SWAP--> rollout worker             (the tensors travel by torch.distributed)
-    everybody --METRIC--> whoever subscribes; scheduler --EVENT--> whoever subscribes; anybody --WAKE--> a sleeping loop
+scheduler --TICKET--> rollout worker --ENV_OPEN/ENV_SESSION--> env worker
+rollout worker --GROUP--> trainer            (or --SCORE--> reference-forward --GROUP--> trainer)
+trainer --SWAP--> rollout worker             (the tensors travel by torch.distributed)
+everybody --METRIC--> whoever subscribes; scheduler --EVENT--> whoever subscribes; anybody --WAKE--> a sleeping loop
 """
 
 from __future__ import annotations
@@ -33,12 +33,14 @@ class Subject(Generic[T]):
     """A subject pattern with the type it carries. `at(job=...)` fills the pattern."""
 
     pattern: str
-    type: type[T]
+    kind: type[T]
     json: bool = False
     """JSON instead of msgpack: for what dashboards read."""
 
     def at(self, **keys: str) -> str:
-        return self.pattern.format(**{key: value if value in ("*", ">") else token(value) for key, value in keys.items()})
+        return self.pattern.format(
+            **{key: value if value in ("*", ">") else token(value) for key, value in keys.items()}
+        )
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,7 @@ class Call(Generic[T, R]):
     """A request/reply subject: carries T, answered by R."""
 
     pattern: str
-    type: type[T]
+    kind: type[T]
     reply: type[R]
 
     def at(self, **keys: str) -> str:

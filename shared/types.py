@@ -215,7 +215,7 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Group(msgspec.Struct, frozen=True, kw_only=True):
-    """The G finished trajectories of one ticket. Made by a rollout worker, eaten by reference-forward and the trainer."""
+    """The G finished trajectories of one ticket: from a rollout worker, to reference-forward and the trainer."""
 
     job: str
     seq: int
@@ -250,7 +250,7 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Lease(msgspec.Struct, frozen=True, kw_only=True):
-    """Who may act for a job: written by the scheduler, obeyed by the worker, refused by Redis scripts when the epoch is old."""
+    """Who may act for a job. Written by the scheduler, obeyed by the worker; an old epoch is refused by Redis."""
 
     job: str
     worker: str

@@ -1,0 +1,113 @@
+"""Real servers for every test that needs one: nats-server and valkey on free ports, started once per test session."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import subprocess
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+from opentinker.embedded import nats_binary, valkey_binary
+from opentinker.shared.bus import Bus
+from opentinker.shared.store import Store
+
+
+def free_port() -> int:
+    with closing(socket.socket()) as s:
+        s.bind(("127.0.0.1", 0))
+        port: int = s.getsockname()[1]
+        return port
+
+
+def wait_port(port: int, process: subprocess.Popen[bytes], timeout_s: float = 10.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        assert process.poll() is None, f"server exited with {process.returncode}"
+        try:
+            socket.create_connection(("127.0.0.1", port), 0.2).close()
+            return
+        except OSError:
+            time.sleep(0.01)
+    raise TimeoutError(f"nothing listens on port {port}")
+
+
+async def until(condition: Callable[[], object], timeout_s: float = 10.0) -> None:
+    """Wait until the condition is true; a coroutine function is awaited each time."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        value = condition()
+        if asyncio.iscoroutine(value):
+            value = await value
+        if value:
+            return
+        assert time.monotonic() < deadline, f"not true within {timeout_s} s: {condition}"
+        await asyncio.sleep(0.02)
+
+
+class Server:
+    """A server process that a test may kill and start again on the same port with the same data."""
+
+    def __init__(self, argv: list[str], port: int, url: str) -> None:
+        self.argv, self.port, self.url = argv, port, url
+        self.start()
+
+    def start(self) -> None:
+        self.process = subprocess.Popen(self.argv, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        wait_port(self.port, self.process)
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+
+def start_nats(directory: Path, sync: str = "2m") -> Server:
+    port = free_port()
+    conf = directory / "nats.conf"
+    conf.write_text(
+        f'listen: "127.0.0.1:{port}"\nmax_payload: 8MB\n'
+        f'jetstream {{ store_dir: "{directory}/js", sync_interval: {sync}, max_file_store: 4GB }}\n'
+    )
+    return Server([str(nats_binary()), "-c", str(conf)], port, f"nats://127.0.0.1:{port}")
+
+
+def start_valkey(directory: Path) -> Server:
+    port = free_port()
+    argv = [str(valkey_binary()), "--port", str(port), "--bind", "127.0.0.1", "--dir", str(directory)]
+    return Server([*argv, "--appendonly", "yes", "--save", ""], port, f"redis://127.0.0.1:{port}/0")
+
+
+@pytest.fixture(scope="session")
+def nats_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    server = start_nats(tmp_path_factory.mktemp("nats"))
+    yield server
+    server.kill()
+
+
+@pytest.fixture(scope="session")
+def valkey_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    server = start_valkey(tmp_path_factory.mktemp("valkey"))
+    yield server
+    server.kill()
+
+
+@pytest.fixture
+async def bus(nats_server: Server) -> AsyncIterator[Bus]:
+    async with Bus.connect(nats_server.url, "test") as bus:
+        await bus.ensure_streams()
+        yield bus
+
+
+@pytest.fixture
+async def store(valkey_server: Server) -> AsyncIterator[Store]:
+    async with Store.connect(valkey_server.url, "test") as store:
+        await store.redis.flushdb()
+        yield store
