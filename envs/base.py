@@ -1,0 +1,128 @@
+"""The one class that users write. An env worker makes an instance per episode and calls open, step, step, ..., close.
+
+A complete environment:
+
+    class Parity(Environment):
+        '''Say whether a number is even or odd.'''
+
+        class Config(EnvironmentConfig):
+            largest: int = 99
+
+        config: Config
+
+        async def open(self, row: int, seed: int) -> list[Message]:
+            self.number = random.Random(f"{seed}/{row}").randint(0, self.config.largest)
+            return [user(f"Is {self.number} even or odd?")]
+
+        async def step(self, action: Action) -> Step:
+            right = self.gold() in action.text.lower()
+            return Step(reward=float(right), done=True, metrics={"exact": float(right)})
+
+        def gold(self) -> str:
+            return "odd" if self.number % 2 else "even"
+
+What is promised to an environment: one instance plays one episode, calls never overlap, `row` and `seed` alone decide
+the start state (the episodes of a group open with the same pair), and `close` is called once, whatever happened.
+What an environment owes: its own random generator (never the global one), finite rewards, and no blocking calls in
+the event loop: set `blocking = True` if it works or waits for more than a millisecond; it then runs in a child process.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import ClassVar
+
+import msgspec
+from pydantic import BaseModel, ConfigDict
+
+from opentinker.shared.types import Message, StopReason
+
+
+class Action(msgspec.Struct, frozen=True, kw_only=True):
+    """What the policy said in one turn."""
+
+    text: str
+    """The sampled tokens as text, without the end-of-turn token."""
+    stop: StopReason
+    """Why sampling ended; `length` and `context` mean that the text was cut."""
+    turn: int
+    """0, 1, 2..."""
+
+
+class Step(msgspec.Struct, kw_only=True):
+    """The environment's answer to one action."""
+
+    messages: list[Message] = []
+    """What the policy sees next; ignored when done."""
+    reward: float = 0.0
+    """Of this turn. The episode's reward is the sum over its turns."""
+    done: bool = False
+    components: dict[str, float] = {}
+    """Named parts of `reward`, for the curves."""
+    metrics: dict[str, float] = {}
+    """What is known of the episode so far, e.g. `exact`; the last step's value of each name counts."""
+
+
+class EnvironmentConfig(BaseModel):
+    """Base of an environment's settings: unknown names are refused, and so is NaN."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
+
+
+class Environment(ABC):
+    Config: ClassVar[type[BaseModel]] = EnvironmentConfig
+    """The settings a job may give under `environment.config`."""
+    blocking: ClassVar[bool] = False
+    """True: run in a child process, because `open` or `step` compute or wait without giving the loop back."""
+
+    def __init__(self, config: BaseModel) -> None:
+        self.config = config
+
+    @abstractmethod
+    async def open(self, row: int, seed: int) -> list[Message]:
+        """Start the episode; the messages are the prompt. `row` may exceed the number of rows: take it modulo."""
+
+    @abstractmethod
+    async def step(self, action: Action) -> Step:
+        """Play one turn. A cut action (`stop` is `length`) is played like any other."""
+
+    async def close(self) -> None:  # noqa: B027  nothing to free is the common case
+        """Free what the episode holds."""
+
+    def gold(self) -> str | None:
+        """What an expert says next; None where there is no expert. Self-tests play it and expect full marks."""
+        return None
+
+
+def user(text: str) -> Message:
+    return Message(role="user", content=text)
+
+
+class Played(msgspec.Struct, kw_only=True):
+    """A whole episode, as `play_gold` saw it."""
+
+    messages: list[Message]
+    reward: float
+    turns: int
+    metrics: dict[str, float]
+
+
+async def play_gold(environment: Environment, row: int, seed: int, max_turns: int = 1000) -> Played:
+    """Play one episode with the environment's own expert. Raises ValueError if it has none or never ends."""
+    messages = list(await environment.open(row, seed))
+    reward = 0.0
+    metrics: dict[str, float] = {}
+    try:
+        for turn in range(max_turns):
+            text = environment.gold()
+            if text is None:
+                raise ValueError(f"{type(environment).__name__} has no expert: gold() gave None in turn {turn}")
+            step = await environment.step(Action(text=text, stop=StopReason.EOS, turn=turn))
+            messages += [Message(role="assistant", content=text), *step.messages]
+            reward += step.reward
+            metrics |= step.metrics
+            if step.done:
+                return Played(messages=messages, reward=reward, turns=turn + 1, metrics=metrics)
+    finally:
+        await environment.close()
+    raise ValueError(f"{type(environment).__name__} was not done after {max_turns} turns of its expert")

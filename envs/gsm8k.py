@@ -1,0 +1,111 @@
+"""Grade-school word problems with a number as the answer. Real data: openai/grade-school-math, MIT (`data/gsm8k`)."""
+
+from __future__ import annotations
+
+import asyncio
+import lzma
+import re
+import threading
+from decimal import Decimal, InvalidOperation
+from functools import cache
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from opentinker.envs.base import Action, Environment, EnvironmentConfig, Step, user
+from opentinker.shared.types import Message
+
+DATA = Path(__file__).parent / "data" / "gsm8k"
+INSTRUCTION = "Think step by step. Give the final answer as a number after ####."
+
+_NUMBER = re.compile(
+    r"(?:(?<![\w)])[-+\N{MINUS SIGN}])?"  # "10-5" ends in 5, not in -5
+    r"[$€£]?"
+    r"(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)"
+)
+_HASHES = re.compile(r"####([^\n]*)")
+_BOXED = re.compile(r"\\boxed\s*\{([^{}]*)\}")
+LONGEST = 40
+"""Characters of a number; more digits than that answer no question of this kind."""
+
+
+class Row(msgspec.Struct, frozen=True):
+    question: str
+    answer: str
+    """The worked solution, ending in `#### number`."""
+
+
+class Gsm8k(Environment):
+    """One question, one answer, right or wrong by the value of the number: 1,000 and 1000.0 are the same.
+
+    The answer is what stands after the last `####`, else in the last `\\boxed{}`, else the last number of the text.
+    """
+
+    class Config(EnvironmentConfig):
+        split: Literal["train", "test"] = "train"
+        """7,473 rows to train on, or 1,319 to test with."""
+        instruction: str = INSTRUCTION
+        """Put under every question; may be empty."""
+
+    config: Config
+
+    async def open(self, row: int, seed: int) -> list[Message]:
+        rows = await load(self.config.split)
+        self.row = rows[row % len(rows)]
+        parts = [self.row.question, self.config.instruction]
+        return [user("\n\n".join(part for part in parts if part))]
+
+    async def step(self, action: Action) -> Step:
+        said, wanted = answer_of(action.text), answer_of(self.row.answer)
+        right = float(said is not None and said == wanted)
+        return Step(reward=right, done=True, metrics={"exact": right, "answered": float(said is not None)})
+
+    def gold(self) -> str:
+        return self.row.answer
+
+
+async def load(split: str) -> list[Row]:
+    """The rows of a split, read once per process and beside the event loop."""
+    return await asyncio.to_thread(read, split)
+
+
+def read(split: str) -> list[Row]:
+    with _one_reader:
+        return _read(split)
+
+
+_one_reader = threading.Lock()
+
+
+@cache
+def _read(split: str) -> list[Row]:
+    decoder = msgspec.json.Decoder(Row)
+    with lzma.open(DATA / f"{split}.jsonl.xz") as lines:
+        return [decoder.decode(line) for line in lines]
+
+
+def answer_of(text: str) -> Decimal | None:
+    """The number that the text gives as its answer, or None."""
+    for marked in (_HASHES.findall(text), _BOXED.findall(text)):
+        if marked:
+            return _first(marked[-1])
+    numbers = _NUMBER.findall(text)
+    return _value(numbers[-1]) if numbers else None
+
+
+def _first(text: str) -> Decimal | None:
+    found = _NUMBER.search(text)
+    return _value(found.group()) if found else None
+
+
+def _value(number: str) -> Decimal | None:
+    if len(number) > LONGEST:
+        return None
+    plain = number.replace("\N{MINUS SIGN}", "-")
+    for sign in ",$€£":
+        plain = plain.replace(sign, "")
+    try:
+        return Decimal(plain)
+    except InvalidOperation:
+        return None

@@ -1,0 +1,94 @@
+"""Environment names -> classes. Read by the env worker at every open, and by whoever validates a job spec."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from importlib import import_module
+
+from pydantic import BaseModel, ValidationError
+
+from opentinker.envs.base import Environment
+from opentinker.shared.errors import SpecError
+
+BUILT_IN = {
+    "copy_digits": "opentinker.envs.copy_digits:CopyDigits",
+    "gsm8k": "opentinker.envs.gsm8k:Gsm8k",
+    "guess_number": "opentinker.envs.guess_number:GuessNumber",
+}
+_MODULE_CLASS = re.compile(r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*$")
+_found: dict[str, type[Environment]] = {}
+
+
+def find(name: str, *, modules: bool = False) -> type[Environment]:
+    """The class of a built-in name, or of `module:Class` where the operator allows it (`modules`).
+
+    Raises SpecError for the field `environment.name`. Importing `module:Class` runs that module's code.
+    """
+    if name in _found and (modules or name in BUILT_IN):
+        return _found[name]
+    if ":" not in name:
+        if name not in BUILT_IN:
+            raise _wrong_name(name, f"no such environment{_near(name)}; there are: {', '.join(sorted(BUILT_IN))}")
+        found = _load(name, BUILT_IN[name])
+    elif not _MODULE_CLASS.match(name):
+        raise _wrong_name(name, "not of the form module:Class, e.g. my_package.games:Chess")
+    elif not modules:
+        raise _wrong_name(name, "module:Class environments are switched off here (operator setting env_modules)")
+    else:
+        found = _load(name, name)
+    _found[name] = found
+    return found
+
+
+def check(name: str, config: dict[str, object], *, modules: bool = False) -> tuple[type[Environment], BaseModel]:
+    """The class and its validated settings. Raises SpecError with every mistake (`environment.config.<field>`)."""
+    found = find(name, modules=modules)
+    try:
+        return found, found.Config.model_validate(config)
+    except ValidationError as error:
+        raise SpecError(
+            [
+                {
+                    "field": ".".join(["environment", "config", *map(str, item["loc"])]),
+                    "value": item.get("input"),
+                    "problem": item["msg"].removeprefix("Value error, ") + _allowed(found, item["type"]),
+                }
+                for item in error.errors(include_url=False)
+            ]
+        ) from None
+
+
+def make(name: str, config: dict[str, object], *, modules: bool = False) -> Environment:
+    """A fresh instance for one episode. Raises SpecError."""
+    found, settings = check(name, config, modules=modules)
+    return found(settings)
+
+
+def _load(name: str, path: str) -> type[Environment]:
+    module_name, _, class_name = path.partition(":")
+    try:
+        found = getattr(import_module(module_name), class_name)
+    except ImportError as error:
+        raise _wrong_name(name, f"cannot be imported: {error}") from None
+    except AttributeError:
+        raise _wrong_name(name, f"module {module_name} has no {class_name}") from None
+    if not (isinstance(found, type) and issubclass(found, Environment)):
+        raise _wrong_name(name, f"{class_name} is not a subclass of opentinker.Environment")
+    return found
+
+
+def _near(name: str) -> str:
+    near = difflib.get_close_matches(name.lower().replace("-", "_"), BUILT_IN, n=3, cutoff=0.5)
+    return f" (did you mean {' or '.join(near)}?)" if near else ""
+
+
+def _allowed(found: type[Environment], kind: str) -> str:
+    if kind != "extra_forbidden":
+        return ""
+    names = ", ".join(sorted(found.Config.model_fields)) or "no settings at all"
+    return f"; {found.__name__} knows: {names}"
+
+
+def _wrong_name(name: str, problem: str) -> SpecError:
+    return SpecError([{"field": "environment.name", "value": name, "problem": problem}])
