@@ -183,6 +183,10 @@ class Admission:
         """A checkpoint covers everything up to step number `batch`."""
         await self._call("commit", batch)
 
+    async def is_running(self, seq: int) -> bool:
+        """False if the group was stored, failed or forgotten: its ticket came a second time."""
+        return bool(await self._redis.hget(self._keys[1], str(seq)) == "r")
+
     async def running(self) -> list[int]:
         """Groups whose ticket is out."""
         entries = await self._redis.hgetall(self._keys[1])

@@ -56,7 +56,7 @@ class LeasedWorker:
         await self.ctx.bus.emit(WAKE, {"worker": self.info.id}, who="scheduler")
 
     async def serve(self) -> None:
-        """Returns when the service is told to stop; the running job is cancelled then."""
+        """Returns when the service is told to stop; a running job may finish within `drain_s`."""
 
         async def wake(_: dict[str, Any]) -> None:
             self._wake.set()
@@ -65,9 +65,7 @@ class LeasedWorker:
         await self.status("idle")
         self.ctx.ready()
         try:
-            await first_failure(
-                {"beat": self._beat_loop(), "follow": self._follow_loop(), "stop": self.ctx.stopping.wait()}
-            )
+            await first_failure({"beat": self._beat_loop(), "follow": self._follow_loop()})
         finally:
             await subscription.unsubscribe()
             await self.ctx.store.leave(self.info)
@@ -95,28 +93,35 @@ class LeasedWorker:
         return lease
 
     async def _follow_loop(self) -> None:
+        """Consumes leases, runs one at a time. Returns when the service is told to stop and the job has let go."""
+        stopping = asyncio.create_task(self.ctx.stopping.wait())
         held: Lease | None = None
-        while True:
-            if held is None:
-                held = await self._changed(None)
-                continue
-            task = asyncio.create_task(self._run(held), name=f"job-{held.job}")
-            watch = asyncio.create_task(self._changed(held))
-            try:
-                await asyncio.wait([task, watch], return_when=asyncio.FIRST_COMPLETED)
-                if task.done():
-                    task.result()
-                    await self.status("idle")
-                    held = await watch
-                else:
-                    task.cancel()
-                    await asyncio.gather(task, return_exceptions=True)
-                    await self.status("idle")
-                    held = watch.result()
-            finally:
-                task.cancel()
-                watch.cancel()
-                await asyncio.gather(task, watch, return_exceptions=True)
+        try:
+            while not self.ctx.stopping.is_set():
+                watch = asyncio.create_task(self._changed(held))
+                task = None if held is None else asyncio.create_task(self._run(held), name=f"job-{held.job}")
+                try:
+                    await asyncio.wait([t for t in (task, watch, stopping) if t], return_when=asyncio.FIRST_COMPLETED)
+                    if task is not None and not watch.done():
+                        await self._let_go(task)
+                    if task is not None and not self.ctx.stopping.is_set():
+                        task.cancel()
+                        await asyncio.wait([task])
+                        await self.status("idle")
+                    if not self.ctx.stopping.is_set():
+                        held = await watch
+                finally:
+                    await _cancelled(task, watch)
+        finally:
+            await _cancelled(stopping)
+
+    async def _let_go(self, task: asyncio.Task[None]) -> None:
+        """The job ended by itself (raise what it raised), or the service stops: it has `drain_s` to finish."""
+        if not task.done():
+            await self.status("draining", job=self.info.job, epoch=self.info.epoch)
+            await asyncio.wait([task], timeout=self.ctx.settings.drain_s)
+        if task.done():
+            task.result()
 
     async def _run(self, lease: Lease) -> None:
         log = structlog.get_logger()
@@ -141,3 +146,10 @@ class LeasedWorker:
                 lease.job, JobState.FAILED, epoch=lease.epoch, reason=f"{self.info.pool}: {reason}"
             )
             await self.ctx.bus.emit(WAKE, {"job": lease.job}, who="scheduler")
+
+
+async def _cancelled(*tasks: asyncio.Task[Any] | None) -> None:
+    running = [task for task in tasks if task is not None]
+    for task in running:
+        task.cancel()
+    await asyncio.gather(*running, return_exceptions=True)

@@ -112,7 +112,8 @@ class RolloutSpec(Part):
     """Tries of an episode after its first failure, before its group is failed."""
     max_failed_share: Fraction = 0.5
     """The job fails when more than this share of its groups failed (counted from the 20th group)."""
-    seed: int = 0
+    seed: Annotated[int, Field(ge=0, lt=2**32)] | None = None
+    """Seeds every request and every group's start state; without it start states use seed 0 and sampling is free."""
 
 
 class TrainSpec(Part):
@@ -136,7 +137,7 @@ class TrainSpec(Part):
     keep_checkpoints: Annotated[int, Field(ge=2)] = 3
     target: dict[str, float] = {}
     """Stop early once the mean of the last 10 steps of each named metric reaches the value, e.g. {"exact" = 0.9}."""
-    seed: int = 0
+    seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
 
 
 class ResourceSpec(Part):

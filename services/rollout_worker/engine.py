@@ -1,0 +1,69 @@
+"""What a rollout worker asks of a generation engine. Two implementations: `toy_engine` and `vllm_engine`.
+
+Token ids in, token ids out. A weight swap may fall inside a generation: the spans say which version sampled what.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import msgspec
+
+from opentinker.shared.errors import OpenTinkerError
+from opentinker.shared.types import Span, StopReason, SwapCommand, WeightVersion
+
+
+class EngineError(OpenTinkerError):
+    """This request could not be generated; others go on."""
+
+
+class SwapError(OpenTinkerError):
+    """Joining or receiving failed. The engine keeps its old weights and version and goes on generating."""
+
+
+class Sampling(msgspec.Struct, frozen=True, kw_only=True):
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    """0: all tokens."""
+    max_tokens: int
+    stop: list[str] = []
+    seed: int | None = None
+    """None: drawn by the engine."""
+
+
+class Completion(msgspec.Struct, frozen=True, kw_only=True):
+    ids: list[int]
+    """Sampled tokens, the end-of-turn token included."""
+    logprobs: list[float]
+    """Of each token under the distribution it was drawn from: after temperature, top_p and top_k."""
+    spans: list[Span]
+    """Over `ids`, in order, without gaps."""
+    stop: StopReason
+
+
+class Engine(Protocol):
+    """`version` is None, and nothing can be generated, until the first `receive`."""
+
+    version: WeightVersion | None
+    context_length: int
+    """Tokens of prompt and completion together; known after `start`."""
+
+    async def start(self) -> None: ...
+
+    async def generate(self, request: str, prompt_ids: list[int], sampling: Sampling) -> Completion:
+        """Raises EngineError. Cancelling the caller frees the request's resources."""
+
+    async def abort(self, request: str) -> None:
+        """End a running request: its `generate` raises EngineError. Unknown requests are ignored."""
+
+    async def join(self, command: SwapCommand) -> None:
+        """Enter the job's weight group; the old one is left first. Raises SwapError."""
+
+    async def receive(self, command: SwapCommand) -> dict[str, float]:
+        """Take one version through the group. Returns seconds by phase: pause, transfer, load, resume.
+
+        Raises SwapError; then nothing was loaded. Generation goes on meanwhile, except during pause, load and resume.
+        """
+
+    async def close(self) -> None: ...

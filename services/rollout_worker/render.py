@@ -1,0 +1,83 @@
+"""Messages -> token ids, and sampled ids -> text. Token in, token out: sampled ids are never decoded and re-encoded.
+
+The first prompt is the chat template's rendering. What follows a model turn is the template's text after an assistant
+message, rendered once with a marker in the place of the model's own words, so that only new text is tokenised.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from opentinker.shared.errors import JobFailed
+from opentinker.shared.types import Message
+
+MARKER = "ANSWER0MARKER"
+
+
+class Renderer:
+    """`mode` is the spec's model.chat_template. Raises JobFailed when the tokenizer cannot do what it asks."""
+
+    def __init__(self, tokenizer: Any, mode: str, eos_ids: frozenset[int]) -> None:
+        self._tokenizer = tokenizer
+        self._plain = mode == "plain"
+        self._cache: dict[tuple[Message, ...], list[int]] = {}
+        self.eos_ids = eos_ids
+        if not self._plain and not tokenizer.chat_template:
+            raise JobFailed(
+                "the model's tokenizer has no chat template; add one to the model directory, "
+                'or set model.chat_template = "plain" to join message contents without markup'
+            )
+
+    @classmethod
+    def load(cls, base: str, mode: str) -> Renderer:
+        """Tokenizer and end-of-turn ids of a Hugging Face model directory or hub id."""
+        from transformers import AutoTokenizer, GenerationConfig
+
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(base)
+        except (OSError, ValueError) as error:
+            raise JobFailed(f"no tokenizer in model {base!r}: {str(error).splitlines()[0]}") from None
+        ids = {tokenizer.eos_token_id}
+        try:
+            configured = GenerationConfig.from_pretrained(base).eos_token_id
+            ids.update(configured if isinstance(configured, list) else [configured])
+        except OSError:
+            pass  # a model without generation_config.json ends its turns with the tokenizer's eos
+        return cls(tokenizer, mode, frozenset(i for i in ids if i is not None))
+
+    def _template(self, messages: Sequence[Message], generate: bool) -> str:
+        chat = [{"role": m.role, "content": m.content} for m in messages]
+        try:
+            text: str = self._tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=generate)
+        except Exception as error:  # noqa: BLE001 - a template is the model's code: whatever it raises fails the job
+            raise JobFailed(f"the model's chat template refused {[m.role for m in messages]}: {error}") from None
+        return text
+
+    def _encode(self, text: str) -> list[int]:
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
+        return ids
+
+    def prompt(self, messages: Sequence[Message]) -> list[int]:
+        """Ids up to where the model's first turn begins. Siblings of a group share the work."""
+        key = tuple(messages)
+        if key not in self._cache:
+            if len(self._cache) >= 256:
+                self._cache.clear()
+            text = "".join(m.content for m in messages) if self._plain else self._template(messages, generate=True)
+            self._cache[key] = self._encode(text)
+        return list(self._cache[key])
+
+    def extend(self, ended_with_eos: bool, messages: Sequence[Message]) -> list[int]:
+        """Ids between the model's last sampled token and its next turn."""
+        if self._plain:
+            return self._encode("".join(m.content for m in messages))
+        before = [Message(role="user", content="."), Message(role="assistant", content=MARKER)]
+        text = self._template([*before, *messages], generate=True)
+        ids = self._encode(text[text.rindex(MARKER) + len(MARKER) :])
+        return ids[1:] if ended_with_eos and ids and ids[0] in self.eos_ids else ids
+
+    def text(self, ids: Sequence[int]) -> str:
+        """What the model said, without end-of-turn and other special tokens."""
+        text: str = self._tokenizer.decode(ids, skip_special_tokens=True)
+        return text

@@ -1,0 +1,277 @@
+"""Tickets -> episodes -> groups. Serves one job at a time, many groups at once.
+
+claim loop    consumes TICKET; waits for free slots and for weights; woken by the standing pull
+group task    plays G episodes, retries failed ones, publishes GROUP (or SCORE), accepts, then acks the ticket
+swap handler  answers the trainer's SWAP: join the weight group, receive a version
+report loop   produces METRIC once a second
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Callable
+
+import structlog
+
+from opentinker.services.rollout_worker.engine import Engine, EngineError, SwapError
+from opentinker.services.rollout_worker.episode import Episode, EpisodeFailed, Sessions
+from opentinker.services.rollout_worker.render import Renderer
+from opentinker.shared.admission import Admission
+from opentinker.shared.bus import ACK_WAIT_S, Bus, Consumer, Delivery, StreamFull
+from opentinker.shared.errors import JobFailed
+from opentinker.shared.leasing import LeasedWorker
+from opentinker.shared.service import first_failure
+from opentinker.shared.spec import JobSpec
+from opentinker.shared.subjects import GROUP, SCORE, SWAP, TICKET, WAKE
+from opentinker.shared.telemetry import MetricSource
+from opentinker.shared.types import Group, Lease, SwapCommand, SwapReply, Ticket, Trajectory
+
+log = structlog.get_logger()
+
+REPORT_S = 1.0
+FULL_PAUSE_S = 0.5
+
+
+class RolloutJob:
+    """One lease's work. `engine` is started by the caller."""
+
+    def __init__(
+        self, worker: LeasedWorker, lease: Lease, spec: JobSpec, engine: Engine, renderer: Renderer, sessions: Sessions
+    ) -> None:
+        self.worker, self.lease, self.spec = worker, lease, spec
+        self.engine, self.renderer, self.sessions = engine, renderer, sessions
+        self.bus: Bus = worker.ctx.bus
+        self.admission = Admission(worker.ctx.store.redis, lease.job)
+        self.metrics = MetricSource(self.bus, lease.job, worker.info.id)
+        self.groups: set[asyncio.Task[None]] = set()
+        self.slot = asyncio.Event()
+        self.broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.weights = asyncio.Event()
+        self.epoch = lease.epoch
+        self.swapping = asyncio.Lock()
+        self.counts: Counter[str] = Counter()
+        self.gauges: dict[str, float] = {}
+
+    async def run(self) -> None:
+        """Until the lease is taken away or the service stops (then running groups may finish)."""
+        swaps = await self.bus.serve(SWAP, self._swap, worker=self.worker.address)
+        tickets = await self.bus.consume(
+            TICKET, f"roll-{self.lease.job}", batch=self.spec.rollout.max_concurrent_groups, job=self.lease.job
+        )
+        try:
+            await self.worker.status("ready", job=self.lease.job, epoch=self.lease.epoch, address=self.worker.address)
+            await self.bus.emit(WAKE, {"worker": self.worker.info.id}, who=f"trainer-{self.lease.job}")
+            await first_failure(
+                {"claim": self._claim_loop(tickets), "report": self._report_loop(), "groups": self._broken()}
+            )
+            if self.groups:
+                log.info("draining", groups=len(self.groups))
+                await asyncio.gather(*self.groups)
+        finally:
+            await swaps.unsubscribe()
+            await tickets.close()
+            for task in self.groups:
+                task.cancel()
+            await asyncio.gather(*self.groups, return_exceptions=True)
+
+    # --- tickets ------------------------------------------------------------------------------------------------
+
+    async def _claim_loop(self, tickets: Consumer[Ticket]) -> None:
+        """Consumes TICKET, starts group tasks. Returns when the service is stopping."""
+        await self._until_weights()
+        while not self.worker.ctx.stopping.is_set():
+            free = self.spec.rollout.max_concurrent_groups - len(self.groups)
+            if free <= 0:
+                self.slot.clear()
+                await self._wait(self.slot, 0.5)
+                continue
+            delivery = await tickets.next(0.5, limit=free)
+            if delivery is None:
+                continue
+            if delivery.noun is None:
+                log.error("bad_ticket", error=delivery.error)
+                await delivery.term()
+                continue
+            task = asyncio.create_task(self._run_group(delivery.noun, delivery))
+            self.groups.add(task)
+            task.add_done_callback(self._group_done)
+
+    async def _until_weights(self) -> None:
+        while not self.weights.is_set() and not self.worker.ctx.stopping.is_set():
+            await self._wait(self.weights, 0.5)
+
+    @staticmethod
+    async def _wait(event: asyncio.Event, timeout_s: float) -> None:
+        try:
+            await asyncio.wait_for(event.wait(), timeout_s)
+        except asyncio.TimeoutError:
+            return
+
+    def _group_done(self, task: asyncio.Task[None]) -> None:
+        self.groups.discard(task)
+        self.slot.set()
+        if not task.cancelled() and (error := task.exception()) is not None:
+            if not self.broken.done():
+                self.broken.set_exception(error)
+
+    async def _run_group(self, ticket: Ticket, delivery: Delivery[Ticket]) -> None:
+        """One ticket to its end: group stored and accepted, or failed with a reason; then the ticket is acked."""
+        with structlog.contextvars.bound_contextvars(group=ticket.seq):
+            alive = asyncio.create_task(self._keep_alive(delivery))
+            try:
+                if await self.admission.is_running(ticket.seq):
+                    await self._play_group(ticket)
+                else:
+                    self.counts["tickets_repeated"] += 1
+                await delivery.ack_sync()
+            except asyncio.CancelledError:
+                await delivery.nak()
+                raise
+            finally:
+                alive.cancel()
+
+    async def _broken(self) -> None:
+        """Raises what a group task raised: that is a failure of this service, not of an episode."""
+        await self.broken
+
+    async def _keep_alive(self, delivery: Delivery[Ticket]) -> None:
+        while True:
+            await asyncio.sleep(ACK_WAIT_S / 3)
+            await delivery.in_progress()
+
+    async def _play_group(self, ticket: Ticket) -> None:
+        samples = [asyncio.create_task(self._play_sample(ticket, index)) for index in range(ticket.group_size)]
+        try:
+            trajectories = await asyncio.gather(*samples)
+        except EpisodeFailed as error:
+            await self._fail(ticket, error)
+            return
+        finally:
+            for sample in samples:
+                sample.cancel()
+            await asyncio.gather(*samples, return_exceptions=True)
+        group = Group(
+            job=ticket.job,
+            seq=ticket.seq,
+            environment=self.spec.environment.name,
+            worker=self.worker.info.id,
+            trajectories=list(trajectories),
+        )
+        await self._publish(group)
+        state = await self.admission.accept(ticket.seq)
+        self.counts["groups" if state == "ok" else "groups_duplicate"] += 1
+
+    async def _play_sample(self, ticket: Ticket, index: int) -> Trajectory:
+        """Raises EpisodeFailed when the sample failed once more than `rollout.retries` allows."""
+        for tries_left in range(self.spec.rollout.retries, -1, -1):
+            episode = Episode(self.spec, ticket, index, self.engine, self.renderer, self.sessions)
+            try:
+                trajectory = await episode.run()
+            except EpisodeFailed as error:
+                self.counts[f"episodes_failed/{error.ending}"] += 1
+                log.info("episode_failed", episode=episode.session, ending=error.ending, error=error.error)
+                if tries_left == 0:
+                    raise
+                continue
+            self.counts["episodes"] += 1
+            self.counts["tokens"] += int(trajectory.mask.sum())
+            self.counts["turns"] += len(trajectory.turns)
+            for turn in trajectory.turns:
+                self.gauges["generate_s"] = self.gauges.get("generate_s", 0.0) + turn.generate_s
+                self.gauges["env_s"] = self.gauges.get("env_s", 0.0) + turn.env_s
+            return trajectory
+        raise AssertionError("unreachable")
+
+    async def _publish(self, group: Group) -> None:
+        """Stored durably when this returns; a full stream is back-pressure."""
+        subject = SCORE if self.spec.algorithm.kl_coef > 0 else GROUP
+        msg_id = f"{group.key}:{group.trajectories[0].attempt}"
+        while True:
+            try:
+                await self.bus.publish(subject, group, msg_id, job=group.job)
+                return
+            except StreamFull:
+                self.counts["stream_full"] += 1
+                await asyncio.sleep(FULL_PAUSE_S)
+
+    async def _fail(self, ticket: Ticket, error: EpisodeFailed) -> None:
+        if await self.admission.fail(ticket.seq, error.ending) is None:
+            return
+        self.counts["groups_failed"] += 1
+        log.warning("group_failed", ending=error.ending, error=error.error)
+        await self.worker.ctx.store.update(
+            ticket.job,
+            event="group_failed",
+            detail={"group": ticket.seq, "reason": error.ending.value, "error": error.error[:500]},
+        )
+        await self.bus.emit(WAKE, {"job": ticket.job}, who="admission")
+
+    # --- weights ------------------------------------------------------------------------------------------------
+
+    async def _swap(self, command: SwapCommand) -> SwapReply:
+        """Never raises: a failure leaves the old weights and version and is told to the trainer."""
+        async with self.swapping:
+            if command.job != self.lease.job or command.epoch < self.epoch:
+                return self._reply(ok=False, error=f"this worker serves job {self.lease.job} epoch {self.epoch}")
+            self.epoch = command.epoch
+            try:
+                if command.action == "join":
+                    await self.engine.join(command)
+                    return self._reply(ok=True)
+                seconds = await self.engine.receive(command)
+            except (SwapError, EngineError) as error:
+                log.warning("swap_failed", action=command.action, error=str(error))
+                return self._reply(ok=False, error=str(error))
+            self.counts["swaps"] += 1
+            self.gauges.update({f"swap_{phase}_s": value for phase, value in seconds.items()})
+            self.weights.set()
+            return self._reply(ok=True, seconds=seconds)
+
+    def _reply(self, *, ok: bool, error: str = "", seconds: dict[str, float] | None = None) -> SwapReply:
+        return SwapReply(
+            worker=self.worker.info.id,
+            incarnation=self.worker.info.incarnation,
+            ok=ok,
+            error=error,
+            version=self.engine.version,
+            seconds=seconds or {},
+        )
+
+    # --- metrics ------------------------------------------------------------------------------------------------
+
+    async def _report_loop(self) -> None:
+        """Produces METRIC: rates since the last report, gauges as they are. Returns never."""
+        last, then = Counter(self.counts), time.monotonic()
+        while True:
+            await asyncio.sleep(REPORT_S)
+            now, counts = time.monotonic(), Counter(self.counts)
+            elapsed = now - then
+            if counts != last:
+                values = {f"rollout/{name}": float(count) for name, count in counts.items()}
+                for name in ("tokens", "episodes", "groups", "turns"):
+                    values[f"rollout/{name}_per_s"] = (counts[name] - last[name]) / elapsed
+                values |= {f"rollout/{name}": value for name, value in self.gauges.items()}
+                values["rollout/running_groups"] = float(len(self.groups))
+                await self.metrics.emit(0 if self.engine.version is None else self.engine.version.step, values)
+            last, then = counts, now
+
+
+MakeEngine = Callable[[JobSpec, Renderer], Engine]
+
+
+async def serve_lease(
+    worker: LeasedWorker, lease: Lease, spec: JobSpec, make_engine: MakeEngine, sessions: Sessions
+) -> None:
+    """Load tokenizer and engine, then run the job. Raises JobFailed when the model cannot be served."""
+    renderer = await asyncio.to_thread(Renderer.load, spec.model.base, spec.model.chat_template)
+    engine = make_engine(spec, renderer)
+    try:
+        try:
+            await engine.start()
+        except EngineError as error:
+            raise JobFailed(f"model {spec.model.base!r} cannot be served: {error}") from None
+        await RolloutJob(worker, lease, spec, engine, renderer, sessions).run()
+    finally:
+        await engine.close()
