@@ -84,12 +84,12 @@ class ToyEngine:
             try:
                 self._group = await asyncio.to_thread(
                     WeightGroup.join,
-                    command.address,
-                    command.port,
-                    command.rank,
-                    command.world,
-                    command.device,
-                    self._group_timeout_s,
+                    address=command.address,
+                    port=command.port,
+                    rank=command.rank,
+                    world=command.world,
+                    device=command.device,
+                    timeout_s=self._group_timeout_s,
                 )
             except TransportError as error:
                 raise SwapError(str(error)) from error

@@ -1,1 +1,1 @@
-"""The heavy side of shared: what trainer, reference-forward and the weight transport do with torch. Nothing else in shared imports it."""
+"""The heavy side of shared: everything here may import torch; nothing else in `shared` imports it."""
