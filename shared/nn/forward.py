@@ -2,9 +2,9 @@
 
 `layout` (numpy) turns ragged sequences into one stream of tokens; `token_logprobs` (torch) runs a model over it.
 
-Sequences that begin alike share their beginning: causal attention makes the hidden state of a token depend only on what
-stands before it, so equal prefixes have equal states. The stream holds each prefix once (a trie of the sequences); a
-group's prompt is computed once, and samples that came out identical cost as much as one. Gradients add up by themselves.
+Sequences that begin alike share their beginning: with causal attention the hidden state of a token depends only on what
+stands before it, so equal prefixes have equal states. The stream holds each prefix once (a trie of the sequences): a
+group's prompt is computed once, and samples that came out identical cost as much as one. Autograd adds up gradients.
 
 Everything but attention is per token, so it runs on the stream. For attention the stream is gathered into rows, one per
 distinct sequence, sorted by length and cut into buckets of nearly equal length, each one causal
@@ -208,7 +208,8 @@ def token_logprobs(
     hidden_U = hidden_1N[0].index_select(0, plan.predictors_U)
     head = causal.get_output_embeddings()
     U, V = hidden_U.shape[0], head.weight.shape[0]
-    if U * V <= logits_at_once:
+    wanted = U * V
+    if wanted <= logits_at_once:
         logprobs_U, entropy_U = _head_logprobs(head, hidden_U, plan.targets_U, temperature)
     else:
         chunk = max(1, logits_at_once // V)

@@ -55,7 +55,7 @@ def load_model(base: str, dtype: torch.dtype, device: torch.device | str = "cpu"
         )
     model.to(device).eval()
     _check_packed(base, model)
-    return model  # type: ignore[no-any-return]
+    return model
 
 
 def load_tokenizer(base: str) -> Any:
@@ -142,8 +142,8 @@ def _check_packed(base: str, model: Any) -> None:
     tolerance = 1e-3 if packed.dtype == torch.float32 and next(model.parameters()).dtype == torch.float32 else 0.5
     if not difference <= tolerance:
         raise JobFailed(
-            f"model {base!r} ({type(model).__name__}) cannot be trained here: its packed logprobs differ from its plain "
-            f"forward by {difference:.3g} (attention or output head of a kind that is not supported)"
+            f"model {base!r} ({type(model).__name__}) cannot be trained here: its packed logprobs differ from its "
+            f"plain forward by {difference:.3g} (attention or output head of a kind that is not supported)"
         )
 
 

@@ -1,0 +1,100 @@
+"""The seam between the trainer's loop and what learns: a protocol, and a learner that only takes time.
+
+No torch here. The real one is `torch_learner.TorchLearner`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+import numpy as np
+import orjson
+
+from opentinker.services.trainer.batch_metrics import batch_metrics
+from opentinker.shared.errors import JobFailed
+from opentinker.shared.spec import JobSpec
+from opentinker.shared.types import Group, TensorInfo, WeightVersion
+
+
+class NonFinite(JobFailed):
+    """A loss or gradient norm is NaN or infinite: the step was refused, weights and optimizer are as before it."""
+
+
+class SnapshotLike(Protocol):
+    """What the publisher needs of a weight snapshot; `shared.nn.transport.Snapshot` is the real one."""
+
+    @property
+    def version(self) -> WeightVersion: ...
+    @property
+    def manifest(self) -> list[TensorInfo]: ...
+    @property
+    def buckets(self) -> Sequence[Any]: ...
+    @property
+    def fingerprints(self) -> list[int]: ...
+
+
+class Learner(Protocol):
+    """Weights, optimizer and random state of one policy.
+
+    `load` first; then any order of the others. `step` raises NonFinite with nothing changed.
+    """
+
+    device: str
+    """cpu | cuda | none: what the weight transport moves from."""
+
+    def load(self, checkpoint: Path | None) -> None:
+        """The base model, or weights, optimizer and random state of a checkpoint directory."""
+
+    def step(self, groups: list[Group], version: WeightVersion) -> dict[str, float]:
+        """Train on one batch (`updates_per_batch` optimizer steps); `version` names the weights before it."""
+
+    def snapshot(self, version: WeightVersion) -> SnapshotLike:
+        """A copy of the weights to send: training may go on while it travels."""
+
+    def save(self, directory: Path) -> None:
+        """Write everything that `load` needs: Hugging Face or PEFT layout, and `trainer/` beside it."""
+
+
+class EmptySnapshot(msgspec.Struct, frozen=True, kw_only=True):
+    """Weights of nothing: only the version is news."""
+
+    version: WeightVersion
+    manifest: list[TensorInfo] = []
+    buckets: list[Any] = []
+    fingerprints: list[int] = []
+
+
+class SimulatedLearner:
+    """Takes `simulated_step_s` per step and learns nothing; for load tests and tests of everything around training."""
+
+    device = "none"
+
+    def __init__(self, spec: JobSpec) -> None:
+        self.spec = spec
+        self.steps = 0
+
+    def load(self, checkpoint: Path | None) -> None:
+        self.steps = 0 if checkpoint is None else int(orjson.loads(_state_file(checkpoint).read_bytes())["steps"])
+
+    def step(self, groups: list[Group], version: WeightVersion) -> dict[str, float]:
+        start = time.perf_counter()
+        time.sleep(self.spec.train.simulated_step_s)
+        self.steps += 1
+        tokens = int(sum(np.count_nonzero(t.mask) for group in groups for t in group.trajectories))
+        metrics = {"tokens": float(tokens), **batch_metrics(groups, version)}
+        return metrics | {"step_seconds": time.perf_counter() - start}
+
+    def snapshot(self, version: WeightVersion) -> EmptySnapshot:
+        return EmptySnapshot(version=version)
+
+    def save(self, directory: Path) -> None:
+        _state_file(directory).parent.mkdir(parents=True, exist_ok=True)
+        _state_file(directory).write_bytes(orjson.dumps({"steps": self.steps}))
+
+
+def _state_file(directory: Path) -> Path:
+    return directory / "trainer" / "state.json"

@@ -1,0 +1,131 @@
+"""What a learner writes beside its weights, and reads back bit by bit: optimizer moments, random state, step count.
+
+`trainer/optimizer.safetensors`: `exp_avg/NAME`, `exp_avg_sq/NAME`, `step/NAME` per trained parameter, `rng/cpu`,
+`rng/cuda`, and `master/NAME` where the saved model is narrower than the float32 weights.
+`trainer/state.json`: the step count.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import orjson
+import torch
+from peft import PeftModel, set_peft_model_state_dict
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from opentinker.shared.errors import JobFailed
+from opentinker.shared.nn.models import causal_lm
+
+Parameters = dict[str, nn.Parameter]
+MOMENTS = ("exp_avg", "exp_avg_sq", "step")
+
+
+def save_model(directory: Path, model: nn.Module, weights: dict[str, Tensor], dtype: torch.dtype) -> None:
+    """`weights` in plain Hugging Face layout, or as a PEFT adapter directory."""
+    if isinstance(model, PeftModel):
+        save_file(
+            {name: tensor.contiguous() for name, tensor in weights.items()}, directory / "adapter_model.safetensors"
+        )
+        model.peft_config["default"].save_pretrained(str(directory))
+        return
+    causal_lm(model).save_pretrained(directory, state_dict=weights, save_original_format=False)
+    config = directory / "config.json"
+    config.write_bytes(
+        orjson.dumps(
+            orjson.loads(config.read_bytes()) | {"dtype": str(dtype).removeprefix("torch.")}, option=orjson.OPT_INDENT_2
+        )
+    )
+
+
+def save(
+    directory: Path, parameters: Parameters, optimizer: torch.optim.Optimizer, steps: int, *, masters: bool
+) -> None:
+    tensors = {
+        f"{moment}/{name}": optimizer.state[parameter][moment]
+        for name, parameter in parameters.items()
+        if parameter in optimizer.state
+        for moment in MOMENTS
+    }
+    tensors["rng/cpu"] = torch.get_rng_state()
+    if next(iter(parameters.values())).is_cuda:
+        tensors["rng/cuda"] = torch.cuda.get_rng_state()
+    if masters:
+        tensors |= {f"master/{name}": parameter.detach() for name, parameter in parameters.items()}
+    (directory / "trainer").mkdir(exist_ok=True)
+    save_file({name: t.contiguous() for name, t in tensors.items()}, directory / "trainer" / "optimizer.safetensors")
+    (directory / "trainer" / "state.json").write_bytes(orjson.dumps({"steps": steps}))
+
+
+def load(directory: Path, model: nn.Module, parameters: Parameters, optimizer: torch.optim.Optimizer) -> int:
+    """Put a checkpoint's adapter, masters, moments and random state in place; returns its step count.
+
+    Full weights were loaded with the model itself. Raises JobFailed, naming tensors, if the checkpoint does not fit.
+    """
+    try:
+        state = orjson.loads((directory / "trainer" / "state.json").read_bytes())
+        tensors = load_file(directory / "trainer" / "optimizer.safetensors")
+        if isinstance(model, PeftModel):
+            _load_adapter(directory, model)
+    except (OSError, ValueError, SafetensorError) as error:
+        raise JobFailed(f"checkpoint {directory} cannot be resumed: {error}") from error
+    device = next(iter(parameters.values())).device
+    _check_fits(directory, tensors, parameters)
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            if f"master/{name}" in tensors:
+                parameter.copy_(tensors[f"master/{name}"])
+            if f"step/{name}" in tensors:
+                optimizer.state[parameter] = {m: tensors[f"{m}/{name}"].to(device) for m in MOMENTS}
+    torch.set_rng_state(tensors["rng/cpu"])
+    if "rng/cuda" in tensors and device.type == "cuda":
+        torch.cuda.set_rng_state(tensors["rng/cuda"])
+    return int(state["steps"])
+
+
+def _check_fits(directory: Path, tensors: dict[str, Tensor], parameters: Parameters) -> None:
+    saved = {name.removeprefix("exp_avg/"): t.shape for name, t in tensors.items() if name.startswith("exp_avg/")}
+    if saved and saved != {name: p.shape for name, p in parameters.items()}:
+        odd = sorted(name for name in saved.keys() | parameters.keys() if saved.get(name) != _shape(parameters, name))
+        raise JobFailed(
+            f"checkpoint {directory} does not fit the job's model: {len(odd)} trained tensors differ, such as {odd[0]}"
+        )
+
+
+def _shape(parameters: Parameters, name: str) -> torch.Size | None:
+    return parameters[name].shape if name in parameters else None
+
+
+def _load_adapter(directory: Path, model: PeftModel) -> None:
+    result = set_peft_model_state_dict(model, load_file(directory / "adapter_model.safetensors"))
+    missing = [name for name in result.missing_keys if "lora_" in name]
+    if missing or result.unexpected_keys:
+        odd = (missing + list(result.unexpected_keys))[:3]
+        raise JobFailed(f"adapter of checkpoint {directory} does not fit the job's model: {', '.join(odd)}")
+
+
+Memory = tuple[list[Tensor], list[dict[str, Any]]]
+
+
+def remember(parameters: Parameters, optimizer: torch.optim.Optimizer) -> Memory:
+    """Copies of weights and moments, to undo the first updates of a batch when a later one is refused."""
+    return (
+        [p.detach().clone() for p in parameters.values()],
+        [
+            {k: v.clone() for k, v in optimizer.state[p].items()} if p in optimizer.state else {}
+            for p in parameters.values()
+        ],
+    )
+
+
+def restore(memory: Memory, parameters: Parameters, optimizer: torch.optim.Optimizer) -> None:
+    with torch.no_grad():
+        for parameter, weights, moments in zip(parameters.values(), *memory, strict=True):
+            parameter.copy_(weights)
+            if moments:
+                optimizer.state[parameter] = moments
+            else:
+                optimizer.state.pop(parameter, None)
