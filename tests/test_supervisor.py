@@ -1,0 +1,312 @@
+"""The embedded servers and the supervisor, with real processes: every wait is on a condition."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+import redis
+import structlog
+from conftest import until
+
+from opentinker import supervisor as supervision
+from opentinker.embedded import EmbeddedServers
+from opentinker.processes import Child, ChildSpec, Guard, StartError, free_port, http_ok, port_free, rotate
+from opentinker.supervisor import Supervisor
+from opentinker.up import AlreadyRunning, Plan, is_running, locked, service_specs
+
+STAND_IN = """
+import http.server, os, signal, subprocess, sys
+port, mode = int(sys.argv[1]), sys.argv[2]
+if mode == "dies":
+    sys.exit("no such model: /nowhere")
+if mode == "has-child":
+    print("grandchild", subprocess.Popen(["sleep", "600"]).pid, flush=True)
+if mode == "stubborn":
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+class Health(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        if mode == "hangs" and os.path.exists(sys.argv[3]):
+            return
+        self.send_response(200)
+        self.end_headers()
+    def log_message(self, *_):
+        pass
+http.server.ThreadingHTTPServer(("127.0.0.1", port), Health).serve_forever()
+"""
+
+
+@pytest.fixture
+def guard() -> Iterator[Guard]:
+    guard = Guard()
+    yield guard
+    guard.close()
+
+
+def stand_in(directory: Path, name: str, mode: str = "serves", *, stop_s: float = 5.0, extra: str = "") -> ChildSpec:
+    script = directory / "stand_in.py"
+    script.write_text(STAND_IN)
+    port = free_port()
+    return ChildSpec(
+        name=name,
+        argv=(sys.executable, "-S", str(script), str(port), mode, extra),
+        log=directory / "logs" / f"{name}.log",
+        healthy=lambda: http_ok(port, "/healthz"),
+        stop_s=stop_s,
+    )
+
+
+@asynccontextmanager
+async def running(*stages: list[Child], state: Path) -> AsyncIterator[Supervisor]:
+    supervisor = Supervisor(stages, state)
+    task = asyncio.create_task(supervisor.run())
+    try:
+        yield supervisor
+    finally:
+        supervisor.stopping.set()
+        await task
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+# --- embedded servers ---------------------------------------------------------------------------------------------
+
+
+def test_a_taken_port_is_replaced_by_a_free_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        ports = {"nats": port, "nats_monitor": free_port(), "valkey": port}
+        monkeypatch.setattr("opentinker.embedded.DEFAULT_PORTS", ports)
+        with EmbeddedServers(tmp_path) as servers:
+            assert port not in servers.ports.values()
+            assert servers.ports["nats_monitor"] == ports["nats_monitor"]
+            assert redis.Redis.from_url(servers.redis_url).ping()
+
+
+def test_a_killed_server_comes_back_on_its_port_with_its_data(tmp_path: Path) -> None:
+    with EmbeddedServers(tmp_path, nats=False, default_ports=False) as servers:
+        client = redis.Redis.from_url(servers.redis_url)
+        client.set("kept", "yes")
+        servers.kill("valkey")
+        servers.restart("valkey")
+        assert client.get("kept") == b"yes"
+        client.close()
+
+
+def test_a_second_life_of_a_data_directory_has_the_same_ports_and_data(tmp_path: Path) -> None:
+    with EmbeddedServers(tmp_path, default_ports=False) as servers:
+        first = dict(servers.ports)
+        redis.Redis.from_url(servers.redis_url).set("kept", "yes")
+    with EmbeddedServers(tmp_path) as servers:
+        assert servers.ports == first
+        assert redis.Redis.from_url(servers.redis_url).get("kept") == b"yes"
+
+
+def test_the_shipped_settings_are_the_ones_in_force(tmp_path: Path) -> None:
+    with EmbeddedServers(tmp_path, default_ports=False) as servers:
+        client = redis.Redis.from_url(servers.redis_url)
+        assert client.config_get("append*")["appendfsync"] == "always"
+        assert client.config_get("maxmemory-policy")["maxmemory-policy"] == "noeviction"
+        base = f"http://127.0.0.1:{servers.ports['nats_monitor']}"
+        jetstream = _get(base + "/jsz")["config"]
+        assert jetstream["sync_always"] and jetstream["store_dir"].startswith(str(tmp_path))
+        variables = _get(base + "/varz")
+        assert variables["max_payload"] == 8 * 1024 * 1024 and variables["host"] == "127.0.0.1"
+
+
+def test_a_server_that_cannot_start_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPENTINKER_VALKEY_SERVER", "/bin/false")
+    with pytest.raises(StartError, match="valkey ended with status 1"):
+        EmbeddedServers(tmp_path, nats=False, default_ports=False).start()
+
+
+def test_no_server_process_is_left_after_stop(tmp_path: Path) -> None:
+    servers = EmbeddedServers(tmp_path, default_ports=False)
+    servers.start()
+    pids = [child.pid for child in servers.children.values()]
+    servers.stop()
+    assert len(pids) == 2 and not any(alive(pid) for pid in pids if pid)
+    assert all(port_free(port) for port in servers.ports.values())
+
+
+def _get(url: str) -> dict[str, Any]:
+    import urllib.request
+
+    with urllib.request.urlopen(url, timeout=5) as reply:
+        data: dict[str, Any] = orjson.loads(reply.read())
+    return data
+
+
+# --- supervisor ---------------------------------------------------------------------------------------------------
+
+
+async def test_a_killed_child_is_started_again(tmp_path: Path, guard: Guard) -> None:
+    child = Child(stand_in(tmp_path, "worker"), guard)
+    async with running([child], state=tmp_path / "state.json") as supervisor:
+        await asyncio.wait_for(supervisor.ready.wait(), 10)
+        first = child.pid
+        assert first is not None
+        os.kill(first, signal.SIGKILL)
+        await until(lambda: child.pid not in (None, first))
+        await until(supervisor.keepers[0].answered.is_set)
+        shown = orjson.loads((tmp_path / "state.json").read_bytes())["children"]["worker"]
+        assert shown["restarts"] == 1 and shown["state"] == "running" and shown["pid"] == child.pid
+    assert child.pid is None
+
+
+async def test_servers_start_before_services_and_stop_after_them(tmp_path: Path, guard: Guard) -> None:
+    server, service = Child(stand_in(tmp_path, "server"), guard), Child(stand_in(tmp_path, "service"), guard)
+    seen: list[tuple[str, str]] = []
+    supervisor = Supervisor([[server], [service]], tmp_path / "state.json")
+    write = supervisor.write_state
+
+    def record() -> None:
+        seen.extend((keeper.name, keeper.state) for keeper in supervisor.keepers if (keeper.name, keeper.state))
+        write()
+
+    supervisor.write_state = record  # type: ignore[method-assign]
+    task = asyncio.create_task(supervisor.run())
+    await asyncio.wait_for(supervisor.ready.wait(), 10)
+    supervisor.stopping.set()
+    await task
+    order = list(dict.fromkeys(seen))
+    assert order.index(("server", "running")) < order.index(("service", "starting"))
+    assert order.index(("service", "stopped")) < order.index(("server", "stopping"))
+
+
+async def test_a_crash_loop_is_reported_with_the_log_and_tried_on(
+    tmp_path: Path, guard: Guard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervision, "BACKOFF_S", (0.01, 0.2))
+    child = Child(stand_in(tmp_path, "trainer-0", "dies"), guard)
+    with structlog.testing.capture_logs() as lines:
+        async with running([child], state=tmp_path / "state.json") as supervisor:
+            await until(lambda: supervisor.keepers[0].crash_loop)
+            starts = child.starts
+            await until(lambda: child.starts > starts)
+    reports = [line for line in lines if line["event"] == "crash_loop"]
+    assert len(reports) == 1 and reports[0]["log_level"] == "error"
+    assert reports[0]["log"].endswith("trainer-0.log") and "no such model: /nowhere" in reports[0]["last_lines"]
+    pauses = [line["restart_in_s"] for line in lines if line["event"] == "child_died"]
+    assert pauses[:4] == [0.01, 0.02, 0.04, 0.08]
+
+
+async def test_a_child_that_hangs_is_killed_and_started_again(
+    tmp_path: Path, guard: Guard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervision, "PROBE_EVERY_S", 0.05)
+    hang = tmp_path / "hang"
+    child = Child(stand_in(tmp_path, "worker", "hangs", extra=str(hang)), guard)
+    async with running([child], state=tmp_path / "state.json") as supervisor:
+        await asyncio.wait_for(supervisor.ready.wait(), 10)
+        first = child.pid
+        hang.touch()
+        await until(lambda: child.pid not in (None, first))
+        hang.unlink()
+        await until(supervisor.keepers[0].answered.is_set)
+
+
+async def test_a_child_that_ignores_sigterm_is_killed_after_its_time(tmp_path: Path, guard: Guard) -> None:
+    child = Child(stand_in(tmp_path, "worker", "stubborn", stop_s=0.3), guard)
+    async with running([child], state=tmp_path / "state.json") as supervisor:
+        await asyncio.wait_for(supervisor.ready.wait(), 10)
+        pid = child.pid
+        assert pid is not None
+    assert not alive(pid)
+
+
+async def test_what_a_child_started_ends_with_it(tmp_path: Path, guard: Guard) -> None:
+    child = Child(stand_in(tmp_path, "worker", "has-child"), guard)
+    async with running([child], state=tmp_path / "state.json") as supervisor:
+        await asyncio.wait_for(supervisor.ready.wait(), 10)
+        grandchild = int(child.tail().split()[-1])
+        assert alive(grandchild)
+    await until(lambda: not alive(grandchild))
+
+
+async def test_nothing_outlives_a_supervisor_that_is_killed(tmp_path: Path) -> None:
+    (tmp_path / "stand_in.py").write_text(STAND_IN)
+    script = textwrap.dedent(f"""
+        import asyncio, pathlib, sys
+        sys.path.insert(0, {str(Path(__file__).parent)!r})
+        from opentinker.embedded import EmbeddedServers
+        from opentinker.processes import Child, Guard
+        from opentinker.supervisor import Supervisor
+        from test_supervisor import stand_in
+        here = pathlib.Path({str(tmp_path)!r})
+        guard = Guard()
+        servers = EmbeddedServers(here, default_ports=False, guard=guard)
+        servers.start()
+        service = Child(stand_in(here, "worker", "has-child"), guard)
+        asyncio.run(Supervisor([list(servers.children.values()), [service]], here / "state.json").run())
+    """)
+    with subprocess.Popen([sys.executable, "-c", script]) as process:
+        state = tmp_path / "state.json"
+        try:
+            await until(lambda: state.exists() and orjson.loads(state.read_bytes())["ready"], 20)
+        finally:
+            process.kill()
+        children = orjson.loads(state.read_bytes())["children"]
+    pids = [child["pid"] for child in children.values()]
+    pids.append(int((tmp_path / "logs" / "worker.log").read_text().split()[-1]))
+    assert len(pids) == 4
+    await until(lambda: not any(alive(pid) for pid in pids))
+
+
+# --- up -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_data_directory_runs_once(tmp_path: Path) -> None:
+    assert not is_running(tmp_path)
+    with locked(tmp_path):
+        (tmp_path / "run" / "state.json").write_bytes(orjson.dumps({"url": "http://127.0.0.1:8080", "pid": 7}))
+        assert is_running(tmp_path)
+        with pytest.raises(AlreadyRunning, match=r"http://127.0.0.1:8080 \(pid 7\)"), locked(tmp_path):
+            pass
+    assert not is_running(tmp_path)
+
+
+def test_every_service_gets_a_name_and_a_health_port_of_its_own(tmp_path: Path) -> None:
+    plan = Plan(data_dir=tmp_path, rollout_workers=2, env_workers=3)
+    specs = service_specs(plan, 8080, "nats://n", "redis://r")
+    assert [spec.name for spec in specs] == [
+        *("scheduler", "rollout-0", "rollout-1", "trainer-0", "env-0", "env-1", "env-2", "reference-0")
+    ]
+    assert len({spec.env["OPENTINKER_HEALTH_PORT"] for spec in specs}) == len(specs)
+    assert specs[0].env["OPENTINKER_HTTP_PORT"] == "8080"
+    assert all(spec.env["OPENTINKER_NATS_URL"] == "nats://n" for spec in specs)
+
+
+def test_logs_rotate_by_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("opentinker.processes.LOG_BYTES", 4)
+    log = tmp_path / "x.log"
+    for text in ("first", "second", "third"):
+        log.write_text(text)
+        rotate(log)
+    assert not log.exists()
+    assert [(tmp_path / f"x.log.{n}").read_text() for n in (1, 2)] == ["third", "second"]
+
+
+def test_free_ports_lie_below_those_of_outgoing_connections() -> None:
+    started = time.monotonic()
+    assert 20000 <= free_port() < 32000
+    assert time.monotonic() - started < 1.0
