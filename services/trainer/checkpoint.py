@@ -1,0 +1,238 @@
+"""Checkpoints on disk: committed whole or not at all, verified before use, fenced by epoch.
+
+    {root}/step-000050/manifest.json + files        committed
+    {root}/.writing-000050-XXXX/                    being written; an orphan after a crash
+    {root}/.removing-...                            being removed; an orphan after a crash
+
+The manifest names every file with its size and sha256; it is written last inside the temporary directory, and the
+rename makes the checkpoint exist. What the manifest says is the truth about the job: what is not in it did not happen.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import hashlib
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgspec
+import structlog
+
+from opentinker.shared.errors import Fenced, JobFailed
+from opentinker.shared.types import WeightVersion
+
+MANIFEST = "manifest.json"
+WRITING, REMOVING = ".writing-", ".removing-"
+log = structlog.get_logger(__name__)
+
+
+class FileEntry(msgspec.Struct, frozen=True, kw_only=True):
+    bytes: int
+    sha256: str
+
+
+class Manifest(msgspec.Struct, frozen=True, kw_only=True):
+    """What a checkpoint is, and where its job stood when it was taken. JSON on disk."""
+
+    job: str
+    epoch: int
+    """Of the trainer that wrote it."""
+    step: int
+    version: WeightVersion
+    resumed: dict[int, int] = {}
+    """Epoch -> the step it resumed from: which versions belong to this lineage."""
+    stream_floor: int = 0
+    """Every group up to this position of the trajectory stream is accounted for."""
+    consumed: list[int] = []
+    """Group seqs that were trained or discarded and whose messages lie above the floor."""
+    ledger: dict[str, int] = {}
+    """Counts since the job began: accepted, trained, discarded by reason."""
+    next_seq: int = 0
+    """The first ticket number never issued, as far as the trainer knows."""
+    files: dict[str, FileEntry] = {}
+    """Filled in by `commit`."""
+    created: float = 0.0
+    """Unix seconds; filled in by `commit`."""
+
+
+def name_of(step: int) -> str:
+    return f"step-{step:06d}"
+
+
+def _nowhere(point: str) -> None:
+    """Default of `crash`."""
+
+
+def commit(
+    root: Path, manifest: Manifest, write: Callable[[Path], None], crash: Callable[[str], None] = _nowhere
+) -> Path:
+    """Write a checkpoint through `write(directory)` and make it exist in one rename. Returns its directory.
+
+    A checkpoint of the same step is replaced. Raises Fenced if a newer epoch has committed here, JobFailed if the disk
+    is full; in both cases, and when `write` raises, nothing of the try is left. `crash(point)` is called between the
+    stages, for tests.
+    """
+    root.mkdir(parents=True, exist_ok=True)
+    _refuse_old_epoch(root, manifest)
+    temporary = Path(tempfile.mkdtemp(prefix=f"{WRITING}{manifest.step:06d}-", dir=root))
+    try:
+        write(temporary)
+        crash("written")
+        files = _seal(temporary)
+        sealed = msgspec.structs.replace(manifest, files=files, created=time.time())
+        _write_durably(temporary / MANIFEST, msgspec.json.format(msgspec.json.encode(sealed)))
+        _sync_directory(temporary)
+        crash("sealed")
+        with _locked(root):
+            _refuse_old_epoch(root, manifest)
+            final = root / name_of(manifest.step)
+            if final.exists():
+                _remove(final)
+            crash("replacing")
+            temporary.rename(final)
+            crash("renamed")
+            _sync_directory(root)
+    except OSError as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise JobFailed(
+                f"the disk that holds {root} is full: checkpoint of step {manifest.step} was not written, the ones "
+                "before it are untouched. Free some space, or lower keep_checkpoints."
+            ) from error
+        raise
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    return final
+
+
+def newest(root: Path) -> tuple[Path, Manifest] | None:
+    """The newest checkpoint whose every file has its recorded hash; bad ones are skipped with a loud log line.
+
+    When a crash hit the replacement of a checkpoint, the one that was to be replaced still counts.
+    """
+    replaced = sorted(root.glob(f"{REMOVING}step-*"), key=_step, reverse=True)
+    for directory in sorted([*_committed(root), *replaced], key=_step, reverse=True):
+        try:
+            manifest = read_manifest(directory)
+            _verify(directory, manifest)
+        except (OSError, ValueError, msgspec.MsgspecError) as error:
+            log.error("checkpoint is damaged, using the one before", checkpoint=str(directory), problem=str(error))
+            continue
+        return directory, manifest
+    return None
+
+
+def read_manifest(directory: Path) -> Manifest:
+    return msgspec.json.decode((directory / MANIFEST).read_bytes(), type=Manifest)
+
+
+def listing(root: Path) -> list[tuple[Path, Manifest]]:
+    """Committed checkpoints with a readable manifest, oldest first; files are not verified."""
+    found = []
+    for directory in reversed(_committed(root)):
+        try:
+            found.append((directory, read_manifest(directory)))
+        except (OSError, msgspec.MsgspecError) as error:
+            log.error("checkpoint has no readable manifest", checkpoint=str(directory), problem=str(error))
+    return found
+
+
+def sweep(root: Path, keep: int, epoch: int) -> None:
+    """Remove all but the newest `keep` checkpoints, and what crashed writers and removers left behind.
+
+    A checkpoint with an unreadable manifest does not count towards `keep` and stays, as evidence. Raises Fenced if a
+    newer epoch has committed: its writer may be at work.
+    """
+    if not root.exists():
+        return
+    with _locked(root):
+        known = listing(root)
+        _refuse_epoch_below(max((manifest.epoch for _, manifest in known), default=epoch), epoch, root)
+        for directory, _ in known[: max(0, len(known) - keep)]:
+            _remove(directory)
+        for orphan in root.iterdir():
+            if orphan.name.startswith((WRITING, REMOVING)):
+                shutil.rmtree(orphan, ignore_errors=True)
+        _sync_directory(root)
+
+
+def _committed(root: Path) -> list[Path]:
+    """Newest first."""
+    return sorted((d for d in root.glob("step-*") if d.is_dir()), key=_step, reverse=True)
+
+
+def _step(directory: Path) -> int:
+    return int(directory.name.removeprefix(REMOVING).split("-")[1])
+
+
+def _refuse_old_epoch(root: Path, manifest: Manifest) -> None:
+    newest_epoch = max((other.epoch for _, other in listing(root)), default=manifest.epoch)
+    _refuse_epoch_below(newest_epoch, manifest.epoch, root)
+
+
+def _refuse_epoch_below(newest_epoch: int, epoch: int, root: Path) -> None:
+    if epoch < newest_epoch:
+        raise Fenced(f"epoch {newest_epoch} has written checkpoints to {root}; epoch {epoch} may not write any more")
+
+
+def _seal(directory: Path) -> dict[str, FileEntry]:
+    """Flush every file and directory below to disk; sizes and hashes by relative path."""
+    files = {}
+    for path in sorted(directory.rglob("*")):
+        if path.is_dir():
+            _sync_directory(path)
+            continue
+        with path.open("rb") as file:
+            files[path.relative_to(directory).as_posix()] = FileEntry(
+                bytes=path.stat().st_size, sha256=hashlib.file_digest(file, "sha256").hexdigest()
+            )
+            os.fsync(file.fileno())
+    return files
+
+
+def _verify(directory: Path, manifest: Manifest) -> None:
+    for name, entry in manifest.files.items():
+        path = directory / name
+        size = path.stat().st_size
+        if size != entry.bytes:
+            raise ValueError(f"{name} has {size} bytes instead of {entry.bytes}")
+        with path.open("rb") as file:
+            if hashlib.file_digest(file, "sha256").hexdigest() != entry.sha256:
+                raise ValueError(f"{name} does not have its recorded sha256")
+
+
+def _remove(directory: Path) -> None:
+    """Renamed first: a directory that still has its name is whole."""
+    doomed = directory.with_name(f"{REMOVING}{directory.name}-{os.getpid()}-{time.time_ns()}")
+    directory.rename(doomed)
+    shutil.rmtree(doomed, ignore_errors=True)
+
+
+@contextmanager
+def _locked(root: Path) -> Iterator[None]:
+    """One committer at a time on this machine, so that the epoch check and the rename are one act."""
+    with (root / ".lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _write_durably(path: Path, data: bytes) -> None:
+    with path.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync_directory(directory: Path) -> None:
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
