@@ -9,6 +9,7 @@ a restarted server is noticed within `EXPIRES_S`.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -190,7 +191,6 @@ class Bus:
         **keys: str,
     ) -> Consumer[T]:
         """A durable pull consumer; `start_seq` makes it anew from that stream sequence on."""
-        stream = next(s for s in STREAMS if s.subjects and s.subjects[0].split(".")[0] == subject.pattern.split(".")[0])
         config = ConsumerConfig(
             durable_name=durable,
             filter_subject=subject.at(**keys),
@@ -202,8 +202,7 @@ class Bus:
             deliver_policy=DeliverPolicy.ALL if start_seq is None else DeliverPolicy.BY_START_SEQUENCE,
             opt_start_seq=start_seq,
         )
-        assert stream.name is not None
-        consumer = Consumer(self, subject, stream.name, config, batch)
+        consumer = Consumer(self, subject, _stream_of(subject), config, batch)
         await consumer.open(fresh=start_seq is not None)
         return consumer
 
@@ -216,6 +215,60 @@ class Bus:
     async def purge(self, stream: str, subject: str, below: int | None = None) -> None:
         """Remove the subject's messages, all or those with a sequence lower than `below`."""
         await self.js.purge_stream(stream, subject=subject, seq=below)
+
+    async def history(self, subject: Subject[T], after: int, limit: int, **keys: str) -> list[tuple[int, T]]:
+        """Up to `limit` stored messages with a stream sequence above `after`, oldest first, without consuming them.
+
+        Raises NoReply while the server is away. Messages that are not a T are left out.
+        """
+        config = ConsumerConfig(
+            filter_subject=subject.at(**keys),
+            ack_policy=AckPolicy.NONE,
+            deliver_policy=DeliverPolicy.BY_START_SEQUENCE,
+            opt_start_seq=after + 1,
+            inactive_threshold=10.0,
+            mem_storage=True,
+        )
+        stream = _stream_of(subject)
+        inbox = self.nc.new_inbox()
+        sub = await self.nc.subscribe(inbox, pending_bytes_limit=512 * 2**20)
+        found: list[tuple[int, T]] = []
+        try:
+            info = await self.js.add_consumer(stream, config)
+            want = min(limit, info.num_pending or 0)
+            if want:
+                request = orjson.dumps({"batch": want, "expires": int(5e9)})
+                await self.nc.publish(f"$JS.API.CONSUMER.MSG.NEXT.{stream}.{info.name}", request, reply=inbox)
+            for _ in range(want):
+                msg = await sub.next_msg(timeout=5.0)
+                if not msg.reply:  # a status: the server has no more
+                    break
+                with contextlib.suppress(codec.WireError):
+                    decode = codec.from_json if subject.json else codec.decode
+                    found.append((msg.metadata.sequence.stream, decode(subject.kind, msg.data)))
+            await self.delete_consumer(stream, info.name)
+        except (TimeoutError, *_RETRY) as error:
+            raise NoReply(f"{subject.at(**keys)}: history: {type(error).__name__}") from None
+        finally:
+            if not self.nc.is_closed:
+                await sub.unsubscribe()
+        return found
+
+    async def stored(self, subject: Subject[T], **keys: str) -> list[T]:
+        """Every message stored for the subject, also on a work queue, where a second consumer is not allowed."""
+        found: list[T] = []
+        seq = 1
+        while True:
+            try:
+                raw = await self.js.get_msg(_stream_of(subject), seq=seq, subject=subject.at(**keys), next=True)
+            except NotFoundError:
+                return found
+            except (TimeoutError, *_RETRY) as error:
+                raise NoReply(f"{subject.at(**keys)}: {type(error).__name__}") from None
+            assert raw.seq is not None
+            seq = raw.seq + 1
+            with contextlib.suppress(codec.WireError):
+                found.append(codec.decode(subject.kind, raw.data or b""))
 
     async def count(self, stream: str, subject: str) -> int:
         """Messages stored for the subject."""
@@ -351,6 +404,13 @@ class Consumer(Generic[T]):
         if delete:
             assert self._config.durable_name is not None
             await self._bus.delete_consumer(self._stream, self._config.durable_name)
+
+
+def _stream_of(subject: Subject[Any]) -> str:
+    first = subject.pattern.split(".")[0]
+    name: str | None = next(s.name for s in STREAMS if s.subjects and s.subjects[0].split(".")[0] == first)
+    assert name is not None
+    return name
 
 
 def _finish(tasks: set[asyncio.Task[None]]) -> Callable[[asyncio.Task[Any]], None]:

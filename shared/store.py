@@ -5,6 +5,7 @@ Keys (`{id}` is a job id of ours, `{worker}` a worker slot):
     job:{id}:events     stream: the job's log; every state change is appended by the script that makes it
     jobs                sorted set of ids by creation time
     jobs:active         set of ids that are not in a final state
+    jobs:ending         set of ids in a final state whose leases and messages are still to be cleared away
     worker:{worker}     WorkerInfo, expires when the worker stops beating
     lease:{worker}      Lease: what the worker should do
     adm:{id}, adm:{id}:groups   admission (admission.py)
@@ -35,7 +36,7 @@ log = structlog.get_logger()
 
 EVENTS_KEPT = 5000
 
-# KEYS job, events, active. ARGV: id, allowed states (comma separated, "" = any that is not final), new state,
+# KEYS job, events, active, ending. ARGV: id, allowed states (comma separated, "" = any that is not final), new state,
 # epoch (-1: the scheduler), now, fields, event
 _TRANSITION = """
 local current = redis.call('HMGET', KEYS[1], 'state', 'epoch', 'version')
@@ -51,7 +52,8 @@ redis.call('HSET', KEYS[1], 'state', ARGV[3], 'updated', ARGV[5], 'version', ton
 if epoch > tonumber(current[2]) then redis.call('HSET', KEYS[1], 'epoch', epoch) end
 local fields = cjson.decode(ARGV[6])
 for key, value in pairs(fields) do redis.call('HSET', KEYS[1], key, value) end
-if final[ARGV[3]] then redis.call('SREM', KEYS[3], ARGV[1]) else redis.call('SADD', KEYS[3], ARGV[1]) end
+if final[ARGV[3]] then redis.call('SREM', KEYS[3], ARGV[1]); redis.call('SADD', KEYS[4], ARGV[1])
+else redis.call('SADD', KEYS[3], ARGV[1]) end
 redis.call('XADD', KEYS[2], 'MAXLEN', '~', '5000', '*', 'event', ARGV[7])
 return {'ok', current[1]}
 """
@@ -106,6 +108,8 @@ class JobRecord(msgspec.Struct, frozen=True, kw_only=True):
     finished: float = 0.0
     restart_step: int = -1
     """Step at which the trainer was last (re)started: restarts without progress are counted."""
+    waiting_for: str = ""
+    """What the scheduler lacks to start or complete the job; empty when it lacks nothing."""
 
 
 class Store:
@@ -204,6 +208,14 @@ class Store:
         records = await self.jobs(sorted(await self.redis.smembers("jobs:active")))
         return sorted(records, key=lambda record: record.created)
 
+    async def ending_jobs(self) -> list[str]:
+        """Jobs in a final state that `ended` has not been called for."""
+        return sorted(await self.redis.smembers("jobs:ending"))
+
+    async def ended(self, id: str) -> None:
+        """Nothing of the job is left to clear away."""
+        await self.redis.srem("jobs:ending", id)
+
     async def transition(
         self,
         id: str,
@@ -222,7 +234,7 @@ class Store:
         if new.final:
             fields.setdefault("finished", now)
         answer = await self._transition(
-            keys=[f"job:{id}", f"job:{id}:events", "jobs:active"],
+            keys=[f"job:{id}", f"job:{id}:events", "jobs:active", "jobs:ending"],
             args=[id, ",".join(allowed), new.value, epoch, now, orjson.dumps(fields).decode(),
                   _event(event or new.value, now, state=new.value, epoch=epoch, **fields)],
         )  # fmt: skip
@@ -245,6 +257,14 @@ class Store:
         reply = await self.redis.xread({f"job:{id}:events": after}, count=500, block=block_ms)
         entries = reply[0][1] if reply else []
         return [{"id": entry_id, **orjson.loads(fields["event"])} for entry_id, fields in entries]
+
+    async def latest_event(self, id: str, kind: str, among: int = 500) -> dict[str, Any] | None:
+        """The newest event of a kind within the newest `among` events."""
+        for _, fields in await self.redis.xrevrange(f"job:{id}:events", count=among):
+            event: dict[str, Any] = orjson.loads(fields["event"])
+            if event["event"] == kind:
+                return event
+        return None
 
     # --- workers and leases -------------------------------------------------------------------------------------
 

@@ -73,6 +73,8 @@ ENV_OPEN = Call("env.open.{environment}", types.OpenSession, types.SessionReply)
 ENV_STEP = Call("env.step.{worker}", types.StepSession, types.SessionReply)
 """Rollout worker -> the env worker that holds the session."""
 ENV_CLOSE = Call("env.close.{worker}", types.CloseSession, types.SessionReply)
+ENV_CHECK = Call("env.check", types.EnvCheck, types.EnvCheckReply)
+"""Scheduler -> any env worker (queue group "env"), when a job is submitted."""
 SWAP = Call("swap.{worker}", types.SwapCommand, types.SwapReply)
 """Trainer -> one rollout worker: join the weight group, or receive a version through it."""
 

@@ -260,6 +260,8 @@ class Lease(msgspec.Struct, frozen=True, kw_only=True):
     worker: str
     incarnation: str
     epoch: int
+    pool: Pool
+    """What the worker is; known even when it is dead and says nothing of itself."""
 
 
 class MetricPoint(msgspec.Struct, frozen=True, kw_only=True):
@@ -318,6 +320,18 @@ class SessionReply(msgspec.Struct, frozen=True, kw_only=True):
     error: str = ""
     busy: bool = False
     """The worker is full: try another."""
+
+
+class EnvCheck(msgspec.Struct, frozen=True, kw_only=True):
+    """Scheduler -> any env worker: would episodes of this environment start with this config?"""
+
+    name: str
+    config: dict[str, Any]
+
+
+class EnvCheckReply(msgspec.Struct, frozen=True, kw_only=True):
+    errors: list[dict[str, Any]] = []
+    """One {field, value, problem} per mistake, fields as in the job spec (`environment.config.digits`)."""
 
 
 class TensorInfo(msgspec.Struct, frozen=True, array_like=True):
