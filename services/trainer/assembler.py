@@ -1,0 +1,120 @@
+"""Groups in arrival order -> batches, with the hard staleness drop and the account of what was consumed.
+
+    received --take--> trained       (stays here, tagged with its batch, until a checkpoint covers it)
+             '-------> discarded     (stale, from rolled-back weights, or undecodable)
+
+Staleness of a group at the step that makes version k+1 is k minus the step of its oldest token; more than
+`max_staleness` is dropped whatever admission did before. The stream floor is the highest sequence below which every
+message of the job is consumed: a restart begins reading after it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from opentinker.shared.types import Discard, Group, WeightVersion
+
+
+@dataclass
+class Consumed:
+    """A message that needs no reading again once a checkpoint of `batch` exists."""
+
+    batch: int
+    seq: int | None
+    """Group number; None if the message could not be decoded or was a duplicate."""
+    reason: Discard | None
+    """None: trained."""
+
+
+@dataclass
+class Assembler:
+    max_staleness: int
+    epoch: int
+    resumed: dict[int, int] = field(default_factory=dict)
+    """epoch -> step at which that epoch began; tokens of an older epoch beyond that step were rolled back."""
+    floor: int = 0
+    """Stream sequence up to which everything was consumed before this trainer started."""
+    pending: dict[int, Group] = field(default_factory=dict)
+    """stream sequence -> group, in arrival order."""
+    consumed: dict[int, Consumed] = field(default_factory=dict)
+    """stream sequence -> what became of it, above the floor."""
+    discarded: Counter[str] = field(default_factory=Counter)
+    """By reason, over the life of the job's lineage."""
+    known: set[int] = field(default_factory=set)
+    """Group numbers received or consumed: a second message of the same group is a duplicate."""
+    last: int = 0
+    """Highest stream sequence seen."""
+
+    def add(self, stream_seq: int, group: Group) -> bool:
+        """False if the group was seen before."""
+        self.last = max(self.last, stream_seq)
+        if group.seq in self.known:
+            return False
+        self.known.add(group.seq)
+        self.pending[stream_seq] = group
+        return True
+
+    def ignore(self, stream_seq: int, batch: int) -> None:
+        """A message that is no group of ours to train: duplicate, or left before."""
+        self.last = max(self.last, stream_seq)
+        if stream_seq not in self.pending:
+            self.consumed[stream_seq] = Consumed(batch, None, None)
+
+    def reject(self, stream_seq: int, group: Group, batch: int) -> None:
+        """A group whose arrays do not agree: consumed, never trained."""
+        self.last = max(self.last, stream_seq)
+        self.known.add(group.seq)
+        self.consumed[stream_seq] = Consumed(batch, group.seq, Discard.INVALID)
+        self.discarded[Discard.INVALID] += 1
+
+    def _verdict(self, group: Group, step: int) -> Discard | None:
+        for trajectory in group.trajectories:
+            for span in trajectory.spans:
+                if self._rolled_back(span.version, step):
+                    return Discard.FROM_FUTURE
+        return Discard.STALE if step - group.oldest.step > self.max_staleness else None
+
+    def _rolled_back(self, version: WeightVersion, step: int) -> bool:
+        if version.step > step or version.epoch > self.epoch:
+            return True
+        return any(version.epoch < epoch and version.step > at for epoch, at in self.resumed.items())
+
+    def drop(self, step: int) -> dict[Discard, list[int]]:
+        """Take out what may not train the batch that starts at version `step`. Returns group numbers by reason."""
+        dropped: dict[Discard, list[int]] = {}
+        for stream_seq, group in list(self.pending.items()):
+            reason = self._verdict(group, step)
+            if reason is not None:
+                del self.pending[stream_seq]
+                self.consumed[stream_seq] = Consumed(step + 1, group.seq, reason)
+                self.discarded[reason] += 1
+                dropped.setdefault(reason, []).append(group.seq)
+        return dropped
+
+    def take(self, step: int, groups: int) -> list[Group] | None:
+        """The `groups` oldest arrivals as the batch that makes version step + 1; None if there are not enough yet."""
+        if len(self.pending) < groups:
+            return None
+        batch = list(self.pending.items())[:groups]
+        for stream_seq, group in batch:
+            del self.pending[stream_seq]
+            self.consumed[stream_seq] = Consumed(step + 1, group.seq, None)
+        return [group for _, group in batch]
+
+    def account(self, step: int) -> tuple[int, list[int], dict[str, int]]:
+        """For the checkpoint of `step`: stream floor, group numbers consumed above it, discards by reason."""
+        open_seqs = [*self.pending, *(s for s, c in self.consumed.items() if c.batch > step)]
+        floor = max(self.floor, min(open_seqs) - 1 if open_seqs else self.last)
+        above = [c.seq for s, c in self.consumed.items() if s > floor and c.batch <= step and c.seq is not None]
+        later = Counter(c.reason for c in self.consumed.values() if c.batch > step and c.reason is not None)
+        discarded = {reason: count - later[Discard(reason)] for reason, count in self.discarded.items()}
+        return floor, sorted(above), {str(r): n for r, n in discarded.items() if n}
+
+    def forget(self, floor: int) -> None:
+        """A durable checkpoint has this floor: nothing at or below it will ever be read again."""
+        self.floor = floor
+        for stream_seq in [s for s in self.consumed if s <= floor]:
+            gone = self.consumed.pop(stream_seq)
+            if gone.seq is not None:
+                self.known.discard(gone.seq)

@@ -1,0 +1,300 @@
+"""One RL job's training, as four loops around one learner:
+
+    intake    consumes GROUP                produces pending groups       waits for messages        woken by the pull
+    train     consumes pending groups       produces weights, METRIC      waits for a full batch    woken by intake
+    publish   consumes snapshots            produces SWAP, versions       waits for a new snapshot  woken by train
+    (checkpoint: inside train, between steps; the manifest it commits is the truth about what was trained)
+
+Generation never waits for training and training never waits for a weight transfer, except when `max_staleness` says so.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections import deque
+from pathlib import Path
+
+import orjson
+import structlog
+
+from opentinker.services.trainer import checkpoint
+from opentinker.services.trainer.assembler import Assembler
+from opentinker.services.trainer.learner import Learner, NonFinite
+from opentinker.services.trainer.publisher import Publisher
+from opentinker.shared.admission import Admission
+from opentinker.shared.bus import Consumer, Delivery
+from opentinker.shared.errors import Conflict, JobFailed
+from opentinker.shared.leasing import LeasedWorker
+from opentinker.shared.service import first_failure
+from opentinker.shared.spec import JobSpec
+from opentinker.shared.subjects import GROUP, WAKE
+from opentinker.shared.telemetry import MetricSource
+from opentinker.shared.types import Discard, Group, JobState, Lease, WeightVersion
+
+log = structlog.get_logger()
+
+TARGET_WINDOW = 10
+"""Steps over which `train.target` looks at the mean of a metric."""
+
+
+class TrainerJob:
+    """One lease's work. Raises JobFailed when the job cannot go on, Fenced when a newer epoch owns it."""
+
+    def __init__(self, worker: LeasedWorker, lease: Lease, spec: JobSpec, learner: Learner) -> None:
+        self.worker, self.lease, self.spec, self.learner = worker, lease, spec, learner
+        self.ctx = worker.ctx
+        self.root: Path = self.ctx.settings.data_dir / "jobs" / lease.job / "checkpoints"
+        self.admission = Admission(self.ctx.store.redis, lease.job, lease.epoch)
+        self.metrics = MetricSource(self.ctx.bus, lease.job, "trainer")
+        self.publisher = Publisher(self.ctx, lease, learner.device, self._served)
+        self.assembler = Assembler(spec.algorithm.max_staleness, lease.epoch)
+        self.arrived = asyncio.Event()
+        self.step = 0
+        self.saved: list[tuple[int, int]] = []
+        """(step, floor) of checkpoints made or resumed from, oldest first."""
+        self.swap: dict[str, float] = {}
+        self.window: deque[dict[str, float]] = deque(maxlen=TARGET_WINDOW)
+        self.running = False
+
+    async def run(self) -> None:
+        await self._restore()
+        consumer = await self.ctx.bus.consume(
+            GROUP,
+            f"train-{self.lease.job}",
+            batch=2 * self.spec.algorithm.groups_per_batch,
+            start_seq=self.assembler.floor + 1,
+            job=self.lease.job,
+        )
+        try:
+            self.publisher.offer(await asyncio.to_thread(self.learner.snapshot, self._version))
+            await self.worker.status("ready", job=self.lease.job, epoch=self.lease.epoch)
+            await first_failure(
+                {"intake": self._intake(consumer), "publish": self.publisher.run(), "train": self._train()}
+            )
+        finally:
+            await consumer.close()
+
+    @property
+    def _version(self) -> WeightVersion:
+        return WeightVersion(self.lease.epoch, self.step)
+
+    # --- start and resume ---------------------------------------------------------------------------------------
+
+    async def _restore(self) -> None:
+        found = await asyncio.to_thread(checkpoint.newest, self.root)
+        discarded: dict[str, int] = {}
+        resumed = {self.lease.epoch: 0}
+        if found is not None:
+            path, manifest = found
+            if manifest.epoch >= self.lease.epoch:
+                raise JobFailed(
+                    f"checkpoint {path.name} was written in epoch {manifest.epoch}, this trainer has epoch "
+                    f"{self.lease.epoch}: the job's record is older than its checkpoints"
+                )
+            self.step = manifest.step
+            resumed = {**manifest.resumed, self.lease.epoch: manifest.step}
+            self.assembler.floor = self.assembler.last = manifest.stream_floor
+            self.assembler.known.update(manifest.consumed)
+            discarded = {k.removeprefix("discarded/"): n for k, n in manifest.ledger.items() if "/" in k}
+            self.saved = [(manifest.step, manifest.stream_floor)]
+        self.assembler.resumed = resumed
+        self.assembler.discarded.update({Discard(reason): n for reason, n in discarded.items()})
+        await asyncio.to_thread(self.learner.load, None if found is None else found[0])
+        algorithm = self.spec.algorithm
+        await self.admission.restore(
+            step=self.step,
+            max_staleness=algorithm.max_staleness,
+            groups_per_batch=algorithm.groups_per_batch,
+            total=self.spec.train.steps * algorithm.groups_per_batch,
+            discarded=discarded,
+        )
+        detail = {"step": self.step, "epoch": self.lease.epoch}
+        event = "resumed" if found else "model_loaded"
+        await self.ctx.store.update(
+            self.lease.job, epoch=self.lease.epoch, step=self.step, restart_step=self.step, event=event, detail=detail
+        )
+        log.info(event, **detail)
+
+    # --- intake -------------------------------------------------------------------------------------------------
+
+    async def _intake(self, consumer: Consumer[Group]) -> None:
+        """Consumes GROUP into the assembler; acks are flow control only."""
+        while True:
+            delivery = await consumer.next(1.0)
+            if delivery is None:
+                continue
+            await self._receive(delivery)
+            await delivery.ack()
+
+    async def _receive(self, delivery: Delivery[Group]) -> None:
+        group = delivery.noun
+        if group is None:
+            log.error("undecodable_group", error=delivery.error)
+            self.assembler.ignore(delivery.seq, self.step + 1)
+            return
+        if group.seq in self.assembler.known:
+            self.assembler.ignore(delivery.seq, self.step + 1)
+            return
+        if await self.admission.accept(group.seq) not in ("ok", "p"):
+            log.info("group_of_the_past", group=group.seq)
+            self.assembler.ignore(delivery.seq, self.step + 1)
+            return
+        try:
+            for trajectory in group.trajectories:
+                trajectory.check()
+        except ValueError as error:
+            log.error("invalid_group", group=group.seq, error=str(error))
+            self.assembler.reject(delivery.seq, group, self.step + 1)
+            await self.admission.discard(self.step + 1, Discard.INVALID, [group.seq])
+            return
+        if self.assembler.add(delivery.seq, group):
+            self.arrived.set()
+
+    # --- training -----------------------------------------------------------------------------------------------
+
+    async def _train(self) -> None:
+        """Consumes pending groups. Returns when all steps are done, the target is met or the service stops."""
+        steps = self.spec.train.steps
+        while self.step < steps and not self._target_met():
+            began = time.monotonic()
+            batch = await self._next_batch()
+            if batch is None:
+                await self._save()
+                return
+            waited = time.monotonic() - began
+            try:
+                values = await asyncio.to_thread(self.learner.step, batch, self._version)
+            except NonFinite as error:
+                raise JobFailed(f"step {self.step + 1} was refused: {error}; {self._last_good()}") from None
+            trained = time.monotonic() - began - waited
+            await self._advance(batch, values, waited, trained)
+            if self.step % self.spec.train.checkpoint_every == 0 or self.step == steps:
+                await self._save()
+        await self._finish()
+
+    async def _next_batch(self) -> list[Group] | None:
+        """The next batch, or None when the service is told to stop."""
+        while not self.ctx.stopping.is_set():
+            self.arrived.clear()
+            for reason, seqs in self.assembler.drop(self.step).items():
+                await self.admission.discard(self.step + 1, reason, seqs)
+                log.info("groups_dropped", reason=reason, groups=len(seqs))
+                await self._wake_admission()
+            batch = self.assembler.take(self.step, self.spec.algorithm.groups_per_batch)
+            if batch is not None:
+                return batch
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self.arrived.wait(), 0.5)
+        return None
+
+    async def _advance(self, batch: list[Group], values: dict[str, float], waited: float, trained: float) -> None:
+        """The step counts: ledger, snapshot for the workers, metrics."""
+        await self.admission.train(self.step + 1, [group.seq for group in batch])
+        async with self.publisher.sending:
+            self.step += 1
+            self.publisher.offer(await asyncio.to_thread(self.learner.snapshot, self._version))
+        ledger = await self.admission.ledger()
+        seconds = waited + trained
+        values["train_seconds"] = values.pop("step_seconds", trained)
+        values |= {
+            "step_seconds": seconds,
+            "trainer/wait_share": waited / seconds,
+            "trainer/tokens_per_s": values.get("tokens", 0.0) / seconds,
+            "queue/pending_groups": float(ledger.pending),
+            "queue/running_groups": float(ledger.running),
+            "rollout_workers": float(self.publisher.workers),
+            **{f"dropped/{reason}": float(count) for reason, count in ledger.discarded.items()},
+            **{f"failed/{reason}": float(count) for reason, count in ledger.failed.items()},
+            **self.swap,
+        }
+        self.window.append(values)
+        point = await self.metrics.emit(self.step, values)
+        await asyncio.to_thread(self._log_line, {"step": self.step, "time": point.time, **point.values})
+        shown = {name: values[name] for name in ("reward/mean", "exact", *self.spec.train.target) if name in values}
+        await self.ctx.store.update(
+            self.lease.job, epoch=self.lease.epoch, step=self.step, progress=orjson.dumps(shown).decode()
+        )
+
+    def _log_line(self, values: dict[str, float]) -> None:
+        """The truth for reports: one line per step beside the checkpoints, also of steps that were rolled back."""
+        self.root.parent.mkdir(parents=True, exist_ok=True)
+        with (self.root.parent / "metrics.jsonl").open("ab") as file:
+            file.write(orjson.dumps({"epoch": self.lease.epoch, **values}) + b"\n")
+
+    def _target_met(self) -> bool:
+        target = self.spec.train.target
+        if not target or len(self.window) < TARGET_WINDOW:
+            return False
+        means = {name: sum(v.get(name, float("-inf")) for v in self.window) / TARGET_WINDOW for name in target}
+        return all(means[name] >= wanted for name, wanted in target.items())
+
+    async def _served(self, version: WeightVersion, seconds: dict[str, float]) -> None:
+        """The publisher got a version to the workers: admission may count on it."""
+        self.swap = seconds
+        await self.admission.set_version(version.step)
+        await self._wake_admission()
+        if not self.running:
+            self.running = True
+            with contextlib.suppress(Conflict):  # cancelled meanwhile: the lease is about to go
+                await self.ctx.store.transition(
+                    self.lease.job,
+                    JobState.RUNNING,
+                    allowed=(JobState.STARTING, JobState.RUNNING),
+                    epoch=self.lease.epoch,
+                )
+
+    async def _wake_admission(self) -> None:
+        await self.ctx.bus.emit(WAKE, {"job": self.lease.job}, who="admission")
+
+    # --- checkpoints and the end --------------------------------------------------------------------------------
+
+    async def _save(self) -> None:
+        """Commit a checkpoint of the current step; then let go of what the one before it no longer needs."""
+        if self.saved and self.saved[-1][0] == self.step:
+            return
+        floor, above, discarded = self.assembler.account(self.step)
+        trained = self.step * self.spec.algorithm.groups_per_batch
+        manifest = checkpoint.Manifest(
+            job=self.lease.job,
+            epoch=self.lease.epoch,
+            step=self.step,
+            version=self._version,
+            resumed=self.assembler.resumed,
+            stream_floor=floor,
+            consumed=above,
+            ledger={"trained": trained, **{f"discarded/{reason}": n for reason, n in discarded.items()}},
+            next_seq=(await self.admission.ledger()).issued,
+        )
+        began = time.monotonic()
+        try:
+            await asyncio.to_thread(checkpoint.commit, self.root, manifest, self.learner.save)
+        except JobFailed as error:
+            if self.step == self.spec.train.steps:
+                raise
+            log.error("checkpoint_failed", error=str(error))
+            await self._event("checkpoint_failed", {"step": self.step, "error": str(error)})
+            return
+        await asyncio.to_thread(checkpoint.sweep, self.root, self.spec.train.keep_checkpoints, self.lease.epoch)
+        if self.saved:  # one checkpoint behind: the newest may turn out to be damaged
+            step, floor_before = self.saved[-1]
+            await self.admission.commit(step)
+            self.assembler.forget(floor_before)
+            await self.ctx.bus.purge("GROUPS", GROUP.at(job=self.lease.job), below=floor_before + 1)
+        self.saved.append((self.step, floor))
+        await self._event("checkpoint", {"step": self.step, "seconds": round(time.monotonic() - began, 3)})
+
+    async def _event(self, event: str, detail: dict[str, object]) -> None:
+        await self.ctx.store.update(self.lease.job, epoch=self.lease.epoch, event=event, detail=detail)
+
+    def _last_good(self) -> str:
+        return f"the last good checkpoint is step {self.saved[-1][0]}" if self.saved else "there is no checkpoint yet"
+
+    async def _finish(self) -> None:
+        await self._save()
+        why = "target reached" if self._target_met() else ""
+        await self.ctx.store.transition(
+            self.lease.job, JobState.SUCCEEDED, epoch=self.lease.epoch, step=self.step, reason=why
+        )
+        await self.ctx.bus.emit(WAKE, {"job": self.lease.job}, who="scheduler")
