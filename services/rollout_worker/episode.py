@@ -24,7 +24,9 @@ from opentinker.shared.spec import JobSpec
 from opentinker.shared.types import Ending, Message, SessionReply, Span, StopReason, Ticket, Trajectory, Turn
 
 
-class EpisodeFailed(Exception):  # noqa: N818 - an ordinary outcome, not an error of ours
+class EpisodeFailed(Exception):
+    """An ordinary outcome: the sample is tried again, then its group is failed with this reason."""
+
     def __init__(self, ending: Ending, error: str) -> None:
         self.ending, self.error = ending, error
         super().__init__(f"{ending}: {error}")

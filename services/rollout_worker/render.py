@@ -46,6 +46,15 @@ class Renderer:
             pass  # a model without generation_config.json ends its turns with the tokenizer's eos
         return cls(tokenizer, mode, frozenset(i for i in ids if i is not None))
 
+    @property
+    def vocab_size(self) -> int:
+        return len(self._tokenizer)
+
+    @property
+    def digit_ids(self) -> frozenset[int]:
+        """Tokens that are a single digit."""
+        return frozenset(ids[0] for d in "0123456789" if len(ids := self._encode(d)) == 1)
+
     def _template(self, messages: Sequence[Message], generate: bool) -> str:
         chat = [{"role": m.role, "content": m.content} for m in messages]
         try:

@@ -106,15 +106,14 @@ class RolloutJob:
     async def _wait(event: asyncio.Event, timeout_s: float) -> None:
         try:
             await asyncio.wait_for(event.wait(), timeout_s)
-        except asyncio.TimeoutError:
+        except TimeoutError:
             return
 
     def _group_done(self, task: asyncio.Task[None]) -> None:
         self.groups.discard(task)
         self.slot.set()
-        if not task.cancelled() and (error := task.exception()) is not None:
-            if not self.broken.done():
-                self.broken.set_exception(error)
+        if not task.cancelled() and (error := task.exception()) is not None and not self.broken.done():
+            self.broken.set_exception(error)
 
     async def _run_group(self, ticket: Ticket, delivery: Delivery[Ticket]) -> None:
         """One ticket to its end: group stored and accepted, or failed with a reason; then the ticket is acked."""

@@ -16,7 +16,7 @@ from typing import Any
 
 import structlog
 
-from opentinker.services.trainer.learner import SnapshotLike
+from opentinker.services.trainer.learner import BUCKET_BYTES, SnapshotLike
 from opentinker.shared.bus import NoReply
 from opentinker.shared.codec import WireError
 from opentinker.shared.service import Context
@@ -28,7 +28,6 @@ log = structlog.get_logger()
 LOOK_S = 0.5
 AGAIN_S = 2.0
 """A worker that failed is not tried again earlier."""
-BUCKET_BYTES = 64 * 2**20
 
 
 class Publisher:
@@ -175,7 +174,13 @@ class Publisher:
 
         try:
             self._group = transport.WeightGroup.join(
-                self.ctx.settings.advertise_host, port, 0, world, self.device, self._timeout_s, store=store
+                address=self.ctx.settings.advertise_host,
+                port=port,
+                rank=0,
+                world=world,
+                device=self.device,
+                timeout_s=self._timeout_s,
+                store=store,
             )
         except transport.TransportError as error:
             return str(error)
@@ -208,9 +213,9 @@ class Publisher:
                 self._has[_name(worker)] = snapshot.version
         if problem is not None or len(good) < len(members):
             log.warning("swap_incomplete", version=str(snapshot.version), problem=problem)
-            for worker, reply in zip(members, replies, strict=True):
-                if isinstance(reply, str):
-                    self._drop(worker, reply)
+            for worker, why in zip(members, replies, strict=True):
+                if isinstance(why, str):
+                    self._drop(worker, why)
             self._members = []  # the group is broken for all: the next turn of the loop makes a new one
             self._wake.set()
         if good:

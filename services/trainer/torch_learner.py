@@ -20,15 +20,14 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from opentinker.services.trainer import train_state
 from opentinker.services.trainer.batch_metrics import batch_metrics
-from opentinker.services.trainer.learner import NonFinite
+from opentinker.services.trainer.learner import BUCKET_BYTES, NonFinite
 from opentinker.services.trainer.losses import decoupled_ppo, k3, token_mean
 from opentinker.services.trainer.micro_batch import MicroBatch, StepRecord, micro_batches
+from opentinker.shared.nn import transport
 from opentinker.shared.nn.forward import token_logprobs
 from opentinker.shared.nn.models import attach_lora, causal_lm, load_model, load_tokenizer, torch_dtype
 from opentinker.shared.spec import JobSpec
 from opentinker.shared.types import Group, WeightVersion
-
-BUCKET_BYTES = 64 << 20
 
 
 class TorchLearner:
@@ -40,7 +39,6 @@ class TorchLearner:
         self.dtype = torch_dtype(spec.model.dtype)
         self.steps = 0
         """Batches trained on, over all resumes: the position of the learning-rate schedule."""
-        self._last: Any = None
 
     def load(self, checkpoint: Path | None) -> None:
         """The base model, or the state of a checkpoint directory. Raises JobFailed if either is unusable."""
@@ -199,10 +197,8 @@ class TorchLearner:
                 seen.add(key)
                 yield name, tensor.detach().to(self.dtype)
 
-    def snapshot(self, version: WeightVersion) -> Any:
-        from opentinker.shared.nn import transport
-
-        return transport.snapshot(version, self.named_weights(), BUCKET_BYTES, None)
+    def snapshot(self, version: WeightVersion) -> transport.Snapshot:
+        return transport.snapshot(version, self.named_weights(), BUCKET_BYTES)
 
     def save(self, directory: Path) -> None:
         """Model (or adapter) and tokenizer at the top, trainer state below `trainer/`."""

@@ -1,0 +1,398 @@
+"""Generation by vLLM: continuous batching, token ids in and out, weights swapped while requests are in flight.
+
+One version's way in: stage through the weight group beside running generation -> compare fingerprints -> pause (requests
+kept, their KV dropped) -> load in place -> stamp the version -> resume. A LoRA job gets a new adapter per version
+instead: new requests use it, running ones keep theirs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+import os
+import secrets
+import shutil
+import tempfile
+import time
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from opentinker.services.rollout_worker import vllm_boot
+from opentinker.services.rollout_worker.engine import Completion, EngineError, Sampling, SwapError
+from opentinker.shared.spec import LoraSpec
+from opentinker.shared.types import Span, StopReason, SwapCommand, TensorInfo, WeightVersion
+
+vllm_boot.prepare()
+
+import structlog  # noqa: E402 - vLLM reads its environment when it is imported
+import torch  # noqa: E402
+from transformers import AutoConfig, GenerationConfig, PretrainedConfig  # noqa: E402
+from vllm import SamplingParams  # noqa: E402
+from vllm.config import WeightTransferConfig  # noqa: E402
+from vllm.engine.arg_utils import AsyncEngineArgs  # noqa: E402
+from vllm.exceptions import VLLMClientError  # noqa: E402
+from vllm.inputs.engine import tokens_input  # noqa: E402
+from vllm.lora.request import LoRARequest  # noqa: E402
+from vllm.model_executor.models.registry import ModelRegistry  # noqa: E402
+from vllm.outputs import RequestOutput  # noqa: E402
+from vllm.sampling_params import RequestOutputKind  # noqa: E402
+from vllm.v1.engine.async_llm import AsyncLLM  # noqa: E402
+from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError  # noqa: E402
+
+log = structlog.get_logger()
+
+SIMULATED = "none"
+LONGEST_DEFAULT_CONTEXT = 4096
+BATCHED_TOKENS = 4096
+CPU_KV_SHARE = 0.15
+"""Share of the machine's memory that the KV cache may take on a CPU."""
+CPU_KV_FLOOR = 32 << 20
+CPU_BLOCK = 128
+"""Tokens per KV block on a CPU."""
+
+
+@dataclass(frozen=True)
+class Adapter:
+    request: LoRARequest
+    version: WeightVersion
+
+
+class VllmEngine:
+    def __init__(
+        self,
+        model: str,
+        *,
+        dtype: str = "float32",
+        context_length: int | None = None,
+        max_concurrent: int = 256,
+        stop_strings: bool = False,
+        lora: LoraSpec | None = None,
+        max_staleness: int = 2,
+        group_timeout_s: float = 10.0,
+        seed: int | None = None,
+    ) -> None:
+        """`context_length` None: what the model allows, at most 4096. `stop_strings`: requests will name some, so a
+        tokenizer is needed. `seed`: of requests without one; None draws it, so that workers differ."""
+        self.version: WeightVersion | None = None
+        self.context_length = context_length or 0
+        self._model = model
+        self._dtype = dtype
+        self._max_concurrent = max_concurrent
+        self._stop_strings = stop_strings
+        self._lora = lora
+        self._max_adapters = max_staleness + 2
+        self._group_timeout_s = group_timeout_s
+        self._seed = secrets.randbelow(1 << 31) if seed is None else seed
+        self._llm: AsyncLLM | None = None
+        self._eos_ids: list[int] = []
+        self._generation = -1
+        self._simulated = False
+        self._swapping = asyncio.Lock()
+        self._broken = ""
+        self._adapters: dict[int, Adapter] = {}
+        self._users: Counter[int] = Counter()
+        self._adapter_root: Path | None = None
+
+    async def start(self) -> None:
+        """Raises EngineError when the model cannot be loaded."""
+        started = time.perf_counter()
+        if self._lora is not None:
+            self._adapter_root = Path(await asyncio.to_thread(tempfile.mkdtemp, prefix="opentinker-adapters-"))
+        try:
+            self._llm = await asyncio.to_thread(self._build)
+        except (ValueError, OSError, RuntimeError, KeyError) as error:
+            raise EngineError(f"vLLM cannot serve {self._model}: {error}") from error
+        gc.collect()
+        gc.freeze()  # the imports' million objects would be walked again and again: 0.3 s each time
+        log.info("engine_started", model=self._model, seconds=round(time.perf_counter() - started, 2))
+
+    async def generate(self, request: str, prompt_ids: list[int], sampling: Sampling) -> Completion:
+        room = self.context_length - len(prompt_ids)
+        if self._broken or self.version is None:
+            raise EngineError(self._broken or "the engine has no weights yet")
+        if room <= 0 or not prompt_ids:
+            raise EngineError(f"the prompt has {len(prompt_ids)} tokens, the context holds {self.context_length}")
+        adapter = max(self._adapters.items())[1] if self._adapters else None
+        number = adapter.request.lora_int_id if adapter else 0
+        self._users[number] += 1
+        final: RequestOutput | None = None
+        try:
+            async for output in self._engine().generate(
+                tokens_input(prompt_ids),
+                self._params(sampling, room),
+                request,
+                lora_request=adapter.request if adapter else None,
+            ):
+                final = output
+        except (EngineDeadError, EngineGenerateError, VLLMClientError, ValueError) as error:
+            raise EngineError(f"{type(error).__name__}: {error}") from error
+        finally:
+            self._users[number] -= 1
+        return self._completion(request, final, sampling, adapter)
+
+    async def abort(self, request: str) -> None:
+        await self._engine().abort(request)
+
+    async def join(self, command: SwapCommand) -> None:
+        async with self._swapping:
+            self._generation = -1
+            self._simulated = command.device == SIMULATED
+            if self._simulated:
+                await self._call("weights_leave")
+            else:
+                info = {
+                    "address": command.address,
+                    "port": command.port,
+                    "rank": command.rank,
+                    "world": command.world,
+                    "device": command.device,
+                    "timeout_s": self._group_timeout_s,
+                }
+                await self._in_background("weights_join", info)
+            self._generation = command.generation
+
+    async def receive(self, command: SwapCommand) -> dict[str, float]:
+        version = command.version
+        if version is None:
+            raise SwapError("a receive must name its version")
+        async with self._swapping:
+            if self._broken:
+                raise SwapError(self._broken)
+            if command.generation != self._generation:
+                raise SwapError(f"this engine is in group {self._generation}, not {command.generation}")
+            transfer = 0.0
+            if not self._simulated:
+                manifest = [[info.name, info.dtype, info.shape] for info in command.manifest]
+                info = {
+                    "manifest": manifest,
+                    "fingerprints": command.fingerprints,
+                    "bucket_bytes": command.bucket_bytes,
+                }
+                transfer = await self._in_background("weights_stage", info)
+            apply = self._swap(version) if self._lora is None or self._simulated else self._adapt(version, command)
+            # Shielded: once begun it must reach its end, or weights and version would disagree.
+            return {"transfer": transfer, **await asyncio.shield(asyncio.ensure_future(apply))}
+
+    async def close(self) -> None:
+        llm, self._llm = self._llm, None
+        if llm is not None:
+            await asyncio.to_thread(llm.shutdown)
+        if self._adapter_root is not None:
+            await asyncio.to_thread(shutil.rmtree, self._adapter_root, ignore_errors=True)
+
+    # --- start ---------------------------------------------------------------------------------------------------
+
+    def _build(self) -> AsyncLLM:
+        on_cpu = not torch.cuda.is_available()
+        if Path(self._model).is_dir():
+            os.environ.setdefault("HF_HUB_OFFLINE", "1")
+        config = AutoConfig.from_pretrained(self._model, trust_remote_code=False)
+        self._eos_ids = _eos_ids(self._model, config)
+        self.context_length = self.context_length or min(_context(config), LONGEST_DEFAULT_CONTEXT)
+        arguments: dict[str, Any] = {
+            "model": self._model,
+            "dtype": self._dtype,
+            "seed": self._seed,
+            "trust_remote_code": False,
+            "max_model_len": self.context_length,
+            "max_num_seqs": self._max_concurrent,
+            "max_num_batched_tokens": max(BATCHED_TOKENS, self._max_concurrent),
+            "skip_tokenizer_init": not self._stop_strings,
+            "generation_config": "vllm",  # the job spec alone says how to sample
+            "logprobs_mode": "processed_logprobs",
+            "disable_log_stats": True,
+            "distributed_executor_backend": "uni",
+            "weight_transfer_config": WeightTransferConfig(backend="opentinker"),
+            "worker_extension_cls": "opentinker.services.rollout_worker.vllm_ext.WeightsExtension",
+        }
+        if self._lora is not None:
+            arguments |= {
+                "enable_lora": True,
+                "max_lora_rank": _lora_rank_limit(self._lora.rank),
+                "max_loras": self._max_adapters,
+                "max_cpu_loras": 2 * self._max_adapters,
+            }
+        if on_cpu:
+            arguments |= {
+                "enforce_eager": True,
+                "kv_cache_memory_bytes": _cpu_kv_bytes(config, self._dtype, self.context_length, self._max_concurrent),
+            }
+            _register_here(config.architectures or [])
+        resolved = AsyncEngineArgs(**arguments).create_engine_config()
+        if not on_cpu:
+            return AsyncLLM.from_vllm_config(resolved, disable_log_stats=True)
+        with vllm_boot.forked_engine():
+            return AsyncLLM.from_vllm_config(resolved, disable_log_stats=True)
+
+    # --- generation ----------------------------------------------------------------------------------------------
+
+    def _engine(self) -> AsyncLLM:
+        if self._llm is None:
+            raise EngineError("the engine is not running")
+        return self._llm
+
+    def _params(self, sampling: Sampling, room: int) -> SamplingParams:
+        if sampling.stop and not self._stop_strings:
+            raise EngineError("this engine was started without a tokenizer, so it cannot find stop strings")
+        return SamplingParams(
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            max_tokens=min(sampling.max_tokens, room),
+            seed=sampling.seed,
+            stop=sampling.stop or None,
+            stop_token_ids=self._eos_ids,
+            ignore_eos=True,  # the tokenizer's idea of it; stop_token_ids has the model's
+            logprobs=0,
+            flat_logprobs=True,
+            detokenize=bool(sampling.stop),
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+
+    def _completion(
+        self, request: str, final: RequestOutput | None, sampling: Sampling, adapter: Adapter | None
+    ) -> Completion:
+        output = final.outputs[0] if final is not None else None
+        if output is None or output.finish_reason not in ("stop", "length"):
+            raise EngineError(f"request {request} ended with {output.finish_reason if output else 'nothing'}")
+        ids = list(output.token_ids)
+        logprobs = output.logprobs
+        if logprobs is None or len(logprobs.logprobs) != len(ids):
+            raise EngineError(f"request {request} came without a logprob for every token")
+        if adapter is not None:
+            spans = [Span(0, len(ids), adapter.version)]
+        else:
+            spans = [Span(s.start, s.end, WeightVersion.parse(s.version)) for s in output.weight_versions or []]
+        if output.finish_reason == "length":
+            stop = StopReason.LENGTH if len(ids) == sampling.max_tokens else StopReason.CONTEXT
+        else:
+            stop = StopReason.STOP if isinstance(output.stop_reason, str) else StopReason.EOS
+        return Completion(ids=ids, logprobs=logprobs.logprobs, spans=spans, stop=stop)
+
+    # --- weights -------------------------------------------------------------------------------------------------
+
+    async def _swap(self, version: WeightVersion) -> dict[str, float]:
+        core = self._engine().engine_core
+        marks = [time.perf_counter()]
+        try:
+            # Not AsyncLLM.pause_generation: that sleeps 20 ms more for the order of outputs, which we do not need.
+            await core.pause_scheduler_async(mode="keep", clear_cache=True)
+            marks.append(time.perf_counter())
+            if not self._simulated:
+                answer = await self._call("weights_load")
+                if "error" in answer:
+                    self._broken = f"loading {version} failed half way: {answer['error']}"
+                    raise SwapError(self._broken)
+            await core.set_weight_version_async(str(version))
+            self.version = version
+            marks.append(time.perf_counter())
+        except EngineDeadError as error:
+            self._broken = "the vLLM engine process is dead"
+            raise SwapError(self._broken) from error
+        finally:
+            if not core.resources.engine_dead:
+                await core.resume_scheduler_async()
+        marks.append(time.perf_counter())
+        return {"pause": marks[1] - marks[0], "load": marks[2] - marks[1], "resume": marks[3] - marks[2]}
+
+    async def _adapt(self, version: WeightVersion, command: SwapCommand) -> dict[str, float]:
+        """New adapter, new directory, new name: nothing cached for an older one can be taken for it."""
+        assert self._lora is not None and self._adapter_root is not None
+        started = time.perf_counter()
+        number = max(self._adapters, default=0) + 1
+        name = f"{command.job}-{version}-{number}"
+        directory = self._adapter_root / name
+        await asyncio.to_thread(_write_adapter_config, directory, self._model, self._lora, command.manifest)
+        answer = await self._call("weights_add_adapter", name, number, str(directory))
+        if "error" in answer:
+            await asyncio.to_thread(shutil.rmtree, directory, ignore_errors=True)
+            raise SwapError(f"the adapter of {version} cannot be loaded: {answer['error']}")
+        request = LoRARequest(lora_name=name, lora_int_id=number, lora_path=str(directory))
+        self._adapters[number] = Adapter(request, version)
+        self.version = version
+        for old in [n for n in self._adapters if n != number and not self._users[n]]:
+            await self._call("weights_drop_adapter", old)
+            await asyncio.to_thread(shutil.rmtree, self._adapters.pop(old).request.lora_path, ignore_errors=True)
+        return {"pause": 0.0, "load": time.perf_counter() - started, "resume": 0.0}
+
+    async def _in_background(self, method: str, info: dict[str, Any]) -> float:
+        """Start a call beside the engine loop and wait for its end. Returns its seconds, raises SwapError."""
+        await self._call(method, info)
+        pause = 0.001
+        while (answer := await self._call("weights_poll")) is None:
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, 0.05)
+        if "error" in answer:
+            raise SwapError(answer["error"])
+        return float(answer["seconds"])
+
+    async def _call(self, method: str, *arguments: Any) -> Any:
+        try:
+            return (await self._engine().collective_rpc(method, args=arguments))[0]
+        except EngineDeadError as error:
+            self._broken = "the vLLM engine process is dead"
+            raise SwapError(self._broken) from error
+
+
+def _eos_ids(model: str, config: PretrainedConfig) -> list[int]:
+    """From generation_config.json, which knows about end-of-turn tokens; else from config.json."""
+    try:
+        ids = GenerationConfig.from_pretrained(model).eos_token_id
+    except OSError:  # the model has no such file
+        ids = None
+    ids = config.eos_token_id if ids is None else ids
+    return [] if ids is None else [ids] if isinstance(ids, int) else list(ids)
+
+
+def _context(config: PretrainedConfig) -> int:
+    return int(getattr(config.get_text_config(), "max_position_embeddings", LONGEST_DEFAULT_CONTEXT))
+
+
+def _cpu_kv_bytes(config: PretrainedConfig, dtype: str, context: int, concurrent: int) -> int:
+    """Half of what `concurrent` full contexts need (most stay shorter; the rest wait), within this machine's means.
+
+    Small matters: the cache is zeroed at start, at 0.4 GiB/s.
+    """
+    text = config.get_text_config()
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    token = 2 * text.num_hidden_layers * heads * size * getattr(torch, dtype).itemsize
+    one = token * (-(-context // CPU_BLOCK) + 1) * CPU_BLOCK
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return int(max(2 * one, min(one * concurrent // 2, memory * CPU_KV_SHARE), CPU_KV_FLOOR))
+
+
+def _register_here(architectures: list[str]) -> None:
+    """Tell vLLM the model's class, which it would else find out with a subprocess that imports everything again."""
+    for name in architectures:
+        known = ModelRegistry.models.get(name)
+        if known is not None:
+            ModelRegistry.register_model(name, known.load_model_cls())
+
+
+def _lora_rank_limit(rank: int) -> int:
+    """vLLM takes these ranks only; smaller adapters are padded."""
+    allowed = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+    fitting = [limit for limit in allowed if limit >= rank]
+    if not fitting:
+        raise ValueError(f"LoRA rank {rank} is above {allowed[-1]}, the largest that vLLM serves")
+    return fitting[0]
+
+
+def _write_adapter_config(directory: Path, model: str, lora: LoraSpec, manifest: list[TensorInfo]) -> None:
+    modules = {info.name.split(".lora_")[0].rpartition(".")[2] for info in manifest if ".lora_" in info.name}
+    directory.mkdir(parents=True)
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": model,
+        "r": lora.rank,
+        "lora_alpha": lora.alpha,
+        "target_modules": sorted(modules),
+        "bias": "none",
+        "inference_mode": True,
+    }
+    (directory / "adapter_config.json").write_text(json.dumps(config))

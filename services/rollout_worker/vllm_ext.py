@@ -1,0 +1,197 @@
+"""What loads inside vLLM's worker process: our weight transfer engine and the calls that drive it.
+
+Joining a group and receiving bytes run on a thread beside the engine loop, so generation goes on and a dead peer costs
+nobody a token; the loading itself is one call between two engine steps, made while the scheduler is paused.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import vllm._custom_ops as custom_ops
+from safetensors.torch import save_file
+from vllm.config import set_current_vllm_config
+from vllm.distributed.weight_transfer import WeightTransferEngine, WeightTransferEngineFactory
+from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, WeightTransferUpdateInfo
+from vllm.lora.request import LoRARequest
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+from opentinker.shared.nn.transport import TransportError, WeightGroup, bucket_sizes, fingerprint, unpack
+from opentinker.shared.types import TensorInfo
+
+BACKEND = "opentinker"
+ON_CPU = not torch.cuda.is_available()
+ORPHAN_CHECK_S = 1.0
+
+if ON_CPU:
+    # oneDNN keeps packed copies of the weights that loading in place does not reach: with it a tied lm_head goes on
+    # computing with the old weights after a swap, silently.
+    custom_ops._supports_onednn = False
+
+
+@dataclass
+class GroupInfo(WeightTransferInitInfo):
+    address: str
+    port: int
+    rank: int
+    world: int
+    device: str
+    timeout_s: float
+
+
+@dataclass
+class VersionInfo(WeightTransferUpdateInfo):
+    manifest: list[Any]
+    """[name, dtype, shape] of each tensor, in order."""
+    fingerprints: list[int]
+    bucket_bytes: int
+
+
+class BucketEngine(WeightTransferEngine[GroupInfo, VersionInfo]):  # type: ignore[misc]
+    """join -> (stage -> load) ... Registered with vLLM under BACKEND, for gloo and NCCL alike."""
+
+    init_info_cls = GroupInfo
+    update_info_cls = VersionInfo
+
+    def __init__(self, config: Any, vllm_config: Any, device: torch.device, model: torch.nn.Module) -> None:
+        super().__init__(config, vllm_config, device, model)
+        self.group: WeightGroup | None = None
+        self.manifest: list[TensorInfo] = []
+        self.buckets: list[torch.Tensor] | None = None
+        _exit_with_parent()
+
+    def init_transfer_engine(self, init_info: GroupInfo) -> None:
+        self.shutdown()
+        self.group = WeightGroup.join(
+            address=init_info.address,
+            port=init_info.port,
+            rank=init_info.rank,
+            world=init_info.world,
+            device="cpu" if init_info.device == "cpu" else str(self.device),
+            timeout_s=init_info.timeout_s,
+        )
+
+    def start_weight_update(self) -> None:
+        if not ON_CPU:
+            initialize_layerwise_reload(self.model)
+
+    def receive_weights(self, update_info: VersionInfo) -> None:
+        """Stage a version and check it; the model is not touched. Raises TransportError."""
+        if self.group is None:
+            raise TransportError("not in a weight group")
+        self.manifest = [TensorInfo(*entry) for entry in update_info.manifest]
+        sizes = bucket_sizes(self.manifest, update_info.bucket_bytes)
+        self.buckets = self.group.receive(sizes, self.buckets)
+        for number, (bucket, expected) in enumerate(zip(self.buckets, update_info.fingerprints, strict=True)):
+            if (seen := fingerprint(bucket)) != expected:
+                raise TransportError(
+                    f"bucket {number + 1} of {len(self.buckets)} arrived with fingerprint {seen}, not {expected}"
+                )
+
+    def finish_weight_update(self) -> None:
+        """Load what is staged, in place."""
+        assert self.buckets is not None
+        self.start_weight_update()
+        loaded = self.model.load_weights(unpack(self.manifest, self.buckets))
+        if not ON_CPU:
+            finalize_layerwise_reload(self.model, self.model_config)
+        missing = {name for name, _ in self.model.named_parameters()} - loaded
+        if missing:
+            raise TransportError(f"no weights came for {', '.join(sorted(missing)[:5])}")
+
+    def shutdown(self) -> None:
+        if self.group is not None:
+            self.group.close()
+            self.group = None
+
+
+class WeightsExtension:
+    """Mixed into vLLM's worker class; `collective_rpc` calls these by name. Answers are plain dicts, errors included."""
+
+    weight_transfer_engine: BucketEngine
+    vllm_config: Any
+    add_lora: Callable[[LoRARequest], bool]
+    remove_lora: Callable[[int], bool]
+    weights_task: Background | None = None
+
+    def weights_join(self, info: dict[str, Any]) -> None:
+        engine = self.weight_transfer_engine
+        self.weights_task = Background(engine.init_transfer_engine, engine.parse_init_info(info))
+
+    def weights_stage(self, info: dict[str, Any]) -> None:
+        engine = self.weight_transfer_engine
+        self.weights_task = Background(engine.receive_weights, engine.parse_update_info(info))
+
+    def weights_poll(self) -> dict[str, Any] | None:
+        """None while the last join or stage is under way."""
+        return None if self.weights_task is None else self.weights_task.answer()
+
+    def weights_load(self) -> dict[str, Any]:
+        return _answer(self._load)
+
+    def weights_leave(self) -> None:
+        self.weight_transfer_engine.shutdown()
+
+    def weights_add_adapter(self, name: str, number: int, directory: str) -> dict[str, Any]:
+        """Write the staged tensors beside the `adapter_config.json` in `directory` and load the adapter."""
+        return _answer(self._add_adapter, name, number, directory)
+
+    def weights_drop_adapter(self, number: int) -> None:
+        self.remove_lora(number)
+
+    def _load(self) -> None:
+        with set_current_vllm_config(self.vllm_config), torch.no_grad():
+            self.weight_transfer_engine.finish_weight_update()
+
+    def _add_adapter(self, name: str, number: int, directory: str) -> None:
+        engine = self.weight_transfer_engine
+        assert engine.buckets is not None
+        tensors = {key: tensor.clone() for key, tensor in unpack(engine.manifest, engine.buckets)}
+        save_file(tensors, Path(directory) / "adapter_model.safetensors")
+        self.add_lora(LoRARequest(lora_name=name, lora_int_id=number, lora_path=directory))
+
+
+class Background:
+    """One call on a thread of its own; `answer` is None until it is over."""
+
+    def __init__(self, call: Callable[[Any], None], argument: Any) -> None:
+        self._result: dict[str, Any] = {"error": f"{call.__name__} ended without a result"}
+        self._thread = threading.Thread(target=self._run, args=(call, argument), name="weights", daemon=True)
+        self._thread.start()
+
+    def answer(self) -> dict[str, Any] | None:
+        return None if self._thread.is_alive() else self._result
+
+    def _run(self, call: Callable[[Any], None], argument: Any) -> None:
+        self._result = _answer(call, argument)
+
+
+def _answer(call: Callable[..., None], *arguments: Any) -> dict[str, Any]:
+    started = time.perf_counter()
+    try:
+        call(*arguments)
+    except (TransportError, RuntimeError, ValueError, KeyError, AssertionError, OSError) as error:
+        return {"error": f"{type(error).__name__}: {error}"}
+    return {"seconds": time.perf_counter() - started}
+
+
+def _exit_with_parent() -> None:
+    """A rollout worker that was killed must not leave an engine behind."""
+    parent = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(ORPHAN_CHECK_S)
+        os._exit(1)
+
+    threading.Thread(target=watch, name="orphan-check", daemon=True).start()
+
+
+WeightTransferEngineFactory.register_engine(BACKEND, BucketEngine)
