@@ -1,8 +1,8 @@
 """Generation by vLLM: continuous batching, token ids in and out, weights swapped while requests are in flight.
 
-One version's way in: stage through the weight group beside running generation -> compare fingerprints -> pause (requests
-kept, their KV dropped) -> load in place -> stamp the version -> resume. A LoRA job gets a new adapter per version
-instead: new requests use it, running ones keep theirs.
+One version's way in: stage through the weight group beside running generation -> compare fingerprints -> pause
+(requests kept, their KV dropped) -> load in place -> stamp the version -> resume. A LoRA job gets a new adapter per
+version instead: new requests use it, running ones keep theirs.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ class VllmEngine:
             raise EngineError(self._broken or "the engine has no weights yet")
         if room <= 0 or not prompt_ids:
             raise EngineError(f"the prompt has {len(prompt_ids)} tokens, the context holds {self.context_length}")
-        adapter = max(self._adapters.items())[1] if self._adapters else None
+        adapter = self._adapters[max(self._adapters)] if self._adapters else None
         number = adapter.request.lora_int_id if adapter else 0
         self._users[number] += 1
         final: RequestOutput | None = None
@@ -320,11 +320,12 @@ class VllmEngine:
 
     async def _in_background(self, method: str, info: dict[str, Any]) -> float:
         """Start a call beside the engine loop and wait for its end. Returns its seconds, raises SwapError."""
-        await self._call(method, info)
-        pause = 0.001
-        while (answer := await self._call("weights_poll")) is None:
+        answer = await self._call(method, info)
+        pause = 0.002
+        while answer is None:
             await asyncio.sleep(pause)
             pause = min(2 * pause, 0.05)
+            answer = await self._call("weights_poll")
         if "error" in answer:
             raise SwapError(answer["error"])
         return float(answer["seconds"])

@@ -29,6 +29,8 @@ from opentinker.shared.types import TensorInfo
 BACKEND = "opentinker"
 ON_CPU = not torch.cuda.is_available()
 ORPHAN_CHECK_S = 1.0
+SHORT_WAIT_S = 0.015
+"""A small model has arrived after this long; standing still for it is cheaper than being asked again a step later."""
 
 if ON_CPU:
     # oneDNN keeps packed copies of the weights that loading in place does not reach: with it a tied lm_head goes on
@@ -37,7 +39,7 @@ if ON_CPU:
 
 
 @dataclass
-class GroupInfo(WeightTransferInitInfo):
+class GroupInfo(WeightTransferInitInfo):  # type: ignore[misc]
     address: str
     port: int
     rank: int
@@ -47,7 +49,7 @@ class GroupInfo(WeightTransferInitInfo):
 
 
 @dataclass
-class VersionInfo(WeightTransferUpdateInfo):
+class VersionInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
     manifest: list[Any]
     """[name, dtype, shape] of each tensor, in order."""
     fingerprints: list[int]
@@ -113,7 +115,7 @@ class BucketEngine(WeightTransferEngine[GroupInfo, VersionInfo]):  # type: ignor
 
 
 class WeightsExtension:
-    """Mixed into vLLM's worker class; `collective_rpc` calls these by name. Answers are plain dicts, errors included."""
+    """Mixed into vLLM's worker class; `collective_rpc` calls these by name. Answers are plain, errors included."""
 
     weight_transfer_engine: BucketEngine
     vllm_config: Any
@@ -121,13 +123,15 @@ class WeightsExtension:
     remove_lora: Callable[[int], bool]
     weights_task: Background | None = None
 
-    def weights_join(self, info: dict[str, Any]) -> None:
+    def weights_join(self, info: dict[str, Any]) -> dict[str, Any] | None:
         engine = self.weight_transfer_engine
         self.weights_task = Background(engine.init_transfer_engine, engine.parse_init_info(info))
+        return self.weights_task.answer(SHORT_WAIT_S)
 
-    def weights_stage(self, info: dict[str, Any]) -> None:
+    def weights_stage(self, info: dict[str, Any]) -> dict[str, Any] | None:
         engine = self.weight_transfer_engine
         self.weights_task = Background(engine.receive_weights, engine.parse_update_info(info))
+        return self.weights_task.answer(SHORT_WAIT_S)
 
     def weights_poll(self) -> dict[str, Any] | None:
         """None while the last join or stage is under way."""
@@ -166,7 +170,8 @@ class Background:
         self._thread = threading.Thread(target=self._run, args=(call, argument), name="weights", daemon=True)
         self._thread.start()
 
-    def answer(self) -> dict[str, Any] | None:
+    def answer(self, wait_s: float = 0.0) -> dict[str, Any] | None:
+        self._thread.join(wait_s)
         return None if self._thread.is_alive() else self._result
 
     def _run(self, call: Callable[[Any], None], argument: Any) -> None:
