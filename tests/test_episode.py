@@ -1,0 +1,211 @@
+"""Episodes and rendering: exact tokens, masks and spans; budgets; a reason for every ending."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+
+from opentinker.services.rollout_worker.engine import Completion, EngineError, Sampling
+from opentinker.services.rollout_worker.episode import Episode, EpisodeFailed, merge, turn_seed
+from opentinker.services.rollout_worker.render import Renderer
+from opentinker.shared.errors import JobFailed
+from opentinker.shared.types import Ending, Message, SessionReply, Span, StopReason, WeightVersion
+from tests.factories import V0, make_spec, make_ticket
+
+EOS = 1
+V1 = WeightVersion(1, 1)
+
+
+class Chars:
+    """A tokenizer of characters with a ChatML-like template; id 1 is `$`, the end of a turn."""
+
+    chat_template = "yes"
+    eos_token_id = EOS
+
+    def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
+        return [EOS if c == "$" else ord(c) for c in text]
+
+    def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
+        return "".join(chr(i) for i in ids if i != EOS)
+
+    def apply_chat_template(self, chat: list[dict[str, str]], tokenize: bool, add_generation_prompt: bool) -> str:
+        text = "".join(f"<{m['role'][0]}>{m['content']}$\n" for m in chat)
+        return text + ("<a>" if add_generation_prompt else "")
+
+
+@dataclass
+class Script:
+    """An engine that says what it is told; records what it was asked."""
+
+    answers: list[Completion]
+    context_length: int = 1000
+    version: WeightVersion | None = V0
+    asked: list[tuple[list[int], Sampling]] = field(default_factory=list)
+
+    async def generate(self, request: str, prompt_ids: list[int], sampling: Sampling) -> Completion:
+        self.asked.append((list(prompt_ids), sampling))
+        if not self.answers:
+            raise EngineError("nothing left to say")
+        return self.answers.pop(0)
+
+
+@dataclass
+class Env:
+    replies: list[SessionReply]
+    steps: list[tuple[int, str, StopReason]] = field(default_factory=list)
+    closed: int = 0
+    hang: bool = False
+
+    async def open(self, **_: object) -> SessionReply:
+        return self.replies.pop(0)
+
+    async def step(self, *, worker: str, session: str, turn: int, text: str, stop: StopReason) -> SessionReply:
+        self.steps.append((turn, text, stop))
+        if self.hang:
+            await asyncio.Event().wait()
+        return self.replies.pop(0)
+
+    async def close(self, *, worker: str, session: str) -> None:
+        self.closed += 1
+
+
+def say(text: str, stop: StopReason = StopReason.EOS, spans: list[Span] | None = None) -> Completion:
+    ids = Chars().encode(text)
+    return Completion(ids=ids, logprobs=[-0.5] * len(ids), spans=spans or [Span(0, len(ids), V0)], stop=stop)
+
+
+def reply(*texts: str, reward: float = 0.0, **changes: object) -> SessionReply:
+    messages = [Message(role="user", content=t) for t in texts]
+    return SessionReply(worker="env-0", messages=messages, reward=reward, **changes)  # type: ignore[arg-type]
+
+
+def renderer(mode: str = "model") -> Renderer:
+    return Renderer(Chars(), mode, frozenset({EOS}))
+
+
+def episode(engine: Script, env: Env, mode: str = "model", **spec: object) -> Episode:
+    job = make_spec(**({"rollout__max_turns": 3, "rollout__max_tokens": 50} | spec))
+    return Episode(job, make_ticket(), 0, engine, renderer(mode), env)  # type: ignore[arg-type]
+
+
+async def test_two_turns_have_the_template_s_tokens_and_exact_masks():
+    env = Env([reply("hi"), reply("more", reward=0.25), reply(reward=1.0, done=True, metrics={"exact": 1.0})])
+    engine = Script([say("ab$"), say("c$")])
+    trajectory = await episode(engine, env).run()
+    text = "<u>hi$\n<a>ab$\n<u>more$\n<a>c$"
+    assert trajectory.ids.tolist() == Chars().encode(text)
+    assert "".join(c for c, m in zip(text, trajectory.mask, strict=True) if m) == "ab$c$"
+    assert trajectory.logprobs[trajectory.mask == 1].tolist() == [-0.5] * 5
+    assert (trajectory.reward, trajectory.ending, trajectory.metrics) == (1.25, Ending.ENV_DONE, {"exact": 1.0})
+    assert [t.reward for t in trajectory.turns] == [0.25, 1.0]
+    assert env.steps == [(0, "ab", StopReason.EOS), (1, "c", StopReason.EOS)]
+    assert env.closed == 1
+    trajectory.check()
+
+
+async def test_turn_cut_by_its_budget_is_stepped_and_closed_by_the_template():
+    env = Env([reply("q"), reply("again"), reply(done=True)])
+    engine = Script([say("abc", StopReason.LENGTH), say("d$")])
+    trajectory = await episode(engine, env, rollout__max_tokens_per_turn=3).run()
+    assert trajectory.ids.tolist() == Chars().encode("<u>q$\n<a>abc$\n<u>again$\n<a>d$")
+    assert env.steps[0] == (0, "abc", StopReason.LENGTH)
+    assert [s.max_tokens for _, s in engine.asked] == [3, 3]
+
+
+async def test_plain_mode_adds_no_markup():
+    env = Env([reply("472="), reply("8="), reply(done=True)])
+    trajectory = await episode(Script([say("472$"), say("8$")]), env, mode="plain").run()
+    assert trajectory.ids.tolist() == Chars().encode("472=472$8=8$")
+
+
+async def test_sampling_settings_of_the_spec_reach_the_engine():
+    engine = Script([say("x$")])
+    spec = {"rollout__temperature": 0.7, "rollout__top_p": 0.9, "rollout__top_k": 5, "rollout__stop": ["!"]}
+    await episode(engine, Env([reply("q"), reply(done=True)]), rollout__seed=3, **spec).run()
+    sampling = engine.asked[0][1]
+    assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.stop) == (0.7, 0.9, 5, ["!"])
+    assert sampling.seed == turn_seed(0, 0, 0) != turn_seed(0, 1, 0)
+
+
+@pytest.mark.parametrize(
+    ("spec", "answers", "context", "ending"),
+    [
+        ({"rollout__max_turns": 1}, ["a$"], 1000, Ending.MAX_TURNS),
+        ({"rollout__max_tokens": 2}, ["a$"], 1000, Ending.MAX_TOKENS),
+        ({}, ["a$"], 16, Ending.CONTEXT),
+    ],
+)
+async def test_ordinary_endings(spec, answers, context, ending):
+    env = Env([reply("q"), reply("next", reward=0.5), reply()])
+    trajectory = await episode(Script([say(a) for a in answers], context_length=context), env, **spec).run()
+    assert (trajectory.ending, trajectory.reward, len(env.steps)) == (ending, 0.5, 1)
+
+
+async def test_output_cut_by_the_context_says_so():
+    env = Env([reply("q"), reply()])
+    engine = Script([say("abc", StopReason.LENGTH)], context_length=len("<u>q$\n<a>") + 3)
+    trajectory = await episode(engine, env).run()
+    assert trajectory.turns[0].stop == StopReason.CONTEXT
+    assert engine.asked[0][1].max_tokens == 3
+
+
+@pytest.mark.parametrize(
+    ("replies", "answers", "ending"),
+    [
+        ([reply("q"), reply(failure=Ending.ENV_ERROR, error="boom")], ["a$"], Ending.ENV_ERROR),
+        ([reply(failure=Ending.ENV_LOST, error="no worker")], [], Ending.ENV_LOST),
+        ([reply("q")], [], Ending.ENGINE_ERROR),
+        ([reply("x" * 2000)], [], Ending.PROMPT),
+    ],
+)
+async def test_failures_are_data_with_a_reason_and_the_session_is_closed(replies, answers, ending):
+    env = Env(list(replies))
+    opened = not replies[0].failure
+    with pytest.raises(EpisodeFailed) as failure:
+        await episode(Script([say(a) for a in answers]), env).run()
+    assert failure.value.ending == ending
+    assert env.closed == int(opened)
+
+
+async def test_hanging_environment_ends_at_the_deadline():
+    env = Env([reply("q")], hang=True)
+    with pytest.raises(EpisodeFailed) as failure:
+        await episode(Script([say("a$")]), env, rollout__episode_timeout_s=0.05).run()
+    assert (failure.value.ending, env.closed) == (Ending.ENV_TIMEOUT, 1)
+
+
+async def test_spans_are_shifted_to_the_trajectory_and_cover_every_sampled_token():
+    env = Env([reply("q"), reply("r"), reply(done=True)])
+    crossing = say("abcd$", spans=[Span(0, 2, V0), Span(2, 5, V1)])
+    trajectory = await episode(Script([crossing, say("e$", spans=[Span(0, 2, V1)])]), env).run()
+    first = len("<u>q$\n<a>")
+    second = first + len("abcd$\n<u>r$\n<a>")
+    assert trajectory.spans == [
+        Span(first, first + 2, V0),
+        Span(first + 2, first + 5, V1),
+        Span(second, second + 2, V1),
+    ]
+    assert trajectory.oldest == V0
+    trajectory.check()
+
+
+def test_touching_spans_of_one_version_are_merged():
+    assert merge([Span(0, 2, V0), Span(2, 4, V0), Span(5, 6, V0)]) == [Span(0, 4, V0), Span(5, 6, V0)]
+
+
+def test_tokenizer_without_template_is_refused_unless_the_spec_allows_it():
+    bare = Chars()
+    bare.chat_template = ""
+    with pytest.raises(JobFailed, match="plain"):
+        Renderer(bare, "model", frozenset({EOS}))
+    assert Renderer(bare, "plain", frozenset({EOS})).prompt([Message(role="user", content="ab")]) == [97, 98]
+
+
+def test_prompt_is_a_fresh_list_each_time():
+    one = renderer()
+    messages = [Message(role="user", content="q")]
+    one.prompt(messages).append(0)
+    assert np.array_equal(one.prompt(messages), Chars().encode("<u>q$\n<a>"))
