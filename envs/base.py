@@ -60,7 +60,7 @@ class Step(msgspec.Struct, kw_only=True):
     components: dict[str, float] = {}
     """Named parts of `reward`, for the curves."""
     metrics: dict[str, float] = {}
-    """What is known of the episode so far, e.g. `exact`; the last step's value of each name counts."""
+    """What is known of the episode so far, e.g. `exact`; those of the last step are kept."""
 
 
 class EnvironmentConfig(BaseModel):
@@ -120,7 +120,7 @@ async def play_gold(environment: Environment, row: int, seed: int, max_turns: in
             step = await environment.step(Action(text=text, stop=StopReason.EOS, turn=turn))
             messages += [Message(role="assistant", content=text), *step.messages]
             reward += step.reward
-            metrics |= step.metrics
+            metrics = step.metrics
             if step.done:
                 return Played(messages=messages, reward=reward, turns=turn + 1, metrics=metrics)
     finally:

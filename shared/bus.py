@@ -44,6 +44,10 @@ class NoReply(OpenTinkerError):
     """Nobody answered a request: no one serves the subject, or not in time."""
 
 
+class NoResponders(NoReply):
+    """The server says that nobody serves the subject at this moment."""
+
+
 class StreamFull(OpenTinkerError):
     """The job's share of the stream is used up: stop producing until the consumer has caught up."""
 
@@ -106,9 +110,12 @@ class Bus:
     # --- core: request/reply and live messages ------------------------------------------------------------------
 
     async def request(self, call: Call[T, R], noun: T, timeout_s: float, **keys: str) -> R:
-        """Raises NoReply when nobody answers in time, WireError on a reply that is not an R."""
+        """Raises NoReply when nobody answers in time, at once NoResponders when nobody serves the subject, and
+        WireError on a reply that is not an R."""
         try:
             reply = await self.nc.request(call.at(**keys), codec.encode(noun), timeout=timeout_s)
+        except nats.errors.NoRespondersError:
+            raise NoResponders(f"{call.at(**keys)}: nobody serves it") from None
         except (TimeoutError, *_RETRY) as error:
             raise NoReply(f"{call.at(**keys)}: {type(error).__name__}") from None
         return codec.decode(call.reply, reply.data)
@@ -211,6 +218,17 @@ class Bus:
             await self.js.delete_consumer(stream, durable)
         except NotFoundError:
             return
+
+    async def delete_consumers(self, subject: Subject[Any], **keys: str) -> None:
+        """Every durable consumer of exactly this subject."""
+        stream, wanted = _stream_of(subject), subject.at(**keys)
+        names: list[str] = []
+        offset = 0
+        while page := await self.js.consumers_info(stream, offset):
+            names += [info.name for info in page if info.config.filter_subject == wanted]
+            offset += len(page)
+        for name in names:
+            await self.delete_consumer(stream, name)
 
     async def purge(self, stream: str, subject: str, below: int | None = None) -> None:
         """Remove the subject's messages, all or those with a sequence lower than `below`."""

@@ -43,6 +43,10 @@ class Settings(BaseModel):
     """For each phase of a weight swap; a rollout worker that takes longer is left out of the group."""
     env_sessions: Annotated[int, Field(gt=0)] = 512
     """Sessions an env worker holds at once."""
+    env_children: Annotated[int, Field(ge=0)] = 2
+    """Processes of an env worker for environments that block."""
+    env_sessions_per_child: Annotated[int, Field(gt=0)] = 8
+    """Sessions that share one such process; it plays one call at a time."""
     env_modules: bool = False
     """Allow environments named `module:Class`, importable by the env worker (operator-written code)."""
     reference_memory_gb: Annotated[float, Field(gt=0)] = 8.0

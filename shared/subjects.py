@@ -52,7 +52,7 @@ class Call(Generic[T, R]):
     reply: type[R]
 
     def at(self, **keys: str) -> str:
-        return self.pattern.format(**{key: token(value) for key, value in keys.items()})
+        return self.pattern.format(**{key: value if value == "*" else token(value) for key, value in keys.items()})
 
 
 TICKET = Subject("ticket.{job}", types.Ticket)

@@ -1,0 +1,99 @@
+"""Wiring of an env worker: subjects -> Sessions, heartbeat, drain.
+
+Consumes opens (shared between all env workers by a queue group), steps and closes (addressed to this process) and
+checks; produces replies; woken by messages. On SIGTERM it takes no more opens and lets the running sessions finish
+within `drain_s`; whoever still has one then finds nobody at the address and plays the episode elsewhere.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import uuid
+
+import msgspec
+
+from opentinker.envs.registry import BUILT_IN, check
+from opentinker.services.env_worker.host import Host
+from opentinker.services.env_worker.player import contain
+from opentinker.services.env_worker.worker import Sessions
+from opentinker.shared.errors import SpecError
+from opentinker.shared.service import Context, first_failure
+from opentinker.shared.subjects import ENV_CHECK, ENV_CLOSE, ENV_OPEN, ENV_STEP
+from opentinker.shared.types import EnvCheck, EnvCheckReply, Pool, SessionReply, WorkerInfo
+
+QUEUE = "env"
+
+
+async def serve(ctx: Context) -> None:
+    settings = ctx.settings
+    info = WorkerInfo(
+        id=ctx.worker,
+        incarnation=uuid.uuid4().hex[:12],
+        pool=Pool.ENV,
+        host=socket.gethostname(),
+        pid=os.getpid(),
+        status="ready",
+    )
+    host = Host(children=settings.env_children, per_child=settings.env_sessions_per_child, modules=settings.env_modules)
+    sessions = Sessions(
+        f"{info.id}-{info.incarnation}", limit=settings.env_sessions, modules=settings.env_modules, host=host
+    )
+    try:
+        await first_failure({"beat": _beat(ctx, info, sessions), "serve": _serve(ctx, sessions)})
+    finally:
+        await host.close()
+        await ctx.store.leave(info)
+
+
+async def _serve(ctx: Context, sessions: Sessions) -> None:
+    """Answer requests until told to stop, then drain."""
+    bus, modules = ctx.bus, ctx.settings.env_modules
+
+    async def checked(request: EnvCheck) -> EnvCheckReply:
+        return await check_environment(request, modules=modules)
+
+    steps = [
+        await bus.serve(ENV_STEP, sessions.step, worker=sessions.worker),
+        await bus.serve(ENV_CLOSE, sessions.close, worker=sessions.worker),
+    ]
+    opens = [
+        await bus.serve(ENV_OPEN, sessions.open, QUEUE, environment=name) for name in (["*"] if modules else BUILT_IN)
+    ]
+    opens.append(await bus.serve(ENV_CHECK, checked, QUEUE))
+    ctx.ready()
+    await ctx.stopping.wait()
+    sessions.draining = True
+    for subscription in opens:
+        await subscription.drain()
+    left = await sessions.drain(ctx.settings.drain_s)
+    for subscription in steps:
+        await subscription.drain()
+    ctx.log.info("drained", given_up=left)
+
+
+async def _beat(ctx: Context, info: WorkerInfo, sessions: Sessions) -> None:
+    while True:
+        detail = {"sessions": sessions.active, "capacity": sessions.limit, "environments": sorted(BUILT_IN)}
+        ctx.detail.update(detail)
+        status = "draining" if sessions.draining else "ready"
+        await ctx.store.beat(msgspec.structs.replace(info, status=status, detail=detail), ctx.settings.worker_ttl_s)
+        await asyncio.sleep(ctx.settings.heartbeat_s)
+
+
+async def check_environment(request: EnvCheck, *, modules: bool) -> EnvCheckReply:
+    """Every mistake in the name and the config. A module that cannot even be imported is a mistake in the name."""
+    mistakes: list[dict[str, object]] = []
+
+    async def run() -> SessionReply:
+        try:
+            check(request.name, request.config, modules=modules)
+        except SpecError as error:
+            mistakes.extend(error.mistakes)
+        return SessionReply(worker="")
+
+    reply = await contain("", run())
+    if reply.failure is not None:
+        mistakes.append({"field": "environment.name", "value": request.name, "problem": reply.error})
+    return EnvCheckReply(errors=mistakes)

@@ -1,0 +1,224 @@
+"""The sessions of one env worker: open, step, close, exactly one answer per (session, turn). Knows no transport.
+
+    opening --answer--> waiting <--step/answer--> playing
+    any of these --done | failure | deadline | close--> ended (its last answer is remembered for a while)
+
+A turn is played in a task of its own and answered through a future: whoever repeats a request waits for, or reads,
+the same future. One timer per session ends the episode at its deadline whatever the environment is doing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Coroutine
+from typing import Any
+
+import structlog
+from prometheus_client import Counter, Gauge
+
+from opentinker.envs.registry import find
+from opentinker.services.env_worker.host import Host
+from opentinker.services.env_worker.player import LocalPlayer, Player, contain, failure
+from opentinker.shared.telemetry import REGISTRY
+from opentinker.shared.types import CloseSession, Ending, OpenSession, SessionReply, StepSession
+
+REMEMBER_S = 60.0
+REMEMBERED = 4096
+LONGEST_S = 7 * 86400.0
+CLOSE_S = 5.0
+"""How long an environment may take to close; nobody waits for it."""
+
+log = structlog.get_logger()
+ACTIVE = Gauge("opentinker_env_sessions", "Sessions now open", registry=REGISTRY)
+STEPS = Counter("opentinker_env_steps", "Turns played", registry=REGISTRY)
+ENDED = Counter("opentinker_env_endings", "Sessions ended, by reason", ["reason"], registry=REGISTRY)
+
+
+class Session:
+    __slots__ = ("answer", "ended", "opened", "player", "request", "task", "timer", "turn")
+
+    def __init__(self, request: OpenSession, opened: asyncio.Future[SessionReply]) -> None:
+        self.request = request
+        self.opened = opened
+        self.answer = opened
+        """Of the newest request; the open is turn -1."""
+        self.turn = -1
+        self.player: Player | None = None
+        self.task: asyncio.Task[SessionReply] | None = None
+        self.timer: asyncio.TimerHandle | None = None
+        self.ended = ""
+        """Why: `done`, `closed`, or the value of an Ending."""
+
+
+class Sessions:
+    """`worker` is the address that steps are sent to; `limit` sessions at once, more are answered `busy`."""
+
+    def __init__(self, worker: str, *, limit: int, modules: bool = False, host: Host | None = None) -> None:
+        self.worker = worker
+        self.limit = limit
+        self.active = 0
+        self.draining = False
+        self._modules = modules
+        self._host = host
+        self._sessions: dict[str, Session] = {}
+        self._ended: deque[tuple[float, Session]] = deque()
+        self._closing: set[asyncio.Task[None]] = set()
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    # --- the three requests -------------------------------------------------------------------------------------
+
+    async def open(self, request: OpenSession) -> SessionReply:
+        session = self._sessions.get(request.session)
+        if session is not None:
+            return await asyncio.shield(session.opened)
+        if self.draining or self.active >= self.limit:
+            return SessionReply(worker=self.worker, busy=True)
+        loop = asyncio.get_running_loop()
+        session = self._sessions[request.session] = Session(request, loop.create_future())
+        self.active += 1
+        self._idle.clear()
+        ACTIVE.set(self.active)
+        session.timer = loop.call_later(min(max(0.0, request.deadline_s), LONGEST_S), self._expire, session)
+        self._play(session, contain(self.worker, self._begin(session)))
+        return await asyncio.shield(session.answer)
+
+    async def step(self, request: StepSession) -> SessionReply:
+        session = self._sessions.get(request.session)
+        if session is None:
+            return failure(self.worker, Ending.ENV_LOST, "no such session on this worker: it expired or was lost")
+        if request.turn == session.turn and request.turn >= 0:
+            return await asyncio.shield(session.answer)
+        if session.ended:
+            return self._too_late(session)
+        if request.turn != session.turn + 1 or not session.answer.done():
+            expected = session.turn + 1 if session.answer.done() else f"the answer to turn {session.turn}"
+            return failure(self.worker, Ending.ENV_ERROR, f"turn {request.turn} is out of order: expected {expected}")
+        assert session.player is not None
+        session.turn = request.turn
+        session.answer = asyncio.get_running_loop().create_future()
+        STEPS.inc()
+        self._play(session, session.player.step(request))
+        return await asyncio.shield(session.answer)
+
+    async def close(self, request: CloseSession) -> SessionReply:
+        session = self._sessions.pop(request.session, None)
+        if session is not None and not session.ended:
+            if not session.answer.done():
+                session.answer.set_result(failure(self.worker, Ending.CANCELLED, "the session was closed"))
+            self._end(session, "closed")
+        return SessionReply(worker=self.worker)
+
+    # --- life of a session --------------------------------------------------------------------------------------
+
+    async def _begin(self, session: Session) -> SessionReply:
+        request = session.request
+        if not find(request.environment, modules=self._modules).blocking:
+            session.player = LocalPlayer(self.worker, modules=self._modules)
+        elif self._host is None or (player := self._host.player(self.worker)) is None:
+            return SessionReply(worker=self.worker, busy=True)
+        else:
+            session.player = player
+        return await session.player.open(request)
+
+    def _play(self, session: Session, call: Coroutine[Any, Any, SessionReply]) -> None:
+        session.task = asyncio.get_running_loop().create_task(call)
+        session.task.add_done_callback(lambda task: self._played(session, task))
+
+    def _played(self, session: Session, task: asyncio.Task[SessionReply]) -> None:
+        if session.answer.done():  # the deadline or a close came first
+            return
+        if task.cancelled():
+            reply = failure(self.worker, Ending.ENV_ERROR, "the environment raised CancelledError")
+        else:
+            reply = task.result()
+        session.answer.set_result(reply)
+        if reply.busy:
+            del self._sessions[session.request.session]
+            self._end(session, "busy")
+        elif reply.failure is not None:
+            self._end(session, reply.failure)
+        elif reply.done:
+            self._end(session, "done")
+
+    def _expire(self, session: Session) -> None:
+        if not session.answer.done():
+            session.answer.set_result(self._timeout(session))
+        self._end(session, Ending.ENV_TIMEOUT)
+
+    def _end(self, session: Session, reason: str) -> None:
+        """Free the slot now; the environment is closed in the background."""
+        session.ended = reason
+        assert session.timer is not None
+        session.timer.cancel()
+        self.active -= 1
+        ACTIVE.set(self.active)
+        ENDED.labels(str(reason)).inc()
+        if self.active == 0:
+            self._idle.set()
+        if reason not in ("done", "closed", "busy"):
+            reply = session.answer.result()
+            log.warning(
+                "session_failed",
+                job=session.request.job,
+                episode=session.request.session,
+                environment=session.request.environment,
+                turn=session.turn,
+                reason=str(reason),
+                error=reply.error,
+            )
+        task = asyncio.get_running_loop().create_task(self._close(session))
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)
+        self._remember(session)
+
+    async def _close(self, session: Session) -> None:
+        assert session.task is not None
+        if not session.task.done():
+            session.task.cancel()
+            await asyncio.wait([session.task], timeout=CLOSE_S)
+            if not session.task.done():
+                log.warning("environment_ignores_cancellation", episode=session.request.session)
+                return
+        if session.player is None:
+            return
+        closing = asyncio.get_running_loop().create_task(session.player.close())
+        await asyncio.wait([closing], timeout=CLOSE_S)
+        if not closing.done():
+            closing.cancel()
+            log.warning("environment_does_not_close", episode=session.request.session)
+
+    def _remember(self, session: Session) -> None:
+        now = asyncio.get_running_loop().time()
+        self._ended.append((now, session))
+        while len(self._ended) > REMEMBERED or self._ended[0][0] < now - REMEMBER_S:
+            _, old = self._ended.popleft()
+            if self._sessions.get(old.request.session) is old:
+                del self._sessions[old.request.session]
+
+    def _too_late(self, session: Session) -> SessionReply:
+        if session.ended == Ending.ENV_TIMEOUT:
+            return self._timeout(session)
+        return failure(self.worker, Ending.ENV_ERROR, f"the session has ended ({session.ended}); it takes no turns")
+
+    def _timeout(self, session: Session) -> SessionReply:
+        what = "open" if session.turn < 0 else f"turn {session.turn}"
+        text = f"the episode's {session.request.deadline_s:g} s were over (last request: {what})"
+        return failure(self.worker, Ending.ENV_TIMEOUT, text)
+
+    # --- end of the process -------------------------------------------------------------------------------------
+
+    async def drain(self, timeout_s: float) -> int:
+        """Take no new sessions and wait for the running ones. Returns how many were still open at the end."""
+        self.draining = True
+        try:
+            await asyncio.wait_for(self._idle.wait(), timeout_s)
+        except TimeoutError:
+            log.warning("drain_timeout", sessions=self.active)
+        left = [session for session in self._sessions.values() if not session.ended]
+        for session in left:
+            await self.close(CloseSession(session=session.request.session))
+        if self._closing:
+            await asyncio.wait(self._closing, timeout=CLOSE_S)
+        return len(left)

@@ -1,0 +1,105 @@
+"""The rollout worker's side of a session: every call ends in a SessionReply, failures included.
+
+An open goes to any env worker and is repeated while all are full or none is there. Steps go to the worker that holds
+the session and are repeated while nothing comes back: a repeated turn is answered from memory, so asking again is how
+a lost message, a restarted NATS server and a slow environment are all waited out. Only a worker that is gone is final.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+
+import structlog
+
+from opentinker.shared.bus import Bus, NoReply, NoResponders
+from opentinker.shared.codec import WireError
+from opentinker.shared.subjects import ENV_CLOSE, ENV_OPEN, ENV_STEP
+from opentinker.shared.types import CloseSession, Ending, OpenSession, SessionReply, StepSession, StopReason
+
+log = structlog.get_logger()
+
+
+class EnvClient:
+    """One for any number of episodes at once."""
+
+    def __init__(self, bus: Bus, *, ask_s: float = 10.0, gone_s: float = 1.5) -> None:
+        self._bus = bus
+        self._ask_s = ask_s
+        """How long to wait for a reply before asking again."""
+        self._gone_s = gone_s
+        """A worker whose address nobody serves for so long is gone; less could be its reconnect to NATS."""
+
+    async def open(
+        self,
+        *,
+        job: str,
+        session: str,
+        environment: str,
+        config: dict[str, object],
+        row: int,
+        seed: int,
+        deadline_s: float,
+    ) -> SessionReply:
+        """Gives up a little before the deadline, with the reason why no session could be had."""
+        deadline = time.monotonic() + deadline_s
+        give_up = deadline - min(1.0, 0.1 * deadline_s)
+        pause, why = 0.02, "it did not answer in time"
+        while (now := time.monotonic()) < give_up:
+            request = OpenSession(
+                job=job,
+                session=session,
+                environment=environment,
+                config=config,
+                row=row,
+                seed=seed,
+                deadline_s=deadline - now,
+            )
+            try:
+                reply = await self._bus.request(
+                    ENV_OPEN, request, min(self._ask_s, give_up - now), environment=environment
+                )
+                if not reply.busy:
+                    return reply
+                why = "all env workers are full"
+            except NoResponders:
+                why = "no env worker serves it"
+            except NoReply:
+                why = "it did not answer in time"
+            except WireError as error:
+                return _failed("", Ending.ENV_BAD_REPLY, str(error))
+            await asyncio.sleep(pause * (0.5 + random.random()))
+            pause = min(1.5 * pause, 1.0)
+        return _failed("", Ending.ENV_LOST, f"environment {environment!r} could not be opened: {why}")
+
+    async def step(self, *, worker: str, session: str, turn: int, text: str, stop: StopReason) -> SessionReply:
+        """Waits as long as the worker is there; the caller's deadline, and the worker's own, bound it."""
+        request = StepSession(session=session, turn=turn, text=text, stop=stop)
+        gone_since: float | None = None
+        while True:
+            try:
+                return await self._bus.request(ENV_STEP, request, self._ask_s, worker=worker)
+            except NoResponders:
+                now = time.monotonic()
+                gone_since = gone_since or now
+                if now - gone_since > self._gone_s:
+                    return _failed(worker, Ending.ENV_LOST, f"env worker {worker} is gone")
+                await asyncio.sleep(0.1)
+            except NoReply as error:
+                gone_since = None
+                log.info("step_asked_again", episode=session, turn=turn, reason=str(error))
+                await asyncio.sleep(0.1)
+            except WireError as error:
+                return _failed(worker, Ending.ENV_BAD_REPLY, str(error))
+
+    async def close(self, *, worker: str, session: str) -> None:
+        """Best effort: a session that nobody closes ends at its deadline."""
+        try:
+            await self._bus.request(ENV_CLOSE, CloseSession(session=session), 1.0, worker=worker)
+        except (NoReply, WireError) as error:
+            log.info("session_not_closed", episode=session, reason=str(error))
+
+
+def _failed(worker: str, ending: Ending, error: str) -> SessionReply:
+    return SessionReply(worker=worker, failure=ending, error=error)
