@@ -1,0 +1,5 @@
+"""`python -m opentinker.cli`"""
+
+from opentinker.cli import main
+
+main()

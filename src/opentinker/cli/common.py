@@ -1,0 +1,79 @@
+"""Options that several commands share, where the server is, and output as a table or as JSON."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from opentinker.client import Client
+
+DEFAULT_URL = "http://127.0.0.1:8080"
+
+DataDir = Annotated[
+    Path,
+    typer.Option("--data-dir", envvar="OPENTINKER_DATA_DIR", help="Where servers, logs and checkpoints are kept."),
+]
+Url = Annotated[
+    str | None,
+    typer.Option(
+        "--url", envvar="OPENTINKER_URL", help="The scheduler; default: the one running on ./data, else port 8080."
+    ),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="JSON instead of a table.")]
+JobId = Annotated[str, typer.Argument(metavar="JOB", help="Job id, see `opentinker jobs`.")]
+
+DATA_DIR = Path("data")
+
+
+def server_url(url: str | None) -> str:
+    """The given URL, else that of the `up` on the usual data directory, else the default port."""
+    if url:
+        return url
+    from opentinker.up import is_running, read_state
+
+    data_dir = Path(os.environ.get("OPENTINKER_DATA_DIR", DATA_DIR))
+    state = read_state(data_dir) if is_running(data_dir) else {}
+    return str(state.get("url", DEFAULT_URL))
+
+
+def client(url: str | None) -> Client:
+    from opentinker.client import Client
+
+    return Client(server_url(url))
+
+
+def print_json(value: Any) -> None:
+    import orjson
+
+    sys.stdout.write(orjson.dumps(value, option=orjson.OPT_INDENT_2, default=str).decode() + "\n")
+
+
+def print_table(columns: Sequence[str], rows: Sequence[Sequence[Any]], *, empty: str) -> None:
+    if not rows:
+        say(empty)
+        return
+    cells = [list(columns), *([str(cell) for cell in row] for row in rows)]
+    widths = [max(len(row[i]) for row in cells) for i in range(len(columns))]
+    for row in cells:
+        say("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+
+
+def say(text: str) -> None:
+    sys.stdout.write(text + "\n")
+
+
+def ago(unix_s: float) -> str:
+    """`3 min ago` and the like."""
+    import time
+
+    seconds = max(0.0, time.time() - unix_s)
+    for limit, size, unit in ((90.0, 1.0, "s"), (5400.0, 60.0, "min"), (129600.0, 3600.0, "h")):
+        if seconds < limit:
+            return f"{seconds / size:.0f} {unit} ago"
+    return f"{seconds / 86400:.0f} d ago"

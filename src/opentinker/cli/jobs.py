@@ -1,0 +1,135 @@
+"""Commands about jobs: submit, jobs, job, watch, cancel, events, checkpoints, download."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from opentinker.cli.common import AsJson, JobId, Url, ago, client, print_json, print_table, say
+from opentinker.cli.specs import SpecFile, read_spec
+
+STATE_EXIT = {"succeeded": 0, "failed": 1, "cancelled": 4}
+"""Exit status of `watch` and `run` by the state in which the job ended."""
+
+
+def register(app: typer.Typer) -> None:
+    for command in (submit, jobs, job, watch, cancel, events, checkpoints, download):
+        app.command()(command)
+
+
+def submit(
+    path: SpecFile,
+    url: Url = None,
+    follow: Annotated[bool, typer.Option("--watch", "-w", help="Watch it afterwards.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Submit a job."""
+    api = client(url)
+    record = api.submit(read_spec(path))
+    if as_json:
+        print_json(record)
+    else:
+        say(f"{record['id']}  {record['state']}")
+        if not follow:
+            say(f"watch it with: opentinker watch {record['id']}")
+    if follow:
+        raise typer.Exit(show(api, record["id"]))
+
+
+def jobs(url: Url = None, as_json: AsJson = False) -> None:
+    """List jobs, newest first."""
+    found = client(url).jobs()
+    if as_json:
+        print_json(found)
+        return
+    rows = [
+        [j["id"], j["name"], j["state"], f"{j['step']}/{j['steps']}", ago(j["created"]), j["reason"]] for j in found
+    ]
+    print_table(
+        ["id", "name", "state", "step", "created", "reason"], rows, empty="no jobs yet; try: opentinker submit job.toml"
+    )
+
+
+def job(job_id: JobId, url: Url = None, as_json: AsJson = False) -> None:
+    """Show one job."""
+    record = client(url).job(job_id)
+    if as_json:
+        print_json(record)
+        return
+    rows = [[key, value] for key, value in record.items() if key != "spec" and value not in ("", None)]
+    print_table(["field", "value"], rows, empty="")
+    print_json(record.get("spec", {}))
+
+
+def watch(job_id: JobId, url: Url = None) -> None:
+    """Show progress, ETA and curves until the job ends. Exit status 0 succeeded, 1 failed, 4 cancelled."""
+    raise typer.Exit(show(client(url), job_id))
+
+
+def show(api: Any, job_id: str) -> int:
+    """Watch to the end; returns the exit status."""
+    from opentinker.watch import watch as watch_job
+
+    last = watch_job(api, job_id)
+    say(f"{last.job['state']}: {last.job['reason']}" if last.job["reason"] else str(last.job["state"]))
+    return STATE_EXIT[last.job["state"]]
+
+
+def cancel(job_id: JobId, url: Url = None, as_json: AsJson = False) -> None:
+    """Cancel a job; its checkpoints stay."""
+    record = client(url).cancel(job_id)
+    print_json(record) if as_json else say(f"{record['id']}  {record['state']}")
+
+
+def events(
+    job_id: JobId,
+    url: Url = None,
+    after: Annotated[str, typer.Option(help="Only events after this event id.")] = "0",
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the job ends.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Print what happened to a job."""
+    from opentinker.watch import event_line
+
+    api = client(url)
+    if follow:
+        import orjson
+
+        for event in api.events(job_id, after=after):
+            sys.stdout.write((orjson.dumps(event).decode() if as_json else event_line(event)) + "\n")
+            sys.stdout.flush()
+        return
+    found = api.event_log(job_id, after=after)
+    if as_json:
+        print_json(found)
+    else:
+        for event in found:
+            say(event_line(event))
+
+
+def checkpoints(job_id: JobId, url: Url = None, as_json: AsJson = False) -> None:
+    """List a job's checkpoints."""
+    found = client(url).checkpoints(job_id)
+    if as_json:
+        print_json(found)
+        return
+    rows = [[c["step"], f"{c['bytes'] / 1e6:.1f} MB", c["created"]] for c in found]
+    print_table(["step", "size", "created"], rows, empty="no checkpoint yet")
+
+
+def download(
+    job_id: JobId,
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Made if missing; must be empty.")],
+    step: Annotated[int | None, typer.Option(help="Default: the newest.", min=0)] = None,
+    url: Url = None,
+    as_json: AsJson = False,
+) -> None:
+    """Fetch a checkpoint as a Hugging Face directory."""
+    path = client(url).download(job_id, directory, step=step)
+    if as_json:
+        print_json({"directory": str(path)})
+    else:
+        say(f"{path}\nload it with: transformers.AutoModelForCausalLM.from_pretrained({str(path)!r})")

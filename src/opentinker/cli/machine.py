@@ -1,0 +1,164 @@
+"""Commands about this machine: up, down, status, logs, doctor."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from typing import Annotated, Any
+
+import typer
+
+from opentinker.cli.common import DATA_DIR, AsJson, DataDir, print_json, print_table, say
+from opentinker.shared.errors import OpenTinkerError
+
+DOWN_S = 90.0
+
+
+def register(app: typer.Typer) -> None:
+    for command in (up, down, status, logs, doctor):
+        app.command()(command)
+
+
+def up(
+    data_dir: DataDir = DATA_DIR,
+    port: Annotated[
+        int | None, typer.Option(help="Of the HTTP API; default 8080, or a free one.", min=0, max=65535)
+    ] = None,
+    host: Annotated[str, typer.Option(help="Address the HTTP API listens on.")] = "127.0.0.1",
+    rollout_workers: Annotated[int, typer.Option(help="Processes that generate.", min=0)] = 1,
+    trainers: Annotated[int, typer.Option(help="Processes that train; one per job at a time.", min=0)] = 1,
+    env_workers: Annotated[int, typer.Option(help="Processes that play environments.", min=0)] = 1,
+    reference: Annotated[int, typer.Option(help="Processes with frozen models.", min=0)] = 1,
+    nats_url: Annotated[str | None, typer.Option(help="Use this NATS instead of starting one.")] = None,
+    redis_url: Annotated[str | None, typer.Option(help="Use this Redis or Valkey instead of starting one.")] = None,
+) -> None:
+    """Start everything here; Ctrl-C stops it."""
+    import asyncio
+
+    from opentinker.up import Plan, serve
+
+    configure_logging()
+    plan = Plan(
+        data_dir=data_dir.resolve(),
+        host=host,
+        port=port,
+        rollout_workers=rollout_workers,
+        trainers=trainers,
+        references=reference,
+        env_workers=env_workers,
+        nats_url=nats_url,
+        redis_url=redis_url,
+    )
+    asyncio.run(serve(plan))
+
+
+def configure_logging() -> None:
+    import structlog
+
+    structlog.configure(
+        processors=[
+            structlog.processors.add_log_level,
+            structlog.processors.TimeStamper(fmt="%H:%M:%S", utc=False),
+            structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty(), pad_event_to=14),
+        ],
+        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+    )
+
+
+def down(
+    data_dir: DataDir = DATA_DIR,
+    force: Annotated[bool, typer.Option("--force", help="Kill instead of waiting for a clean end.")] = False,
+) -> None:
+    """Stop the `opentinker up` that runs on a data directory."""
+    from opentinker.up import is_running, read_state
+
+    if not is_running(data_dir):
+        say(f"nothing runs on {data_dir}")
+        return
+    pid = read_state(data_dir).get("pid")
+    if pid is None:
+        raise OpenTinkerError(f"what runs on {data_dir} is still starting; try again in a moment")
+    os.kill(pid, signal.SIGKILL if force else signal.SIGTERM)
+    deadline = time.monotonic() + DOWN_S
+    while is_running(data_dir):
+        if time.monotonic() > deadline:
+            raise OpenTinkerError(f"pid {pid} has not ended after {DOWN_S:.0f} s; opentinker down --force kills it")
+        time.sleep(0.05)
+    say(f"stopped (pid {pid})")
+
+
+def status(data_dir: DataDir = DATA_DIR, as_json: AsJson = False) -> None:
+    """Show what runs on a data directory. Exit status 3 if nothing does."""
+    from opentinker.up import is_running, read_state
+
+    running = is_running(data_dir)
+    state = {"running": running, **read_state(data_dir)}
+    if as_json:
+        print_json(state)
+    elif not running:
+        say(f"nothing runs on {data_dir}; start it with: opentinker up --data-dir {data_dir}")
+    else:
+        say(f"{state.get('url')}  (pid {state.get('pid')}, data in {state.get('data_dir')})")
+        rows = [
+            [name, child["state"], child["pid"] or "-", child["restarts"], child["url"], child["log"]]
+            for name, child in state.get("children", {}).items()
+        ]
+        print_table(["name", "state", "pid", "restarts", "url", "log"], rows, empty="still starting")
+        for name, child in state.get("children", {}).items():
+            if child["crash_loop"]:
+                say(f"{name} keeps dying; see: opentinker logs {name} --data-dir {data_dir}")
+    if not running:
+        raise typer.Exit(3)
+
+
+def logs(
+    service: Annotated[str | None, typer.Argument(help="E.g. trainer-0, nats; default: all.")] = None,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on with new lines.")] = False,
+    lines: Annotated[int, typer.Option("--lines", "-n", help="Last lines of each log.", min=0)] = 50,
+    data_dir: DataDir = DATA_DIR,
+    as_json: AsJson = False,
+) -> None:
+    """Print the logs of the services on a data directory."""
+    from opentinker.cli.logs import follow_logs, format_line
+    from opentinker.processes import tail
+
+    folder = data_dir / "logs"
+    files = {path.stem: path for path in sorted(folder.glob("*.log"))}
+    if service is not None:
+        if service not in files:
+            known = ", ".join(files) or f"none yet in {folder}"
+            raise OpenTinkerError(f"no log of {service!r}; there is: {known}")
+        files = {service: files[service]}
+    elif not files:
+        raise OpenTinkerError(f"no logs in {folder}; --data-dir says where to look")
+
+    def show(name: str, line: str) -> None:
+        say(line if as_json else format_line(name, line))
+
+    if not follow:
+        last = [(name, line) for name, path in files.items() for line in tail(path, lines).splitlines() if line]
+        for name, line in last:
+            show(name, line)
+        return
+    for name, line in follow_logs(files, lines):
+        show(name, line)
+
+
+def doctor(data_dir: DataDir = DATA_DIR, as_json: AsJson = False) -> None:
+    """Check what this machine has and lacks.
+
+    Binaries, ports, disk, memory, packages. Exit status 1 if something needed is missing.
+    """
+    from opentinker.cli.doctor import examine
+
+    checks = examine(data_dir)
+    if as_json:
+        print_json(checks)
+    else:
+        marks: dict[str, Any] = {"ok": "ok", "note": "note", "bad": "BAD"}
+        rows = [[marks[check["result"]], check["what"], check["found"], check["hint"]] for check in checks]
+        print_table(["", "what", "found", "what to do"], rows, empty="")
+    if any(check["result"] == "bad" for check in checks):
+        raise typer.Exit(1)

@@ -1,0 +1,195 @@
+"""`opentinker run job.toml`: everything for one job on a data directory of its own, from nothing to a trained model."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from opentinker.cli.common import say
+from opentinker.cli.specs import SpecFile, read_spec
+from opentinker.shared.errors import OpenTinkerError
+
+if TYPE_CHECKING:
+    from opentinker.client import Client
+    from opentinker.watch import Update
+
+START_S = 120.0
+STOP_S = 120.0
+
+
+def register(app: typer.Typer) -> None:
+    app.command()(run)
+
+
+def run(
+    path: SpecFile,
+    data_dir: Annotated[
+        Path | None, typer.Option("--data-dir", help="Default: a new one, runs/NAME-TIME.", show_default=False)
+    ] = None,
+    port: Annotated[int, typer.Option(help="Of the HTTP API; 0 takes a free one.", min=0, max=65535)] = 0,
+    env_workers: Annotated[int, typer.Option(help="Processes that play environments.", min=1)] = 1,
+    steps: Annotated[int | None, typer.Option(help="Instead of the spec's train.steps.", min=1)] = None,
+    keep: Annotated[bool, typer.Option("--keep", help="Leave everything running afterwards.")] = False,
+) -> None:
+    """Start everything, train one job, stop everything.
+
+    Exit status 0 if the job succeeded, 1 if it failed, 4 if it was cancelled (Ctrl-C).
+    """
+    from opentinker.watch import watch
+
+    spec = read_spec(path)
+    if steps is not None:
+        spec["train"]["steps"] = steps
+    home = (data_dir or Path("runs") / f"{spec['name']}-{time.strftime('%Y%m%d-%H%M%S')}").resolve()
+    workers = int(spec.get("resources", {}).get("rollout_workers", 1))
+    began = time.monotonic()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: stop the job, then the machine
+    with everything(home, port, env_workers, workers, keep=keep) as url:
+        from opentinker.client import Client
+
+        api = Client(url)
+        record = api.submit(spec)
+        say(f"job {record['id']} on {url}, data in {home}")
+        say(f"from another terminal: opentinker watch {record['id']} --url {url}\n")
+        try:
+            last = watch(api, record["id"])
+        except KeyboardInterrupt:
+            say("cancelling; Ctrl-C again to stop at once")
+            last = finish(api, record["id"])
+        report(last, home, url, time.monotonic() - began, api, keep=keep)
+    from opentinker.cli.jobs import STATE_EXIT
+
+    raise typer.Exit(STATE_EXIT[last.job["state"]])
+
+
+@contextmanager
+def everything(home: Path, port: int, env_workers: int, rollout_workers: int, *, keep: bool) -> Iterator[str]:
+    """`opentinker up` as a process of its own; yields the API's URL once it answers. Raises OpenTinkerError."""
+    from opentinker.processes import LEASH, tail
+    from opentinker.up import AlreadyRunning, is_running
+
+    if is_running(home):
+        raise AlreadyRunning(f"something runs on {home} already; submit to it with: opentinker submit JOB.toml")
+    log = home / "logs" / "up.log"
+    log.parent.mkdir(parents=True, exist_ok=True)
+    options = ["--data-dir", home, "--port", port, "--env-workers", env_workers, "--rollout-workers", rollout_workers]
+    command = [sys.executable, "-m", "opentinker.cli", "up", *map(str, options)]
+    if not keep:  # on a leash: it ends with us, even if we are killed
+        command = [sys.executable, "-I", "-S", LEASH, "hold", str(os.getpid()), *command]
+    with log.open("wb") as out:
+        # A session of its own: Ctrl-C reaches us alone, and we stop the job before the machine.
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True)
+    try:
+        yield _wait_api(home, process, log)
+    except BaseException:
+        keep = False
+        raise
+    finally:
+        if not keep and process.poll() is None:
+            process.send_signal(signal.SIGTERM)
+            try:
+                process.wait(STOP_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+                sys.stderr.write(f"had to kill what was still running; last lines of {log}:\n{tail(log, 10)}\n")
+
+
+def _wait_api(home: Path, process: subprocess.Popen[bytes], log: Path) -> str:
+    from opentinker.processes import http_ok, tail
+    from opentinker.up import read_state
+
+    deadline = time.monotonic() + START_S
+    while time.monotonic() < deadline:
+        if process.poll() is not None:
+            raise OpenTinkerError(f"could not start:\n{tail(log, 15)}")
+        state = read_state(home)
+        scheduler = state.get("children", {}).get("scheduler", {})
+        if scheduler.get("crash_loop"):
+            raise OpenTinkerError(f"the scheduler keeps dying:\n{tail(Path(scheduler['log']), 15)}")
+        url = str(state.get("url", ""))
+        if scheduler.get("state") == "running" and http_ok(int(url.rpartition(":")[2]), "/healthz"):
+            return url
+        time.sleep(0.05)
+    raise OpenTinkerError(f"the HTTP API did not answer within {START_S:.0f} s; see {log}")
+
+
+def finish(api: Client, job_id: str) -> Update:
+    """Cancel, and wait for the end."""
+    from opentinker.shared.errors import Conflict
+    from opentinker.watch import follow
+
+    with suppress(Conflict):  # it has just ended by itself
+        api.cancel(job_id)
+    *_, last = follow(api, job_id)
+    return last
+
+
+def report(last: Update, home: Path, url: str, seconds: float, api: Client, *, keep: bool) -> None:
+    """The curve, the figures, and what to type next."""
+    from opentinker.curves import chart, short
+    from opentinker.watch import duration
+
+    job, curves = last.job, last.curves
+    say("")
+    for title, name, low in (("reward", "reward/mean", None), ("exact", "exact", 0.0)):
+        values = curves.series(name)
+        if len(values) > 1:
+            say(f"{title} by step, 1 to {curves.last_step}")
+            say("\n".join(chart(values, 76, 8, low=low)) + "\n")
+    state = f"{job['state']}: {job['reason']}" if job["reason"] else str(job["state"])
+    say(f"{job['name']} {state} at step {curves.last_step or job['step']}/{job['steps']} in {duration(seconds)}")
+    for line in figures(last):
+        say("  " + line)
+    found: list[dict[str, Any]] = api.checkpoints(job["id"])
+    if not found:
+        say(f"\nlogs are in {home / 'logs'}")
+        return
+    newest = home / "jobs" / str(job["id"]) / "checkpoints" / f"step-{found[-1]['step']:06d}"
+    exact = curves.recent("exact")
+    say(f"\nThe trained model{f' (exact {short(exact)})' if exact is not None else ''} is a Hugging Face directory:")
+    say(f"  {newest}\n\nnext:")
+    if not keep:
+        say(f"  opentinker up --data-dir {home}        # the same machine again, with this job in its list")
+    say(f"  opentinker jobs{f' --url {url}' if keep else ''}")
+    say(f"  opentinker checkpoints {job['id']}")
+    say(f"  opentinker download {job['id']} my-model")
+    say("  opentinker spec                         # every setting of a job; then edit and run your own")
+
+
+def figures(last: Update) -> list[str]:
+    """What was measured, in words."""
+    from opentinker.curves import short
+    from opentinker.watch import duration
+
+    curves = last.curves
+    order = sorted(curves.steps)
+    if not order:
+        return ["no step was trained"]
+    lines = [f"first reward {duration(curves.times[order[0]] - float(last.job['created']))} after submission"]
+    for label, name in (("reward", "reward/mean"), ("exact", "exact")):
+        first, end = curves.mean(name, order[:1]), curves.recent(name)
+        if first is not None and end is not None:
+            lines.append(f"{label} {first:.2f} at the first step, {end:.2f} over the last 10")
+    if len(order) > 1:
+        span = curves.times[order[-1]] - curves.times[order[0]]
+        lines.append(f"training {duration(span)}, {short((order[-1] - order[0]) / span)} steps/s")
+    for label, name in (("mismatch", "mismatch/mean"), ("staleness", "staleness/mean"), ("entropy", "entropy")):
+        value = curves.mean(name, order)
+        if value is not None:
+            lines.append(f"{label} {short(value)} on average")
+    wait = curves.mean("trainer/wait_share", order)
+    if wait is not None:
+        lines.append(f"the trainer waited {wait:.0%} of its time for trajectories")
+    if curves.generated:
+        lines.append(f"generated {short(sum(curves.generated) / len(curves.generated))} tokens/s")
+    return lines

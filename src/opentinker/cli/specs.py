@@ -1,0 +1,129 @@
+"""Commands about job specs: spec (every field), validate; and how mistakes are printed."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from opentinker.cli.common import AsJson, print_json, say
+from opentinker.shared.errors import SpecError
+
+SpecFile = Annotated[Path, typer.Argument(metavar="JOB.toml", help="The job spec, TOML or JSON.")]
+
+
+def register(app: typer.Typer) -> None:
+    app.command("spec")(show_spec)
+    app.command()(validate)
+
+
+def read_spec(path: Path) -> dict[str, Any]:
+    """A valid spec as plain data. Raises SpecError with every mistake. A model directory becomes absolute."""
+    from opentinker.shared.spec import load_spec, parse_spec
+
+    data = load_spec(path)
+    parse_spec(data)
+    base = Path(data["model"]["base"])
+    if base.is_dir():  # relative to here, not to where the trainer runs
+        data["model"]["base"] = str(base.resolve())
+    return dict(data)
+
+
+def validate(path: SpecFile, as_json: AsJson = False) -> None:
+    """Check a job spec without submitting it. Exit status 2 if it has mistakes."""
+    from opentinker.shared.spec import parse_spec
+
+    try:
+        spec = parse_spec(read_spec(path))
+    except SpecError as error:
+        if not as_json:
+            raise
+        print_json({"valid": False, "mistakes": error.mistakes})
+        raise typer.Exit(2) from None
+    if as_json:
+        print_json({"valid": True, "spec": spec.model_dump(mode="json")})
+        return
+    batch = spec.algorithm.group_size * spec.algorithm.groups_per_batch
+    say(f"ok: {spec.name}, {spec.kind} of {spec.model.base} on {spec.environment.name}, "
+        f"{spec.train.steps} steps of {batch} trajectories")  # fmt: skip
+
+
+def print_mistakes(error: SpecError) -> None:
+    count = len(error.mistakes)
+    sys.stderr.write(f"error: {count} mistake{'s' if count != 1 else ''}\n")
+    for mistake in error.mistakes:
+        sys.stderr.write(f"  {mistake['field']} = {mistake['value']!r}: {mistake['problem']}\n")
+
+
+def show_spec(as_json: AsJson = False) -> None:
+    """Print every field of a job spec: type, default, meaning."""
+    from opentinker.shared.spec import JobSpec
+
+    schema = JobSpec.model_json_schema()
+    if as_json:
+        print_json(schema)
+        return
+    say("A field without a default must be given.\n")
+    for section, fields in sections(schema):
+        say(f"[{section}]" if section else "# at the top of the file")
+        for name, kind, default, meaning in fields:
+            value = f" = {default}" if default is not None else ""
+            say(f"  {name}{value}")
+            say(f"      {kind}" + (f". {meaning}" if meaning else ""))
+        say("")
+
+
+def sections(schema: dict[str, Any]) -> list[tuple[str, list[tuple[str, str, str | None, str]]]]:
+    """Tables of the spec in order, each with its fields: name, type, default (None: required), meaning."""
+    found: list[tuple[str, list[tuple[str, str, str | None, str]]]] = []
+
+    def walk(section: str, table: dict[str, Any]) -> None:
+        fields: list[tuple[str, str, str | None, str]] = []
+        found.append((section, fields))
+        for name, field in table["properties"].items():
+            inner = _table(field, schema)
+            path = f"{section}.{name}" if section else name
+            if inner is not None and field.get("default", {}) is not None:
+                walk(path, inner)
+                continue
+            default = _toml(field["default"]) if "default" in field else None
+            meaning = " ".join(str(field.get("description", "")).split())
+            fields.append((name, _kind(field, schema), default, meaning))
+            if inner is not None:
+                walk(path, inner)
+
+    walk("", schema)
+    return found
+
+
+def _table(field: dict[str, Any], schema: dict[str, Any]) -> dict[str, Any] | None:
+    """The table that a field holds, if it holds one."""
+    for option in [field, *field.get("anyOf", [])]:
+        if "$ref" in option:
+            table: dict[str, Any] = schema["$defs"][option["$ref"].rpartition("/")[2]]
+            if "properties" in table:
+                return table
+    return None
+
+
+def _kind(field: dict[str, Any], schema: dict[str, Any]) -> str:
+    if "anyOf" in field:
+        return " or ".join(_kind(option, schema) for option in field["anyOf"] if option.get("type") != "null")
+    if "$ref" in field:
+        return "table"
+    if "enum" in field or "const" in field:
+        return " | ".join(_toml(value) for value in field.get("enum", [field.get("const")]))
+    kind = {"array": "list", "object": "table"}.get(field.get("type", ""), str(field.get("type", "any")))
+    if "items" in field and "type" in field["items"]:
+        kind += f" of {field['items']['type']}s"
+    signs = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<", "pattern": "matching"}
+    limits = [f"{sign} {field[key]}" for key, sign in signs.items() if key in field]
+    return " ".join([kind, ", ".join(limits)]).strip()
+
+
+def _toml(value: Any) -> str:
+    import orjson
+
+    return "none" if value is None else orjson.dumps(value).decode()

@@ -1,0 +1,111 @@
+"""A job's metric points as series by step, and those series as lines of text (braille: two by four dots a cell)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
+"""Bit of the dot at [row][column] of one braille character."""
+BLANK = 0x2800
+
+
+class Curves:
+    """The newest value of every metric at every step: a step trained again after a restart replaces the old one."""
+
+    def __init__(self) -> None:
+        self.steps: dict[int, dict[str, float]] = {}
+        """The trainer's points."""
+        self.times: dict[int, float] = {}
+        """Unix seconds of each step."""
+        self.rates: dict[str, float] = {}
+        """Tokens per second now, by rollout worker."""
+        self.generated: list[float] = []
+        """Tokens per second of all rollout workers together, one value per report."""
+
+    def add(self, points: Iterable[Mapping[str, Any]]) -> list[int]:
+        """Returns the steps that are new or changed."""
+        changed = []
+        for point in points:
+            values: dict[str, float] = point["values"]
+            if "reward/mean" in values:
+                step = int(point["step"])
+                for later in [s for s in self.steps if s > step and self.times[s] < point["time"]]:
+                    del self.steps[later], self.times[later]  # rolled back
+                self.steps[step], self.times[step] = values, point["time"]
+                changed.append(step)
+            elif "rollout/tokens_per_s" in values:
+                self.rates[str(point["source"])] = values["rollout/tokens_per_s"]
+                self.generated.append(sum(self.rates.values()))
+        return changed
+
+    @property
+    def last_step(self) -> int:
+        return max(self.steps, default=0)
+
+    def series(self, name: str) -> list[float]:
+        """The metric at each step that has it, in order."""
+        return [self.steps[step][name] for step in sorted(self.steps) if name in self.steps[step]]
+
+    def mean(self, name: str, steps: Sequence[int]) -> float | None:
+        values = [self.steps[step][name] for step in steps if step in self.steps and name in self.steps[step]]
+        return sum(values) / len(values) if values else None
+
+    def recent(self, name: str, steps: int = 10) -> float | None:
+        """Mean over the last steps."""
+        return self.mean(name, sorted(self.steps)[-steps:])
+
+    def seconds_per_step(self, steps: int = 20) -> float | None:
+        """Wall clock between the last steps."""
+        order = sorted(self.steps)[-steps - 1 :]
+        if len(order) < 2:
+            return None
+        return (self.times[order[-1]] - self.times[order[0]]) / (order[-1] - order[0])
+
+
+def bins(values: Sequence[float], count: int) -> list[float]:
+    """The series shortened to at most `count` means of equal shares."""
+    if len(values) <= count:
+        return list(values)
+    edges = [i * len(values) // count for i in range(count + 1)]
+    return [sum(values[a:b]) / (b - a) for a, b in pairwise(edges)]
+
+
+def chart(values: Sequence[float], width: int, height: int, *, low: float | None = None) -> list[str]:
+    """`height` lines of at most `width` characters: the curve, with its largest and smallest value at the left."""
+    finite = [value for value in values if math.isfinite(value)]
+    if not finite:
+        return ["(no values yet)", *[""] * (height - 1)]
+    bottom, top = min(finite) if low is None else min(low, *finite), max(finite)
+    labels = [short(top), *[""] * (height - 2), short(bottom)]
+    margin = max(map(len, labels))
+    columns = max(1, width - margin - 2)
+    points = bins(finite, columns * 2)
+    rows = height * 4
+    span = (top - bottom) or 1.0
+    levels = [round((value - bottom) / span * (rows - 1)) for value in points]
+    cells = [[0] * columns for _ in range(height)]
+    stretch = (columns * 2 - 1) / max(1, len(levels) - 1)
+    for x in range(columns * 2 if len(levels) > 1 else 1):
+        at = x / stretch
+        left = min(int(at), len(levels) - 1)
+        right = min(left + 1, len(levels) - 1)
+        level = round(levels[left] + (levels[right] - levels[left]) * (at - left))
+        y = rows - 1 - level
+        cells[y // 4][x // 2] |= DOTS[y % 4][x % 2]
+    return [
+        f"{label:>{margin}} ┤" + "".join(chr(BLANK + cell) for cell in row)
+        for label, row in zip(labels, cells, strict=True)
+    ]
+
+
+def short(value: float) -> str:
+    """Three figures: 0.31, 1530, 12k, 3e-07."""
+    size = abs(value)
+    if size != 0 and size < 0.001:
+        return f"{value:.0e}"
+    if size >= 10000:
+        return f"{value / 1000:.0f}k"
+    return f"{value:.0f}" if size >= 100 else f"{value:.1f}" if size >= 10 else f"{value:.2f}"

@@ -1,0 +1,223 @@
+"""`opentinker watch`: a job's progress, curves and events, live in the terminal or as plain lines in a pipe.
+
+Follower   consumes the API's job record, metric points and events; produces updates; woken by a short poll
+LiveView   draws each update (rich);  PlainView  writes one line per so many steps
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol, TextIO
+
+from opentinker.curves import Curves, chart, short
+from opentinker.shared.types import JobState
+
+if TYPE_CHECKING:
+    from rich.console import Console, RenderableType
+
+    from opentinker.client import Client
+
+POLL_S = 0.5
+EVENTS_SHOWN = 6
+PLAIN_LINES = 40
+"""A whole job makes about so many lines in a pipe."""
+CURVES = (
+    ("reward", "reward/mean", None),
+    ("exact", "exact", 0.0),
+    ("tokens/s generated", "", 0.0),
+    ("staleness (versions)", "staleness/mean", 0.0),
+)
+"""Title, metric, lower end of the axis."""
+
+
+@dataclass
+class Update:
+    """What a view draws."""
+
+    job: dict[str, Any]
+    curves: Curves
+    changed: list[int]
+    """Steps that came since the last update."""
+    events: list[dict[str, Any]]
+    """Events that came since the last update."""
+    seen: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=EVENTS_SHOWN))
+    """The last events."""
+
+    @property
+    def final(self) -> bool:
+        return JobState(self.job["state"]).final
+
+
+class View(Protocol):
+    def show(self, update: Update) -> None: ...
+    def close(self) -> None: ...
+
+
+def follow(client: Client, job_id: str, stop: threading.Event | None = None) -> Iterator[Update]:
+    """Updates until the job has ended; the last one carries the final state and everything before it."""
+    stop = stop or threading.Event()
+    curves = Curves()
+    seen: deque[dict[str, Any]] = deque(maxlen=EVENTS_SHOWN)
+    after_point, after_event = 0, "0"
+    while True:
+        job = client.job(job_id)  # first: what is read after a final state is complete
+        points = client.metrics(job_id, after=after_point)
+        after_point = max((int(point["cursor"]) for point in points), default=after_point)
+        events = client.event_log(job_id, after=after_event)
+        after_event = events[-1]["id"] if events else after_event
+        seen.extend(events)
+        update = Update(job=job, curves=curves, changed=curves.add(points), events=events, seen=seen)
+        yield update
+        if update.final or stop.wait(POLL_S):
+            return
+
+
+def watch(client: Client, job_id: str, *, live: bool | None = None) -> Update:
+    """Show a job until it ends; returns the last update. `live` None: if the output is a capable terminal."""
+    from rich.console import Console
+
+    console = Console()
+    fancy = console.is_terminal and not console.is_dumb_terminal if live is None else live
+    view: View = LiveView(console) if fancy else PlainView(sys.stdout)
+    update: Update | None = None
+    try:
+        for update in follow(client, job_id):
+            view.show(update)
+    finally:
+        view.close()
+    assert update is not None
+    return update
+
+
+class PlainView:
+    """`step 40/400 reward 0.31 exact 0.12 staleness 1.0 tok/s 1530 wait 12%`, and a line per event."""
+
+    def __init__(self, out: TextIO) -> None:
+        self._out = out
+        self._since = 0
+        """Steps up to this one have been written."""
+
+    def show(self, update: Update) -> None:
+        for event in update.events:
+            self._write(event_line(event))
+        steps = int(update.job["steps"])
+        every = max(1, steps // PLAIN_LINES)
+        last = update.curves.last_step
+        due = [s for s in update.changed if s > self._since and (s % every == 0 or s in (1, steps))]
+        if update.final and last > self._since:
+            due = sorted({*due, last})
+        for step in due:
+            self._write(step_line(update, range(self._since + 1, step + 1), step))
+            self._since = step
+
+    def close(self) -> None:
+        self._out.flush()
+
+    def _write(self, line: str) -> None:
+        self._out.write(line + "\n")
+        self._out.flush()
+
+
+class LiveView:
+    """Progress bar with ETA, four curves, the last events."""
+
+    def __init__(self, console: Console) -> None:
+        from rich.live import Live
+
+        self._console = console
+        self._live = Live(console=console, auto_refresh=False, transient=False)
+        self._live.start()
+
+    def show(self, update: Update) -> None:
+        self._live.update(self._draw(update), refresh=True)
+
+    def close(self) -> None:
+        self._live.stop()
+
+    def _draw(self, update: Update) -> RenderableType:
+        from rich.console import Group
+        from rich.progress_bar import ProgressBar
+        from rich.table import Table
+        from rich.text import Text
+
+        job, curves = update.job, update.curves
+        steps, step = int(job["steps"]), max(int(job["step"]), curves.last_step)
+        head = Text.assemble((str(job["name"]), "bold"), f"  {job['id']}  ", (str(job["state"]), "cyan"))
+        bar = Table.grid(padding=(0, 2))
+        bar.add_row(f"step {step}/{steps}", ProgressBar(total=steps, completed=step, width=40), clock(update))
+        width = max(20, self._console.width // 2 - 3)
+        height = 6 if self._console.height >= 32 else 4
+        grid = Table.grid(padding=(0, 2))
+        panels = []
+        for title, name, low in CURVES:
+            values = curves.series(name) if name else curves.generated
+            latest = curves.recent(name) if name else (values[-1] if values else None)
+            shown = f"{title}  {short(latest)}" if latest is not None else title
+            panels.append(Text("\n".join([shown, *chart(values, width, height, low=low)]), no_wrap=True))
+        grid.add_row(*panels[:2])
+        grid.add_row(*panels[2:])
+        notes = Text("\n".join(event_line(event) for event in update.seen), style="dim")
+        return Group(head, bar, Text(""), grid, Text(""), Text(facts(update)), notes)
+
+
+def step_line(update: Update, window: range, step: int) -> str:
+    """Means over the steps since the line before."""
+    curves, steps = update.curves, list(window)
+    parts = [f"step {step}/{update.job['steps']}"]
+    for label, name in (("reward", "reward/mean"), ("exact", "exact"), ("staleness", "staleness/mean")):
+        value = curves.mean(name, steps)
+        if value is not None:
+            parts.append(f"{label} {value:.2f}" if label != "staleness" else f"{label} {value:.1f}")
+    if curves.rates:
+        parts.append(f"tok/s {sum(curves.rates.values()):.0f}")
+    wait = curves.mean("trainer/wait_share", steps)
+    if wait is not None:
+        parts.append(f"wait {wait:.0%}")
+    return " ".join(parts)
+
+
+def event_line(event: dict[str, Any]) -> str:
+    """`12:03:44 checkpoint step=50 seconds=0.2`"""
+    stamp = time.strftime("%H:%M:%S", time.localtime(float(event.get("time", 0.0))))
+    rest = " ".join(f"{k}={v}" for k, v in event.items() if k not in ("id", "event", "time") and v not in ("", None))
+    return f"{stamp} {event.get('event', '?')} {rest}".rstrip()
+
+
+def clock(update: Update) -> str:
+    """Elapsed time and, while it runs, the time left at the pace of the last steps."""
+    job, curves = update.job, update.curves
+    end = float(job.get("finished") or 0) or time.time()
+    text = duration(end - float(job["created"]))
+    pace = curves.seconds_per_step()
+    if update.final or pace is None:
+        return text
+    left = pace * (int(job["steps"]) - curves.last_step)
+    early = " at most" if (job.get("spec") or {}).get("train", {}).get("target") else ""
+    return f"{text}  ETA {duration(left)}{early}  ({1 / pace:.1f} steps/s)" if pace > 0 else text
+
+
+def facts(update: Update) -> str:
+    """One line of what an operator looks at first."""
+    curves = update.curves
+    wanted = (
+        ("mismatch", "mismatch/mean"),
+        ("entropy", "entropy"),
+        ("grad norm", "grad_norm"),
+        ("zero variance", "zero_variance"),
+        ("trainer waits", "trainer/wait_share"),
+    )
+    shown = [(label, curves.recent(name)) for label, name in wanted]
+    return "  ".join(f"{label} {short(value)}" for label, value in shown if value is not None)
+
+
+def duration(seconds: float) -> str:
+    """47 s, 3:12 min, 2:05 h."""
+    whole = max(0, round(seconds))
+    if whole < 60:
+        return f"{whole} s"
+    return f"{whole // 60}:{whole % 60:02d} min" if whole < 3600 else f"{whole // 3600}:{whole % 3600 // 60:02d} h"
