@@ -8,7 +8,6 @@ version instead: new requests use it, running ones keep theirs.
 from __future__ import annotations
 
 import asyncio
-import gc
 import json
 import os
 import secrets
@@ -47,7 +46,7 @@ log = structlog.get_logger()
 SIMULATED = "none"
 LONGEST_DEFAULT_CONTEXT = 4096
 BATCHED_TOKENS = 4096
-CPU_KV_SHARE = 0.15
+CPU_KV_SHARE = 0.06
 """Share of the machine's memory that the KV cache may take on a CPU."""
 CPU_KV_FLOOR = 32 << 20
 CPU_BLOCK = 128
@@ -105,8 +104,7 @@ class VllmEngine:
             self._llm = await asyncio.to_thread(self._build)
         except (ValueError, OSError, RuntimeError, KeyError) as error:
             raise EngineError(f"vLLM cannot serve {self._model}: {error}") from error
-        gc.collect()
-        gc.freeze()  # the imports' million objects would be walked again and again: 0.3 s each time
+        vllm_boot.settle_heap()
         log.info("engine_started", model=self._model, seconds=round(time.perf_counter() - started, 2))
 
     async def generate(self, request: str, prompt_ids: list[int], sampling: Sampling) -> Completion:
@@ -224,6 +222,7 @@ class VllmEngine:
         resolved = AsyncEngineArgs(**arguments).create_engine_config()
         if not on_cpu:
             return AsyncLLM.from_vllm_config(resolved, disable_log_stats=True)
+        vllm_boot.settle_heap()
         with vllm_boot.forked_engine():
             return AsyncLLM.from_vllm_config(resolved, disable_log_stats=True)
 
@@ -353,7 +352,7 @@ def _context(config: PretrainedConfig) -> int:
 
 
 def _cpu_kv_bytes(config: PretrainedConfig, dtype: str, context: int, concurrent: int) -> int:
-    """Half of what `concurrent` full contexts need (most stay shorter; the rest wait), within this machine's means.
+    """A quarter of what `concurrent` full contexts need (most stay shorter; the rest wait), within this machine's means.
 
     Small matters: the cache is zeroed at start, at 0.4 GiB/s.
     """
@@ -363,7 +362,7 @@ def _cpu_kv_bytes(config: PretrainedConfig, dtype: str, context: int, concurrent
     token = 2 * text.num_hidden_layers * heads * size * getattr(torch, dtype).itemsize
     one = token * (-(-context // CPU_BLOCK) + 1) * CPU_BLOCK
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return int(max(2 * one, min(one * concurrent // 2, memory * CPU_KV_SHARE), CPU_KV_FLOOR))
+    return int(max(2 * one, min(one * concurrent // 4, memory * CPU_KV_SHARE), CPU_KV_FLOOR))
 
 
 def _register_here(architectures: list[str]) -> None:
