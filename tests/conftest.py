@@ -111,3 +111,11 @@ async def store(valkey_server: Server) -> AsyncIterator[Store]:
     async with Store.connect(valkey_server.url, "test") as store:
         await store.redis.flushdb()
         yield store
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny random Qwen3 of the quick start (2.4M parameters, float32)."""
+    from examples.models.make_tiny import make_tiny
+
+    return make_tiny(tmp_path_factory.mktemp("models") / "tiny")

@@ -42,6 +42,10 @@ def micro_batches(groups: list[Group], version: WeightVersion, spec: JobSpec, de
         rewards = [t.reward for t in group.trajectories]
         advantages += list(grpo(rewards, normalize_std=spec.algorithm.normalize_std))
         trajectories += group.trajectories
+    sampled = [i for i, t in enumerate(trajectories) if t.mask.any()]
+    if not sampled:
+        raise JobFailed("a whole batch came without one sampled token: do the prompts fill the context window?")
+    trajectories, advantages = [trajectories[i] for i in sampled], [advantages[i] for i in sampled]
     lengths = [len(t.mask_T) for t in trajectories]
     return [
         _micro_batch([trajectories[i] for i in members], [advantages[i] for i in members], version, spec, device)

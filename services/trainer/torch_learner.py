@@ -189,13 +189,12 @@ class TorchLearner:
         if self.spec.model.lora is not None:
             state = get_peft_model_state_dict(self.model, save_embedding_layers=False)
         else:
-            state = revert_weight_conversion(self.causal, self.causal.state_dict())
-        seen: set[tuple[int, tuple[int, ...]]] = set()
+            untied: dict[int, tuple[str, Tensor]] = {}
+            for name, tensor in self.causal.state_dict().items():
+                untied.setdefault(tensor.data_ptr(), (name, tensor))
+            state = revert_weight_conversion(self.causal, dict(untied.values()))
         for name, tensor in state.items():
-            key = (tensor.data_ptr(), tuple(tensor.shape))
-            if key not in seen:
-                seen.add(key)
-                yield name, tensor.detach().to(self.dtype)
+            yield name, tensor.detach().to(self.dtype)
 
     def snapshot(self, version: WeightVersion) -> transport.Snapshot:
         return transport.snapshot(version, self.named_weights(), BUCKET_BYTES)

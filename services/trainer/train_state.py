@@ -12,7 +12,7 @@ from typing import Any
 
 import orjson
 import torch
-from peft import PeftModel, set_peft_model_state_dict
+from peft import PeftModel, get_peft_model_state_dict, set_peft_model_state_dict
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
@@ -100,11 +100,19 @@ def _shape(parameters: Parameters, name: str) -> torch.Size | None:
 
 
 def _load_adapter(directory: Path, model: PeftModel) -> None:
-    result = set_peft_model_state_dict(model, load_file(directory / "adapter_model.safetensors"))
-    missing = [name for name in result.missing_keys if "lora_" in name]
-    if missing or result.unexpected_keys:
-        odd = (missing + list(result.unexpected_keys))[:3]
-        raise JobFailed(f"adapter of checkpoint {directory} does not fit the job's model: {', '.join(odd)}")
+    saved = load_file(directory / "adapter_model.safetensors")
+    own = get_peft_model_state_dict(model, save_embedding_layers=False)
+    odd = sorted(
+        name
+        for name in saved.keys() | own.keys()
+        if name not in saved or name not in own or saved[name].shape != own[name].shape
+    )
+    if odd:
+        raise JobFailed(
+            f"adapter of checkpoint {directory} does not fit the job's model: {len(odd)} tensors differ, "
+            f"such as {odd[0]}"
+        )
+    set_peft_model_state_dict(model, saved)
 
 
 Memory = tuple[list[Tensor], list[dict[str, Any]]]

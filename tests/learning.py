@@ -1,0 +1,154 @@
+"""Makers of valid nouns for the trainer's tests, and a sampler in the process that stands in for the rollout worker."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from opentinker.shared.nn.forward import PACKED
+from opentinker.shared.spec import JobSpec, parse_spec
+from opentinker.shared.types import Ending, Group, Span, StopReason, Trajectory, Turn, WeightVersion
+
+V0 = WeightVersion(1, 0)
+
+
+def make_spec(base: object, **parts: dict[str, Any]) -> JobSpec:
+    """A valid spec on `base`, with fields of its parts replaced."""
+    data: dict[str, Any] = {
+        "name": "test",
+        "model": {"base": str(base)},
+        "environment": {"name": "copy_digits"},
+        "algorithm": {"group_size": 4, "groups_per_batch": 4},
+        "train": {"steps": 100, "lr": 1e-3},
+    }
+    for part, fields in parts.items():
+        data[part] = {**data.get(part, {}), **fields}
+    return parse_spec(data)
+
+
+def make_trajectory(
+    ids: list[int],
+    mask: list[int],
+    *,
+    reward: float = 0.0,
+    logprobs: list[float] | None = None,
+    version: WeightVersion = V0,
+    index: int = 0,
+    reference: list[float] | None = None,
+    metrics: dict[str, float] | None = None,
+) -> Trajectory:
+    sampled = [i for i, m in enumerate(mask) if m]
+    return Trajectory(
+        index=index,
+        attempt=f"a{index}",
+        ids_T=np.asarray(ids, dtype="<i4").tobytes(),
+        mask_T=np.asarray(mask, dtype="u1").tobytes(),
+        logprobs_T=np.asarray(logprobs or [-4.0 * m for m in mask], dtype="<f4").tobytes(),
+        spans=[Span(i, i + 1, version) for i in sampled],
+        turns=[Turn(start=sampled[0], end=sampled[-1] + 1, stop=StopReason.EOS, reward=reward)],
+        ending=Ending.ENV_DONE,
+        reward=reward,
+        metrics=metrics or {},
+        ref_logprobs_T=None if reference is None else np.asarray(reference, dtype="<f4").tobytes(),
+    )
+
+
+def make_group(trajectories: list[Trajectory], seq: int = 0) -> Group:
+    return Group(job="j", seq=seq, environment="copy_digits", worker="w", trajectories=trajectories)
+
+
+def random_groups(
+    seed: int,
+    *,
+    groups: int = 4,
+    size: int = 4,
+    vocabulary: int = 40,
+    prompt: tuple[int, int] = (2, 6),
+    answer: tuple[int, int] = (1, 7),
+    two_turns: bool = True,
+    reference: bool = False,
+) -> list[Group]:
+    """Groups with a shared prompt, answers of mixed length (some alike), and now and then a second turn."""
+    rng = np.random.default_rng(seed)
+    made = []
+    for g in range(groups):
+        start = list(rng.integers(3, vocabulary, rng.integers(*prompt)))
+        first = list(rng.integers(3, vocabulary, rng.integers(*answer)))
+        trajectories = []
+        for i in range(size):
+            ids, mask = list(start), [0] * len(start)
+            reply = first if rng.random() < 0.3 else list(rng.integers(3, vocabulary, rng.integers(*answer)))
+            ids, mask = ids + reply, mask + [1] * len(reply)
+            if two_turns and rng.random() < 0.4:
+                observation, again = list(rng.integers(3, vocabulary, 3)), list(rng.integers(3, vocabulary, 2))
+                ids, mask = ids + observation + again, mask + [0] * 3 + [1] * 2
+            if rng.random() < 0.3:  # a last observation that nothing depends on
+                ids, mask = [*ids, 5, 6], [*mask, 0, 0]
+            logprobs = [float(x) for x in rng.uniform(-5, -3, len(ids)) * mask]
+            trajectories.append(
+                make_trajectory(
+                    ids,
+                    mask,
+                    reward=float(rng.integers(0, 3)),
+                    logprobs=logprobs,
+                    index=i,
+                    reference=[float(x) for x in rng.uniform(-5, -3, len(ids)) * mask] if reference else None,
+                )
+            )
+        made.append(make_group(trajectories, g))
+    return made
+
+
+@torch.no_grad()
+def plain_logprobs(causal: Any, ids: list[int], temperature: float = 1.0) -> torch.Tensor:
+    """[T - 1] log-probabilities of ids[1:] by one unpadded plain forward of the Hugging Face model."""
+    logits = causal(input_ids=torch.tensor([ids]), use_cache=False).logits[0, :-1].float() / temperature
+    return logits.log_softmax(-1).gather(-1, torch.tensor(ids[1:])[:, None])[:, 0]
+
+
+class Sampler:
+    """Samples from the learner's own model, recomputing everything per token (the sequences are a few tokens long)."""
+
+    def __init__(self, causal: Any, tokenizer: Any, seed: int) -> None:
+        self.causal, self.eos = causal, tokenizer.eos_token_id
+        self.encode = tokenizer.encode
+        self.digits = np.random.default_rng(seed)
+        self.noise = torch.Generator().manual_seed(seed)
+
+    @torch.no_grad()
+    def copy_digit(self, groups: int, size: int, version: WeightVersion) -> list[Group]:
+        """Prompt `7=`, right answer `7<eos>`, at most 4 tokens; reward = share of right tokens by position."""
+        made = []
+        for _ in range(groups):
+            prompt = self.encode(f"{self.digits.integers(10)}=")
+            made.append((prompt, *self._sample(prompt, size)))
+        return [
+            make_group([self._trajectory(prompt, a, p, version) for a, p in zip(answers, logprobs, strict=True)], g)
+            for g, (prompt, answers, logprobs) in enumerate(made)
+        ]
+
+    def _sample(self, prompt: list[int], size: int) -> tuple[list[list[int]], list[list[float]]]:
+        ids, logprobs = torch.tensor([prompt] * size), []
+        self.causal.set_attn_implementation("sdpa")
+        for _ in range(4):
+            now = self.causal(input_ids=ids, use_cache=False, logits_to_keep=1).logits[:, -1].log_softmax(-1)
+            chosen = torch.multinomial(now.exp(), 1, generator=self.noise)
+            logprobs.append(now.gather(1, chosen)[:, 0])
+            ids = torch.cat([ids, chosen], 1)
+        self.causal.set_attn_implementation(PACKED)
+        answers = [row[: row.index(self.eos) + 1] if self.eos in row else row for row in ids[:, len(prompt) :].tolist()]
+        return answers, torch.stack(logprobs, 1).tolist()
+
+    def _trajectory(self, prompt: list[int], answer: list[int], logprobs: list[float], version: WeightVersion) -> Any:
+        right = [prompt[0], self.eos]
+        hits = sum(a == b for a, b in zip(answer, right, strict=False))
+        return make_trajectory(
+            prompt + answer,
+            [0] * len(prompt) + [1] * len(answer),
+            logprobs=[0.0] * len(prompt) + logprobs[: len(answer)],
+            reward=hits / max(len(right), len(answer)),
+            version=version,
+            metrics={"exact": float(answer == right)},
+        )

@@ -1,0 +1,153 @@
+"""The packed forward pass equals the plain one: values and gradients, with and without shared prefixes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
+
+from opentinker.shared.errors import JobFailed
+from opentinker.shared.nn.forward import layout, token_logprobs
+from opentinker.shared.nn.models import load_model
+from tests.learning import plain_logprobs, random_groups
+
+
+def ragged(seed: int, **options: Any) -> tuple[list[list[int]], list[list[int]]]:
+    trajectories = [t for group in random_groups(seed, **options) for t in group.trajectories]
+    return [t.ids.tolist() for t in trajectories], [t.mask.tolist() for t in trajectories]
+
+
+def padded_logprobs(model: Any, ids: list[list[int]], masks: list[list[int]], temperature: float) -> torch.Tensor:
+    """The textbook way: pad to the longest, mask the padding, take all logits."""
+    length = max(map(len, ids))
+    tokens = torch.tensor([row + [0] * (length - len(row)) for row in ids])
+    attention = torch.tensor([[1] * len(row) + [0] * (length - len(row)) for row in ids])
+    wanted = torch.tensor([row + [0] * (length - len(row)) for row in masks])[:, 1:].bool()
+    logits = model(input_ids=tokens, attention_mask=attention, use_cache=False).logits[:, :-1].float() / temperature
+    return logits.log_softmax(-1).gather(-1, tokens[:, 1:, None])[..., 0][wanted]
+
+
+@pytest.fixture(scope="module")
+def models(tiny: Path) -> tuple[Any, Any]:
+    return AutoModelForCausalLM.from_pretrained(tiny), load_model(str(tiny), torch.float32)
+
+
+@pytest.mark.parametrize("share", [True, False])
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+@pytest.mark.parametrize("chunked", [False, True])
+def test_packed_equals_padded_in_values_and_gradients(
+    models: tuple[Any, Any], share: bool, temperature: float, chunked: bool
+) -> None:
+    plain, packed = models
+    ids, masks = ragged(3)
+    weights = torch.linspace(-1, 1, sum(map(sum, masks)))
+    expected = padded_logprobs(plain, ids, masks, temperature)
+    (expected * weights).sum().backward()
+    plan = layout(ids, masks, share_prefixes=share)
+    got, entropy = token_logprobs(packed, plan, temperature=temperature, logits_at_once=64 * 7 if chunked else 1 << 24)
+    (got * weights).sum().backward()
+    torch.testing.assert_close(got, expected, atol=2e-6, rtol=0)
+    assert entropy.min() > 0 and entropy.max() <= np.log(64) + 1e-5
+    for (name, theirs), ours in zip(plain.named_parameters(), packed.parameters(), strict=True):
+        scale = float(theirs.grad.abs().max())
+        torch.testing.assert_close(ours.grad, theirs.grad, atol=2e-5 * scale, rtol=0, msg=lambda m, n=name: f"{n}: {m}")
+    plain.zero_grad()
+    packed.zero_grad()
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_every_row_is_found_in_the_stream(seed: int) -> None:
+    """Rows, places, predictors and targets of random layouts, against a walk over the sequences themselves."""
+    rng = np.random.default_rng(seed)
+    ids, masks = ragged(seed, groups=int(rng.integers(1, 6)), size=int(rng.integers(2, 9)), vocabulary=6)
+    if seed % 2:
+        ids, masks = [*ids, [*ids[0][:2], 4], ids[1]], [*masks, [0, 0, 1], masks[1]]
+    plan = layout(ids, masks)
+    joined = torch.cat([bucket.ravel() for bucket in plan.buckets])
+    assert torch.equal(joined[plan.places_N], torch.arange(len(plan.ids_N)))
+    context = {}
+    for bucket in plan.buckets:
+        for row in bucket.tolist():
+            for end in range(1, len(row) + 1):
+                if row[end - 1] in context or plan.positions_N[row[end - 1]] != end - 1:
+                    continue
+                context[row[end - 1]] = plan.ids_N[row[:end]].tolist()
+    wanted = [(row[:t], row[t]) for row, mask in zip(ids, masks, strict=True) for t in range(len(row)) if mask[t]]
+    predictors, targets = plan.predictors_U[plan.selected_M].tolist(), plan.targets_U[plan.selected_M].tolist()
+    assert [(context[p], t) for p, t in zip(predictors, targets, strict=True)] == wanted
+    prefixes = {tuple(row[: t + 1]) for row, mask in zip(ids, masks, strict=True) for t in range(_last(mask))}
+    assert len(plan.ids_N) == len(prefixes)
+
+
+def _last(mask: list[int]) -> int:
+    return max(t for t, m in enumerate(mask) if m)
+
+
+def test_long_and_short_sequences_share_little_padding() -> None:
+    rng = np.random.default_rng(0)
+    lengths = [int(n) for n in np.exp(rng.normal(5.0, 0.8, 64)).clip(8, 1500)]
+    ids = [rng.integers(3, 60, n).tolist() for n in lengths]
+    plan = layout(ids, [[0] + [1] * (n - 1) for n in lengths])
+    places = sum(bucket.numel() for bucket in plan.buckets)
+    assert places <= 1.25 * len(plan.ids_N)
+    assert len(plan.buckets) < 32
+
+
+def test_one_sequence_alone_and_the_first_token(models: tuple[Any, Any]) -> None:
+    plain, packed = models
+    ids = [5, 9, 11, 1]
+    got, _ = token_logprobs(packed, layout([ids], [[0, 0, 1, 1]]), temperature=1.0)
+    torch.testing.assert_close(got.detach(), plain_logprobs(plain, ids)[1:], atol=2e-6, rtol=0)
+    with pytest.raises(ValueError, match="first token"):
+        layout([ids], [[1, 1, 1, 1]])
+
+
+def test_unusable_models_are_refused_with_advice(tmp_path: Path, tiny: Path) -> None:
+    with pytest.raises(JobFailed, match="not found"):
+        load_model(str(tmp_path / "nowhere"), torch.float32)
+    with pytest.raises(JobFailed, match=r"no config\.json"):
+        load_model(str(tmp_path), torch.float32)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(JobFailed, match="cannot be read"):
+        load_model(str(tmp_path), torch.float32)
+    (tmp_path / "config.json").write_bytes((tiny / "config.json").read_bytes())
+    with pytest.raises(JobFailed, match="safetensors"):
+        load_model(str(tmp_path), torch.float32)
+    (tmp_path / "model.safetensors").write_bytes(b"\x10" * 64)
+    with pytest.raises(JobFailed, match="could not be loaded"):
+        load_model(str(tmp_path), torch.float32)
+    text = (tiny / "config.json").read_text().replace("{", '{"auto_map": {"AutoModel": "own.Model"},', 1)
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(JobFailed, match="own code"):
+        load_model(str(tmp_path), torch.float32)
+
+
+def test_weights_that_do_not_fit_the_config_are_refused(tmp_path: Path, tiny: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes((tiny / "model.safetensors").read_bytes())
+    text = (tiny / "config.json").read_text().replace('"num_hidden_layers": 4', '"num_hidden_layers": 5')
+    layers = '"full_attention",\n    "full_attention"'
+    (tmp_path / "config.json").write_text(text.replace(layers, f'"full_attention",\n    {layers}', 1))
+    with pytest.raises(JobFailed, match="lacks"):
+        load_model(str(tmp_path), torch.float32)
+
+
+def test_a_sequence_beyond_the_sliding_window_is_refused(tmp_path: Path) -> None:
+    config = Qwen2Config(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        use_sliding_window=True,
+        sliding_window=8,
+        max_window_layers=0,
+    )
+    Qwen2ForCausalLM(config).save_pretrained(tmp_path)
+    model = load_model(str(tmp_path), torch.float32)
+    with pytest.raises(NotImplementedError, match="sliding window"):
+        token_logprobs(model, layout([[3] * 12], [[0] + [1] * 11]), temperature=1.0)
