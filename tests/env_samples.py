@@ -1,0 +1,126 @@
+"""Environments that misbehave, loaded by the tests as `tests.env_samples:Name`."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import time
+from typing import Any
+
+from opentinker.envs.base import Action, Environment, EnvironmentConfig, Step, user
+from opentinker.shared.types import Message
+
+
+class Counting(Environment):
+    """Well-behaved: rewards 1 per turn, `turns` turns; keeps a class-wide record of what was called."""
+
+    class Config(EnvironmentConfig):
+        turns: int = 3
+        tag: str = ""
+
+    config: Config
+    calls: list[str] = []  # noqa: RUF012
+
+    async def open(self, row: int, seed: int) -> list[Message]:
+        self.calls.append(f"{self.config.tag} open")
+        return [user(f"row {row} seed {seed}")]
+
+    async def step(self, action: Action) -> Step:
+        self.calls.append(f"{self.config.tag} step {action.turn}")
+        return Step(messages=[user("next")], reward=1.0, done=action.turn + 1 == self.config.turns)
+
+    async def close(self) -> None:
+        self.calls.append(f"{self.config.tag} close")
+
+
+class Misbehaving(Environment):
+    """Does `how` in its first step, or in open if `in_open`."""
+
+    class Config(EnvironmentConfig):
+        how: str
+        in_open: bool = False
+
+    config: Config
+
+    async def open(self, row: int, seed: int) -> list[Message]:
+        if self.config.in_open:
+            await self.misbehave()
+        return [user("go")]
+
+    async def step(self, action: Action) -> Step:
+        answer: Any = await self.misbehave()
+        return answer  # type: ignore[no-any-return]
+
+    async def misbehave(self) -> Any:  # noqa: PLR0911, PLR0912
+        match self.config.how:
+            case "raise":
+                raise RuntimeError("the board is on fire")
+            case "exit":
+                sys.exit(3)
+            case "cancel":
+                raise asyncio.CancelledError
+            case "hang":
+                await asyncio.Event().wait()
+            case "ignore_cancel":
+                while True:
+                    try:
+                        await asyncio.sleep(0.2)
+                    except asyncio.CancelledError:
+                        if LET_GO.is_set():
+                            raise
+            case "nan":
+                return Step(reward=float("nan"), done=True)
+            case "infinite_metric":
+                return Step(metrics={"x": float("inf")}, done=True)
+            case "text_reward":
+                return Step(reward="1.0", done=True)  # type: ignore[arg-type]
+            case "huge_reward":
+                return Step(reward=10**400, done=True)
+            case "tuple":
+                return ([], 1.0, True, {})
+            case "done_text":
+                return Step(done="yes")  # type: ignore[arg-type]
+            case "text_messages":
+                return Step(messages="hello")  # type: ignore[arg-type]
+            case "dict_message":
+                return Step(messages=[{"role": "user", "content": "x"}])  # type: ignore[list-item]
+            case "number_content":
+                return Step(messages=[Message(role="user", content=3)])  # type: ignore[arg-type]
+            case "surrogate":
+                return Step(messages=[user("\ud800")])
+            case "oversized":
+                return Step(messages=[user("x" * (300 * 1024))])
+            case "many_metrics":
+                return Step(metrics={str(i): 1.0 for i in range(100)})
+            case _:
+                raise AssertionError(self.config.how)
+
+
+LET_GO = asyncio.Event()
+
+
+class Blocking(Environment):
+    """Blocks its process for `block_s` in every step, or dies in it."""
+
+    blocking = True
+
+    class Config(EnvironmentConfig):
+        block_s: float = 0.0
+        how: str = "work"
+
+    config: Config
+
+    async def open(self, row: int, seed: int) -> list[Message]:
+        return [user(str(os.getpid()))]
+
+    async def step(self, action: Action) -> Step:
+        if self.config.how == "crash":
+            os._exit(7)
+        if self.config.how == "print":
+            sys.stdout.write("noise that must not reach the protocol\n")
+            sys.stdout.flush()
+        if self.config.how == "variables":
+            return Step(messages=[user(" ".join(sorted(os.environ)))])
+        time.sleep(self.config.block_s)  # noqa: ASYNC251
+        return Step(messages=[user("done")], reward=1.0)
