@@ -101,10 +101,10 @@ def random_groups(
     return made
 
 
-@torch.no_grad()
 def plain_logprobs(causal: Any, ids: list[int], temperature: float = 1.0) -> torch.Tensor:
     """[T - 1] log-probabilities of ids[1:] by one unpadded plain forward of the Hugging Face model."""
-    logits = causal(input_ids=torch.tensor([ids]), use_cache=False).logits[0, :-1].float() / temperature
+    with torch.no_grad():
+        logits = causal(input_ids=torch.tensor([ids]), use_cache=False).logits[0, :-1].float() / temperature
     return logits.log_softmax(-1).gather(-1, torch.tensor(ids[1:])[:, None])[:, 0]
 
 
@@ -117,13 +117,13 @@ class Sampler:
         self.digits = np.random.default_rng(seed)
         self.noise = torch.Generator().manual_seed(seed)
 
-    @torch.no_grad()
     def copy_digit(self, groups: int, size: int, version: WeightVersion) -> list[Group]:
         """Prompt `7=`, right answer `7<eos>`, at most 4 tokens; reward = share of right tokens by position."""
         made = []
         for _ in range(groups):
             prompt = self.encode(f"{self.digits.integers(10)}=")
-            made.append((prompt, *self._sample(prompt, size)))
+            with torch.no_grad():
+                made.append((prompt, *self._sample(prompt, size)))
         return [
             make_group([self._trajectory(prompt, a, p, version) for a, p in zip(answers, logprobs, strict=True)], g)
             for g, (prompt, answers, logprobs) in enumerate(made)

@@ -21,7 +21,7 @@ def tokens(seed: int, n: int = 64) -> tuple[torch.Tensor, torch.Tensor, torch.Te
     mu = rng.uniform(-6, -0.1, n)
     proximal = mu + rng.normal(0, 0.6, n)
     now = proximal + rng.normal(0, 0.3, n)
-    return tuple(torch.tensor(x, dtype=torch.float64) for x in (now, proximal, mu, rng.normal(0, 1, n)))  # type: ignore[return-value]
+    return tuple(torch.tensor(x, dtype=torch.float64) for x in (now, proximal, mu, rng.normal(0, 1, n)))
 
 
 @pytest.mark.parametrize("seed", range(5))

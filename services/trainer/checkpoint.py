@@ -92,12 +92,13 @@ def commit(
         with _locked(root):
             _refuse_old_epoch(root, manifest)
             final = root / name_of(manifest.step)
-            if final.exists():
-                _remove(final)
+            replaced = _set_aside(final) if final.exists() else None
             crash("replacing")
             temporary.rename(final)
             crash("renamed")
             _sync_directory(root)
+        if replaced is not None:
+            shutil.rmtree(replaced, ignore_errors=True)
     except OSError as error:
         shutil.rmtree(temporary, ignore_errors=True)
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
@@ -156,7 +157,7 @@ def sweep(root: Path, keep: int, epoch: int) -> None:
         known = listing(root)
         _refuse_epoch_below(max((manifest.epoch for _, manifest in known), default=epoch), epoch, root)
         for directory, _ in known[: max(0, len(known) - keep)]:
-            _remove(directory)
+            shutil.rmtree(_set_aside(directory), ignore_errors=True)
         for orphan in root.iterdir():
             if orphan.name.startswith((WRITING, REMOVING)):
                 shutil.rmtree(orphan, ignore_errors=True)
@@ -208,11 +209,11 @@ def _verify(directory: Path, manifest: Manifest) -> None:
                 raise ValueError(f"{name} does not have its recorded sha256")
 
 
-def _remove(directory: Path) -> None:
-    """Renamed first: a directory that still has its name is whole."""
+def _set_aside(directory: Path) -> Path:
+    """Renamed before it is removed: a directory that still has its name is whole."""
     doomed = directory.with_name(f"{REMOVING}{directory.name}-{os.getpid()}-{time.time_ns()}")
     directory.rename(doomed)
-    shutil.rmtree(doomed, ignore_errors=True)
+    return doomed
 
 
 @contextmanager

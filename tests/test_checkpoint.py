@@ -1,0 +1,179 @@
+"""Checkpoints: whole or not there, whatever kills their writer; verified when read; fenced by epoch."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from opentinker.services.trainer import checkpoint
+from opentinker.services.trainer.checkpoint import Manifest, commit, listing, newest, sweep
+from opentinker.shared.errors import Fenced, JobFailed
+from opentinker.shared.types import WeightVersion
+
+
+def manifest(step: int, epoch: int = 1) -> Manifest:
+    return Manifest(
+        job="j",
+        epoch=epoch,
+        step=step,
+        version=WeightVersion(epoch, step),
+        resumed={1: 0},
+        stream_floor=7,
+        consumed=[9, 11],
+        ledger={"accepted": 12, "stale": 2},
+    )
+
+
+def write(directory: Path, content: bytes = b"weights") -> None:
+    (directory / "trainer").mkdir()
+    (directory / "model.safetensors").write_bytes(content * 100)
+    (directory / "trainer" / "state.json").write_bytes(content)
+
+
+def test_what_was_committed_is_read_back(tmp_path: Path) -> None:
+    assert newest(tmp_path) is None
+    directory = commit(tmp_path, manifest(50), write)
+    assert directory == tmp_path / "step-000050"
+    found = newest(tmp_path)
+    assert found is not None
+    assert found[0] == directory
+    assert found[1].consumed == [9, 11] and found[1].resumed == {1: 0} and found[1].version == WeightVersion(1, 50)
+    assert set(found[1].files) == {"model.safetensors", "trainer/state.json"}
+    assert found[1].files["model.safetensors"].bytes == 700
+    assert found[1].created == pytest.approx(time.time(), abs=60)
+
+
+def test_a_flipped_bit_or_a_lost_file_makes_it_skip_to_the_one_before(tmp_path: Path) -> None:
+    for step in (1, 2, 3, 4):
+        commit(tmp_path, manifest(step), write)
+    victim = tmp_path / "step-000004" / "model.safetensors"
+    data = bytearray(victim.read_bytes())
+    data[123] ^= 4
+    victim.write_bytes(data)
+    (tmp_path / "step-000003" / "trainer" / "state.json").unlink()
+    found = newest(tmp_path)
+    assert found is not None and found[1].step == 2
+    (tmp_path / "step-000002" / "manifest.json").write_text("{")
+    found = newest(tmp_path)
+    assert found is not None and found[1].step == 1
+
+
+def test_an_older_epoch_may_not_write_or_sweep(tmp_path: Path) -> None:
+    commit(tmp_path, manifest(10, epoch=3), write)
+    for step in (5, 10, 20):
+        with pytest.raises(Fenced, match="epoch 3"):
+            commit(tmp_path, manifest(step, epoch=2), write)
+    with pytest.raises(Fenced):
+        sweep(tmp_path, keep=2, epoch=2)
+    commit(tmp_path, manifest(20, epoch=3), write)
+    commit(tmp_path, manifest(30, epoch=4), write)
+    assert [m.step for _, m in listing(tmp_path)] == [10, 20, 30]
+
+
+def test_a_newer_epoch_that_appears_while_writing_wins(tmp_path: Path) -> None:
+    def slow(directory: Path) -> None:
+        write(directory)
+        commit(tmp_path, manifest(7, epoch=2), write)
+
+    with pytest.raises(Fenced):
+        commit(tmp_path, manifest(8, epoch=1), slow)
+    assert [m.step for _, m in listing(tmp_path)] == [7]
+    assert not list(tmp_path.glob(".writing*"))
+
+
+def test_a_full_disk_is_said_and_leaves_nothing(tmp_path: Path) -> None:
+    commit(tmp_path, manifest(1), write)
+
+    def fill(directory: Path) -> None:
+        write(directory)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.raises(JobFailed, match=r"full.*step 2"):
+        commit(tmp_path, manifest(2), fill)
+    with pytest.raises(PermissionError):
+        commit(tmp_path, manifest(2), lambda _: (_ for _ in ()).throw(PermissionError(errno.EACCES, "no")))
+    assert sorted(p.name for p in tmp_path.iterdir()) == [".lock", "step-000001"]
+
+
+def test_sweep_keeps_the_newest_and_removes_orphans(tmp_path: Path) -> None:
+    for step in range(6):
+        commit(tmp_path, manifest(step), write)
+    for name in (".writing-000009-x", ".removing-step-000000-1-2"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "part").write_text("x")
+    sweep(tmp_path, keep=2, epoch=1)
+    assert sorted(p.name for p in tmp_path.iterdir()) == [".lock", "step-000004", "step-000005"]
+    sweep(tmp_path / "missing", keep=2, epoch=1)
+
+
+@pytest.mark.parametrize("point", ["written", "sealed", "replacing", "renamed"])
+def test_a_crash_while_replacing_leaves_the_old_or_the_new(tmp_path: Path, point: str) -> None:
+    """Without any clean-up, as after kill -9: the same step is written again and the process stops at `point`."""
+    commit(tmp_path, manifest(5), lambda d: write(d, b"old"))
+
+    def crash(reached: str) -> None:
+        if reached == point:
+            os._exit(9)
+
+    child = os.fork()
+    if child == 0:
+        commit(tmp_path, manifest(5), lambda d: write(d, b"new"), crash)
+        os._exit(0)
+    os.waitpid(child, 0)
+    found = newest(tmp_path)
+    assert found is not None and found[1].step == 5
+    assert (found[0] / "trainer" / "state.json").read_bytes() == (b"new" if point == "renamed" else b"old")
+    commit(tmp_path, manifest(6), write)
+    sweep(tmp_path, keep=2, epoch=1)
+    assert not [p for p in tmp_path.iterdir() if p.name.startswith((".writing", ".removing"))]
+
+
+WRITER = """
+import sys
+from pathlib import Path
+from opentinker.services.trainer.checkpoint import Manifest, commit, newest, sweep
+from opentinker.shared.types import WeightVersion
+root = Path(sys.argv[1])
+found = newest(root)
+step = found[1].step if found else 0
+def write(directory):
+    for i in range(8):
+        (directory / f"part-{i}").write_bytes(step.to_bytes(8, "little") * 20000)
+while True:
+    step += 1
+    commit(root, Manifest(job="j", epoch=1, step=step, version=WeightVersion(1, step)), write)
+    print(step, flush=True)
+    sweep(root, 3, 1)
+"""
+
+
+def test_kill_nine_at_random_moments_never_tears_a_checkpoint(tmp_path: Path) -> None:
+    """25 writers in a row, each continuing after the newest; what one has reported as committed is never lost."""
+    rng = random.Random(0)
+    confirmed = 0
+    for _ in range(25):
+        writer = subprocess.Popen(
+            [sys.executable, "-c", WRITER, str(tmp_path)], stdout=subprocess.PIPE, text=True, start_new_session=True
+        )
+        assert writer.stdout is not None
+        confirmed = max(confirmed, int(writer.stdout.readline()))
+        time.sleep(rng.random() * 0.06)  # the random moment is the test
+        os.kill(writer.pid, signal.SIGKILL)
+        rest = writer.stdout.read().split("\n")
+        confirmed = max([confirmed, *[int(line) for line in rest[:-1]]])
+        writer.wait()
+        writer.stdout.close()
+        found = newest(tmp_path)
+        assert found is not None and found[1].step in (confirmed, confirmed + 1)
+        for name in found[1].files:
+            assert (found[0] / name).read_bytes() == found[1].step.to_bytes(8, "little") * 20000
+        assert len(list(tmp_path.glob("step-*"))) <= 4
+    assert checkpoint.name_of(confirmed).startswith("step-")
