@@ -6,6 +6,7 @@ import asyncio
 
 from opentinker.shared.env_client import EnvClient
 
+from opentinker.services.rollout_worker import vllm_boot
 from opentinker.services.rollout_worker.engine import Engine
 from opentinker.services.rollout_worker.render import Renderer
 from opentinker.services.rollout_worker.toy_engine import ToyEngine
@@ -17,15 +18,17 @@ from opentinker.shared.spec import JobSpec
 from opentinker.shared.types import Lease, Pool
 
 TOY_CONTEXT = 4096
+MAX_SEQUENCES = 256
+"""Requests that vLLM works on at the same time; more wait inside it."""
 
 
 async def serve(ctx: Context) -> None:
     async def work(worker: LeasedWorker, lease: Lease, spec: JobSpec) -> None:
         await serve_lease(worker, lease, spec, lambda s, r: make_engine(s, r, ctx.settings), EnvClient(ctx.bus))
 
-    preload = asyncio.create_task(asyncio.to_thread(_preload))
+    # Before the first heartbeat: imports hold the interpreter for seconds, and a silent worker counts as dead.
+    await asyncio.to_thread(vllm_boot.preload)
     await LeasedWorker(ctx, Pool.ROLLOUT, work).serve()
-    await preload
 
 
 def make_engine(spec: JobSpec, renderer: Renderer, settings: Settings) -> Engine:
@@ -40,11 +43,15 @@ def make_engine(spec: JobSpec, renderer: Renderer, settings: Settings) -> Engine
         )
     from opentinker.services.rollout_worker.vllm_engine import VllmEngine
 
-    return VllmEngine(spec, settings)
-
-
-def _preload() -> None:
-    """Imports vllm: many seconds, so it is done before the first job comes."""
-    from opentinker.services.rollout_worker.vllm_engine import preload
-
-    preload()
+    rollout, algorithm = spec.rollout, spec.algorithm
+    return VllmEngine(
+        spec.model.base,
+        dtype=spec.model.dtype,
+        context_length=rollout.context_length,
+        max_concurrent=min(rollout.max_concurrent_groups * algorithm.group_size, MAX_SEQUENCES),
+        stop_strings=bool(rollout.stop),
+        lora=spec.model.lora,
+        max_staleness=algorithm.max_staleness,
+        group_timeout_s=settings.swap_timeout_s,
+        seed=rollout.seed,
+    )

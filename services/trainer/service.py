@@ -14,9 +14,9 @@ from opentinker.shared.types import Lease, Pool
 
 
 async def serve(ctx: Context) -> None:
-    preload = asyncio.create_task(asyncio.to_thread(_torch_learner))
+    # Before the first heartbeat: imports hold the interpreter for seconds, and a silent worker counts as dead.
+    await asyncio.to_thread(_torch_learner)
     await LeasedWorker(ctx, Pool.TRAINER, work).serve()
-    await preload
 
 
 async def work(worker: LeasedWorker, lease: Lease, spec: JobSpec) -> None:
