@@ -259,7 +259,7 @@ async def test_nothing_outlives_a_supervisor_that_is_killed(tmp_path: Path) -> N
         service = Child(stand_in(here, "worker", "has-child"), guard)
         asyncio.run(Supervisor([list(servers.children.values()), [service]], here / "state.json").run())
     """)
-    with subprocess.Popen([sys.executable, "-c", script]) as process:
+    with subprocess.Popen([sys.executable, "-c", script]) as process:  # noqa: ASYNC220
         state = tmp_path / "state.json"
         try:
             await until(lambda: state.exists() and orjson.loads(state.read_bytes())["ready"], 20)
