@@ -26,6 +26,8 @@ ALIGN = 16
 """Every tensor starts at a multiple of this many bytes in its bucket, so that it can be viewed in place."""
 CHUNK = 1 << 17
 """64-bit words per partial sum of a fingerprint; part of its definition."""
+SLOWEST_LINK = 50e6
+"""Bytes per second: a transfer may take its group's time-out plus the time that this takes."""
 STRIDE = 0x9E3779B97F4A7C15
 MASK = (1 << 64) - 1
 
@@ -198,16 +200,16 @@ class WeightGroup:
     def _broadcast(self, buckets: Sequence[torch.Tensor]) -> None:
         if self._group is None:
             raise TransportError("the weight group is closed")
-        deadline = time.monotonic() + self.timeout_s
+        total = sum(bucket.numel() for bucket in buckets)
+        deadline = time.monotonic() + self.timeout_s + total / SLOWEST_LINK
         for number, bucket in enumerate(buckets):
-            try:
-                _wait(self._group.broadcast(bucket, 0), deadline, self.device)
-            except (RuntimeError, TimeoutError) as error:
+            # Raised outside the except block: a traceback would keep the group's sockets open, and with them the hope
+            # of the other members.
+            if failure := _send_one(self._group, bucket, deadline, self.device):
                 self.close()
                 raise TransportError(
-                    f"rank {self.rank} lost the weight group in bucket {number + 1} of {len(buckets)}: "
-                    f"{_first_line(error)}"
-                ) from error
+                    f"rank {self.rank} lost the weight group in bucket {number + 1} of {len(buckets)}: {failure}"
+                )
 
 
 def _nccl(timeout_s: float) -> dist.ProcessGroupNCCL.Options:
@@ -232,16 +234,21 @@ def _own_address(address: str, port: int) -> str:
         return str(probe.getsockname()[0])
 
 
-def _wait(work: dist.Work, deadline: float, device: torch.device) -> None:
-    left = max(deadline - time.monotonic(), 0.001)
-    if device.type != "cuda":
-        work.wait(_delta(left))
-        return
-    while not work.is_completed():  # NCCL's own wait returns before the bytes are there
-        if time.monotonic() > deadline:
-            raise TimeoutError("timed out")
-        time.sleep(0.0005)
-    work.wait()
+def _send_one(group: dist.ProcessGroup, bucket: torch.Tensor, deadline: float, device: torch.device) -> str:
+    """Broadcast from rank 0; returns what went wrong, or nothing."""
+    options = dist.BroadcastOptions()
+    options.rootRank = 0
+    options.timeout = _delta(max(deadline - time.monotonic(), 0.001))
+    try:
+        work = group.broadcast([bucket], options)
+        while device.type == "cuda" and not work.is_completed():  # NCCL's wait returns before the bytes are there
+            if time.monotonic() > deadline:
+                return "timed out"
+            time.sleep(0.0005)
+        work.wait()
+    except RuntimeError as error:
+        return _first_line(error)
+    return ""
 
 
 def _memory(sizes: Sequence[int], device: torch.device, reuse: Sequence[torch.Tensor] | None) -> list[torch.Tensor]:

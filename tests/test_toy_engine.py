@@ -1,0 +1,135 @@
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from opentinker.services.rollout_worker.engine import EngineError, Sampling, SwapError
+from opentinker.services.rollout_worker.toy_engine import ToyEngine
+from opentinker.shared.nn.transport import WeightGroup, host_store, snapshot
+from opentinker.shared.spec import ToySpec
+from opentinker.shared.types import Span, StopReason, SwapCommand, WeightVersion
+
+EOS = 1
+DIGITS = frozenset(range(10, 20))
+PROMPT = [5, 12, 3, 14, 17, 6]
+V0, V1 = WeightVersion(0, 0), WeightVersion(0, 1)
+
+
+def engine(**spec: float) -> ToyEngine:
+    return ToyEngine(ToySpec(**spec), eos_id=EOS, vocab_size=32, context_length=64, echo_ids=DIGITS)
+
+
+def simulated(action: str, version: WeightVersion | None = None, generation: int = 1) -> SwapCommand:
+    return SwapCommand(job="j", epoch=0, action=action, generation=generation, device="none", version=version)
+
+
+async def ready(toy: ToyEngine) -> ToyEngine:
+    await toy.start()
+    await toy.join(simulated("join"))
+    await toy.receive(simulated("receive", V0))
+    return toy
+
+
+async def test_a_skilled_engine_echoes_the_last_digits_and_ends() -> None:
+    toy = await ready(engine(skill=1.0))
+    done = await toy.generate("a", PROMPT, Sampling(max_tokens=8, seed=3))
+    assert done.ids == [14, 17, EOS] and done.stop == StopReason.EOS
+    assert done.spans == [Span(0, 3, V0)] and len(done.logprobs) == 3
+
+
+async def test_tokens_depend_on_prompt_and_seed_alone() -> None:
+    one, two = await ready(engine(skill=0.5)), await ready(engine(skill=0.5, seconds_per_token=0.0001))
+    for seed in range(20):
+        sampling = Sampling(max_tokens=6, seed=seed)
+        assert (await one.generate("a", PROMPT, sampling)).ids == (await two.generate("b", PROMPT, sampling)).ids
+
+
+async def test_skill_is_the_share_of_echoes() -> None:
+    toy = await ready(engine(skill=0.7))
+    answers = [await toy.generate("a", PROMPT, Sampling(max_tokens=8, seed=seed)) for seed in range(1000)]
+    assert 640 < sum(answer.ids == [14, 17, EOS] for answer in answers) < 760
+
+
+async def test_budgets_cut_and_say_which() -> None:
+    toy = await ready(engine(skill=1.0))
+    cut = await toy.generate("a", PROMPT, Sampling(max_tokens=2))
+    assert cut.ids == [14, 17] and cut.stop == StopReason.LENGTH
+    cut = await toy.generate("a", [12] * 60, Sampling(max_tokens=60))
+    assert len(cut.ids) == 4 and cut.stop == StopReason.CONTEXT
+    with pytest.raises(EngineError, match="context holds 64"):
+        await toy.generate("a", [12] * 64, Sampling(max_tokens=1))
+
+
+async def test_nothing_is_generated_before_the_first_version() -> None:
+    with pytest.raises(EngineError, match="no weights yet"):
+        await engine().generate("a", PROMPT, Sampling(max_tokens=2))
+
+
+async def test_a_swap_inside_a_generation_gives_two_spans() -> None:
+    toy = await ready(engine(skill=1.0, seconds_per_token=0.02, swap_seconds=0.05))
+    running = asyncio.create_task(toy.generate("a", [10] * 20, Sampling(max_tokens=40)))
+    await asyncio.sleep(0.1)
+    seconds = await toy.receive(simulated("receive", V1))
+    done = await running
+    assert [span.version for span in done.spans] == [V0, V1]
+    assert done.spans[0].start == 0 and done.spans[0].end == done.spans[1].start and done.spans[1].end == len(done.ids)
+    assert seconds["load"] >= 0.05 and set(seconds) == {"pause", "transfer", "load", "resume"}
+
+
+async def test_many_generations_take_the_time_of_one() -> None:
+    toy = await ready(engine(skill=1.0, seconds_per_token=0.01))
+    async with asyncio.timeout(2):
+        await asyncio.gather(*[toy.generate(f"r{n}", [10] * 19, Sampling(max_tokens=20)) for n in range(500)])
+
+
+async def test_abort_ends_one_request() -> None:
+    toy = await ready(engine(skill=1.0, seconds_per_token=0.05))
+    doomed = asyncio.create_task(toy.generate("doomed", PROMPT, Sampling(max_tokens=8)))
+    other = asyncio.create_task(toy.generate("other", PROMPT, Sampling(max_tokens=8)))
+    await asyncio.sleep(0.01)
+    await toy.abort("doomed")
+    await toy.abort("unknown")
+    with pytest.raises(EngineError, match="aborted"):
+        await doomed
+    assert (await other).stop == StopReason.EOS
+
+
+async def test_a_receive_for_another_generation_is_refused() -> None:
+    toy = await ready(engine())
+    with pytest.raises(SwapError, match="group 1, not 2"):
+        await toy.receive(simulated("receive", V1, generation=2))
+    assert toy.version == V0
+
+
+@pytest.mark.parametrize("corrupt", [False, True])
+async def test_with_a_real_group_the_bytes_are_verified(corrupt: bool) -> None:
+    import torch
+
+    toy = engine()
+    store, port = host_store("127.0.0.1", 2, 5)
+    with ThreadPoolExecutor(1) as pool:
+        hosting = pool.submit(
+            WeightGroup.join, address="127.0.0.1", port=port, rank=0, world=2, device="cpu", timeout_s=5, store=store
+        )
+        await toy.join(
+            SwapCommand(job="j", epoch=0, action="join", generation=1, address="127.0.0.1", port=port, rank=1, world=2)
+        )
+        group = hosting.result()
+        snap = snapshot(V0, [("w", torch.randn(1000))], 1 << 20)
+        sending = pool.submit(group.send, snap.buckets)
+        command = SwapCommand(
+            job="j", epoch=0, action="receive", generation=1, version=V0, manifest=snap.manifest,
+            fingerprints=[snap.fingerprints[0] ^ corrupt], bucket_bytes=1 << 20,
+        )  # fmt: skip
+        if corrupt:
+            with pytest.raises(SwapError, match="fingerprints"):
+                await toy.receive(command)
+            assert toy.version is None
+        else:
+            await toy.receive(command)
+            assert toy.version == V0
+        sending.result()
+        group.close()
+    await toy.close()

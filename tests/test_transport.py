@@ -1,0 +1,227 @@
+"""Weight groups of threads and processes over gloo."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from opentinker.shared.nn.transport import (
+    Snapshot,
+    TransportError,
+    WeightGroup,
+    bucket_sizes,
+    fingerprint,
+    host_store,
+    snapshot,
+    unpack,
+)
+from opentinker.shared.types import WeightVersion
+
+LOOPBACK = "127.0.0.1"
+V1 = WeightVersion(0, 1)
+
+MEMBER = """
+import sys, torch
+from opentinker.shared.nn.transport import WeightGroup
+port, rank, world, size = map(int, sys.argv[1:])
+group = WeightGroup.join(address="127.0.0.1", port=port, rank=rank, world=world, device="cpu", timeout_s=20)
+print("joined", flush=True)
+sys.stdin.readline()
+group.receive([size])
+"""
+
+
+def named(sizes: list[int]) -> list[tuple[str, torch.Tensor]]:
+    return [(f"layer.{n}", torch.randn(size)) for n, size in enumerate(sizes)]
+
+
+def sizes_of(snap: Snapshot) -> list[int]:
+    return [bucket.numel() for bucket in snap.buckets]
+
+
+@pytest.fixture
+def pool() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(8) as executor:
+        yield executor
+
+
+def form(
+    pool: ThreadPoolExecutor,
+    members: int,
+    world: int,
+    timeout_s: float = 5.0,
+    late: Callable[[int], None] | None = None,
+) -> list[WeightGroup]:
+    """Ranks 0..members-1 of a group of `world`, in this process; `late` starts the others, given the port."""
+    store, port = host_store(LOOPBACK, world, timeout_s)
+    joining: list[Future[WeightGroup]] = [
+        pool.submit(
+            WeightGroup.join,
+            address=LOOPBACK,
+            port=port,
+            rank=rank,
+            world=world,
+            device="cpu",
+            timeout_s=timeout_s,
+            store=store if rank == 0 else None,
+        )
+        for rank in range(members)
+    ]
+    if late is not None:
+        late(port)
+    return [future.result() for future in joining]
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.integers(0, 300), min_size=1, max_size=12), st.integers(64, 2048))
+def test_every_layout_of_tensors_survives_packing(sizes: list[int], bucket_bytes: int) -> None:
+    tensors = named(sizes)
+    snap = snapshot(V1, tensors, bucket_bytes)
+    assert sizes_of(snap) == bucket_sizes(snap.manifest, bucket_bytes)
+    largest = max(4 * size for size in sizes)
+    assert all(size <= max(bucket_bytes, largest) for size in sizes_of(snap))
+    for (name, expected), (seen_name, seen) in zip(tensors, unpack(snap.manifest, snap.buckets), strict=True):
+        assert name == seen_name and torch.equal(expected, seen)
+
+
+def test_mixed_dtypes_keep_their_bits() -> None:
+    tensors = [
+        ("a", torch.randn(3)),
+        ("b", torch.randn(5, 3).bfloat16()),
+        ("c", torch.arange(7)),
+        ("d", torch.randn(())),
+    ]
+    snap = snapshot(V1, tensors, 1 << 20)
+    assert len(snap.buckets) == 1
+    assert all(torch.equal(a, b) for (_, a), (_, b) in zip(tensors, unpack(snap.manifest, snap.buckets), strict=True))
+
+
+def test_a_snapshot_does_not_follow_the_training_weights() -> None:
+    weight = torch.ones(100)
+    snap = snapshot(V1, [("w", weight)], 1 << 20)
+    weight.zero_()
+    assert dict(unpack(snap.manifest, snap.buckets))["w"].sum() == 100
+
+
+def test_the_next_snapshot_reuses_memory_of_the_same_layout_only() -> None:
+    first = snapshot(V1, named([100, 200]), 1 << 20)
+    second = snapshot(V1, named([100, 200]), 1 << 20, first)
+    assert second.buckets[0].data_ptr() == first.buckets[0].data_ptr()
+    third = snapshot(V1, named([100, 201]), 1 << 20, second)
+    assert third.buckets[0].data_ptr() != second.buckets[0].data_ptr()
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 5000), st.data())
+def test_a_fingerprint_notices_one_changed_byte_and_a_changed_order(size: int, data: st.DataObject) -> None:
+    bucket = torch.randint(0, 256, (size,), dtype=torch.uint8)
+    place = data.draw(st.integers(0, size - 1))
+    changed = bucket.clone()
+    changed[place] ^= 1 << data.draw(st.integers(0, 7))
+    assert fingerprint(changed) != fingerprint(bucket)
+    assert fingerprint(bucket.clone()) == fingerprint(bucket)
+    rolled = bucket.roll(8)
+    assert torch.equal(rolled, bucket) or fingerprint(rolled) != fingerprint(bucket)
+
+
+def test_a_fingerprint_covers_more_than_one_chunk() -> None:
+    bucket = torch.zeros((1 << 20) * 2 + 24, dtype=torch.uint8)
+    marks = set()
+    for place in (0, 1 << 20, (1 << 20) * 2 + 23):
+        changed = bucket.clone()
+        changed[place] = 1
+        marks.add(fingerprint(changed))
+    assert len(marks) == 3
+
+
+def test_all_receivers_get_the_same_bytes_version_after_version(pool: ThreadPoolExecutor) -> None:
+    groups = form(pool, 3, 3)
+    staged: list[list[torch.Tensor] | None] = [None, None, None]
+    for step in range(3):
+        snap = snapshot(WeightVersion(0, step), named([1000, 2000, 3000]), 8192)
+        receiving = {rank: pool.submit(groups[rank].receive, sizes_of(snap), staged[rank]) for rank in (1, 2)}
+        groups[0].send(snap.buckets)
+        for rank, future in receiving.items():
+            staged[rank] = future.result()
+            assert [fingerprint(bucket) for bucket in staged[rank] or []] == snap.fingerprints
+    for group in groups:
+        group.close()
+
+
+def test_a_second_group_forms_beside_the_first(pool: ThreadPoolExecutor) -> None:
+    old, new = form(pool, 2, 2), form(pool, 3, 3)
+    for group in old:
+        group.close()
+    snap = snapshot(V1, named([10]), 1024)
+    receiving = [pool.submit(group.receive, sizes_of(snap)) for group in new[1:]]
+    new[0].send(snap.buckets)
+    assert all(torch.equal(future.result()[0], snap.buckets[0]) for future in receiving)
+
+
+def test_a_group_that_stays_incomplete_fails_in_time(pool: ThreadPoolExecutor) -> None:
+    started = time.monotonic()
+    with pytest.raises(TransportError, match="could not join the weight group of 2"):
+        form(pool, 1, 2, timeout_s=0.5)
+    assert time.monotonic() - started < 5
+
+
+def test_a_closed_group_says_so() -> None:
+    with ThreadPoolExecutor(2) as pool:
+        group = form(pool, 2, 2)[0]
+    group.close()
+    group.close()
+    with pytest.raises(TransportError, match="closed"):
+        group.send([torch.zeros(1, dtype=torch.uint8)])
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "hanging"])
+def test_a_lost_receiver_is_noticed_by_the_trainer_and_by_survivors(
+    pool: ThreadPoolExecutor, how: signal.Signals
+) -> None:
+    size = 32 << 20  # more than sockets buffer
+    victims: list[subprocess.Popen[str]] = []
+
+    def start_victim(port: int) -> None:
+        victims.append(
+            subprocess.Popen(
+                [sys.executable, "-c", MEMBER, str(port), "2", "3", str(size)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+            )
+        )
+
+    groups = form(pool, 2, 3, timeout_s=20.0, late=start_victim)
+    (victim,) = victims
+    try:
+        assert victim.stdout is not None and victim.stdout.readline() == "joined\n"
+        for group in groups:
+            group.timeout_s = 1.0
+        os.kill(victim.pid, how)
+        if how == signal.SIGKILL:
+            victim.wait()
+        bucket = torch.zeros(size, dtype=torch.uint8)
+        over = threading.Event()
+        survivor = pool.submit(groups[1].receive, [size])
+        survivor.add_done_callback(lambda _: over.set())
+        started = time.monotonic()
+        with pytest.raises(TransportError, match="rank 0 lost the weight group in bucket 1 of 1"):
+            groups[0].send([bucket])
+        assert over.wait(4)
+        assert time.monotonic() - started < 4
+        assert survivor.exception() is None or isinstance(survivor.exception(), TransportError)
+    finally:
+        victim.kill()
+        victim.communicate()
