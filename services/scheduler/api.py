@@ -1,0 +1,131 @@
+"""The HTTP server: routes, their table (which is also the OpenAPI document), and who is asking.
+
+http   consumes requests; produces jobs, cancellations, answers read from Redis, NATS and the checkpoint directory
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator
+from typing import Any
+
+import msgspec
+import structlog
+from aiohttp import web
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+
+from opentinker.services.scheduler.jobs_api import JobsApi
+from opentinker.services.scheduler.openapi import Parameter, Route, document
+from opentinker.services.scheduler.problems import BODY_LIMIT, json_response, problems
+from opentinker.shared.service import Context
+from opentinker.shared.subjects import STREAMS
+from opentinker.shared.telemetry import REGISTRY
+
+log = structlog.get_logger()
+
+KEY = Parameter(
+    "Idempotency-Key", "header", "Any text of up to 200 characters: the same key and spec make one job, for 24 h."
+)
+AFTER_EVENT = Parameter("after", "query", "Only events after this id; `Last-Event-ID` means the same.")
+FORMAT = Parameter("format", "query", "`json`: what there is now as one list, instead of a stream.")
+AFTER_POINT = Parameter("after", "query", "Only points after this cursor.", "integer")
+LIMIT = Parameter("limit", "query", "Points per answer.", "integer")
+SOURCE = Parameter("source", "query", "Only points of this source, e.g. `trainer`.")
+NAMES = Parameter("names", "query", "Only these values, comma separated.")
+ALL = Parameter("all", "query", "`1`: with optimizer and random state, to resume elsewhere.")
+
+
+class Api:
+    def __init__(self, ctx: Context) -> None:
+        self.ctx = ctx
+        jobs = JobsApi(ctx)
+        get = "/v1/jobs/{id}"
+        self.routes = [
+            Route("POST", "/v1/jobs", jobs.create, "Submit a job", 201, (KEY,), body="JobSpec"),
+            Route("GET", "/v1/jobs", jobs.list, "Your jobs, newest first"),
+            Route("GET", get, jobs.get, "One job: state, ledger, workers, last metrics"),
+            Route("POST", get + "/cancel", jobs.cancel, "Cancel a job in any state"),
+            Route(
+                "GET", get + "/events", jobs.events, "The job's log, as server-sent events", 200, (AFTER_EVENT, FORMAT)
+            ),
+            Route("GET", get + "/metrics", jobs.metrics, "Metrics history", 200, (AFTER_POINT, LIMIT, SOURCE, NAMES)),
+            Route("GET", get + "/checkpoints", jobs.checkpoints, "Committed checkpoints, oldest first"),
+            Route(
+                "GET",
+                get + "/checkpoints/{step}/download",
+                jobs.download,
+                "A checkpoint as a tar stream; `step` is a number or `latest`",
+                200,
+                (ALL,),
+                content="application/x-tar",
+            ),
+            Route("GET", "/v1/workers", self.workers, "Live workers and what they are leased to"),
+            Route("GET", "/v1/queues", self.queues, "Depth of every message stream"),
+            Route("GET", "/healthz", self.healthz, "The process turns"),
+            Route("GET", "/readyz", self.readyz, "The process can work"),
+            Route("GET", "/metrics", self.prometheus, "Prometheus text", content="text/plain"),
+            Route("GET", "/openapi.json", self.openapi, "This document"),
+        ]
+
+    def app(self) -> web.Application:
+        app = web.Application(middlewares=[problems], client_max_size=BODY_LIMIT)
+        for route in self.routes:
+            app.router.add_route(route.method, route.path, route.handler)
+        return app
+
+    async def workers(self, _: web.Request) -> web.Response:
+        leases = {lease.worker: lease for lease in await self.ctx.store.leases()}
+        return json_response(
+            {
+                "workers": [
+                    {**msgspec.to_builtins(worker), "lease": msgspec.to_builtins(leases.get(worker.id))}
+                    for worker in await self.ctx.store.workers()
+                ]
+            }
+        )
+
+    async def queues(self, _: web.Request) -> web.Response:
+        queues = []
+        for stream in STREAMS:
+            assert stream.name is not None
+            info = await self.ctx.bus.js.stream_info(stream.name, subjects_filter=">")
+            queues.append(
+                {
+                    "stream": stream.name,
+                    "messages": info.state.messages,
+                    "bytes": info.state.bytes,
+                    "consumers": info.state.consumer_count,
+                    "subjects": info.state.subjects or {},
+                }
+            )
+        return json_response({"queues": queues})
+
+    async def healthz(self, _: web.Request) -> web.Response:
+        return json_response({"status": "ok", "service": self.ctx.service, "worker": self.ctx.worker})
+
+    async def readyz(self, _: web.Request) -> web.Response:
+        ready = self.ctx.is_ready and self.ctx.bus.nc.is_connected and not self.ctx.stopping.is_set()
+        return json_response({"ready": ready, "nats": self.ctx.bus.nc.is_connected}, status=200 if ready else 503)
+
+    async def prometheus(self, _: web.Request) -> web.Response:
+        return web.Response(body=generate_latest(REGISTRY), headers={"Content-Type": CONTENT_TYPE_LATEST})
+
+    async def openapi(self, _: web.Request) -> web.Response:
+        return json_response(document(self.routes))
+
+
+@contextlib.asynccontextmanager
+async def listening(ctx: Context) -> AsyncIterator[int]:
+    """Serve while the block runs; gives the port. A port that is taken is an error of the process."""
+    runner = web.AppRunner(Api(ctx).app(), access_log=None, shutdown_timeout=2.0)
+    await runner.setup()
+    try:
+        site = web.TCPSite(runner, ctx.settings.http_host, ctx.settings.http_port)
+        await site.start()
+        addresses: list[Any] = runner.addresses
+        port = int(addresses[0][1])
+        ctx.detail["http_port"] = port
+        log.info("listening", url=f"http://{ctx.settings.http_host}:{port}")
+        yield port
+    finally:
+        await runner.cleanup()

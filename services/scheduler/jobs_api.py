@@ -1,0 +1,239 @@
+"""Handlers of /v1/jobs and everything below it. A handler gets a job only through `_job`, which asks who may see it."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import orjson
+from aiohttp import web
+
+from opentinker.services.scheduler import checkpoints
+from opentinker.services.scheduler.problems import json_response, read_json
+from opentinker.services.scheduler.submission import submit
+from opentinker.shared.admission import Admission
+from opentinker.shared.errors import Conflict, NotFound, SpecError
+from opentinker.shared.service import Context
+from opentinker.shared.store import JobRecord
+from opentinker.shared.subjects import METRIC, METRICS, WAKE
+from opentinker.shared.types import JobState, MetricPoint
+
+JOB_ID = re.compile(r"^j-[a-z0-9]{10}$")
+EVENT_ID = re.compile(r"^\d{1,15}(-\d{1,15})?$")
+IDEMPOTENCY_KEY = re.compile(r"^[\x21-\x7e]{1,200}$")
+LOOK_S = 1.0
+COMMENT_S = 10.0
+"""An idle event stream says something so often, so that proxies keep it and a dead client is noticed."""
+POINTS = 1000
+MOST_POINTS = 10_000
+
+
+def tenant_of(_request: web.Request) -> str:
+    """Who is asking. The one place that decides it; there are no keys yet, so everybody is the same tenant."""
+    return "default"
+
+
+class JobsApi:
+    def __init__(self, ctx: Context) -> None:
+        self.ctx, self.store, self.bus = ctx, ctx.store, ctx.bus
+
+    async def _job(self, request: web.Request) -> JobRecord:
+        """Raises NotFound; a job of another tenant looks like one that does not exist."""
+        id = request.match_info["id"]
+        if JOB_ID.match(id):
+            job = await self.store.job(id)
+            if job.tenant == tenant_of(request):
+                return job
+        raise NotFound(f"no job {id[:100]!r}; GET /v1/jobs lists yours")
+
+    async def create(self, request: web.Request) -> web.Response:
+        key = request.headers.get("Idempotency-Key")
+        if key is not None and not IDEMPOTENCY_KEY.match(key):
+            raise SpecError(
+                [{"field": "Idempotency-Key", "value": key[:200], "problem": "must be 1 to 200 printable characters"}]
+            )
+        id, repeated = await submit(self.ctx, await read_json(request), tenant_of(request), key or "")
+        headers = {"Location": f"/v1/jobs/{id}"} | ({"Idempotency-Replayed": "true"} if repeated else {})
+        return json_response(_summary(await self.store.job(id)), 201, headers)
+
+    async def list(self, request: web.Request) -> web.Response:
+        tenant = tenant_of(request)
+        return json_response({"jobs": [_summary(job) for job in await self.store.jobs() if job.tenant == tenant]})
+
+    async def get(self, request: web.Request) -> web.Response:
+        job = await self._job(request)
+        ledger = await Admission(self.store.redis, job.id).ledger()
+        workers = [
+            {"id": w.id, "pool": w.pool, "status": w.status, "host": w.host, "pid": w.pid, "detail": w.detail}
+            for w in await self.store.workers()
+            if w.job == job.id
+        ]
+        return json_response(
+            {
+                **_summary(job),
+                "spec": job.spec,
+                "ledger": {**msgspec.to_builtins(ledger), "version": str(ledger.version), "balanced": ledger.balanced},
+                "workers": workers,
+                "metrics": await self._last_metrics(job.id),
+            }
+        )
+
+    async def _last_metrics(self, job: str) -> dict[str, Any]:
+        """By source: the newest point."""
+        assert METRICS.name is not None
+        info = await self.bus.js.stream_info(METRICS.name, subjects_filter=METRIC.at(job=job, source="*"))
+        messages = await asyncio.gather(
+            *(self.bus.js.get_last_msg(METRICS.name, subject) for subject in info.state.subjects or {})
+        )
+        points = [msgspec.json.decode(message.data or b"", type=MetricPoint) for message in messages]
+        return {p.source: {"step": p.step, "time": p.time, "values": p.values} for p in points}
+
+    async def cancel(self, request: web.Request) -> web.Response:
+        """Cancelling what is cancelled already is fine: the call may be repeated."""
+        job = await self._job(request)
+        try:
+            await self.store.transition(job.id, JobState.CANCELLED, reason="cancelled by request")
+        except Conflict:
+            job = await self.store.job(job.id)
+            if job.state != JobState.CANCELLED:
+                raise Conflict(f"job {job.id} has {job.state} already; there is nothing to cancel") from None
+        await self.bus.emit(WAKE, {"job": job.id}, who="scheduler")
+        return json_response(_summary(await self.store.job(job.id)))
+
+    # --- events -------------------------------------------------------------------------------------------------
+
+    async def events(self, request: web.Request) -> web.StreamResponse:
+        job = await self._job(request)
+        after = request.query.get("after") or request.headers.get("Last-Event-ID") or "0"
+        if not EVENT_ID.match(after):
+            raise SpecError(
+                [{"field": "after", "value": after[:100], "problem": "not an event id, e.g. 1763712000000-0"}]
+            )
+        match request.query.get("format", "sse"):
+            case "json":
+                return json_response({"events": await self._all_events(job.id, after)})
+            case "sse":
+                return await self._stream_events(request, job.id, after)
+            case other:
+                raise SpecError([{"field": "format", "value": other[:100], "problem": "must be `sse` or `json`"}])
+
+    async def _all_events(self, job: str, after: str) -> list[dict[str, Any]]:  # type: ignore[valid-type]
+        found: Any = []
+        while page := await self.store.events(job, after):
+            found += page
+            after = page[-1]["id"]
+        return found  # type: ignore[no-any-return]
+
+    async def _stream_events(self, request: web.Request, job: str, after: str) -> web.StreamResponse:
+        """Until the event of the final state is out, the client leaves, or the service stops."""
+        headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no", "X-Content-Type-Options": "nosniff"}
+        response = web.StreamResponse(headers=headers)
+        response.content_type = "text/event-stream"
+        await response.prepare(request)
+        said_at = time.monotonic()
+        while not self.ctx.stopping.is_set() and request.transport is not None and not request.transport.is_closing():
+            over = (await self.store.job(job)).state.final
+            page = await self.store.events(job, after, block_ms=None if over else int(LOOK_S * 1000))
+            for event in page:
+                after = event["id"]
+                text = f"id: {after}\nevent: {event['event']}\ndata: {orjson.dumps(event).decode()}\n\n"
+                await response.write(text.encode())
+                said_at = time.monotonic()
+                if event.get("state") in FINAL:
+                    return response
+            if over and not page:
+                return response
+            if time.monotonic() - said_at > COMMENT_S:
+                await response.write(b": nothing new\n\n")
+                said_at = time.monotonic()
+        return response
+
+    # --- metrics ------------------------------------------------------------------------------------------------
+
+    async def metrics(self, request: web.Request) -> web.Response:
+        """Served from the stream, so it survives every service; `cursor` is the `after` of the next call."""
+        job = await self._job(request)
+        after = _integer(request, "after", 0, 0, 2**62)
+        limit = _integer(request, "limit", POINTS, 1, MOST_POINTS)
+        source, names = request.query.get("source", "*"), request.query.get("names", "")
+        wanted = set(names.split(",")) if names else None
+        found = await self.bus.history(METRIC, after, limit, job=job.id, source="*" if source == ">" else source)
+        points = [
+            {
+                "cursor": seq,
+                "source": p.source,
+                "incarnation": p.incarnation,
+                "seq": p.seq,
+                "time": p.time,
+                "step": p.step,
+                "values": {k: v for k, v in p.values.items() if wanted is None or k in wanted},
+            }
+            for seq, p in found
+        ]
+        if wanted is not None:
+            points = [point for point in points if point["values"]]
+        cursor = found[-1][0] if found else after
+        return json_response({"metrics": points, "cursor": cursor, "more": len(found) == limit})
+
+    # --- checkpoints --------------------------------------------------------------------------------------------
+
+    def _root(self, job: JobRecord) -> Path:
+        return self.ctx.settings.data_dir / "jobs" / job.id / "checkpoints"
+
+    async def checkpoints(self, request: web.Request) -> web.Response:
+        job = await self._job(request)
+        return json_response({"checkpoints": await asyncio.to_thread(checkpoints.listed, self._root(job))})
+
+    async def download(self, request: web.Request) -> web.StreamResponse:
+        job = await self._job(request)
+        text, everything = request.match_info["step"], request.query.get("all", "0")
+        if not (text == "latest" or re.fullmatch(r"[0-9]{1,12}", text)):
+            raise SpecError([{"field": "step", "value": text[:100], "problem": "must be a step number or `latest`"}])
+        if everything not in ("0", "1"):
+            raise SpecError([{"field": "all", "value": everything[:100], "problem": "must be 0 or 1"}])
+        step = None if text == "latest" else int(text)
+        archive = await asyncio.to_thread(checkpoints.open_archive, self._root(job), step, everything == "1")
+        try:
+            response = web.StreamResponse(
+                headers={
+                    "Content-Disposition": f'attachment; filename="{job.id}-step-{archive.step}.tar"',
+                    "X-Checkpoint-Step": str(archive.step),
+                    "X-Content-Type-Options": "nosniff",
+                }
+            )
+            response.content_type = "application/x-tar"
+            response.content_length = archive.size
+            await response.prepare(request)
+            chunks = archive.chunks()
+            while (chunk := await asyncio.to_thread(next, chunks, None)) is not None:
+                await response.write(chunk)
+            return response
+        finally:
+            archive.close()
+
+
+FINAL = {state.value for state in JobState if state.final}
+
+
+def _summary(job: JobRecord) -> dict[str, Any]:
+    shown = msgspec.to_builtins(job)
+    for hidden in ("spec", "version", "restart_step"):
+        del shown[hidden]
+    shown["finished"] = job.finished or None
+    shown["waiting_for"] = "" if job.state.final else job.waiting_for
+    shown["environment"] = job.spec["environment"]["name"]
+    shown["model"] = job.spec["model"]["base"]
+    return dict(shown)
+
+
+def _integer(request: web.Request, name: str, default: int, low: int, high: int) -> int:
+    text = request.query.get(name)
+    if text is None:
+        return default
+    if not re.fullmatch(r"[0-9]{1,19}", text) or not low <= int(text) <= high:
+        raise SpecError([{"field": name, "value": text[:100], "problem": f"must be a whole number, {low} to {high}"}])
+    return int(text)

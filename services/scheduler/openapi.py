@@ -1,0 +1,101 @@
+"""The route table's type, and the OpenAPI 3.1 document made from it: nothing is documented that is not served."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import opentinker
+from opentinker.services.scheduler.problems import Handler
+from opentinker.shared.spec import JobSpec
+
+_SCHEMAS = "#/components/schemas/"
+
+
+@dataclass(frozen=True)
+class Parameter:
+    name: str
+    place: str
+    """query | header | path"""
+    meaning: str
+    type: str = "string"
+
+
+@dataclass(frozen=True)
+class Route:
+    method: str
+    path: str
+    handler: Handler
+    summary: str
+    status: int = 200
+    parameters: tuple[Parameter, ...] = ()
+    body: str | None = None
+    """Name of the schema of the JSON body."""
+    content: str = "application/json"
+    """Of the answer."""
+
+
+def document(routes: Sequence[Route]) -> dict[str, Any]:
+    spec = JobSpec.model_json_schema(ref_template=_SCHEMAS + "{model}")
+    schemas = spec.pop("$defs", {})
+    paths: dict[str, dict[str, Any]] = {}
+    for route in routes:
+        paths.setdefault(route.path, {})[route.method.lower()] = _operation(route)
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "OpenTinker", "version": opentinker.__version__},
+        "paths": paths,
+        "components": {"schemas": {**schemas, "JobSpec": spec, "Problem": _PROBLEM}},
+    }
+
+
+def _operation(route: Route) -> dict[str, Any]:
+    in_path = [Parameter(name, "path", "") for name in re.findall(r"{(\w+)}", route.path)]
+    errors = {"422": "Every mistake in the request"} if route.body or route.parameters else {}
+    errors |= {"404": "Unknown id"} if in_path else {}
+    errors |= {"503": "Redis or NATS does not answer"} if route.path.startswith("/v1") else {}
+    problem = {"application/problem+json": {"schema": {"$ref": _SCHEMAS + "Problem"}}}
+    operation: dict[str, Any] = {
+        "summary": route.summary,
+        "parameters": [
+            {
+                "name": p.name,
+                "in": p.place,
+                "required": p.place == "path",
+                "schema": {"type": p.type},
+                **({"description": p.meaning} if p.meaning else {}),
+            }
+            for p in [*in_path, *route.parameters]
+        ],
+        "responses": {
+            str(route.status): {"description": route.summary, "content": {route.content: {}}},
+            **{status: {"description": text, "content": problem} for status, text in errors.items()},
+        },
+    }
+    if route.body:
+        content = {"application/json": {"schema": {"$ref": _SCHEMAS + route.body}}}
+        operation["requestBody"] = {"required": True, "content": content}
+    return operation
+
+
+_PROBLEM = {
+    "type": "object",
+    "required": ["type", "title", "status", "detail", "hint"],
+    "properties": {
+        "type": {"type": "string"},
+        "title": {"type": "string"},
+        "status": {"type": "integer"},
+        "detail": {"type": "string"},
+        "hint": {"type": "string", "description": "What to do about it"},
+        "errors": {
+            "type": "array",
+            "items": {
+                "type": "object",
+                "required": ["field", "value", "problem"],
+                "properties": {"field": {"type": "string"}, "value": {}, "problem": {"type": "string"}},
+            },
+        },
+    },
+}

@@ -1,0 +1,154 @@
+"""What goes wrong in a request, as application/problem+json (RFC 9457) with a `hint`; and strict JSON in.
+
+Bad input is never a 500: the middleware knows every error of ours and aiohttp's; anything else is a bug and is logged.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import nats.errors
+import orjson
+import structlog
+from aiohttp import web
+from prometheus_client import Counter, Histogram
+from redis.exceptions import RedisError
+
+from opentinker.shared.bus import NoReply
+from opentinker.shared.errors import Conflict, NotFound, SpecError
+from opentinker.shared.telemetry import REGISTRY
+
+log = structlog.get_logger()
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+BODY_LIMIT = 1 << 20
+DEPTH_LIMIT = 32
+NODE_LIMIT = 100_000
+REQUESTS = Counter("opentinker_http_requests", "HTTP requests", ["method", "route", "status"], registry=REGISTRY)
+LATENCY = Histogram("opentinker_http_seconds", "Time until the response began", ["route"], registry=REGISTRY)
+
+HINTS = {
+    400: "see /openapi.json for what this route takes",
+    404: "see /openapi.json for the routes; GET /v1/jobs lists your jobs",
+    405: "see /openapi.json for the methods of this route",
+    409: "GET the object to see its present state",
+    413: f"a body may have {BODY_LIMIT} bytes",
+    415: "send JSON with `Content-Type: application/json`",
+    422: "correct the fields under `errors` and send it again",
+    503: "a part of the service is restarting; try again in a few seconds",
+}
+
+
+def json_response(data: Any, status: int = 200, headers: dict[str, str] | None = None) -> web.Response:
+    body = orjson.dumps(data, option=orjson.OPT_NON_STR_KEYS, default=str)
+    return web.Response(body=body, status=status, headers=headers, content_type="application/json")
+
+
+def problem(status: int, detail: str, *, title: str, **more: Any) -> web.Response:
+    body = {
+        "type": f"urn:opentinker:problem:{title.lower().replace(' ', '-')}",
+        "title": title,
+        "status": status,
+        "detail": detail,
+        "hint": HINTS.get(status, "see /openapi.json"),
+        **more,
+    }
+    response = json_response(body, status)
+    response.content_type = "application/problem+json"
+    if status == 503:
+        response.headers["Retry-After"] = "2"
+    return response
+
+
+async def _answer(request: web.Request, handler: Handler) -> web.StreamResponse:
+    try:
+        return await handler(request)
+    except SpecError as error:
+        title = "Invalid request" if request.method == "GET" else "Invalid job"
+        count = len(error.mistakes)
+        detail = f"{count} mistake{'s' if count != 1 else ''}: {error}"
+        return problem(422, detail, title=title, errors=error.mistakes)
+    except NotFound as error:
+        return problem(404, str(error), title="Not found")
+    except Conflict as error:
+        return problem(409, str(error), title="Conflict")
+    except (RedisError, NoReply, TimeoutError, nats.errors.Error) as error:
+        log.warning("request_unavailable", path=request.path, error=str(error) or type(error).__name__)
+        return problem(503, "the state store or the message server does not answer", title="Unavailable")
+    except web.HTTPException as error:
+        if error.status < 400:
+            raise
+        return _http_problem(request, error)
+
+
+def _http_problem(request: web.Request, error: web.HTTPException) -> web.Response:
+    match error:
+        case web.HTTPMethodNotAllowed():
+            allowed = sorted(error.allowed_methods)
+            response = problem(405, f"{request.method} is not a method of {request.path}", title="Method not allowed")
+            response.headers["Allow"] = ", ".join(allowed)
+            return response
+        case web.HTTPNotFound():
+            return problem(404, f"there is no {request.path}", title="Not found")
+        case web.HTTPRequestEntityTooLarge():
+            return problem(413, "the body is too large", title="Body too large")
+        case _:
+            return problem(error.status, error.text or error.reason, title=error.reason)
+
+
+@web.middleware
+async def problems(request: web.Request, handler: Handler) -> web.StreamResponse:
+    started = time.monotonic()
+    response = await _answer(request, handler)
+    resource = request.match_info.route.resource
+    route = "(none)" if resource is None else resource.canonical
+    LATENCY.labels(route).observe(time.monotonic() - started)
+    REQUESTS.labels(request.method, route, response.status).inc()
+    response.headers.setdefault("X-Content-Type-Options", "nosniff")
+    return response
+
+
+async def read_json(request: web.Request) -> Any:
+    """The body as plain data. Raises SpecError: not JSON, a name twice in an object, NaN, too deep, too many values."""
+    raw = await request.read()
+    try:
+        data = orjson.loads(raw)
+        json.loads(raw, object_pairs_hook=_unique)
+    except RecursionError:
+        raise _bad_body("nested too deeply") from None
+    except ValueError as error:  # both JSON errors, and integers of absurd length
+        raise _bad_body(str(error)) from None
+    _measure(data)
+    return data
+
+
+def _bad_body(what: str) -> SpecError:
+    return SpecError([{"field": "(body)", "value": None, "problem": f"not acceptable JSON: {what}"}])
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"the name {twice[:100]!r} appears twice in one object")
+    return found
+
+
+def _measure(data: Any) -> None:
+    level, nodes, depth = [data], 0, 0
+    while level:
+        nodes, depth = nodes + len(level), depth + 1
+        if depth > DEPTH_LIMIT:
+            raise _bad_body(f"nested deeper than {DEPTH_LIMIT} levels")
+        if nodes > NODE_LIMIT:
+            raise _bad_body(f"more than {NODE_LIMIT} values")
+        level = [
+            child
+            for value in level
+            if isinstance(value, (dict, list))
+            for child in (value.values() if isinstance(value, dict) else value)
+        ]

@@ -1,0 +1,247 @@
+"""Placement: what every active job should have, against what it has. Leases are written here and nowhere else.
+
+    reconcile loop   consumes jobs, heartbeats and leases; produces leases, epochs and events;
+                     waits for half a second; woken by WAKE "scheduler"
+
+One look, oldest job first, and a job that cannot be served never holds back the next one:
+
+    lease of a job that is over or unknown  -> revoked
+    lease of a worker that is gone          -> revoked; a lost trainer is counted, too many in a row fail the job
+    queued, trainer + rollout worker free   -> starting, epoch + 1, both leased
+    starting/running without a trainer      -> the next free one, epoch + 1; rollout workers keep generating
+    starting/running without rollout worker -> the next free one
+    then, if any are left: rollout workers up to `resources.rollout_workers`
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+import msgspec
+import structlog
+
+from opentinker.services.scheduler.checkpoints import newest_epoch
+from opentinker.services.scheduler.cluster import Cluster
+from opentinker.shared.errors import Conflict, NotFound
+from opentinker.shared.service import Context
+from opentinker.shared.store import JobRecord
+from opentinker.shared.subjects import WAKE
+from opentinker.shared.types import JobState, Lease, Pool, WorkerInfo
+
+log = structlog.get_logger()
+
+LOOK_S = 0.5
+MAX_RESTARTS = 5
+"""Trainers in a row that may be lost without a new step; the next loss fails the job."""
+HELD = (JobState.STARTING, JobState.RUNNING)
+
+
+class Reconciler:
+    def __init__(self, ctx: Context) -> None:
+        self.ctx, self.store = ctx, ctx.store
+        self._ttl_s = ctx.settings.worker_ttl_s
+        self._wake = asyncio.Event()
+        self._seen_at = float("-inf")
+        self._absence_counts_from = 0.0
+        self._ignored_since: dict[Lease, float] = {}
+        """When a live worker was first seen not acting on its lease."""
+
+    async def run(self) -> None:
+        async def wake(_: dict[str, Any]) -> None:
+            self._wake.set()
+
+        subscription = await self.ctx.bus.listen(WAKE, wake, who="scheduler")
+        try:
+            while True:
+                self._wake.clear()
+                await self.look()
+                try:
+                    await asyncio.wait_for(self._wake.wait(), LOOK_S)
+                except TimeoutError:
+                    continue
+        finally:
+            await subscription.unsubscribe()
+
+    async def look(self) -> None:
+        """Once over everything."""
+        cluster = await self._observe()
+        jobs = await self.store.active_jobs()
+        await self._revoke_ended(cluster, {job.id for job in jobs})
+        kept = [await self._keep(job, cluster) for job in jobs]
+        for job in kept:
+            try:
+                await self._serve(job, cluster)
+            except (Conflict, NotFound):
+                log.info("job_changed_meanwhile", job=job.id)  # cancelled or finished: the next look sees it
+        for job in kept:
+            if job.state in HELD:
+                await self._add_rollout_workers(job, cluster, job.spec["resources"]["rollout_workers"])
+
+    async def _observe(self) -> Cluster:
+        """Leases are read before jobs: a lease whose job is not active then is a lease of a job that is over."""
+        workers, leases = await self.store.workers(), await self.store.leases()
+        now = time.monotonic()
+        if now - self._seen_at > max(self._ttl_s / 2, 3 * LOOK_S):
+            # We start, or Redis was away: heartbeats may have expired although the workers live. Let them beat first.
+            self._absence_counts_from = now + self._ttl_s
+        self._seen_at = now
+        return Cluster(workers, leases)
+
+    # --- what goes ----------------------------------------------------------------------------------------------
+
+    async def _revoke_ended(self, cluster: Cluster, active: set[str]) -> None:
+        for lease in cluster.leases_outside(active):
+            log.info("lease_revoked", job=lease.job, lease_worker=lease.worker, why="the job is over")
+            await self._revoke(lease, cluster)
+
+    async def _revoke(self, lease: Lease, cluster: Cluster) -> None:
+        await self.store.revoke(lease.worker)
+        cluster.forget(lease)
+        self._ignored_since.pop(lease, None)
+        await self._wake_worker(lease.worker)
+
+    def _lost(self, lease: Lease, cluster: Cluster) -> str | None:
+        """Why the holder will not do its work any more; None if it does, or may."""
+        worker, now = cluster.workers.get(lease.worker), time.monotonic()
+        if worker is None:
+            return "it stopped beating" if now >= self._absence_counts_from else None
+        if worker.incarnation != lease.incarnation:
+            return "its process was restarted"
+        if worker.job == lease.job or worker.status == "draining":
+            self._ignored_since.pop(lease, None)
+            return None
+        since = self._ignored_since.setdefault(lease, now)
+        return "it does not act on its lease" if now - since > 3 * self._ttl_s else None
+
+    async def _keep(self, job: JobRecord, cluster: Cluster) -> JobRecord:
+        """Take back what dead workers hold. Returns the job as it is afterwards."""
+        for lease in cluster.leases_of(job.id):
+            why = self._lost(lease, cluster)
+            if why is None:
+                continue
+            log.warning("worker_lost", job=job.id, lost=lease.worker, pool=lease.pool, why=why)
+            await self._revoke(lease, cluster)
+            try:
+                if lease.pool == Pool.TRAINER:
+                    job = await self._count_restart(job, lease, why)
+                else:
+                    detail = {"worker": lease.worker, "why": why}
+                    await self.store.update(job.id, event="rollout_worker_lost", detail=detail)
+            except (Conflict, NotFound):
+                log.info("job_changed_meanwhile", job=job.id)
+        return job
+
+    async def _count_restart(self, job: JobRecord, lease: Lease, why: str) -> JobRecord:
+        restarts = 1 if job.step > job.restart_step else job.restarts + 1
+        if restarts > MAX_RESTARTS:
+            reason = (
+                f"the trainer was lost {restarts} times in a row without a new step (step {job.step} of {job.steps}); "
+                f"the last one was {lease.worker}: {why}. See the trainer's log"
+            )
+            await self.store.transition(job.id, JobState.FAILED, allowed=HELD, reason=reason)
+            return msgspec.structs.replace(job, state=JobState.FAILED)
+        changes = {"restarts": restarts, "restart_step": max(job.step, job.restart_step)}
+        detail = {"worker": lease.worker, "why": why, "step": job.step, "restarts": restarts}
+        await self.store.update(job.id, event="trainer_lost", detail=detail, **changes)
+        return msgspec.structs.replace(job, **changes)
+
+    # --- what comes ---------------------------------------------------------------------------------------------
+
+    async def _serve(self, job: JobRecord, cluster: Cluster) -> None:
+        """The least that a job needs to go on: a trainer and one rollout worker."""
+        if job.state == JobState.QUEUED:
+            await self._start(job, cluster)
+        elif job.state in HELD:
+            if not cluster.leases_of(job.id, Pool.TRAINER):
+                job = await self._replace_trainer(job, cluster)
+            await self._add_rollout_workers(job, cluster, 1)
+            await self._say_waiting(job, cluster)
+
+    async def _start(self, job: JobRecord, cluster: Cluster) -> None:
+        trainer, rollout = cluster.free(Pool.TRAINER), cluster.free(Pool.ROLLOUT)
+        if trainer is None or rollout is None or _lacking(job, cluster):
+            await self._say_waiting(job, cluster)
+            return
+        epoch = await self._next_epoch(job)
+        await self.store.transition(
+            job.id,
+            JobState.STARTING,
+            allowed=[JobState.QUEUED],
+            epoch=epoch,
+            detail={"trainer": trainer.id, "rollout_worker": rollout.id},
+            waiting_for="",
+        )
+        log.info("job_started", job=job.id, epoch=epoch, trainer=trainer.id, rollout_worker=rollout.id)
+        await self._grant(job.id, epoch, trainer, cluster)
+        await self._grant(job.id, epoch, rollout, cluster)
+
+    async def _replace_trainer(self, job: JobRecord, cluster: Cluster) -> JobRecord:
+        trainer = cluster.free(Pool.TRAINER)
+        if trainer is None:
+            return job
+        epoch = await self._next_epoch(job)
+        await self.store.transition(
+            job.id,
+            JobState.STARTING,
+            allowed=HELD,
+            epoch=epoch,
+            event="trainer_restarted",
+            detail={"trainer": trainer.id, "restarts": job.restarts},
+        )
+        log.info("trainer_restarted", job=job.id, epoch=epoch, trainer=trainer.id)
+        await self._grant(job.id, epoch, trainer, cluster)
+        return msgspec.structs.replace(job, epoch=epoch)
+
+    async def _add_rollout_workers(self, job: JobRecord, cluster: Cluster, wanted: int) -> None:
+        """Leases of rollout workers stay as they are when the trainer changes; new ones carry today's epoch."""
+        while len(cluster.working(job.id, Pool.ROLLOUT)) < wanted and (worker := cluster.free(Pool.ROLLOUT)):
+            await self._grant(job.id, job.epoch, worker, cluster)
+            await self.store.update(job.id, event="rollout_worker_added", detail={"worker": worker.id})
+            log.info("rollout_worker_added", job=job.id, added=worker.id)
+
+    async def _next_epoch(self, job: JobRecord) -> int:
+        """Higher than any that Redis or a checkpoint knows of."""
+        root = self.ctx.settings.data_dir / "jobs" / job.id / "checkpoints"
+        return max(job.epoch, await asyncio.to_thread(newest_epoch, root)) + 1
+
+    async def _grant(self, job: str, epoch: int, worker: WorkerInfo, cluster: Cluster) -> None:
+        lease = Lease(job=job, worker=worker.id, incarnation=worker.incarnation, epoch=epoch, pool=worker.pool)
+        await self.store.grant(lease)
+        cluster.remember(lease)
+        await self._wake_worker(worker.id)
+
+    async def _wake_worker(self, worker: str) -> None:
+        await self.ctx.bus.emit(WAKE, {}, who=worker)
+
+    # --- what is missing ----------------------------------------------------------------------------------------
+
+    async def _say_waiting(self, job: JobRecord, cluster: Cluster) -> None:
+        """Shown with the job; an event only when it changes."""
+        waiting = _lacking(job, cluster)
+        if waiting != job.waiting_for:
+            event = "waiting" if waiting else ""
+            await self.store.update(job.id, event=event, detail={"for": waiting}, waiting_for=waiting)
+
+
+NAMES = {
+    Pool.TRAINER: "trainer",
+    Pool.ROLLOUT: "rollout worker",
+    Pool.REFERENCE: "reference-forward",
+    Pool.ENV: "env worker",
+}
+
+
+def _lacking(job: JobRecord, cluster: Cluster) -> str:
+    """In words; empty if nothing is. Env workers and reference-forward serve every job and are not leased."""
+    queued = job.state == JobState.QUEUED
+    short = [
+        pool
+        for pool in (Pool.TRAINER, Pool.ROLLOUT)
+        if (cluster.free(pool) is None if queued else not cluster.working(job.id, pool))
+    ]
+    shared = [Pool.ENV] + ([Pool.REFERENCE] if job.spec["algorithm"]["kl_coef"] > 0 else [])
+    busy = [f"a free {NAMES[pool]}" for pool in short if cluster.alive(pool)]
+    absent = [NAMES[pool] for pool in short + shared if not cluster.alive(pool)]
+    return "; ".join(busy + ([f"{', '.join(absent)} (none is running)"] if absent else []))

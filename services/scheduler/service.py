@@ -1,0 +1,30 @@
+"""The scheduler process: HTTP API, placement, admission. It keeps nothing: all it knows is in Redis and NATS.
+
+    api         consumes HTTP requests; produces jobs and cancellations
+    reconcile   consumes jobs, heartbeats, leases; produces leases; woken by WAKE "scheduler"
+    clear       consumes jobs that have ended; removes their messages
+    tickets     consumes admission's room; produces TICKET; woken by WAKE "admission"
+
+Killed and started again it goes on where it was; jobs that run do not notice.
+"""
+
+from __future__ import annotations
+
+from opentinker.services.scheduler.api import listening
+from opentinker.services.scheduler.clearing import Clearing
+from opentinker.services.scheduler.reconcile import Reconciler
+from opentinker.services.scheduler.tickets import TicketIssuer
+from opentinker.shared.service import Context, first_failure
+
+
+async def serve(ctx: Context) -> None:
+    async with listening(ctx):
+        ctx.ready()
+        await first_failure(
+            {
+                "reconcile": Reconciler(ctx).run(),
+                "clear": Clearing(ctx).run(),
+                "tickets": TicketIssuer(ctx).run(),
+                "stop": ctx.stopping.wait(),
+            }
+        )

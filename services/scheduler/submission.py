@@ -1,0 +1,148 @@
+"""A submitted spec -> a job in the queue, or every mistake in it at once."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import secrets
+import string
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from opentinker.shared.bus import NoReply
+from opentinker.shared.codec import WireError
+from opentinker.shared.errors import SpecError
+from opentinker.shared.service import Context
+from opentinker.shared.spec import JobSpec, ModelSpec, parse_spec
+from opentinker.shared.subjects import ENV_CHECK, WAKE
+from opentinker.shared.types import EnvCheck
+
+ENV_CHECK_S = 2.0
+_ALPHABET = string.ascii_lowercase + string.digits
+Mistakes = list[dict[str, Any]]
+
+
+def new_job_id() -> str:
+    return "j-" + "".join(secrets.choice(_ALPHABET) for _ in range(10))
+
+
+async def submit(ctx: Context, data: Any, tenant: str, idempotency: str = "") -> tuple[str, bool]:
+    """Returns the job's id and whether an equal request with the same key had made it before.
+
+    Raises SpecError with every mistake, Conflict if the key was used for another spec.
+    """
+    mistakes: Mistakes = []
+    spec: JobSpec | None = None
+    try:
+        spec = parse_spec(data)
+    except SpecError as error:
+        mistakes += error.mistakes
+    wrong_environment, checked = await _check_environment(ctx, _environment(data, spec), mistakes)
+    base = _base(data, spec)
+    wrong_model = (
+        [] if base is None else await asyncio.to_thread(_check_model, base, None if spec is None else spec.model)
+    )
+    mistakes += wrong_environment + wrong_model
+    if spec is None or mistakes:
+        raise SpecError(mistakes)
+    plain = spec.model_dump(mode="json")
+    plain["model"]["base"] = await asyncio.to_thread(_resolved, spec.model.base)
+    body_hash = hashlib.sha256(_canonical(plain)).hexdigest()
+    new = new_job_id()
+    id = await ctx.store.create_job(id=new, spec=plain, tenant=tenant, idempotency=idempotency, body_hash=body_hash)
+    if id == new and not checked:
+        await ctx.store.update(
+            id,
+            event="environment_unchecked",
+            detail={"why": "no env worker answered; it is checked at the first episode"},
+        )
+    await ctx.bus.emit(WAKE, {"job": id}, who="scheduler")
+    return id, id != new
+
+
+def _canonical(plain: dict[str, Any]) -> bytes:
+    try:
+        return orjson.dumps(plain, option=orjson.OPT_SORT_KEYS)
+    except TypeError as error:
+        raise SpecError([{"field": "(whole spec)", "value": None, "problem": f"cannot be stored: {error}"}]) from None
+
+
+def _environment(data: Any, spec: JobSpec | None) -> EnvCheck | None:
+    """What can be asked of an env worker, even if other parts of the spec are wrong."""
+    if spec is not None:
+        return EnvCheck(name=spec.environment.name, config=spec.environment.config)
+    part = data.get("environment") if isinstance(data, dict) else None
+    if not isinstance(part, dict) or not isinstance(part.get("name"), str) or not part["name"]:
+        return None
+    config = part.get("config", {})
+    return EnvCheck(name=part["name"], config=config) if isinstance(config, dict) else None
+
+
+async def _check_environment(ctx: Context, check: EnvCheck | None, known: Mistakes) -> tuple[Mistakes, bool]:
+    """The env worker's mistakes, and whether one answered."""
+    if check is None or any(mistake["field"] == "environment.name" for mistake in known):
+        return [], False
+    try:
+        reply = await ctx.bus.request(ENV_CHECK, check, ENV_CHECK_S)
+    except (NoReply, WireError):
+        return [], False
+    return reply.errors, True
+
+
+def _base(data: Any, spec: JobSpec | None) -> str | None:
+    if spec is not None:
+        return spec.model.base
+    part = data.get("model") if isinstance(data, dict) else None
+    base = part.get("base") if isinstance(part, dict) else None
+    return base if isinstance(base, str) and base else None
+
+
+def _path(base: str) -> Path | None:
+    """The directory that `base` means; None if it is the id of a model hub."""
+    if "\0" in base:
+        return Path("(a name with a NUL byte)")
+    try:
+        path = Path(base).expanduser()
+        return path if base[0] in "/.~" or path.exists() else None
+    except (OSError, RuntimeError):  # no such user's home, a name longer than the file system takes
+        return Path(base)
+
+
+def _resolved(base: str) -> str:
+    path = _path(base)
+    return base if path is None else str(path.resolve())
+
+
+def _check_model(base: str, model: ModelSpec | None) -> Mistakes:
+    """Blocking. What can be seen of a local model without loading it."""
+    path = _path(base)
+    if path is None:
+        return []
+    try:
+        if not path.is_dir():
+            what = "is a file" if path.exists() else "does not exist"
+            return [_mistake(base, f"{what}; give a directory with config.json and safetensors, or a hub id")]
+        if not (path / "config.json").is_file():
+            return [_mistake(base, "has no config.json: it is not a Hugging Face model directory")]
+        if model is not None and model.chat_template == "model" and _lacks_template(path):
+            problem = f'the tokenizer in {base} has no chat template; use one that has, or chat_template = "plain"'
+            return [{"field": "model.chat_template", "value": "model", "problem": problem}]
+    except OSError as error:
+        return [_mistake(base, error.strerror or str(error))]
+    return []
+
+
+def _lacks_template(path: Path) -> bool:
+    config = path / "tokenizer_config.json"
+    if (path / "chat_template.jinja").exists() or (path / "chat_template.json").exists() or not config.is_file():
+        return False
+    try:
+        return not orjson.loads(config.read_bytes()).get("chat_template")
+    except (orjson.JSONDecodeError, AttributeError):
+        return False  # the loader has more to say about such a file than we
+
+
+def _mistake(base: str, problem: str) -> dict[str, Any]:
+    return {"field": "model.base", "value": base, "problem": problem}

@@ -1,0 +1,155 @@
+"""Admission: room under the staleness law -> tickets.
+
+    ticket loop   consumes the room that `Admission.issue` grants; produces TICKET;
+                  waits for 0.2 s; woken by WAKE "admission" (a group was accepted or failed, a version was served)
+
+A number is issued in Redis before its ticket is stored in NATS, so a crash in between leaves a running group without
+a ticket. A sweep at start and every few seconds stores what is missing, under the same message id.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import time
+from typing import Any
+
+import nats.errors
+import structlog
+
+from opentinker.shared.admission import Admission, Ledger
+from opentinker.shared.bus import NoReply
+from opentinker.shared.errors import Conflict, NotFound
+from opentinker.shared.service import Context
+from opentinker.shared.store import JobRecord
+from opentinker.shared.subjects import TICKET, TICKETS, WAKE
+from opentinker.shared.types import JobState, Ticket, WeightVersion
+
+log = structlog.get_logger()
+
+LOOK_S = 0.2
+SWEEP_S = 5.0
+AT_ONCE = 256
+"""Tickets issued per call; what is left of the room comes with the next."""
+JUDGED_FROM = 20
+"""Groups that must have ended before the share of failed ones is judged."""
+HELD = (JobState.STARTING, JobState.RUNNING)
+
+
+def ticket_seed(seed: int, seq: int) -> int:
+    """Start-state seed of a group: the first 53 bits of SHA-256 of "<rollout.seed>/<seq>"; the same everywhere."""
+    return int.from_bytes(hashlib.sha256(f"{seed}/{seq}".encode()).digest()[:8], "big") >> 11
+
+
+class TicketIssuer:
+    def __init__(self, ctx: Context) -> None:
+        self.ctx, self.store, self.bus = ctx, ctx.store, ctx.bus
+        self._wake = asyncio.Event()
+        self._missing: dict[str, set[int]] = {}
+        """Per job: running groups that had no ticket in the last sweep."""
+
+    async def run(self) -> None:
+        async def wake(_: dict[str, Any]) -> None:
+            self._wake.set()
+
+        subscription = await self.bus.listen(WAKE, wake, who="admission")
+        swept_at = float("-inf")
+        try:
+            while True:
+                self._wake.clear()
+                await self.look()
+                if time.monotonic() - swept_at >= SWEEP_S:
+                    await self.sweep()
+                    swept_at = time.monotonic()
+                try:
+                    await asyncio.wait_for(self._wake.wait(), LOOK_S)
+                except TimeoutError:
+                    continue
+        finally:
+            await subscription.unsubscribe()
+
+    async def _held(self) -> list[JobRecord]:
+        return [job for job in await self.store.active_jobs() if job.state in HELD]
+
+    async def look(self) -> None:
+        for job in await self._held():
+            await self._issue(job)
+            await self._judge(job)
+
+    async def _issue(self, job: JobRecord) -> None:
+        admission = Admission(self.store.redis, job.id)
+        while True:
+            version, seqs = await admission.issue(AT_ONCE)
+            await self._store(job, version, seqs)
+            if len(seqs) < AT_ONCE:
+                return
+
+    async def _store(self, job: JobRecord, version: WeightVersion, seqs: list[int], again: str = "") -> None:
+        await asyncio.gather(
+            *(
+                self.bus.publish(TICKET, _ticket(job, version, seq), f"{job.id}/{seq}{again}", job=job.id)
+                for seq in seqs
+            )
+        )
+
+    async def sweep(self) -> None:
+        """Tickets are listed before running groups: a group that ends meanwhile is not taken for one without."""
+        for job in await self._held():
+            try:
+                await self._republish(job)
+            except (NoReply, TimeoutError, nats.errors.Error) as error:
+                log.warning("sweep_later", job=job.id, error=str(error) or type(error).__name__)
+
+    async def _republish(self, job: JobRecord) -> None:
+        admission = Admission(self.store.redis, job.id)
+        assert TICKETS.name is not None
+        if await self.bus.count(TICKETS.name, TICKET.at(job=job.id)) >= len(await admission.running()):
+            self._missing.pop(job.id, None)
+            return
+        stored = {ticket.seq for ticket in await self.bus.stored(TICKET, job=job.id)}
+        missing = set(await admission.running()) - stored
+        if missing:
+            version = (await admission.ledger()).version
+            stubborn = missing & self._missing.get(job.id, set())
+            log.warning("tickets_republished", job=job.id, groups=sorted(missing))
+            await self._store(job, version, sorted(missing - stubborn))
+            # Stored once and gone although the group runs: the server would take the old id for a repetition.
+            await self._store(job, version, sorted(stubborn), again=f"/{time.time_ns()}")
+        self._missing[job.id] = missing
+
+    async def _judge(self, job: JobRecord) -> None:
+        """Fail a job whose groups fail too often."""
+        ledger = await Admission(self.store.redis, job.id).ledger()
+        problem = too_many_failures(ledger, job.spec["rollout"]["max_failed_share"])
+        if problem is None:
+            return
+        last = await self.store.latest_event(job.id, "group_failed")
+        reason = problem + (f"; last error: {last['error']}" if last and last.get("error") else "")
+        try:
+            await self.store.transition(job.id, JobState.FAILED, allowed=HELD, reason=reason)
+        except (Conflict, NotFound):
+            return  # it ended by itself meanwhile
+        log.error("job_failed", job=job.id, reason=reason)
+        await self.bus.emit(WAKE, {"job": job.id}, who="scheduler")
+
+
+def too_many_failures(ledger: Ledger, max_share: float) -> str | None:
+    """The reason to fail the job, or None."""
+    failed = sum(ledger.failed.values())
+    ended = failed + ledger.accepted
+    if ended < JUDGED_FROM or (failed <= max_share * ended and ledger.accepted):
+        return None
+    ranked = sorted(ledger.failed.items(), key=lambda item: -item[1])[:3]
+    reasons = ", ".join(f"{name} {count}" for name, count in ranked)
+    return f"{failed} of {ended} groups failed (rollout.max_failed_share is {max_share:g}): {reasons}"
+
+
+def _ticket(job: JobRecord, version: WeightVersion, seq: int) -> Ticket:
+    return Ticket(
+        job=job.id,
+        seq=seq,
+        row=seq,
+        seed=ticket_seed(job.spec["rollout"]["seed"], seq),
+        group_size=job.spec["algorithm"]["group_size"],
+        version=version,
+    )
