@@ -224,11 +224,13 @@ class Store:
         allowed: Sequence[JobState] = (),
         epoch: int = -1,
         event: str | None = None,
+        detail: dict[str, Any] | None = None,
         **fields: Any,
     ) -> JobState:
         """The one way to change a job's state: compare-and-set plus event. Returns the state before.
 
-        `allowed` empty means any state that is not final. Raises NotFound, Conflict (state), Fenced (epoch).
+        `allowed` empty means any state that is not final; `detail` goes into the event only. Raises NotFound, Conflict
+        (state), Fenced (epoch).
         """
         now = time.time()
         if new.final:
@@ -236,7 +238,7 @@ class Store:
         answer = await self._transition(
             keys=[f"job:{id}", f"job:{id}:events", "jobs:active", "jobs:ending"],
             args=[id, ",".join(allowed), new.value, epoch, now, orjson.dumps(fields).decode(),
-                  _event(event or new.value, now, state=new.value, epoch=epoch, **fields)],
+                  _event(event or new.value, now, state=new.value, epoch=epoch, **fields, **(detail or {}))],
         )  # fmt: skip
         _raise(id, answer, new.value)
         return JobState(answer[1])
