@@ -56,6 +56,8 @@ class Misbehaving(Environment):
         match self.config.how:
             case "raise":
                 raise RuntimeError("the board is on fire")
+            case "raise_surrogate":
+                raise RuntimeError("\ud800")
             case "exit":
                 sys.exit(3)
             case "cancel":

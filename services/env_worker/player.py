@@ -39,7 +39,9 @@ class BadReply(Exception):
 
 
 def failure(worker: str, ending: Ending, error: str) -> SessionReply:
-    return SessionReply(worker=worker, failure=ending, error=error[-ERROR_CHARACTERS:])
+    """`error` is cut to its end, where a traceback says what happened, and made fit to be sent."""
+    text = error[-ERROR_CHARACTERS:].encode(errors="replace").decode()
+    return SessionReply(worker=worker, failure=ending, error=text)
 
 
 class LocalPlayer:
@@ -100,7 +102,7 @@ def short_traceback(error: BaseException) -> str:
 
 def reply_of(worker: str, step: object) -> SessionReply:
     """Raises BadReply unless every field is what it should be."""
-    if type(step) is not Step:
+    if not isinstance(step, Step):
         raise BadReply(f"step() must return a Step, not {_kind(step)}")
     if type(step.done) is not bool:
         raise BadReply(f"done must be True or False, not {_kind(step.done)}")
@@ -120,8 +122,11 @@ def checked_messages(messages: object, source: str) -> list[Message]:
         raise BadReply(f"{source} must give a list of Message, not {_kind(messages)}")
     size = 0
     for message in messages:
-        if type(message) is not Message or type(message.role) is not str or type(message.content) is not str:
-            raise BadReply(f"{source} must give Message(role=str, content=str), not {_kind(message)}")
+        if type(message) is not Message:
+            raise BadReply(f"{source} must give a list of Message; one item is {_kind(message)}")
+        if type(message.role) is not str or type(message.content) is not str:
+            wrong = "role" if type(message.role) is not str else "content"
+            raise BadReply(f"a message's {wrong} must be str, not {_kind(getattr(message, wrong))}")
         try:
             size += len(message.role.encode()) + len(message.content.encode())
         except UnicodeEncodeError as error:

@@ -34,7 +34,6 @@ async def serve(ctx: Context) -> None:
         pool=Pool.ENV,
         host=socket.gethostname(),
         pid=os.getpid(),
-        status="ready",
     )
     host = Host(children=settings.env_children, per_child=settings.env_sessions_per_child, modules=settings.env_modules)
     sessions = Sessions(
@@ -62,6 +61,7 @@ async def _serve(ctx: Context, sessions: Sessions) -> None:
         await bus.serve(ENV_OPEN, sessions.open, QUEUE, environment=name) for name in (["*"] if modules else BUILT_IN)
     ]
     opens.append(await bus.serve(ENV_CHECK, checked, QUEUE))
+    await bus.nc.flush()  # from here on the server sends us requests
     ctx.ready()
     await ctx.stopping.wait()
     sessions.draining = True
@@ -77,7 +77,7 @@ async def _beat(ctx: Context, info: WorkerInfo, sessions: Sessions) -> None:
     while True:
         detail = {"sessions": sessions.active, "capacity": sessions.limit, "environments": sorted(BUILT_IN)}
         ctx.detail.update(detail)
-        status = "draining" if sessions.draining else "ready"
+        status = "draining" if sessions.draining else "ready" if ctx.is_ready else "loading"
         await ctx.store.beat(msgspec.structs.replace(info, status=status, detail=detail), ctx.settings.worker_ttl_s)
         await asyncio.sleep(ctx.settings.heartbeat_s)
 

@@ -10,20 +10,20 @@ from typing import TYPE_CHECKING
 __version__ = "0.1.0"
 
 _HOME = {
+    "Action": "opentinker.envs.base",
     "AsyncClient": "opentinker.client",
     "Client": "opentinker.client",
     "ApiError": "opentinker.client",
     "Environment": "opentinker.envs.base",
-    "Observation": "opentinker.envs.base",
     "Step": "opentinker.envs.base",
     "JobSpec": "opentinker.shared.spec",
 }
 
-__all__ = ["ApiError", "AsyncClient", "Client", "Environment", "JobSpec", "Observation", "Step", "__version__"]
+__all__ = ["Action", "ApiError", "AsyncClient", "Client", "Environment", "JobSpec", "Step", "__version__"]
 
 if TYPE_CHECKING:
     from opentinker.client import ApiError, AsyncClient, Client
-    from opentinker.envs.base import Environment, Observation, Step
+    from opentinker.envs.base import Action, Environment, Step
     from opentinker.shared.spec import JobSpec
 
 

@@ -1,0 +1,266 @@
+"""Env worker processes over a real NATS server, seen through the client that the rollout worker uses."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from opentinker.shared.bus import Bus
+from opentinker.shared.env_client import EnvClient
+from opentinker.shared.store import Store
+from opentinker.shared.subjects import ENV_CHECK, ENV_CLOSE, ENV_OPEN, ENV_STEP
+from opentinker.shared.types import Ending, EnvCheck, Pool, SessionReply, StopReason, WorkerInfo
+from tests.conftest import Server, start_nats, until
+
+ROOT = Path(__file__).parent.parent
+MISBEHAVING = "tests.env_samples:Misbehaving"
+
+
+def launch(environ: dict[str, str]) -> subprocess.Popen[bytes]:
+    argv = [sys.executable, "-m", "opentinker.services.env_worker"]
+    return subprocess.Popen(argv, env=environ, stdout=subprocess.DEVNULL)
+
+
+class Workers:
+    """Env worker processes of one test."""
+
+    def __init__(self, nats: Server, valkey: Server, store: Store) -> None:
+        self.nats, self.valkey, self.store = nats, valkey, store
+        self.processes: dict[str, subprocess.Popen[bytes]] = {}
+
+    async def start(self, name: str, **variables: str) -> None:
+        environ = {
+            **os.environ,
+            "PYTHONPATH": str(ROOT),
+            "OPENTINKER_NATS_URL": self.nats.url,
+            "OPENTINKER_REDIS_URL": self.valkey.url,
+            "OPENTINKER_WORKER_ID": name,
+            "OPENTINKER_ENV_MODULES": "1",
+            "OPENTINKER_DRAIN_S": "5",
+            "OPENTINKER_HEARTBEAT_S": "0.1",
+            "OPENTINKER_WORKER_TTL_S": "1.5",
+            **variables,
+        }
+        self.processes[name] = launch(environ)
+        await until(lambda: self.beats(name), 20.0)
+
+    async def beats(self, name: str) -> bool:
+        info = await self.info(name)
+        return info is not None and info.pid == self.processes[name].pid and info.status == "ready"
+
+    async def info(self, name: str) -> WorkerInfo | None:
+        return next((info for info in await self.store.workers() if info.id == name), None)
+
+    def signal(self, name: str, number: signal.Signals) -> None:
+        self.processes[name].send_signal(number)
+
+    async def end(self, name: str) -> int:
+        await until(lambda: self.processes[name].poll() is not None, 15.0)
+        return self.processes[name].returncode
+
+    def close(self) -> None:
+        for process in self.processes.values():
+            process.kill()
+            process.wait()
+
+
+@pytest.fixture
+async def workers(nats_server: Server, valkey_server: Server, store: Store) -> AsyncIterator[Workers]:
+    workers = Workers(nats_server, valkey_server, store)
+    yield workers
+    workers.close()
+
+
+@pytest.fixture
+def client(bus: Bus) -> EnvClient:
+    return EnvClient(bus, ask_s=1.0, gone_s=0.5)
+
+
+def opening(session: str, environment: str = "guess_number", deadline_s: float = 20.0, **config: Any) -> dict[str, Any]:
+    return {
+        "job": "j",
+        "session": session,
+        "environment": environment,
+        "config": config,
+        "row": 1,
+        "seed": 2,
+        "deadline_s": deadline_s,
+    }
+
+
+def guess(reply: SessionReply, session: str, turn: int = 0, text: str = "?") -> dict[str, Any]:
+    return {"worker": reply.worker, "session": session, "turn": turn, "text": text, "stop": StopReason.EOS}
+
+
+async def test_two_workers_share_the_opens_and_one_that_dies_costs_only_its_own(
+    workers: Workers, client: EnvClient
+) -> None:
+    await asyncio.gather(workers.start("env-0"), workers.start("env-1"))
+    names = [f"s{i}" for i in range(40)]
+    replies = dict(zip(names, await asyncio.gather(*(client.open(**opening(name)) for name in names)), strict=True))
+    of = {who: [n for n in names if replies[n].worker.startswith(who)] for who in ("env-0", "env-1")}
+    assert min(len(held) for held in of.values()) >= 5
+    workers.signal("env-0", signal.SIGKILL)
+    await workers.end("env-0")
+    steps = await asyncio.gather(*(client.step(**guess(replies[name], name)) for name in names))
+    for name, step in zip(names, steps, strict=True):
+        assert step.failure == (Ending.ENV_LOST if name in of["env-0"] else None), step.error
+    again = await client.open(**opening("again"))
+    assert again.worker.startswith("env-1")
+    await until(lambda: gone(workers, "env-0"), 10.0)
+
+
+async def gone(workers: Workers, name: str) -> bool:
+    return await workers.info(name) is None
+
+
+async def test_stopped_worker_finishes_its_sessions_while_opens_go_elsewhere(
+    workers: Workers, client: EnvClient
+) -> None:
+    await workers.start("env-0")
+    held = await client.open(**opening("held"))
+    await workers.start("env-1")
+    workers.signal("env-0", signal.SIGTERM)
+    await until(lambda: draining(workers, "env-0"))
+    others = await asyncio.gather(*(client.open(**opening(f"o{i}")) for i in range(10)))
+    assert all(other.worker.startswith("env-1") for other in others)
+    turn = 0
+    while not (step := await client.step(**guess(held, "held", turn))).done:
+        assert step.failure is None
+        turn += 1
+    assert await workers.end("env-0") == 0
+    assert await gone(workers, "env-0")
+    assert (await client.step(**guess(others[0], "o0"))).failure is None
+
+
+async def draining(workers: Workers, name: str) -> bool:
+    info = await workers.info(name)
+    return info is not None and info.status == "draining"
+
+
+async def test_drain_ends_in_time_and_the_session_left_is_lost(workers: Workers, client: EnvClient) -> None:
+    await workers.start("env-0", OPENTINKER_DRAIN_S="0.3")
+    held = await client.open(**opening("held"))
+    workers.signal("env-0", signal.SIGTERM)
+    assert await workers.end("env-0") == 0
+    assert (await client.step(**guess(held, "held"))).failure == Ending.ENV_LOST
+
+
+async def test_open_waits_for_a_worker_and_for_room(workers: Workers, client: EnvClient) -> None:
+    waiting = asyncio.create_task(client.open(**opening("first")))
+    await workers.start("env-0", OPENTINKER_ENV_SESSIONS="1")
+    first = await waiting
+    assert first.failure is None
+    second = asyncio.create_task(client.open(**opening("second")))
+    full = await client.open(**opening("third", deadline_s=0.5))
+    assert full.failure == Ending.ENV_LOST
+    assert "all env workers are full" in full.error
+    await client.close(worker=first.worker, session="first")
+    assert (await second).failure is None
+
+
+async def test_open_without_any_worker_says_so(client: EnvClient) -> None:
+    reply = await client.open(**opening("s", deadline_s=0.3))
+    assert reply.failure == Ending.ENV_LOST
+    assert "no env worker serves it" in reply.error
+
+
+async def test_hanging_environment_is_answered_at_its_deadline_and_blocks_nobody(
+    workers: Workers, client: EnvClient
+) -> None:
+    await workers.start("env-0")
+    hung = await client.open(**opening("hung", MISBEHAVING, deadline_s=2.5, how="hang"))
+    other = await client.open(**opening("other"))
+    waiting = asyncio.create_task(client.step(**guess(hung, "hung")))
+    began = time.monotonic()
+    assert (await client.step(**guess(other, "other"))).failure is None
+    assert time.monotonic() - began < 1.0
+    reply = await waiting  # asked more than once meanwhile: ask_s is 1
+    assert reply.failure == Ending.ENV_TIMEOUT
+
+
+async def test_nats_restart_in_the_middle_of_a_session_loses_nothing(
+    tmp_path: Path, valkey_server: Server, store: Store
+) -> None:
+    nats = start_nats(tmp_path)
+    workers = Workers(nats, valkey_server, store)
+    try:
+        async with Bus.connect(nats.url, "test") as bus:
+            client = EnvClient(bus, ask_s=0.5, gone_s=3.0)
+            await workers.start("env-0")
+            held = await client.open(**opening("held", "tests.env_samples:Counting"))
+            assert (await client.step(**guess(held, "held", 0))).reward == 1.0
+            nats.kill()
+            during = asyncio.create_task(client.step(**guess(held, "held", 1)))
+            await asyncio.sleep(0.3)
+            nats.start()
+            assert (await during).reward == 1.0
+            assert (await client.step(**guess(held, "held", 2))).done
+    finally:
+        workers.close()
+        nats.kill()
+
+
+async def test_check_reports_every_mistake(workers: Workers, bus: Bus) -> None:
+    await workers.start("env-0")
+    good = await bus.request(ENV_CHECK, EnvCheck(name="copy_digits", config={"digits": 5}), 5.0)
+    assert good.errors == []
+    bad = await bus.request(ENV_CHECK, EnvCheck(name="copy_digits", config={"digits": 0, "colour": "red"}), 5.0)
+    assert {e["field"] for e in bad.errors} == {"environment.config.digits", "environment.config.colour"}
+    unknown = await bus.request(ENV_CHECK, EnvCheck(name="gsm8", config={}), 5.0)
+    assert "did you mean gsm8k" in unknown.errors[0]["problem"]
+
+
+async def test_module_environments_are_refused_without_leave(workers: Workers, client: EnvClient, bus: Bus) -> None:
+    await workers.start("env-0", OPENTINKER_ENV_MODULES="0")
+    checked = await bus.request(ENV_CHECK, EnvCheck(name=MISBEHAVING, config={}), 5.0)
+    assert "env_modules" in checked.errors[0]["problem"]
+    assert (await client.open(**opening("s", MISBEHAVING, deadline_s=0.5))).failure == Ending.ENV_LOST
+    assert (await client.open(**opening("t"))).failure is None
+
+
+async def test_worker_tells_what_it_is(workers: Workers, client: EnvClient) -> None:
+    await workers.start("env-0")
+    await client.open(**opening("s"))
+
+    async def counted() -> bool:
+        info = await workers.info("env-0")
+        return info is not None and info.detail["sessions"] == 1
+
+    await until(counted)
+    info = await workers.info("env-0")
+    assert info is not None
+    assert (info.pool, info.status) == (Pool.ENV, "ready")
+    assert info.detail["environments"] == ["copy_digits", "gsm8k", "guess_number"]
+
+
+async def test_garbage_never_crashes_the_worker(workers: Workers, client: EnvClient, bus: Bus) -> None:
+    await workers.start("env-0")
+    held = await client.open(**opening("held"))
+    subjects = [
+        ENV_OPEN.at(environment="guess_number"),
+        ENV_STEP.at(worker=held.worker),
+        ENV_CLOSE.at(worker=held.worker),
+        ENV_CHECK.at(),
+    ]
+    loop = asyncio.get_running_loop()
+
+    @settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
+    @given(payload=st.binary(max_size=200), subject=st.sampled_from(subjects))
+    def send(payload: bytes, subject: str) -> None:
+        asyncio.run_coroutine_threadsafe(bus.nc.publish(subject, payload, reply=bus.nc.new_inbox()), loop).result()
+
+    await asyncio.to_thread(send)
+    assert (await client.step(**guess(held, "held"))).failure is None
+    assert workers.processes["env-0"].poll() is None

@@ -1,0 +1,379 @@
+"""Sessions of an env worker without a transport: one answer per turn, and no environment can hurt another."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from opentinker.services.env_worker.host import Host
+from opentinker.services.env_worker.player import OBSERVATION_BYTES
+from opentinker.services.env_worker.worker import Sessions
+from opentinker.shared import codec
+from opentinker.shared.types import CloseSession, Ending, OpenSession, SessionReply, StepSession, StopReason
+from tests import env_samples
+from tests.conftest import until
+
+COUNTING, MISBEHAVING, BLOCKING = (f"tests.env_samples:{name}" for name in ("Counting", "Misbehaving", "Blocking"))
+
+
+def opening(session: str = "s", environment: str = COUNTING, deadline_s: float = 30.0, **config: Any) -> OpenSession:
+    return OpenSession(
+        job="j", session=session, environment=environment, config=config, row=3, seed=4, deadline_s=deadline_s
+    )
+
+
+def step(turn: int = 0, session: str = "s", text: str = "x") -> StepSession:
+    return StepSession(session=session, turn=turn, text=text, stop=StopReason.EOS)
+
+
+@pytest.fixture
+async def host() -> AsyncIterator[Host]:
+    host = Host(children=2, per_child=2, modules=True)
+    yield host
+    await host.close()
+
+
+@pytest.fixture
+async def sessions(host: Host, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Sessions]:
+    monkeypatch.setattr("opentinker.services.env_worker.worker.CLOSE_S", 0.5)
+    env_samples.Counting.calls.clear()
+    env_samples.LET_GO.clear()
+    sessions = Sessions("w", limit=8, modules=True, host=host)
+    yield sessions
+    env_samples.LET_GO.set()
+    await sessions.drain(0.01)
+
+
+def called(tag: str = "") -> list[str]:
+    return [call.removeprefix(tag).strip() for call in env_samples.Counting.calls if call.split(" ")[0] == tag]
+
+
+# --- the ordinary life ----------------------------------------------------------------------------------------------
+
+
+async def test_episode_is_played_and_closed(sessions: Sessions) -> None:
+    opened = await sessions.open(opening(turns=2))
+    assert opened.messages[0].content == "row 3 seed 4"
+    assert opened.worker == "w"
+    assert sessions.active == 1
+    first, last = await sessions.step(step(0)), await sessions.step(step(1))
+    assert (first.reward, first.done, last.reward, last.done) == (1.0, False, 1.0, True)
+    assert last.messages == []
+    assert sessions.active == 0
+    await until(lambda: called() == ["open", "step 0", "step 1", "close"])
+
+
+async def test_repeated_requests_are_answered_from_memory(sessions: Sessions) -> None:
+    request = opening(turns=2)
+    first = await sessions.open(request)
+    assert await sessions.open(request) == first
+    played = await sessions.step(step(0))
+    assert await sessions.step(step(0)) == played
+    assert await sessions.open(request) == first
+    last = await sessions.step(step(1))
+    assert await sessions.step(step(1)) == last
+    await until(lambda: called() == ["open", "step 0", "step 1", "close"])
+
+
+async def test_request_repeated_while_it_is_played_waits_for_the_same_answer(sessions: Sessions) -> None:
+    await sessions.open(opening(environment=MISBEHAVING, deadline_s=0.3, how="hang"))
+    replies = await asyncio.gather(*(sessions.step(step(0)) for _ in range(5)))
+    assert len({id(reply) for reply in replies}) == 1
+    opens = await asyncio.gather(*(sessions.open(opening(session="t")) for _ in range(5)))
+    assert len({id(reply) for reply in opens}) == 1
+
+
+async def test_a_repeat_that_is_given_up_does_not_disturb_the_turn(sessions: Sessions) -> None:
+    await sessions.open(opening(environment=MISBEHAVING, deadline_s=0.4, how="hang"))
+    playing = asyncio.create_task(sessions.step(step(0)))
+    repeat = asyncio.create_task(sessions.step(step(0)))
+    await asyncio.sleep(0)
+    repeat.cancel()
+    assert (await playing).failure == Ending.ENV_TIMEOUT
+
+
+@pytest.mark.parametrize("turn", [-1, 1, 2, 10**9])
+async def test_turn_out_of_order_is_refused_and_the_session_goes_on(sessions: Sessions, turn: int) -> None:
+    await sessions.open(opening())
+    refused = await sessions.step(step(turn))
+    assert refused.failure == Ending.ENV_ERROR
+    assert "out of order" in refused.error
+    assert (await sessions.step(step(0))).failure is None
+
+
+async def test_unknown_session_is_lost(sessions: Sessions) -> None:
+    assert (await sessions.step(step(0, session="nobody"))).failure == Ending.ENV_LOST
+    assert (await sessions.close(CloseSession(session="nobody"))).failure is None
+
+
+async def test_step_after_the_end_is_refused(sessions: Sessions) -> None:
+    await sessions.open(opening(turns=1))
+    assert (await sessions.step(step(0))).done
+    late = await sessions.step(step(1))
+    assert late.failure == Ending.ENV_ERROR
+    assert "ended (done)" in late.error
+
+
+async def test_close_ends_a_turn_in_play(sessions: Sessions) -> None:
+    await sessions.open(opening(environment=MISBEHAVING, how="hang"))
+    playing = asyncio.create_task(sessions.step(step(0)))
+    await asyncio.sleep(0)
+    await sessions.close(CloseSession(session="s"))
+    assert (await playing).failure == Ending.CANCELLED
+    assert sessions.active == 0
+
+
+# --- limits ---------------------------------------------------------------------------------------------------------
+
+
+async def test_full_worker_says_busy_and_takes_sessions_again_later(sessions: Sessions) -> None:
+    for number in range(8):
+        assert not (await sessions.open(opening(session=str(number)))).busy
+    assert (await sessions.open(opening(session="ninth"))).busy
+    assert not (await sessions.open(opening(session="0"))).busy, "a repeated open needs no room"
+    await sessions.close(CloseSession(session="0"))
+    assert not (await sessions.open(opening(session="ninth"))).busy
+
+
+async def test_draining_worker_finishes_its_sessions_and_takes_no_new_ones(sessions: Sessions) -> None:
+    await sessions.open(opening(turns=1))
+    draining = asyncio.create_task(sessions.drain(10.0))
+    await until(lambda: sessions.draining)
+    assert (await sessions.open(opening(session="t"))).busy
+    assert not draining.done()
+    assert (await sessions.step(step(0))).done
+    assert await draining == 0
+    assert called()[-1] == "close"
+
+
+async def test_drain_gives_up_on_what_does_not_finish(sessions: Sessions) -> None:
+    await sessions.open(opening())
+    assert await sessions.drain(0.05) == 1
+    assert sessions.active == 0
+    assert called()[-1] == "close"
+
+
+async def test_answers_of_ended_sessions_are_forgotten_in_the_end(
+    sessions: Sessions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("opentinker.services.env_worker.worker.REMEMBERED", 10)
+    for number in range(50):
+        await sessions.open(opening(session=str(number), turns=1))
+        assert (await sessions.step(step(0, session=str(number)))).done
+    assert len(sessions._sessions) <= 10
+    assert (await sessions.step(step(0, session="49"))).done
+    assert (await sessions.step(step(0, session="0"))).failure == Ending.ENV_LOST
+
+
+# --- environments that misbehave ------------------------------------------------------------------------------------
+
+BAD = {
+    "raise": (Ending.ENV_ERROR, "the board is on fire"),
+    "raise_surrogate": (Ending.ENV_ERROR, "RuntimeError: ?"),
+    "exit": (Ending.ENV_ERROR, "SystemExit: 3"),
+    "cancel": (Ending.ENV_ERROR, "CancelledError"),
+    "hang": (Ending.ENV_TIMEOUT, "0.2 s"),
+    "ignore_cancel": (Ending.ENV_TIMEOUT, "0.2 s"),
+    "nan": (Ending.ENV_BAD_REPLY, "reward must be finite, not nan"),
+    "infinite_metric": (Ending.ENV_BAD_REPLY, "metrics['x'] must be finite"),
+    "text_reward": (Ending.ENV_BAD_REPLY, "reward must be a number, not str '1.0'"),
+    "huge_reward": (Ending.ENV_BAD_REPLY, "too large"),
+    "tuple": (Ending.ENV_BAD_REPLY, "must return a Step, not tuple"),
+    "done_text": (Ending.ENV_BAD_REPLY, "done must be True or False, not str 'yes'"),
+    "text_messages": (Ending.ENV_BAD_REPLY, "list of Message, not str"),
+    "dict_message": (Ending.ENV_BAD_REPLY, "one item is dict"),
+    "number_content": (Ending.ENV_BAD_REPLY, "content must be str, not int 3"),
+    "surrogate": (Ending.ENV_BAD_REPLY, "not valid Unicode"),
+    "oversized": (Ending.ENV_BAD_REPLY, f"at most {OBSERVATION_BYTES:,} are allowed"),
+    "many_metrics": (Ending.ENV_BAD_REPLY, "at most 64"),
+}
+
+
+@pytest.mark.parametrize("how", BAD)
+async def test_misbehaving_environment_ends_its_own_episode_with_a_reason(sessions: Sessions, how: str) -> None:
+    ending, text = BAD[how]
+    other = await sessions.open(opening(session="other", tag="other"))
+    assert other.failure is None
+    assert (await sessions.open(opening(environment=MISBEHAVING, deadline_s=0.2, how=how))).failure is None
+    reply = await sessions.step(step(0))
+    assert reply.failure == ending
+    assert text in reply.error
+    assert codec.decode(SessionReply, codec.encode(reply)) == reply, "it can be sent"
+    assert sessions.active == 1
+    assert (await sessions.step(step(0))) == reply, "the failure is remembered"
+    assert (await sessions.step(step(0, session="other"))).reward == 1.0
+
+
+@pytest.mark.parametrize("how", ["raise", "exit", "hang", "tuple"])
+async def test_environment_may_misbehave_in_open_too(sessions: Sessions, how: str) -> None:
+    reply = await sessions.open(opening(environment=MISBEHAVING, deadline_s=0.2, how=how, in_open=True))
+    expected = {"hang": Ending.ENV_TIMEOUT, "tuple": None}.get(how, Ending.ENV_ERROR)
+    assert reply.failure == expected
+
+
+@pytest.mark.parametrize(
+    ("environment", "config", "problem"),
+    [
+        ("copy_digit", {}, "did you mean copy_digits"),
+        ("copy_digits", {"digits": "many", "colour": 1}, "environment.config.digits"),
+        ("no_module:X", {}, "cannot be imported"),
+    ],
+)
+async def test_wrong_environment_or_config_is_explained(
+    sessions: Sessions, environment: str, config: dict[str, Any], problem: str
+) -> None:
+    reply = await sessions.open(opening(environment=environment, **config))
+    assert reply.failure == Ending.ENV_ERROR
+    assert problem in reply.error
+    assert sessions.active == 0
+
+
+async def test_deadline_covers_the_whole_episode(sessions: Sessions) -> None:
+    await sessions.open(opening(deadline_s=0.1))
+    await until(lambda: sessions.active == 0)
+    late = await sessions.step(step(0))
+    assert late.failure == Ending.ENV_TIMEOUT
+    assert "0.1 s" in late.error
+    await until(lambda: called() == ["open", "close"])
+
+
+async def start_children(sessions: Sessions, number: int) -> None:
+    """Have the child processes up, so that a short deadline does not run while they start."""
+    names = [f"start-{i}" for i in range(number)]
+    await asyncio.gather(*(sessions.open(opening(session=name, environment=BLOCKING)) for name in names))
+    for name in names:
+        await sessions.close(CloseSession(session=name))
+    await until(lambda: not sessions._closing)
+
+
+# --- environments that block ----------------------------------------------------------------------------------------
+
+
+async def test_blocking_environment_runs_in_a_child_and_blocks_nobody(sessions: Sessions) -> None:
+    opened = await sessions.open(opening(environment=BLOCKING, block_s=0.5))
+    child = int(opened.messages[0].content)
+    await sessions.open(opening(session="other"))
+    began = time.monotonic()
+    blocked = asyncio.create_task(sessions.step(step(0)))
+    await asyncio.sleep(0)
+    assert (await sessions.step(step(0, session="other"))).reward == 1.0
+    assert time.monotonic() - began < 0.4
+    assert (await blocked).reward == 1.0
+    assert child != os.getpid()
+
+
+async def test_hung_child_is_killed_and_others_are_unharmed(sessions: Sessions) -> None:
+    await start_children(sessions, 2)
+    hung = await sessions.open(opening(environment=BLOCKING, deadline_s=0.5, block_s=60.0))
+    neighbour = await sessions.open(opening(session="n", environment=BLOCKING))
+    assert hung.messages != neighbour.messages, "idle children are used first"
+    reply = await sessions.step(step(0))
+    assert reply.failure == Ending.ENV_TIMEOUT
+    assert (await sessions.step(step(0, session="n"))).reward == 1.0
+    await until(lambda: not alive(int(hung.messages[0].content)))
+    again = await sessions.open(opening(session="again", environment=BLOCKING))
+    assert again.failure is None
+
+
+async def test_crashed_child_costs_only_its_own_sessions(sessions: Sessions) -> None:
+    await sessions.open(opening(environment=BLOCKING, how="crash"))
+    await sessions.open(opening(session="n", environment=BLOCKING))
+    reply = await sessions.step(step(0))
+    assert reply.failure == Ending.ENV_ERROR
+    assert "exit status 7" in reply.error
+    assert (await sessions.step(step(0, session="n"))).reward == 1.0
+
+
+async def test_sessions_beside_a_hung_one_in_the_same_child_end_with_a_reason(host: Host) -> None:
+    sessions = Sessions("w", limit=8, modules=True, host=Host(children=1, per_child=2, modules=True))
+    await start_children(sessions, 1)
+    await sessions.open(opening(environment=BLOCKING, deadline_s=0.5, block_s=60.0))
+    await sessions.open(opening(session="n", environment=BLOCKING))
+    assert (await sessions.open(opening(session="third", environment=BLOCKING))).busy, "all places are taken"
+    hung = asyncio.create_task(sessions.step(step(0)))
+    await asyncio.sleep(0)
+    beside = await sessions.step(step(0, session="n"))
+    assert (await hung).failure == Ending.ENV_TIMEOUT
+    assert beside.failure == Ending.ENV_ERROR
+    assert "did not return in time in one of its sessions" in beside.error
+    fresh = await sessions.open(opening(session="third", environment=BLOCKING))
+    assert fresh.failure is None
+    await sessions.drain(0.01)
+    assert sessions._host is not None
+    await sessions._host.close()
+
+
+async def test_what_user_code_prints_stays_out_of_the_protocol(sessions: Sessions) -> None:
+    await sessions.open(opening(environment=BLOCKING, how="print"))
+    assert (await sessions.step(step(0))).reward == 1.0
+
+
+async def test_children_do_not_see_the_service_variables(sessions: Sessions, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPENTINKER_REDIS_URL", "redis://user:secret@host")
+    await sessions.open(opening(environment=BLOCKING, how="variables"))
+    assert "OPENTINKER" not in (await sessions.step(step(0))).messages[0].content
+
+
+async def test_children_end_with_the_worker(sessions: Sessions, host: Host) -> None:
+    opened = await sessions.open(opening(environment=BLOCKING))
+    await host.close()
+    assert not alive(int(opened.messages[0].content))
+
+
+def alive(pid: int) -> bool:
+    return Path(f"/proc/{pid}").exists()
+
+
+# --- any order of any requests --------------------------------------------------------------------------------------
+
+IDS = st.sampled_from(["a", "b"])
+OPENS = st.builds(
+    OpenSession,
+    job=st.just("j"),
+    session=IDS,
+    environment=st.sampled_from(["copy_digits", "guess_number", COUNTING, MISBEHAVING, "", ":", "no.where:X"]),
+    config=st.dictionaries(
+        st.sampled_from(["digits", "turns", "how", "x"]), st.one_of(st.integers(-2, 5), st.text(max_size=3)), max_size=2
+    ),
+    row=st.integers(-(2**63), 2**63 - 1),
+    seed=st.integers(-(2**63), 2**63 - 1),
+    deadline_s=st.one_of(st.just(5.0), st.floats()),
+)
+STEPS = st.builds(
+    StepSession, session=IDS, turn=st.integers(-1, 4), text=st.text(max_size=8), stop=st.sampled_from(StopReason)
+)
+CLOSES = st.builds(CloseSession, session=IDS)
+
+
+@settings(max_examples=150, deadline=None)
+@given(requests=st.lists(st.one_of(OPENS, STEPS, STEPS, CLOSES), max_size=25), together=st.booleans())
+def test_any_requests_in_any_order_each_get_one_reply(requests: list[Any], together: bool) -> None:
+    asyncio.run(exchange(requests, together))
+
+
+async def exchange(requests: list[Any], together: bool) -> None:
+    sessions = Sessions("w", limit=2, modules=True)
+    ask: dict[type, Callable[[Any], Awaitable[SessionReply]]] = {
+        OpenSession: sessions.open,
+        StepSession: sessions.step,
+        CloseSession: sessions.close,
+    }
+    if together:
+        replies = list(await asyncio.gather(*(ask[type(request)](request) for request in requests)))
+    else:
+        replies = [await ask[type(request)](request) for request in requests]
+    assert len(replies) == len(requests)
+    for reply in replies:
+        assert isinstance(reply, SessionReply)
+        assert (reply.failure is None) == (reply.error == "")
+    await sessions.drain(0.0)
+    assert sessions.active == 0
+    assert not (await asyncio.gather(sessions.open(opening())))[0].messages, "a drained worker takes nothing"
