@@ -27,9 +27,13 @@ class Part(BaseModel):
 
 class LoraSpec(Part):
     rank: Positive = 16
+    """Rank of the adapter matrices."""
     alpha: Annotated[float, Field(gt=0)] = 32.0
+    """The adapter is scaled by alpha / rank."""
     dropout: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
+    """Dropout before the adapter, while training."""
     target_modules: list[str] | Literal["all-linear"] = "all-linear"
+    """Names of the layers that get an adapter; `all-linear` means all but the head."""
 
 
 class ModelSpec(Part):
@@ -52,6 +56,7 @@ class EnvironmentSpec(Part):
 
 class AlgorithmSpec(Part):
     name: Literal["grpo"] = "grpo"
+    """Advantages relative to the group."""
     group_size: Annotated[int, Field(ge=2)] = 8
     """Trajectories per group (same start state)."""
     groups_per_batch: Positive = 16
@@ -83,15 +88,20 @@ class ToySpec(Part):
     """The simulated engine: deterministic tokens, given durations. For tests and load tests."""
 
     seconds_per_token: Annotated[float, Field(ge=0.0)] = 0.0
+    """Duration of one sampled token."""
     swap_seconds: Annotated[float, Field(ge=0.0)] = 0.0
+    """Duration of a weight swap."""
     skill: Fraction = 0.5
     """Share of turns answered by echoing the prompt's digits."""
 
 
 class RolloutSpec(Part):
     engine: Literal["vllm", "toy"] = "vllm"
+    """What generates; `toy` is simulated, for tests."""
     toy: ToySpec = ToySpec()
+    """Settings of the toy engine."""
     max_turns: Positive = 1
+    """Model outputs per episode."""
     max_tokens: Positive = 256
     """Sampled tokens per episode."""
     max_tokens_per_turn: Positive | None = None
@@ -99,7 +109,9 @@ class RolloutSpec(Part):
     context_length: Positive | None = None
     """Tokens per trajectory, prompt and observations included; default: what the model allows, at most 4096."""
     temperature: Annotated[float, Field(gt=0.0, le=10.0)] = 1.0
+    """Logits are divided by it before sampling; the trainer does the same."""
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
+    """Sample from the smallest set of tokens that holds this much probability; 1: all."""
     top_k: Annotated[int, Field(ge=0)] = 0
     """0: all tokens."""
     stop: list[Annotated[str, Field(min_length=1)]] = []
@@ -118,16 +130,21 @@ class RolloutSpec(Part):
 
 class TrainSpec(Part):
     learner: Literal["torch", "simulated"] = "torch"
+    """What trains; `simulated` only takes its time, for load tests."""
     simulated_step_s: Annotated[float, Field(ge=0.0)] = 0.0
     """Duration of a step of the simulated learner (load tests)."""
     steps: Positive
     """Batches to train on; each raises the weight version by one."""
     lr: Annotated[float, Field(ge=0.0)] = 1e-5
+    """Learning rate of AdamW."""
     warmup_steps: Annotated[int, Field(ge=0)] = 0
     """Steps over which lr rises linearly from 0; constant afterwards."""
     beta1: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.9
+    """AdamW: decay of the mean of gradients."""
     beta2: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.95
+    """AdamW: decay of the mean of squared gradients."""
     weight_decay: Annotated[float, Field(ge=0.0)] = 0.0
+    """AdamW: decoupled decay."""
     grad_clip: Annotated[float, Field(gt=0.0)] = 1.0
     """Largest global gradient norm."""
     tokens_per_micro_batch: Positive = 8192
@@ -135,6 +152,7 @@ class TrainSpec(Part):
     checkpoint_every: Positive = 50
     """Steps; the last step is always saved."""
     keep_checkpoints: Annotated[int, Field(ge=2)] = 3
+    """The newest so many stay on disk."""
     target: dict[str, float] = {}
     """Stop early once the mean of the last 10 steps of each named metric reaches the value, e.g. {"exact" = 0.9}."""
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
@@ -142,13 +160,16 @@ class TrainSpec(Part):
 
 class ResourceSpec(Part):
     rollout_workers: Positive = 1
+    """Processes that generate for the job."""
     trainer_gpus: Annotated[int, Field(ge=0, le=1)] = 0
     """0 trains on the CPU."""
 
 
 class JobSpec(Part):
     name: Annotated[str, Field(pattern=NAME)]
+    """For people; ids are given by the server."""
     kind: Literal["rl"] = "rl"
+    """Reinforcement learning."""
     model: ModelSpec
     environment: EnvironmentSpec
     algorithm: AlgorithmSpec = AlgorithmSpec()

@@ -59,9 +59,14 @@ def job(job_id: JobId, url: Url = None, as_json: AsJson = False) -> None:
     if as_json:
         print_json(record)
         return
-    rows = [[key, value] for key, value in record.items() if key != "spec" and value not in ("", None)]
-    print_table(["field", "value"], rows, empty="")
-    print_json(record.get("spec", {}))
+    plain = {
+        key: value for key, value in record.items() if not isinstance(value, dict | list) and value not in ("", None)
+    }
+    print_table(["field", "value"], [list(item) for item in plain.items()], empty="")
+    for part in ("ledger", "workers", "spec"):
+        if record.get(part):
+            say(f"\n{part}")
+            print_json(record[part])
 
 
 def watch(job_id: JobId, url: Url = None) -> None:

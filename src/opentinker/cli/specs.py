@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from opentinker.cli.common import AsJson, print_json, say
 from opentinker.shared.errors import SpecError
+
+if TYPE_CHECKING:
+    from opentinker.shared.spec import JobSpec
 
 SpecFile = Annotated[Path, typer.Argument(metavar="JOB.toml", help="The job spec, TOML or JSON.")]
 
@@ -24,11 +27,19 @@ def read_spec(path: Path) -> dict[str, Any]:
     from opentinker.shared.spec import load_spec, parse_spec
 
     data = load_spec(path)
-    parse_spec(data)
+    _check_environment(parse_spec(data))
     base = Path(data["model"]["base"])
     if base.is_dir():  # relative to here, not to where the trainer runs
         data["model"]["base"] = str(base.resolve())
     return dict(data)
+
+
+def _check_environment(spec: JobSpec) -> None:
+    """Built-in environments can be checked here; `module:Class` ones are known to the server alone."""
+    from opentinker.envs.registry import check
+
+    if ":" not in spec.environment.name:
+        check(spec.environment.name, spec.environment.config)
 
 
 def validate(path: SpecFile, as_json: AsJson = False) -> None:
@@ -57,13 +68,19 @@ def print_mistakes(error: SpecError) -> None:
         sys.stderr.write(f"  {mistake['field']} = {mistake['value']!r}: {mistake['problem']}\n")
 
 
-def show_spec(as_json: AsJson = False) -> None:
+def show_spec(
+    as_json: Annotated[bool, typer.Option("--json", help="As a JSON schema.")] = False,
+    markdown: Annotated[bool, typer.Option("--markdown", help="As the page in docs/.")] = False,
+) -> None:
     """Print every field of a job spec: type, default, meaning."""
     from opentinker.shared.spec import JobSpec
 
     schema = JobSpec.model_json_schema()
     if as_json:
         print_json(schema)
+        return
+    if markdown:
+        say(page(schema))
         return
     say("A field without a default must be given.\n")
     for section, fields in sections(schema):
@@ -73,6 +90,22 @@ def show_spec(as_json: AsJson = False) -> None:
             say(f"  {name}{value}")
             say(f"      {kind}" + (f". {meaning}" if meaning else ""))
         say("")
+
+
+def page(schema: dict[str, Any]) -> str:
+    """docs/job-spec.md."""
+    lines = [
+        "# The job spec",
+        "",
+        "Made by `make docs` from `shared/spec.py`. A field without a default must be given.",
+    ]
+    for section, fields in sections(schema):
+        lines += ["", f"## [{section}]" if section else "## At the top of the file", ""]
+        lines += ["| field | type | default | meaning |", "| --- | --- | --- | --- |"]
+        for name, kind, default, meaning in fields:
+            cells = [f"`{name}`", kind, f"`{default}`" if default is not None else "", meaning]
+            lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    return "\n".join(lines)
 
 
 def sections(schema: dict[str, Any]) -> list[tuple[str, list[tuple[str, str, str | None, str]]]]:
