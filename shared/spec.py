@@ -66,6 +66,7 @@ class AlgorithmSpec(Part):
     updates_per_batch: Positive = 1
     """Optimizer steps per batch, each on an equal share of its groups."""
     clip_low: Fraction = 0.2
+    """See clip_high."""
     clip_high: Annotated[float, Field(ge=0.0)] = 0.2
     """The importance ratio pi/pi_prox is clipped to [1 - clip_low, 1 + clip_high]."""
     behaviour_cap: Annotated[float, Field(gt=0.0)] = 5.0
@@ -156,6 +157,7 @@ class TrainSpec(Part):
     target: dict[str, float] = {}
     """Stop early once the mean of the last 10 steps of each named metric reaches the value, e.g. {"exact" = 0.9}."""
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
+    """Of the trainer's random state: adapter initialisation, dropout."""
 
 
 class ResourceSpec(Part):

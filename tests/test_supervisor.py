@@ -19,13 +19,13 @@ import orjson
 import pytest
 import redis
 import structlog
-from conftest import until
 
 from opentinker import supervisor as supervision
 from opentinker.embedded import EmbeddedServers
 from opentinker.processes import Child, ChildSpec, Guard, StartError, free_port, http_ok, port_free, rotate
 from opentinker.supervisor import Supervisor
 from opentinker.up import AlreadyRunning, Plan, is_running, locked, service_specs
+from tests.conftest import until
 
 STAND_IN = """
 import http.server, os, signal, subprocess, sys
@@ -247,11 +247,11 @@ async def test_nothing_outlives_a_supervisor_that_is_killed(tmp_path: Path) -> N
     (tmp_path / "stand_in.py").write_text(STAND_IN)
     script = textwrap.dedent(f"""
         import asyncio, pathlib, sys
-        sys.path.insert(0, {str(Path(__file__).parent)!r})
+        sys.path.insert(0, {str(Path(__file__).parent.parent)!r})
         from opentinker.embedded import EmbeddedServers
         from opentinker.processes import Child, Guard
         from opentinker.supervisor import Supervisor
-        from test_supervisor import stand_in
+        from tests.test_supervisor import stand_in
         here = pathlib.Path({str(tmp_path)!r})
         guard = Guard()
         servers = EmbeddedServers(here, default_ports=False, guard=guard)
