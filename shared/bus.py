@@ -1,20 +1,20 @@
-"""The only place that talks to NATS: connect, request/serve, publish/consume, emit/listen.
+"""The only place that talks to NATS (with `consumer.py`, its receiving half): connect, request/serve, publish/consume,
+emit/listen.
 
 JetStream is at-least-once; what is trained once is decided by the checkpoint manifest, never by an ack.
-Pulls are our own: one standing request of many messages, renewed when half used, when the server ends it, or when
-it has been silent too long (after a reconnect nobody re-sends pull requests). So a message is delivered at once and
-a restarted server is noticed within `EXPIRES_S`.
+A publish waits for its ack on an inbox of ours and is sent again, under the same id, at the reconnect after a server
+restart or when no ack comes; any number may be under way at once.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import random
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 import nats
 import nats.errors
@@ -23,10 +23,11 @@ import structlog
 from nats.aio.client import Client
 from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
-from nats.js.api import AckPolicy, ConsumerConfig, DeliverPolicy
+from nats.js.api import AckPolicy, ConsumerConfig, DeliverPolicy, StreamConfig
 from nats.js.errors import APIError, NotFoundError
 
 from opentinker.shared import codec
+from opentinker.shared.consumer import ACK_WAIT_S, AWAY, CLOSED, Consumer, ConsumerDeleted, Delivery, patiently
 from opentinker.shared.errors import OpenTinkerError
 from opentinker.shared.subjects import STREAMS, Call, Subject
 
@@ -34,10 +35,10 @@ T = TypeVar("T")
 R = TypeVar("R")
 log = structlog.get_logger()
 
-EXPIRES_S = 2.0
-ACK_WAIT_S = 30.0
-_RETRY = (nats.errors.TimeoutError, nats.errors.NoRespondersError, nats.errors.ConnectionClosedError,
-          nats.errors.OutboundBufferLimitError, nats.errors.ConnectionReconnectingError)  # fmt: skip
+__all__ = ["ACK_WAIT_S", "Bus", "Consumer", "ConsumerDeleted", "Delivery", "NoReply", "NoResponders", "StreamFull"]
+
+ACK_S = 3.0
+"""A publish without an ack after so long is sent again."""
 
 
 class NoReply(OpenTinkerError):
@@ -53,17 +54,28 @@ class StreamFull(OpenTinkerError):
 
 
 class Bus:
-    """One connection. Survives server restarts; every call of ours waits or retries until it is back."""
+    """One connection. Survives server restarts: what may be repeated waits until the server is back, `request` and
+    the reading calls that say so raise NoReply instead."""
 
-    def __init__(self, nc: Client) -> None:
+    def __init__(self, nc: Client, on_reconnect: set[Callable[[], None]]) -> None:
         self.nc = nc
-        self.js = nc.jetstream(timeout=5.0)
+        self.js = nc.jetstream(timeout=2.5)
+        self._on_reconnect = on_reconnect
+        self._acks = _Acks(nc)
+        on_reconnect.add(self._acks.lost)
 
     @classmethod
     @asynccontextmanager
     async def connect(cls, url: str, name: str) -> AsyncIterator[Bus]:
         """Waits for the server as long as it takes."""
         first_failure = True
+        on_reconnect: set[Callable[[], None]] = set()
+
+        async def reconnected() -> None:
+            log.info("nats_reconnected")
+            for notice in list(on_reconnect):
+                notice()
+
         while True:
             try:
                 nc = await nats.connect(
@@ -77,6 +89,7 @@ class Bus:
                     connect_timeout=3,
                     allow_reconnect=True,
                     error_cb=_log_error,
+                    reconnected_cb=reconnected,
                 )
                 break
             except (TimeoutError, OSError, nats.errors.Error) as error:
@@ -85,7 +98,9 @@ class Bus:
                     first_failure = False
                 await asyncio.sleep(0.2)
         try:
-            yield cls(nc)
+            bus = cls(nc, on_reconnect)
+            await bus._acks.open()
+            yield bus
         finally:
             try:
                 await asyncio.wait_for(nc.drain(), 3.0)
@@ -95,17 +110,15 @@ class Bus:
     async def ensure_streams(self) -> None:
         """Create or update every stream. Idempotent; every service calls it at start."""
         for stream in STREAMS:
-            while True:
-                try:
-                    await self.js.add_stream(stream)
-                    break
-                except APIError as error:
-                    if error.err_code != 10058:  # exists with another configuration
-                        raise
-                    await self.js.update_stream(stream)
-                    break
-                except _RETRY:
-                    await asyncio.sleep(0.2)
+            await patiently(functools.partial(self._ensure, stream))
+
+    async def _ensure(self, stream: StreamConfig) -> None:
+        try:
+            await self.js.add_stream(stream)
+        except APIError as error:
+            if error.err_code != 10058:  # exists with another configuration
+                raise
+            await self.js.update_stream(stream)
 
     # --- core: request/reply and live messages ------------------------------------------------------------------
 
@@ -116,7 +129,7 @@ class Bus:
             reply = await self.nc.request(call.at(**keys), codec.encode(noun), timeout=timeout_s)
         except nats.errors.NoRespondersError:
             raise NoResponders(f"{call.at(**keys)}: nobody serves it") from None
-        except (TimeoutError, *_RETRY) as error:
+        except (TimeoutError, *AWAY, *CLOSED) as error:
             raise NoReply(f"{call.at(**keys)}: {type(error).__name__}") from None
         return codec.decode(call.reply, reply.data)
 
@@ -148,7 +161,7 @@ class Bus:
         payload = codec.to_json(noun) if subject.json else codec.encode(noun)
         try:
             await self.nc.publish(subject.at(**keys), payload)
-        except _RETRY as error:
+        except (*AWAY, *CLOSED) as error:
             log.warning("emit_dropped", subject=subject.at(**keys), error=type(error).__name__)
 
     async def listen(self, subject: Subject[T], handler: Callable[[T], Awaitable[None]], **keys: str) -> Subscription:
@@ -170,21 +183,21 @@ class Bus:
         Raises StreamFull when the subject's share of the stream is used up.
         """
         payload = codec.to_json(noun) if subject.json else codec.encode(noun)
-        pause = 0.05
+        to, headers, pause = subject.at(**keys), {"Nats-Msg-Id": msg_id}, 0.05
         while True:
             try:
-                ack = await self.js.publish(subject.at(**keys), payload, timeout=3.0, headers={"Nats-Msg-Id": msg_id})
-                return int(ack.seq)
-            except APIError as error:
-                if error.err_code in (10077, 10122):
-                    raise StreamFull(f"{subject.at(**keys)}: {error.description}") from None
-                if error.code is not None and error.code < 500:
-                    raise
-                log.warning("publish_refused", subject=subject.at(**keys), error=error.description)
-            except _RETRY as error:
-                log.warning("publish_retry", subject=subject.at(**keys), error=type(error).__name__)
+                ack = await self._acks.publish(to, payload, headers)
+                if (error := ack.get("error")) is None:
+                    return int(ack["seq"])
+                if error.get("err_code") in (10077, 10122):
+                    raise StreamFull(f"{to}: {error.get('description')}")
+                if error.get("code", 500) < 500:
+                    raise APIError.from_error(error)
+                log.warning("publish_refused", subject=to, error=error.get("description"))
+            except AWAY as away:
+                log.debug("publish_again", subject=to, error=str(away) or type(away).__name__)
             await asyncio.sleep(pause * (0.5 + random.random()))
-            pause = min(2 * pause, 1.0)
+            pause = min(2 * pause, 0.5)
 
     async def consume(
         self,
@@ -209,22 +222,20 @@ class Bus:
             deliver_policy=DeliverPolicy.ALL if start_seq is None else DeliverPolicy.BY_START_SEQUENCE,
             opt_start_seq=start_seq,
         )
-        consumer = Consumer(self, subject, _stream_of(subject), config, batch)
+        consumer = Consumer(self.nc, self.js, self._on_reconnect, subject, _stream_of(subject), config, batch)
         await consumer.open(fresh=start_seq is not None)
         return consumer
 
     async def delete_consumer(self, stream: str, durable: str) -> None:
-        try:
-            await self.js.delete_consumer(stream, durable)
-        except NotFoundError:
-            return
+        with contextlib.suppress(NotFoundError):
+            await patiently(lambda: self.js.delete_consumer(stream, durable))
 
     async def delete_consumers(self, subject: Subject[Any], **keys: str) -> None:
         """Every durable consumer of exactly this subject."""
         stream, wanted = _stream_of(subject), subject.at(**keys)
         names: list[str] = []
         offset = 0
-        while page := await self.js.consumers_info(stream, offset):
+        while page := await patiently(functools.partial(self.js.consumers_info, stream, offset)):
             names += [info.name for info in page if info.config.filter_subject == wanted]
             offset += len(page)
         for name in names:
@@ -232,7 +243,7 @@ class Bus:
 
     async def purge(self, stream: str, subject: str, below: int | None = None) -> None:
         """Remove the subject's messages, all or those with a sequence lower than `below`."""
-        await self.js.purge_stream(stream, subject=subject, seq=below)
+        await patiently(lambda: self.js.purge_stream(stream, subject=subject, seq=below))
 
     async def history(self, subject: Subject[T], after: int, limit: int, **keys: str) -> list[tuple[int, T]]:
         """Up to `limit` stored messages with a stream sequence above `after`, oldest first, without consuming them.
@@ -265,7 +276,7 @@ class Bus:
                     decode = codec.from_json if subject.json else codec.decode
                     found.append((msg.metadata.sequence.stream, decode(subject.kind, msg.data)))
             await self.delete_consumer(stream, info.name)
-        except (TimeoutError, *_RETRY) as error:
+        except (TimeoutError, *AWAY, *CLOSED) as error:
             raise NoReply(f"{subject.at(**keys)}: history: {type(error).__name__}") from None
         finally:
             if not self.nc.is_closed:
@@ -281,7 +292,7 @@ class Bus:
                 raw = await self.js.get_msg(_stream_of(subject), seq=seq, subject=subject.at(**keys), next=True)
             except NotFoundError:
                 return found
-            except (TimeoutError, *_RETRY) as error:
+            except (TimeoutError, *AWAY, *CLOSED) as error:
                 raise NoReply(f"{subject.at(**keys)}: {type(error).__name__}") from None
             assert raw.seq is not None
             seq = raw.seq + 1
@@ -290,138 +301,54 @@ class Bus:
 
     async def count(self, stream: str, subject: str) -> int:
         """Messages stored for the subject."""
-        info = await self.js.stream_info(stream, subjects_filter=subject)
+        info = await patiently(lambda: self.js.stream_info(stream, subjects_filter=subject))
         subjects = info.state.subjects or {}
         return int(sum(subjects.values()))
 
 
-class Delivery(Generic[T]):
-    """One message: `noun` is None when it could not be decoded (`error` says why)."""
+class _Acks:
+    """Publishes that wait for their ack, all on one inbox."""
 
-    __slots__ = ("_msg", "deliveries", "error", "noun", "seq")
+    def __init__(self, nc: Client) -> None:
+        self._nc = nc
+        self._inbox = nc.new_inbox()
+        self._waiting: dict[str, asyncio.Future[dict[str, Any]]] = {}
+        self._count = 0
 
-    def __init__(self, msg: Msg, noun: T | None, error: str) -> None:
-        self._msg = msg
-        self.noun = noun
-        self.error = error
-        metadata = msg.metadata
-        self.seq: int = metadata.sequence.stream
-        self.deliveries: int = metadata.num_delivered or 1
-
-    async def ack(self) -> None:
-        """For flow control: fire and forget."""
-        await self._msg.ack()
-
-    async def ack_sync(self) -> bool:
-        """Confirmed; on a work queue it deletes the message. False if the server did not confirm in time."""
-        try:
-            await self._msg.ack_sync(timeout=5.0)
-        except (TimeoutError, *_RETRY, nats.errors.MsgAlreadyAckdError):
-            return False
-        return True
-
-    async def nak(self, delay_s: float = 0.0) -> None:
-        await self._msg.nak(delay=delay_s or None)
-
-    async def term(self) -> None:
-        await self._msg.term()
-
-    async def in_progress(self) -> None:
-        await self._msg.in_progress()
-
-
-class Consumer(Generic[T]):
-    """A standing pull. `next()` gives messages as they come."""
-
-    def __init__(self, bus: Bus, subject: Subject[T], stream: str, config: ConsumerConfig, batch: int) -> None:
-        self._bus, self._subject, self._stream, self._config, self._batch = bus, subject, stream, config, batch
-        self._queue: asyncio.Queue[Msg] = asyncio.Queue()
-        self._outstanding = 0
-        self._asked_at = 0.0
-        self._serial = 0
-        self._sub: Subscription | None = None
-
-    async def open(self, fresh: bool) -> None:
-        durable = self._config.durable_name
-        assert durable is not None
-        while True:
-            try:
-                if fresh:
-                    await self._bus.delete_consumer(self._stream, durable)
-                await self._bus.js.add_consumer(self._stream, self._config)
-                break
-            except _RETRY:
-                await asyncio.sleep(0.2)
-        self._inbox = self._bus.nc.new_inbox()
-        self._sub = await self._bus.nc.subscribe(self._inbox + ".*", cb=self._receive, pending_bytes_limit=512 * 2**20)
+    async def open(self) -> None:
+        await self._nc.subscribe(self._inbox + ".*", cb=self._receive)
 
     async def _receive(self, msg: Msg) -> None:
-        await self._queue.put(msg)
-
-    async def next(self, timeout_s: float, limit: int | None = None) -> Delivery[T] | None:
-        """The next message, or None after `timeout_s`. `limit` caps how many may be on their way to us."""
-        deadline = time.monotonic() + timeout_s
-        want = min(self._batch, limit) if limit is not None else self._batch
-        while True:
-            if self._queue.empty():
-                await self._ask(want)
-            remaining = deadline - time.monotonic()
-            if remaining <= 0 and self._queue.empty():
-                return None
-            if self._queue.empty():
-                try:
-                    msg = await asyncio.wait_for(self._queue.get(), min(remaining, EXPIRES_S / 2))
-                except TimeoutError:
-                    continue
-            else:
-                msg = self._queue.get_nowait()
-            if self._is_status(msg):
-                continue
-            self._outstanding = max(0, self._outstanding - 1)
-            if self._outstanding <= self._batch // 2 and limit is None:
-                await self._ask(want)
-            return self._deliver(msg)
-
-    def _is_status(self, msg: Msg) -> bool:
-        if not msg.headers or "Status" not in msg.headers or msg.data:
-            return False
-        if msg.subject.endswith(f".{self._serial}"):
-            self._outstanding = 0
-            if msg.headers["Status"] == "409" and "Deleted" in (msg.headers.get("Description") or ""):
-                raise OpenTinkerError(f"consumer {self._config.durable_name} was deleted")
-        return True
-
-    async def _ask(self, want: int) -> None:
-        """Renew the standing request unless a live one still covers us."""
-        now = time.monotonic()
-        if self._outstanding > self._batch // 2 and now - self._asked_at < 1.5 * EXPIRES_S:
+        future = self._waiting.pop(msg.subject, None)
+        if future is None or future.done():
             return
-        if 0 < self._outstanding <= self._batch // 2 and want <= self._outstanding and now - self._asked_at < EXPIRES_S:
-            return
-        self._serial += 1
-        self._asked_at, self._outstanding = now, want
-        request = {"batch": want, "expires": int(EXPIRES_S * 1e9)}
-        subject = f"$JS.API.CONSUMER.MSG.NEXT.{self._stream}.{self._config.durable_name}"
-        try:
-            await self._bus.nc.publish(subject, orjson.dumps(request), reply=f"{self._inbox}.{self._serial}")
-        except _RETRY:
-            self._outstanding = 0
-            await asyncio.sleep(0.1)
+        if msg.data:
+            future.set_result(orjson.loads(msg.data))
+        else:  # 503: no stream listens on the subject, or not yet
+            future.set_exception(nats.errors.NoRespondersError())
 
-    def _deliver(self, msg: Msg) -> Delivery[T]:
+    async def publish(self, subject: str, payload: bytes, headers: dict[str, str]) -> dict[str, Any]:
+        """Raises one of AWAY if there was no ack: the message may be stored or not."""
+        if not self._nc.is_connected and not self._nc.is_closed:
+            raise nats.errors.ConnectionReconnectingError
+        self._count += 1
+        reply = f"{self._inbox}.{self._count}"
+        future = self._waiting[reply] = asyncio.get_running_loop().create_future()
         try:
-            if self._subject.json:
-                return Delivery(msg, codec.from_json(self._subject.kind, msg.data), "")
-            return Delivery(msg, codec.decode(self._subject.kind, msg.data), "")
-        except codec.WireError as error:
-            return Delivery(msg, None, str(error))
+            await self._nc.publish(subject, payload, reply=reply, headers=headers)
+            async with asyncio.timeout(ACK_S):
+                ack: dict[str, Any] = await future
+                return ack
+        except TimeoutError:
+            raise nats.errors.TimeoutError from None
+        finally:
+            self._waiting.pop(reply, None)
 
-    async def close(self, delete: bool = False) -> None:
-        if self._sub is not None and not self._bus.nc.is_closed:
-            await self._sub.unsubscribe()
-        if delete:
-            assert self._config.durable_name is not None
-            await self._bus.delete_consumer(self._stream, self._config.durable_name)
+    def lost(self) -> None:
+        """The connection is a new one: acks that were on their way will not come."""
+        for future in self._waiting.values():
+            if not future.done():
+                future.set_exception(nats.errors.ConnectionReconnectingError())
 
 
 def _stream_of(subject: Subject[Any]) -> str:
@@ -435,9 +362,7 @@ def _finish(tasks: set[asyncio.Task[None]]) -> Callable[[asyncio.Task[Any]], Non
     def done(task: asyncio.Task[Any]) -> None:
         tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
-            asyncio.get_running_loop().call_exception_handler(
-                {"message": "request handler failed", "exception": error, "task": task}
-            )
+            log.error("request_handler_failed", exc_info=error)
 
     return done
 

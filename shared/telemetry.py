@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import sys
 import time
 import uuid
@@ -54,6 +55,7 @@ class MetricSource:
         self._seq = 0
 
     async def emit(self, step: int, values: dict[str, float]) -> MetricPoint:
+        """Values that are not finite are left out: JSON has no word for them."""
         point = MetricPoint(
             job=self._job,
             source=self._source,
@@ -61,7 +63,7 @@ class MetricSource:
             seq=self._seq,
             time=time.time(),
             step=step,
-            values={name: float(value) for name, value in values.items()},
+            values={name: float(value) for name, value in values.items() if math.isfinite(value)},
         )
         self._seq += 1
         for name, value in point.values.items():
