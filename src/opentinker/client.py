@@ -1,0 +1,429 @@
+"""The HTTP API from Python. `AsyncClient` does the work; `Client` is the same, call by call, without `await`.
+
+    from opentinker import Client
+
+    with Client("http://127.0.0.1:8080") as client:
+        job = client.submit("job.toml")
+        print(client.wait(job["id"])["state"])
+        client.download(job["id"], "my-model")
+
+What may be repeated is repeated, with jitter, while the server is away (`wait_s`): every GET, `submit` (it carries an
+Idempotency-Key) and `cancel`. Who waits is told so at the first failed try, with the URL.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import random
+import tempfile
+import threading
+import time
+import uuid
+import weakref
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+from urllib.parse import quote
+
+import aiohttp
+import orjson
+
+from opentinker.archive import unpack
+from opentinker.shared.errors import Conflict, NotFound, OpenTinkerError
+from opentinker.shared.spec import JobSpec, load_spec
+from opentinker.shared.types import JobState
+
+T = TypeVar("T")
+Json = dict[str, Any]
+
+DEFAULT_URL = "http://127.0.0.1:8080"
+CONNECT_S = 2.0
+AWAY = (502, 503, 504)
+POLL_S = 0.5
+PAGE = 5000
+_log = logging.getLogger("opentinker")
+
+
+class ApiError(OpenTinkerError):
+    """The server refused, or was not reached (`status` None). `problem` is its problem document."""
+
+    def __init__(self, message: str, status: int | None = None, problem: Json | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+        self.problem = problem or {}
+
+    @property
+    def mistakes(self) -> list[Json]:
+        """One {field, value, problem} for everything that is wrong in the request."""
+        return list(self.problem.get("errors", []))
+
+
+class ApiNotFound(ApiError, NotFound):
+    """404."""
+
+
+class ApiConflict(ApiError, Conflict):
+    """409: the job's state does not allow it."""
+
+
+def _error(status: int, raw: bytes, url: str) -> ApiError:
+    try:
+        problem = orjson.loads(raw)
+    except orjson.JSONDecodeError:
+        problem = None
+    if not isinstance(problem, dict):
+        return ApiError(f"{url} answered {status}, not as an OpenTinker server does", status)
+    kind = {404: ApiNotFound, 409: ApiConflict}.get(status, ApiError)
+    mistakes = [f"  {m['field']} = {m['value']!r}: {m['problem']}" for m in problem.get("errors", [])]
+    detail = str(problem.get("detail", f"{url} answered {status}"))
+    text = "\n".join([str(problem.get("title", "refused")), *mistakes]) if mistakes else detail
+    return kind(text, status, problem)
+
+
+class AsyncClient:
+    """`url` defaults to OPENTINKER_URL. `on_wait(sentence)` is called when the server is not reached; default: it is
+    logged."""
+
+    def __init__(
+        self,
+        url: str | None = None,
+        *,
+        wait_s: float = 10.0,
+        timeout_s: float = 30.0,
+        on_wait: Callable[[str], None] | None = None,
+    ) -> None:
+        self.url = (url or os.environ.get("OPENTINKER_URL") or DEFAULT_URL).rstrip("/")
+        self.wait_s, self.timeout_s = wait_s, timeout_s
+        self._on_wait = on_wait or _log.warning
+        self._session: aiohttp.ClientSession | None = None
+
+    async def __aenter__(self) -> AsyncClient:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        if self._session is not None:
+            await self._session.close()
+            self._session = None
+
+    # --- jobs ---------------------------------------------------------------------------------------------------
+
+    async def submit(
+        self, spec: Mapping[str, Any] | JobSpec | str | Path, *, idempotency_key: str | None = None
+    ) -> Json:
+        """A spec, or the path of a .toml or .json file. Raises ApiError with every mistake."""
+        match spec:
+            case JobSpec():
+                data: Any = spec.model_dump(mode="json")
+            case str() | Path():
+                data = await asyncio.to_thread(lambda: load_spec(Path(spec)))
+            case _:
+                data = dict(spec)
+        headers = {"Idempotency-Key": idempotency_key or uuid.uuid4().hex, "Content-Type": "application/json"}
+        return await self._json("POST", "/v1/jobs", body=orjson.dumps(data), headers=headers)
+
+    async def jobs(self) -> list[Json]:
+        """Newest first."""
+        return list((await self._json("GET", "/v1/jobs"))["jobs"])
+
+    async def job(self, id: str) -> Json:
+        return await self._json("GET", _of(id))
+
+    async def cancel(self, id: str) -> Json:
+        return await self._json("POST", _of(id, "/cancel"))
+
+    async def wait(self, id: str, timeout_s: float | None = None) -> Json:
+        """The job in its final state. Raises TimeoutError; the job goes on."""
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        while True:
+            job = await self.job(id)
+            if JobState(job["state"]).final:
+                return job
+            if deadline is not None and time.monotonic() >= deadline:
+                raise TimeoutError(f"job {id} is still {job['state']} after {timeout_s} s")
+            await asyncio.sleep(POLL_S)
+
+    async def event_log(self, id: str, after: str = "0") -> list[Json]:
+        """What there is now, oldest first."""
+        return list((await self._json("GET", _of(id, "/events"), {"format": "json", "after": after}))["events"])
+
+    async def events(self, id: str, after: str = "0") -> AsyncGenerator[Json, None]:
+        """Events as they happen, until the job's final state. Reconnects by itself and goes on where it was."""
+        away_since = time.monotonic()
+        while True:
+            news = False
+            try:
+                async with self._open(_of(id, "/events"), {"after": after}, read_s=30.0) as response:
+                    async for event in _server_sent(response):
+                        after, news = event["id"], True
+                        yield event
+                        if event.get("state") in _FINAL:
+                            return
+                if not news and JobState((await self.job(id))["state"]).final:
+                    return
+                away_since = time.monotonic()
+            except (aiohttp.ClientError, TimeoutError) as error:
+                if news:
+                    away_since = time.monotonic()
+                if time.monotonic() - away_since > self.wait_s:
+                    raise self._unreachable(error) from None
+            await asyncio.sleep(0.1 + 0.2 * random.random())
+
+    async def metrics(
+        self, id: str, after: int = 0, *, source: str | None = None, names: list[str] | None = None
+    ) -> list[Json]:
+        """History above the cursor `after`: every point with `cursor`, `source`, `step`, `time` and `values`."""
+        points: list[Json] = []
+        query = {"limit": str(PAGE)} | ({"source": source} if source else {})
+        if names:
+            query["names"] = ",".join(names)
+        while True:
+            page = await self._json("GET", _of(id, "/metrics"), {**query, "after": str(after)})
+            points += page["metrics"]
+            after = page["cursor"]
+            if not page["more"]:
+                return points
+
+    async def watch_metrics(self, id: str, after: int = 0, *, poll_s: float = POLL_S) -> AsyncGenerator[Json, None]:
+        """Points as they come, until the job has ended and all of them are out."""
+        while True:
+            over = JobState((await self.job(id))["state"]).final
+            for point in await self.metrics(id, after):
+                after = point["cursor"]
+                yield point
+            if over:
+                return
+            await asyncio.sleep(poll_s)
+
+    async def checkpoints(self, id: str) -> list[Json]:
+        """Oldest first."""
+        return list((await self._json("GET", _of(id, "/checkpoints")))["checkpoints"])
+
+    async def download(
+        self, id: str, directory: str | Path, step: int | None = None, *, everything: bool = False
+    ) -> Path:
+        """A checkpoint (default: the newest) as a directory that must not exist or be empty; checksums are compared.
+
+        `everything` also fetches optimizer and random state.
+        """
+        target = await asyncio.to_thread(_empty_place, directory)
+        path = _of(id, f"/checkpoints/{'latest' if step is None else step}/download")
+        query = {"all": "1"} if everything else {}
+        with tempfile.TemporaryFile(dir=target.parent) as file:
+
+            async def fetch() -> None:
+                await asyncio.to_thread(file.seek, 0)
+                await asyncio.to_thread(file.truncate)
+                async with self._open(path, query, read_s=self.timeout_s) as response:
+                    async for chunk in response.content.iter_chunked(1 << 20):
+                        await asyncio.to_thread(file.write, chunk)
+
+            await self._patiently(fetch)
+            await asyncio.to_thread(file.seek, 0)
+            try:
+                await asyncio.to_thread(unpack, file, target)
+            except ValueError as error:
+                raise ApiError(f"the checkpoint from {self.url} is not accepted: {error}") from None
+        return target
+
+    async def workers(self) -> list[Json]:
+        return list((await self._json("GET", "/v1/workers"))["workers"])
+
+    async def queues(self) -> list[Json]:
+        return list((await self._json("GET", "/v1/queues"))["queues"])
+
+    # --- transport ----------------------------------------------------------------------------------------------
+
+    def _http(self) -> aiohttp.ClientSession:
+        if self._session is None:
+            self._session = aiohttp.ClientSession(read_bufsize=1 << 20)
+        return self._session
+
+    async def _json(
+        self,
+        method: str,
+        path: str,
+        query: dict[str, str] | None = None,
+        *,
+        body: bytes | None = None,
+        headers: dict[str, str] | None = None,
+    ) -> Json:
+        async def once() -> Json:
+            timeout = aiohttp.ClientTimeout(total=self.timeout_s, sock_connect=CONNECT_S)
+            async with self._http().request(
+                method, self.url + path, params=query, data=body, headers=headers, timeout=timeout
+            ) as response:
+                raw = await response.read()
+                await self._check(response, raw)
+            try:
+                found = orjson.loads(raw)
+            except orjson.JSONDecodeError:
+                found = None
+            if not isinstance(found, dict):
+                raise ApiError(f"{self.url} does not answer as an OpenTinker server does", response.status)
+            return found
+
+        # Everything we send may be sent twice: GETs, submissions with a key, cancellations.
+        return await self._patiently(once)
+
+    async def _check(self, response: aiohttp.ClientResponse, raw: bytes | None = None) -> None:
+        if response.status in AWAY:
+            raise aiohttp.ClientConnectionError(f"it answered {response.status}")
+        if response.status >= 400:
+            raise _error(response.status, await response.read() if raw is None else raw, self.url)
+
+    @asynccontextmanager
+    async def _open(self, path: str, query: dict[str, str], read_s: float) -> AsyncIterator[aiohttp.ClientResponse]:
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S, sock_read=read_s)
+        async with self._http().get(self.url + path, params=query, timeout=timeout) as response:
+            await self._check(response)
+            yield response
+
+    async def _patiently(self, once: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        """Try until `wait_s` has passed without success."""
+        deadline, pause, told = time.monotonic() + self.wait_s, 0.1, False
+        while True:
+            try:
+                return await once()
+            except aiohttp.InvalidURL:
+                raise ApiError(f"{self.url!r} is not a URL") from None
+            except (aiohttp.ClientError, TimeoutError) as error:
+                if time.monotonic() + pause > deadline:
+                    raise self._unreachable(error) from None
+                if not told:
+                    self._on_wait(f"waiting for {self.url} ({_why(error)})")
+                    told = True
+            await asyncio.sleep(pause * (0.5 + random.random()))
+            pause = min(2 * pause, 1.0)
+
+    def _unreachable(self, error: Exception) -> ApiError:
+        return ApiError(f"cannot reach {self.url}: {_why(error)}. Is `opentinker up` running there?")
+
+
+def _why(error: Exception) -> str:
+    return str(error) or type(error).__name__
+
+
+_FINAL = {state.value for state in JobState if state.final}
+
+
+def _empty_place(directory: str | Path) -> Path:
+    target = Path(directory).expanduser().absolute()
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise ApiError(f"{target} exists and is not an empty directory")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    return target
+
+
+def _of(id: str, rest: str = "") -> str:
+    return f"/v1/jobs/{quote(id, safe='')}{rest}"
+
+
+async def _server_sent(response: aiohttp.ClientResponse) -> AsyncIterator[Json]:
+    """The data of each event; ours are one line of JSON that holds id and name too."""
+    async for line in response.content:
+        if line.startswith(b"data:"):
+            yield orjson.loads(line[5:])
+
+
+class Client:
+    """`AsyncClient` for code that does not use asyncio; its event loop lives in a thread of its own."""
+
+    def __init__(
+        self,
+        url: str | None = None,
+        *,
+        wait_s: float = 10.0,
+        timeout_s: float = 30.0,
+        on_wait: Callable[[str], None] | None = None,
+    ) -> None:
+        self._core = AsyncClient(url, wait_s=wait_s, timeout_s=timeout_s, on_wait=on_wait)
+        self.url = self._core.url
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="opentinker-client", daemon=True)
+        self._thread.start()
+        self._finish = weakref.finalize(self, _stop, self._core, self._loop, self._thread)
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._finish()
+
+    def submit(self, spec: Mapping[str, Any] | JobSpec | str | Path, *, idempotency_key: str | None = None) -> Json:
+        return self._call(self._core.submit(spec, idempotency_key=idempotency_key))
+
+    def jobs(self) -> list[Json]:
+        return self._call(self._core.jobs())
+
+    def job(self, id: str) -> Json:
+        return self._call(self._core.job(id))
+
+    def cancel(self, id: str) -> Json:
+        return self._call(self._core.cancel(id))
+
+    def wait(self, id: str, timeout_s: float | None = None) -> Json:
+        return self._call(self._core.wait(id, timeout_s))
+
+    def event_log(self, id: str, after: str = "0") -> list[Json]:
+        return self._call(self._core.event_log(id, after))
+
+    def events(self, id: str, after: str = "0") -> Iterator[Json]:
+        return self._iterate(self._core.events(id, after))
+
+    def metrics(
+        self, id: str, after: int = 0, *, source: str | None = None, names: list[str] | None = None
+    ) -> list[Json]:
+        return self._call(self._core.metrics(id, after, source=source, names=names))
+
+    def watch_metrics(self, id: str, after: int = 0, *, poll_s: float = POLL_S) -> Iterator[Json]:
+        return self._iterate(self._core.watch_metrics(id, after, poll_s=poll_s))
+
+    def checkpoints(self, id: str) -> list[Json]:
+        return self._call(self._core.checkpoints(id))
+
+    def download(self, id: str, directory: str | Path, step: int | None = None, *, everything: bool = False) -> Path:
+        return self._call(self._core.download(id, directory, step, everything=everything))
+
+    def workers(self) -> list[Json]:
+        return self._call(self._core.workers())
+
+    def queues(self) -> list[Json]:
+        return self._call(self._core.queues())
+
+    def _call(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        if not self._finish.alive:
+            coroutine.close()
+            raise ApiError("this client is closed")
+        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()  # Ctrl-C while waiting
+            raise
+
+    def _iterate(self, items: AsyncGenerator[Json, None]) -> Iterator[Json]:
+        async def following() -> Json | None:
+            return await anext(items, None)
+
+        try:
+            while (item := self._call(following())) is not None:
+                yield item
+        finally:
+            if self._finish.alive:
+                self._call(items.aclose())
+
+
+def _stop(core: AsyncClient, loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:
+    asyncio.run_coroutine_threadsafe(core.close(), loop).result(5.0)
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join(5.0)
+    loop.close()
