@@ -159,8 +159,8 @@ class RolloutJob:
             trajectories=list(trajectories),
         )
         await self._publish(group)
-        state = await self.admission.accept(ticket.seq)
-        self.counts["groups" if state == "ok" else "groups_duplicate"] += 1
+        await self.admission.accept(ticket.seq)  # the trainer may have seen it first: either way it counts once
+        self.counts["groups"] += 1
 
     async def _play_sample(self, ticket: Ticket, index: int) -> Trajectory:
         """Raises EpisodeFailed when the sample failed once more than `rollout.retries` allows."""
