@@ -113,7 +113,7 @@ class TrainerJob:
         detail = {"step": self.step, "epoch": self.lease.epoch}
         event = "resumed" if found else "model_loaded"
         await self.ctx.store.update(
-            self.lease.job, epoch=self.lease.epoch, step=self.step, restart_step=self.step, event=event, detail=detail
+            self.lease.job, epoch=self.lease.epoch, step=self.step, event=event, detail=detail
         )
         log.info(event, **detail)
 
@@ -211,14 +211,15 @@ class TrainerJob:
         }
         self.window.append(values)
         point = await self.metrics.emit(self.step, values)
-        await asyncio.to_thread(self._log_line, {"step": self.step, "time": point.time, **point.values})
+        seqs = [group.seq for group in batch]
+        await asyncio.to_thread(self._log_line, {"step": self.step, "time": point.time, "groups": seqs, **point.values})
         shown = {name: values[name] for name in ("reward/mean", "exact", *self.spec.train.target) if name in values}
         await self.ctx.store.update(
             self.lease.job, epoch=self.lease.epoch, step=self.step, progress=orjson.dumps(shown).decode()
         )
 
-    def _log_line(self, values: dict[str, float]) -> None:
-        """The truth for reports: one line per step beside the checkpoints, also of steps that were rolled back."""
+    def _log_line(self, values: dict[str, object]) -> None:
+        """The truth for reports: one line per step, also of steps rolled back later, with the groups it trained on."""
         self.root.parent.mkdir(parents=True, exist_ok=True)
         with (self.root.parent / "metrics.jsonl").open("ab") as file:
             file.write(orjson.dumps({"epoch": self.lease.epoch, **values}) + b"\n")
