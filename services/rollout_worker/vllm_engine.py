@@ -104,6 +104,7 @@ class VllmEngine:
             self._llm = await asyncio.to_thread(self._build)
         except (ValueError, OSError, RuntimeError, KeyError) as error:
             raise EngineError(f"vLLM cannot serve {self._model}: {error}") from error
+        await self._probe()
         vllm_boot.settle_heap()
         log.info("engine_started", model=self._model, seconds=round(time.perf_counter() - started, 2))
 
@@ -225,6 +226,15 @@ class VllmEngine:
         vllm_boot.settle_heap()
         with vllm_boot.forked_engine():
             return AsyncLLM.from_vllm_config(resolved, disable_log_stats=True)
+
+    async def _probe(self) -> None:
+        """Sample one token: what this machine's kernels cannot do shows now, not in the first episode."""
+        params = SamplingParams(max_tokens=1, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY)
+        try:
+            async for _ in self._engine().generate(tokens_input([0]), params, "probe"):
+                pass
+        except (EngineDeadError, EngineGenerateError) as error:
+            raise EngineError(f"vLLM cannot serve {self._model}: a first token failed; see its log above") from error
 
     # --- generation ----------------------------------------------------------------------------------------------
 
@@ -352,7 +362,7 @@ def _context(config: PretrainedConfig) -> int:
 
 
 def _cpu_kv_bytes(config: PretrainedConfig, dtype: str, context: int, concurrent: int) -> int:
-    """A quarter of what `concurrent` full contexts need (most stay shorter; the rest wait), within this machine's means.
+    """A quarter of what `concurrent` full contexts need (most stay shorter; the rest wait), if the machine has it.
 
     Small matters: the cache is zeroed at start, at 0.4 GiB/s.
     """
