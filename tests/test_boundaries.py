@@ -24,10 +24,10 @@ HEAVY = {
     "opentinker.services.rollout_worker.vllm_ext",
     "opentinker.services.trainer.losses",
     "opentinker.services.trainer.micro_batch",
-    "opentinker.services.trainer.packing",
     "opentinker.services.trainer.torch_learner",
     "opentinker.services.trainer.train_state",
     "opentinker.shared.nn.forward",
+    "opentinker.shared.nn.lora",
     "opentinker.shared.nn.models",
     "opentinker.shared.nn.transport",
 }

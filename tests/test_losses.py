@@ -11,7 +11,7 @@ import torch
 from opentinker.services.trainer.advantages import grpo
 from opentinker.services.trainer.losses import decoupled_ppo, k3, token_mean
 from opentinker.services.trainer.micro_batch import effective_sample_size
-from opentinker.services.trainer.packing import pack
+from opentinker.shared.nn.packing import pack
 
 CLIP = {"clip_low": 0.2, "clip_high": 0.28, "behaviour_cap": 2.0}
 

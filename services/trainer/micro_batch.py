@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from opentinker.services.trainer.advantages import grpo
-from opentinker.services.trainer.packing import pack
 from opentinker.shared.errors import JobFailed
 from opentinker.shared.nn.forward import Layout, layout
+from opentinker.shared.nn.packing import pack
 from opentinker.shared.spec import JobSpec
 from opentinker.shared.types import Group, Trajectory, WeightVersion
 

@@ -25,7 +25,8 @@ from opentinker.services.trainer.losses import decoupled_ppo, k3, token_mean
 from opentinker.services.trainer.micro_batch import MicroBatch, StepRecord, micro_batches
 from opentinker.shared.nn import transport
 from opentinker.shared.nn.forward import token_logprobs
-from opentinker.shared.nn.models import attach_lora, causal_lm, load_model, load_tokenizer, torch_dtype
+from opentinker.shared.nn.lora import attach_lora, causal_lm
+from opentinker.shared.nn.models import load_model, load_tokenizer, torch_dtype
 from opentinker.shared.spec import JobSpec
 from opentinker.shared.types import Group, WeightVersion
 

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from opentinker.shared.errors import JobFailed
-from opentinker.shared.nn.models import causal_lm
+from opentinker.shared.nn.lora import causal_lm
 
 Parameters = dict[str, nn.Parameter]
 MOMENTS = ("exp_avg", "exp_avg_sq", "step")

@@ -7,11 +7,11 @@ what to do about it.
 from __future__ import annotations
 
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
@@ -19,9 +19,10 @@ from transformers.utils import logging as transformers_logging
 
 from opentinker.shared.errors import JobFailed
 from opentinker.shared.nn.forward import PACKED, Layout, layout, token_logprobs
-from opentinker.shared.spec import LoraSpec
 
 transformers_logging.disable_progress_bar()
+_LOADING = threading.Lock()
+"""transformers switches process-wide flags while it loads: two loads at once lose tied weights."""
 
 
 def torch_dtype(name: str) -> torch.dtype:
@@ -36,17 +37,18 @@ def load_model(base: str, dtype: torch.dtype, device: torch.device | str = "cpu"
     """
     config = _config(base)
     try:
-        model, info = AutoModelForCausalLM.from_pretrained(
-            base,
-            config=config,
-            dtype=dtype,
-            use_safetensors=True,
-            trust_remote_code=False,
-            attn_implementation="sdpa",
-            output_loading_info=True,
-        )
+        with _LOADING:
+            model, info = AutoModelForCausalLM.from_pretrained(
+                base,
+                config=config,
+                dtype=dtype,
+                use_safetensors=True,
+                trust_remote_code=False,
+                attn_implementation="sdpa",
+                output_loading_info=True,
+            )
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
-        raise JobFailed(f"model {base!r} could not be loaded: {_first_line(error)}. {_ADVICE}") from error
+        raise JobFailed(f"model {base!r} could not be loaded: {first_line(error)}. {_ADVICE}") from error
     lacking = sorted(info["missing_keys"]) + sorted(str(key) for key in info["mismatched_keys"])
     if lacking:
         raise JobFailed(
@@ -63,27 +65,7 @@ def load_tokenizer(base: str) -> Any:
     try:
         return AutoTokenizer.from_pretrained(base, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
-        raise JobFailed(f"model {base!r} has no usable tokenizer: {_first_line(error)}") from error
-
-
-def attach_lora(model: nn.Module, lora: LoraSpec) -> PeftModel:
-    """Wrap `model` with a fresh adapter: base frozen, adapter weights float32 (A random, B zero)."""
-    config = LoraConfig(
-        task_type="CAUSAL_LM",
-        r=lora.rank,
-        lora_alpha=lora.alpha,
-        lora_dropout=lora.dropout,
-        target_modules=lora.target_modules,
-    )
-    try:
-        return get_peft_model(model, config)
-    except ValueError as error:
-        raise JobFailed(f"LoRA target_modules={lora.target_modules!r}: {_first_line(error)}") from error
-
-
-def causal_lm(model: nn.Module) -> Any:
-    """The Hugging Face model inside, with any adapter still injected into its layers."""
-    return model.get_base_model() if isinstance(model, PeftModel) else model
+        raise JobFailed(f"model {base!r} has no usable tokenizer: {first_line(error)}") from error
 
 
 _ADVICE = (
@@ -100,7 +82,7 @@ def _config(base: str) -> Any:
         try:
             raw = json.loads((directory / "config.json").read_text())
         except (OSError, ValueError) as error:
-            raise JobFailed(f"model {base!r}: config.json cannot be read: {_first_line(error)}") from error
+            raise JobFailed(f"model {base!r}: config.json cannot be read: {first_line(error)}") from error
         _refuse_remote_code(base, raw)
         if not any(directory.glob("*.safetensors")):
             raise JobFailed(f"model {base!r} has no *.safetensors file; other weight formats are not loaded")
@@ -108,7 +90,7 @@ def _config(base: str) -> Any:
         config = AutoConfig.from_pretrained(base, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
         raise JobFailed(
-            f"model {base!r} was not found or has no valid config: {_first_line(error)}. {_ADVICE}"
+            f"model {base!r} was not found or has no valid config: {first_line(error)}. {_ADVICE}"
         ) from error
     _refuse_remote_code(base, config.to_dict())
     return config
@@ -136,7 +118,7 @@ def _check_packed(base: str, model: Any) -> None:
             packed, _ = token_logprobs(model, plan.to(device), temperature=1.0)
         except (TypeError, ValueError, KeyError, AttributeError, NotImplementedError) as error:
             raise JobFailed(
-                f"model {base!r} ({type(model).__name__}) cannot be trained here: {_first_line(error)}"
+                f"model {base!r} ({type(model).__name__}) cannot be trained here: {first_line(error)}"
             ) from error
     difference = (packed - torch.cat(plain)).abs().max().item()
     tolerance = 1e-3 if packed.dtype == torch.float32 and next(model.parameters()).dtype == torch.float32 else 0.5
@@ -147,5 +129,5 @@ def _check_packed(base: str, model: Any) -> None:
         )
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]

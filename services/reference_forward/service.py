@@ -1,0 +1,147 @@
+"""Reference-forward: frozen-policy logprobs on the way from rollout worker to trainer.
+
+score   consumes SCORE of all jobs (a work queue shared by all instances), produces GROUP; waits for messages,
+        woken by the pull; a message is acknowledged after its scored group is stored, so a dead instance's work
+        is delivered to another
+beat    produces heartbeats
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+import uuid
+from collections.abc import AsyncIterator
+from typing import TYPE_CHECKING
+
+import msgspec
+import structlog
+
+from opentinker.shared.bus import ACK_WAIT_S, Delivery, StreamFull
+from opentinker.shared.errors import Conflict, JobFailed, NotFound
+from opentinker.shared.service import Context, first_failure
+from opentinker.shared.spec import JobSpec, parse_spec
+from opentinker.shared.subjects import GROUP, SCORE
+from opentinker.shared.types import Group, JobState, Pool, WorkerInfo
+
+if TYPE_CHECKING:
+    from opentinker.services.reference_forward.scorer import Scorer
+
+FULL_PAUSE_S = 0.5
+
+
+class ReferenceForward:
+    """`ack_wait_s`: silence after which the message of a dead instance is given to another."""
+
+    def __init__(self, ctx: Context, scorer: Scorer, ack_wait_s: float = ACK_WAIT_S) -> None:
+        self.ctx, self.scorer, self.ack_wait_s = ctx, scorer, ack_wait_s
+        self.log = structlog.get_logger()
+        self.groups = 0
+        self.tokens = 0
+        self.info = WorkerInfo(
+            id=ctx.worker,
+            incarnation=uuid.uuid4().hex[:12],
+            pool=Pool.REFERENCE,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            status="ready",
+        )
+
+    async def serve(self) -> None:
+        try:
+            await first_failure({"score": self._score_loop(), "beat": self._beat_loop()})
+        finally:
+            await self.ctx.store.leave(self.info)
+
+    async def _beat_loop(self) -> None:
+        while True:
+            detail = {"groups": self.groups, "tokens": self.tokens, "models_bytes": self.scorer.used_bytes}
+            await self.ctx.store.beat(msgspec.structs.replace(self.info, detail=detail), self.ctx.settings.worker_ttl_s)
+            await asyncio.sleep(self.ctx.settings.heartbeat_s)
+
+    async def _score_loop(self) -> None:
+        """Returns when the service is told to stop; the message at hand is finished first."""
+        consumer = await self.ctx.bus.consume(SCORE, "reference-forward", batch=2, ack_wait_s=self.ack_wait_s, job="*")
+        self.ctx.ready()
+        try:
+            while not self.ctx.stopping.is_set():
+                delivery = await consumer.next(0.5, limit=2)
+                if delivery is not None:
+                    async with _kept_ours(delivery, self.ack_wait_s):
+                        await self._handle(delivery)
+        finally:
+            await consumer.close()
+
+    async def _handle(self, delivery: Delivery[Group]) -> None:
+        group = delivery.noun
+        if group is None:
+            self.log.error("undecodable_group_dropped", seq=delivery.seq, error=delivery.error)
+            await delivery.term()
+            return
+        try:
+            spec = await self._spec(group.job)
+            if spec is None:
+                self.log.info("group_of_ended_job_dropped", job=group.job, group=group.seq)
+                await delivery.ack_sync()
+                return
+            scored = await asyncio.to_thread(self.scorer.score, spec.model, spec.rollout.temperature, group)
+        except JobFailed as error:
+            await self._fail(group.job, str(error))
+            await delivery.ack_sync()
+            return
+        except ValueError as error:
+            self.log.error("invalid_group_dropped", job=group.job, group=group.seq, error=str(error))
+            scored = group  # the trainer's own check discards it, so that the ledger balances
+        await self._publish(scored)
+        await delivery.ack_sync()
+        self.groups += 1
+        self.tokens += sum(len(t.mask_T) for t in group.trajectories)
+
+    async def _spec(self, job: str) -> JobSpec | None:
+        """None when the job is gone or over: nobody waits for its groups any more."""
+        try:
+            record = await self.ctx.store.job(job)
+        except NotFound:
+            return None
+        return None if record.state.final else parse_spec(record.spec)
+
+    async def _publish(self, group: Group) -> None:
+        """Stored durably when this returns; a redelivered group is published under the same id, so kept once."""
+        msg_id = f"{group.key}:{group.trajectories[0].attempt}"
+        while True:
+            try:
+                await self.ctx.bus.publish(GROUP, group, msg_id, job=group.job)
+                return
+            except StreamFull:
+                await asyncio.sleep(FULL_PAUSE_S)
+
+    async def _fail(self, job: str, reason: str) -> None:
+        self.log.error("reference_unusable", job=job, error=reason)
+        with contextlib.suppress(Conflict, NotFound):  # it ended meanwhile
+            await self.ctx.store.transition(job, JobState.FAILED, reason=f"reference-forward: {reason}")
+
+
+@contextlib.asynccontextmanager
+async def _kept_ours(delivery: Delivery[Group], ack_wait_s: float) -> AsyncIterator[None]:
+    """While we work on it (a model may have to be loaded first), nobody else is given the message."""
+
+    async def remind() -> None:
+        while True:
+            await asyncio.sleep(ack_wait_s / 3)
+            await delivery.in_progress()
+
+    reminder = asyncio.create_task(remind())
+    try:
+        yield
+    finally:
+        reminder.cancel()
+        await asyncio.gather(reminder, return_exceptions=True)
+
+
+async def serve(ctx: Context) -> None:
+    from opentinker.services.reference_forward.scorer import Scorer  # torch: only in the process that needs it
+
+    scorer = Scorer(int(ctx.settings.reference_memory_gb * 1e9))
+    await ReferenceForward(ctx, scorer).serve()

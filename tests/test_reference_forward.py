@@ -1,0 +1,139 @@
+"""Reference logprobs: right values, models within their memory, and the way from SCORE to GROUP over real servers."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+import structlog
+from transformers import AutoModelForCausalLM
+
+from examples.models.make_tiny import make_tiny
+from opentinker.services.reference_forward.scorer import Scorer
+from opentinker.services.reference_forward.service import ReferenceForward
+from opentinker.shared.bus import Bus
+from opentinker.shared.config import Settings
+from opentinker.shared.errors import JobFailed
+from opentinker.shared.service import Context
+from opentinker.shared.spec import ModelSpec
+from opentinker.shared.store import Store
+from opentinker.shared.subjects import GROUP, SCORE
+from opentinker.shared.types import Group, JobState, Pool
+from tests.conftest import until
+from tests.learning import make_spec, plain_logprobs, random_groups
+
+
+def test_reference_logprobs_are_those_of_a_plain_forward_at_the_job_temperature(tiny: Path) -> None:
+    plain = AutoModelForCausalLM.from_pretrained(tiny)
+    group = random_groups(0, size=6)[0]
+    scored = Scorer(10**9, tokens_per_micro_batch=20).score(ModelSpec(base=str(tiny)), 0.7, group)
+    for trajectory, original in zip(scored.trajectories, group.trajectories, strict=True):
+        mask = trajectory.mask.astype(bool)
+        expected = np.r_[0.0, plain_logprobs(plain, trajectory.ids.tolist(), 0.7).numpy()] * mask
+        assert trajectory.ref_logprobs is not None
+        np.testing.assert_allclose(trajectory.ref_logprobs, expected, atol=1e-5)
+        assert (trajectory.ids_T, trajectory.logprobs_T) == (original.ids_T, original.logprobs_T)
+
+
+def test_models_stay_within_the_memory_and_the_last_used_stay_longest(tmp_path: Path) -> None:
+    specs = [ModelSpec(base=str(make_tiny(tmp_path / str(i), hidden_size=64, layers=1, seed=i))) for i in range(3)]
+    group = random_groups(0)[0]
+    scorer = Scorer(10**9)
+    scorer.score(specs[0], 1.0, group)
+    scorer = Scorer(int(2.5 * scorer.used_bytes))
+    for i in (0, 1, 0, 2):  # the third throws out model 1, not 0
+        scorer.score(specs[i], 1.0, group)
+    assert scorer.loads == 3
+    scorer.score(specs[0], 1.0, group)
+    assert scorer.loads == 3 and scorer.used_bytes <= scorer.memory_bytes
+    scorer.score(specs[1], 1.0, group)
+    assert scorer.loads == 4
+    alone = Scorer(1)
+    alone.score(specs[0], 1.0, group)
+    alone.score(specs[1], 1.0, group)
+    assert alone.loads == 2
+    with pytest.raises(JobFailed):
+        alone.score(ModelSpec(base=str(tmp_path / "nothing")), 1.0, group)
+
+
+@asynccontextmanager
+async def running(bus: Bus, store: Store, worker: str = "reference-0") -> AsyncIterator[ReferenceForward]:
+    ctx = Context("reference-forward", worker, Settings(heartbeat_s=0.1), bus, store, structlog.get_logger())
+    service = ReferenceForward(ctx, Scorer(10**9), ack_wait_s=1.0)
+    task = asyncio.create_task(service.serve())
+    try:
+        yield service
+    finally:
+        ctx.stopping.set()
+        await asyncio.wait_for(task, 10)
+
+
+async def add_job(store: Store, base: str) -> str:
+    spec = make_spec(base, algorithm={"kl_coef": 0.1}).model_dump(mode="json")
+    return await store.create_job(id=f"j-{uuid.uuid4().hex[:8]}", spec=spec, tenant="t")
+
+
+def of_job(job: str, count: int) -> list[Group]:
+    return [msgspec.structs.replace(group, job=job) for group in random_groups(0, groups=count)]
+
+
+async def test_groups_pass_through_with_reference_logprobs_once_each(bus: Bus, store: Store, tiny: Path) -> None:
+    job = await add_job(store, str(tiny))
+    groups = of_job(job, 5)
+    for group in groups:
+        await bus.publish(SCORE, group, f"{group.key}:a", job=job)
+    consumer = await bus.consume(GROUP, f"trainer-{job}", batch=10, job=job)
+    async with running(bus, store) as one, running(bus, store, "reference-1") as two:
+        passed: list[Group] = []
+        while len(passed) < 5:
+            delivery = await consumer.next(10.0)
+            assert delivery is not None and delivery.noun is not None
+            passed.append(delivery.noun)
+        await until(lambda: one.groups + two.groups == 5)
+        workers = await store.workers()
+        assert {w.id for w in workers if w.pool is Pool.REFERENCE} == {"reference-0", "reference-1"}
+    assert sorted(g.seq for g in passed) == [g.seq for g in groups]
+    for group in passed:
+        for trajectory in group.trajectories:
+            trajectory.check()
+            assert trajectory.ref_logprobs is not None and (trajectory.ref_logprobs[trajectory.mask == 1] < 0).all()
+    assert await bus.count("SCORES", SCORE.at(job=job)) == 0
+    await consumer.close(delete=True)
+
+
+async def test_an_unusable_reference_fails_the_job_with_the_reason(bus: Bus, store: Store, tmp_path: Path) -> None:
+    job = await add_job(store, str(tmp_path / "nothing"))
+    for group in of_job(job, 2):
+        await bus.publish(SCORE, group, f"{group.key}:a", job=job)
+    async with running(bus, store):
+
+        async def gone() -> bool:
+            return await bus.count("SCORES", SCORE.at(job=job)) == 0
+
+        await until(gone)
+    record = await store.job(job)
+    assert record.state is JobState.FAILED and "not found" in record.reason
+    assert await bus.count("GROUPS", GROUP.at(job=job)) == 0
+
+
+async def test_work_of_an_instance_that_died_is_done_by_another(bus: Bus, store: Store, tiny: Path) -> None:
+    """One took the messages and never acknowledged them: they come again after the acknowledgement time."""
+    job = await add_job(store, str(tiny))
+    dead = await bus.consume(SCORE, "reference-forward", batch=2, ack_wait_s=1.0, job="*")
+    for group in of_job(job, 2):
+        await bus.publish(SCORE, group, f"{group.key}:a", job=job)
+    assert await dead.next(5.0) is not None
+    await dead.close()
+    async with running(bus, store):
+
+        async def all_passed() -> bool:
+            return await bus.count("GROUPS", GROUP.at(job=job)) == 2
+
+        await until(all_passed, timeout_s=20)
+    await bus.delete_consumer("SCORES", "reference-forward")
