@@ -13,6 +13,8 @@ import typer
 if TYPE_CHECKING:
     from opentinker.client import Client
 
+PATIENCE_S = 60.0
+"""Of commands that stay: a server that is restarted meanwhile is waited for."""
 DEFAULT_URL = "http://127.0.0.1:8080"
 
 DataDir = Annotated[
@@ -42,10 +44,11 @@ def server_url(url: str | None) -> str:
     return str(state.get("url", DEFAULT_URL))
 
 
-def client(url: str | None) -> Client:
+def client(url: str | None, *, patience_s: float = 2.0) -> Client:
+    """`patience_s`: how long a server that does not answer is waited for."""
     from opentinker.client import Client
 
-    return Client(server_url(url))
+    return Client(server_url(url), wait_s=patience_s, on_wait=lambda text: sys.stderr.write(text + "\n"))
 
 
 def print_json(value: Any) -> None:

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from opentinker.cli.common import AsJson, JobId, Url, ago, client, print_json, print_table, say
+from opentinker.cli.common import PATIENCE_S, AsJson, JobId, Url, ago, client, print_json, print_table, say
 from opentinker.cli.specs import SpecFile, read_spec
 
 STATE_EXIT = {"succeeded": 0, "failed": 1, "cancelled": 4}
@@ -27,7 +27,7 @@ def submit(
     as_json: AsJson = False,
 ) -> None:
     """Submit a job."""
-    api = client(url)
+    api = client(url, patience_s=PATIENCE_S if follow else 2.0)
     record = api.submit(read_spec(path))
     if as_json:
         print_json(record)
@@ -71,7 +71,7 @@ def job(job_id: JobId, url: Url = None, as_json: AsJson = False) -> None:
 
 def watch(job_id: JobId, url: Url = None) -> None:
     """Show progress, ETA and curves until the job ends. Exit status 0 succeeded, 1 failed, 4 cancelled."""
-    raise typer.Exit(show(client(url), job_id))
+    raise typer.Exit(show(client(url, patience_s=PATIENCE_S), job_id))
 
 
 def show(api: Any, job_id: str) -> int:
@@ -99,7 +99,7 @@ def events(
     """Print what happened to a job."""
     from opentinker.watch import event_line
 
-    api = client(url)
+    api = client(url, patience_s=PATIENCE_S if follow else 2.0)
     if follow:
         import orjson
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from opentinker.cli.common import say
+from opentinker.cli.common import PATIENCE_S, client, say
 from opentinker.cli.specs import SpecFile, read_spec
 from opentinker.shared.errors import OpenTinkerError
 
@@ -54,9 +54,7 @@ def run(
     began = time.monotonic()
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: stop the job, then the machine
     with everything(home, port, env_workers, workers, keep=keep) as url:
-        from opentinker.client import Client
-
-        api = Client(url)
+        api = client(url, patience_s=PATIENCE_S)
         record = api.submit(spec)
         say(f"job {record['id']} on {url}, data in {home}")
         say(f"from another terminal: opentinker watch {record['id']} --url {url}\n")

@@ -1,0 +1,128 @@
+"""The command line as a user meets it: real processes, exit statuses, messages instead of tracebacks."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import orjson
+import pytest
+
+from opentinker.cli.logs import follow_logs, format_line
+from opentinker.processes import free_port
+
+ROOT = Path(__file__).resolve().parent.parent
+EXAMPLES = sorted((ROOT / "examples").glob("*.toml"))
+
+
+def opentinker(*arguments: object, cwd: Path | None = None, timeout_s: float = 60) -> subprocess.CompletedProcess[str]:
+    environ = {key: value for key, value in os.environ.items() if not key.startswith("OPENTINKER_")}
+    command = [sys.executable, "-m", "opentinker.cli", *map(str, arguments)]
+    return subprocess.run(command, cwd=cwd, env=environ, capture_output=True, text=True, timeout=timeout_s, check=False)
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_every_example_is_valid(path: Path) -> None:
+    done = opentinker("validate", path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("ok: ")
+
+
+def test_every_mistake_of_a_spec_is_reported_at_once(tmp_path: Path) -> None:
+    spec = tmp_path / "job.toml"
+    spec.write_text('name = "X Y"\nfoo = 1\n[model]\n[train]\nsteps = 0\n[environment]\nname = "copy_digits"\n')
+    done = opentinker("validate", spec)
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    for field in ("name = 'X Y'", "foo = 1", "model.base", "train.steps = 0"):
+        assert field in done.stderr
+    listed = opentinker("validate", spec, "--json")
+    assert listed.returncode == 2
+    assert {m["field"] for m in orjson.loads(listed.stdout)["mistakes"]} == {"name", "foo", "model.base", "train.steps"}
+
+
+def test_an_unknown_environment_is_answered_with_the_near_ones(tmp_path: Path) -> None:
+    spec = tmp_path / "job.toml"
+    spec.write_text(EXAMPLES[0].read_text().replace('"copy_digits"', '"copy_digit"'))
+    done = opentinker("validate", spec)
+    assert done.returncode == 2 and "did you mean copy_digits" in done.stderr
+
+
+@pytest.mark.parametrize("text", ["steps = = 1", None])
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, text: str | None) -> None:
+    spec = tmp_path / "job.toml"
+    if text is not None:
+        spec.write_text(text)
+    done = opentinker("submit", spec)
+    assert done.returncode == 2 and str(spec) in done.stderr and "Traceback" not in done.stderr
+
+
+def test_an_unreachable_server_is_named_with_how_to_start_it() -> None:
+    url = f"http://127.0.0.1:{free_port()}"
+    done = opentinker("jobs", "--url", url)
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert url in done.stderr and "opentinker up" in done.stderr
+
+
+def test_spec_prints_every_field_with_its_meaning() -> None:
+    done = opentinker("spec")
+    assert "max_staleness = 2" in done.stdout and "[rollout]" in done.stdout
+    schema = orjson.loads(opentinker("spec", "--json").stdout)
+    assert {"model", "train", "rollout"} <= set(schema["properties"])
+
+
+def test_the_page_of_the_job_spec_is_current() -> None:
+    made = opentinker("spec", "--markdown").stdout
+    assert (ROOT / "docs" / "job-spec.md").read_text() == made, "run `make docs`"
+    assert [line for line in made.splitlines() if line.startswith("| `") and line.endswith("|  |")] == []
+
+
+def test_status_of_nothing_says_how_to_start(tmp_path: Path) -> None:
+    done = opentinker("status", "--data-dir", tmp_path)
+    assert done.returncode == 3 and f"opentinker up --data-dir {tmp_path}" in done.stdout
+    assert orjson.loads(opentinker("status", "--data-dir", tmp_path, "--json").stdout) == {"running": False}
+
+
+def test_logs_of_an_unknown_service_name_the_known_ones(tmp_path: Path) -> None:
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "nats.log").write_text("one\ntwo\n")
+    done = opentinker("logs", "trainer", "--data-dir", tmp_path)
+    assert done.returncode == 1 and "there is: nats" in done.stderr
+    assert opentinker("logs", "nats", "-n", 1, "--data-dir", tmp_path).stdout == "nats  two\n"
+
+
+def test_a_taken_port_is_refused_when_asked_for(tmp_path: Path) -> None:
+    import socket
+
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        done = opentinker("up", "--data-dir", tmp_path, "--port", port)
+    assert done.returncode == 1 and f"--port {port} is taken" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_doctor_reports_binaries_and_versions(tmp_path: Path) -> None:
+    checks = {c["what"]: c for c in orjson.loads(opentinker("doctor", "--json", "--data-dir", tmp_path).stdout)}
+    assert "nats-server: v" in checks["nats-server"]["found"]
+    assert "v=9." in checks["valkey"]["found"]
+    assert checks["aiohttp"]["result"] == "ok"
+
+
+def test_a_json_log_line_is_made_readable() -> None:
+    line = orjson.dumps({"event": "ready", "level": "info", "timestamp": "2026-11-21T12:03:44Z", "step": 3})
+    assert format_line("trainer-0", line.decode()) == "12:03:44  trainer-0     info     ready step=3"
+    assert format_line("nats", "[1] listening") == "nats  [1] listening"
+
+
+def test_following_logs_sees_new_lines_and_rotations(tmp_path: Path) -> None:
+    log = tmp_path / "x.log"
+    log.write_text("old\n")
+    lines = follow_logs({"x": log}, lines=1)
+    assert next(lines) == ("x", "old")
+    with log.open("a") as file:
+        file.write("new\nhalf")
+    assert next(lines) == ("x", "new")
+    log.write_text("a\n")
+    assert next(lines) == ("x", "a")

@@ -1,0 +1,138 @@
+"""What the terminal shows: series by step, charts, plain lines in a pipe, and the live view drawn once."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from opentinker.cli.run import figures
+from opentinker.curves import Curves, bins, chart, short
+from opentinker.watch import LiveView, PlainView, Update, clock, duration, event_line
+
+
+def trained(step: int, *, reward: float = 0.5, time: float | None = None, **values: float) -> dict[str, Any]:
+    at = 1000.0 + step if time is None else time
+    return {
+        "source": "trainer-0",
+        "step": step,
+        "time": at,
+        "values": {"reward/mean": reward, "exact": reward / 2, "staleness/mean": 1.0, "trainer/wait_share": 0.12}
+        | values,
+    }
+
+
+def generated(worker: str, rate: float) -> dict[str, Any]:
+    return {"source": worker, "step": 0, "time": 1000.0, "values": {"rollout/tokens_per_s": rate}}
+
+
+def update(curves: Curves, changed: list[int], *, state: str = "running", **job: Any) -> Update:
+    record = {"id": "j-1", "name": "copy", "state": state, "step": 0, "steps": 400, "created": 1000.0, "reason": ""}
+    return Update(job={**record, **job}, curves=curves, changed=changed, events=[])
+
+
+def test_a_step_trained_again_after_a_rollback_replaces_the_old_one() -> None:
+    curves = Curves()
+    curves.add([trained(step, reward=0.1) for step in (1, 2, 3, 4)])
+    assert curves.add([trained(3, reward=0.9, time=2000.0)]) == [3]
+    assert curves.series("reward/mean") == [0.1, 0.1, 0.9]
+    assert curves.last_step == 3
+
+
+def test_token_rates_of_all_workers_are_added() -> None:
+    curves = Curves()
+    curves.add([generated("rollout-0", 1000.0), generated("rollout-1", 530.0), generated("rollout-0", 1100.0)])
+    assert curves.generated == [1000.0, 1530.0, 1630.0]
+
+
+def test_pace_and_means_come_from_the_last_steps() -> None:
+    curves = Curves()
+    curves.add([trained(step, reward=step / 10) for step in range(1, 11)])
+    assert curves.seconds_per_step() == pytest.approx(1.0)
+    assert curves.recent("reward/mean", 2) == pytest.approx(0.95)
+    assert curves.recent("no such metric") is None
+
+
+def test_a_rising_curve_rises() -> None:
+    lines = chart([i / 99 for i in range(100)], width=40, height=5)
+    assert len(lines) == 5 and all(len(line) <= 40 for line in lines)
+    assert lines[0].startswith("1.00 ┤") and lines[-1].startswith("0.00 ┤")
+    ends = [line[6], line[-1]] if (line := lines[-1]) else []
+    assert ends[0] != "\u2800" and ends[1] == "\u2800"
+    assert lines[0][-1] != "\u2800" and lines[0][6] == "\u2800"
+
+
+@pytest.mark.parametrize("values", [[], [0.5], [0.5] * 300, [float("nan"), 1.0], [0.0, 1e-9]])
+def test_any_series_can_be_drawn(values: list[float]) -> None:
+    assert len(chart(values, width=30, height=4)) == 4
+
+
+def test_bins_keep_the_mean() -> None:
+    assert bins([1, 2, 3, 4], 2) == [1.5, 3.5]
+    assert bins([1, 2], 5) == [1, 2]
+
+
+def test_numbers_and_durations_are_short() -> None:
+    assert [short(v) for v in (0.3123, 15.27, 1530.4, 12345.0, 3e-7, 0.0)] == [
+        *("0.31", "15.3", "1530", "12k", "3e-07", "0.00")
+    ]
+    assert [duration(s) for s in (47, 192, 7500)] == ["47 s", "3:12 min", "2:05 h"]
+
+
+def test_a_pipe_gets_one_line_per_so_many_steps_and_all_events() -> None:
+    curves, out = Curves(), io.StringIO()
+    view = PlainView(out)
+    changed = curves.add([generated("rollout-0", 1530.0), *(trained(step, reward=0.31) for step in range(1, 41))])
+    now = update(curves, changed)
+    now.events = [{"id": "1-0", "event": "running", "time": 0.0, "epoch": 1}]
+    view.show(now)
+    view.show(update(curves, []))
+    lines = out.getvalue().splitlines()
+    assert lines[0].endswith(" running epoch=1")
+    assert [line.split()[1] for line in lines[1:]] == ["1/400", "10/400", "20/400", "30/400", "40/400"]
+    assert lines[-1] == "step 40/400 reward 0.31 exact 0.15 staleness 1.0 tok/s 1530 wait 12%"
+
+
+def test_the_last_step_of_a_finished_job_is_always_written() -> None:
+    curves, out = Curves(), io.StringIO()
+    view = PlainView(out)
+    view.show(update(curves, curves.add([trained(step) for step in range(1, 14)]), state="succeeded"))
+    assert out.getvalue().splitlines()[-1].startswith("step 13/400")
+
+
+def test_the_live_view_shows_progress_eta_curves_and_events() -> None:
+    curves = Curves()
+    changed = curves.add([generated("rollout-0", 1530.0), *(trained(step) for step in range(1, 101))])
+    now = update(curves, changed, step=100)
+    now.seen.append({"id": "1-0", "event": "checkpoint", "time": 0.0, "step": 100})
+    out = io.StringIO()
+    view = LiveView(Console(file=out, force_terminal=True, width=100, height=40))
+    view.show(now)
+    view.close()
+    for wanted in ("step 100/400", "ETA 5:00 min", "reward", "exact", "1530", "staleness", "checkpoint step=100"):
+        assert wanted in out.getvalue()
+
+
+def test_the_eta_of_a_job_with_a_target_is_an_upper_bound() -> None:
+    curves = Curves()
+    curves.add([trained(step) for step in range(1, 11)])
+    assert "at most" in clock(update(curves, [], spec={"train": {"target": {"exact": 0.9}}}))
+    assert "ETA" not in clock(update(curves, [], state="succeeded", finished=1010.0))
+
+
+def test_figures_are_those_of_the_points() -> None:
+    curves = Curves()
+    curves.add([trained(step, reward=step / 20, **{"mismatch/mean": 2e-7}) for step in range(1, 21)])
+    lines = figures(update(curves, [], state="succeeded"))
+    assert "first reward 1 s after submission" in lines
+    assert "reward 0.05 at the first step, 0.78 over the last 10" in lines
+    assert "mismatch 2e-07 on average" in lines
+    assert "the trainer waited 12% of its time for trajectories" in lines
+    assert figures(update(Curves(), [])) == ["no step was trained"]
+
+
+def test_an_event_is_one_line() -> None:
+    line = event_line({"id": "1-0", "event": "failed", "time": 0.0, "reason": "no such model", "epoch": ""})
+    assert line.endswith(" failed reason=no such model")
