@@ -117,13 +117,7 @@ class AsyncClient:
         self, spec: Mapping[str, Any] | JobSpec | str | Path, *, idempotency_key: str | None = None
     ) -> Json:
         """A spec, or the path of a .toml or .json file. Raises ApiError with every mistake."""
-        match spec:
-            case JobSpec():
-                data: Any = spec.model_dump(mode="json")
-            case str() | Path():
-                data = await asyncio.to_thread(lambda: load_spec(Path(spec)))
-            case _:
-                data = dict(spec)
+        data = await asyncio.to_thread(_plain, spec)
         headers = {"Idempotency-Key": idempotency_key or uuid.uuid4().hex, "Content-Type": "application/json"}
         return await self._json("POST", "/v1/jobs", body=orjson.dumps(data), headers=headers)
 
@@ -310,6 +304,16 @@ def _why(error: Exception) -> str:
 
 
 _FINAL = {state.value for state in JobState if state.final}
+
+
+def _plain(spec: Mapping[str, Any] | JobSpec | str | Path) -> Any:
+    match spec:
+        case JobSpec():
+            return spec.model_dump(mode="json")
+        case str() | Path():
+            return load_spec(Path(spec))
+        case _:
+            return dict(spec)
 
 
 def _empty_place(directory: str | Path) -> Path:
