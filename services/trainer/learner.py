@@ -23,10 +23,6 @@ BUCKET_BYTES = 64 * 2**20
 """Weights travel in flat buckets of at most so many bytes."""
 
 
-BUCKET_BYTES = 64 * 2**20
-"""Weights are sent in pieces of at most this size."""
-
-
 class NonFinite(JobFailed):
     """A loss or gradient norm is NaN or infinite: the step was refused, weights and optimizer are as before it."""
 

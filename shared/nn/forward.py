@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -67,89 +67,102 @@ class Layout:
 def layout(sequences: Sequence[Any], masks: Sequence[Any], *, share_prefixes: bool = True) -> Layout:
     """Pack `sequences` (token ids each) whose mask-1 tokens (never the first) need a log-probability.
 
-    Tokens that no mask-1 token depends on (the last one, trailing observations) are left out.
+    Tokens that no mask-1 token depends on (the last one, trailing observations) are left out. Each distinct prefix is a
+    node of the trie; nodes are numbered in lexicographic order of the sequences.
     """
-    S = len(sequences)
-    lengths_S = np.array([len(sequence) for sequence in sequences], dtype=np.int64)
-    L = int(lengths_S.max())
-    rows = [np.asarray(sequence, dtype=">u4") for sequence in sequences]
-    order = np.array(sorted(range(S), key=[row.tobytes() for row in rows].__getitem__), dtype=np.int64)
-    ids_SL = np.full((S, L), -1, dtype=np.int64)
-    mask_SL = np.zeros((S, L), dtype=bool)
-    for place, s in enumerate(order):
-        ids_SL[place, : lengths_S[s]] = rows[s]
-        mask_SL[place, : lengths_S[s]] = np.asarray(masks[s], dtype=bool)
-    if mask_SL[:, 0].any():
+    places_S = [np.flatnonzero(np.asarray(mask)) for mask in masks]
+    if any(len(places) and places[0] == 0 for places in places_S):
         raise ValueError("the first token of a sequence has nothing before it and cannot be trained on")
+    trie = _trie([np.asarray(sequence, dtype=np.int64) for sequence in sequences], share_prefixes)
 
-    node_SL, new_SL = _trie(ids_SL, lengths_S[order], share_prefixes)
-    inputs_S = np.where(mask_SL.any(1), L - 1 - mask_SL[:, ::-1].argmax(1), 0)  # tokens before the last mask-1 one
-    is_input_SL = np.arange(L) < inputs_S[:, None]
-    used = np.zeros(int(new_SL.sum()), dtype=bool)
-    used[node_SL[is_input_SL]] = True
+    inputs_S = [int(places[-1]) if len(places) else 0 for places in places_S]  # tokens before the last mask-1 one
+    used = np.zeros(len(trie.tokens), dtype=bool)
+    for nodes, inputs in zip(trie.nodes_S, inputs_S, strict=True):
+        used[nodes[:inputs]] = True
     stream_of_node = np.cumsum(used) - 1
-    kept_SL = new_SL & used[np.where(new_SL, node_SL, 0)]
+    rows = [stream_of_node[trie.nodes_S[s][: inputs_S[s]]] for s in _needed_rows(trie, inputs_S)]
+    buckets, places_N = _buckets(rows, int(used.sum()))
 
-    buckets = _buckets(np.where(is_input_SL, stream_of_node[node_SL], 0), inputs_S)
-    flat = np.concatenate([bucket.ravel() for bucket, _ in buckets])
-    real = np.concatenate([valid.ravel() for _, valid in buckets])
-    places_N = np.empty(int(used.sum()), dtype=np.int64)
-    places_N[flat[real]] = np.flatnonzero(real)
-
-    # Targets row by row in sorted order; then the caller's order.
-    row_of_M, column_of_M = np.nonzero(mask_SL)
-    targets_M = node_SL[row_of_M, column_of_M]
-    first_U, selected_M = np.unique(targets_M, return_index=True, return_inverse=True)[1:]
-    callers_M = np.argsort(order[row_of_M], kind="stable")
-    rows_U, columns_U = row_of_M[first_U], column_of_M[first_U]
+    targets_M = np.concatenate([nodes[places] for nodes, places in zip(trie.nodes_S, places_S, strict=True)])
+    targets_U, selected_M = np.unique(targets_M, return_inverse=True)
     return Layout(
-        ids_N=torch.from_numpy(ids_SL[kept_SL]),
-        positions_N=torch.from_numpy(np.nonzero(kept_SL)[1]),
-        buckets=tuple(torch.from_numpy(np.ascontiguousarray(bucket)) for bucket, _ in buckets),
+        ids_N=torch.from_numpy(trie.tokens[used]),
+        positions_N=torch.from_numpy(trie.depths[used]),
+        buckets=tuple(torch.from_numpy(bucket) for bucket in buckets),
         places_N=torch.from_numpy(places_N),
-        predictors_U=torch.from_numpy(stream_of_node[node_SL[rows_U, columns_U - 1]]),
-        targets_U=torch.from_numpy(ids_SL[rows_U, columns_U]),
-        selected_M=torch.from_numpy(selected_M[callers_M].reshape(-1)),
+        predictors_U=torch.from_numpy(stream_of_node[trie.parents[targets_U]]),
+        targets_U=torch.from_numpy(trie.tokens[targets_U]),
+        selected_M=torch.from_numpy(selected_M.reshape(-1)),
     )
 
 
-def _trie(ids_SL: I64, lengths_S: I64, share: bool) -> tuple[I64, npt.NDArray[np.bool_]]:
-    """Node of each token of lexicographically sorted rows, and whether the row is the first to have that node."""
-    S, L = ids_SL.shape
-    columns = np.arange(L)
-    shared_S = np.zeros(S, dtype=np.int64)
-    if share and S > 1:
-        equal = (ids_SL[1:] == ids_SL[:-1]) & (ids_SL[1:] >= 0)
-        shared_S[1:] = np.where(equal.all(1), L, equal.argmin(1))
-    new_SL = (columns >= shared_S[:, None]) & (columns < lengths_S[:, None])
-    node_SL = np.where(new_SL, np.cumsum(new_SL).reshape(S, L) - 1, -1)
-    # Sorted rows share a prefix with the row above, so the newest node of a column is the right one.
-    return np.maximum.accumulate(node_SL, axis=0), new_SL
+class _Trie(NamedTuple):
+    nodes_S: list[I64]
+    """Per sequence, the node of each of its tokens."""
+    order: list[int]
+    """Sequences in lexicographic order."""
+    shared_S: list[int]
+    """Per sequence, the tokens that it has in common with the one before it in that order."""
+    tokens: I64
+    """Per node: token id, position, and the node before it (-1 at the start)."""
+    depths: I64
+    parents: I64
 
 
-def _buckets(stream_SL: I64, inputs_S: I64) -> list[tuple[I64, npt.NDArray[np.bool_]]]:
-    """Rows grouped by length: [rows, length] stream indices, and which of them are no padding.
+def _trie(ids_S: list[I64], share: bool) -> _Trie:
+    order = sorted(range(len(ids_S)), key=[ids.astype(">u4").tobytes() for ids in ids_S].__getitem__)
+    nodes_S: list[I64] = [ids_S[0]] * len(ids_S)
+    shared_S = [0] * len(ids_S)
+    tokens, depths, parents = [], [], []
+    above, nodes_above = np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64)
+    count = 0
+    for s in order:
+        ids = ids_S[s]
+        if share:
+            common = min(len(ids), len(above))
+            different = np.flatnonzero(ids[:common] != above[:common])
+            shared_S[s] = int(different[0]) if len(different) else common
+        shared = shared_S[s]
+        fresh = np.arange(count, count + len(ids) - shared)
+        nodes_S[s] = nodes = np.concatenate([nodes_above[:shared], fresh])
+        tokens.append(ids[shared:])
+        depths.append(np.arange(shared, len(ids)))
+        parents.append(nodes[shared - 1 : -1] if shared else np.concatenate([[-1], nodes[:-1]])[: len(ids)])
+        count += len(fresh)
+        above, nodes_above = ids, nodes
+    return _Trie(nodes_S, order, shared_S, np.concatenate(tokens), np.concatenate(depths), np.concatenate(parents))
 
-    Cuts a bucket where the padding of going on would cost more than another call.
-    """
-    keep = inputs_S > 0
-    if len(inputs_S) > 1:  # a row that the next one begins with adds nothing
-        same = stream_SL[:-1] == stream_SL[1:]
-        prefix = np.where(same.all(1), stream_SL.shape[1], same.argmin(1)) >= inputs_S[:-1]
-        keep[:-1] &= ~(prefix & (inputs_S[:-1] <= inputs_S[1:]))
-    rows = np.flatnonzero(keep)
-    rows = rows[np.argsort(-inputs_S[rows], kind="stable")]
-    lengths = inputs_S[rows]
-    buckets, start, padding = [], 0, 0
+
+def _needed_rows(trie: _Trie, inputs_S: list[int]) -> list[int]:
+    """Sequences, longest input first, without those whose inputs the next one in order begins with."""
+    following = [*trie.order[1:], -1]
+    needed = [
+        s
+        for s, after in zip(trie.order, following, strict=True)
+        if inputs_S[s] and not (after >= 0 and trie.shared_S[after] >= inputs_S[s] <= inputs_S[after])
+    ]
+    return sorted(needed, key=lambda s: -inputs_S[s])
+
+
+def _buckets(rows: list[I64], stream_tokens: int) -> tuple[list[I64], I64]:
+    """[rows, length] arrays of stream tokens, cut where padding on would cost more than another attention call, and
+    the place of each stream token in their concatenation. Padding repeats stream token 0."""
+    buckets, places_N = [], np.zeros(stream_tokens, dtype=np.int64)
+    start = offset = padding = 0
     for end in range(1, len(rows) + 1):
+        length = len(rows[start])
         if end < len(rows):
-            padding += int(lengths[start] - lengths[end])
-            if padding <= BUCKET_OVERHEAD or lengths[end] == lengths[end - 1] == lengths[start]:
+            padding += length - len(rows[end])
+            if padding <= BUCKET_OVERHEAD or len(rows[end]) == length:
                 continue
-        length = int(lengths[start])
-        buckets.append((stream_SL[rows[start:end], :length], np.arange(length) < lengths[start:end, None]))
+        bucket = np.zeros((end - start, length), dtype=np.int64)
+        for r, row in enumerate(rows[start:end]):
+            bucket[r, : len(row)] = row
+            places_N[row] = np.arange(offset, offset + len(row))
+            offset += length
+        buckets.append(bucket)
         start, padding = end, 0
-    return buckets
+    return buckets, places_N
 
 
 def packed_attention(
