@@ -41,6 +41,8 @@ class Settings(BaseModel):
     """Address under which other processes reach this one (the trainer's weight group)."""
     swap_timeout_s: Annotated[float, Field(gt=0)] = 8.0
     """For each phase of a weight swap; a rollout worker that takes longer is left out of the group."""
+    preload: bool = True
+    """Import heavy libraries (torch, vllm) before the first job instead of when it comes."""
     env_sessions: Annotated[int, Field(gt=0)] = 512
     """Sessions an env worker holds at once."""
     env_children: Annotated[int, Field(ge=0)] = 2

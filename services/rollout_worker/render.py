@@ -7,6 +7,7 @@ message, rendered once with a marker in the place of the model's own words, so t
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from opentinker.shared.errors import JobFailed
@@ -28,6 +29,14 @@ class Renderer:
                 "the model's tokenizer has no chat template; add one to the model directory, "
                 'or set model.chat_template = "plain" to join message contents without markup'
             )
+
+    @classmethod
+    def load_light(cls, base: str, mode: str) -> Renderer:
+        """From a local directory, without transformers; the turn ends with the tokenizer's eos alone."""
+        from opentinker.services.rollout_worker.light_tokenizer import LightTokenizer
+
+        tokenizer = LightTokenizer(Path(base))
+        return cls(tokenizer, mode, frozenset([tokenizer.eos_token_id] if tokenizer.eos_token_id is not None else []))
 
     @classmethod
     def load(cls, base: str, mode: str) -> Renderer:

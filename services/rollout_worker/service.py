@@ -26,8 +26,9 @@ async def serve(ctx: Context) -> None:
     async def work(worker: LeasedWorker, lease: Lease, spec: JobSpec) -> None:
         await serve_lease(worker, lease, spec, lambda s, r: make_engine(s, r, ctx.settings), EnvClient(ctx.bus))
 
-    # Before the first heartbeat: imports hold the interpreter for seconds, and a silent worker counts as dead.
-    await asyncio.to_thread(vllm_boot.preload)
+    if ctx.settings.preload:
+        # Before the first heartbeat: imports hold the interpreter for seconds, and a silent worker counts as dead.
+        await asyncio.to_thread(vllm_boot.preload)
     await LeasedWorker(ctx, Pool.ROLLOUT, work).serve()
 
 

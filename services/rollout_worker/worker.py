@@ -19,7 +19,7 @@ from opentinker.services.rollout_worker.engine import Engine, EngineError, SwapE
 from opentinker.services.rollout_worker.episode import Episode, EpisodeFailed, Sessions
 from opentinker.services.rollout_worker.render import Renderer
 from opentinker.shared.admission import Admission
-from opentinker.shared.bus import ACK_WAIT_S, Bus, Consumer, Delivery, StreamFull
+from opentinker.shared.bus import Bus, Consumer, Delivery, StreamFull
 from opentinker.shared.errors import JobFailed
 from opentinker.shared.leasing import LeasedWorker
 from opentinker.shared.service import first_failure
@@ -31,6 +31,8 @@ from opentinker.shared.types import Group, Lease, SwapCommand, SwapReply, Ticket
 log = structlog.get_logger()
 
 REPORT_S = 1.0
+TICKET_WAIT_S = 6.0
+"""A ticket whose holder is silent for so long goes to another worker; holders say every third of it that they live."""
 FULL_PAUSE_S = 0.5
 
 
@@ -58,7 +60,11 @@ class RolloutJob:
         """Until the lease is taken away or the service stops (then running groups may finish)."""
         swaps = await self.bus.serve(SWAP, self._swap, worker=self.worker.address)
         tickets = await self.bus.consume(
-            TICKET, f"roll-{self.lease.job}", batch=self.spec.rollout.max_concurrent_groups, job=self.lease.job
+            TICKET,
+            f"roll-{self.lease.job}",
+            batch=self.spec.rollout.max_concurrent_groups,
+            ack_wait_s=TICKET_WAIT_S,
+            job=self.lease.job,
         )
         try:
             await self.worker.status("ready", job=self.lease.job, epoch=self.lease.epoch, address=self.worker.address)
@@ -137,7 +143,7 @@ class RolloutJob:
 
     async def _keep_alive(self, delivery: Delivery[Ticket]) -> None:
         while True:
-            await asyncio.sleep(ACK_WAIT_S / 3)
+            await asyncio.sleep(TICKET_WAIT_S / 3)
             await delivery.in_progress()
 
     async def _play_group(self, ticket: Ticket) -> None:
@@ -264,7 +270,8 @@ async def serve_lease(
     worker: LeasedWorker, lease: Lease, spec: JobSpec, make_engine: MakeEngine, sessions: Sessions
 ) -> None:
     """Load tokenizer and engine, then run the job. Raises JobFailed when the model cannot be served."""
-    renderer = await asyncio.to_thread(Renderer.load, spec.model.base, spec.model.chat_template)
+    load = Renderer.load_light if spec.rollout.engine == "toy" else Renderer.load
+    renderer = await asyncio.to_thread(load, spec.model.base, spec.model.chat_template)
     engine = make_engine(spec, renderer)
     try:
         try:

@@ -14,8 +14,9 @@ from opentinker.shared.types import Lease, Pool
 
 
 async def serve(ctx: Context) -> None:
-    # Before the first heartbeat: imports hold the interpreter for seconds, and a silent worker counts as dead.
-    await asyncio.to_thread(_torch_learner)
+    if ctx.settings.preload:
+        # Before the first heartbeat: imports hold the interpreter for seconds, and a silent worker counts as dead.
+        await asyncio.to_thread(_torch_learner)
     await LeasedWorker(ctx, Pool.TRAINER, work).serve()
 
 
