@@ -87,18 +87,24 @@ def chart(values: Sequence[float], width: int, height: int, *, low: float | None
     span = (top - bottom) or 1.0
     levels = [round((value - bottom) / span * (rows - 1)) for value in points]
     cells = [[0] * columns for _ in range(height)]
-    stretch = (columns * 2 - 1) / max(1, len(levels) - 1)
-    for x in range(columns * 2 if len(levels) > 1 else 1):
-        at = x / stretch
-        left = min(int(at), len(levels) - 1)
-        right = min(left + 1, len(levels) - 1)
-        level = round(levels[left] + (levels[right] - levels[left]) * (at - left))
-        y = rows - 1 - level
-        cells[y // 4][x // 2] |= DOTS[y % 4][x % 2]
+    last = levels[0]
+    for x, level in enumerate(_stretched(levels, columns * 2) if len(levels) > 1 else levels):
+        step = 1 if level >= last else -1
+        for dot in range(last + step if level != last else level, level + step, step):  # joined to its neighbour
+            y = rows - 1 - dot
+            cells[y // 4][x // 2] |= DOTS[y % 4][x % 2]
+        last = level
     return [
         f"{label:>{margin}} ┤" + "".join(chr(BLANK + cell) for cell in row)
         for label, row in zip(labels, cells, strict=True)
     ]
+
+
+def _stretched(levels: Sequence[int], count: int) -> list[int]:
+    """Linear interpolation to `count` points."""
+    places = [x * (len(levels) - 1) / (count - 1) for x in range(count)]
+    left = [min(int(at), len(levels) - 2) for at in places]
+    return [round(levels[i] + (levels[i + 1] - levels[i]) * (at - i)) for i, at in zip(left, places, strict=True)]
 
 
 def short(value: float) -> str:

@@ -184,7 +184,8 @@ def step_line(update: Update, window: range, step: int) -> str:
 def event_line(event: dict[str, Any]) -> str:
     """`12:03:44 checkpoint step=50 seconds=0.2`"""
     stamp = time.strftime("%H:%M:%S", time.localtime(float(event.get("time", 0.0))))
-    rest = " ".join(f"{k}={v}" for k, v in event.items() if k not in ("id", "event", "time") and v not in ("", None))
+    known = ("id", "event", "time", "state", "finished")
+    rest = " ".join(f"{k}={v}" for k, v in event.items() if k not in known and v not in ("", None))
     return f"{stamp} {event.get('event', '?')} {rest}".rstrip()
 
 

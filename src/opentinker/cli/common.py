@@ -48,7 +48,7 @@ def client(url: str | None, *, patience_s: float = 2.0) -> Client:
     """`patience_s`: how long a server that does not answer is waited for."""
     from opentinker.client import Client
 
-    return Client(server_url(url), wait_s=patience_s, on_wait=lambda text: sys.stderr.write(text + "\n"))
+    return Client(server_url(url), wait_s=patience_s, on_wait=complain)
 
 
 def print_json(value: Any) -> None:
@@ -65,6 +65,10 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[Any]], *, empty:
     widths = [max(len(row[i]) for row in cells) for i in range(len(columns))]
     for row in cells:
         say("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+
+
+def complain(text: str) -> None:
+    sys.stderr.write(text + "\n")
 
 
 def say(text: str) -> None:

@@ -134,7 +134,7 @@ def finish(api: Client, job_id: str) -> Update:
 
 def report(last: Update, home: Path, url: str, seconds: float, api: Client, *, keep: bool) -> None:
     """The curve, the figures, and what to type next."""
-    from opentinker.curves import chart, short
+    from opentinker.curves import chart
     from opentinker.watch import duration
 
     job, curves = last.job, last.curves
@@ -152,16 +152,17 @@ def report(last: Update, home: Path, url: str, seconds: float, api: Client, *, k
     if not found:
         say(f"\nlogs are in {home / 'logs'}")
         return
-    newest = home / "jobs" / str(job["id"]) / "checkpoints" / f"step-{found[-1]['step']:06d}"
-    exact = curves.recent("exact")
-    say(f"\nThe trained model{f' (exact {short(exact)})' if exact is not None else ''} is a Hugging Face directory:")
-    say(f"  {newest}\n\nnext:")
+    step = found[-1]["step"]
+    newest = home / "jobs" / str(job["id"]) / "checkpoints" / f"step-{step:06d}"
+    layout = "a PEFT adapter" if job.get("spec", {}).get("model", {}).get("lora") else "a Hugging Face model"
+    say(f"\nThe checkpoint of step {step} is {layout}:\n  {os.path.relpath(newest)}\n\nnext:")
+    where = f" --url {url}" if keep else ""
     if not keep:
-        say(f"  opentinker up --data-dir {home}        # the same machine again, with this job in its list")
-    say(f"  opentinker jobs{f' --url {url}' if keep else ''}")
-    say(f"  opentinker checkpoints {job['id']}")
-    say(f"  opentinker download {job['id']} my-model")
-    say("  opentinker spec                         # every setting of a job; then edit and run your own")
+        say(f"  opentinker up --data-dir {os.path.relpath(home)}")
+        say("                                # the same machine again, with this job in its list; then:")
+    say(f"  opentinker jobs{where}")
+    say(f"  opentinker download {job['id']} my-model{where}")
+    say("  opentinker spec               # every setting of a job, to edit an example and run your own")
 
 
 def figures(last: Update) -> list[str]:
