@@ -8,13 +8,15 @@ A group's life, one entry per group in `adm:{job}:groups`, changed only by the s
     issue -> r --accept--> p --train--> t:<batch>      batch = number of the step it was consumed for (1, 2, ...)
              |             '--discard-> d:<batch>:<reason>
              '--fail--> (removed, counted)
-`commit(batch)` forgets t and d entries up to a checkpointed batch; `restore` turns those above it back into p.
+`restore(step)` turns t and d entries above a checkpointed step back into p; `commit(batch)` forgets those up to a batch
+that nobody will go back behind any more: the trainer commits one checkpoint late, because the newest may be damaged.
 
 Ledger, always: accepted = trained + discarded + pending.
 """
 
 from __future__ import annotations
 
+import uuid
 from typing import Any
 
 import msgspec
@@ -23,46 +25,41 @@ import orjson
 from opentinker.shared.errors import Fenced
 from opentinker.shared.types import Discard, Ending, WeightVersion
 
-# KEYS: adm, groups. ARGV: operation, epoch (-1: anyone), arguments...
+# KEYS: adm, groups, op (optional). ARGV: operation, epoch (-1: anyone), arguments...
+# `op` remembers the answer of an operation that must not happen twice: a client that lost the reply asks again.
 _SCRIPT = """
-local A, G = KEYS[1], KEYS[2]
+local A, G, O = KEYS[1], KEYS[2], KEYS[3]
 local op, epoch = ARGV[1], tonumber(ARGV[2])
 local function num(field) return tonumber(redis.call('HGET', A, field) or '0') end
 local function add(field, by) redis.call('HINCRBY', A, field, by) end
-if epoch >= 0 then
-  local current = num('epoch')
-  if epoch < current then return {'fenced', current} end
-end
-if op == 'restore' then
-  -- step, max_staleness, groups_per_batch, total, discarded by reason (JSON)
+local function tag_of(state) return tonumber(string.match(state, '^[td]:(%d+)') or '-1') end
+
+local function restore()
+  -- step, max_staleness, groups_per_batch, total, discarded by reason (JSON), next_seq
   local step, batch = tonumber(ARGV[3]), tonumber(ARGV[5])
-  local pending, running = 0, 0
+  local pending, running, discarded = 0, 0, 0
   local entries = redis.call('HGETALL', G)
   for i = 1, #entries, 2 do
     local seq, state = entries[i], entries[i + 1]
-    local tag = string.match(state, '^[td]:(%d+)')
-    if tag and tonumber(tag) > step then redis.call('HSET', G, seq, 'p'); pending = pending + 1
-    elseif tag then redis.call('HDEL', G, seq)
+    if tag_of(state) > step then redis.call('HSET', G, seq, 'p'); pending = pending + 1
     elseif state == 'p' then pending = pending + 1
-    else running = running + 1 end
+    elseif state == 'r' then running = running + 1 end
   end
-  local fields = redis.call('HKEYS', A)
-  for _, field in ipairs(fields) do
+  for _, field in ipairs(redis.call('HKEYS', A)) do
     if string.sub(field, 1, 8) == 'discard:' then redis.call('HDEL', A, field) end
   end
-  local discarded = 0
   for reason, count in pairs(cjson.decode(ARGV[7])) do
     redis.call('HSET', A, 'discard:' .. reason, count); discarded = discarded + count
   end
   redis.call('HSET', A, 'epoch', epoch, 'step', step, 'eta', ARGV[4], 'batch', batch, 'total', ARGV[6],
              'trained', step * batch, 'pending', pending, 'running', running,
-             'accepted', step * batch + discarded + pending)
+             'accepted', step * batch + discarded + pending, 'next', math.max(num('next'), tonumber(ARGV[8])))
   return {'ok'}
 end
-if op == 'issue' then
+
+local function issue()
   -- want
   local batch = num('batch')
-  if batch == 0 then return {'ok'} end
   local busy = num('trained') + num('pending') + num('running')
   local room = math.min((num('eta') + num('step') + 1) * batch, num('total')) - busy
   local n = math.max(0, math.min(tonumber(ARGV[3]), room))
@@ -75,8 +72,9 @@ if op == 'issue' then
   add('running', n)
   return answer
 end
-if op == 'version' then redis.call('HSET', A, 'step', ARGV[3]); return {'ok'} end
-if op == 'accept' or op == 'fail' then
+
+local function finish()
+  -- accept: seq; fail: seq, reason
   local state = redis.call('HGET', G, ARGV[3])
   if not state then return {'unknown'} end
   if state ~= 'r' then return {string.sub(state, 1, 1)} end
@@ -88,29 +86,44 @@ if op == 'accept' or op == 'fail' then
   redis.call('HSET', G, ARGV[3], 'p'); add('pending', 1); add('accepted', 1)
   return {'ok'}
 end
-if op == 'train' or op == 'discard' then
+
+local function consume()
   -- batch number, reason ('' for train), seqs...
   local done = 0
+  local becomes = 'd:' .. ARGV[3] .. ':' .. ARGV[4]
+  if op == 'train' then becomes = 't:' .. ARGV[3] end
   for i = 5, #ARGV do
     if redis.call('HGET', G, ARGV[i]) == 'p' then
       done = done + 1
-      if op == 'train' then redis.call('HSET', G, ARGV[i], 't:' .. ARGV[3])
-      else redis.call('HSET', G, ARGV[i], 'd:' .. ARGV[3] .. ':' .. ARGV[4]) end
+      redis.call('HSET', G, ARGV[i], becomes)
     end
   end
   add('pending', -done)
   if op == 'train' then add('trained', done) else add('discard:' .. ARGV[4], done) end
   return {'ok', done}
 end
-if op == 'commit' then
+
+local function commit()
+  -- batch number
   local entries = redis.call('HGETALL', G)
   for i = 1, #entries, 2 do
-    local tag = string.match(entries[i + 1], '^[td]:(%d+)')
-    if tag and tonumber(tag) <= tonumber(ARGV[3]) then redis.call('HDEL', G, entries[i]) end
+    local tag = tag_of(entries[i + 1])
+    if tag >= 0 and tag <= tonumber(ARGV[3]) then redis.call('HDEL', G, entries[i]) end
   end
   return {'ok'}
 end
-return redis.error_reply('unknown operation ' .. op)
+
+local function version() redis.call('HSET', A, 'step', ARGV[3]); return {'ok'} end
+
+if O then
+  local before = redis.call('GET', O)
+  if before then return cjson.decode(before) end
+end
+if epoch >= 0 and epoch < num('epoch') then return {'fenced', num('epoch')} end
+local answer = ({restore = restore, issue = issue, accept = finish, fail = finish, train = consume, discard = consume,
+                 commit = commit, version = version})[op]()
+if O then redis.call('SET', O, cjson.encode(answer), 'EX', 120) end
+return answer
 """
 
 
@@ -140,23 +153,37 @@ class Admission:
         self._epoch = epoch
         self._script = redis.register_script(_SCRIPT)
 
-    async def _call(self, op: str, *args: Any) -> list[Any]:
-        answer: list[Any] = await self._script(keys=self._keys, args=[op, self._epoch, *args])
+    async def _call(self, op: str, *args: Any, once: bool = False) -> list[Any]:
+        """`once`: a repetition by the client, after the connection broke, is answered and not done again."""
+        keys = [*self._keys, f"{self._keys[0]}:op:{uuid.uuid4().hex}"] if once else self._keys
+        answer: list[Any] = await self._script(keys=keys, args=[op, self._epoch, *args])
         if answer[0] == "fenced":
             raise Fenced(f"epoch {answer[1]} owns the job, this is epoch {self._epoch}")
         return answer
 
     async def restore(
-        self, *, step: int, max_staleness: int, groups_per_batch: int, total: int, discarded: dict[str, int]
+        self,
+        *,
+        step: int,
+        max_staleness: int,
+        groups_per_batch: int,
+        total: int,
+        discarded: dict[str, int],
+        next_seq: int = 0,
     ) -> None:
-        """Start, or start again from a checkpoint at `step`: everything consumed after it is pending again."""
-        await self._call("restore", step, max_staleness, groups_per_batch, total, orjson.dumps(discarded).decode())
+        """Start, or start again from a checkpoint at `step`: everything consumed after it is pending again.
+
+        `discarded` counts what was discarded for batches up to `step`; group numbers below `next_seq` were used, also
+        if Redis lost them.
+        """
+        if self._epoch < 0:
+            raise ValueError("only a trainer, which has an epoch, restores")
+        reasons = orjson.dumps(discarded).decode()
+        await self._call("restore", step, max_staleness, groups_per_batch, total, reasons, next_seq)
 
     async def issue(self, want: int) -> tuple[WeightVersion, list[int]]:
         """Take up to `want` new group numbers, as many as the law allows now."""
-        answer = await self._call("issue", want)
-        if len(answer) < 3:
-            return WeightVersion(0, 0), []
+        answer = await self._call("issue", want, once=True)
         return WeightVersion(int(answer[1]), int(answer[2])), [int(seq) for seq in answer[3:]]
 
     async def set_version(self, step: int) -> None:
@@ -165,19 +192,21 @@ class Admission:
 
     async def accept(self, seq: int) -> str:
         """A group is stored. 'ok' the first time; 'p', 't', 'd' if it was accepted before; 'unknown' if it left."""
-        return str((await self._call("accept", seq))[0])
+        return str((await self._call("accept", seq, once=True))[0])
 
     async def fail(self, seq: int, reason: Ending | str) -> tuple[int, int] | None:
         """A group could not be rolled out. Returns (failed, accepted) so far, or None if it was not running."""
-        answer = await self._call("fail", seq, str(reason))
+        answer = await self._call("fail", seq, str(reason), once=True)
         return (int(answer[1]), int(answer[2])) if answer[0] == "ok" else None
 
     async def train(self, batch: int, seqs: list[int]) -> int:
         """Groups consumed by optimizer step number `batch`. Returns how many were pending."""
-        return int((await self._call("train", batch, "", *seqs))[1])
+        return int((await self._call("train", batch, "", *seqs, once=True))[1])
 
     async def discard(self, batch: int, reason: Discard, seqs: list[int]) -> int:
-        return int((await self._call("discard", batch, str(reason), *seqs))[1]) if seqs else 0
+        if not seqs:
+            return 0
+        return int((await self._call("discard", batch, str(reason), *seqs, once=True))[1])
 
     async def commit(self, batch: int) -> None:
         """A checkpoint covers everything up to step number `batch`."""
