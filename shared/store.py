@@ -14,7 +14,9 @@ Keys (`{id}` is a job id of ours, `{worker}` a worker slot):
 from __future__ import annotations
 
 import asyncio
+import math
 import time
+import uuid
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
@@ -34,11 +36,14 @@ from opentinker.shared.types import JobState, Lease, WorkerInfo
 
 log = structlog.get_logger()
 
-EVENTS_KEPT = 5000
+# A client that lost the connection sends its command again: `op` keys remember for a while what was done, so that a
+# change is made, and an event logged, once.
 
-# KEYS job, events, active, ending. ARGV: id, allowed states (comma separated, "" = any that is not final), new state,
-# epoch (-1: the scheduler), now, fields, event
+# KEYS job, events, active, ending, op. ARGV: id, allowed states (comma separated, "" = any that is not final),
+# new state, epoch (-1: the scheduler), now, fields, event
 _TRANSITION = """
+local before = redis.call('GET', KEYS[5])
+if before then return {'ok', before} end
 local current = redis.call('HMGET', KEYS[1], 'state', 'epoch', 'version')
 if not current[1] then return {'missing'} end
 local final = {succeeded=true, failed=true, cancelled=true}
@@ -55,22 +60,34 @@ for key, value in pairs(fields) do redis.call('HSET', KEYS[1], key, value) end
 if final[ARGV[3]] then redis.call('SREM', KEYS[3], ARGV[1]); redis.call('SADD', KEYS[4], ARGV[1])
 else redis.call('SADD', KEYS[3], ARGV[1]) end
 redis.call('XADD', KEYS[2], 'MAXLEN', '~', '5000', '*', 'event', ARGV[7])
+redis.call('SET', KEYS[5], current[1], 'EX', 120)
 return {'ok', current[1]}
 """
 
-# KEYS job, events. ARGV: epoch, now, fields (JSON object), event ('' = none)
+# KEYS job, events, op. ARGV: epoch, now, fields (JSON object), event ('' = none)
 _UPDATE = """
+if redis.call('EXISTS', KEYS[3]) == 1 then return {'ok'} end
 local epoch = redis.call('HGET', KEYS[1], 'epoch')
 if not epoch then return {'missing'} end
 if tonumber(ARGV[1]) >= 0 and tonumber(ARGV[1]) < tonumber(epoch) then return {'fenced', epoch} end
 redis.call('HSET', KEYS[1], 'updated', ARGV[2])
 for key, value in pairs(cjson.decode(ARGV[3])) do redis.call('HSET', KEYS[1], key, value) end
-if ARGV[4] ~= '' then redis.call('XADD', KEYS[2], 'MAXLEN', '~', '5000', '*', 'event', ARGV[4]) end
+if ARGV[4] ~= '' then
+  redis.call('XADD', KEYS[2], 'MAXLEN', '~', '5000', '*', 'event', ARGV[4])
+  redis.call('SET', KEYS[3], 1, 'EX', 120)
+end
 return {'ok'}
+"""
+
+# KEYS worker. ARGV: incarnation
+_LEAVE = """
+local info = redis.call('GET', KEYS[1])
+if info and cjson.decode(info).incarnation == ARGV[1] then redis.call('DEL', KEYS[1]) end
 """
 
 # KEYS job, events, jobs, active, idempotency. ARGV: id, now, fields, event, body hash, ttl seconds
 _CREATE = """
+if redis.call('EXISTS', KEYS[1]) == 1 then return {'ok', ARGV[1]} end
 if ARGV[5] ~= '' then
   local seen = redis.call('HMGET', KEYS[5], 'job', 'body')
   if seen[1] then
@@ -107,7 +124,9 @@ class JobRecord(msgspec.Struct, frozen=True, kw_only=True):
     restarts: int = 0
     finished: float = 0.0
     restart_step: int = -1
-    """Step at which the trainer was last (re)started: restarts without progress are counted."""
+    """Highest step reached when a trainer was lost: restarts without a step beyond it are counted."""
+    progress: str = ""
+    """What the trainer last reported, as JSON."""
     waiting_for: str = ""
     """What the scheduler lacks to start or complete the job; empty when it lacks nothing."""
 
@@ -119,6 +138,7 @@ class Store:
         self._transition = redis.register_script(_TRANSITION)
         self._update = redis.register_script(_UPDATE)
         self._create = redis.register_script(_CREATE)
+        self._leave = redis.register_script(_LEAVE)
 
     @classmethod
     @asynccontextmanager
@@ -158,6 +178,8 @@ class Store:
 
         Raises Conflict if the idempotency key was used with another body.
         """
+        if idempotency and not body_hash:
+            raise ValueError("an idempotency key needs the hash of the body")
         now = time.time()
         fields = {
             "spec": orjson.dumps(spec).decode(),
@@ -179,7 +201,7 @@ class Store:
                 id,
                 now,
                 orjson.dumps(fields).decode(),
-                _event("queued", now),
+                _event("queued", now, state=JobState.QUEUED.value),
                 body_hash if idempotency else "",
                 86400,
             ],
@@ -236,8 +258,8 @@ class Store:
         if new.final:
             fields.setdefault("finished", now)
         answer = await self._transition(
-            keys=[f"job:{id}", f"job:{id}:events", "jobs:active", "jobs:ending"],
-            args=[id, ",".join(allowed), new.value, epoch, now, orjson.dumps(fields).decode(),
+            keys=[f"job:{id}", f"job:{id}:events", "jobs:active", "jobs:ending", _op(id)],
+            args=[id, ",".join(allowed), new.value, epoch, now, _fields(fields),
                   _event(event or new.value, now, state=new.value, epoch=epoch, **fields, **(detail or {}))],
         )  # fmt: skip
         _raise(id, answer, new.value)
@@ -250,12 +272,14 @@ class Store:
         now = time.time()
         line = _event(event, now, **(detail or {})) if event else ""
         answer = await self._update(
-            keys=[f"job:{id}", f"job:{id}:events"], args=[epoch, now, orjson.dumps(fields).decode(), line]
+            keys=[f"job:{id}", f"job:{id}:events", _op(id)], args=[epoch, now, _fields(fields), line]
         )
         _raise(id, answer, "update")
 
     async def events(self, id: str, after: str = "0", block_ms: int | None = None) -> list[dict[str, Any]]:
-        """Events after the given id, oldest first; waits up to `block_ms` for one."""
+        """Events after the given id, oldest first; waits up to `block_ms` (at most 5 s) for one."""
+        if block_ms is not None:
+            block_ms = min(block_ms, 5000)
         reply = await self.redis.xread({f"job:{id}:events": after}, count=500, block=block_ms)
         entries = reply[0][1] if reply else []
         return [{"id": entry_id, **orjson.loads(fields["event"])} for entry_id, fields in entries]
@@ -274,7 +298,8 @@ class Store:
         await self.redis.set(f"worker:{info.id}", codec.to_json(info), px=int(ttl_s * 1000))
 
     async def leave(self, info: WorkerInfo) -> None:
-        await self.redis.delete(f"worker:{info.id}")
+        """Only what this incarnation said of itself: the slot's next process may be beating already."""
+        await self._leave(keys=[f"worker:{info.id}"], args=[info.incarnation])
 
     async def workers(self) -> list[WorkerInfo]:
         keys = [key async for key in self.redis.scan_iter("worker:*", count=500)]
@@ -299,6 +324,18 @@ class Store:
 
 def _record(id: str, fields: dict[str, str]) -> JobRecord:
     return msgspec.convert({**fields, "id": id, "spec": orjson.loads(fields["spec"])}, JobRecord, strict=False)
+
+
+def _op(id: str) -> str:
+    return f"job:{id}:op:{uuid.uuid4().hex}"
+
+
+def _fields(fields: dict[str, Any]) -> str:
+    """Hash fields for a script. Checked here: a script that fails half-way is not rolled back."""
+    for name, value in fields.items():
+        if not isinstance(value, (str, int, float)) or (isinstance(value, float) and not math.isfinite(value)):
+            raise TypeError(f"field {name} = {value!r}: a job's fields are text and finite numbers")
+    return orjson.dumps({name: int(v) if isinstance(v, bool) else v for name, v in fields.items()}).decode()
 
 
 def _event(kind: str, now: float, **detail: Any) -> str:

@@ -103,7 +103,7 @@ class Schedule(RuleBasedStateMachine):
         self.redis, self.loop = redis, loop
 
     def wait(self, call: Awaitable[T]) -> T:
-        return self.loop.run_until_complete(call)  # type: ignore[arg-type, return-value]
+        return self.loop.run_until_complete(call)
 
     @initialize(eta=st.integers(0, 3), batch=st.integers(1, 4), batches=st.integers(1, 8))
     def begin(self, eta: int, batch: int, batches: int) -> None:
@@ -168,8 +168,9 @@ class Schedule(RuleBasedStateMachine):
 
     def some_seq(self, back: int, data: st.DataObject) -> int:
         running = self.model.these("r")
-        if running and data.draw(st.booleans()):
-            return data.draw(st.sampled_from(running))
+        choice: int = data.draw(st.sampled_from([-1, *running]))
+        if choice >= 0:
+            return choice
         return len(self.model.groups) - 1 - back
 
     @rule(data=st.data())
@@ -185,7 +186,8 @@ class Schedule(RuleBasedStateMachine):
             self.consume(sorted(self.model.these("p")))
 
     def consume(self, ready: list[int]) -> None:
-        model, keep = self.model, []
+        model = self.model
+        keep: list[int] = []
         for seq in ready:
             reason = self.verdict(seq)
             if reason is not None:
@@ -297,7 +299,7 @@ def run(valkey_server: Server) -> Iterator[Callable[..., None]]:
 
     def run(machine: type[Schedule], examples: int, steps: int = 40, **more: Any) -> None:
         run_state_machine_as_test(
-            lambda: machine(redis, loop),  # type: ignore[arg-type, return-value]
+            lambda: machine(redis, loop),  # type: ignore[arg-type]
             settings=settings(
                 max_examples=examples,
                 stateful_step_count=steps,
