@@ -99,6 +99,24 @@ class Misbehaving(Environment):
                 raise AssertionError(self.config.how)
 
 
+class Moody(Misbehaving):
+    """Misbehaves in tasks whose row is a multiple of `every`; the others are won at once."""
+
+    class Config(EnvironmentConfig):
+        how: str
+        in_open: bool = False
+        every: int = 4
+
+    config: Config
+
+    async def open(self, row: int, seed: int) -> list[Message]:
+        self.well = row % self.config.every != 0
+        return [user("go")]
+
+    async def step(self, action: Action) -> Step:
+        return Step(reward=1.0, done=True) if self.well else await super().step(action)
+
+
 LET_GO = asyncio.Event()
 
 

@@ -186,7 +186,8 @@ class TrainerJob:
             if batch is not None:
                 return batch
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self.arrived.wait(), 0.5)
+                async with asyncio.timeout(0.5):
+                    await self.arrived.wait()
         return None
 
     async def _advance(self, batch: list[Group], values: dict[str, float], waited: float, trained: float) -> None:
@@ -212,7 +213,7 @@ class TrainerJob:
         self.window.append(values)
         point = await self.metrics.emit(self.step, values)
         seqs = [group.seq for group in batch]
-        await asyncio.to_thread(self._log_line, {"step": self.step, "time": point.time, "groups": seqs, **point.values})
+        await asyncio.to_thread(self._log_line, {"step": self.step, "time": point.time, "seqs": seqs, **point.values})
         shown = {name: values[name] for name in ("reward/mean", "exact", *self.spec.train.target) if name in values}
         await self.ctx.store.update(
             self.lease.job, epoch=self.lease.epoch, step=self.step, progress=orjson.dumps(shown).decode()
