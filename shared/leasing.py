@@ -16,11 +16,13 @@ from typing import Any
 import msgspec
 import structlog
 
-from opentinker.shared.errors import Fenced, JobFailed
+from opentinker.shared.errors import Conflict, Fenced, JobFailed, NotFound, SpecError
 from opentinker.shared.service import Context, first_failure
-from opentinker.shared.spec import JobSpec
+from opentinker.shared.spec import JobSpec, parse_spec
 from opentinker.shared.subjects import WAKE
 from opentinker.shared.types import JobState, Lease, Pool, WorkerInfo
+
+log = structlog.get_logger()
 
 Work = Callable[["LeasedWorker", Lease, JobSpec], Awaitable[None]]
 
@@ -29,7 +31,6 @@ class LeasedWorker:
     """`work(worker, lease, spec)` runs while the lease holds; it is cancelled when the lease goes away.
 
     If it raises JobFailed the job fails with that text; Fenced ends it quietly; anything else ends the process.
-    `idle` (optional) runs once before the first lease, e.g. to import heavy libraries.
     """
 
     def __init__(self, ctx: Context, pool: Pool, work: Work) -> None:
@@ -84,12 +85,14 @@ class LeasedWorker:
 
     async def _changed(self, held: Lease | None) -> Lease | None:
         """Waits until the lease differs from the one held."""
+        self._wake.clear()
         while (lease := await self._mine()) == held:
-            self._wake.clear()
             try:
-                await asyncio.wait_for(self._wake.wait(), self.ctx.settings.heartbeat_s)
+                async with asyncio.timeout(self.ctx.settings.heartbeat_s):
+                    await self._wake.wait()
             except TimeoutError:
-                continue
+                pass
+            self._wake.clear()
         return lease
 
     async def _follow_loop(self) -> None:
@@ -102,50 +105,60 @@ class LeasedWorker:
                 task = None if held is None else asyncio.create_task(self._run(held), name=f"job-{held.job}")
                 try:
                     await asyncio.wait([t for t in (task, watch, stopping) if t], return_when=asyncio.FIRST_COMPLETED)
-                    if task is not None and not watch.done():
-                        await self._let_go(task)
-                    if task is not None and not self.ctx.stopping.is_set():
-                        task.cancel()
-                        await asyncio.wait([task])
-                        await self.status("idle")
-                    if not self.ctx.stopping.is_set():
-                        held = await watch
+                    if task is not None:
+                        await self._let_go(task, revoked=watch.done())
+                    await asyncio.wait([watch, stopping], return_when=asyncio.FIRST_COMPLETED)
+                    if watch.done():
+                        held = watch.result()
                 finally:
                     await _cancelled(task, watch)
         finally:
             await _cancelled(stopping)
 
-    async def _let_go(self, task: asyncio.Task[None]) -> None:
-        """The job ended by itself (raise what it raised), or the service stops: it has `drain_s` to finish."""
-        if not task.done():
+    async def _let_go(self, task: asyncio.Task[None], revoked: bool) -> None:
+        """The job ended by itself, or its lease is gone (it ends now), or the service stops (it has `drain_s`).
+
+        Raises what the job raised, also while it was cancelled.
+        """
+        if not task.done() and not revoked:
             await self.status("draining", job=self.info.job, epoch=self.info.epoch)
             await asyncio.wait([task], timeout=self.ctx.settings.drain_s)
-        if task.done():
+        task.cancel()
+        await asyncio.wait([task])
+        if not task.cancelled():
             task.result()
+        if not self.ctx.stopping.is_set():
+            await self.status("idle")
 
     async def _run(self, lease: Lease) -> None:
-        log = structlog.get_logger()
         with structlog.contextvars.bound_contextvars(job=lease.job, epoch=lease.epoch):
-            record = await self.ctx.store.job(lease.job)
             log.info("lease_taken")
             try:
+                record = await self.ctx.store.job(lease.job)
                 await self.status("loading", job=lease.job, epoch=lease.epoch)
-                await self._work(self, lease, JobSpec.model_validate(record.spec))
+                await self._work(self, lease, parse_spec(record.spec))
             except JobFailed as error:
                 log.error("job_failed", error=str(error))
                 await self._fail(lease, str(error))
-            except Fenced as error:
+            except SpecError as error:  # stored by another release
+                log.error("job_failed", error=str(error))
+                await self._fail(lease, f"its stored spec is not valid here: {error}")
+            except (Fenced, NotFound) as error:
                 log.warning("fenced", error=str(error))
             finally:
                 log.info("lease_left")
 
     async def _fail(self, lease: Lease, reason: str) -> None:
-        record = await self.ctx.store.job(lease.job)
-        if not record.state.final:
+        """The job has failed, unless it is over or another's. Rollout leases outlive trainers, so their epoch is old."""
+        epoch = lease.epoch if self.info.pool == Pool.TRAINER else -1
+        try:
             await self.ctx.store.transition(
-                lease.job, JobState.FAILED, epoch=lease.epoch, reason=f"{self.info.pool}: {reason}"
+                lease.job, JobState.FAILED, epoch=epoch, reason=f"{self.info.pool}: {reason}"
             )
-            await self.ctx.bus.emit(WAKE, {"job": lease.job}, who="scheduler")
+        except (Conflict, Fenced) as error:
+            structlog.get_logger().info("failure_not_recorded", why=str(error))
+            return
+        await self.ctx.bus.emit(WAKE, {"job": lease.job}, who="scheduler")
 
 
 async def _cancelled(*tasks: asyncio.Task[Any] | None) -> None:

@@ -21,7 +21,7 @@ import orjson
 import structlog
 import uvloop
 from aiohttp import web
-from prometheus_client import generate_latest
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from opentinker.shared.bus import Bus
 from opentinker.shared.config import Settings, load_settings, worker_name
@@ -31,6 +31,8 @@ from opentinker.shared.telemetry import REGISTRY, configure_logging
 
 LIVENESS_S = 5.0
 LIVENESS_FAILURES = 3
+DRAIN_EXTRA_S = 3.0
+"""After `drain_s` a service still has so long to let go of what it did not finish."""
 
 
 @dataclass
@@ -55,7 +57,8 @@ class Context:
     async def pause(self, seconds: float) -> bool:
         """Sleep, or less if the service is told to stop. True if it should go on."""
         with contextlib.suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(self.stopping.wait(), seconds)
+            async with asyncio.timeout(seconds):
+                await self.stopping.wait()
         return not self.stopping.is_set()
 
 
@@ -84,41 +87,74 @@ def main(service: str, serve: Callable[[Context], Awaitable[None]]) -> None:
         for mistake in error.mistakes:
             sys.stderr.write(f"{mistake['field']} = {mistake['value']!r}: {mistake['problem']}\n")
         sys.exit(2)
-    uvloop.run(run(service, serve, settings))
-    # Native libraries leave threads behind that hang interpreter shutdown; everything of ours is closed by now.
-    sys.stdout.flush()
-    os._exit(0)
+    code = 1
+    try:
+        uvloop.run(run(service, serve, settings))
+        code = 0
+    finally:
+        # Native libraries leave threads behind that hang interpreter shutdown; everything of ours is closed by now.
+        if code:
+            structlog.get_logger().critical("crashed", exc_info=sys.exc_info())
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
 
 
 async def run(service: str, serve: Callable[[Context], Awaitable[None]], settings: Settings) -> None:
+    """One life of a service. Returns after SIGTERM or SIGINT; raises when the service failed."""
     worker = worker_name(settings, service)
     configure_logging(settings, service, worker)
     log = structlog.get_logger()
     log.info("starting", pid=os.getpid())
+    stopping = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for sig in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(sig, stopping.set)
+    serving = asyncio.Event()
+    life = asyncio.create_task(_live(service, worker, serve, settings, stopping, serving))
+    stop = asyncio.create_task(stopping.wait())
+    try:
+        await asyncio.wait([life, stop], return_when=asyncio.FIRST_COMPLETED)
+        if not life.done():
+            # Before `serve` began there is nothing to finish: the servers we wait for may never come.
+            await asyncio.wait([life], timeout=settings.drain_s + DRAIN_EXTRA_S if serving.is_set() else 0.0)
+        if life.done():
+            life.result()
+        elif serving.is_set():
+            log.warning("drain_cut_short", drain_s=settings.drain_s)
+    finally:
+        for task in (life, stop):
+            task.cancel()
+        await asyncio.gather(life, stop, return_exceptions=True)
+    log.info("stopped")
+
+
+async def _live(
+    service: str,
+    worker: str,
+    serve: Callable[[Context], Awaitable[None]],
+    settings: Settings,
+    stopping: asyncio.Event,
+    serving: asyncio.Event,
+) -> None:
     async with (
         Bus.connect(settings.nats_url, worker) as bus,
         Store.connect(settings.redis_url, worker) as store,
     ):
-        ctx = Context(service=service, worker=worker, settings=settings, bus=bus, store=store, log=log)
-        loop = asyncio.get_running_loop()
-        for sig in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(sig, ctx.stopping.set)
+        log = structlog.get_logger()
+        ctx = Context(
+            service=service, worker=worker, settings=settings, bus=bus, store=store, log=log, stopping=stopping
+        )
         await bus.ensure_streams()
         async with _health(ctx):
-            serving = asyncio.ensure_future(serve(ctx))
-            liveness = asyncio.create_task(_liveness(ctx))
-            try:
-                await asyncio.wait([serving, liveness], return_when=asyncio.FIRST_COMPLETED)
-                if liveness.done():
-                    liveness.result()
-                await serving
-                if not ctx.stopping.is_set():
-                    raise OpenTinkerError(f"{service} ended without being told to")
-            finally:
-                for task in (serving, liveness):
-                    task.cancel()
-                await asyncio.gather(serving, liveness, return_exceptions=True)
-    log.info("stopped")
+            serving.set()
+            await first_failure({"serve": _serve(ctx, serve), "liveness": _liveness(ctx)})
+
+
+async def _serve(ctx: Context, serve: Callable[[Context], Awaitable[None]]) -> None:
+    await serve(ctx)
+    if not ctx.stopping.is_set():
+        raise OpenTinkerError(f"{ctx.service} ended without being told to")
 
 
 async def _liveness(ctx: Context) -> None:
@@ -148,7 +184,7 @@ async def _health(ctx: Context) -> Any:
         return web.Response(body=orjson.dumps(body), status=200 if ready else 503, content_type="application/json")
 
     async def metrics(_: web.Request) -> web.Response:
-        return web.Response(body=generate_latest(REGISTRY), content_type="text/plain")
+        return web.Response(body=generate_latest(REGISTRY), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
     app = web.Application()
     app.add_routes([web.get("/healthz", healthz), web.get("/readyz", readyz), web.get("/metrics", metrics)])
@@ -156,6 +192,8 @@ async def _health(ctx: Context) -> Any:
     await runner.setup()
     site = web.TCPSite(runner, ctx.settings.health_host, ctx.settings.health_port)
     await site.start()
+    host, port = runner.addresses[0][:2]
+    ctx.log.info("health", host=host, port=port)
     try:
         yield
     finally:

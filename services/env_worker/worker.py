@@ -213,7 +213,8 @@ class Sessions:
         """Take no new sessions and wait for the running ones. Returns how many were still open at the end."""
         self.draining = True
         try:
-            await asyncio.wait_for(self._idle.wait(), timeout_s)
+            async with asyncio.timeout(timeout_s):
+                await self._idle.wait()
         except TimeoutError:
             log.warning("drain_timeout", sessions=self.active)
         left = [session for session in self._sessions.values() if not session.ended]

@@ -111,7 +111,8 @@ class RolloutJob:
     @staticmethod
     async def _wait(event: asyncio.Event, timeout_s: float) -> None:
         try:
-            await asyncio.wait_for(event.wait(), timeout_s)
+            async with asyncio.timeout(timeout_s):
+                await event.wait()
         except TimeoutError:
             return
 

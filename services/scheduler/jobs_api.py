@@ -224,6 +224,7 @@ def _summary(job: JobRecord) -> dict[str, Any]:
     for hidden in ("spec", "version", "restart_step"):
         del shown[hidden]
     shown["finished"] = job.finished or None
+    shown["progress"] = orjson.loads(job.progress) if job.progress else {}
     shown["waiting_for"] = "" if job.state.final else job.waiting_for
     shown["environment"] = job.spec["environment"]["name"]
     shown["model"] = job.spec["model"]["base"]

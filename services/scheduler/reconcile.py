@@ -58,7 +58,8 @@ class Reconciler:
                 self._wake.clear()
                 await self.look()
                 try:
-                    await asyncio.wait_for(self._wake.wait(), LOOK_S)
+                    async with asyncio.timeout(LOOK_S):
+                        await self._wake.wait()
                 except TimeoutError:
                     continue
         finally:

@@ -62,7 +62,8 @@ class TicketIssuer:
                     await self.sweep()
                     swept_at = time.monotonic()
                 try:
-                    await asyncio.wait_for(self._wake.wait(), LOOK_S)
+                    async with asyncio.timeout(LOOK_S):
+                        await self._wake.wait()
                 except TimeoutError:
                     continue
         finally:

@@ -75,7 +75,8 @@ class Publisher:
                     if self._behind():
                         await self._send()
                 try:
-                    await asyncio.wait_for(self._wake.wait(), LOOK_S)
+                    async with asyncio.timeout(LOOK_S):
+                        await self._wake.wait()
                 except TimeoutError:
                     continue
                 self._wake.clear()

@@ -1,0 +1,158 @@
+"""A scheduler's surroundings: contexts over the real servers, and workers that only beat and follow leases."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import uuid
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import structlog
+
+from opentinker.services.scheduler.service import serve
+from opentinker.shared.bus import Bus
+from opentinker.shared.config import Settings
+from opentinker.shared.service import Context
+from opentinker.shared.store import Store
+from opentinker.shared.types import JobState, Lease, Pool, WorkerInfo
+from tests.conftest import Server, until
+from tests.factories import make_spec
+
+BEAT_S = 0.05
+TTL_S = 0.5
+
+
+@asynccontextmanager
+async def context(nats: Server, valkey: Server, worker: str, data_dir: Path, **settings: Any) -> AsyncIterator[Context]:
+    chosen = Settings(
+        nats_url=nats.url,
+        redis_url=valkey.url,
+        data_dir=data_dir,
+        http_port=0,
+        heartbeat_s=BEAT_S,
+        **({"worker_ttl_s": TTL_S} | settings),
+    )
+    async with Bus.connect(nats.url, worker) as bus, Store.connect(valkey.url, worker) as store:
+        await bus.ensure_streams()
+        yield Context(
+            service="scheduler",
+            worker=worker,
+            settings=chosen,
+            bus=bus,
+            store=store,
+            log=structlog.get_logger(),
+        )
+
+
+@asynccontextmanager
+async def scheduler(ctx: Context) -> AsyncIterator[str]:
+    """The whole service, in this process; gives its URL. Leaves as after SIGTERM."""
+    ctx.stopping.clear()
+    ctx.detail.clear()
+    task = asyncio.create_task(serve(ctx))
+    try:
+        await until(lambda: task.done() or ctx.detail.get("http_port"))
+        if task.done():
+            task.result()
+        yield f"http://127.0.0.1:{ctx.detail['http_port']}"
+    finally:
+        ctx.stopping.set()
+        await asyncio.wait_for(task, 10.0)
+
+
+class FakeWorker:
+    """Beats, and says that it works for whoever leases it. `die` is kill -9: it goes silent without a word."""
+
+    def __init__(self, store: Store, id: str, pool: Pool, ttl_s: float = TTL_S) -> None:
+        self.store, self.ttl_s = store, ttl_s
+        self.info = WorkerInfo(id=id, incarnation="", pool=pool, host="here", pid=1)
+        self.obeys = True
+        self._task: asyncio.Task[None] | None = None
+
+    async def start(self) -> FakeWorker:
+        self.info = msgspec.structs.replace(
+            self.info, incarnation=uuid.uuid4().hex[:12], job=None, epoch=0, status="idle"
+        )
+        await self.store.beat(self.info, self.ttl_s)
+        self._task = asyncio.create_task(self._live())
+        return self
+
+    async def _live(self) -> None:
+        while True:
+            lease = await self.lease()
+            mine = lease if lease and lease.incarnation == self.info.incarnation and self.obeys else None
+            self.info = msgspec.structs.replace(
+                self.info,
+                job=mine.job if mine else None,
+                epoch=mine.epoch if mine else 0,
+                status="ready" if mine or self.info.pool in (Pool.ENV, Pool.REFERENCE) else "idle",
+            )
+            await self.store.beat(self.info, self.ttl_s)
+            await asyncio.sleep(BEAT_S)
+
+    async def lease(self) -> Lease | None:
+        return await self.store.lease(self.info.id)
+
+    async def die(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+            self._task = None
+
+
+class Workers:
+    """The workers of one test, by id; the id's first part is the pool."""
+
+    def __init__(self, store: Store) -> None:
+        self.store = store
+        self._all: dict[str, FakeWorker] = {}
+
+    async def start(self, *ids: str) -> None:
+        for id in ids:
+            worker = self._all.setdefault(id, FakeWorker(self.store, id, Pool(id.split("-")[0])))
+            await worker.die()
+            await worker.start()
+
+    def __getitem__(self, id: str) -> FakeWorker:
+        return self._all[id]
+
+    async def holds(self, id: str) -> str | None:
+        lease = await self[id].lease()
+        return None if lease is None else lease.job
+
+    async def idle(self, *ids: str) -> bool:
+        found = {worker.id: worker for worker in await self.store.workers()}
+        return all(id in found and found[id].job is None for id in ids)
+
+    async def stop(self) -> None:
+        for worker in self._all.values():
+            await worker.die()
+
+
+async def new_job(store: Store, id: str, state: JobState = JobState.QUEUED, **changes: Any) -> str:
+    """A stored job; `changes` as in `make_spec`."""
+    await store.create_job(id=id, spec=make_spec(**changes).model_dump(mode="json"), tenant="default")
+    if state != JobState.QUEUED:
+        await store.transition(id, state, epoch=1)
+    return id
+
+
+async def kinds(store: Store, job: str) -> list[str]:
+    """The job's events, oldest first."""
+    return [event["event"] for event in await store.events(job)]
+
+
+@asynccontextmanager
+async def running(coroutine: Any) -> AsyncIterator[asyncio.Task[Any]]:
+    """A task for the length of a block."""
+    task = asyncio.create_task(coroutine)
+    try:
+        yield task
+    finally:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task

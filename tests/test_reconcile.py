@@ -1,0 +1,302 @@
+"""Placement over real servers: who gets what, and what happens when somebody dies."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from functools import partial
+from pathlib import Path
+
+import orjson
+import pytest
+
+from opentinker.services.scheduler.reconcile import MAX_RESTARTS, Reconciler
+from opentinker.shared.leasing import LeasedWorker
+from opentinker.shared.service import Context
+from opentinker.shared.spec import JobSpec
+from opentinker.shared.store import Store
+from opentinker.shared.types import JobState, Lease, Pool
+from tests.conftest import Server, until
+from tests.scheduling import TTL_S, Workers, context, kinds, new_job, running
+
+
+@pytest.fixture
+async def ctx(nats_server: Server, valkey_server: Server, store: Store, tmp_path: Path) -> AsyncIterator[Context]:
+    async with context(nats_server, valkey_server, "scheduler-0", tmp_path) as ctx:
+        yield ctx
+
+
+@pytest.fixture
+async def workers(store: Store) -> AsyncIterator[Workers]:
+    workers = Workers(store)
+    await workers.start("env-0")
+    yield workers
+    await workers.stop()
+
+
+@pytest.fixture
+async def reconciler(ctx: Context) -> AsyncIterator[Reconciler]:
+    reconciler = Reconciler(ctx)
+    async with running(reconciler.run()):
+        yield reconciler
+
+
+async def state(store: Store, job: str) -> JobState:
+    return (await store.job(job)).state
+
+
+async def started(store: Store, job: str, epoch: int = 1) -> bool:
+    record = await store.job(job)
+    return record.state == JobState.STARTING and record.epoch == epoch
+
+
+async def test_job_starts_when_a_trainer_and_a_rollout_worker_are_free(
+    store: Store, workers: Workers, reconciler: Reconciler
+) -> None:
+    job = await new_job(store, "j-a")
+    await until(lambda: _waits_for(store, job, "trainer, rollout worker (none is running)"))
+    await workers.start("trainer-0")
+    await until(lambda: _waits_for(store, job, "rollout worker (none is running)"))
+    await workers.start("rollout-0")
+    await until(lambda: started(store, job))
+    for id, pool in (("trainer-0", Pool.TRAINER), ("rollout-0", Pool.ROLLOUT)):
+        expected = Lease(job=job, worker=id, incarnation=workers[id].info.incarnation, epoch=1, pool=pool)
+        await until(partial(_has, workers, id, expected))
+    assert (await store.job(job)).waiting_for == ""
+    assert await kinds(store, job) == ["queued", "waiting", "waiting", "starting"]
+
+
+async def _waits_for(store: Store, job: str, what: str) -> bool:
+    return (await store.job(job)).waiting_for == what
+
+
+async def _has(workers: Workers, id: str, lease: Lease) -> bool:
+    return await workers[id].lease() == lease
+
+
+async def test_job_waits_for_an_env_worker_and_for_reference_forward(store: Store, ctx: Context) -> None:
+    workers = Workers(store)
+    await workers.start("trainer-0", "rollout-0")
+    job = await new_job(store, "j-a", algorithm__kl_coef=0.1)
+    async with running(Reconciler(ctx).run()):
+        await until(lambda: _waits_for(store, job, "env worker, reference-forward (none is running)"))
+        await workers.start("env-0", "reference-0")
+        await until(lambda: started(store, job))
+    await workers.stop()
+
+
+async def test_a_job_that_cannot_start_does_not_hold_back_the_next(
+    store: Store, workers: Workers, reconciler: Reconciler
+) -> None:
+    first = await new_job(store, "j-first", algorithm__kl_coef=0.1)
+    second = await new_job(store, "j-second")
+    await workers.start("trainer-0", "rollout-0")
+    await until(lambda: started(store, second))
+    assert await state(store, first) == JobState.QUEUED
+    waiting = "a free trainer; a free rollout worker; reference-forward (none is running)"
+    await until(lambda: _waits_for(store, first, waiting))
+
+
+async def test_oldest_job_goes_first(store: Store, workers: Workers, ctx: Context) -> None:
+    jobs = [await new_job(store, f"j-{name}") for name in ("z", "a", "m")]
+    await workers.start("trainer-0", "rollout-0")
+    await Reconciler(ctx).look()
+    assert [await state(store, job) for job in jobs] == [JobState.STARTING, JobState.QUEUED, JobState.QUEUED]
+
+
+async def test_dead_trainer_is_replaced_with_a_higher_epoch_and_rollouts_keep_their_lease(
+    store: Store, workers: Workers, reconciler: Reconciler
+) -> None:
+    job = await new_job(store, "j-a")
+    await workers.start("trainer-0", "rollout-0")
+    await until(lambda: started(store, job))
+    await store.transition(job, JobState.RUNNING, epoch=1)
+    rollout = await workers["rollout-0"].lease()
+    await asyncio.sleep(TTL_S)  # the scheduler has just started: it gives everybody one ttl to be seen
+    await workers.start("trainer-1")
+    died_at = time.monotonic()
+    await workers["trainer-0"].die()
+    await until(lambda: started(store, job, epoch=2))
+    assert time.monotonic() - died_at < TTL_S + 1.0
+    await until(lambda: _leased(workers, "trainer-1", job, 2))
+    assert await workers.holds("trainer-0") is None
+    assert await workers["rollout-0"].lease() == rollout
+    assert (await kinds(store, job))[-2:] == ["trainer_lost", "trainer_restarted"]
+
+
+async def _leased(workers: Workers, id: str, job: str, epoch: int) -> bool:
+    lease = await workers[id].lease()
+    return lease is not None and (lease.job, lease.epoch) == (job, epoch)
+
+
+async def test_restarted_trainer_process_gets_its_job_back_at_once(
+    store: Store, workers: Workers, reconciler: Reconciler
+) -> None:
+    job = await new_job(store, "j-a")
+    await workers.start("trainer-0", "rollout-0")
+    await until(lambda: started(store, job))
+    await workers.start("trainer-0")  # same slot, new incarnation
+    await until(lambda: started(store, job, epoch=2), 1.5)
+    lease = await workers["trainer-0"].lease()
+    assert lease is not None and lease.incarnation == workers["trainer-0"].info.incarnation
+
+
+async def test_job_whose_trainer_died_says_what_it_waits_for(
+    store: Store, workers: Workers, reconciler: Reconciler
+) -> None:
+    job = await new_job(store, "j-a")
+    await workers.start("trainer-0", "rollout-0")
+    await until(lambda: started(store, job))
+    await workers["trainer-0"].die()
+    await until(lambda: _waits_for(store, job, "trainer (none is running)"))
+    await workers.start("trainer-0")
+    await until(lambda: started(store, job, epoch=2))
+    await until(lambda: _waits_for(store, job, ""))
+
+
+async def test_dead_rollout_worker_is_replaced_under_the_same_epoch(
+    store: Store, workers: Workers, reconciler: Reconciler
+) -> None:
+    job = await new_job(store, "j-a")
+    await workers.start("trainer-0", "rollout-0")
+    await until(lambda: started(store, job))
+    trainer = await workers["trainer-0"].lease()
+    await workers["rollout-0"].die()
+    await workers.start("rollout-1")
+    await until(lambda: _leased(workers, "rollout-1", job, 1))
+    assert await workers.holds("rollout-0") is None
+    assert await workers["trainer-0"].lease() == trainer
+    assert (await kinds(store, job))[-2:] == ["rollout_worker_lost", "rollout_worker_added"]
+
+
+async def test_more_rollout_workers_join_as_they_come_but_never_before_a_waiting_job(
+    store: Store, workers: Workers, reconciler: Reconciler
+) -> None:
+    wide = await new_job(store, "j-wide", resources__rollout_workers=3)
+    await workers.start("trainer-0", "rollout-0")
+    await until(lambda: started(store, wide))
+    await workers.start("rollout-1")
+    await until(lambda: _leased(workers, "rollout-1", wide, 1))
+    narrow = await new_job(store, "j-narrow")
+    await workers.start("trainer-1")
+    await until(lambda: _waits_for(store, narrow, "a free rollout worker"))
+    await workers.start("rollout-2")
+    await until(lambda: started(store, narrow))
+    assert await workers.holds("rollout-2") == narrow
+
+
+@pytest.mark.parametrize("before", [JobState.QUEUED, JobState.STARTING, JobState.RUNNING])
+async def test_cancel_frees_everything(
+    store: Store, workers: Workers, reconciler: Reconciler, before: JobState
+) -> None:
+    job = await new_job(store, "j-a")
+    if before != JobState.QUEUED:
+        await workers.start("trainer-0", "rollout-0")
+        await until(lambda: started(store, job))
+    if before == JobState.RUNNING:
+        await store.transition(job, JobState.RUNNING, epoch=1)
+    await store.transition(job, JobState.CANCELLED)
+    await until(lambda: _no_leases(store), 2.0)
+    if before != JobState.QUEUED:
+        following = await new_job(store, "j-b")
+        await until(lambda: started(store, following), 2.0)
+
+
+async def _no_leases(store: Store) -> bool:
+    return not await store.leases()
+
+
+async def test_job_fails_when_trainers_are_lost_without_progress(store: Store, workers: Workers, ctx: Context) -> None:
+    reconciler = Reconciler(ctx)
+    job = await new_job(store, "j-a")
+    await workers.start("rollout-0", "trainer-0")
+    await until(lambda: _look_until(reconciler, store, job, 1))
+    for epoch in range(1, MAX_RESTARTS + 1):
+        await store.update(job, step=2, epoch=epoch)
+        await workers.start("trainer-0")
+        await until(partial(_look_until, reconciler, store, job, epoch + 1))
+        assert (await store.job(job)).restarts == epoch
+    await store.update(job, step=3)  # progress: the count starts anew
+    await workers.start("trainer-0")
+    await until(lambda: _look_until(reconciler, store, job, MAX_RESTARTS + 2))
+    assert (await store.job(job)).restarts == 1
+    for _ in range(MAX_RESTARTS):
+        await workers.start("trainer-0")
+        await reconciler.look()
+    record = await store.job(job)
+    assert record.state == JobState.FAILED
+    assert "lost 6 times in a row without a new step (step 3 of 3)" in record.reason
+    assert "its process was restarted" in record.reason
+
+
+async def _look_until(reconciler: Reconciler, store: Store, job: str, epoch: int) -> bool:
+    await reconciler.look()
+    return (await store.job(job)).epoch == epoch
+
+
+async def test_a_scheduler_that_starts_anew_disturbs_nobody(store: Store, workers: Workers, ctx: Context) -> None:
+    job = await new_job(store, "j-a")
+    await workers.start("trainer-0", "rollout-0")
+    await Reconciler(ctx).look()
+    leases = sorted(await store.leases(), key=lambda lease: lease.worker)
+    # As after an outage of Redis: the heartbeats are gone although the workers live.
+    await workers.stop()
+    await store.redis.delete("worker:trainer-0", "worker:rollout-0")
+    anew = Reconciler(ctx)
+    await anew.look()
+    assert sorted(await store.leases(), key=lambda lease: lease.worker) == leases
+    assert (await store.job(job)).epoch == 1
+    await asyncio.sleep(TTL_S)
+    await anew.look()  # they had their time
+    assert await store.leases() == []
+
+
+async def test_worker_that_ignores_its_lease_loses_it(store: Store, workers: Workers, reconciler: Reconciler) -> None:
+    job = await new_job(store, "j-a")
+    await workers.start("trainer-0", "rollout-0")
+    workers["trainer-0"].obeys = False
+    await until(lambda: started(store, job))
+    await until(lambda: started(store, job, epoch=2), 6 * TTL_S + 1.0)
+    events = await store.events(job)
+    assert next(e for e in events if e["event"] == "trainer_lost")["why"] == "it does not act on its lease"
+
+
+async def test_epoch_is_higher_than_that_of_any_checkpoint(store: Store, workers: Workers, ctx: Context) -> None:
+    job = await new_job(store, "j-a")
+    directory = ctx.settings.data_dir / "jobs" / job / "checkpoints" / "step-000010"
+    directory.mkdir(parents=True)
+    (directory / "manifest.json").write_bytes(orjson.dumps({"epoch": 7, "step": 10}))
+    await workers.start("trainer-0", "rollout-0")
+    await Reconciler(ctx).look()
+    assert (await store.job(job)).epoch == 8
+
+
+async def test_real_worker_runs_the_job_and_lets_go_when_it_is_cancelled(
+    nats_server: Server,
+    valkey_server: Server,
+    store: Store,
+    workers: Workers,
+    reconciler: Reconciler,
+    tmp_path: Path,
+) -> None:
+    entered, left = asyncio.Event(), asyncio.Event()
+
+    async def work(worker: LeasedWorker, lease: Lease, spec: JobSpec) -> None:
+        await worker.status("ready", job=lease.job, epoch=lease.epoch)
+        entered.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            left.set()
+
+    await workers.start("rollout-0")
+    async with (
+        context(nats_server, valkey_server, "trainer-0", tmp_path) as trainer,
+        running(LeasedWorker(trainer, Pool.TRAINER, work).serve()),
+    ):
+        job = await new_job(store, "j-a")
+        await until(entered.is_set)
+        await store.transition(job, JobState.CANCELLED)
+        await until(left.is_set, 2.0)
+        await until(lambda: workers.idle("rollout-0"))
