@@ -17,6 +17,10 @@ class EngineError(OpenTinkerError):
     """This request could not be generated; others go on."""
 
 
+class EngineLost(EngineError):
+    """The engine itself is gone or half loaded: no request will ever succeed, the worker should end and start anew."""
+
+
 class SwapError(OpenTinkerError):
     """Joining or receiving failed. The engine keeps its old weights and version and goes on generating."""
 
@@ -52,7 +56,7 @@ class Engine(Protocol):
     async def start(self) -> None: ...
 
     async def generate(self, request: str, prompt_ids: list[int], sampling: Sampling) -> Completion:
-        """Raises EngineError. Cancelling the caller frees the request's resources."""
+        """Raises EngineError, EngineLost among them. Cancelling the caller frees the request's resources."""
 
     async def abort(self, request: str) -> None:
         """End a running request: its `generate` raises EngineError. Unknown requests are ignored."""

@@ -76,6 +76,12 @@ def settle_heap() -> None:
     gc.freeze()
 
 
+def release_heap() -> None:
+    """Let go of a closed engine, which `settle_heap` had made eternal."""
+    gc.unfreeze()
+    settle_heap()
+
+
 @contextlib.contextmanager
 def forked_engine() -> Iterator[None]:
     """Processes that this thread forks inside become engine processes."""

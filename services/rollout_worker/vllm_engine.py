@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from opentinker.services.rollout_worker import vllm_boot
-from opentinker.services.rollout_worker.engine import Completion, EngineError, Sampling, SwapError
+from opentinker.services.rollout_worker.engine import Completion, EngineError, EngineLost, Sampling, SwapError
 from opentinker.shared.spec import LoraSpec
 from opentinker.shared.types import Span, StopReason, SwapCommand, TensorInfo, WeightVersion
 
@@ -44,6 +44,7 @@ from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError  # no
 log = structlog.get_logger()
 
 SIMULATED = "none"
+DEAD = "the vLLM engine process is dead"
 LONGEST_DEFAULT_CONTEXT = 4096
 BATCHED_TOKENS = 4096
 CPU_KV_SHARE = 0.06
@@ -110,8 +111,10 @@ class VllmEngine:
 
     async def generate(self, request: str, prompt_ids: list[int], sampling: Sampling) -> Completion:
         room = self.context_length - len(prompt_ids)
-        if self._broken or self.version is None:
-            raise EngineError(self._broken or "the engine has no weights yet")
+        if self._broken:
+            raise EngineLost(self._broken)
+        if self.version is None:
+            raise EngineError("the engine has no weights yet")
         if room <= 0 or not prompt_ids:
             raise EngineError(f"the prompt has {len(prompt_ids)} tokens, the context holds {self.context_length}")
         adapter = self._adapters[max(self._adapters)] if self._adapters else None
@@ -126,7 +129,10 @@ class VllmEngine:
                 lora_request=adapter.request if adapter else None,
             ):
                 final = output
-        except (EngineDeadError, EngineGenerateError, VLLMClientError, ValueError) as error:
+        except EngineDeadError as error:
+            self._broken = DEAD
+            raise EngineLost(DEAD) from error
+        except (EngineGenerateError, VLLMClientError, ValueError) as error:
             raise EngineError(f"{type(error).__name__}: {error}") from error
         finally:
             self._users[number] -= 1
@@ -179,6 +185,10 @@ class VllmEngine:
         llm, self._llm = self._llm, None
         if llm is not None:
             await asyncio.to_thread(llm.shutdown)
+            if llm.output_handler is not None:
+                await asyncio.wait([llm.output_handler], timeout=1.0)
+            del llm
+            vllm_boot.release_heap()
         if self._adapter_root is not None:
             await asyncio.to_thread(shutil.rmtree, self._adapter_root, ignore_errors=True)
 
@@ -299,7 +309,7 @@ class VllmEngine:
             self.version = version
             marks.append(time.perf_counter())
         except EngineDeadError as error:
-            self._broken = "the vLLM engine process is dead"
+            self._broken = DEAD
             raise SwapError(self._broken) from error
         finally:
             if not core.resources.engine_dead:
@@ -343,7 +353,7 @@ class VllmEngine:
         try:
             return (await self._engine().collective_rpc(method, args=arguments))[0]
         except EngineDeadError as error:
-            self._broken = "the vLLM engine process is dead"
+            self._broken = DEAD
             raise SwapError(self._broken) from error
 
 
