@@ -149,14 +149,14 @@ class LeasedWorker:
                 log.info("lease_left")
 
     async def _fail(self, lease: Lease, reason: str) -> None:
-        """The job has failed, unless it is over or another's. Rollout leases outlive trainers, so their epoch is old."""
+        """Unless the job is over or another's. Rollout leases outlive trainers, so their epoch may be old."""
         epoch = lease.epoch if self.info.pool == Pool.TRAINER else -1
         try:
             await self.ctx.store.transition(
                 lease.job, JobState.FAILED, epoch=epoch, reason=f"{self.info.pool}: {reason}"
             )
-        except (Conflict, Fenced) as error:
-            structlog.get_logger().info("failure_not_recorded", why=str(error))
+        except (Conflict, Fenced, NotFound) as error:
+            log.warning("failure_not_recorded", error=str(error))
             return
         await self.ctx.bus.emit(WAKE, {"job": lease.job}, who="scheduler")
 
