@@ -18,7 +18,7 @@ from typing import Protocol
 import msgspec
 import numpy as np
 
-from opentinker.services.rollout_worker.engine import Completion, Engine, EngineError, Sampling
+from opentinker.services.rollout_worker.engine import Completion, Engine, EngineError, EngineLost, Sampling
 from opentinker.services.rollout_worker.render import Renderer
 from opentinker.shared.spec import JobSpec
 from opentinker.shared.types import Ending, Message, SessionReply, Span, StopReason, Ticket, Trajectory, Turn
@@ -111,6 +111,8 @@ class Episode:
             raise EpisodeFailed(
                 late, f"no end after {self.spec.rollout.episode_timeout_s:g} s (state {self.state})"
             ) from None
+        except EngineLost:
+            raise  # not this episode's failure: the process ends and the ticket goes elsewhere
         except EngineError as error:
             raise EpisodeFailed(Ending.ENGINE_ERROR, str(error)) from None
         finally:

@@ -54,5 +54,4 @@ def make_engine(spec: JobSpec, renderer: Renderer, settings: Settings) -> Engine
         lora=spec.model.lora,
         max_staleness=algorithm.max_staleness,
         group_timeout_s=settings.swap_timeout_s,
-        seed=rollout.seed,
     )

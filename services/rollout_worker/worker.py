@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 import structlog
 
-from opentinker.services.rollout_worker.engine import Engine, EngineError, SwapError
+from opentinker.services.rollout_worker.engine import Engine, EngineError, EngineLost, SwapError
 from opentinker.services.rollout_worker.episode import Episode, EpisodeFailed, Sessions
 from opentinker.services.rollout_worker.render import Renderer
 from opentinker.shared.admission import Admission
@@ -227,6 +227,10 @@ class RolloutJob:
                     await self.engine.join(command)
                     return self._reply(ok=True)
                 seconds = await self.engine.receive(command)
+            except EngineLost as error:
+                if not self.broken.done():
+                    self.broken.set_exception(error)
+                return self._reply(ok=False, error=str(error))
             except (SwapError, EngineError) as error:
                 log.warning("swap_failed", action=command.action, error=str(error))
                 return self._reply(ok=False, error=str(error))
