@@ -225,6 +225,14 @@ async def test_a_child_that_hangs_is_killed_and_started_again(
         await until(supervisor.keepers[0].answered.is_set)
 
 
+async def test_a_disk_that_takes_no_state_stops_nothing(tmp_path: Path, guard: Guard) -> None:
+    (tmp_path / "file").write_text("in the way")
+    child = Child(stand_in(tmp_path, "worker"), guard)
+    async with running([child], state=tmp_path / "file" / "state.json") as supervisor:
+        await asyncio.wait_for(supervisor.ready.wait(), 10)
+        assert child.pid is not None and alive(child.pid)
+
+
 async def test_a_child_that_ignores_sigterm_is_killed_after_its_time(tmp_path: Path, guard: Guard) -> None:
     child = Child(stand_in(tmp_path, "worker", "stubborn", stop_s=0.3), guard)
     async with running([child], state=tmp_path / "state.json") as supervisor:

@@ -21,7 +21,8 @@ import orjson
 from opentinker.processes import Child, ChildSpec, Guard, StartError, banner, free_port, http_ok, port_free
 
 DEFAULT_PORTS = {"nats": 4222, "nats_monitor": 8222, "valkey": 6379}
-START_S = 30.0
+START_S = 120.0
+"""A store of many gigabytes takes its time to be read again; a server that dies is noticed at once."""
 PORT_TRIES = 5
 RELEASE_S = 3.0
 """How long a remembered port may stay taken (by a server that is just ending) before we move to another."""

@@ -142,7 +142,7 @@ class Supervisor:
                 raise result
 
     def write_state(self) -> None:
-        """Atomically, for `status`, `down` and a second `up`."""
+        """Atomically, for `status`, `down` and a second `up`. A full disk must not end what we supervise."""
         state = {
             **self._facts,
             "pid": os.getpid(),
@@ -150,19 +150,26 @@ class Supervisor:
             "stopping": self.stopping.is_set(),
             "children": {keeper.name: keeper.describe() for keeper in self.keepers},
         }
-        self._state_file.parent.mkdir(parents=True, exist_ok=True)
         temporary = self._state_file.with_suffix(".tmp")
-        temporary.write_bytes(orjson.dumps(state, option=orjson.OPT_INDENT_2))
-        temporary.replace(self._state_file)
+        try:
+            self._state_file.parent.mkdir(parents=True, exist_ok=True)
+            temporary.write_bytes(orjson.dumps(state, option=orjson.OPT_INDENT_2))
+            temporary.replace(self._state_file)
+        except OSError as error:  # written again at the next change
+            log.warning("state_not_written", file=str(self._state_file), error=str(error))
 
     async def _keep(self, keeper: Keeper) -> None:
         """Consumes: the child's deaths and missed probes. Produces: a living child. Woken by: a tick, forever."""
         child = keeper.child
         while True:
-            if child.pid is None:  # an embedded server is handed over alive
-                child.start()
-            self._set(keeper, "starting")
-            status, why = await self._live(keeper)
+            try:
+                if child.pid is None:  # an embedded server is handed over alive
+                    child.start()
+            except OSError as error:  # no memory, no log file: as any other death
+                status, why = 127, f"could not be started: {error}"
+            else:
+                self._set(keeper, "starting")
+                status, why = await self._live(keeper)
             keeper.answered.clear()
             pause_s = keeper.died(status, why)
             self._set(keeper, "down")

@@ -34,6 +34,7 @@ DEFAULT_PORT = 8080
 DRAIN_S = 25.0
 """A little more than the services give themselves (`drain_s`)."""
 SMALL_MACHINE_CORES = 4
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,7 +175,7 @@ def service_specs(plan: Plan, port: int, nats_url: str, redis_url: str) -> list[
 
 
 async def _until_told(supervisor: Supervisor) -> None:
-    """The first SIGINT or SIGTERM stops in good order, the second at once."""
+    """The first SIGINT, SIGTERM or SIGHUP (a closed terminal) stops in good order, the second at once."""
     loop = asyncio.get_running_loop()
 
     def told() -> None:
@@ -184,14 +185,14 @@ async def _until_told(supervisor: Supervisor) -> None:
             log.info("stopping", hint="again to kill what is still running")
             supervisor.stopping.set()
 
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in STOP_SIGNALS:
         loop.add_signal_handler(number, told)
     announce = asyncio.create_task(_announce(supervisor))
     try:
         await supervisor.run()
     finally:
         announce.cancel()
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in STOP_SIGNALS:
             loop.remove_signal_handler(number)
 
 

@@ -6,7 +6,8 @@ import os
 import signal
 import sys
 import time
-from typing import Annotated, Any
+from contextlib import suppress
+from typing import Annotated, Any, TextIO
 
 import typer
 
@@ -54,6 +55,21 @@ def up(
     asyncio.run(serve(plan))
 
 
+class Unbreakable:
+    """A log that is lost, on a full disk or a closed terminal, must not end what it reports on."""
+
+    def __init__(self, file: TextIO) -> None:
+        self._file = file
+
+    def write(self, text: str) -> None:
+        with suppress(OSError):
+            self._file.write(text)
+
+    def flush(self) -> None:
+        with suppress(OSError):
+            self._file.flush()
+
+
 def configure_logging() -> None:
     import structlog
 
@@ -63,7 +79,7 @@ def configure_logging() -> None:
             structlog.processors.TimeStamper(fmt="%H:%M:%S", utc=False),
             structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty(), pad_event_to=14),
         ],
-        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        logger_factory=structlog.PrintLoggerFactory(Unbreakable(sys.stderr)),  # type: ignore[arg-type]
     )
 
 
