@@ -83,6 +83,7 @@ class Episode:
         self.turns: list[Turn] = []
         self.metrics: dict[str, float] = {}
         self.state = "PENDING"
+        self.done = False
         limits = [engine.context_length]
         if spec.rollout.context_length is not None:
             limits.append(spec.rollout.context_length)
@@ -117,7 +118,7 @@ class Episode:
             raise EpisodeFailed(Ending.ENGINE_ERROR, str(error)) from None
         finally:
             self.state = "TERMINATED"
-            if worker is not None:
+            if worker is not None and not self.done:
                 await self.sessions.close(worker=worker, session=self.session)
         return self._trajectory(ending, time.monotonic() - started)
 
@@ -165,6 +166,7 @@ class Episode:
             )
             self.metrics = reply.metrics
             if reply.done:
+                self.done = True  # the env worker has closed the session itself
                 return Ending.ENV_DONE
             if len(self.turns) >= rollout.max_turns:
                 return Ending.MAX_TURNS

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 
-from opentinker.shared.env_client import EnvClient
-
 from opentinker.services.rollout_worker import vllm_boot
 from opentinker.services.rollout_worker.engine import Engine
 from opentinker.services.rollout_worker.render import Renderer
 from opentinker.services.rollout_worker.toy_engine import ToyEngine
 from opentinker.services.rollout_worker.worker import serve_lease
 from opentinker.shared.config import Settings
+from opentinker.shared.env_client import EnvClient
 from opentinker.shared.leasing import LeasedWorker
 from opentinker.shared.service import Context
 from opentinker.shared.spec import JobSpec
