@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import functools
 import random
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
@@ -37,6 +38,7 @@ log = structlog.get_logger()
 
 __all__ = ["ACK_WAIT_S", "Bus", "Consumer", "ConsumerDeleted", "Delivery", "NoReply", "NoResponders", "StreamFull"]
 
+ERROR_LOG_S = 10.0
 ACK_S = 3.0
 """A publish without an ack after so long is sent again."""
 
@@ -57,7 +59,7 @@ class Bus:
     """One connection. Survives server restarts: what may be repeated waits until the server is back, `request` and
     the reading calls that say so raise NoReply instead."""
 
-    def __init__(self, nc: Client, on_reconnect: set[Callable[[], None]]) -> None:
+    def __init__(self, nc: Client, on_reconnect: set[Callable[[], Awaitable[None]]]) -> None:
         self.nc = nc
         self.js = nc.jetstream(timeout=2.5)
         self._on_reconnect = on_reconnect
@@ -69,12 +71,12 @@ class Bus:
     async def connect(cls, url: str, name: str) -> AsyncIterator[Bus]:
         """Waits for the server as long as it takes."""
         first_failure = True
-        on_reconnect: set[Callable[[], None]] = set()
+        on_reconnect: set[Callable[[], Awaitable[None]]] = set()
 
         async def reconnected() -> None:
             log.info("nats_reconnected")
             for notice in list(on_reconnect):
-                notice()
+                await notice()
 
         while True:
             try:
@@ -88,7 +90,7 @@ class Bus:
                     pending_size=64 * 1024 * 1024,
                     connect_timeout=3,
                     allow_reconnect=True,
-                    error_cb=_log_error,
+                    error_cb=_error_log(url),
                     reconnected_cb=reconnected,
                 )
                 break
@@ -344,7 +346,7 @@ class _Acks:
         finally:
             self._waiting.pop(reply, None)
 
-    def lost(self) -> None:
+    async def lost(self) -> None:
         """The connection is a new one: acks that were on their way will not come."""
         for future in self._waiting.values():
             if not future.done():
@@ -367,5 +369,16 @@ def _finish(tasks: set[asyncio.Task[None]]) -> Callable[[asyncio.Task[Any]], Non
     return done
 
 
-async def _log_error(error: Exception) -> None:
-    log.warning("nats_error", error=str(error) or type(error).__name__)
+def _error_log(url: str) -> Callable[[Exception], Awaitable[None]]:
+    """Logs what the client reports; while the server is away, which it reports many times a second, now and then."""
+    last: dict[str, float] = {}
+
+    async def report(error: Exception) -> None:
+        text = str(error) or type(error).__name__
+        now = time.monotonic()
+        if now - last.get(text, -ERROR_LOG_S) >= ERROR_LOG_S:
+            last.clear()
+            last[text] = now
+            log.warning("nats_error", url=url, error=text)
+
+    return report

@@ -40,6 +40,9 @@ ACK_WAIT_S = 30.0
 REFUSALS = 5
 """So many asks without a responder in a row: the consumer is gone and is made again."""
 
+SILENT_ACKS = 2
+"""So many seconds a connected server may leave a confirmed ack unanswered."""
+
 AWAY = (nats.errors.TimeoutError, nats.errors.NoRespondersError, nats.errors.OutboundBufferLimitError,
         nats.errors.ConnectionReconnectingError, NoStreamResponseError, ServiceUnavailableError)  # fmt: skip
 """The server is not there, or not ready yet: try again."""
@@ -81,18 +84,30 @@ class Delivery(Generic[T]):
         await self._say(self._msg.ack())
 
     async def ack_sync(self, timeout_s: float = 5.0) -> bool:
-        """Confirmed; on a work queue it deletes the message. Asks again while the server is away; False after
-        `timeout_s`: the message may come again."""
+        """Confirmed; on a work queue it deletes the message. Asks again while the server is away.
+
+        False after `timeout_s`, or when a server that is there keeps silent: one that was restarted does not know
+        deliveries of its last moments. The message comes again then.
+        """
         deadline = time.monotonic() + timeout_s
-        while (remaining := deadline - time.monotonic()) > 0:
+        silent = 0
+        while silent < SILENT_ACKS and (remaining := deadline - time.monotonic()) > 0:
+            life = self._life()
             try:
                 await self._msg.ack_sync(timeout=min(1.0, remaining))
                 return True
+            except nats.errors.NoRespondersError:
+                await asyncio.sleep(0.1)
             except AWAY:
-                await asyncio.sleep(min(0.1, remaining))
+                silent = silent + 1 if life == self._life() else 0
             except (*CLOSED, nats.errors.MsgAlreadyAckdError):
                 return False
         return False
+
+    def _life(self) -> tuple[bool, int]:
+        """Changes with every reconnect."""
+        nc = self._msg._client
+        return nc.is_connected, nc.stats["reconnects"]
 
     async def nak(self, delay_s: float = 0.0) -> None:
         await self._say(self._msg.nak(delay=delay_s or None))
@@ -123,7 +138,7 @@ class Consumer(Generic[T]):
         self,
         nc: Client,
         js: JetStreamContext,
-        on_reconnect: set[Callable[[], None]],
+        on_reconnect: set[Callable[[], Awaitable[None]]],
         subject: Subject[T],
         stream: str,
         config: ConsumerConfig,
@@ -149,7 +164,7 @@ class Consumer(Generic[T]):
             await patiently(self._delete)
         await patiently(self._make)
         self._sub = await self._nc.subscribe(self._inbox + ".*", cb=self._receive, pending_bytes_limit=512 * 2**20)
-        self._on_reconnect.add(self._forget)
+        self._on_reconnect.add(self._reconnected)
 
     async def _make(self) -> None:
         await self._js.add_consumer(self._stream, self._config)
@@ -207,7 +222,7 @@ class Consumer(Generic[T]):
         try:
             await self._nc.publish(subject, body, reply=f"{self._inbox}.{ask.serial}")
         except AWAY:
-            self._forget()
+            self._asks.clear()
 
     async def _receive(self, msg: Msg) -> None:
         if msg.reply:
@@ -237,9 +252,16 @@ class Consumer(Generic[T]):
         else:
             self._refusals = 0
 
-    def _forget(self) -> None:
+    async def _reconnected(self) -> None:
+        """Asks are forgotten. Unread messages are given back: a restarted server may not know that it sent them, and
+        then an ack of them is not heard."""
         self._asks.clear()
         self._news.set()
+        await self._give_back()
+
+    async def _give_back(self) -> None:
+        while self._ready:
+            await Delivery(self._ready.popleft(), None, "").nak()
 
     def _deliver(self, msg: Msg) -> Delivery[T]:
         try:
@@ -251,11 +273,10 @@ class Consumer(Generic[T]):
 
     async def close(self, delete: bool = False) -> None:
         """Messages that were not taken go back at once, to other consumers of the same durable name."""
-        self._on_reconnect.discard(self._forget)
+        self._on_reconnect.discard(self._reconnected)
         if self._sub is not None and not self._nc.is_closed:
             with contextlib.suppress(nats.errors.Error):
                 await self._sub.unsubscribe()
-        while self._ready:
-            await Delivery(self._ready.popleft(), None, "").nak()
+        await self._give_back()
         if delete:
             await patiently(self._delete)

@@ -1,0 +1,270 @@
+"""A worker follows its lease: taken, moved to another job, taken away, and what the job's ending does."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+import structlog
+
+from opentinker.shared.bus import Bus
+from opentinker.shared.config import Settings
+from opentinker.shared.errors import Fenced, JobFailed
+from opentinker.shared.leasing import LeasedWorker
+from opentinker.shared.service import Context
+from opentinker.shared.spec import JobSpec
+from opentinker.shared.store import Store
+from opentinker.shared.subjects import WAKE
+from opentinker.shared.types import JobState, Lease, Pool
+from tests.conftest import until
+from tests.factories import make_spec
+
+Behaviour = Callable[[Lease], Awaitable[None]]
+
+
+class Bench:
+    """One worker in this process, and the scheduler's side of its leases."""
+
+    def __init__(self, ctx: Context, pool: Pool) -> None:
+        self.ctx = ctx
+        self.log: list[tuple[str, str, int]] = []
+        self.behaviour: Behaviour = self.forever
+        self.worker = LeasedWorker(ctx, pool, self.work)
+        self.serving = asyncio.create_task(self.worker.serve())
+
+    async def forever(self, lease: Lease) -> None:
+        await asyncio.Event().wait()
+
+    async def work(self, worker: LeasedWorker, lease: Lease, spec: JobSpec) -> None:
+        self.log.append(("began", lease.job, lease.epoch))
+        try:
+            await self.behaviour(lease)
+        finally:
+            self.log.append(("left", lease.job, lease.epoch))
+
+    async def grant(self, job: str, epoch: int, incarnation: str = "") -> None:
+        await self.ctx.store.grant(
+            Lease(
+                job=job,
+                worker=self.ctx.worker,
+                pool=Pool.ROLLOUT,
+                incarnation=incarnation or self.worker.info.incarnation,
+                epoch=epoch,
+            )
+        )
+        await self.wake()
+
+    async def revoke(self) -> None:
+        await self.ctx.store.revoke(self.ctx.worker)
+        await self.wake()
+
+    async def wake(self) -> None:
+        await self.ctx.bus.emit(WAKE, {}, who=self.ctx.worker)
+
+    async def seen(self, *expected: tuple[str, str, int]) -> None:
+        await until(lambda: self.log == list(expected), 5.0)
+
+    async def status(self, status: str) -> None:
+        async def reported() -> bool:
+            return [worker.status for worker in await self.ctx.store.workers()] == [status]
+
+        await until(reported, 5.0)
+
+
+@asynccontextmanager
+async def at_the_bench(bus: Bus, store: Store, pool: Pool = Pool.ROLLOUT, **settings: Any) -> AsyncIterator[Bench]:
+    for job in ("a", "b"):
+        spec: dict[str, Any] = make_spec(name=job).model_dump(mode="json")
+        await store.create_job(id=job, spec=spec, tenant="t")
+        await store.transition(job, JobState.STARTING)
+    ctx = Context(
+        service="rollout", worker="w-0", settings=Settings(**settings), bus=bus, store=store, log=structlog.get_logger()
+    )
+    bench = Bench(ctx, pool)
+    await until(lambda: ctx.is_ready)
+    yield bench
+    ctx.stopping.set()
+    await asyncio.wait([bench.serving], timeout=5.0)
+    assert bench.serving.done()
+
+
+@pytest.fixture
+async def bench(bus: Bus, store: Store) -> AsyncIterator[Bench]:
+    async with at_the_bench(bus, store, drain_s=0.1) as bench:
+        yield bench
+
+
+async def test_lease_is_taken_and_left(bench: Bench) -> None:
+    await bench.status("idle")
+    await bench.grant("a", 1)
+    await bench.seen(("began", "a", 1))
+    await bench.status("loading")
+    await bench.revoke()
+    await bench.seen(("began", "a", 1), ("left", "a", 1))
+    await bench.status("idle")
+    assert bench.worker.info.job is None
+
+
+async def test_new_epoch_ends_the_old_life_first(bench: Bench) -> None:
+    await bench.grant("a", 1)
+    await bench.seen(("began", "a", 1))
+    await bench.grant("a", 2)
+    await bench.seen(("began", "a", 1), ("left", "a", 1), ("began", "a", 2))
+    await bench.grant("b", 1)
+    await bench.seen(
+        ("began", "a", 1), ("left", "a", 1), ("began", "a", 2), ("left", "a", 2), ("began", "b", 1)
+    )  # fmt: skip
+
+
+async def test_lease_is_found_without_a_wake(bus: Bus, store: Store) -> None:
+    async with at_the_bench(bus, store, heartbeat_s=0.05) as bench:
+        lease = Lease(job="a", worker="w-0", pool=Pool.ROLLOUT, incarnation=bench.worker.info.incarnation, epoch=1)
+        await store.grant(lease)
+        await bench.seen(("began", "a", 1))
+        await store.revoke("w-0")
+        await bench.seen(("began", "a", 1), ("left", "a", 1))
+
+
+async def test_lease_of_an_earlier_process_is_ignored(bus: Bus, store: Store) -> None:
+    async with at_the_bench(bus, store, heartbeat_s=0.02) as bench:
+        await bench.grant("a", 1, incarnation="earlier")
+        await bench.grant("b", 1)
+        await bench.seen(("began", "b", 1))
+        await bench.grant("b", 2, incarnation="earlier")
+        await bench.seen(("began", "b", 1), ("left", "b", 1))
+
+
+async def test_job_that_cannot_go_on_fails_with_its_reason(bench: Bench) -> None:
+    async def fail(lease: Lease) -> None:
+        raise JobFailed("no such model")
+
+    bench.behaviour = fail
+    await bench.grant("a", 1)
+
+    async def failed() -> bool:
+        return (await bench.ctx.store.job("a")).state == JobState.FAILED
+
+    await until(failed)
+    assert (await bench.ctx.store.job("a")).reason == "rollout: no such model"
+    await bench.status("idle")
+    bench.behaviour = bench.forever
+    await bench.grant("b", 1)
+    await bench.seen(("began", "a", 1), ("left", "a", 1), ("began", "b", 1))
+
+
+async def test_failure_of_a_job_that_has_ended_is_no_failure_of_the_worker(bench: Bench) -> None:
+    async def fail(lease: Lease) -> None:
+        await bench.ctx.store.transition("a", JobState.CANCELLED)
+        raise JobFailed("too late")
+
+    bench.behaviour = fail
+    await bench.grant("a", 1)
+    await bench.seen(("began", "a", 1), ("left", "a", 1))
+    await bench.status("idle")
+    assert (await bench.ctx.store.job("a")).state == JobState.CANCELLED
+
+
+@pytest.mark.parametrize(("pool", "then"), [(Pool.TRAINER, JobState.RUNNING), (Pool.ROLLOUT, JobState.FAILED)])
+async def test_failure_of_an_old_epoch(bus: Bus, store: Store, pool: Pool, then: JobState) -> None:
+    """A trainer of the past fails nothing; a rollout lease outlives trainers, so its failure counts."""
+    async with at_the_bench(bus, store, pool) as bench:
+
+        async def fail(lease: Lease) -> None:
+            await store.transition("a", JobState.RUNNING, epoch=9)
+            raise JobFailed("of the past")
+
+        bench.behaviour = fail
+        await bench.grant("a", 1)
+        await bench.seen(("began", "a", 1), ("left", "a", 1))
+        await bench.status("idle")
+        assert (await store.job("a")).state == then
+
+
+async def test_fenced_work_ends_quietly(bench: Bench) -> None:
+    async def fenced(lease: Lease) -> None:
+        raise Fenced("epoch 2 owns the job")
+
+    bench.behaviour = fenced
+    await bench.grant("a", 1)
+    await bench.seen(("began", "a", 1), ("left", "a", 1))
+    await bench.status("idle")
+    assert not bench.serving.done()
+
+
+async def test_lease_for_a_job_that_is_gone_is_left_alone(bench: Bench) -> None:
+    await bench.grant("none", 1)
+    await bench.grant("a", 1)
+    await bench.seen(("began", "a", 1))
+
+
+async def test_spec_of_another_release_fails_the_job(bench: Bench) -> None:
+    spec: dict[str, Any] = {**make_spec().model_dump(mode="json"), "gone": 1}
+    await bench.ctx.store.create_job(id="old", spec=spec, tenant="t")
+    await bench.grant("old", 1)
+
+    async def failed() -> bool:
+        return "gone" in (await bench.ctx.store.job("old")).reason
+
+    await until(failed)
+    await bench.status("idle")
+
+
+async def test_anything_else_ends_the_service(bench: Bench) -> None:
+    async def crash(lease: Lease) -> None:
+        raise RuntimeError("planted failure")
+
+    bench.behaviour = crash
+    await bench.grant("a", 1)
+    with pytest.raises(RuntimeError, match="planted failure"):
+        await bench.serving
+    assert await bench.ctx.store.workers() == []
+
+
+async def test_failure_while_the_lease_is_left_ends_the_service(bench: Bench) -> None:
+    async def crash(lease: Lease) -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            raise RuntimeError("could not let go")
+
+    bench.behaviour = crash
+    await bench.grant("a", 1)
+    await bench.seen(("began", "a", 1))
+    await bench.revoke()
+    with pytest.raises(RuntimeError, match="could not let go"):
+        await bench.serving
+
+
+@pytest.mark.parametrize("idle", [False, True])
+async def test_stopping_lets_the_job_finish(bus: Bus, store: Store, idle: bool) -> None:
+    async with at_the_bench(bus, store, drain_s=5.0, heartbeat_s=30.0, worker_ttl_s=60.0) as bench:
+        finished = asyncio.Event()
+
+        async def finish(lease: Lease) -> None:
+            if not idle:
+                await bench.ctx.stopping.wait()
+                await bench.status("draining")
+            finished.set()
+
+        bench.behaviour = finish
+        await bench.grant("a", 1)
+        if idle:  # the job has ended, its lease is still there
+            await asyncio.wait_for(finished.wait(), 5.0)
+            await bench.status("idle")
+        else:
+            await bench.seen(("began", "a", 1))
+        bench.ctx.stopping.set()
+        await asyncio.wait_for(bench.serving, 3.0)
+        assert finished.is_set()
+    assert await store.workers() == []
+
+
+async def test_stopping_cuts_a_job_that_does_not_finish(bench: Bench) -> None:
+    await bench.grant("a", 1)
+    await bench.seen(("began", "a", 1))
+    bench.ctx.stopping.set()
+    await asyncio.wait_for(bench.serving, 3.0)
+    assert bench.log[-1] == ("left", "a", 1)
