@@ -71,6 +71,10 @@ class AlgorithmSpec(Part):
     """The importance ratio pi/pi_prox is clipped to [1 - clip_low, 1 + clip_high]."""
     behaviour_cap: Annotated[float, Field(gt=0.0)] = 5.0
     """Upper bound of the behaviour weight pi_prox/mu."""
+    proximal: Literal["loglinear", "recomputed"] = "loglinear"
+    """Where pi_prox, the centre of the clip range, lies. `loglinear`: between mu and pi, one version behind pi on the
+    straight line of log-probabilities, so that every version of lag has a clip range of its own and pi_prox = mu up to
+    one version of lag. `recomputed`: the weights before the batch; with one update per batch nothing is ever clipped."""
     kl_coef: Annotated[float, Field(ge=0.0)] = 0.0
     """Weight of the k3 estimate of KL(pi || reference) in the loss; above 0 reference-forward is in the path."""
     normalize_std: bool = True

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from opentinker.services.trainer.advantages import grpo
-from opentinker.services.trainer.losses import decoupled_ppo, k3, token_mean
+from opentinker.services.trainer.losses import decoupled_ppo, k3, loglinear_proximal, token_mean
 from opentinker.services.trainer.micro_batch import effective_sample_size
 from opentinker.shared.nn.packing import pack
 
@@ -60,6 +60,23 @@ def test_on_policy_gradient_is_that_of_reinforce() -> None:
     token_mean(decoupled_ppo(now, now.detach(), now.detach(), advantages, **CLIP).loss_M, 64).backward()
     assert now.grad is not None
     torch.testing.assert_close(now.grad, -advantages / 64)
+
+
+def test_loglinear_proximal_lies_one_version_behind_on_the_line_from_mu_to_pi() -> None:
+    """Token by token: with s versions of lag, pi_prox = mu^(1/s) * pi^((s-1)/s), and u is the s-th root of pi / mu."""
+    now, _, mu, advantages = tokens(11)
+    lags = [i % 5 for i in range(len(mu))]
+    proximal = loglinear_proximal(now.requires_grad_(), mu, torch.tensor(lags, dtype=torch.float64))
+    assert not proximal.requires_grad
+    result = decoupled_ppo(now, proximal, mu, advantages, **CLIP)
+    for i, (p, m, a, s) in enumerate(zip(now.tolist(), mu.tolist(), advantages.tolist(), lags, strict=True)):
+        pi, sampled = math.exp(p), math.exp(m)
+        expected = sampled if s <= 1 else sampled ** (1 / s) * pi ** ((s - 1) / s)
+        assert math.exp(proximal[i].item()) == pytest.approx(expected, rel=1e-12)
+        u, w = (pi / sampled) ** (1 / max(1, s)), min(expected / sampled, 2.0)
+        assert result.loss_M[i].item() == pytest.approx(-w * min(u * a, max(0.8, min(1.28, u)) * a), rel=1e-12)
+    (gradient,) = torch.autograd.grad(result.loss_M.sum(), now)
+    assert (gradient[result.clipped_M] == 0).all() and result.clipped_M.any()
 
 
 def test_k3_is_unbiased_and_not_negative() -> None:

@@ -64,7 +64,8 @@ def test_mismatch_with_a_plain_forward_is_rounding_only(tiny: Path) -> None:
 
 def test_one_step_equals_a_step_written_by_hand(tiny: Path) -> None:
     """Padded-free loop over single trajectories, torch's AdamW, clipping, warm-up: same weights."""
-    spec = make_spec(tiny, train={"lr": 1e-3, "warmup_steps": 2, "weight_decay": 0.1, "tokens_per_micro_batch": 40})
+    train = {"lr": 1e-3, "warmup_steps": 2, "weight_decay": 0.1, "tokens_per_micro_batch": 40}
+    spec = make_spec(tiny, train=train, algorithm={"proximal": "recomputed"})
     groups = random_groups(2)
     learner = loaded(spec)
     metrics = learner.step(groups, V0)
@@ -191,7 +192,9 @@ def test_kl_needs_and_uses_reference_logprobs(tiny: Path) -> None:
 
 
 def test_several_updates_clip_against_the_weights_at_the_start_of_the_batch(tiny: Path) -> None:
-    learner = loaded(make_spec(tiny, algorithm={"updates_per_batch": 4, "clip_low": 0.0, "clip_high": 0.0}))
+    learner = loaded(
+        make_spec(tiny, algorithm={"updates_per_batch": 4, "clip_low": 0.0, "clip_high": 0.0, "proximal": "recomputed"})
+    )
     metrics = learner.step(random_groups(0), V0)
     assert 0 < metrics["clip_share"] < 1
     assert metrics["ratio/mean"] != pytest.approx(np.exp(metrics["drift/mean"]))

@@ -42,6 +42,21 @@ def decoupled_ppo(
     return PolicyLoss(-weight_M * torch.minimum(free_M, bounded_M), (bounded_M < free_M).detach())
 
 
+def loglinear_proximal(logprobs_M: Tensor, behaviour_M: Tensor, lag_M: Tensor) -> Tensor:
+    """log pi_prox = log mu + a (log pi - log mu),  a = (s - 1) / s,  and a = 0 where s <= 1. No gradient.
+
+    s (`lag_M`) is the number of versions that the trainer is ahead of the weights that sampled the token. How to read
+    it: the policy is taken to have walked from mu to pi in s equal steps of log-probability; pi_prox is where it stood
+    one step ago. So u = pi / pi_prox = (pi / mu)^(1/s) is the walk of one version, and the clip range bounds that: up
+    to s = 1 it is the trust region of PPO around mu itself, and each further version of lag allows one range more,
+    while w = pi_prox / mu = (pi / mu)^((s-1)/s) weighs the rest. Nothing is computed twice.
+    Source: AReaL (github.com/inclusionAI/AReaL), option `prox_logp_method = "loglinear"`, with
+    a = (v_prox - v_mu) / (v - v_mu) and v_prox = v - 1.
+    """
+    share_M = (lag_M - 1.0).clamp(min=0.0) / lag_M.clamp(min=1.0)
+    return behaviour_M + share_M * (logprobs_M.detach() - behaviour_M)
+
+
 def k3(logprobs_M: Tensor, reference_M: Tensor) -> Tensor:
     """Estimate of KL(pi || reference) per token: exp(d) - d - 1 with d = log reference - log pi. Never negative.
 

@@ -29,10 +29,12 @@ class MicroBatch:
     reference_M: Tensor | None
     current_M: Tensor
     """bool: sampled by the very weights that the trainer holds now."""
+    lag_M: Tensor
+    """float: versions that the weights which sampled the token lag behind the trainer's."""
     tokens: int
     """All tokens of its trajectories, prompts and observations included."""
-    proximal_M: Tensor | None = None
-    """log pi_prox, where the first forward of the update does not give it."""
+    start_M: Tensor | None = None
+    """Log-probabilities under the weights before the batch, where the update's own forward pass does not give them."""
 
 
 def micro_batches(groups: list[Group], version: WeightVersion, spec: JobSpec, device: torch.device) -> list[MicroBatch]:
@@ -74,6 +76,7 @@ def _micro_batch(
         advantages_M=_tensor([np.repeat(advantages, counts)], np.float32, device),
         reference_M=reference,
         current_M=_tensor([_current(t, version)[m] for t, m in zip(trajectories, masks, strict=True)], bool, device),
+        lag_M=_tensor([_lags(t, version)[m] for t, m in zip(trajectories, masks, strict=True)], np.float32, device),
         tokens=sum(len(m) for m in masks),
     )
 
@@ -86,6 +89,14 @@ def _current(trajectory: Trajectory, version: WeightVersion) -> npt.NDArray[np.b
     return current
 
 
+def _lags(trajectory: Trajectory, version: WeightVersion) -> npt.NDArray[np.int64]:
+    """Steps, whatever the epochs: after a resume the trainer stands on the steps of the epochs before."""
+    lags = np.zeros(len(trajectory.mask_T), dtype=np.int64)
+    for span in trajectory.spans:
+        lags[span.start : span.end] = version.step - span.version.step
+    return lags
+
+
 def _tensor(parts: list[Any], dtype: Any, device: torch.device) -> Tensor:
     return torch.from_numpy(np.concatenate(parts).astype(dtype, copy=False)).to(device)
 
@@ -95,11 +106,13 @@ class StepRecord:
     """Per-token results of a batch's updates, kept on the device until one transfer at the end."""
 
     logprobs: list[Tensor] = field(default_factory=list)
-    proximal: list[Tensor] = field(default_factory=list)
+    start: list[Tensor] = field(default_factory=list)
+    """|log pi - log mu| under the weights before the batch, of the tokens for which that is known."""
+    same: list[Tensor] = field(default_factory=list)
+    """bool, beside `start`: sampled by these very weights."""
     behaviour: list[Tensor] = field(default_factory=list)
     entropy: list[Tensor] = field(default_factory=list)
     clipped: list[Tensor] = field(default_factory=list)
-    current: list[Tensor] = field(default_factory=list)
     kl: list[Tensor] = field(default_factory=list)
 
     def metrics(self) -> dict[str, float]:
@@ -107,13 +120,14 @@ class StepRecord:
 
         ratio = pi / mu before any clipping, pi being the weights of each update's forward pass; k3 = ratio - log ratio
         - 1; outside: share of tokens whose ratio leaves [0.9, 1.1]; ess = (sum ratio)^2 / (n sum ratio^2).
-        mismatch = |log pi_prox - log mu| over the tokens that these same weights sampled: what is left is numerics
-        (and, with top_p or top_k, the truncation: mu is renormalised over the tokens left, pi is not). No such tokens,
-        no mismatch. drift: the same over all tokens.
+        mismatch = |log pi - log mu| with pi the weights before the batch, over the tokens that these same weights
+        sampled: what is left is numerics (and, with top_p or top_k, the truncation: mu is renormalised over the tokens
+        left, pi is not). No such tokens, no mismatch. drift: the same over all tokens. Of several updates per batch
+        the first one is measured, or all with a recomputed proximal policy.
         """
         log_ratio = _joined(self.logprobs) - _joined(self.behaviour)
-        gap = np.abs(_joined(self.proximal) - _joined(self.behaviour))
-        same = gap[_joined(self.current).astype(bool)]
+        gap = _joined(self.start)
+        same = gap[_joined(self.same).astype(bool)]
         ratio = np.exp(np.minimum(log_ratio, 700.0))
         metrics = {
             "entropy": float(_joined(self.entropy).mean()),

@@ -21,7 +21,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from opentinker.services.trainer import train_state
 from opentinker.services.trainer.batch_metrics import batch_metrics
 from opentinker.services.trainer.learner import BUCKET_BYTES, NonFinite
-from opentinker.services.trainer.losses import decoupled_ppo, k3, token_mean
+from opentinker.services.trainer.losses import decoupled_ppo, k3, loglinear_proximal, token_mean
 from opentinker.services.trainer.micro_batch import MicroBatch, StepRecord, micro_batches
 from opentinker.shared.nn import transport
 from opentinker.shared.nn.forward import token_logprobs
@@ -90,14 +90,14 @@ class TorchLearner:
             micro_batches(groups[u * share : (u + 1) * share], version, self.spec, torch.device(self.device))
             for u in range(updates)
         ]
-        if updates > 1 or self._drops_out:
-            self._recompute_proximal(batches)
+        if self._drops_out or (updates > 1 and self.spec.algorithm.proximal == "recomputed"):
+            self._measure_start(batches)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         record = StepRecord()
         before = train_state.remember(self.parameters, self.optimizer) if updates > 1 else None
         try:
-            results = [self._update(micros, record) for micros in batches]
+            results = [self._update(micros, record, first=u == 0) for u, micros in enumerate(batches)]
         except NonFinite:
             if before is not None:
                 train_state.restore(before, self.parameters, self.optimizer)
@@ -116,8 +116,11 @@ class TorchLearner:
             "step_seconds": time.perf_counter() - start,
         }
 
-    def _update(self, micros: list[MicroBatch], record: StepRecord) -> tuple[float, float]:
-        """One optimizer step: policy loss and gradient norm before clipping. Raises NonFinite instead of stepping."""
+    def _update(self, micros: list[MicroBatch], record: StepRecord, *, first: bool) -> tuple[float, float]:
+        """One optimizer step: policy loss and gradient norm before clipping. Raises NonFinite instead of stepping.
+
+        `first`: the weights are still those before the batch.
+        """
         algorithm = self.spec.algorithm
         tokens = sum(len(micro.behaviour_M) for micro in micros)
         policy = torch.zeros((), device=self.device)
@@ -125,10 +128,11 @@ class TorchLearner:
         self._dropout(on=True)
         for micro in micros:
             logprobs_M, entropy_M = self._forward(micro)
-            proximal_M = logprobs_M.detach() if micro.proximal_M is None else micro.proximal_M
+            if micro.start_M is None and first:
+                micro.start_M = logprobs_M.detach()
             losses = decoupled_ppo(
                 logprobs_M,
-                proximal_M,
+                self._proximal(logprobs_M, micro),
                 micro.behaviour_M,
                 micro.advantages_M,
                 clip_low=algorithm.clip_low,
@@ -144,11 +148,12 @@ class TorchLearner:
                 record.kl.append(kl_M.detach())
             loss.backward()
             record.logprobs.append(logprobs_M.detach())
-            record.proximal.append(proximal_M)
             record.behaviour.append(micro.behaviour_M)
+            if micro.start_M is not None:
+                record.start.append((micro.start_M - micro.behaviour_M).abs())
+                record.same.append(micro.current_M)
             record.entropy.append(entropy_M)
             record.clipped.append(losses.clipped_M)
-            record.current.append(micro.current_M)
         norm = nn.utils.clip_grad_norm_(list(self.parameters.values()), self.spec.train.grad_clip)
         loss_value, norm_value, penalty_value = torch.stack([policy, norm, penalty]).tolist()
         if not all(abs(value) < float("inf") for value in (loss_value, norm_value, penalty_value)):
@@ -165,12 +170,18 @@ class TorchLearner:
         with self._autocast():
             return token_logprobs(self.causal, micro.plan, temperature=self.spec.rollout.temperature)
 
-    def _recompute_proximal(self, batches: list[list[MicroBatch]]) -> None:
-        """log pi_prox of the whole batch under the weights before its first update, without dropout."""
+    def _proximal(self, logprobs_M: Tensor, micro: MicroBatch) -> Tensor:
+        if self.spec.algorithm.proximal == "loglinear":
+            return loglinear_proximal(logprobs_M, micro.behaviour_M, micro.lag_M)
+        assert micro.start_M is not None
+        return micro.start_M
+
+    def _measure_start(self, batches: list[list[MicroBatch]]) -> None:
+        """Log-probabilities of the whole batch under the weights before its first update, without dropout."""
         self._dropout(on=False)
         with torch.no_grad():
             for micro in (micro for micros in batches for micro in micros):
-                micro.proximal_M, _ = self._forward(micro)
+                micro.start_M, _ = self._forward(micro)
 
     @property
     def _drops_out(self) -> bool:
