@@ -27,6 +27,7 @@ from opentinker.shared.spec import JobSpec
 from opentinker.shared.subjects import GROUP, SCORE, SWAP, TICKET, WAKE
 from opentinker.shared.telemetry import MetricSource
 from opentinker.shared.types import Group, Lease, SwapCommand, SwapReply, Ticket, Trajectory
+from opentinker.shared.waiting import rest, set_within
 
 log = structlog.get_logger()
 
@@ -91,7 +92,7 @@ class RolloutJob:
             free = self.spec.rollout.max_concurrent_groups - len(self.groups)
             if free <= 0:
                 self.slot.clear()
-                await self._wait(self.slot, 0.5)
+                await set_within(self.slot, 0.5)
                 continue
             delivery = await tickets.next(0.5, limit=free)
             if delivery is None:
@@ -106,15 +107,7 @@ class RolloutJob:
 
     async def _until_weights(self) -> None:
         while not self.weights.is_set() and not self.worker.ctx.stopping.is_set():
-            await self._wait(self.weights, 0.5)
-
-    @staticmethod
-    async def _wait(event: asyncio.Event, timeout_s: float) -> None:
-        try:
-            async with asyncio.timeout(timeout_s):
-                await event.wait()
-        except TimeoutError:
-            return
+            await set_within(self.weights, 0.5)
 
     def _group_done(self, task: asyncio.Task[None]) -> None:
         self.groups.discard(task)
@@ -144,7 +137,7 @@ class RolloutJob:
 
     async def _keep_alive(self, delivery: Delivery[Ticket]) -> None:
         while True:
-            await asyncio.sleep(TICKET_WAIT_S / 3)
+            await rest(TICKET_WAIT_S / 3)
             await delivery.in_progress()
 
     async def _play_group(self, ticket: Ticket) -> None:
@@ -210,7 +203,7 @@ class RolloutJob:
         await self.worker.ctx.store.update(
             ticket.job,
             event="group_failed",
-            detail={"group": ticket.seq, "reason": error.ending.value, "error": error.error[:500]},
+            detail={"group": ticket.seq, "reason": error.ending.value, "error": error.error[-500:]},
         )
         await self.bus.emit(WAKE, {"job": ticket.job}, who="admission")
 
@@ -255,7 +248,7 @@ class RolloutJob:
         """Produces METRIC: rates since the last report, gauges as they are. Returns never."""
         last, then = Counter(self.counts), time.monotonic()
         while True:
-            await asyncio.sleep(REPORT_S)
+            await rest(REPORT_S)
             now, counts = time.monotonic(), Counter(self.counts)
             elapsed = now - then
             if counts != last:

@@ -24,6 +24,7 @@ from opentinker.shared.service import Context
 from opentinker.shared.store import JobRecord
 from opentinker.shared.subjects import TICKET, TICKETS, WAKE
 from opentinker.shared.types import JobState, Ticket, WeightVersion
+from opentinker.shared.waiting import set_within
 
 log = structlog.get_logger()
 
@@ -61,11 +62,7 @@ class TicketIssuer:
                 if time.monotonic() - swept_at >= SWEEP_S:
                     await self.sweep()
                     swept_at = time.monotonic()
-                try:
-                    async with asyncio.timeout(LOOK_S):
-                        await self._wake.wait()
-                except TimeoutError:
-                    continue
+                await set_within(self._wake, LOOK_S)
         finally:
             await subscription.unsubscribe()
 
@@ -125,7 +122,9 @@ class TicketIssuer:
         if problem is None:
             return
         last = await self.store.latest_event(job.id, "group_failed")
-        reason = problem + (f"; last error: {last['error']}" if last and last.get("error") else "")
+        # Of a traceback, the last line says what happened; the event has more of it.
+        said = last["error"].strip().splitlines()[-1:] if last else []
+        reason = problem + "".join(f"; last error: {line}" for line in said)
         try:
             await self.store.transition(job.id, JobState.FAILED, allowed=HELD, reason=reason)
         except (Conflict, NotFound):
