@@ -27,8 +27,10 @@ from nats.js.client import JetStreamContext
 from nats.js.errors import NoStreamResponseError, NotFoundError, ServiceUnavailableError
 
 from opentinker.shared import codec
+from opentinker.shared.cancel import heed
 from opentinker.shared.errors import OpenTinkerError
 from opentinker.shared.subjects import Subject
+from opentinker.shared.waiting import check_cancelled
 
 T = TypeVar("T")
 log = structlog.get_logger()
@@ -59,7 +61,7 @@ async def patiently(call: Callable[[], Awaitable[T]]) -> T:
     pause = 0.05
     while True:
         try:
-            return await call()
+            return await heed(call())
         except AWAY as error:
             log.debug("nats_away", error=str(error) or type(error).__name__)
         await asyncio.sleep(pause)
@@ -94,7 +96,7 @@ class Delivery(Generic[T]):
         while silent < SILENT_ACKS and (remaining := deadline - time.monotonic()) > 0:
             life = self._life()
             try:
-                await self._msg.ack_sync(timeout=min(1.0, remaining))
+                await heed(self._msg.ack_sync(timeout=min(1.0, remaining)))
                 return True
             except nats.errors.NoRespondersError:
                 await asyncio.sleep(0.1)
@@ -181,6 +183,7 @@ class Consumer(Generic[T]):
         deadline = time.monotonic() + timeout_s
         want = self._batch if limit is None else min(self._batch, limit)
         while True:
+            check_cancelled()
             if self._ready:
                 msg = self._ready.popleft()
                 if limit is None:

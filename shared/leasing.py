@@ -16,11 +16,13 @@ from typing import Any
 import msgspec
 import structlog
 
+from opentinker.shared.cancel import put_down
 from opentinker.shared.errors import Conflict, Fenced, JobFailed, NotFound, SpecError
 from opentinker.shared.service import Context, first_failure
 from opentinker.shared.spec import JobSpec, parse_spec
 from opentinker.shared.subjects import WAKE
 from opentinker.shared.types import JobState, Lease, Pool, WorkerInfo
+from opentinker.shared.waiting import rest, set_within
 
 log = structlog.get_logger()
 
@@ -77,7 +79,7 @@ class LeasedWorker:
     async def _beat_loop(self) -> None:
         while True:
             await self._beat()
-            await asyncio.sleep(self.ctx.settings.heartbeat_s)
+            await rest(self.ctx.settings.heartbeat_s)
 
     async def _mine(self) -> Lease | None:
         lease = await self.ctx.store.lease(self.info.id)
@@ -87,11 +89,7 @@ class LeasedWorker:
         """Waits until the lease differs from the one held."""
         self._wake.clear()
         while (lease := await self._mine()) == held:
-            try:
-                async with asyncio.timeout(self.ctx.settings.heartbeat_s):
-                    await self._wake.wait()
-            except TimeoutError:
-                pass
+            await set_within(self._wake, self.ctx.settings.heartbeat_s)
             self._wake.clear()
         return lease
 
@@ -111,9 +109,9 @@ class LeasedWorker:
                     if watch.done():
                         held = watch.result()
                 finally:
-                    await _cancelled(task, watch)
+                    await put_down(task, watch)
         finally:
-            await _cancelled(stopping)
+            await put_down(stopping)
 
     async def _let_go(self, task: asyncio.Task[None], revoked: bool) -> None:
         """The job ended by itself, or its lease is gone (it ends now), or the service stops (it has `drain_s`).
@@ -123,8 +121,7 @@ class LeasedWorker:
         if not task.done() and not revoked:
             await self.status("draining", job=self.info.job, epoch=self.info.epoch)
             await asyncio.wait([task], timeout=self.ctx.settings.drain_s)
-        task.cancel()
-        await asyncio.wait([task])
+        await put_down(task)
         if not task.cancelled():
             task.result()
         if not self.ctx.stopping.is_set():
@@ -159,10 +156,3 @@ class LeasedWorker:
             log.warning("failure_not_recorded", error=str(error))
             return
         await self.ctx.bus.emit(WAKE, {"job": lease.job}, who="scheduler")
-
-
-async def _cancelled(*tasks: asyncio.Task[Any] | None) -> None:
-    running = [task for task in tasks if task is not None]
-    for task in running:
-        task.cancel()
-    await asyncio.gather(*running, return_exceptions=True)

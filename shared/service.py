@@ -24,10 +24,12 @@ from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from opentinker.shared.bus import Bus
+from opentinker.shared.cancel import put_down
 from opentinker.shared.config import Settings, load_settings, worker_name
 from opentinker.shared.errors import OpenTinkerError, SpecError
 from opentinker.shared.store import Store
 from opentinker.shared.telemetry import REGISTRY, configure_logging
+from opentinker.shared.waiting import rest, set_within
 
 LIVENESS_S = 5.0
 LIVENESS_FAILURES = 3
@@ -56,10 +58,7 @@ class Context:
 
     async def pause(self, seconds: float) -> bool:
         """Sleep, or less if the service is told to stop. True if it should go on."""
-        with contextlib.suppress(asyncio.TimeoutError):
-            async with asyncio.timeout(seconds):
-                await self.stopping.wait()
-        return not self.stopping.is_set()
+        return not await set_within(self.stopping, seconds)
 
 
 async def first_failure(tasks: dict[str, Coroutine[Any, Any, Any]]) -> None:
@@ -68,9 +67,7 @@ async def first_failure(tasks: dict[str, Coroutine[Any, Any, Any]]) -> None:
     try:
         done, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
     finally:
-        for task in running:
-            task.cancel()
-        await asyncio.gather(*running, return_exceptions=True)
+        await put_down(*running)
     for task in done:
         if not task.cancelled() and (error := task.exception()) is not None:
             raise error
@@ -123,9 +120,7 @@ async def run(service: str, serve: Callable[[Context], Awaitable[None]], setting
         elif serving.is_set():
             log.warning("drain_cut_short", drain_s=settings.drain_s)
     finally:
-        for task in (life, stop):
-            task.cancel()
-        await asyncio.gather(life, stop, return_exceptions=True)
+        await put_down(life, stop)
     log.info("stopped")
 
 
@@ -161,7 +156,7 @@ async def _liveness(ctx: Context) -> None:
     """A connection that says it is up but does not answer is restarted from outside: end the process."""
     failures = 0
     while True:
-        await asyncio.sleep(LIVENESS_S)
+        await rest(LIVENESS_S)
         try:
             await ctx.bus.js.account_info()
             failures = 0

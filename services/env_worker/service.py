@@ -7,7 +7,6 @@ within `drain_s`; whoever still has one then finds nobody at the address and pla
 
 from __future__ import annotations
 
-import asyncio
 import os
 import socket
 import uuid
@@ -22,6 +21,7 @@ from opentinker.shared.errors import SpecError
 from opentinker.shared.service import Context, first_failure
 from opentinker.shared.subjects import ENV_CHECK, ENV_CLOSE, ENV_OPEN, ENV_STEP
 from opentinker.shared.types import EnvCheck, EnvCheckReply, Pool, SessionReply, WorkerInfo
+from opentinker.shared.waiting import rest
 
 QUEUE = "env"
 
@@ -79,7 +79,7 @@ async def _beat(ctx: Context, info: WorkerInfo, sessions: Sessions) -> None:
         ctx.detail.update(detail)
         status = "draining" if sessions.draining else "ready" if ctx.is_ready else "loading"
         await ctx.store.beat(msgspec.structs.replace(info, status=status, detail=detail), ctx.settings.worker_ttl_s)
-        await asyncio.sleep(ctx.settings.heartbeat_s)
+        await rest(ctx.settings.heartbeat_s)
 
 
 async def check_environment(request: EnvCheck, *, modules: bool) -> EnvCheckReply:

@@ -25,6 +25,7 @@ from opentinker.shared.service import Context, first_failure
 from opentinker.shared.spec import JobSpec, parse_spec
 from opentinker.shared.subjects import GROUP, SCORE
 from opentinker.shared.types import Group, JobState, Pool, WorkerInfo
+from opentinker.shared.waiting import rest
 
 if TYPE_CHECKING:
     from opentinker.services.reference_forward.scorer import Scorer
@@ -59,7 +60,7 @@ class ReferenceForward:
         while True:
             detail = {"groups": self.groups, "tokens": self.tokens, "models_bytes": self.scorer.used_bytes}
             await self.ctx.store.beat(msgspec.structs.replace(self.info, detail=detail), self.ctx.settings.worker_ttl_s)
-            await asyncio.sleep(self.ctx.settings.heartbeat_s)
+            await rest(self.ctx.settings.heartbeat_s)
 
     async def _score_loop(self) -> None:
         """Returns when the service is told to stop; the message at hand is finished first."""

@@ -5,7 +5,6 @@ clear loop   consumes the set of jobs that are ending; removes their messages; l
 
 from __future__ import annotations
 
-import asyncio
 import time
 
 import nats.errors
@@ -13,6 +12,7 @@ import structlog
 
 from opentinker.shared.service import Context
 from opentinker.shared.subjects import GROUP, GROUPS, SCORE, SCORES, TICKET, TICKETS
+from opentinker.shared.waiting import rest
 
 log = structlog.get_logger()
 
@@ -34,7 +34,7 @@ class Clearing:
                     swept_at = time.monotonic()
             except (TimeoutError, nats.errors.Error) as error:
                 log.warning("clearing_later", error=str(error) or type(error).__name__)
-            await asyncio.sleep(LOOK_S)
+            await rest(LOOK_S)
 
     async def look(self) -> None:
         ending = await self.store.ending_jobs()

@@ -29,6 +29,7 @@ from opentinker.shared.service import Context
 from opentinker.shared.store import JobRecord
 from opentinker.shared.subjects import WAKE
 from opentinker.shared.types import JobState, Lease, Pool, WorkerInfo
+from opentinker.shared.waiting import set_within
 
 log = structlog.get_logger()
 
@@ -57,11 +58,7 @@ class Reconciler:
             while True:
                 self._wake.clear()
                 await self.look()
-                try:
-                    async with asyncio.timeout(LOOK_S):
-                        await self._wake.wait()
-                except TimeoutError:
-                    continue
+                await set_within(self._wake, LOOK_S)
         finally:
             await subscription.unsubscribe()
 

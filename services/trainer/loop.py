@@ -32,6 +32,7 @@ from opentinker.shared.spec import JobSpec
 from opentinker.shared.subjects import GROUP, WAKE
 from opentinker.shared.telemetry import MetricSource
 from opentinker.shared.types import Discard, Group, JobState, Lease, WeightVersion
+from opentinker.shared.waiting import check_cancelled, set_within
 
 log = structlog.get_logger()
 
@@ -112,9 +113,7 @@ class TrainerJob:
         )
         detail = {"step": self.step, "epoch": self.lease.epoch}
         event = "resumed" if found else "model_loaded"
-        await self.ctx.store.update(
-            self.lease.job, epoch=self.lease.epoch, step=self.step, event=event, detail=detail
-        )
+        await self.ctx.store.update(self.lease.job, epoch=self.lease.epoch, step=self.step, event=event, detail=detail)
         log.info(event, **detail)
 
     # --- intake -------------------------------------------------------------------------------------------------
@@ -177,6 +176,7 @@ class TrainerJob:
     async def _next_batch(self) -> list[Group] | None:
         """The next batch, or None when the service is told to stop."""
         while not self.ctx.stopping.is_set():
+            check_cancelled()
             self.arrived.clear()
             for reason, seqs in self.assembler.drop(self.step).items():
                 await self.admission.discard(self.step + 1, reason, seqs)
@@ -185,9 +185,7 @@ class TrainerJob:
             batch = self.assembler.take(self.step, self.spec.algorithm.groups_per_batch)
             if batch is not None:
                 return batch
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(0.5):
-                    await self.arrived.wait()
+            await set_within(self.arrived, 0.5)
         return None
 
     async def _advance(self, batch: list[Group], values: dict[str, float], waited: float, trained: float) -> None:

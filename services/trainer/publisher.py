@@ -22,6 +22,7 @@ from opentinker.shared.codec import WireError
 from opentinker.shared.service import Context
 from opentinker.shared.subjects import SWAP, WAKE
 from opentinker.shared.types import Lease, Pool, SwapCommand, SwapReply, WeightVersion, WorkerInfo
+from opentinker.shared.waiting import set_within
 
 log = structlog.get_logger()
 
@@ -74,12 +75,8 @@ class Publisher:
                         await self._rebuild(wanted)
                     if self._behind():
                         await self._send()
-                try:
-                    async with asyncio.timeout(LOOK_S):
-                        await self._wake.wait()
-                except TimeoutError:
-                    continue
-                self._wake.clear()
+                if await set_within(self._wake, LOOK_S):
+                    self._wake.clear()
         finally:
             await subscription.unsubscribe()
             self._leave()
