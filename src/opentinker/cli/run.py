@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from opentinker.cli.common import PATIENCE_S, client, say
+from opentinker.cli.common import client, say
 from opentinker.cli.specs import SpecFile, read_spec
 from opentinker.shared.errors import OpenTinkerError
 
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 START_S = 120.0
 STOP_S = 120.0
+RESTART_S = 30.0
+"""How long the HTTP API may be away, while its supervisor starts it again."""
 
 
 def register(app: typer.Typer) -> None:
@@ -54,7 +56,7 @@ def run(
     began = time.monotonic()
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: stop the job, then the machine
     with everything(home, port, env_workers, workers, keep=keep) as url:
-        api = client(url, patience_s=PATIENCE_S)
+        api = client(url, patience_s=RESTART_S)
         record = api.submit(spec)
         say(f"job {record['id']} on {url}, data in {home}")
         say(f"from another terminal: opentinker watch {record['id']} --url {url}\n")
@@ -88,6 +90,11 @@ def everything(home: Path, port: int, env_workers: int, rollout_workers: int, *,
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True)
     try:
         yield _wait_api(home, process, log)
+    except OpenTinkerError as error:
+        keep = False
+        if process.poll() is not None:
+            raise OpenTinkerError(f"what was started has ended; last lines of {log}:\n{tail(log, 15)}") from error
+        raise
     except BaseException:
         keep = False
         raise
