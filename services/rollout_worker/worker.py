@@ -12,6 +12,7 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import AsyncExitStack
 
 import structlog
 
@@ -59,15 +60,19 @@ class RolloutJob:
 
     async def run(self) -> None:
         """Until the lease is taken away or the service stops (then running groups may finish)."""
-        swaps = await self.bus.serve(SWAP, self._swap, worker=self.worker.address)
-        tickets = await self.bus.consume(
-            TICKET,
-            f"roll-{self.lease.job}",
-            batch=self.spec.rollout.max_concurrent_groups,
-            ack_wait_s=TICKET_WAIT_S,
-            job=self.lease.job,
-        )
-        try:
+        async with AsyncExitStack() as held:
+            # Held one by one: a lease taken away in the middle must not leave the first of them behind.
+            swaps = await self.bus.serve(SWAP, self._swap, worker=self.worker.address)
+            held.push_async_callback(swaps.unsubscribe)
+            tickets = await self.bus.consume(
+                TICKET,
+                f"roll-{self.lease.job}",
+                batch=self.spec.rollout.max_concurrent_groups,
+                ack_wait_s=TICKET_WAIT_S,
+                job=self.lease.job,
+            )
+            held.push_async_callback(tickets.close)
+            held.push_async_callback(self._end_groups)
             await self.worker.status("ready", job=self.lease.job, epoch=self.lease.epoch, address=self.worker.address)
             await self.bus.emit(WAKE, {"worker": self.worker.info.id}, who=f"trainer-{self.lease.job}")
             await first_failure(
@@ -76,12 +81,11 @@ class RolloutJob:
             if self.groups:
                 log.info("draining", groups=len(self.groups))
                 await asyncio.gather(*self.groups)
-        finally:
-            await swaps.unsubscribe()
-            await tickets.close()
-            for task in self.groups:
-                task.cancel()
-            await asyncio.gather(*self.groups, return_exceptions=True)
+
+    async def _end_groups(self) -> None:
+        for task in self.groups:
+            task.cancel()
+        await asyncio.gather(*self.groups, return_exceptions=True)
 
     # --- tickets ------------------------------------------------------------------------------------------------
 
