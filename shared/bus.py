@@ -28,6 +28,7 @@ from nats.js.api import AckPolicy, ConsumerConfig, DeliverPolicy, StreamConfig
 from nats.js.errors import APIError, NotFoundError
 
 from opentinker.shared import codec
+from opentinker.shared.cancel import heed
 from opentinker.shared.consumer import ACK_WAIT_S, AWAY, CLOSED, Consumer, ConsumerDeleted, Delivery, patiently
 from opentinker.shared.errors import OpenTinkerError
 from opentinker.shared.subjects import STREAMS, Call, Subject
@@ -128,7 +129,7 @@ class Bus:
         """Raises NoReply when nobody answers in time, at once NoResponders when nobody serves the subject, and
         WireError on a reply that is not an R."""
         try:
-            reply = await self.nc.request(call.at(**keys), codec.encode(noun), timeout=timeout_s)
+            reply = await heed(self.nc.request(call.at(**keys), codec.encode(noun), timeout=timeout_s))
         except nats.errors.NoRespondersError:
             raise NoResponders(f"{call.at(**keys)}: nobody serves it") from None
         except (TimeoutError, *AWAY, *CLOSED) as error:

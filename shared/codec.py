@@ -1,4 +1,4 @@
-"""Nouns <-> bytes. msgpack with bin fields for the wire (as fast as hand-made framing, self-describing), JSON for humans."""
+"""Nouns <-> bytes. msgpack with bin fields on the wire (as fast as hand-made framing, self-describing), JSON for people."""
 
 from __future__ import annotations
 

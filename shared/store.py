@@ -29,8 +29,10 @@ from redis.asyncio.retry import Retry
 from redis.backoff import EqualJitterBackoff
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
+from redis.maint_notifications import MaintNotificationsConfig
 
 from opentinker.shared import codec
+from opentinker.shared.cancel import heed
 from opentinker.shared.errors import Conflict, Fenced, NotFound
 from opentinker.shared.types import JobState, Lease, WorkerInfo
 
@@ -105,6 +107,18 @@ return {'ok', ARGV[1]}
 """
 
 
+class _Connection(aioredis.Connection):
+    """A cancellation that comes when a command was just written is not lost, and the connection, on which a reply
+    nobody waits for is under way, is not used again."""
+
+    async def send_packed_command(self, command: Any, check_health: bool = True) -> None:
+        try:
+            await heed(super().send_packed_command(command, check_health))
+        except asyncio.CancelledError:
+            await self.disconnect(nowait=True)
+            raise
+
+
 class JobRecord(msgspec.Struct, frozen=True, kw_only=True):
     """A job as Redis holds it."""
 
@@ -148,6 +162,8 @@ class Store:
             url,
             client_name=name.replace(" ", "-"),
             decode_responses=True,
+            connection_class=_Connection,
+            maint_notifications_config=MaintNotificationsConfig(enabled=False),
             socket_connect_timeout=3.0,
             socket_timeout=10.0,
             retry=Retry(EqualJitterBackoff(cap=1.0, base=0.05), 40),

@@ -209,6 +209,27 @@ async def test_lease_is_granted_and_revoked(store: Store) -> None:
     assert await store.leases() == []
 
 
+async def test_cancelled_calls_end_and_leave_no_reply_behind(store: Store) -> None:
+    """At whatever moment a call is cancelled: its task ends, and no other call gets its reply."""
+    for n in range(40):
+        await store.redis.set(f"k{n}", n)
+    dice = random.Random(3)
+
+    async def read(n: int) -> None:
+        while True:
+            assert await store.redis.get(f"k{n}") == str(n)
+
+    for _ in range(25):
+        await store.redis.connection_pool.disconnect()
+        tasks = [asyncio.create_task(read(n)) for n in range(40)]
+        await asyncio.sleep(dice.uniform(0.0, 0.01))
+        for task in tasks:
+            task.cancel()
+        ended, going_on = await asyncio.wait(tasks, timeout=5.0)
+        assert not going_on
+        assert all(task.cancelled() for task in ended)
+
+
 # --- a server that goes away --------------------------------------------------------------------------------------
 
 
