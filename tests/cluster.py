@@ -31,7 +31,7 @@ from tests.conftest import free_port, until
 
 ROOT = Path(__file__).resolve().parent.parent
 RESTART_S = 0.2
-TAIL = 25
+TAIL, WIDTH = 25, 400
 SERVERS = ("nats", "valkey")
 
 
@@ -72,14 +72,13 @@ class Process:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.popen.pid, signal.SIGKILL)
             self.popen, self.dead_since = None, time.monotonic()
-        if self.popen is None and self.wanted:
-            if self.dead_since is None or time.monotonic() - self.dead_since >= RESTART_S:
-                self.start()
+        due = self.dead_since is None or time.monotonic() - self.dead_since >= RESTART_S
+        if self.popen is None and self.wanted and due:
+            self.start()
 
-    def tail(self, lines: int = TAIL) -> str:
-        if not self.log.exists():
-            return ""
-        return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
+    @property
+    def logged(self) -> str:
+        return self.log.read_text(errors="replace") if self.log.exists() else ""
 
 
 class Cluster:
@@ -166,7 +165,8 @@ class Cluster:
         """The last log lines of every service, for a test that failed."""
         for name, process in self.processes.items():
             if name not in SERVERS:
-                sys.stdout.write(f"\n===== {name}: exits {process.exits}\n{process.tail()}\n")
+                tail = [line[:WIDTH] for line in process.logged.splitlines()[-TAIL:]]
+                sys.stdout.write("\n".join([f"\n===== {name}: exits {process.exits}", *tail, ""]))
 
     async def _keep(self) -> None:
         while True:
@@ -266,8 +266,9 @@ class Cluster:
         assert found is not None, "no checkpoint"
         return found[1]
 
-    def logs(self, name: str, lines: int = 10_000) -> str:
-        return self.processes[name].tail(lines)
+    def logs(self, name: str) -> str:
+        """Over all its lives."""
+        return self.processes[name].logged
 
 
 def toy_model(directory: Path) -> Path:

@@ -37,7 +37,7 @@ def faults(
     found += [f"group {seq} was trained {count} times" for seq, count in sorted(trained.items()) if count > 1]
     for line in kept:
         if len(line["seqs"]) != groups_per_batch:
-            found.append(f"step {line['step']} has {len(line['groups'])} groups")
+            found.append(f"step {line['step']} has {len(line['seqs'])} groups")
         if line["staleness/max"] > max_staleness:
             found.append(f"step {line['step']} has staleness {line['staleness/max']}")
     return found

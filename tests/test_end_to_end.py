@@ -1,0 +1,323 @@
+"""Jobs through the whole system: real processes and servers, the simulated engine and learner. Submitted over HTTP."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from opentinker.client import ApiError
+from opentinker.shared.spec import JobSpec
+from opentinker.shared.types import Pool
+from tests.cluster import SERVERS, Cluster, toy_cluster, toy_model
+from tests.conftest import until
+from tests.factories import make_spec
+from tests.lineage import faults
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+PER_STEP = {
+    *(f"reward/{part}" for part in ("mean", "std", "min", "max")),
+    *(f"staleness/{part}" for part in ("min", "mean", "max")),
+    *("reward/env/copy_digits", "exact", "zero_variance", "response_length/mean", "response_length/max"),
+    *("turns/mean", "stop/eos", "stop/length", "spans/mean", "tokens", "trainer/tokens_per_s", "trainer/wait_share"),
+    *("swap/pause_s", "swap/transfer_s", "swap/load_s", "swap/resume_s", "swap/seconds"),
+    *("queue/pending_groups", "queue/running_groups", "step_seconds", "train_seconds"),
+}
+PER_ROLLOUT_WORKER = {"rollout/tokens_per_s", "rollout/episodes_per_s", "rollout/running_groups", "rollout/swap_load_s"}
+
+
+class System:
+    """A cluster shared by the tests of this module: every job finds the processes that the one before has left."""
+
+    def __init__(self, cluster: Cluster, model: Path) -> None:
+        self.cluster, self.model = cluster, model
+
+    def spec(self, **changes: Any) -> JobSpec:
+        return job_spec(self.model, **changes)
+
+
+def job_spec(model: Path, **changes: Any) -> JobSpec:
+    """10 quick steps of 4 groups of 4."""
+    quick: dict[str, Any] = {
+        "algorithm": {"group_size": 4, "groups_per_batch": 4, "max_staleness": 2},
+        "train": {"learner": "simulated", "steps": 10, "simulated_step_s": 0.02, "checkpoint_every": 4},
+    }
+    return make_spec(model={"base": str(model)}, **{**quick, **changes})
+
+
+def faults_of(cluster: Cluster, job: str, spec: JobSpec) -> list[str]:
+    return faults(
+        cluster.lines(job),
+        cluster.manifest(job).resumed,
+        steps=spec.train.steps,
+        groups_per_batch=spec.algorithm.groups_per_batch,
+        max_staleness=spec.algorithm.max_staleness,
+    )
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def system(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[System]:
+    async with toy_cluster(tmp_path_factory.mktemp("system")) as (cluster, model):
+        yield System(cluster, model)
+
+
+@pytest.fixture
+def shared(request: pytest.FixtureRequest, system: System) -> Iterator[System]:
+    """The shared system; its logs are shown if the test fails, and no process may have ended by itself."""
+    failed = request.session.testsfailed
+    yield system
+    ended = {name: p.exits for name, p in system.cluster.processes.items() if p.exits}
+    if ended or request.session.testsfailed > failed:
+        system.cluster.show()
+    assert ended == {}
+
+
+async def free(cluster: Cluster) -> None:
+    """Until no trainer and no rollout worker works for a job."""
+
+    async def idle() -> bool:
+        leased = [w for w in await cluster.store.workers() if w.pool in (Pool.TRAINER, Pool.ROLLOUT)]
+        return bool(leased) and all(w.status == "idle" and w.job is None for w in leased)
+
+    await until(idle, 15)
+
+
+# --- a job's whole life ---------------------------------------------------------------------------------------------
+
+
+async def test_job_runs_from_submission_to_download(shared: System, tmp_path: Path) -> None:
+    cluster, spec = shared.cluster, shared.spec()
+    job = await cluster.submit(spec)
+    events = [event async for event in cluster.client.events(job)]
+    record = await cluster.wait(job)
+    assert (record["state"], record["step"], record["reason"]) == ("succeeded", 10, "")
+
+    kinds = [event["event"] for event in events]
+    assert [k for k in kinds if k != "checkpoint"] == ["queued", "starting", "model_loaded", "running", "succeeded"]
+    assert [event["step"] for event in events if event["event"] == "checkpoint"] == [4, 8, 10]
+
+    assert faults_of(cluster, job, spec) == []
+    ledger = await cluster.ledger(job)
+    assert ledger.balanced and ledger.trained == 40 and ledger.failed == {}
+    assert ledger.issued == ledger.accepted + ledger.running
+
+    points = await cluster.client.metrics(job, source="trainer")
+    assert [point["step"] for point in points] == list(range(1, 11))
+    assert set(points[-1]["values"]) >= PER_STEP
+    assert record["metrics"]["trainer"]["step"] == 10
+
+    target = await cluster.client.download(job, tmp_path / "model")
+    assert (target / "manifest.json").exists()
+
+
+async def test_rollout_workers_report_while_the_job_runs(shared: System) -> None:
+    cluster = shared.cluster
+    spec = shared.spec(rollout={"engine": "toy", "max_tokens": 8, "toy": {"seconds_per_token": 0.05}})
+    job = await cluster.submit(spec)
+
+    async def reported() -> bool:
+        points = await cluster.client.metrics(job, source="rollout_worker-0")
+        return any(set(point["values"]) >= PER_ROLLOUT_WORKER for point in points)
+
+    await until(reported, 20)
+    assert (await cluster.wait(job))["state"] == "succeeded"
+
+
+async def test_cancelled_job_lets_go_of_its_workers_and_the_next_one_runs(shared: System) -> None:
+    cluster = shared.cluster
+    job = await cluster.submit(shared.spec(train={"learner": "simulated", "steps": 10_000, "simulated_step_s": 0.02}))
+    waiting = await cluster.submit(shared.spec())
+    await cluster.reaches(job, 3)
+    assert (await cluster.client.job(waiting))["state"] == "queued"
+    await cluster.client.cancel(job)
+    assert (await cluster.wait(job))["state"] == "cancelled"
+    assert (await cluster.wait(waiting))["state"] == "succeeded"
+    await free(cluster)
+    assert (await cluster.ledger(job)).balanced
+
+    async def cleared() -> bool:
+        return not any(
+            job in queue["subjects"] for queue in await cluster.client.queues() if queue["stream"] != "METRICS"
+        )
+
+    await until(cleared, 10)
+
+
+async def test_every_sample_has_several_turns_when_the_environment_has(shared: System) -> None:
+    cluster = shared.cluster
+    spec = shared.spec(
+        environment={"name": "tests.env_samples:Counting", "config": {"turns": 3}},
+        rollout={"engine": "toy", "max_tokens": 24, "max_turns": 3, "max_tokens_per_turn": 8},
+    )
+    job = await cluster.submit(spec)
+    assert (await cluster.wait(job))["state"] == "succeeded"
+    assert {line["turns/mean"] for line in cluster.lines(job)} == {3.0}
+    assert {line["reward/mean"] for line in cluster.lines(job)} == {3.0}
+
+
+async def test_staleness_zero_trains_on_the_newest_weights_only(shared: System) -> None:
+    cluster = shared.cluster
+    spec = shared.spec(algorithm={"group_size": 4, "groups_per_batch": 4, "max_staleness": 0})
+    job = await cluster.submit(spec)
+    assert (await cluster.wait(job))["state"] == "succeeded"
+    assert faults_of(cluster, job, spec) == []
+    assert {line["staleness/max"] for line in cluster.lines(job)} == {0.0}
+
+
+# --- bad input ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("how", "ending", "words"),
+    [
+        ("raise", "env_error", "the board is on fire"),
+        ("hang", "env_timeout", "0."),
+        ("nan", "env_bad_reply", "must be finite, not nan"),
+    ],
+)
+async def test_job_fails_when_its_environment_always_does(shared: System, how: str, ending: str, words: str) -> None:
+    cluster = shared.cluster
+    spec = shared.spec(
+        environment={"name": "tests.env_samples:Misbehaving", "config": {"how": how}},
+        rollout={"engine": "toy", "max_tokens": 8, "retries": 1, "episode_timeout_s": 0.5 if how == "hang" else 20.0},
+    )
+    job = await cluster.submit(spec)
+    record = await cluster.wait(job)
+    assert record["state"] == "failed"
+    assert "groups failed (rollout.max_failed_share is 0.5)" in record["reason"]
+    assert ending in record["reason"] and words in record["reason"], record["reason"]
+    ledger = await cluster.ledger(job)
+    assert set(ledger.failed) == {ending} and ledger.failed[ending] >= 20 and ledger.accepted == 0
+    retried = cluster.logs("rollout_worker-0").count('"event":"episode_failed"')
+    assert retried > ledger.failed[ending]
+    await free(cluster)
+
+
+async def test_job_goes_on_past_groups_that_fail(shared: System) -> None:
+    cluster = shared.cluster
+    spec = shared.spec(
+        environment={"name": "tests.env_samples:Moody", "config": {"how": "raise", "every": 4}},
+        rollout={"engine": "toy", "max_tokens": 8, "retries": 1},
+    )
+    job = await cluster.submit(spec)
+    assert (await cluster.wait(job))["state"] == "succeeded"
+    assert faults_of(cluster, job, spec) == []
+    ledger = await cluster.ledger(job)
+    assert ledger.balanced and ledger.trained == 40 and ledger.failed["env_error"] >= 10
+    failures = [event for event in await cluster.client.event_log(job) if event["event"] == "group_failed"]
+    assert {event["reason"] for event in failures} == {"env_error"}
+    assert all(event["group"] % 4 == 0 and "the board is on fire" in event["error"] for event in failures)
+    assert cluster.lines(job)[-1]["failed/env_error"] >= 10
+
+
+async def test_every_mistake_of_a_spec_is_answered_at_once(shared: System, tmp_path: Path) -> None:
+    data = shared.spec().model_dump(mode="json")
+    data["model"]["base"] = str(tmp_path / "nowhere")
+    data["environment"]["name"] = "copy_digit"
+    data["train"]["steps"] = 0
+    with pytest.raises(ApiError) as refused:
+        await shared.cluster.client.submit(data)
+    problems = {m["field"]: m["problem"] for m in refused.value.mistakes}
+    assert set(problems) == {"model.base", "environment.name", "train.steps"}
+    assert "does not exist" in problems["model.base"]
+    assert "copy_digits" in problems["environment.name"]
+
+
+async def test_tokenizer_without_a_chat_template_is_refused_unless_the_spec_allows_it(
+    shared: System, tmp_path: Path
+) -> None:
+    model = toy_model(tmp_path / "bare")
+    (model / "tokenizer_config.json").write_text('{"eos_token": "<eos>"}')
+    spec = job_spec(model)
+    with pytest.raises(ApiError, match="has no chat template") as refused:
+        await shared.cluster.client.submit(spec)
+    assert [m["field"] for m in refused.value.mistakes] == ["model.chat_template"]
+    data = spec.model_dump(mode="json")
+    data["model"]["chat_template"] = "plain"
+    job = str((await shared.cluster.client.submit(data))["id"])
+    assert (await shared.cluster.wait(job))["state"] == "succeeded"
+
+
+async def test_model_that_cannot_be_read_fails_the_job_with_its_reason(shared: System, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    job = await shared.cluster.submit(job_spec(tmp_path))
+    record = await shared.cluster.wait(job)
+    assert record["state"] == "failed"
+    assert "no tokenizer in model" in record["reason"]
+    await free(shared.cluster)
+
+
+# --- who comes and goes ---------------------------------------------------------------------------------------------
+
+
+def slow_spec(model: Path, **changes: Any) -> JobSpec:
+    """Episodes of a fifth of a second, steps without end."""
+    slow = {
+        "rollout": {"engine": "toy", "max_tokens": 8, "toy": {"seconds_per_token": 0.05}},
+        "train": {"learner": "simulated", "steps": 10_000, "checkpoint_every": 5, "simulated_step_s": 0.05},
+    }
+    return job_spec(model, **{**slow, **changes})
+
+
+async def test_env_workers_come_and_go_while_a_job_runs(tmp_path: Path) -> None:
+    async with toy_cluster(tmp_path) as (cluster, model):
+        spec = slow_spec(model, train={"learner": "simulated", "steps": 40, "checkpoint_every": 10})
+        job = await cluster.submit(spec)
+        await cluster.reaches(job, 2)
+
+        async def busy(name: str) -> bool:
+            return any(w.id == name and w.detail.get("sessions") for w in await cluster.store.workers())
+
+        joined = cluster.add("env_worker")
+        await until(lambda: busy(joined), 15)
+        assert await cluster.stop("env_worker-0") == 0  # SIGTERM: drains
+        await cluster.reaches(job, await cluster.step(job) + 3)
+        cluster.start("env_worker-0")
+        await until(lambda: busy("env_worker-0"), 15)
+        assert await cluster.stop(joined, signal.SIGKILL) == -signal.SIGKILL
+        assert (await cluster.wait(job))["state"] == "succeeded"
+        assert faults_of(cluster, job, spec) == []
+        ledger = await cluster.ledger(job)
+        assert ledger.balanced and ledger.trained == 160 and ledger.failed == {}
+
+
+async def test_rollout_worker_joins_late_and_may_die_during_a_swap(tmp_path: Path) -> None:
+    async with toy_cluster(tmp_path) as (cluster, model):
+        toy = {"seconds_per_token": 0.01, "swap_seconds": 0.4}
+        spec = slow_spec(
+            model, rollout={"engine": "toy", "max_tokens": 8, "toy": toy}, resources={"rollout_workers": 2}
+        )
+        job = await cluster.submit(spec)
+        await cluster.reaches(job, 3)
+        joined = cluster.add("rollout_worker")
+
+        def both_serve() -> bool:
+            lines = cluster.lines(job)
+            return bool(lines) and lines[-1]["rollout_workers"] == 2
+
+        await until(both_serve, 20)
+        version = len(cluster.lines(job))
+
+        async def generates() -> bool:
+            points = await cluster.client.metrics(job, source=joined, names=["rollout/groups"])
+            return any(p["values"]["rollout/groups"] > 0 and p["step"] >= version - 1 for p in points)
+
+        await until(generates, 20)
+
+        await cluster.reaches(job, await cluster.step(job) + 1)  # its weights are on their way now
+        step, killed = await cluster.step(job), time.monotonic()
+        cluster.kill(joined)
+        await cluster.reaches(job, step + 3, 10)
+        assert time.monotonic() - killed < 10
+        await until(lambda: both_serve() and len(cluster.processes[joined].exits) == 1, 20)  # it came back
+        await cluster.client.cancel(job)
+        ledger = await cluster.ledger(job)
+        assert ledger.balanced and ledger.failed == {}
+        assert max(line["staleness/max"] for line in cluster.lines(job)) <= 2
+        assert all(not p.exits for name, p in cluster.processes.items() if name not in (*SERVERS, joined))

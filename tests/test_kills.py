@@ -1,0 +1,195 @@
+"""Every process and both servers killed at random moments: the job ends well by itself, and nothing is lost or doubled.
+
+The seed of a run is printed; OPENTINKER_KILL_SEED repeats it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from opentinker.shared.spec import JobSpec
+from opentinker.shared.types import WeightVersion
+from tests.cluster import SERVERS, Cluster, toy_cluster
+from tests.conftest import until
+from tests.factories import make_spec
+from tests.lineage import faults, lineage
+
+SERVICES = ("trainer-0", "rollout_worker-0", "env_worker-0", "scheduler")
+GROUPS_PER_BATCH = 4
+
+
+def seed() -> int:
+    """Of this run; printed, so that a failure can be repeated."""
+    chosen = int(os.environ.get("OPENTINKER_KILL_SEED", random.SystemRandom().randrange(10**6)))
+    print(f"OPENTINKER_KILL_SEED={chosen}")
+    return chosen
+
+
+def toy_spec(model: Path, *, steps: int, **changes: Any) -> JobSpec:
+    """About ten steps a second when nothing is killed; a checkpoint each second."""
+    fields: dict[str, Any] = {
+        "algorithm": {"group_size": 2, "groups_per_batch": GROUPS_PER_BATCH, "max_staleness": 2},
+        "rollout": {"engine": "toy", "max_tokens": 8, "toy": {"seconds_per_token": 0.01}},
+        "train": {"learner": "simulated", "steps": steps, "simulated_step_s": 0.08, "checkpoint_every": 10},
+    }
+    return make_spec(model={"base": str(model)}, **{**fields, **changes})
+
+
+async def check(cluster: Cluster, job: str, spec: JobSpec) -> None:
+    """Nothing lost, nothing trained twice within the lineage, the ledger balanced and equal to what was trained."""
+    steps, batch = spec.train.steps, spec.algorithm.groups_per_batch
+    manifest, lines = cluster.manifest(job), cluster.lines(job)
+    assert manifest.step == steps
+    found = faults(
+        lines, manifest.resumed, steps=steps, groups_per_batch=batch, max_staleness=spec.algorithm.max_staleness
+    )
+    assert found == [], (found, manifest.resumed, [(x["epoch"], x["step"], x["seqs"]) for x in lines])
+    ledger = await cluster.ledger(job)
+    assert ledger.balanced, ledger
+    assert ledger.trained == steps * batch == manifest.ledger["trained"], ledger
+    assert ledger.version == WeightVersion(max(manifest.resumed), steps), ledger
+
+
+async def harm(cluster: Cluster, job: str, random_: random.Random, names: tuple[str, ...], kills: int) -> int:
+    """Kill one of the processes every so often until it is enough or the job is over. Gives how many were killed."""
+    for done in range(kills):
+        await asyncio.sleep(random_.uniform(0.3, 3.0))
+        if "succeeded" in (await cluster.store.job(job)).state:
+            return done
+        name = random_.choice(names)
+        print(f"{time.strftime('%X')} kill {name} at step {await cluster.step(job)}")
+        cluster.kill(name)
+    return kills
+
+
+async def survives(directory: Path, *, seed: int, kills: int, steps: int, names: tuple[str, ...], **count: int) -> None:
+    async with toy_cluster(directory, **count) as (cluster, model):
+        spec = toy_spec(model, steps=steps)
+        job = await cluster.submit(spec)
+        await cluster.reaches(job, 1)
+        done = await harm(cluster, job, random.Random(seed), names, kills)
+        print(f"{done} kills")
+        record = await cluster.wait(job, 100)
+        assert record["state"] == "succeeded", record["reason"]
+        await check(cluster, job, spec)
+
+
+async def test_job_survives_kills_of_its_services(tmp_path: Path) -> None:
+    await survives(tmp_path, seed=seed(), kills=5, steps=60, names=SERVICES)
+
+
+async def test_job_survives_kills_of_the_servers(tmp_path: Path) -> None:
+    await survives(tmp_path, seed=seed(), kills=4, steps=60, names=SERVERS)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("offset", [0, 1])
+async def test_job_survives_kills_of_everything(tmp_path: Path, offset: int) -> None:
+    names = (*SERVICES, *SERVERS, "trainer-1", "rollout_worker-1", "env_worker-1")
+    await survives(
+        tmp_path,
+        seed=seed() + offset,
+        kills=15,
+        steps=250,
+        names=names,
+        trainers=2,
+        rollout_workers=2,
+        env_workers=2,
+    )
+
+
+@pytest.mark.slow
+async def test_nothing_is_lost_while_nats_and_redis_are_away(tmp_path: Path) -> None:
+    async with toy_cluster(tmp_path) as (cluster, model):
+        spec = toy_spec(model, steps=80)
+        job = await cluster.submit(spec)
+        await cluster.reaches(job, 10)
+        for server in SERVERS:
+            await cluster.stop(server)
+        await asyncio.sleep(10)
+        for server in SERVERS:
+            cluster.start(server)
+        back = time.monotonic()
+        step = cluster.lines(job)[-1]["step"]
+        await cluster.reaches(job, step + 5, 20)
+        print(f"useful work again {time.monotonic() - back:.1f} s after the servers")
+        assert (await cluster.wait(job))["state"] == "succeeded"
+        await check(cluster, job, spec)
+
+
+async def test_trainer_that_slept_beyond_its_lease_writes_nothing_more(tmp_path: Path) -> None:
+    async with toy_cluster(tmp_path, trainers=2, worker_ttl_s=2, heartbeat_s=0.4) as (cluster, model):
+        spec = toy_spec(model, steps=10_000)
+        job = await cluster.submit(spec)
+        await cluster.reaches(job, 15)
+        (first,) = [w.id for w in await cluster.store.workers() if w.job == job and w.pool == "trainer"]
+        cluster.pause(first)
+
+        def taken_over() -> bool:
+            return cluster.lines(job)[-1]["epoch"] == 2
+
+        await until(taken_over, 15)
+        cluster.resume(first)
+
+        async def let_go() -> bool:
+            return any(w.id == first and w.job is None and w.status == "idle" for w in await cluster.store.workers())
+
+        await until(let_go, 15)
+        await cluster.reaches(job, await cluster.step(job) + 15)  # a checkpoint of the new epoch at least
+        epochs = [line["epoch"] for line in cluster.lines(job)]
+        assert epochs == sorted(epochs), "a line of epoch 1 after one of epoch 2"
+        manifest = cluster.manifest(job)
+        assert manifest.epoch == 2 and manifest.resumed == {1: 0, 2: 10}
+        kept = lineage(cluster.lines(job), manifest.resumed)
+        assert [line["step"] for line in kept] == list(range(1, len(kept) + 1))
+        ledger = await cluster.ledger(job)
+        assert ledger.balanced and ledger.version.epoch == 2
+        await cluster.client.cancel(job)
+
+
+# --- the oracle itself ----------------------------------------------------------------------------------------------
+
+
+def planted() -> list[dict[str, Any]]:
+    """Epoch 1 made steps 1-5, epoch 2 went on from 3, epoch 3 died before its first checkpoint, epoch 4 from 6."""
+
+    def line(epoch: int, step: int, seqs: list[int]) -> dict[str, Any]:
+        return {"epoch": epoch, "step": step, "seqs": seqs, "staleness/max": 1.0}
+
+    first = [line(1, step, [10 * step, 10 * step + 1]) for step in range(1, 6)]
+    second = [line(2, step, [10 * step + 1, 10 * step + 2]) for step in range(4, 9)]
+    third = [line(3, 7, [71, 72])]
+    fourth = [line(4, step, [10 * step + 1, 10 * step + 2]) for step in range(7, 11)]
+    return [*first, *second, *third, *fourth]
+
+
+RESUMED = {1: 0, 2: 3, 4: 6}
+
+
+def found(lines: list[dict[str, Any]]) -> list[str]:
+    return faults(lines, RESUMED, steps=10, groups_per_batch=2, max_staleness=2)
+
+
+def test_oracle_accepts_a_lineage_with_rolled_back_steps() -> None:
+    assert found(planted()) == []
+    assert [line["epoch"] for line in lineage(planted(), RESUMED)] == [1, 1, 1, 2, 2, 2, 4, 4, 4, 4]
+
+
+def test_oracle_finds_planted_faults() -> None:
+    lines = planted()
+    assert found([line for line in lines if (line["epoch"], line["step"]) != (2, 5)]) == ["step 5 was made 0 times"]
+    assert "step 2 was made 2 times" in found([*lines, lines[1]])
+    doubled = [*lines[:-1], {**lines[-1], "seqs": [101, 20]}]
+    assert found(doubled) == ["group 20 was trained 2 times"]
+    assert found([*lines[:-1], {**lines[-1], "seqs": [101]}]) == ["step 10 has 1 groups"]
+    assert found([*lines[:-1], {**lines[-1], "staleness/max": 3.0}]) == ["step 10 has staleness 3.0"]
+    beyond = {"epoch": 4, "step": 11, "seqs": [111, 112], "staleness/max": 0.0}
+    assert found([*lines, beyond]) == ["step 11 is beyond the end"]
