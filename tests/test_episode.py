@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import pytest
@@ -86,12 +87,12 @@ def renderer(mode: str = "model") -> Renderer:
     return Renderer(Chars(), mode, frozenset({EOS}))
 
 
-def episode(engine: Script, env: Env, mode: str = "model", **spec: object) -> Episode:
+def episode(engine: Script, env: Env, mode: str = "model", **spec: Any) -> Episode:
     job = make_spec(**({"rollout__max_turns": 3, "rollout__max_tokens": 50} | spec))
     return Episode(job, make_ticket(), 0, engine, renderer(mode), env)  # type: ignore[arg-type]
 
 
-async def test_two_turns_have_the_template_s_tokens_and_exact_masks():
+async def test_two_turns_have_the_template_s_tokens_and_exact_masks() -> None:
     env = Env([reply("hi"), reply("more", reward=0.25), reply(reward=1.0, done=True, metrics={"exact": 1.0})])
     engine = Script([say("ab$"), say("c$")])
     trajectory = await episode(engine, env).run()
@@ -106,7 +107,7 @@ async def test_two_turns_have_the_template_s_tokens_and_exact_masks():
     trajectory.check()
 
 
-async def test_turn_cut_by_its_budget_is_stepped_and_closed_by_the_template():
+async def test_turn_cut_by_its_budget_is_stepped_and_closed_by_the_template() -> None:
     env = Env([reply("q"), reply("again"), reply(done=True)])
     engine = Script([say("abc", StopReason.LENGTH), say("d$")])
     trajectory = await episode(engine, env, rollout__max_tokens_per_turn=3).run()
@@ -115,15 +116,20 @@ async def test_turn_cut_by_its_budget_is_stepped_and_closed_by_the_template():
     assert [s.max_tokens for _, s in engine.asked] == [3, 3]
 
 
-async def test_plain_mode_adds_no_markup():
+async def test_plain_mode_adds_no_markup() -> None:
     env = Env([reply("472="), reply("8="), reply(done=True)])
     trajectory = await episode(Script([say("472$"), say("8$")]), env, mode="plain").run()
     assert trajectory.ids.tolist() == Chars().encode("472=472$8=8$")
 
 
-async def test_sampling_settings_of_the_spec_reach_the_engine():
+async def test_sampling_settings_of_the_spec_reach_the_engine() -> None:
     engine = Script([say("x$")])
-    spec = {"rollout__temperature": 0.7, "rollout__top_p": 0.9, "rollout__top_k": 5, "rollout__stop": ["!"]}
+    spec: dict[str, Any] = {
+        "rollout__temperature": 0.7,
+        "rollout__top_p": 0.9,
+        "rollout__top_k": 5,
+        "rollout__stop": ["!"],
+    }
     await episode(engine, Env([reply("q"), reply(done=True)]), rollout__seed=3, **spec).run()
     sampling = engine.asked[0][1]
     assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.stop) == (0.7, 0.9, 5, ["!"])
@@ -138,14 +144,14 @@ async def test_sampling_settings_of_the_spec_reach_the_engine():
         ({}, ["a$"], 16, Ending.CONTEXT),
     ],
 )
-async def test_ordinary_endings(spec, answers, context, ending):
+async def test_ordinary_endings(spec: dict[str, Any], answers: list[str], context: int, ending: Ending) -> None:
     env = Env([reply("q"), reply("next", reward=0.5), reply()])
     trajectory = await episode(Script([say(a) for a in answers], context_length=context), env, **spec).run()
     assert (trajectory.ending, trajectory.reward, len(env.steps)) == (ending, 0.5, 1)
     assert env.closed == 1
 
 
-async def test_output_cut_by_the_context_says_so():
+async def test_output_cut_by_the_context_says_so() -> None:
     env = Env([reply("q"), reply()])
     engine = Script([say("abc", StopReason.LENGTH)], context_length=len("<u>q$\n<a>") + 3)
     trajectory = await episode(engine, env).run()
@@ -162,7 +168,9 @@ async def test_output_cut_by_the_context_says_so():
         ([reply("x" * 2000)], [], Ending.PROMPT),
     ],
 )
-async def test_failures_are_data_with_a_reason_and_the_session_is_closed(replies, answers, ending):
+async def test_failures_are_data_with_a_reason_and_the_session_is_closed(
+    replies: list[SessionReply], answers: list[str], ending: Ending
+) -> None:
     env = Env(list(replies))
     opened = not replies[0].failure
     with pytest.raises(EpisodeFailed) as failure:
@@ -171,14 +179,14 @@ async def test_failures_are_data_with_a_reason_and_the_session_is_closed(replies
     assert env.closed == int(opened)
 
 
-async def test_hanging_environment_ends_at_the_deadline():
+async def test_hanging_environment_ends_at_the_deadline() -> None:
     env = Env([reply("q")], hang=True)
     with pytest.raises(EpisodeFailed) as failure:
         await episode(Script([say("a$")]), env, rollout__episode_timeout_s=0.05).run()
     assert (failure.value.ending, env.closed) == (Ending.ENV_TIMEOUT, 1)
 
 
-async def test_spans_are_shifted_to_the_trajectory_and_cover_every_sampled_token():
+async def test_spans_are_shifted_to_the_trajectory_and_cover_every_sampled_token() -> None:
     env = Env([reply("q"), reply("r"), reply(done=True)])
     crossing = say("abcd$", spans=[Span(0, 2, V0), Span(2, 5, V1)])
     trajectory = await episode(Script([crossing, say("e$", spans=[Span(0, 2, V1)])]), env).run()
@@ -193,11 +201,11 @@ async def test_spans_are_shifted_to_the_trajectory_and_cover_every_sampled_token
     trajectory.check()
 
 
-def test_touching_spans_of_one_version_are_merged():
+def test_touching_spans_of_one_version_are_merged() -> None:
     assert merge([Span(0, 2, V0), Span(2, 4, V0), Span(5, 6, V0)]) == [Span(0, 4, V0), Span(5, 6, V0)]
 
 
-def test_tokenizer_without_template_is_refused_unless_the_spec_allows_it():
+def test_tokenizer_without_template_is_refused_unless_the_spec_allows_it() -> None:
     bare = Chars()
     bare.chat_template = ""
     with pytest.raises(JobFailed, match="plain"):
@@ -205,7 +213,7 @@ def test_tokenizer_without_template_is_refused_unless_the_spec_allows_it():
     assert Renderer(bare, "plain", frozenset({EOS})).prompt([Message(role="user", content="ab")]) == [97, 98]
 
 
-def test_prompt_is_a_fresh_list_each_time():
+def test_prompt_is_a_fresh_list_each_time() -> None:
     one = renderer()
     messages = [Message(role="user", content="q")]
     one.prompt(messages).append(0)

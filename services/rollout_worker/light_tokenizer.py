@@ -1,4 +1,4 @@
-"""A model's tokenizer without transformers (and so without torch): what the simulated engine needs, in a tenth of a second.
+"""A model's tokenizer without transformers, and so without torch: what the simulated engine needs, in 0.1 s.
 
 Reads tokenizer.json, tokenizer_config.json and the chat template of a model directory; gives the few methods of a
 Hugging Face tokenizer that `Renderer` uses.
