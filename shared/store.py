@@ -66,11 +66,14 @@ redis.call('SET', KEYS[5], current[1], 'EX', 120)
 return {'ok', current[1]}
 """
 
-# KEYS job, events, op. ARGV: epoch, now, fields (JSON object), event ('' = none)
+# KEYS job, events, op. ARGV: epoch, now, fields (JSON object), event ('' = none), '1' = only if the job is not over
 _UPDATE = """
 if redis.call('EXISTS', KEYS[3]) == 1 then return {'ok'} end
-local epoch = redis.call('HGET', KEYS[1], 'epoch')
+local epoch, state = unpack(redis.call('HMGET', KEYS[1], 'epoch', 'state'))
 if not epoch then return {'missing'} end
+if ARGV[5] == '1' and (state == 'succeeded' or state == 'failed' or state == 'cancelled') then
+  return {'conflict', state}
+end
 if tonumber(ARGV[1]) >= 0 and tonumber(ARGV[1]) < tonumber(epoch) then return {'fenced', epoch} end
 redis.call('HSET', KEYS[1], 'updated', ARGV[2])
 for key, value in pairs(cjson.decode(ARGV[3])) do redis.call('HSET', KEYS[1], key, value) end
@@ -282,13 +285,22 @@ class Store:
         return JobState(answer[1])
 
     async def update(
-        self, id: str, *, epoch: int = -1, event: str = "", detail: dict[str, Any] | None = None, **fields: Any
+        self,
+        id: str,
+        *,
+        epoch: int = -1,
+        event: str = "",
+        detail: dict[str, Any] | None = None,
+        only_active: bool = False,
+        **fields: Any,
     ) -> None:
-        """Change fields other than the state, and optionally log an event. Raises NotFound, Fenced."""
+        """Change fields other than the state, and optionally log an event. Raises NotFound, Fenced, and Conflict if
+        the job is over and the change is meant for an active one (`only_active`)."""
         now = time.time()
         line = _event(event, now, **(detail or {})) if event else ""
         answer = await self._update(
-            keys=[f"job:{id}", f"job:{id}:events", _op(id)], args=[epoch, now, _fields(fields), line]
+            keys=[f"job:{id}", f"job:{id}:events", _op(id)],
+            args=[epoch, now, _fields(fields), line, "1" if only_active else ""],
         )
         _raise(id, answer, "update")
 

@@ -22,9 +22,9 @@ from opentinker.shared.store import JobRecord
 from opentinker.shared.subjects import METRIC, METRICS, WAKE
 from opentinker.shared.types import JobState, MetricPoint
 
-JOB_ID = re.compile(r"^j-[a-z0-9]{10}$")
-EVENT_ID = re.compile(r"^\d{1,15}(-\d{1,15})?$")
-IDEMPOTENCY_KEY = re.compile(r"^[\x21-\x7e]{1,200}$")
+JOB_ID = re.compile(r"j-[a-z0-9]{10}")
+EVENT_ID = re.compile(r"[0-9]{1,15}(-[0-9]{1,15})?")
+IDEMPOTENCY_KEY = re.compile(r"[\x21-\x7e]{1,200}")
 LOOK_S = 1.0
 COMMENT_S = 10.0
 """An idle event stream says something so often, so that proxies keep it and a dead client is noticed."""
@@ -44,15 +44,15 @@ class JobsApi:
     async def _job(self, request: web.Request) -> JobRecord:
         """Raises NotFound; a job of another tenant looks like one that does not exist."""
         id = request.match_info["id"]
-        if JOB_ID.match(id):
-            job = await self.store.job(id)
-            if job.tenant == tenant_of(request):
-                return job
+        if JOB_ID.fullmatch(id):
+            found = await self.store.jobs([id])
+            if found and found[0].tenant == tenant_of(request):
+                return found[0]
         raise NotFound(f"no job {id[:100]!r}; GET /v1/jobs lists yours")
 
     async def create(self, request: web.Request) -> web.Response:
         key = request.headers.get("Idempotency-Key")
-        if key is not None and not IDEMPOTENCY_KEY.match(key):
+        if key is not None and not IDEMPOTENCY_KEY.fullmatch(key):
             raise SpecError(
                 [{"field": "Idempotency-Key", "value": key[:200], "problem": "must be 1 to 200 printable characters"}]
             )
@@ -109,7 +109,7 @@ class JobsApi:
     async def events(self, request: web.Request) -> web.StreamResponse:
         job = await self._job(request)
         after = request.query.get("after") or request.headers.get("Last-Event-ID") or "0"
-        if not EVENT_ID.match(after):
+        if not EVENT_ID.fullmatch(after):
             raise SpecError(
                 [{"field": "after", "value": after[:100], "problem": "not an event id, e.g. 1763712000000-0"}]
             )

@@ -17,6 +17,8 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import msgspec
@@ -69,13 +71,12 @@ class Reconciler:
         await self._revoke_ended(cluster, {job.id for job in jobs})
         kept = [await self._keep(job, cluster) for job in jobs]
         for job in kept:
-            try:
+            with _over_meanwhile(job):
                 await self._serve(job, cluster)
-            except (Conflict, NotFound):
-                log.info("job_changed_meanwhile", job=job.id)  # cancelled or finished: the next look sees it
         for job in kept:
             if job.state in HELD:
-                await self._add_rollout_workers(job, cluster, job.spec["resources"]["rollout_workers"])
+                with _over_meanwhile(job):
+                    await self._add_rollout_workers(job, cluster, job.spec["resources"]["rollout_workers"])
 
     async def _observe(self) -> Cluster:
         """Leases are read before jobs: a lease whose job is not active then is a lease of a job that is over."""
@@ -121,14 +122,12 @@ class Reconciler:
                 continue
             log.warning("worker_lost", job=job.id, lost=lease.worker, pool=lease.pool, why=why)
             await self._revoke(lease, cluster)
-            try:
+            with _over_meanwhile(job):
                 if lease.pool == Pool.TRAINER:
                     job = await self._count_restart(job, lease, why)
                 else:
                     detail = {"worker": lease.worker, "why": why}
-                    await self.store.update(job.id, event="rollout_worker_lost", detail=detail)
-            except (Conflict, NotFound):
-                log.info("job_changed_meanwhile", job=job.id)
+                    await self.store.update(job.id, only_active=True, event="rollout_worker_lost", detail=detail)
         return job
 
     async def _count_restart(self, job: JobRecord, lease: Lease, why: str) -> JobRecord:
@@ -142,7 +141,7 @@ class Reconciler:
             return msgspec.structs.replace(job, state=JobState.FAILED)
         changes = {"restarts": restarts, "restart_step": max(job.step, job.restart_step)}
         detail = {"worker": lease.worker, "why": why, "step": job.step, "restarts": restarts}
-        await self.store.update(job.id, event="trainer_lost", detail=detail, **changes)
+        await self.store.update(job.id, only_active=True, event="trainer_lost", detail=detail, **changes)
         return msgspec.structs.replace(job, **changes)
 
     # --- what comes ---------------------------------------------------------------------------------------------
@@ -196,7 +195,9 @@ class Reconciler:
         """Leases of rollout workers stay as they are when the trainer changes; new ones carry today's epoch."""
         while len(cluster.working(job.id, Pool.ROLLOUT)) < wanted and (worker := cluster.free(Pool.ROLLOUT)):
             await self._grant(job.id, job.epoch, worker, cluster)
-            await self.store.update(job.id, event="rollout_worker_added", detail={"worker": worker.id})
+            await self.store.update(
+                job.id, only_active=True, event="rollout_worker_added", detail={"worker": worker.id}
+            )
             log.info("rollout_worker_added", job=job.id, added=worker.id)
 
     async def _next_epoch(self, job: JobRecord) -> int:
@@ -220,7 +221,16 @@ class Reconciler:
         waiting = _lacking(job, cluster)
         if waiting != job.waiting_for:
             event = "waiting" if waiting else ""
-            await self.store.update(job.id, event=event, detail={"for": waiting}, waiting_for=waiting)
+            await self.store.update(job.id, only_active=True, event=event, detail={"for": waiting}, waiting_for=waiting)
+
+
+@contextmanager
+def _over_meanwhile(job: JobRecord) -> Iterator[None]:
+    """The job was cancelled or ended since we read it: leave it alone, the next look takes its leases back."""
+    try:
+        yield
+    except (Conflict, NotFound) as error:
+        log.info("job_changed_meanwhile", job=job.id, why=str(error))
 
 
 NAMES = {

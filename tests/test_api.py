@@ -1,0 +1,548 @@
+"""Every route over HTTP, against a scheduler in this process and real servers."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import io
+import os
+import signal
+import subprocess
+import sys
+import tarfile
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import orjson
+import pytest
+
+from opentinker.services.scheduler.jobs_api import JOB_ID
+from opentinker.services.scheduler.submission import new_job_id
+from opentinker.shared.admission import Admission
+from opentinker.shared.bus import Bus
+from opentinker.shared.service import Context
+from opentinker.shared.store import Store
+from opentinker.shared.subjects import ENV_CHECK
+from opentinker.shared.telemetry import MetricSource
+from opentinker.shared.types import EnvCheck, EnvCheckReply, JobState, Pool, WorkerInfo
+from tests.conftest import Server, free_port, start_nats, until, wait_port
+from tests.factories import make_spec
+from tests.scheduling import context, scheduler
+
+SPEC = make_spec(model__base="some/model").model_dump(mode="json")
+
+
+class Http:
+    """One session against one server; answers are (status, body)."""
+
+    def __init__(self, session: aiohttp.ClientSession, url: str) -> None:
+        self.session, self.url = session, url
+
+    async def __call__(self, method: str, path: str, **request: Any) -> tuple[int, Any]:
+        async with self.session.request(method, self.url + path, **request) as response:
+            raw = await response.read()
+            return response.status, orjson.loads(raw) if "json" in response.content_type else raw
+
+    async def submit(self, spec: dict[str, Any] = SPEC, key: str | None = None) -> tuple[int, Any]:
+        headers = {} if key is None else {"Idempotency-Key": key}
+        return await self("POST", "/v1/jobs", data=orjson.dumps(spec), headers=headers)
+
+    async def job(self) -> str:
+        status, job = await self.submit()
+        assert status == 201
+        return str(job["id"])
+
+
+@pytest.fixture
+async def ctx(nats_server: Server, valkey_server: Server, store: Store, tmp_path: Path) -> AsyncIterator[Context]:
+    async with context(nats_server, valkey_server, "scheduler-0", tmp_path) as ctx:
+        yield ctx
+
+
+@pytest.fixture
+async def http(ctx: Context) -> AsyncIterator[Http]:
+    async with scheduler(ctx) as url, aiohttp.ClientSession() as session:
+        yield Http(session, url)
+
+
+def mistakes(body: Any) -> dict[str, str]:
+    assert {"type", "title", "status", "detail", "hint"} <= body.keys()
+    return {mistake["field"]: mistake["problem"] for mistake in body["errors"]}
+
+
+# --- submission -------------------------------------------------------------------------------------------------
+
+
+async def test_submitted_job_is_queued_with_the_whole_spec(http: Http) -> None:
+    status, job = await http.submit()
+    assert status == 201
+    assert JOB_ID.match(job["id"]) and job["state"] == "queued"
+    assert (await http("GET", f"/v1/jobs/{job['id']}"))[1]["spec"] == SPEC
+    status, listed = await http("GET", "/v1/jobs")
+    assert [j["id"] for j in listed["jobs"]] == [job["id"]]
+
+
+def test_job_ids_do_not_repeat() -> None:
+    assert len({new_job_id() for _ in range(1000)}) == 1000
+
+
+async def test_every_mistake_is_told_at_once(http: Http, bus: Bus) -> None:
+    async def check(request: EnvCheck) -> EnvCheckReply:
+        return EnvCheckReply(errors=[{"field": "environment.config.digits", "value": 99, "problem": "too many"}])
+
+    await bus.serve(ENV_CHECK, check, "env")
+    await bus.nc.flush()
+    wrong = {
+        "name": "Bad Name",
+        "model": {"base": "/nowhere/at/all"},
+        "environment": {"name": "copy_digits", "config": {"digits": 99}},
+        "algorithm": {"group_size": 1},
+        "train": {"steps": 0, "learning_rate": 1.0},
+    }
+    status, body = await http.submit(wrong)
+    assert status == 422
+    assert set(mistakes(body)) == {
+        "name",
+        "model.base",
+        "environment.config.digits",
+        "algorithm.group_size",
+        "train.steps",
+        "train.learning_rate",
+    }
+    assert body["detail"].startswith("6 mistakes")
+    assert (await http("GET", "/v1/jobs"))[1]["jobs"] == []
+
+
+async def test_job_is_accepted_and_says_so_when_no_env_worker_can_check_it(http: Http) -> None:
+    job = await http.job()
+    events = (await http("GET", f"/v1/jobs/{job}/events?format=json"))[1]["events"]
+    assert [e["event"] for e in events[:2]] == ["queued", "environment_unchecked"]
+
+
+@pytest.mark.parametrize(
+    ("files", "field", "problem"),
+    [
+        (None, "model.base", "does not exist"),
+        ({}, "model.base", "no config.json"),
+        ({"config.json": "{}", "tokenizer_config.json": "{}"}, "model.chat_template", "no chat template"),
+        ({"config.json": "{}", "tokenizer_config.json": '{"chat_template": "x"}'}, None, ""),
+        ({"config.json": "{}", "tokenizer_config.json": "{}", "chat_template.jinja": "x"}, None, ""),
+    ],
+)
+async def test_local_model_is_looked_at(
+    http: Http, tmp_path: Path, files: dict[str, str] | None, field: str | None, problem: str
+) -> None:
+    model = tmp_path / "model"
+    if files is not None:
+        model.mkdir()
+        for name, text in files.items():
+            (model / name).write_text(text)
+    status, body = await http.submit({**SPEC, "model": {"base": str(model)}})
+    if field is None:
+        assert status == 201 and body["model"] == str(model)
+    else:
+        assert status == 422 and problem in mistakes(body)[field]
+
+
+@pytest.mark.parametrize("base", ["~nobody-here/x", "/tmp/a\0b", "/" + "x" * 5000, "../..", "."])
+async def test_odd_model_paths_are_refused_not_crashed_on(http: Http, base: str) -> None:
+    status, body = await http.submit({**SPEC, "model": {"base": base}})
+    assert status == 422 and "model.base" in mistakes(body)
+
+
+@pytest.mark.parametrize(
+    ("body", "problem"),
+    [
+        (b"", "JSON"),
+        (b"{", "JSON"),
+        (b"\xff\xfe", "JSON"),
+        (b'{"name": "a", "name": "b"}', "twice"),
+        (b'{"train": {"lr": NaN}}', "JSON"),
+        (b'{"train": {"lr": 1e999}}', "JSON"),
+        (b'{"name": "\\ud800"}', "JSON"),
+        (b"[" * 40 + b"]" * 40, "deep"),
+        (b"[" * 100_000 + b"]" * 100_000, "JSON"),
+        (b"[" + b"0," * 200_000 + b"0]", "values"),
+        (b"1" * 10_000, "JSON"),
+        (b"[]", "valid dictionary"),
+        (b'"text"', "valid dictionary"),
+        (b"null", "valid dictionary"),
+    ],
+)
+async def test_bodies_that_are_no_spec_are_422(http: Http, body: bytes, problem: str) -> None:
+    status, answer = await http("POST", "/v1/jobs", data=body)
+    assert status == 422 and problem in str(answer)
+
+
+async def test_numbers_that_cannot_be_stored_are_refused(http: Http) -> None:
+    huge = orjson.dumps({**SPEC, "train": {**SPEC["train"], "seed": 1.5e300}})
+    assert (await http("POST", "/v1/jobs", data=huge))[0] == 422
+
+
+async def test_body_over_the_limit_is_413(http: Http) -> None:
+    status, body = await http("POST", "/v1/jobs", data=io.BytesIO(b" " * (1 << 20) + b"{}"))
+    assert status == 413 and body["status"] == 413
+
+
+async def test_same_key_and_spec_make_one_job_and_another_spec_is_a_conflict(http: Http) -> None:
+    first, second = await http.submit(key="mine-1"), await http.submit(key="mine-1")
+    assert first[0] == second[0] == 201 and first[1]["id"] == second[1]["id"]
+    status, body = await http.submit({**SPEC, "name": "other"}, key="mine-1")
+    assert status == 409 and first[1]["id"] in body["detail"]
+    together = await asyncio.gather(*(http.submit(key="mine-2") for _ in range(8)))
+    assert len({job["id"] for _, job in together}) == 1
+    assert (await http.submit(key=""))[0] == 422
+    assert (await http.submit(key="x" * 300))[0] == 422
+
+
+# --- one job ----------------------------------------------------------------------------------------------------
+
+
+async def test_job_shows_ledger_workers_and_last_metrics(http: Http, ctx: Context, store: Store) -> None:
+    job = await http.job()
+    admission = Admission(store.redis, job)
+    await Admission(store.redis, job, 1).restore(step=0, max_staleness=1, groups_per_batch=2, total=10, discarded={})
+    _, seqs = await admission.issue(2)
+    await admission.accept(seqs[0])
+    await store.beat(
+        WorkerInfo(id="rollout-7", incarnation="i", pool=Pool.ROLLOUT, host="here", pid=1, job=job, status="ready"), 60
+    )
+    source = MetricSource(ctx.bus, job, "trainer")
+    for step in (1, 2):
+        await source.emit(step, {"reward/mean": step / 10})
+    await ctx.bus.nc.flush()
+    await until(lambda: _has_metrics(http, job))
+    status, body = await http("GET", f"/v1/jobs/{job}")
+    assert status == 200
+    assert body["metrics"]["trainer"]["step"] == 2 and body["metrics"]["trainer"]["values"] == {"reward/mean": 0.2}
+    ledger = body["ledger"]
+    assert (ledger["issued"], ledger["running"], ledger["pending"], ledger["balanced"]) == (2, 1, 1, True)
+    assert [w["id"] for w in body["workers"]] == ["rollout-7"]
+    assert "trainer" in body["waiting_for"]
+
+
+async def _has_metrics(http: Http, job: str) -> bool:
+    return "trainer" in (await http("GET", f"/v1/jobs/{job}"))[1]["metrics"]
+
+
+async def test_cancel_may_be_repeated_but_not_after_another_end(http: Http, store: Store) -> None:
+    job = await http.job()
+    for _ in range(2):
+        status, body = await http("POST", f"/v1/jobs/{job}/cancel")
+        assert (status, body["state"], body["waiting_for"]) == (200, "cancelled", "")
+    done = await http.job()
+    await store.transition(done, JobState.SUCCEEDED)
+    status, body = await http("POST", f"/v1/jobs/{done}/cancel")
+    assert status == 409 and "succeeded" in body["detail"] and body["hint"]
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "",
+        "/events",
+        "/events?format=json",
+        "/metrics",
+        "/checkpoints",
+        "/checkpoints/latest/download",
+        "/checkpoints/5/download",
+    ],
+)
+@pytest.mark.parametrize("id", ["j-0000000000", "j-UPPERCASE0", "nonsense", "..%2f..%2fetc", "j-*", "%00"])
+async def test_unknown_jobs_are_404(http: Http, id: str, path: str) -> None:
+    status, body = await http("GET", f"/v1/jobs/{id}{path}")
+    assert status == 404 and body["status"] == 404 and body["hint"]
+
+
+async def test_job_of_another_tenant_looks_like_an_unknown_one(http: Http, store: Store) -> None:
+    await store.create_job(id="j-foreign000", spec=SPEC, tenant="other")
+    foreign, unknown = await http("GET", "/v1/jobs/j-foreign000"), await http("GET", "/v1/jobs/j-unknown000")
+    assert foreign[0] == unknown[0] == 404
+    assert str(foreign[1]).replace("foreign", "unknown") == str(unknown[1])
+    assert (await http("GET", "/v1/jobs"))[1]["jobs"] == []
+    assert (await http("POST", "/v1/jobs/j-foreign000/cancel"))[0] == 404
+
+
+async def test_wrong_methods_and_paths_are_told(http: Http) -> None:
+    for method, path in (("DELETE", "/v1/jobs"), ("PUT", "/v1/workers"), ("GET", "/v1/jobs/j-0000000000/cancel")):
+        status, body = await http(method, path)
+        assert status == 405 and body["title"] == "Method not allowed"
+    assert (await http("GET", "/v2"))[0] == 404
+
+
+# --- events -----------------------------------------------------------------------------------------------------
+
+
+async def read_events(response: aiohttp.ClientResponse, count: int | None = None) -> list[dict[str, Any]]:
+    """Server-sent events up to `count`, or to the end of the stream."""
+    found: list[dict[str, Any]] = []
+    fields: dict[str, str] = {}
+    async for raw in response.content:
+        name, _, value = raw.decode().rstrip("\n").partition(": ")
+        if name:
+            fields[name] = value
+        elif "data" in fields:
+            event = orjson.loads(fields["data"])
+            assert (fields["id"], fields["event"]) == (event["id"], event["event"])
+            found.append(event)
+            fields = {}
+            if len(found) == count:
+                break
+    return found
+
+
+async def test_event_stream_is_live_resumes_and_ends_with_the_job(http: Http, store: Store) -> None:
+    job = await http.job()
+    await until(lambda: _events(store, job, 3))  # queued, unchecked, waiting
+    url = f"{http.url}/v1/jobs/{job}/events"
+    async with http.session.get(url) as response:
+        assert response.content_type == "text/event-stream"
+        first = await read_events(response, 3)
+        await store.update(job, event="hello", detail={"n": 1})
+        assert (await asyncio.wait_for(read_events(response, 1), 2.0))[0]["n"] == 1
+    async with http.session.get(url, headers={"Last-Event-ID": first[0]["id"]}) as response:
+        resumed = asyncio.create_task(read_events(response))
+        await store.transition(job, JobState.CANCELLED)
+        kinds = [event["event"] for event in await asyncio.wait_for(resumed, 5.0)]
+    assert kinds == ["environment_unchecked", "waiting", "hello", "cancelled"]
+    last = (await store.events(job))[-1]["id"]
+    async with http.session.get(url, params={"after": last}) as response:
+        assert await asyncio.wait_for(read_events(response), 5.0) == []
+    as_json = (await http("GET", f"/v1/jobs/{job}/events?format=json&after={first[1]['id']}"))[1]["events"]
+    assert [event["event"] for event in as_json] == ["waiting", "hello", "cancelled"]
+
+
+async def _events(store: Store, job: str, count: int) -> bool:
+    return len(await store.events(job)) >= count
+
+
+@pytest.mark.parametrize("query", ["after=x", "after=$", "after=1-2-3", "after=99999999999999999999", "format=xml"])
+async def test_wrong_event_queries_are_422(http: Http, query: str) -> None:
+    job = await http.job()
+    assert (await http("GET", f"/v1/jobs/{job}/events?{query}"))[0] == 422
+
+
+# --- metrics ----------------------------------------------------------------------------------------------------
+
+
+async def test_metrics_history_pages_and_filters(http: Http, ctx: Context) -> None:
+    job = await http.job()
+    trainer, rollout = MetricSource(ctx.bus, job, "trainer"), MetricSource(ctx.bus, job, "rollout-0")
+    for step in range(5):
+        await trainer.emit(step, {"reward/mean": float(step), "lr": 0.1})
+        await rollout.emit(step, {"tokens": 1.0})
+    await ctx.bus.nc.flush()
+    path = f"/v1/jobs/{job}/metrics"
+    await until(lambda: _points(http, path, 10))
+    steps, cursor = [], 0
+    while True:
+        _, page = await http("GET", f"{path}?limit=2&source=trainer&names=lr,nothing&after={cursor}")
+        steps += [point["step"] for point in page["metrics"]]
+        assert all(point["values"] == {"lr": 0.1} for point in page["metrics"])
+        cursor = page["cursor"]
+        if not page["more"]:
+            break
+    assert steps == list(range(5))
+    assert (await http("GET", f"{path}?after={2**61}"))[1] == {"metrics": [], "cursor": 2**61, "more": False}
+    for query in ("after=-1", "after=x", "limit=0", "limit=1000000", f"after={2**63}"):
+        assert (await http("GET", f"{path}?{query}"))[0] == 422
+    for source in (">", "*", "a.b", "%20", "%00"):
+        assert (await http("GET", f"{path}?source={source}"))[0] == 200
+
+
+async def _points(http: Http, path: str, count: int) -> bool:
+    return len((await http("GET", path))[1]["metrics"]) == count
+
+
+async def test_metrics_history_survives_a_restart_of_every_service(
+    valkey_server: Server, store: Store, tmp_path: Path
+) -> None:
+    nats = start_nats(tmp_path)
+    try:
+        async with (
+            context(nats, valkey_server, "scheduler-0", tmp_path) as ctx,
+            scheduler(ctx) as url,
+            aiohttp.ClientSession() as session,
+        ):
+            job = await Http(session, url).job()
+            source = MetricSource(ctx.bus, job, "trainer")
+            for step in range(3):
+                await source.emit(step, {"reward/mean": 1.0})
+            await ctx.bus.nc.flush()
+            await until(lambda: _points(Http(session, url), f"/v1/jobs/{job}/metrics", 3))
+        nats.process.terminate()
+        nats.process.wait()
+        nats.start()
+        async with (
+            context(nats, valkey_server, "scheduler-0", tmp_path) as ctx,
+            scheduler(ctx) as url,
+            aiohttp.ClientSession() as session,
+        ):
+            assert await _points(Http(session, url), f"/v1/jobs/{job}/metrics", 3)
+    finally:
+        nats.kill()
+
+
+async def test_message_server_that_is_away_is_503_and_comes_back(
+    valkey_server: Server, store: Store, tmp_path: Path
+) -> None:
+    nats = start_nats(tmp_path)
+    try:
+        async with (
+            context(nats, valkey_server, "scheduler-0", tmp_path) as ctx,
+            scheduler(ctx) as url,
+            aiohttp.ClientSession() as session,
+        ):
+            http = Http(session, url)
+            job = await http.job()
+            nats.kill()
+            status, body = await http("GET", f"/v1/jobs/{job}/metrics")
+            assert status == 503 and body["hint"]
+            assert (await http("GET", "/v1/jobs"))[0] == 200
+            nats.start()
+            await until(lambda: _ok(http, f"/v1/jobs/{job}/metrics"), 15.0)
+    finally:
+        nats.kill()
+
+
+async def _ok(http: Http, path: str) -> bool:
+    return (await http("GET", path))[0] == 200
+
+
+# --- checkpoints ------------------------------------------------------------------------------------------------
+
+
+def write_checkpoint(ctx: Context, job: str, step: int, files: dict[str, bytes]) -> Path:
+    directory = ctx.settings.data_dir / "jobs" / job / "checkpoints" / f"step-{step:06d}"
+    for name, data in files.items():
+        (directory / name).parent.mkdir(parents=True, exist_ok=True)
+        (directory / name).write_bytes(data)
+    entries = {n: {"bytes": len(d), "sha256": hashlib.sha256(d).hexdigest()} for n, d in files.items()}
+    manifest = {"job": job, "epoch": 1, "step": step, "version": [1, step], "created": 1e9, "files": entries}
+    (directory / "manifest.json").write_bytes(orjson.dumps(manifest))
+    return directory
+
+
+FILES = {
+    "config.json": b"{}",
+    "model.safetensors": os.urandom(3_000_000),
+    "empty.txt": b"",
+    "trainer/optimizer.safetensors": b"o" * 700,
+}
+
+
+async def test_checkpoints_are_listed_and_downloaded_as_tar(http: Http, ctx: Context) -> None:
+    job = await http.job()
+    path = f"/v1/jobs/{job}/checkpoints"
+    assert await http("GET", path) == (200, {"checkpoints": []})
+    for step in (10, 20):
+        write_checkpoint(ctx, job, step, FILES | {"step.txt": str(step).encode()})
+    (ctx.settings.data_dir / "jobs" / job / "checkpoints" / ".writing-000030").mkdir()
+    listed = (await http("GET", path))[1]["checkpoints"]
+    assert [c["step"] for c in listed] == [10, 20]
+    assert listed[0]["bytes"] == listed[0]["model_bytes"] + 700
+    for chosen, query, marker in (("latest", "", b"20"), ("10", "", b"10"), ("10", "?all=1", b"10")):
+        status, raw = await http("GET", f"{path}/{chosen}/download{query}")
+        assert status == 200
+        with tarfile.open(fileobj=io.BytesIO(raw)) as tar:
+            found = {member.name: tar.extractfile(member).read() for member in tar}  # type: ignore[union-attr]
+        assert found.pop("manifest.json")
+        expected = FILES | {"step.txt": marker}
+        assert found == {n: d for n, d in expected.items() if query or not n.startswith("trainer/")}
+
+
+async def test_wrong_checkpoint_requests_are_told(http: Http, ctx: Context) -> None:
+    job = await http.job()
+    path = f"/v1/jobs/{job}/checkpoints"
+    assert (await http("GET", f"{path}/latest/download"))[0] == 404
+    write_checkpoint(ctx, job, 10, FILES)
+    status, body = await http("GET", f"{path}/11/download")
+    assert status == 404 and "there are: 10" in body["detail"]
+    for step in ("x", "-1", "..%2f..", "1e3", "%D9%A1%D9%A0"):
+        assert (await http("GET", f"{path}/{step}/download"))[0] == 422
+    assert (await http("GET", f"{path}/10/download?all=yes"))[0] == 422
+
+
+async def test_manifest_and_links_cannot_lead_out_of_a_checkpoint(http: Http, ctx: Context, tmp_path: Path) -> None:
+    job = await http.job()
+    (tmp_path / "secret").write_text("secret")
+    directory = write_checkpoint(ctx, job, 10, FILES)
+    manifest = orjson.loads((directory / "manifest.json").read_bytes())
+    path = f"/v1/jobs/{job}/checkpoints/10/download"
+    for name in ("../../../../secret", str(tmp_path / "secret"), "link"):
+        manifest["files"] = {name: {"bytes": 6, "sha256": ""}}
+        (directory / "manifest.json").write_bytes(orjson.dumps(manifest))
+        (directory / "link").unlink(missing_ok=True)
+        (directory / "link").symlink_to(tmp_path / "secret")
+        status, body = await http("GET", path)
+        assert status == 404 and "secret" not in str(body).replace("secret'", "")
+
+
+# --- the rest ---------------------------------------------------------------------------------------------------
+
+
+async def test_workers_queues_health_and_metrics(http: Http, store: Store) -> None:
+    await store.beat(WorkerInfo(id="env-0", incarnation="i", pool=Pool.ENV, host="here", pid=1), 60)
+    _, body = await http("GET", "/v1/workers")
+    assert [(w["id"], w["pool"], w["lease"]) for w in body["workers"]] == [("env-0", "env", None)]
+    _, body = await http("GET", "/v1/queues")
+    assert [q["stream"] for q in body["queues"]] == ["TICKETS", "SCORES", "GROUPS", "METRICS"]
+    assert (await http("GET", "/healthz"))[1]["status"] == "ok"
+    assert (await http("GET", "/readyz"))[1] == {"ready": True, "nats": True}
+    status, text = await http("GET", "/metrics")
+    assert status == 200 and b'opentinker_http_requests_total{method="GET",route="/v1/queues",status="200"}' in text
+
+
+async def test_openapi_describes_every_route_and_the_spec(http: Http) -> None:
+    status, document = await http("GET", "/openapi.json")
+    assert status == 200
+    operations = {(method, path) for path, item in document["paths"].items() for method in item}
+    assert ("post", "/v1/jobs") in operations and ("get", "/v1/jobs/{id}/checkpoints/{step}/download") in operations
+    assert len(operations) == 14
+    schemas = document["components"]["schemas"]
+    references = [r for r in str(document).split("'") if r.startswith("#/components/schemas/")]
+    assert {r.rpartition("/")[2] for r in references} <= schemas.keys()
+    assert schemas["AlgorithmSpec"]["properties"]["group_size"]["description"]
+
+
+async def test_scheduler_process_restarts_quickly_and_stops_on_sigterm(
+    nats_server: Server, valkey_server: Server, store: Store, tmp_path: Path
+) -> None:
+    port = free_port()
+    environ = {
+        **os.environ,
+        "OPENTINKER_NATS_URL": nats_server.url,
+        "OPENTINKER_REDIS_URL": valkey_server.url,
+        "OPENTINKER_HTTP_PORT": str(port),
+        "OPENTINKER_DATA_DIR": str(tmp_path),
+    }
+
+    def launch() -> subprocess.Popen[bytes]:
+        argv = [sys.executable, "-m", "opentinker.services.scheduler"]
+        return subprocess.Popen(argv, env=environ, stdout=subprocess.DEVNULL)
+
+    async with aiohttp.ClientSession() as session:
+        http = Http(session, f"http://127.0.0.1:{port}")
+        process = launch()
+        try:
+            wait_port(port, process)
+            job = await http.job()
+            process.kill()
+            process.wait()
+            process = launch()
+            wait_port(port, process)
+            assert (await http("GET", f"/v1/jobs/{job}"))[1]["state"] == "queued"
+            async with session.get(
+                f"{http.url}/v1/jobs/{job}/events"
+            ) as response:  # an open stream does not hold it up
+                assert len(await read_events(response, 1)) == 1
+                told_at = time.monotonic()
+                process.send_signal(signal.SIGTERM)
+                assert await asyncio.to_thread(process.wait, 10.0) == 0
+                assert time.monotonic() - told_at < 5.0
+        finally:
+            process.kill()
+            process.wait()

@@ -1,0 +1,357 @@
+"""The client against a real scheduler: both faces, retries, resumed streams, safe downloads."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import io
+import os
+import subprocess
+import sys
+import tarfile
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+from aiohttp import web
+
+from opentinker import ApiError, AsyncClient, Client
+from opentinker.archive import unpack
+from opentinker.client import ApiConflict, ApiNotFound
+from opentinker.shared.errors import Conflict, NotFound
+from opentinker.shared.service import Context
+from opentinker.shared.spec import parse_spec
+from opentinker.shared.store import Store
+from opentinker.shared.telemetry import MetricSource
+from opentinker.shared.types import JobState
+from tests.conftest import Server, free_port, until
+from tests.factories import make_spec
+from tests.scheduling import context, scheduler
+from tests.test_api import write_checkpoint
+
+SPEC = make_spec(model__base="some/model")
+
+
+@pytest.fixture
+async def ctx(nats_server: Server, valkey_server: Server, store: Store, tmp_path: Path) -> AsyncIterator[Context]:
+    async with context(nats_server, valkey_server, "scheduler-0", tmp_path / "data") as ctx:
+        yield ctx
+
+
+@pytest.fixture
+async def client(ctx: Context) -> AsyncIterator[AsyncClient]:
+    async with scheduler(ctx) as url, AsyncClient(url, wait_s=5.0) as client:
+        yield client
+
+
+async def test_spec_may_be_a_dict_a_jobspec_or_a_file(client: AsyncClient, tmp_path: Path) -> None:
+    data = SPEC.model_dump(mode="json")
+    (tmp_path / "job.json").write_bytes(orjson.dumps(data))
+    (tmp_path / "job.toml").write_text(
+        'name = "test"\nmodel = {base = "some/model"}\nenvironment = {name = "copy_digits"}\ntrain = {steps = 3}\n'
+    )
+    ids = [
+        (await client.submit(spec))["id"] for spec in (data, SPEC, tmp_path / "job.json", str(tmp_path / "job.toml"))
+    ]
+    assert [job["id"] for job in await client.jobs()] == ids[::-1]
+    for id in ids[:3]:
+        assert parse_spec((await client.job(id))["spec"]) == SPEC
+
+
+async def test_errors_carry_status_problem_and_mistakes(client: AsyncClient, store: Store) -> None:
+    with pytest.raises(ApiError) as wrong:
+        await client.submit({"name": "BAD", "train": {"steps": 0}})
+    assert wrong.value.status == 422 and wrong.value.problem["title"] == "Invalid job"
+    assert {"name", "model", "environment", "train.steps"} == {m["field"] for m in wrong.value.mistakes}
+    assert all(m["field"] in str(wrong.value) for m in wrong.value.mistakes)
+    with pytest.raises(ApiNotFound, match="no job") as missing:
+        await client.job("../workers")
+    assert isinstance(missing.value, NotFound)
+    job = (await client.submit(SPEC))["id"]
+    await store.transition(job, JobState.SUCCEEDED)
+    with pytest.raises(ApiConflict) as late:
+        await client.cancel(job)
+    assert isinstance(late.value, Conflict)
+
+
+async def test_wait_gives_the_final_job_or_times_out(client: AsyncClient) -> None:
+    job = (await client.submit(SPEC))["id"]
+    with pytest.raises(TimeoutError, match="queued"):
+        await client.wait(job, 0.1)
+    waiting = asyncio.create_task(client.wait(job, 10.0))
+    assert (await client.cancel(job))["state"] == "cancelled"
+    assert (await waiting)["state"] == "cancelled"
+
+
+async def test_events_go_on_where_they_were_when_the_server_restarts(ctx: Context, store: Store) -> None:
+    port = free_port()
+    fixed = Context(**{**vars(ctx), "settings": ctx.settings.model_copy(update={"http_port": port})})
+    notes: list[str] = []
+    async with AsyncClient(f"http://127.0.0.1:{port}", wait_s=10.0, on_wait=notes.append) as client:
+        async with scheduler(fixed):
+            job = (await client.submit(SPEC))["id"]
+            seen: list[dict[str, Any]] = []
+
+            async def follow() -> None:
+                async for event in client.events(job):
+                    seen.append(event)
+
+            following = asyncio.create_task(follow())
+            await store.update(job, event="first")
+            await until(lambda: any(e["event"] == "first" for e in seen))
+        await store.update(job, event="while_away")
+        async with scheduler(fixed):
+            await client.cancel(job)
+            await asyncio.wait_for(following, 10.0)
+    assert [e["id"] for e in seen] == [e["id"] for e in await store.events(job)]
+    assert [e["event"] for e in seen][-2:] == ["while_away", "cancelled"]
+
+
+async def test_event_stream_of_an_ended_job_ends(client: AsyncClient) -> None:
+    job = (await client.submit(SPEC))["id"]
+    await client.cancel(job)
+    events = [event async for event in client.events(job)]
+    assert events[-1]["state"] == "cancelled"
+    assert [event async for event in client.events(job, after=events[-1]["id"])] == []
+    assert await client.event_log(job, after=events[0]["id"]) == events[1:]
+
+
+async def test_metrics_are_read_whole_and_followed(
+    client: AsyncClient, ctx: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("opentinker.client.PAGE", 4)
+    job = (await client.submit(SPEC))["id"]
+    source = MetricSource(ctx.bus, job, "trainer")
+    for step in range(10):
+        await source.emit(step, {"reward/mean": 1.0, "lr": 0.1})
+
+    async def steps(after: int = 0) -> list[int]:
+        return [point["step"] for point in await client.metrics(job, after, names=["lr"])]
+
+    await until(lambda: _is(steps(), list(range(10))))
+    cursor = (await client.metrics(job))[4]["cursor"]
+    assert await steps(cursor) == [5, 6, 7, 8, 9]
+    followed: list[int] = []
+
+    async def follow() -> None:
+        async for point in client.watch_metrics(job, cursor, poll_s=0.05):
+            followed.append(point["step"])
+
+    following = asyncio.create_task(follow())
+    await until(lambda: followed == [5, 6, 7, 8, 9])
+    await source.emit(10, {"lr": 0.1})
+    await until(lambda: followed[-1] == 10)
+    await client.cancel(job)
+    await asyncio.wait_for(following, 5.0)
+
+
+async def _is(coroutine: Any, expected: object) -> bool:
+    return bool(await coroutine == expected)
+
+
+# --- downloads --------------------------------------------------------------------------------------------------
+
+FILES = {"config.json": b"{}", "sub/model.safetensors": b"w" * 100_000, "trainer/state.json": b"{}"}
+
+
+async def test_download_makes_the_directory_whole(client: AsyncClient, ctx: Context, tmp_path: Path) -> None:
+    job = (await client.submit(SPEC))["id"]
+    for step in (1, 2):
+        write_checkpoint(ctx, job, step, FILES | {"step.txt": str(step).encode()})
+    assert [c["step"] for c in await client.checkpoints(job)] == [1, 2]
+    target = await client.download(job, tmp_path / "new" / "model")
+    assert (target / "sub" / "model.safetensors").read_bytes() == FILES["sub/model.safetensors"]
+    assert (target / "step.txt").read_text() == "2" and not (target / "trainer").exists()
+    (tmp_path / "empty").mkdir()
+    whole = await client.download(job, str(tmp_path / "empty"), 1, everything=True)
+    assert (whole / "step.txt").read_text() == "1" and (whole / "trainer" / "state.json").exists()
+    with pytest.raises(ApiError, match="not an empty directory"):
+        await client.download(job, whole)
+    with pytest.raises(ApiNotFound, match="there are: 1, 2"):
+        await client.download(job, tmp_path / "none", 3)
+    assert sorted(os.listdir(tmp_path)) == ["data", "empty", "new"]
+
+
+async def test_damaged_checkpoint_is_not_accepted(client: AsyncClient, ctx: Context, tmp_path: Path) -> None:
+    job = (await client.submit(SPEC))["id"]
+    directory = write_checkpoint(ctx, job, 1, FILES)
+    (directory / "config.json").write_bytes(b"[]")
+    with pytest.raises(ApiError, match=r"checksum of config\.json"):
+        await client.download(job, tmp_path / "model")
+    assert not (tmp_path / "model").exists()
+
+
+def make_tar(*members: tarfile.TarInfo | tuple[str, bytes]) -> io.BytesIO:
+    data = io.BytesIO()
+    with tarfile.open(fileobj=data, mode="w") as tar:
+        for member in members:
+            info, content = (
+                (member, b"") if isinstance(member, tarfile.TarInfo) else (tarfile.TarInfo(member[0]), member[1])
+            )
+            info.size = len(content)
+            tar.addfile(info, io.BytesIO(content))
+    data.seek(0)
+    return data
+
+
+def link(kind: bytes, to: str) -> tarfile.TarInfo:
+    info = tarfile.TarInfo("link")
+    info.type, info.linkname = kind, to
+    return info
+
+
+EVIL = [
+    ("../escaped", b"x"),
+    ("/tmp/escaped", b"x"),
+    ("a/../../escaped", b"x"),
+    ("..\\escaped", b"x"),
+    link(tarfile.SYMTYPE, "/etc/passwd"),
+    link(tarfile.LNKTYPE, "../escaped"),
+    link(tarfile.FIFOTYPE, ""),
+    link(tarfile.CHRTYPE, ""),
+]
+
+
+@pytest.mark.parametrize("member", EVIL, ids=str)
+def test_tar_that_leaves_its_directory_is_refused(tmp_path: Path, member: tarfile.TarInfo | tuple[str, bytes]) -> None:
+    manifest = ("manifest.json", orjson.dumps({"files": {}}))
+    (tmp_path / "in").mkdir()
+    with pytest.raises(ValueError, match="not a plain file"):
+        unpack(make_tar(manifest, member), tmp_path / "in" / "model")
+    assert list(tmp_path.rglob("*")) == [tmp_path / "in"]
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        make_tar(),
+        make_tar(("a", b"x")),
+        make_tar(("manifest.json", b"{}")),
+        make_tar(("manifest.json", b"[]")),
+        make_tar(("manifest.json", b'{"files": {}}'), ("a", b"x")),
+        io.BytesIO(b"not a tar"),
+    ],
+)
+def test_tar_without_a_true_manifest_is_refused(tmp_path: Path, data: io.BytesIO) -> None:
+    data.seek(0)
+    with pytest.raises(ValueError):
+        unpack(data, tmp_path / "model")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_truncated_tar_is_refused(tmp_path: Path) -> None:
+    content = b"x" * 10_000
+    files = {"a": {"sha256": hashlib.sha256(content).hexdigest(), "bytes": len(content)}}
+    whole = make_tar(("manifest.json", orjson.dumps({"files": files})), ("a", content)).getvalue()
+    with pytest.raises(ValueError):
+        unpack(io.BytesIO(whole[:5000]), tmp_path / "model")
+    unpack(io.BytesIO(whole), tmp_path / "model")
+    assert (tmp_path / "model" / "a").read_bytes() == content
+
+
+# --- a server that is not there ---------------------------------------------------------------------------------
+
+
+async def test_client_that_is_early_says_what_it_waits_for_and_goes_on(ctx: Context) -> None:
+    port = free_port()
+    url = f"http://127.0.0.1:{port}"
+    notes: list[str] = []
+    fixed = Context(**{**vars(ctx), "settings": ctx.settings.model_copy(update={"http_port": port})})
+    async with AsyncClient(url, wait_s=20.0, on_wait=notes.append) as client:
+        submitting = asyncio.create_task(client.submit(SPEC))
+        await until(lambda: notes, 3.0)
+        assert url in notes[0]
+        async with scheduler(fixed):
+            assert (await submitting)["state"] == "queued"
+            assert len(await client.jobs()) == 1
+    assert len(notes) == 1
+
+
+async def test_unreachable_server_is_an_error_that_names_the_url(caplog: pytest.LogCaptureFixture) -> None:
+    url = f"http://127.0.0.1:{free_port()}"
+    async with AsyncClient(url, wait_s=0.3) as client:
+        for call in (client.jobs(), client.submit(SPEC), anext(client.events("j-0000000000"))):
+            with pytest.raises(ApiError, match=url) as error:
+                await call
+            assert error.value.status is None
+    assert url in caplog.text
+    async with AsyncClient("nonsense", wait_s=0.3) as client:
+        with pytest.raises(ApiError, match="nonsense"):
+            await client.jobs()
+
+
+async def test_answers_lost_on_the_way_are_asked_for_again_with_the_same_key() -> None:
+    keys: list[str] = []
+
+    async def create(request: web.Request) -> web.Response:
+        keys.append(request.headers["Idempotency-Key"])
+        if len(keys) == 1:
+            assert request.transport is not None
+            request.transport.close()
+        return web.json_response({"id": "j-1"}, status=503 if len(keys) == 2 else 201)
+
+    app = web.Application()
+    app.add_routes([web.post("/v1/jobs", create)])
+    runner = web.AppRunner(app)
+    await runner.setup()
+    port = free_port()
+    await web.TCPSite(runner, "127.0.0.1", port).start()
+    async with AsyncClient(f"http://127.0.0.1:{port}") as client:
+        assert (await client.submit(SPEC))["id"] == "j-1"
+    await runner.cleanup()
+    assert len(keys) == 3 and len(set(keys)) == 1
+
+
+# --- the synchronous face ---------------------------------------------------------------------------------------
+
+
+async def test_sync_client_does_the_same(ctx: Context, tmp_path: Path) -> None:
+    def use(url: str) -> None:
+        with Client(url) as client:
+            job = client.submit(SPEC)["id"]
+            assert [j["id"] for j in client.jobs()] == [job]
+            events = client.events(job)
+            assert next(events)["event"] == "queued"
+            events.close()  # type: ignore[attr-defined]
+            write_checkpoint(ctx, job, 1, FILES)
+            assert client.checkpoints(job)[0]["step"] == 1
+            assert (client.download(job, tmp_path / "model") / "config.json").exists()
+            assert client.metrics(job) == [] and client.workers() == []
+            assert client.queues()[0]["stream"] == "TICKETS"
+            assert client.cancel(job)["state"] == client.wait(job, 5.0)["state"] == "cancelled"
+            assert list(client.events(job))[-1]["state"] == "cancelled"
+            assert list(client.watch_metrics(job)) == []
+            assert client.event_log(job)[0]["event"] == "queued"
+        with pytest.raises(ApiError, match="closed"):
+            client.jobs()
+
+    async with scheduler(ctx) as url:
+        await asyncio.to_thread(use, url)
+
+
+def test_both_clients_offer_the_same_calls() -> None:
+    def public(kind: type) -> set[str]:
+        return {name for name in vars(kind) if not name.startswith("_")}
+
+    assert public(Client) == public(AsyncClient)
+
+
+async def test_forgotten_client_ends_with_the_program_and_loads_nothing_heavy(ctx: Context) -> None:
+    code = (
+        "import sys, opentinker; c = opentinker.Client(sys.argv[1]); print(len(c.jobs()))\n"
+        "assert not {'torch', 'vllm', 'transformers'} & sys.modules.keys()"
+    )
+    async with scheduler(ctx) as url:
+        started = time.monotonic()
+        done = await asyncio.to_thread(
+            subprocess.run,
+            [sys.executable, "-W", "error", "-c", code, url],
+            capture_output=True,
+            timeout=20,
+            check=False,
+        )
+        assert (done.returncode, done.stdout, done.stderr) == (0, b"0\n", b"")
+        assert time.monotonic() - started < 10.0
