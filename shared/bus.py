@@ -28,10 +28,10 @@ from nats.js.api import AckPolicy, ConsumerConfig, DeliverPolicy, StreamConfig
 from nats.js.errors import APIError, NotFoundError
 
 from opentinker.shared import codec
-from opentinker.shared.cancel import heed
 from opentinker.shared.consumer import ACK_WAIT_S, AWAY, CLOSED, Consumer, ConsumerDeleted, Delivery, patiently
 from opentinker.shared.errors import OpenTinkerError
 from opentinker.shared.subjects import STREAMS, Call, Subject
+from opentinker.shared.waiting import heed
 
 T = TypeVar("T")
 R = TypeVar("R")

@@ -27,10 +27,9 @@ from nats.js.client import JetStreamContext
 from nats.js.errors import NoStreamResponseError, NotFoundError, ServiceUnavailableError
 
 from opentinker.shared import codec
-from opentinker.shared.cancel import heed
 from opentinker.shared.errors import OpenTinkerError
 from opentinker.shared.subjects import Subject
-from opentinker.shared.waiting import check_cancelled
+from opentinker.shared.waiting import check_cancelled, heed
 
 T = TypeVar("T")
 log = structlog.get_logger()

@@ -16,13 +16,12 @@ from typing import Any
 import msgspec
 import structlog
 
-from opentinker.shared.cancel import put_down
 from opentinker.shared.errors import Conflict, Fenced, JobFailed, NotFound, SpecError
 from opentinker.shared.service import Context, first_failure
 from opentinker.shared.spec import JobSpec, parse_spec
 from opentinker.shared.subjects import WAKE
 from opentinker.shared.types import JobState, Lease, Pool, WorkerInfo
-from opentinker.shared.waiting import rest, set_within
+from opentinker.shared.waiting import put_down, rest, set_within
 
 log = structlog.get_logger()
 

@@ -24,12 +24,11 @@ from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from opentinker.shared.bus import Bus
-from opentinker.shared.cancel import put_down
 from opentinker.shared.config import Settings, load_settings, worker_name
 from opentinker.shared.errors import OpenTinkerError, SpecError
 from opentinker.shared.store import Store
 from opentinker.shared.telemetry import REGISTRY, configure_logging
-from opentinker.shared.waiting import rest, set_within
+from opentinker.shared.waiting import put_down, rest, set_within
 
 LIVENESS_S = 5.0
 LIVENESS_FAILURES = 3

@@ -32,9 +32,9 @@ from redis.exceptions import TimeoutError as RedisTimeoutError
 from redis.maint_notifications import MaintNotificationsConfig
 
 from opentinker.shared import codec
-from opentinker.shared.cancel import heed
 from opentinker.shared.errors import Conflict, Fenced, NotFound
 from opentinker.shared.types import JobState, Lease, WorkerInfo
+from opentinker.shared.waiting import heed
 
 log = structlog.get_logger()
 

@@ -1,13 +1,20 @@
-"""Waiting in loops that can be cancelled for certain.
+"""Waiting that can be cancelled for certain.
 
 On Python 3.11 `asyncio.wait_for` swallows a cancellation that comes in the moment in which what it waits for is done,
 and redis-py and nats-py call it with every command: a loop `while True: look; wait` may live on after `cancel()`.
-The task still knows that it was cancelled; every loop of ours asks at its waiting point.
+The task still knows that it was cancelled: calls into those libraries are heeded, and every loop of ours asks at its
+waiting point.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+AGAIN_S = 10.0
+"""The last resort of `put_down`; longer than any cleanup, which a second cancellation would cut short."""
 
 
 def check_cancelled() -> None:
@@ -15,6 +22,17 @@ def check_cancelled() -> None:
     task = asyncio.current_task()
     if task is not None and task.cancelling():
         raise asyncio.CancelledError
+
+
+async def heed(call: Awaitable[T]) -> T:
+    """Await a library's call; raise a cancellation that it swallowed. May be used in cleanup."""
+    task = asyncio.current_task()
+    assert task is not None
+    before = task.cancelling()
+    result = await call
+    if task.cancelling() > before:
+        raise asyncio.CancelledError
+    return result
 
 
 async def set_within(event: asyncio.Event, seconds: float) -> bool:
@@ -32,3 +50,15 @@ async def rest(seconds: float) -> None:
     """Sleep between two rounds of a loop."""
     check_cancelled()
     await asyncio.sleep(seconds)
+
+
+async def put_down(*tasks: asyncio.Task[Any] | None) -> None:
+    """Cancel tasks and wait until they have ended, whatever they raise; ask again while one goes on."""
+    running = {task for task in tasks if task is not None and not task.done()}
+    while running:
+        for task in running:
+            task.cancel()
+        _, running = await asyncio.wait(running, timeout=AGAIN_S)
+    for ended in tasks:
+        if ended is not None and not ended.cancelled():
+            ended.exception()  # seen
