@@ -1,4 +1,4 @@
-"""Nouns <-> bytes. msgpack with bin fields on the wire (as fast as hand-made framing, self-describing), JSON for people."""
+"""Nouns <-> bytes: msgpack with bin fields on the wire (self-describing, no copies), JSON for people."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from opentinker.shared.errors import OpenTinkerError
 T = TypeVar("T")
 
 _encoder = msgspec.msgpack.Encoder()
+_WRONG = (msgspec.DecodeError, UnicodeError, RecursionError)
 _decoders: dict[Any, msgspec.msgpack.Decoder[Any]] = {}
 
 
@@ -29,7 +30,7 @@ def decode(kind: type[T], data: bytes) -> T:
         decoder = _decoders[kind] = msgspec.msgpack.Decoder(kind)
     try:
         noun: T = decoder.decode(data)
-    except (msgspec.DecodeError, RecursionError) as error:
+    except _WRONG as error:
         raise WireError(f"not a {kind.__name__}: {error}") from None
     return noun
 
@@ -41,5 +42,5 @@ def to_json(noun: Any) -> bytes:
 def from_json(kind: type[T], data: bytes | str) -> T:
     try:
         return msgspec.json.decode(data, type=kind)
-    except (msgspec.DecodeError, RecursionError) as error:
+    except _WRONG as error:
         raise WireError(f"not a {kind.__name__}: {error}") from None
