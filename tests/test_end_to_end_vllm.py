@@ -1,0 +1,106 @@
+"""The real thing on a CPU: vLLM generates, torch trains, weights travel while both work. One cluster for all tests."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from opentinker.shared.spec import JobSpec
+from tests.cluster import Cluster
+from tests.factories import make_spec
+from tests.lineage import faults
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(280), pytest.mark.asyncio(loop_scope="module")]
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Cluster]:
+    async with Cluster(tmp_path_factory.mktemp("vllm"), references=1, heavy=True, kv_cache_gb=0.2) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def system(request: pytest.FixtureRequest, cluster: Cluster) -> Iterator[Cluster]:
+    failed = request.session.testsfailed
+    yield cluster
+    if request.session.testsfailed > failed:
+        cluster.show()
+
+
+def one_digit(tiny: Path, **changes: Any) -> JobSpec:
+    """The task of the quick start that an untrained model learns in about a hundred steps."""
+    fields: dict[str, Any] = {
+        "environment": {"name": "copy_digits", "config": {"digits": 1}},
+        "algorithm": {"group_size": 16, "groups_per_batch": 8, "max_staleness": 1},
+        "rollout": {"max_tokens": 3},
+        "train": {"steps": 250, "lr": 3e-4, "warmup_steps": 10, "checkpoint_every": 10, "target": {"exact": 0.6}},
+    }
+    return make_spec(model={"base": str(tiny)}, **{**fields, **changes})
+
+
+def assert_exact_numerics(lines: list[dict[str, Any]]) -> None:
+    """Trainer and vLLM agree on the logprobs of tokens sampled by the very weights that are trained."""
+    fresh = [line for line in lines if line["mismatch/tokens"] > 0]
+    assert fresh
+    assert max(line["mismatch/mean"] for line in fresh) <= 1e-4
+    assert max(line["mismatch/max"] for line in fresh) <= 1e-3
+
+
+def lineage_faults(cluster: Cluster, job: str, steps: int) -> list[str]:
+    resumed = cluster.manifest(job).resumed
+    return faults(cluster.lines(job), resumed, steps=steps, groups_per_batch=8, max_staleness=1)
+
+
+async def test_one_digit_is_learnt_and_the_model_can_be_used(system: Cluster, tiny: Path, tmp_path: Path) -> None:
+    job = await system.submit(one_digit(tiny))
+    record = await system.wait(job, 200)
+    assert (record["state"], record["reason"]) == ("succeeded", "target reached")
+    lines = system.lines(job)
+    exact = [line["exact"] for line in lines]
+    print(f"{len(lines)} steps, {lines[-1]['time'] - lines[0]['time']:.1f} s, first {exact[0]:.2f}")
+    assert sum(exact[:5]) / 5 < 0.3 and sum(exact[-10:]) / 10 >= 0.6
+    assert_exact_numerics(lines)
+    assert lineage_faults(system, job, len(lines)) == []
+    assert max(line["spans/mean"] for line in lines) >= 1.0
+
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    target = await system.client.download(job, tmp_path / "model")
+    model = AutoModelForCausalLM.from_pretrained(target)
+    tokenizer = AutoTokenizer.from_pretrained(target)
+    prompts = [tokenizer.encode(f"{digit}=", return_tensors="pt") for digit in range(10)]
+    answers = [tokenizer.decode(model.generate(p, max_new_tokens=1, do_sample=False)[0, -1:]) for p in prompts]
+    assert sum(answer == str(digit) for digit, answer in enumerate(answers)) >= 5, answers
+
+
+async def test_killed_trainer_resumes_from_its_checkpoint_and_finishes(system: Cluster, tiny: Path) -> None:
+    train = {"steps": 40, "lr": 3e-4, "warmup_steps": 10, "checkpoint_every": 10}
+    job = await system.submit(one_digit(tiny, train=train))
+    await system.reaches(job, 23, 120)
+    system.kill("trainer-0")
+    record = await system.wait(job, 120)
+    assert record["state"] == "succeeded", record["reason"]
+    manifest = system.manifest(job)
+    assert manifest.resumed == {1: 0, 2: 20} and manifest.step == 40
+    assert lineage_faults(system, job, 40) == []
+    assert_exact_numerics(system.lines(job))
+    ledger = await system.ledger(job)
+    assert ledger.balanced and ledger.trained == 40 * 8
+
+
+async def test_reference_is_in_the_path_when_the_loss_needs_it(system: Cluster, tiny: Path) -> None:
+    algorithm = {"group_size": 16, "groups_per_batch": 8, "max_staleness": 1, "kl_coef": 0.05}
+    train = {"steps": 6, "lr": 3e-4, "checkpoint_every": 5}
+    job = await system.submit(one_digit(tiny, algorithm=algorithm, train=train))
+    record = await system.wait(job, 120)
+    assert record["state"] == "succeeded", record["reason"]
+    lines = system.lines(job)
+    assert lines[0]["loss/kl"] == pytest.approx(0, abs=1e-5)  # the first weights are the reference
+    assert lines[-1]["loss/kl"] > 0
+    assert_exact_numerics(lines)
+    scored = {w.id: w.detail["groups"] for w in await system.store.workers() if w.pool == "reference"}
+    assert scored["reference_forward-0"] >= 6 * 8
