@@ -65,11 +65,13 @@ def load_settings(path: str | None = None, environ: dict[str, str] | None = None
     if path:
         try:
             values = tomllib.loads(Path(path).read_text())
-        except (OSError, tomllib.TOMLDecodeError) as error:
+        except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
             raise SpecError([{"field": "(settings file)", "value": path, "problem": str(error)}]) from None
+    origin: dict[str, str] = {}
     for name in Settings.model_fields:
         if PREFIX + name.upper() in environ:
             values[name] = environ[PREFIX + name.upper()]
+            origin[name] = PREFIX + name.upper()
     try:
         return Settings.model_validate(values)
     except ValidationError as error:
@@ -78,7 +80,7 @@ def load_settings(path: str | None = None, environ: dict[str, str] | None = None
                 {
                     "field": ".".join(map(str, item["loc"])),
                     "value": item.get("input"),
-                    "problem": f"{item['msg']} (set in {path or 'the environment'})",
+                    "problem": f"{item['msg']} (set in {origin.get(str(item['loc'][0]), path)})",
                 }
                 for item in error.errors(include_url=False)
             ]

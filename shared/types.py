@@ -7,6 +7,7 @@ N packed tokens of a micro-batch, V vocabulary.
 
 from __future__ import annotations
 
+import math
 from enum import StrEnum
 from typing import Any
 
@@ -201,21 +202,42 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True):
         return min(span.version for span in self.spans)
 
     def check(self) -> None:
-        """Raise ValueError if the arrays do not agree with each other."""
+        """Raise ValueError if the parts do not agree with each other."""
         T = len(self.ids_T) // 4
         if len(self.ids_T) != 4 * T or len(self.mask_T) != T or len(self.logprobs_T) != 4 * T:
             raise ValueError("ids, mask and logprobs differ in length")
-        if self.ref_logprobs_T is not None and len(self.ref_logprobs_T) != 4 * T:
-            raise ValueError("reference logprobs differ in length from ids")
-        if not np.isfinite(self.reward) or not np.isfinite(self.logprobs).all():
-            raise ValueError("reward and logprobs must be finite")
+        mask, logprobs, ref_logprobs = self.mask, self.logprobs, None
+        if self.ref_logprobs_T is not None:
+            if len(self.ref_logprobs_T) != 4 * T:
+                raise ValueError("reference logprobs differ in length from ids")
+            ref_logprobs = self.ref_logprobs
         covered = np.zeros(T, dtype=np.uint8)
+        at = 0
         for span in self.spans:
-            if not 0 <= span.start <= span.end <= T:
-                raise ValueError(f"span [{span.start}, {span.end}) lies outside 0..{T}")
+            if not at <= span.start < span.end <= T:
+                raise ValueError(f"span [{span.start}, {span.end}) is empty, out of order or outside 0..{T}")
             covered[span.start : span.end] = 1
-        if not self.spans or (self.mask & (1 - covered)).any():
-            raise ValueError("every sampled token needs a weight version")
+            at = span.end
+        if not self.spans or not np.array_equal(covered, mask):
+            raise ValueError("the spans must cover the sampled tokens, at least one, and nothing else")
+        for values in (logprobs, ref_logprobs):
+            if values is not None and (not np.isfinite(values).all() or values[mask == 0].any()):
+                raise ValueError("logprobs must be finite, and 0 where the policy did not sample")
+        if (self.ids < 0).any():
+            raise ValueError("token ids must not be negative")
+        self._check_rewards(mask)
+
+    def _check_rewards(self, mask: U8) -> None:
+        at = 0
+        for turn in self.turns:
+            if not at <= turn.start <= turn.end <= len(mask) or not mask[turn.start : turn.end].all():
+                raise ValueError(f"turn [{turn.start}, {turn.end}) is out of order or not the policy's own")
+            at = turn.end
+        rewards = [turn.reward for turn in self.turns]
+        if not all(map(math.isfinite, (self.reward, self.seconds, *rewards, *self.metrics.values()))):
+            raise ValueError("rewards and metrics must be finite")
+        if rewards and not math.isclose(self.reward, math.fsum(rewards), rel_tol=1e-6, abs_tol=1e-6):
+            raise ValueError("the reward must be the sum of the turn rewards")
 
 
 class Group(msgspec.Struct, frozen=True, kw_only=True):
@@ -234,6 +256,13 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def key(self) -> str:
         return f"{self.job}/{self.seq}"
+
+    def check(self) -> None:
+        """Raise ValueError if a trajectory is inconsistent, or if they are not numbered 0..G-1."""
+        if not self.trajectories or [t.index for t in self.trajectories] != list(range(len(self.trajectories))):
+            raise ValueError("the trajectories of a group must be numbered 0, 1, 2...")
+        for trajectory in self.trajectories:
+            trajectory.check()
 
 
 class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):

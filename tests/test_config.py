@@ -1,0 +1,44 @@
+"""Settings: defaults, then the file, then the environment; every wrong one is named with where it was set."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from opentinker.shared.config import Settings, load_settings, worker_name
+from opentinker.shared.errors import SpecError
+
+
+def test_environment_goes_over_the_file_and_the_file_over_defaults(tmp_path: Path) -> None:
+    file = tmp_path / "s.toml"
+    file.write_text('http_port = 1234\nlog_level = "debug"\n')
+    settings = load_settings(str(file), {"OPENTINKER_LOG_LEVEL": "error", "OTHER": "x"})
+    assert (settings.http_port, settings.log_level, settings.heartbeat_s) == (1234, "error", Settings().heartbeat_s)
+    assert load_settings(None, {"OPENTINKER_CONFIG": str(file)}).http_port == 1234
+    assert load_settings(None, {}) == Settings()
+
+
+def test_every_mistake_is_named_with_its_source(tmp_path: Path) -> None:
+    file = tmp_path / "s.toml"
+    file.write_text('http_port = 99999\nunknown = 1\nlog_format = "xml"\n')
+    with pytest.raises(SpecError) as caught:
+        load_settings(str(file), {"OPENTINKER_HEARTBEAT_S": "0", "OPENTINKER_ENV_MODULES": "maybe"})
+    by_field = {mistake["field"]: mistake["problem"] for mistake in caught.value.mistakes}
+    assert set(by_field) == {"http_port", "unknown", "log_format", "heartbeat_s", "env_modules"}
+    assert str(file) in by_field["http_port"]
+    assert "OPENTINKER_HEARTBEAT_S" in by_field["heartbeat_s"]
+
+
+@pytest.mark.parametrize("content", [b"a = ", b"\xff\xfe", None])
+def test_file_that_cannot_be_read_is_named(tmp_path: Path, content: bytes | None) -> None:
+    file = tmp_path / "s.toml"
+    if content is not None:
+        file.write_bytes(content)
+    with pytest.raises(SpecError, match=r"s\.toml"):
+        load_settings(str(file), {})
+
+
+def test_worker_name_is_stable() -> None:
+    assert worker_name(Settings(worker_id="rollout-3"), "rollout-worker") == "rollout-3"
+    assert worker_name(Settings(), "trainer") == worker_name(Settings(), "trainer") != worker_name(Settings(), "env")

@@ -1,0 +1,162 @@
+"""The job spec: every mistake at once, every field documented, nothing unknown, the edges of each range."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic import BaseModel
+
+from opentinker.shared.errors import SpecError
+from opentinker.shared.spec import JobSpec, load_spec, parse_spec
+from tests.factories import make_spec
+
+SMALLEST: dict[str, Any] = {
+    "name": "j",
+    "model": {"base": "m"},
+    "environment": {"name": "copy_digits"},
+    "train": {"steps": 1},
+}
+
+
+def parts(kind: type[BaseModel]) -> Iterator[type[BaseModel]]:
+    """The model and every model in its fields."""
+    yield kind
+    for info in kind.model_fields.values():
+        for inner in (info.annotation, *get_args(info.annotation)):
+            if isinstance(inner, type) and issubclass(inner, BaseModel):
+                yield from parts(inner)
+
+
+def changed(path: str, value: Any) -> dict[str, Any]:
+    data: dict[str, Any] = {k: dict(v) if isinstance(v, dict) else v for k, v in SMALLEST.items()}
+    *inner, last = path.split(".")
+    at = data
+    for name in inner:
+        at = at.setdefault(name, {})
+    at[last] = value
+    return data
+
+
+def mistakes(data: Any) -> dict[str, str]:
+    with pytest.raises(SpecError) as caught:
+        parse_spec(data)
+    return {mistake["field"]: mistake["problem"] for mistake in caught.value.mistakes}
+
+
+def test_smallest_spec_is_enough() -> None:
+    assert parse_spec(SMALLEST).algorithm.name == "grpo"
+
+
+def test_every_mistake_is_reported_at_once() -> None:
+    found = mistakes(
+        {
+            "name": "Not A Name",
+            "model": {"base": "", "dtype": "int4", "speed": 9},
+            "algorithm": {"group_size": 1, "updates_per_batch": 0},
+            "rollout": {"temperature": 0, "top_p": 1.5, "stop": [""]},
+            "train": {"lr": -1, "keep_checkpoints": 1},
+            "unknown": 1,
+        }
+    )
+    assert set(found) == {
+        "name", "model.base", "model.dtype", "model.speed", "environment", "algorithm.group_size",
+        "algorithm.updates_per_batch", "rollout.temperature", "rollout.top_p", "rollout.stop.0", "train.steps",
+        "train.lr", "train.keep_checkpoints", "unknown",
+    }  # fmt: skip
+    assert "float32" in found["model.dtype"] and "bfloat16" in found["model.dtype"]
+
+
+@pytest.mark.parametrize("kind", list(dict.fromkeys(parts(JobSpec))), ids=lambda kind: kind.__name__)
+def test_every_field_is_documented_and_unknown_ones_are_refused(kind: type[BaseModel]) -> None:
+    plain = {"name", "kind", "model", "environment", "algorithm", "rollout", "train", "resources"}
+    missing = [name for name, info in kind.model_fields.items() if not info.description and kind is not JobSpec]
+    assert not missing, f"{kind.__name__}: {missing}"
+    assert kind is not JobSpec or set(kind.model_fields) >= plain
+    assert kind.model_config["extra"] == "forbid" and kind.model_config["frozen"]
+
+
+EDGES: list[tuple[str, Any, Any]] = [
+    ("name", "a" * 63, "a" * 64),
+    ("algorithm.group_size", 2, 1),
+    ("algorithm.max_staleness", 0, -1),
+    ("algorithm.clip_low", 1.0, 1.0001),
+    ("algorithm.kl_coef", 0.0, -1e-9),
+    ("rollout.temperature", 10.0, 10.1),
+    ("rollout.temperature", 1e-6, 0.0),
+    ("rollout.top_p", 1.0, 1.0001),
+    ("rollout.top_p", 1e-6, 0.0),
+    ("rollout.top_k", 0, -1),
+    ("rollout.retries", 10, 11),
+    ("rollout.max_failed_share", 1.0, 1.01),
+    ("train.steps", 1, 0),
+    ("train.lr", 0.0, -1e-9),
+    ("train.beta1", 0.999, 1.0),
+    ("train.grad_clip", 1e-6, 0.0),
+    ("train.keep_checkpoints", 2, 1),
+    ("resources.trainer_gpus", 0, -1),
+    ("resources.rollout_workers", 1, 0),
+]
+
+
+@pytest.mark.parametrize(("path", "allowed", "refused"), EDGES)
+def test_edges(path: str, allowed: Any, refused: Any) -> None:
+    parse_spec(changed(path, allowed))
+    assert path in mistakes(changed(path, refused))
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, "x", None, [], {}])
+@pytest.mark.parametrize("path", ["train.lr", "rollout.temperature", "algorithm.kl_coef"])
+def test_numbers_are_finite_numbers(path: str, value: Any) -> None:
+    assert path in mistakes(changed(path, value))
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"algorithm": {"groups_per_batch": 4, "updates_per_batch": 3}}, "updates_per_batch"),
+        ({"rollout": {"max_tokens": 4, "max_tokens_per_turn": 5}}, "max_tokens_per_turn"),
+        ({"train": {"steps": 2, "warmup_steps": 3}}, "warmup_steps"),
+    ],
+)
+def test_fields_that_contradict_each_other_are_refused(changes: dict[str, Any], named: str) -> None:
+    assert any(named in problem for problem in mistakes({**SMALLEST, **changes}).values())
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(whole=JSON, part=st.sampled_from([*JobSpec.model_fields, "x"]), value=JSON)
+def test_any_data_is_a_spec_or_a_list_of_mistakes(whole: Any, part: str, value: Any) -> None:
+    for data in (whole, {**SMALLEST, part: value}):
+        try:
+            parse_spec(data)
+        except SpecError as error:
+            assert error.mistakes and all(m["field"] and m["problem"] for m in error.mistakes)
+
+
+def test_spec_survives_storage() -> None:
+    spec = make_spec(rollout__stop=["\n"], model={"base": "m", "lora": {}}, train__target={"exact": 0.9})
+    assert parse_spec(spec.model_dump(mode="json")) == spec
+
+
+def test_files(tmp_path: Path) -> None:
+    (tmp_path / "a.toml").write_text('name = "x"')
+    (tmp_path / "a.json").write_text('{"name": "x"}')
+    assert load_spec(tmp_path / "a.toml") == load_spec(tmp_path / "a.json") == {"name": "x"}
+    for name, content in (("b.toml", b"x = "), ("b.json", b"{"), ("c.toml", b"\xff")):
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(SpecError, match=name):
+            load_spec(tmp_path / name)
+    with pytest.raises(SpecError, match=r"none\.toml"):
+        load_spec(tmp_path / "none.toml")
