@@ -1,0 +1,253 @@
+"""How many trajectories per second go from a rollout worker's publish to the trainer's arrays, stored on disk between.
+
+    python loadtest/trajectory_plane.py [--seconds 5] [--window 64] [--rate 100] [--sync default always]
+
+One producer process, one nats-server, one consumer process, all through `Bus` and `Consumer`, for groups of 8
+trajectories of 512 tokens. First as fast as it goes (the producer keeps `window` publishes under way and at most
+`backlog` groups ahead of the consumer), then at a fixed `rate` of groups for the latency from before encoding to after
+decoding. Prints trajectories/s, CPU time per trajectory of each process, and the ceiling which that time would allow
+on two cores: other work on the machine disturbs the first, hardly the others; its share is printed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import multiprocessing as mp
+import os
+import subprocess
+import tempfile
+import time
+from contextlib import closing
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from pathlib import Path
+from socket import create_connection, socket
+from typing import Any
+
+import numpy as np
+import uvloop
+
+from opentinker.embedded import nats_binary
+from opentinker.shared.bus import Bus
+from opentinker.shared.subjects import GROUP
+from opentinker.shared.types import Ending, Group, Span, StopReason, Trajectory, Turn, WeightVersion
+
+JOB, GROUP_SIZE, TOKENS, PROMPT = "load", 8, 512, 128
+TARGETS = {"default": 20_000, "always": 5_000}
+
+
+def make_group() -> Group:
+    dice = np.random.default_rng(0)
+    mask = np.ones(TOKENS, dtype="u1")
+    mask[:PROMPT] = 0
+    version = WeightVersion(1, 0)
+    return Group(
+        job=JOB,
+        seq=0,
+        environment="load",
+        worker="load",
+        trajectories=[
+            Trajectory(
+                index=index,
+                attempt="a",
+                ids_T=dice.integers(0, 150_000, TOKENS).astype("<i4").tobytes(),
+                mask_T=mask.tobytes(),
+                logprobs_T=(-dice.random(TOKENS) * mask).astype("<f4").tobytes(),
+                spans=[Span(PROMPT, TOKENS, version)],
+                turns=[Turn(start=PROMPT, end=TOKENS, stop=StopReason.EOS, reward=1.0)],
+                ending=Ending.ENV_DONE,
+                reward=1.0,
+            )
+            for index in range(GROUP_SIZE)
+        ],
+    )
+
+
+@dataclass
+class Shared:
+    """Counters that both processes see."""
+
+    received: Any = field(default_factory=lambda: mp.get_context("spawn").Value("q", 0))
+    stop: Any = field(default_factory=lambda: mp.get_context("spawn").Event())
+
+
+async def produce(url: str, shared: Shared, pipe: Connection, options: argparse.Namespace) -> None:
+    """Publishes groups that carry, in `worker`, the time before encoding; sends the number of groups stored."""
+    group = make_group()
+    fields = {name: getattr(group, name) for name in group.__struct_fields__}
+    sent = stored = 0
+    run = time.monotonic_ns()
+
+    async def one() -> None:
+        nonlocal sent, stored
+        number, sent = sent, sent + 1
+        stamped = Group(**{**fields, "seq": number, "worker": str(time.monotonic())})
+        await bus.publish(GROUP, stamped, f"{run}/{number}", job=JOB)
+        stored += 1
+
+    async def closed_loop() -> None:
+        while not shared.stop.is_set():
+            if sent - shared.received.value >= options.backlog:
+                await asyncio.sleep(0.001)
+            else:
+                await one()
+
+    async with Bus.connect(url, "producer") as bus:
+        pipe.send("ready")
+        if options.rate is None:
+            await asyncio.gather(*(closed_loop() for _ in range(options.window)))
+        else:
+            tasks: set[asyncio.Task[None]] = set()
+            began = time.monotonic()
+            while not shared.stop.is_set():
+                tasks.add(asyncio.create_task(one()))
+                await asyncio.sleep(max(0.0, began + sent / options.rate - time.monotonic()))
+            await asyncio.gather(*tasks)
+    pipe.send(stored)
+
+
+async def consume(url: str, shared: Shared, pipe: Connection, options: argparse.Namespace) -> None:
+    """The trainer's intake: decode to arrays, look at every one, acknowledge. Sends the latencies."""
+    latencies: list[float] = []
+    async with Bus.connect(url, "consumer") as bus:
+        consumer = await bus.consume(GROUP, "load", batch=options.batch, start_seq=1, job=JOB)
+        pipe.send("ready")
+        idle = False
+        while not (idle and shared.stop.is_set()):
+            delivery = await consumer.next(0.5)
+            idle = delivery is None
+            if delivery is None:
+                continue
+            assert delivery.noun is not None, delivery.error
+            for trajectory in delivery.noun.trajectories:
+                assert len(trajectory.ids) == len(trajectory.mask) == len(trajectory.logprobs) == TOKENS
+                if options.check:
+                    trajectory.check()
+            latencies.append(time.monotonic() - float(delivery.noun.worker))
+            await delivery.ack()
+            shared.received.value += 1
+        await consumer.close(delete=True)
+    pipe.send(latencies)
+
+
+def process(role: Any, *arguments: Any) -> None:
+    uvloop.run(role(*arguments))
+
+
+def cpu_s(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def machine_s() -> float:
+    """CPU seconds used by everybody."""
+    fields = [int(field) for field in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]]
+    return (sum(fields[:3]) + sum(fields[5:8])) / os.sysconf("SC_CLK_TCK")
+
+
+def start_nats(directory: Path, sync: str) -> tuple[subprocess.Popen[bytes], str]:
+    with closing(socket()) as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    interval = "" if sync == "default" else f", sync_interval: {sync}"
+    conf = directory / "nats.conf"
+    conf.write_text(
+        f'listen: "127.0.0.1:{port}"\nmax_payload: 8MB\nmax_pending: 256MB\n'
+        f'jetstream {{ store_dir: "{directory}/js"{interval} }}\n'
+    )
+    server = subprocess.Popen([str(nats_binary()), "-c", str(conf)], stderr=subprocess.DEVNULL)
+    while True:
+        try:
+            create_connection(("127.0.0.1", port), 0.2).close()
+            return server, f"nats://127.0.0.1:{port}"
+        except OSError:
+            time.sleep(0.02)
+
+
+async def prepare(url: str) -> None:
+    async with Bus.connect(url, "prepare") as bus:
+        await bus.ensure_streams()
+
+
+def measure(sync: str, options: argparse.Namespace) -> None:
+    """One run with a fresh server."""
+    spawn = mp.get_context("spawn")
+    with tempfile.TemporaryDirectory(dir=options.directory) as directory:
+        server, url = start_nats(Path(directory), sync)
+        try:
+            uvloop.run(prepare(url))
+            shared = Shared()
+            children = {}
+            for name, role in (("consumer", consume), ("producer", produce)):
+                ours, theirs = spawn.Pipe()
+                child = spawn.Process(target=process, args=(role, url, shared, theirs, options), name=name)
+                child.start()
+                assert ours.recv() == "ready"
+                children[name] = child, ours
+            pids = {"producer": children["producer"][0].pid or 0, "nats": server.pid}
+            pids["consumer"] = children["consumer"][0].pid or 0
+            time.sleep(options.warm_up)
+            before, everybody, first = {n: cpu_s(p) for n, p in pids.items()}, machine_s(), shared.received.value
+            began = time.monotonic()
+            time.sleep(options.seconds)
+            seconds, groups = time.monotonic() - began, shared.received.value - first
+            used = {name: cpu_s(pid) - before[name] for name, pid in pids.items()}
+            foreign = max(0.0, (machine_s() - everybody - sum(used.values())) / seconds)
+            shared.stop.set()
+            stored, latencies = children["producer"][1].recv(), children["consumer"][1].recv()
+            for child, _ in children.values():
+                child.join()
+            assert len(latencies) == stored, f"{stored} groups were stored, {len(latencies)} arrived"
+        finally:
+            server.kill()
+            server.wait()
+    report(sync, options, groups * GROUP_SIZE, seconds, used, foreign, latencies)
+
+
+def report(
+    sync: str,
+    options: argparse.Namespace,
+    trajectories: int,
+    seconds: float,
+    used: dict[str, float],
+    foreign: float,
+    latencies: list[float],
+) -> None:
+    p50, p99 = np.percentile(latencies[len(latencies) // 10 :], [50, 99]) * 1e3
+    if options.rate is not None:
+        print(f"sync {sync}, {options.rate} groups/s: end to end p50 {p50:.2f} ms, p99 {p99:.2f} ms")
+    else:
+        each = {name: value / trajectories * 1e6 for name, value in used.items()}
+        total = sum(each.values())
+        costs = ", ".join(f"{name} {value:.1f}" for name, value in each.items())
+        print(
+            f"sync {sync}, window {options.window}: {trajectories / seconds:,.0f} trajectories/s "
+            f"(target {TARGETS.get(sync, 0):,}); end to end p50 {p50:.1f} ms, p99 {p99:.1f} ms"
+        )
+        print(f"  CPU-us per trajectory: {costs}, together {total:.1f}; ceiling on 2 cores {2e6 / total:,.0f}/s")
+    print(f"  cores used by others meanwhile: {foreign:.2f}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=5.0)
+    parser.add_argument("--warm-up", type=float, default=1.0)
+    parser.add_argument("--window", type=int, default=64, help="publishes under way at once")
+    parser.add_argument("--backlog", type=int, default=256, help="groups the producer may be ahead of the consumer")
+    parser.add_argument("--batch", type=int, default=64, help="messages the consumer asks for")
+    parser.add_argument("--rate", type=float, default=100.0, help="groups/s of the latency run")
+    parser.add_argument("--check", action="store_true", help="the consumer also checks every trajectory")
+    parser.add_argument("--sync", nargs="+", default=["default", "always"], help="sync_interval of the server's store")
+    parser.add_argument("--directory", help="where the store lies; default: the directory for temporary files")
+    options = parser.parse_args()
+    rate = options.rate
+    for sync in options.sync:
+        options.rate = None
+        measure(sync, options)
+        options.rate = rate
+        measure(sync, options)
+
+
+if __name__ == "__main__":
+    main()
