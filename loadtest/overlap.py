@@ -1,0 +1,115 @@
+"""Does generation overlap with training? Step time of jobs with a simulated engine and learner of given durations.
+
+    python loadtest/overlap.py [--steps 30] [--swap 0.02] [--case GEN TRAIN STALENESS ...]
+
+Starts all services and both servers (synced to disk at every write) as processes, runs one job per case, and prints for
+each: seconds per step, the longer of generating and training one batch, the swap that generation has to stand still
+for, the ratio step / (max + swap), and the trainer's wait share. Without overlap (staleness 0) a step takes the sum.
+Generating a batch: `groups_per_batch` groups at once, 5 tokens each of GEN/5 seconds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from opentinker.shared.spec import JobSpec, parse_spec
+from tests.cluster import Cluster, toy_cluster
+
+CASES = [
+    (0.5, 0.5, 2),
+    (0.5, 0.5, 1),
+    (0.5, 0.2, 2),
+    (0.5, 0.2, 1),
+    (0.2, 0.5, 2),
+    (0.2, 0.5, 1),
+    (0.5, 0.5, 0),
+    (0.5, 0.2, 0),
+]
+"""Seconds to generate a batch, seconds to train on it, max_staleness."""
+TOKENS = 5
+WARM_UP = 5
+"""Steps that are not counted: the pipeline fills."""
+TARGET = 1.05
+
+
+def job_of(model: Path, gen_s: float, train_s: float, staleness: int, steps: int, swap_s: float) -> JobSpec:
+    return parse_spec(
+        {
+            "name": "overlap",
+            "model": {"base": str(model)},
+            "environment": {"name": "copy_digits", "config": {"digits": TOKENS - 1}},
+            "algorithm": {"group_size": 4, "groups_per_batch": 8, "max_staleness": staleness},
+            "rollout": {
+                "engine": "toy",
+                "toy": {"seconds_per_token": gen_s / TOKENS, "swap_seconds": swap_s, "skill": 1.0},
+                "max_tokens": TOKENS,
+                "max_concurrent_groups": 8,
+            },
+            "train": {
+                "learner": "simulated",
+                "simulated_step_s": train_s,
+                "steps": steps + WARM_UP,
+                "checkpoint_every": 1000,
+            },
+        }
+    )
+
+
+async def measure(cluster: Cluster, spec: JobSpec) -> dict[str, float]:
+    job = await cluster.submit(spec)
+    record = await cluster.wait(job, 600)
+    assert record["state"] == "succeeded", record["reason"]
+    lines: list[dict[str, Any]] = cluster.lines(job)[WARM_UP - 1 :]
+    kept = lines[1:]
+    return {
+        "step": (lines[-1]["time"] - lines[0]["time"]) / len(kept),
+        "median": statistics.median(b["time"] - a["time"] for a, b in zip(lines, kept, strict=False)),
+        "swap": statistics.mean(line["swap/pause_s"] + line["swap/load_s"] + line["swap/resume_s"] for line in kept),
+        "wait": statistics.mean(line["trainer/wait_share"] for line in kept),
+        "staleness": statistics.mean(line["staleness/mean"] for line in kept),
+    }
+
+
+async def run(cases: list[tuple[float, float, int]], steps: int, swap_s: float) -> bool:
+    print("  gen s  train s  staleness |  step s  (median)   max s  swap s   ratio  wait share  mean staleness")
+    good = True
+    with tempfile.TemporaryDirectory() as directory:
+        async with toy_cluster(Path(directory) / "cluster") as (cluster, model):
+            for gen_s, train_s, staleness in cases:
+                seen = await measure(cluster, job_of(model, gen_s, train_s, staleness, steps, swap_s))
+                longest = max(gen_s, train_s)
+                ratio = (seen["step"] - seen["swap"]) / longest
+                good = good and (staleness == 0 or ratio <= TARGET)
+                print(
+                    f"{gen_s:7.2f}  {train_s:7.2f}  {staleness:9d} | {seen['step']:7.3f}  {seen['median']:8.3f}"
+                    f"  {longest:6.2f}  {seen['swap']:6.3f}  {ratio:6.3f}"
+                    f"  {seen['wait']:10.2f}  {seen['staleness']:14.2f}",
+                    flush=True,
+                )
+    verdict = "met" if good else "MISSED"
+    print(f"target: ratio = (step - swap) / max <= {TARGET} wherever staleness is allowed: {verdict}")
+    return good
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=30, help="counted steps per case")
+    parser.add_argument("--swap", type=float, default=0.02, help="seconds that the engine stands still per swap")
+    parser.add_argument(
+        "--case", type=float, nargs=3, action="append", metavar=("GEN", "TRAIN", "STALENESS"), help="may be repeated"
+    )
+    options = parser.parse_args()
+    cases = [(gen, train, int(staleness)) for gen, train, staleness in options.case or CASES]
+    sys.exit(0 if asyncio.run(run(cases, options.steps, options.swap)) else 1)
+
+
+if __name__ == "__main__":
+    main()
