@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import orjson
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ModelWrapValidatorHandler, ValidationError, model_validator
 
+from opentinker.shared import algorithms
 from opentinker.shared.errors import SpecError
 
 Positive = Annotated[int, Field(gt=0)]
@@ -21,7 +22,12 @@ NAME = r"^[a-z0-9][a-z0-9_-]{0,62}$"
 
 class Part(BaseModel):
     model_config = ConfigDict(
-        extra="forbid", frozen=True, use_attribute_docstrings=True, protected_namespaces=(), allow_inf_nan=False
+        extra="forbid",
+        frozen=True,
+        use_attribute_docstrings=True,
+        protected_namespaces=(),
+        allow_inf_nan=False,
+        serialize_by_alias=True,
     )
 
 
@@ -54,10 +60,23 @@ class EnvironmentSpec(Part):
     """Passed to the environment's own config model, which refuses what it does not know."""
 
 
+class Mistakes(ValueError):
+    """Several mistakes found by one validator; `parse_spec` reports each with its own field."""
+
+    def __init__(self, mistakes: list[dict[str, Any]]) -> None:
+        self.mistakes = mistakes
+        super().__init__("; ".join(f"{m['field']}: {m['problem']}" for m in mistakes))
+
+
 class AlgorithmSpec(Part):
-    name: Literal["grpo"] = "grpo"
-    """Advantages relative to the group."""
-    group_size: Annotated[int, Field(ge=2)] = 8
+    """A preset and what is changed of it. Once validated, every field that applies has its value; the others are none.
+
+    The parts, their options and the presets are the tables of `algorithms.py` (`opentinker algorithms` prints them).
+    """
+
+    name: Literal["grpo", "dr_grpo", "dapo", "rloo", "reinforce_pp", "ppo", "gspo", "cispo"] = "grpo"
+    """The preset: it gives every field below that is not set. See `opentinker algorithms`."""
+    group_size: Positive = 8
     """Trajectories per group (same start state)."""
     groups_per_batch: Positive = 16
     """Groups per optimizer batch."""
@@ -65,28 +84,108 @@ class AlgorithmSpec(Part):
     """Versions that a trajectory's oldest token may lag behind the trainer when its batch is assembled."""
     updates_per_batch: Positive = 1
     """Optimizer steps per batch, each on an equal share of its groups."""
-    clip_low: Fraction = 0.2
+    advantage: (
+        Literal["grpo", "dr_grpo", "rloo", "maxrl", "reinforce_pp", "reinforce_pp_baseline", "per_turn", "gae"] | None
+    ) = None
+    """How rewards become advantages."""
+    loss: Literal["decoupled_ppo", "ppo", "importance_sampling", "cispo", "gspo", "dppo", "sapo"] | None = None
+    """The policy loss. mu is the policy that sampled, pi the one that is trained."""
+    correction: Literal["none", "tis", "icepop", "geometric"] | None = None
+    """What is done about mu differing from pi_prox, beyond what the loss does."""
+    aggregation: Literal["token_mean", "sequence_mean", "constant"] | None = None
+    """How the losses of tokens become one number."""
+    normalize_std: bool | None = None
+    """grpo, per_turn: divide by the group's standard deviation."""
+    gamma: Fraction | None = None
+    """gae, per_turn: discount per token (gae) or per turn (per_turn)."""
+    lam: Fraction | None = None
+    """gae: 1 trusts the returns, 0 the critic."""
+    critic_lr: Annotated[float, Field(ge=0.0)] | None = None
+    """gae: learning rate of the critic, which starts from model.base."""
+    value_clip: Annotated[float, Field(gt=0.0)] | None = None
+    """gae: how far a value may move from the one at the batch's start before its gradient stops."""
+    clip_low: Fraction | None = None
     """See clip_high."""
-    clip_high: Annotated[float, Field(ge=0.0)] = 0.2
+    clip_high: Annotated[float, Field(ge=0.0)] | None = None
     """The importance ratio pi/pi_prox is clipped to [1 - clip_low, 1 + clip_high]."""
-    behaviour_cap: Annotated[float, Field(gt=0.0)] = 5.0
-    """Upper bound of the behaviour weight pi_prox/mu."""
-    proximal: Literal["loglinear", "recomputed"] = "loglinear"
-    """Where pi_prox, the centre of the clip range, lies. `loglinear`: between mu and pi, one version behind pi on the
-    straight line of log-probabilities, so that every version of lag has a clip range of its own and pi_prox = mu up to
-    one version of lag. `recomputed`: the weights before the batch; with one update per batch nothing is ever clipped."""
+    dual_clip: Annotated[float, Field(gt=1.0)] | None = None
+    """ppo: largest ratio that a negative advantage is multiplied with; none: no such bound."""
+    behaviour_cap: Annotated[float, Field(gt=0.0)] | None = None
+    """decoupled_ppo: upper bound of the weight pi_prox/mu."""
+    proximal: Literal["behaviour", "loglinear", "recomputed"] | None = None
+    """Where pi_prox, the centre of the clip range, lies. `behaviour`: it is mu. `loglinear`: between mu and pi, one
+    version behind pi on the straight line of log-probabilities, so that every version of lag has a clip range of its
+    own; up to one version of lag it is mu. `recomputed`: the weights before the batch; with one update per batch
+    nothing is ever clipped."""
+    tv_limit: Fraction | None = None
+    """dppo: a token is dropped once pi - mu exceeds this in the direction of its advantage."""
+    log_ratio_penalty: Annotated[float, Field(ge=0.0)] | None = None
+    """dppo: weight of (log pi/mu)^2."""
+    tau_positive: Annotated[float, Field(gt=0.0)] | None = None
+    """sapo: steepness of the gate where the advantage is positive."""
+    tau_negative: Annotated[float, Field(gt=0.0)] | None = None
+    """sapo: steepness of the gate where the advantage is negative."""
+    tis_cap: Annotated[float, Field(gt=0.0)] | None = None
+    """tis: upper bound of the weight pi_prox/mu."""
+    icepop_low: Annotated[float, Field(ge=0.0)] | None = None
+    """icepop: tokens whose pi_prox/mu is lower are dropped."""
+    icepop_high: Annotated[float, Field(gt=0.0)] | None = None
+    """icepop: tokens whose pi_prox/mu is higher are dropped."""
+    geometric_low: Annotated[float, Field(ge=0.0)] | None = None
+    """geometric: sequences whose geometric mean of pi/mu is lower are dropped."""
+    geometric_high: Annotated[float, Field(gt=0.0)] | None = None
+    """geometric: sequences whose geometric mean of pi/mu is higher are dropped."""
     kl_coef: Annotated[float, Field(ge=0.0)] = 0.0
-    """Weight of the k3 estimate of KL(pi || reference) in the loss; above 0 reference-forward is in the path."""
-    normalize_std: bool = True
-    """Divide group advantages by the group's standard deviation."""
+    """Weight of KL(pi || reference); above 0 reference-forward is in the path. 0: off."""
+    kl_in: Literal["loss", "reward"] | None = None
+    """`loss`: a term of the loss. `reward`: taken off the reward, token by token, with mu in place of pi."""
+    kl_estimator: Literal["k1", "k2", "k3"] | None = None
+    """With d = log pi - log reference: k1 = d, k2 = d^2/2, k3 = exp(-d) - 1 + d."""
+    entropy_coef: Annotated[float, Field(ge=0.0)] = 0.0
+    """Weight of the mean entropy, which is added to what is maximised. 0: off."""
+    drop_zero_variance: bool | None = None
+    """Groups whose rewards are all equal are discarded when a batch is assembled, and replaced by new ones."""
+    max_zero_variance_batches: Positive | None = None
+    """drop_zero_variance: the job fails when so many batches' worth of groups in a row was discarded for it."""
+    overlong_shaping: bool | None = None
+    """Take up to 1 off the reward of trajectories that come near overlong_length."""
+    overlong_length: Positive | None = None
+    """overlong_shaping: sampled tokens at which the penalty is 1; default rollout.max_tokens."""
+    overlong_buffer: Positive | None = None
+    """overlong_shaping: the penalty rises from 0 over so many tokens below; default a fifth of overlong_length."""
 
-    @model_validator(mode="after")
-    def _split(self) -> AlgorithmSpec:
-        if self.groups_per_batch % self.updates_per_batch:
-            raise ValueError(
-                f"updates_per_batch={self.updates_per_batch} must divide groups_per_batch={self.groups_per_batch}"
-            )
-        return self
+    @model_validator(mode="wrap")
+    @classmethod
+    def _resolve(cls, data: Any, handler: ModelWrapValidatorHandler[AlgorithmSpec]) -> AlgorithmSpec:
+        """Fields that are wrong in themselves do not hide the others' contradictions: those are judged without them."""
+        wrong: list[dict[str, Any]] = []
+        try:
+            spec = handler(data)
+        except ValidationError as error:
+            found = error.errors(include_url=False)
+            if not isinstance(data, dict) or any(not item["loc"] for item in found):
+                raise
+            wrong = [mistake for item in found for mistake in _mistakes(item)]
+            spec = handler({name: value for name, value in data.items() if name not in {i["loc"][0] for i in found}})
+        values, mistakes = algorithms.resolve(spec.name, dict(spec))
+        if spec.groups_per_batch % spec.updates_per_batch:
+            problem = f"updates_per_batch must divide groups_per_batch={spec.groups_per_batch}"
+            mistakes.append({"field": "updates_per_batch", "value": spec.updates_per_batch, "problem": problem})
+        if wrong or mistakes:
+            raise Mistakes(wrong + mistakes)
+        _fill(spec, values)
+        return spec
+
+    def options(self, part: Literal["advantage", "loss", "correction"]) -> dict[str, Any]:
+        """The options of the chosen part, by name."""
+        choice = getattr(self, part)
+        return {name: getattr(self, name) for name in algorithms.PARTS[part][choice].options}
+
+
+def _fill(model: BaseModel, values: dict[str, Any]) -> None:
+    """Set fields of a frozen model while it is being validated."""
+    for name, value in values.items():
+        object.__setattr__(model, name, value)
 
 
 class ToySpec(Part):
@@ -194,7 +293,19 @@ class JobSpec(Part):
             raise ValueError(
                 f"train.warmup_steps={self.train.warmup_steps} is larger than train.steps={self.train.steps}"
             )
+        if self.algorithm.overlong_shaping:
+            _fill(self, {"algorithm": self.algorithm.model_copy(update=self._overlong())})
         return self
+
+    def _overlong(self) -> dict[str, int]:
+        longest = self.rollout.max_tokens
+        length = self.algorithm.overlong_length or longest
+        buffer = self.algorithm.overlong_buffer or -(-length // 5)
+        if length > longest:
+            raise ValueError(f"algorithm.overlong_length={length} is larger than rollout.max_tokens={longest}")
+        if buffer > length:
+            raise ValueError(f"algorithm.overlong_buffer={buffer} is larger than overlong_length={length}")
+        return {"overlong_length": length, "overlong_buffer": buffer}
 
     @property
     def sampled_exactly(self) -> bool:
@@ -207,16 +318,7 @@ def parse_spec(data: Any) -> JobSpec:
     try:
         return JobSpec.model_validate(data)
     except ValidationError as error:
-        raise SpecError(
-            [
-                {
-                    "field": ".".join(str(part) for part in item["loc"]) or "(whole spec)",
-                    "value": _short(item.get("input")),
-                    "problem": item["msg"].removeprefix("Value error, "),
-                }
-                for item in error.errors(include_url=False)
-            ]
-        ) from None
+        raise SpecError([mistake for item in error.errors(include_url=False) for mistake in _mistakes(item)]) from None
 
 
 def load_spec(path: Path) -> Any:
@@ -229,6 +331,16 @@ def load_spec(path: Path) -> Any:
         return orjson.loads(raw) if path.suffix == ".json" else tomllib.loads(raw.decode())
     except (orjson.JSONDecodeError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise SpecError([{"field": "(file)", "value": str(path), "problem": str(error)}]) from None
+
+
+def _mistakes(item: Any) -> list[dict[str, Any]]:
+    """One of pydantic's errors as ours; a validator of ours may have found several."""
+    path = [str(part) for part in item["loc"]]
+    cause = item.get("ctx", {}).get("error")
+    if isinstance(cause, Mistakes):
+        return [{**m, "field": ".".join([*path, m["field"]]), "value": _short(m["value"])} for m in cause.mistakes]
+    problem = item["msg"].removeprefix("Value error, ")
+    return [{"field": ".".join(path) or "(whole spec)", "value": _short(item.get("input")), "problem": problem}]
 
 
 def _short(value: Any) -> Any:

@@ -40,6 +40,8 @@ def make_trajectory(
     metrics: dict[str, float] | None = None,
 ) -> Trajectory:
     sampled = [i for i, m in enumerate(mask) if m]
+    starts = [i for i in sampled if i - 1 not in sampled]
+    runs = list(zip(starts, [i + 1 for i in sampled if i + 1 not in sampled], strict=True))
     return Trajectory(
         index=index,
         attempt=f"a{index}",
@@ -47,7 +49,10 @@ def make_trajectory(
         mask_T=np.asarray(mask, dtype="u1").tobytes(),
         logprobs_T=np.asarray(logprobs or [-4.0 * m for m in mask], dtype="<f4").tobytes(),
         spans=[Span(i, i + 1, version) for i in sampled],
-        turns=[Turn(start=sampled[0], end=sampled[-1] + 1, stop=StopReason.EOS, reward=reward)],
+        turns=[
+            Turn(start=start, end=end, stop=StopReason.EOS, reward=reward if end == runs[-1][1] else 0.0)
+            for start, end in runs
+        ],
         ending=Ending.ENV_DONE,
         reward=reward,
         metrics=metrics or {},

@@ -1,26 +1,150 @@
-"""Group advantages: rewards of one group in, one advantage per trajectory out. Pure numpy."""
+"""Advantage estimators: rewards in, advantages out. Pure numpy, float64.
+
+Shapes: G trajectories of a group, T sampled (mask-1) tokens of a trajectory, K turns of a trajectory. What works on
+several groups or trajectories takes and gives lists of such arrays.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 
 F64 = npt.NDArray[np.float64]
 EPSILON = 1e-4
+TINY = 1e-8
 
 
 def grpo(rewards_G: npt.ArrayLike, *, normalize_std: bool = True) -> F64:
     """A_i = (r_i - mean(r)) / (std(r) + 1e-4); without `normalize_std` the numerator alone.
 
     `std` is the sample standard deviation (G - 1 in the denominator). A group of equal rewards gets zeros.
-    Source: GRPO, arXiv 2402.03300, section 4.1.2; without std: Dr. GRPO, arXiv 2503.20783, section 3.2.
+    Source: GRPO, arXiv 2402.03300, section 4.1.2.
     """
-    rewards = np.asarray(rewards_G, dtype=np.float64)
-    if rewards.ndim != 1 or len(rewards) < 2:
-        raise ValueError("a group baseline needs at least two trajectories")
+    rewards = _group(rewards_G)
     centred: F64 = rewards - rewards.mean()
     if (rewards == rewards[0]).all():
         return np.zeros_like(centred)
     if normalize_std:
         centred /= rewards.std(ddof=1) + EPSILON
     return centred
+
+
+def dr_grpo(rewards_G: npt.ArrayLike) -> F64:
+    """A_i = r_i - mean(r). Source: Dr. GRPO, arXiv 2503.20783, section 3.2."""
+    return grpo(rewards_G, normalize_std=False)
+
+
+def rloo(rewards_G: npt.ArrayLike) -> F64:
+    """A_i = r_i - mean of the other G - 1 rewards = G / (G - 1) * (r_i - mean(r)).
+
+    Source: RLOO, arXiv 2402.14740, section 4.1.
+    """
+    rewards = _group(rewards_G)
+    return dr_grpo(rewards) * (len(rewards) / (len(rewards) - 1))
+
+
+def maxrl(rewards_G: npt.ArrayLike) -> F64:
+    """A_i = (r_i - mean(r)) / mean(r): hard prompts weigh more than easy ones. Rewards must not be negative.
+
+    A group without any reward gets zeros. Source: MaxRL, arXiv 2602.02710.
+    """
+    rewards = _group(rewards_G)
+    if (rewards < 0).any():
+        raise ValueError("maxrl divides by the group's mean reward: rewards must not be negative")
+    mean = rewards.mean()
+    return dr_grpo(rewards) / mean if mean > 0 else np.zeros_like(rewards)
+
+
+def reinforce_pp(returns_S: Sequence[F64]) -> list[F64]:
+    """A_t = (R_t - mean(R)) / (std(R) + 1e-8), mean and std over all tokens of the batch.
+
+    `returns_S` holds [T] per trajectory: R_t = r - beta * sum_{i >= t} KL_i, see `returns_to_go`; without KL in the
+    reward it is r at every token. Source: REINFORCE++, arXiv 2501.03262, equations 5 and 8.
+    """
+    flat = np.concatenate(list(returns_S))
+    mean, std = flat.mean(), flat.std()
+    return [(returns - mean) / (std + TINY) for returns in returns_S]
+
+
+def reinforce_pp_baseline(rewards_B: Sequence[npt.ArrayLike], counts_B: Sequence[Sequence[int]]) -> list[F64]:
+    """A_i = c_i / (std(c) + 1e-8) with c_i = r_i - mean of its group, std over all tokens of the batch.
+
+    `rewards_B` is [G] per group, `counts_B` the sampled tokens of the same trajectories; the result is [G] per group.
+    The mean that is taken off before dividing is that of the tokens too. Source: REINFORCE++, arXiv 2501.03262,
+    section 3.3 (REINFORCE++-baseline).
+    """
+    centred_B = [dr_grpo(rewards) for rewards in rewards_B]
+    tokens = np.concatenate([np.repeat(c, n) for c, n in zip(centred_B, counts_B, strict=True)])
+    return [(c - tokens.mean()) / (tokens.std() + TINY) for c in centred_B]
+
+
+def per_turn(rewards_G: Sequence[npt.ArrayLike], *, gamma: float, normalize_std: bool = True) -> list[F64]:
+    """One advantage per turn: A_ik = (R_ik - mean_k) / (std_k + 1e-4), R_ik = sum_{j >= k} gamma^(j-k) r_ij.
+
+    `rewards_G` holds the turn rewards [K] of each trajectory, of differing length. mean_k and std_k are those of the
+    k-th turns of the group, over the trajectories that have one: a late turn is never measured by the statistics of the
+    first. Where only one trajectory got that far there is nothing to compare with, and A = 0.
+    Source: returns-to-go per step as in group-in-group advantages, arXiv 2505.10978, section 4.2, with the turn's
+    position as anchor.
+    """
+    _group(np.zeros(len(rewards_G)))
+    returns_G = [returns_to_go(np.asarray(rewards, dtype=np.float64), gamma) for rewards in rewards_G]
+    advantages_G = [np.zeros_like(returns) for returns in returns_G]
+    for k in range(max(len(returns) for returns in returns_G)):
+        there = [i for i, returns in enumerate(returns_G) if len(returns) > k]
+        if len(there) > 1:
+            values = grpo([returns_G[i][k] for i in there], normalize_std=normalize_std)
+            for i, value in zip(there, values, strict=True):
+                advantages_G[i][k] = value
+    return advantages_G
+
+
+def gae(rewards_T: F64, values_T: F64, *, gamma: float, lam: float) -> tuple[F64, F64]:
+    """A_t = sum_{l >= 0} (gamma lam)^l delta_{t+l},  delta_t = r_t + gamma V_{t+1} - V_t,  V after the end = 0.
+
+    Returns (advantages [T], returns [T]), returns_t = A_t + V_t being what the critic learns.
+    Source: GAE, arXiv 1506.02438, equation 16.
+    """
+    following = np.append(values_T[1:], 0.0)
+    advantages = returns_to_go(rewards_T + gamma * following - values_T, gamma * lam)
+    return advantages, advantages + values_T
+
+
+def whiten(advantages_S: Sequence[F64]) -> list[F64]:
+    """(A - mean) / (std + 1e-8) over all tokens of the batch, as usual for PPO (arXiv 2006.05990, choice C67)."""
+    return reinforce_pp(advantages_S)
+
+
+def returns_to_go(rewards_T: F64, gamma: float) -> F64:
+    """R_t = sum_{i >= t} gamma^(i-t) r_i."""
+    returns, ahead = np.zeros(len(rewards_T)), 0.0
+    for t in range(len(rewards_T) - 1, -1, -1):
+        ahead = rewards_T[t] + gamma * ahead
+        returns[t] = ahead
+    return returns
+
+
+def overlong_penalty(tokens: npt.ArrayLike, *, length: int, buffer: int) -> F64:
+    """0 up to length - buffer tokens, then down linearly to -1 at `length`, and -1 beyond.
+
+    Source: DAPO, arXiv 2503.14476, equation 13 (soft overlong punishment; length 20480, buffer 4096 there).
+    """
+    over = np.asarray(tokens, dtype=np.float64) - (length - buffer)
+    penalty: F64 = -np.clip(over / buffer, 0.0, 1.0)
+    return penalty
+
+
+def kl_estimate(behaviour_T: F64, reference_T: F64, estimator: str) -> F64:
+    """k1, k2 or k3 of KL(mu || reference) per token, for the reward; `losses.KL` holds the same for the loss."""
+    d = behaviour_T - reference_T
+    estimates: dict[str, F64] = {"k1": d, "k2": d * d / 2.0, "k3": np.expm1(-d) + d}
+    return estimates[estimator]
+
+
+def _group(rewards_G: npt.ArrayLike) -> F64:
+    rewards = np.asarray(rewards_G, dtype=np.float64)
+    if rewards.ndim != 1 or len(rewards) < 2:
+        raise ValueError("a group baseline needs at least two trajectories")
+    return rewards

@@ -1,9 +1,9 @@
-"""From groups to tensors: the micro-batches of one optimizer step, and the numbers that a step leaves behind."""
+"""From groups to tensors: the micro-batches of a batch's optimizer steps."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -11,7 +11,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from opentinker.services.trainer.advantages import grpo
+from opentinker.services.trainer import losses
+from opentinker.services.trainer.advantages import F64
+from opentinker.services.trainer.credit import Credit
 from opentinker.shared.errors import JobFailed
 from opentinker.shared.nn.forward import Layout, layout
 from opentinker.shared.nn.packing import pack
@@ -23,62 +25,132 @@ from opentinker.shared.types import Group, Trajectory, WeightVersion
 class MicroBatch:
     """What one forward pass needs. M: mask-1 tokens, trajectory by trajectory."""
 
+    members: list[int]
+    """Which trajectories of the batch these are."""
     plan: Layout
     behaviour_M: Tensor
-    advantages_M: Tensor
     reference_M: Tensor | None
+    """With KL in the loss."""
     current_M: Tensor
     """bool: sampled by the very weights that the trainer holds now."""
     lag_M: Tensor
     """float: versions that the weights which sampled the token lag behind the trainer's."""
+    sequence_M: Tensor
+    """int64: place in `members` of the trajectory that a token belongs to."""
+    scale_M: Tensor
+    """Weight of the token in the loss of its optimizer step."""
     tokens: int
     """All tokens of its trajectories, prompts and observations included."""
+    batch_tokens: int
+    """Sampled tokens of its whole optimizer step."""
+    advantages_M: Tensor
+    """0 until `give_credit`."""
     start_M: Tensor | None = None
     """Log-probabilities under the weights before the batch, where the update's own forward pass does not give them."""
+    values_M: Tensor | None = None
+    """The critic's values before the batch."""
+    returns_M: Tensor | None = None
+    """What the critic learns."""
+
+    @property
+    def counts(self) -> list[int]:
+        return torch.bincount(self.sequence_M, minlength=len(self.members)).tolist()  # type: ignore[no-any-return]
 
 
-def micro_batches(groups: list[Group], version: WeightVersion, spec: JobSpec, device: torch.device) -> list[MicroBatch]:
-    """Whole groups -> micro-batches. Arrival order keeps a group, and so its shared prompt, together."""
-    trajectories, advantages = [], []
-    for group in groups:
-        rewards = [t.reward for t in group.trajectories]
-        advantages += list(grpo(rewards, normalize_std=spec.algorithm.normalize_std))
-        trajectories += group.trajectories
-    sampled = [i for i, t in enumerate(trajectories) if t.mask.any()]
+def micro_batches(
+    groups: Sequence[Group], version: WeightVersion, spec: JobSpec, device: torch.device
+) -> list[list[MicroBatch]]:
+    """A batch -> per optimizer step its micro-batches. Groups stay together, and so their shared prompts do."""
+    share = len(groups) // spec.algorithm.updates_per_batch
+    updates, first = [], 0
+    for start in range(0, len(groups), share):
+        part = [t for group in groups[start : start + share] for t in group.trajectories]
+        updates.append(_update(part, first, version, spec, device))
+        first += len(part)
+    return updates
+
+
+def _update(
+    part: list[Trajectory], first: int, version: WeightVersion, spec: JobSpec, device: torch.device
+) -> list[MicroBatch]:
+    sampled = [i for i, t in enumerate(part) if t.mask.any()]
     if not sampled:
         raise JobFailed("a whole batch came without one sampled token: do the prompts fill the context window?")
-    trajectories, advantages = [trajectories[i] for i in sampled], [advantages[i] for i in sampled]
-    lengths = [len(t.mask_T) for t in trajectories]
-    return [
-        _micro_batch([trajectories[i] for i in members], [advantages[i] for i in members], version, spec, device)
-        for members in pack(lengths, spec.train.tokens_per_micro_batch, "arrival")
-    ]
+    tokens = sum(int(np.count_nonzero(part[i].mask)) for i in sampled)
+    packed = pack([len(part[i].mask_T) for i in sampled], spec.train.tokens_per_micro_batch, "arrival")
+    micros = []
+    for places in packed:
+        members = [sampled[place] for place in places]
+        micro = _micro_batch([part[i] for i in members], version, spec, device, tokens, len(sampled))
+        micro.members = [first + i for i in members]
+        micros.append(micro)
+    return micros
 
 
 def _micro_batch(
     trajectories: list[Trajectory],
-    advantages: list[float],
     version: WeightVersion,
     spec: JobSpec,
     device: torch.device,
+    batch_tokens: int,
+    batch_sequences: int,
 ) -> MicroBatch:
     masks = [t.mask.astype(bool) for t in trajectories]
+    counts = torch.tensor([int(mask.sum()) for mask in masks], device=device)
     reference = None
-    if spec.algorithm.kl_coef > 0:
-        lacking = [t.attempt for t in trajectories if t.ref_logprobs is None]
-        if lacking:
-            raise JobFailed(f"kl_coef > 0 but trajectory {lacking[0]} came without reference logprobs")
-        reference = _tensor([t.ref_logprobs[m] for t, m in zip(trajectories, masks, strict=True)], np.float32, device)  # type: ignore[index]
-    counts = [int(mask.sum()) for mask in masks]
+    if spec.algorithm.kl_in == "loss":
+        reference = _tensor([_reference(t)[m] for t, m in zip(trajectories, masks, strict=True)], np.float32, device)
+    behaviour = _tensor([t.logprobs[m] for t, m in zip(trajectories, masks, strict=True)], np.float32, device)
     return MicroBatch(
+        members=[],
         plan=layout([t.ids for t in trajectories], masks).to(device),
-        behaviour_M=_tensor([t.logprobs[m] for t, m in zip(trajectories, masks, strict=True)], np.float32, device),
-        advantages_M=_tensor([np.repeat(advantages, counts)], np.float32, device),
+        behaviour_M=behaviour,
         reference_M=reference,
         current_M=_tensor([_current(t, version)[m] for t, m in zip(trajectories, masks, strict=True)], bool, device),
         lag_M=_tensor([_lags(t, version)[m] for t, m in zip(trajectories, masks, strict=True)], np.float32, device),
+        sequence_M=torch.arange(len(trajectories), device=device).repeat_interleave(counts),
+        scale_M=_scale(counts, spec, batch_tokens, batch_sequences),
         tokens=sum(len(m) for m in masks),
+        batch_tokens=batch_tokens,
+        advantages_M=torch.zeros_like(behaviour),
     )
+
+
+def give_credit(micros: Sequence[MicroBatch], credit: Credit) -> None:
+    """Put the advantages of the batch, and what its critic learns, beside the tokens they belong to."""
+    for micro in micros:
+        device = micro.behaviour_M.device
+        micro.advantages_M = _tensor([credit.advantages_S[i] for i in micro.members], np.float32, device)
+        if credit.returns_S is not None:
+            micro.returns_M = _tensor([credit.returns_S[i] for i in micro.members], np.float32, device)
+
+
+def values_of(micros: Sequence[MicroBatch], trajectories: int) -> list[F64]:
+    """The critic's values, trajectory by trajectory of the batch; of those without sampled tokens none."""
+    values: list[F64] = [np.zeros(0)] * trajectories
+    for micro in micros:
+        assert micro.values_M is not None
+        parts = np.split(micro.values_M.double().cpu().numpy(), np.cumsum(micro.counts)[:-1])
+        for member, part in zip(micro.members, parts, strict=True):
+            values[member] = part
+    return values
+
+
+def _scale(counts_S: Tensor, spec: JobSpec, tokens: int, sequences: int) -> Tensor:
+    match spec.algorithm.aggregation:
+        case "sequence_mean":
+            return losses.sequence_mean(counts_S, sequences)
+        case "constant":
+            return losses.constant(counts_S, sequences, spec.rollout.max_tokens)
+        case _:
+            return losses.token_mean(counts_S, tokens)
+
+
+def _reference(trajectory: Trajectory) -> npt.NDArray[np.float32]:
+    reference = trajectory.ref_logprobs
+    if reference is None:
+        raise JobFailed(f"kl_coef > 0 but trajectory {trajectory.attempt} came without reference logprobs")
+    return reference
 
 
 def _current(trajectory: Trajectory, version: WeightVersion) -> npt.NDArray[np.bool_]:
@@ -99,59 +171,3 @@ def _lags(trajectory: Trajectory, version: WeightVersion) -> npt.NDArray[np.int6
 
 def _tensor(parts: list[Any], dtype: Any, device: torch.device) -> Tensor:
     return torch.from_numpy(np.concatenate(parts).astype(dtype, copy=False)).to(device)
-
-
-@dataclass
-class StepRecord:
-    """Per-token results of a batch's updates, kept on the device until one transfer at the end."""
-
-    logprobs: list[Tensor] = field(default_factory=list)
-    start: list[Tensor] = field(default_factory=list)
-    """|log pi - log mu| under the weights before the batch, of the tokens for which that is known."""
-    same: list[Tensor] = field(default_factory=list)
-    """bool, beside `start`: sampled by these very weights."""
-    behaviour: list[Tensor] = field(default_factory=list)
-    entropy: list[Tensor] = field(default_factory=list)
-    clipped: list[Tensor] = field(default_factory=list)
-    kl: list[Tensor] = field(default_factory=list)
-
-    def metrics(self) -> dict[str, float]:
-        """entropy, clip_share, loss/kl, ratio/{mean,max,k3,outside}, ess, mismatch/{mean,max,tokens}, drift/mean.
-
-        ratio = pi / mu before any clipping, pi being the weights of each update's forward pass; k3 = ratio - log ratio
-        - 1; outside: share of tokens whose ratio leaves [0.9, 1.1]; ess = (sum ratio)^2 / (n sum ratio^2).
-        mismatch = |log pi - log mu| with pi the weights before the batch, over the tokens that these same weights
-        sampled: what is left is numerics (and, with top_p or top_k, the truncation: mu is renormalised over the tokens
-        left, pi is not). No such tokens, no mismatch. drift: the same over all tokens. Of several updates per batch
-        the first one is measured, or all with a recomputed proximal policy.
-        """
-        log_ratio = _joined(self.logprobs) - _joined(self.behaviour)
-        gap = _joined(self.start)
-        same = gap[_joined(self.same).astype(bool)]
-        ratio = np.exp(np.minimum(log_ratio, 700.0))
-        metrics = {
-            "entropy": float(_joined(self.entropy).mean()),
-            "clip_share": float(_joined(self.clipped).mean()),
-            "ratio/mean": float(ratio.mean()),
-            "ratio/max": float(ratio.max()),
-            "ratio/k3": float((ratio - log_ratio - 1.0).mean()),
-            "ratio/outside": float(((ratio < 0.9) | (ratio > 1.1)).mean()),
-            "ess": effective_sample_size(log_ratio),
-            "mismatch/tokens": float(len(same)),
-            "drift/mean": float(gap.mean()),
-        }
-        if len(same):
-            metrics |= {"mismatch/mean": float(same.mean()), "mismatch/max": float(same.max())}
-        if self.kl:
-            metrics["loss/kl"] = float(_joined(self.kl).mean())
-        return metrics
-
-
-def effective_sample_size(log_weights: npt.NDArray[np.float64]) -> float:
-    """(sum w)^2 / (n * sum w^2), between 1/n and 1."""
-    weights = np.exp(log_weights - log_weights.max())
-    return float(weights.sum() ** 2 / (len(weights) * (weights**2).sum()))
-
-
-def _joined(parts: Iterable[Tensor]) -> npt.NDArray[np.float64]:
-    return torch.cat(list(parts)).double().cpu().numpy()  # type: ignore[no-any-return]

@@ -7,7 +7,6 @@ job's dtype.
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,19 +19,22 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from opentinker.services.trainer import train_state
 from opentinker.services.trainer.batch_metrics import batch_metrics
+from opentinker.services.trainer.credit import Credit, assign
+from opentinker.services.trainer.critic import Critic, critic_metrics
 from opentinker.services.trainer.learner import BUCKET_BYTES, NonFinite
-from opentinker.services.trainer.losses import decoupled_ppo, k3, loglinear_proximal, token_mean
-from opentinker.services.trainer.micro_batch import MicroBatch, StepRecord, micro_batches
+from opentinker.services.trainer.micro_batch import MicroBatch, give_credit, micro_batches, values_of
+from opentinker.services.trainer.objective import objective
+from opentinker.services.trainer.step_record import StepRecord
 from opentinker.shared.nn import transport
 from opentinker.shared.nn.forward import token_logprobs
 from opentinker.shared.nn.lora import attach_lora, causal_lm
-from opentinker.shared.nn.models import load_model, load_tokenizer, torch_dtype
+from opentinker.shared.nn.models import autocast, load_model, load_tokenizer, torch_dtype
 from opentinker.shared.spec import JobSpec
 from opentinker.shared.types import Group, WeightVersion
 
 
 class TorchLearner:
-    """AdamW on the decoupled-PPO loss of GRPO advantages, on one device."""
+    """AdamW on the loss that the spec's algorithm puts together, on one device."""
 
     def __init__(self, spec: JobSpec, device: str = "cpu") -> None:
         self.spec = spec
@@ -55,8 +57,11 @@ class TorchLearner:
         self.parameters = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
         self.dropouts = [module for name, module in self.model.named_modules() if name.endswith("lora_dropout")]
         self.optimizer = self._optimizer()
+        self.critic = Critic(spec, self.device) if spec.algorithm.advantage == "gae" else None
         self.steps = 0
         if checkpoint is not None:
+            if self.critic is not None:
+                self.critic.load(checkpoint)
             self.steps = train_state.load(checkpoint, self.model, self.parameters, self.optimizer)
 
     def _optimizer(self) -> torch.optim.Optimizer:
@@ -77,110 +82,108 @@ class TorchLearner:
         )
 
     @property
-    def lr(self) -> float:
-        """Learning rate of the next batch: lr * (batches so far + 1) / warmup_steps, then lr."""
-        train = self.spec.train
-        return train.lr * min(1.0, (self.steps + 1) / max(1, train.warmup_steps))
+    def warmup(self) -> float:
+        """Share of the learning rate for the next batch: (batches so far + 1) / warmup_steps, then 1."""
+        return min(1.0, (self.steps + 1) / max(1, self.spec.train.warmup_steps))
 
     def step(self, groups: list[Group], version: WeightVersion) -> dict[str, float]:
         start = time.perf_counter()
-        updates, lr = self.spec.algorithm.updates_per_batch, self.lr
-        share = len(groups) // updates
-        batches = [
-            micro_batches(groups[u * share : (u + 1) * share], version, self.spec, torch.device(self.device))
-            for u in range(updates)
-        ]
-        if self._drops_out or (updates > 1 and self.spec.algorithm.proximal == "recomputed"):
-            self._measure_start(batches)
+        algorithm, warmup = self.spec.algorithm, self.warmup
+        batches = micro_batches(groups, version, self.spec, torch.device(self.device))
+        micros = [micro for update in batches for micro in update]
+        credit = self._give_credit(groups, micros)
+        if self._drops_out or (algorithm.updates_per_batch > 1 and algorithm.proximal == "recomputed"):
+            self._measure_start(micros)
         for group in self.optimizer.param_groups:
-            group["lr"] = lr
+            group["lr"] = self.spec.train.lr * warmup
         record = StepRecord()
-        before = train_state.remember(self.parameters, self.optimizer) if updates > 1 else None
+        before = self._remember() if len(batches) > 1 else []
         try:
-            results = [self._update(micros, record, first=u == 0) for u, micros in enumerate(batches)]
+            results = [self._update(update, record, warmup, first=u == 0) for u, update in enumerate(batches)]
         except NonFinite:
-            if before is not None:
-                train_state.restore(before, self.parameters, self.optimizer)
+            for memory in before:
+                train_state.restore(*memory)
             raise
         self.steps += 1
-        tokens = sum(len(micro.behaviour_M) for micros in batches for micro in micros)
         return {
-            "loss/policy": sum(loss for loss, _ in results) / updates,
-            "grad_norm": max(norm for _, norm in results),
-            "lr": lr,
-            "tokens": float(tokens),
-            "tokens/total": float(sum(micro.tokens for micros in batches for micro in micros)),
-            "tokens/computed": float(sum(len(micro.plan.ids_N) for micros in batches for micro in micros)),
+            "loss/policy": sum(r["policy"] for r in results) / len(results),
+            "grad_norm": max(r["norm"] for r in results),
+            "lr": self.spec.train.lr * warmup,
+            "tokens": float(sum(len(micro.behaviour_M) for micro in micros)),
+            "tokens/total": float(sum(micro.tokens for micro in micros)),
+            "tokens/computed": float(sum(len(micro.plan.ids_N) for micro in micros)),
             **record.metrics(),
+            **credit.metrics,
+            **({} if self.critic is None else critic_metrics(micros, results)),
             **batch_metrics(groups, version),
             "step_seconds": time.perf_counter() - start,
         }
 
-    def _update(self, micros: list[MicroBatch], record: StepRecord, *, first: bool) -> tuple[float, float]:
-        """One optimizer step: policy loss and gradient norm before clipping. Raises NonFinite instead of stepping.
+    def _give_credit(self, groups: list[Group], micros: list[MicroBatch]) -> Credit:
+        """Advantages of the whole batch; with a critic, from its values before the batch."""
+        values_S = None
+        if self.critic is not None:
+            self.critic.measure(micros)
+            values_S = values_of(micros, sum(len(group.trajectories) for group in groups))
+        credit = assign(groups, self.spec.algorithm, values_S)
+        give_credit(micros, credit)
+        return credit
+
+    def _remember(self) -> list[tuple[Any, Any, Any]]:
+        owners: list[Any] = [self, *([self.critic] if self.critic else [])]
+        return [(train_state.remember(o.parameters, o.optimizer), o.parameters, o.optimizer) for o in owners]
+
+    def _update(self, micros: list[MicroBatch], record: StepRecord, warmup: float, *, first: bool) -> dict[str, float]:
+        """One optimizer step: losses and gradient norms before clipping. Raises NonFinite instead of stepping.
 
         `first`: the weights are still those before the batch.
         """
-        algorithm = self.spec.algorithm
-        tokens = sum(len(micro.behaviour_M) for micro in micros)
-        policy = torch.zeros((), device=self.device)
-        penalty = torch.zeros((), device=self.device)
+        sums = {name: torch.zeros((), device=self.device) for name in ("policy", "total", "value", "critic_norm")}
         self._dropout(on=True)
         for micro in micros:
             logprobs_M, entropy_M = self._forward(micro)
             if micro.start_M is None and first:
                 micro.start_M = logprobs_M.detach()
-            losses = decoupled_ppo(
-                logprobs_M,
-                self._proximal(logprobs_M, micro),
-                micro.behaviour_M,
-                micro.advantages_M,
-                clip_low=algorithm.clip_low,
-                clip_high=algorithm.clip_high,
-                behaviour_cap=algorithm.behaviour_cap,
-            )
-            loss = token_mean(losses.loss_M, tokens)
-            policy += loss.detach()
-            if micro.reference_M is not None:
-                kl_M = k3(logprobs_M, micro.reference_M)
-                loss = loss + algorithm.kl_coef * token_mean(kl_M, tokens)
-                penalty += kl_M.detach().sum()
-                record.kl.append(kl_M.detach())
-            loss.backward()
-            record.logprobs.append(logprobs_M.detach())
-            record.behaviour.append(micro.behaviour_M)
-            if micro.start_M is not None:
-                record.start.append((micro.start_M - micro.behaviour_M).abs())
-                record.same.append(micro.current_M)
-            record.entropy.append(entropy_M)
-            record.clipped.append(losses.clipped_M)
-        norm = nn.utils.clip_grad_norm_(list(self.parameters.values()), self.spec.train.grad_clip)
-        loss_value, norm_value, penalty_value = torch.stack([policy, norm, penalty]).tolist()
-        if not all(abs(value) < float("inf") for value in (loss_value, norm_value, penalty_value)):
+            found = objective(logprobs_M, entropy_M, micro, self.spec.algorithm)
+            found.loss.backward()
+            sums["policy"] += found.policy
+            sums["total"] += found.loss.detach()
+            record.add(micro, logprobs_M, entropy_M, found)
+            if self.critic is not None:
+                sums["value"] += self.critic.accumulate(micro)
+        sums["norm"] = nn.utils.clip_grad_norm_(list(self.parameters.values()), self.spec.train.grad_clip)
+        if self.critic is not None:
+            sums["critic_norm"] = self.critic.clip()
+        result = dict(zip(sums, torch.stack(list(sums.values())).tolist(), strict=True))
+        if not all(abs(value) < float("inf") for value in result.values()):
             self.optimizer.zero_grad()
+            if self.critic is not None:
+                self.critic.optimizer.zero_grad()
+            said = ", ".join(f"{name} {value}" for name, value in result.items())
             raise NonFinite(
-                f"step refused: policy loss {loss_value}, KL {penalty_value}, gradient norm {norm_value} after "
-                f"{self.steps} steps; the weights are unchanged. Try a lower lr or a lower behaviour_cap."
+                f"step refused after {self.steps} steps: {said}; the weights are unchanged. "
+                "Try a lower lr, or a tighter bound on the ratio."
             )
         self.optimizer.step()
         self.optimizer.zero_grad()
-        return loss_value, norm_value
+        if self.critic is not None:
+            self.critic.step(warmup)
+        return result
 
     def _forward(self, micro: MicroBatch) -> tuple[Tensor, Tensor]:
-        with self._autocast():
-            return token_logprobs(self.causal, micro.plan, temperature=self.spec.rollout.temperature)
+        with autocast(self.device, self.dtype):
+            return token_logprobs(
+                self.causal,
+                micro.plan,
+                temperature=self.spec.rollout.temperature,
+                entropy_gradient=bool(self.spec.algorithm.entropy_coef),
+            )
 
-    def _proximal(self, logprobs_M: Tensor, micro: MicroBatch) -> Tensor:
-        if self.spec.algorithm.proximal == "loglinear":
-            return loglinear_proximal(logprobs_M, micro.behaviour_M, micro.lag_M)
-        assert micro.start_M is not None
-        return micro.start_M
-
-    def _measure_start(self, batches: list[list[MicroBatch]]) -> None:
+    def _measure_start(self, micros: list[MicroBatch]) -> None:
         """Log-probabilities of the whole batch under the weights before its first update, without dropout."""
         self._dropout(on=False)
         with torch.no_grad():
-            for micro in (micro for micros in batches for micro in micros):
+            for micro in micros:
                 micro.start_M, _ = self._forward(micro)
 
     @property
@@ -190,11 +193,6 @@ class TorchLearner:
     def _dropout(self, *, on: bool) -> None:
         for module in self.dropouts:
             module.train(on)
-
-    def _autocast(self) -> Any:
-        if self.dtype == torch.float32:
-            return contextlib.nullcontext()
-        return torch.autocast(torch.device(self.device).type, dtype=self.dtype)
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """What travels and is saved, in the job's dtype: Hugging Face names without tied duplicates, or PEFT names."""
@@ -218,3 +216,5 @@ class TorchLearner:
         self.tokenizer.save_pretrained(directory)
         masters = self.dtype != torch.float32 and self.spec.model.lora is None
         train_state.save(directory, self.parameters, self.optimizer, self.steps, masters=masters)
+        if self.critic is not None:
+            self.critic.save(directory)

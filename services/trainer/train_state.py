@@ -44,12 +44,7 @@ def save_model(directory: Path, model: nn.Module, weights: dict[str, Tensor], dt
 def save(
     directory: Path, parameters: Parameters, optimizer: torch.optim.Optimizer, steps: int, *, masters: bool
 ) -> None:
-    tensors = {
-        f"{moment}/{name}": optimizer.state[parameter][moment]
-        for name, parameter in parameters.items()
-        if parameter in optimizer.state
-        for moment in MOMENTS
-    }
+    tensors = moments(parameters, optimizer)
     tensors["rng/cpu"] = torch.get_rng_state()
     if next(iter(parameters.values())).is_cuda:
         tensors["rng/cuda"] = torch.cuda.get_rng_state()
@@ -78,12 +73,26 @@ def load(directory: Path, model: nn.Module, parameters: Parameters, optimizer: t
         for name, parameter in parameters.items():
             if f"master/{name}" in tensors:
                 parameter.copy_(tensors[f"master/{name}"])
-            if f"step/{name}" in tensors:
-                optimizer.state[parameter] = {m: tensors[f"{m}/{name}"].to(device) for m in MOMENTS}
+    put_moments(tensors, parameters, optimizer)
     torch.set_rng_state(tensors["rng/cpu"])
     if "rng/cuda" in tensors and device.type == "cuda":
         torch.cuda.set_rng_state(tensors["rng/cuda"])
     return int(state["steps"])
+
+
+def moments(parameters: Parameters, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    return {
+        f"{moment}/{name}": optimizer.state[parameter][moment]
+        for name, parameter in parameters.items()
+        if parameter in optimizer.state
+        for moment in MOMENTS
+    }
+
+
+def put_moments(tensors: dict[str, Tensor], parameters: Parameters, optimizer: torch.optim.Optimizer) -> None:
+    for name, parameter in parameters.items():
+        if f"step/{name}" in tensors:
+            optimizer.state[parameter] = {m: tensors[f"{m}/{name}"].to(parameter.device) for m in MOMENTS}
 
 
 def _check_fits(directory: Path, tensors: dict[str, Tensor], parameters: Parameters) -> None:

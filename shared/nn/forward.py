@@ -207,10 +207,16 @@ def _tokens_first(heads: Tensor) -> Tensor:
 
 
 def token_logprobs(
-    causal: Any, plan: Layout, *, temperature: float, logits_at_once: int = LOGITS_AT_ONCE
+    causal: Any,
+    plan: Layout,
+    *,
+    temperature: float,
+    logits_at_once: int = LOGITS_AT_ONCE,
+    entropy_gradient: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """log softmax(logits / temperature) of every mask-1 token, and the entropy (nats, no gradient) of its distribution.
+    """log softmax(logits / temperature) of every mask-1 token, and the entropy (nats) of its distribution.
 
+    The entropy has a gradient only if `entropy_gradient` says so.
     `causal` is the Hugging Face model (PACKED attention). Both results are float32 [M], in the layout's order.
     The head runs at the U positions that need it; above `logits_at_once` elements it runs in chunks whose logits are
     dropped and made again in the backward pass.
@@ -223,22 +229,33 @@ def token_logprobs(
     U, V = hidden_U.shape[0], head.weight.shape[0]
     wanted = U * V
     if wanted <= logits_at_once:
-        logprobs_U, entropy_U = _head_logprobs(head, hidden_U, plan.targets_U, temperature)
+        logprobs_U, entropy_U = _head_logprobs(head, hidden_U, plan.targets_U, temperature, entropy_gradient)
     else:
         chunk = max(1, logits_at_once // V)
         parts = [
-            checkpoint(_head_logprobs, head, h, t, temperature, use_reentrant=False)
+            checkpoint(_head_logprobs, head, h, t, temperature, entropy_gradient, use_reentrant=False)
             for h, t in zip(hidden_U.split(chunk), plan.targets_U.split(chunk), strict=True)
         ]
         logprobs_U, entropy_U = (torch.cat(column) for column in zip(*parts, strict=True))
     return logprobs_U.index_select(0, plan.selected_M), entropy_U.index_select(0, plan.selected_M)
 
 
-def _head_logprobs(head: Any, hidden_U: Tensor, targets_U: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+def token_values(decoder: Any, head: Any, plan: Layout) -> Tensor:
+    """float32 [M]: head(hidden state that predicts the token) of every mask-1 token. `head` maps it to one number."""
+    hidden_1N = decoder(
+        input_ids=plan.ids_N[None], position_ids=plan.positions_N[None], use_cache=False, plan=plan
+    ).last_hidden_state
+    values_U = head(hidden_1N[0].index_select(0, plan.predictors_U))[:, 0].float()
+    return cast(Tensor, values_U.index_select(0, plan.selected_M))
+
+
+def _head_logprobs(
+    head: Any, hidden_U: Tensor, targets_U: Tensor, temperature: float, entropy_gradient: bool
+) -> tuple[Tensor, Tensor]:
     logits_UV = head(hidden_U).float()
     if temperature != 1.0:
         logits_UV = logits_UV / temperature
     logprobs_UV = logits_UV.log_softmax(-1)
-    with torch.no_grad():
+    with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
         entropy_U = -(logprobs_UV.exp() * logprobs_UV).sum(-1)
     return cast(Tensor, logprobs_UV.gather(-1, targets_U[:, None])[:, 0]), entropy_U

@@ -6,6 +6,7 @@ what to do about it.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
 from pathlib import Path
@@ -27,6 +28,13 @@ _LOADING = threading.Lock()
 
 def torch_dtype(name: str) -> torch.dtype:
     return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
+
+
+def autocast(device: str, dtype: torch.dtype) -> Any:
+    """Where a forward pass over float32 weights computes in `dtype`."""
+    if dtype == torch.float32:
+        return contextlib.nullcontext()
+    return torch.autocast(torch.device(device).type, dtype=dtype)
 
 
 def load_model(base: str, dtype: torch.dtype, device: torch.device | str = "cpu") -> nn.Module:

@@ -1,0 +1,121 @@
+"""The critic of `advantage = "gae"`: a second copy of the base model with one number in place of the vocabulary.
+
+It starts from `model.base` with a head of zeros, so that every first value is 0, and has an optimizer of its own at
+`critic_lr`, which warms up with the policy's. With LoRA it is an adapter too. It is saved in
+`trainer/critic.safetensors`: `weight/NAME`, `exp_avg/NAME`, `exp_avg_sq/NAME`, `step/NAME` per trained parameter.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from opentinker.services.trainer import train_state
+from opentinker.services.trainer.losses import value_loss
+from opentinker.services.trainer.micro_batch import MicroBatch
+from opentinker.shared.errors import JobFailed
+from opentinker.shared.nn.forward import token_values
+from opentinker.shared.nn.lora import attach_lora, causal_lm
+from opentinker.shared.nn.models import autocast, load_model, torch_dtype
+from opentinker.shared.spec import JobSpec
+
+FILE = "critic.safetensors"
+
+
+class Critic:
+    """V(s): the expected return where a sampled token is about to be chosen."""
+
+    def __init__(self, spec: JobSpec, device: str) -> None:
+        self.spec, self.device = spec, device
+        self.dtype = torch_dtype(spec.model.dtype)
+        lora = spec.model.lora
+        base = load_model(spec.model.base, torch.float32 if lora is None else self.dtype, device)
+        self.decoder = causal_lm(base if lora is None else attach_lora(base, lora)).get_decoder()
+        self.head = nn.Linear(base.get_input_embeddings().weight.shape[1], 1, device=device)
+        nn.init.zeros_(self.head.weight)
+        nn.init.zeros_(self.head.bias)
+        trained = [(f"decoder.{name}", p) for name, p in self.decoder.named_parameters() if p.requires_grad]
+        self.parameters = dict(trained) | {f"head.{name}": p for name, p in self.head.named_parameters()}
+        train = spec.train
+        self.optimizer: torch.optim.Optimizer = torch.optim.AdamW(
+            list(self.parameters.values()),
+            lr=float(spec.algorithm.critic_lr or 0.0),
+            betas=(train.beta1, train.beta2),
+            eps=1e-8,
+            weight_decay=0.0,
+            fused=True,
+        )
+
+    def values(self, micro: MicroBatch) -> Tensor:
+        """float32 [M]."""
+        with autocast(self.device, self.dtype):
+            return token_values(self.decoder, self.head, micro.plan)
+
+    def measure(self, micros: list[MicroBatch]) -> None:
+        """The values before the batch."""
+        with torch.no_grad():
+            for micro in micros:
+                micro.values_M = self.values(micro)
+
+    def accumulate(self, micro: MicroBatch) -> Tensor:
+        """Add the gradient of one micro-batch; returns its share of the step's value loss."""
+        assert micro.values_M is not None and micro.returns_M is not None
+        clip = float(self.spec.algorithm.value_clip or 0.0)
+        loss_M = value_loss(self.values(micro), micro.values_M, micro.returns_M, value_clip=clip)
+        loss = loss_M.sum() / micro.batch_tokens
+        loss.backward()
+        return loss.detach()
+
+    def clip(self) -> Tensor:
+        """Bound the gradient's norm; returns it as it was."""
+        return nn.utils.clip_grad_norm_(list(self.parameters.values()), self.spec.train.grad_clip)
+
+    def step(self, warmup: float) -> None:
+        """`warmup`: share of the learning rate that the schedule allows."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = float(self.spec.algorithm.critic_lr or 0.0) * warmup
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def save(self, directory: Path) -> None:
+        tensors = {f"weight/{name}": p.detach() for name, p in self.parameters.items()}
+        tensors |= train_state.moments(self.parameters, self.optimizer)
+        save_file({name: t.contiguous() for name, t in tensors.items()}, directory / "trainer" / FILE)
+
+    def load(self, checkpoint: Path) -> None:
+        """Raises JobFailed, naming a tensor, if the checkpoint has no critic or another one."""
+        try:
+            tensors = load_file(checkpoint / "trainer" / FILE)
+        except (OSError, SafetensorError) as error:
+            raise JobFailed(f"checkpoint {checkpoint} has no usable critic: {error}") from error
+        saved = {name.removeprefix("weight/"): t for name, t in tensors.items() if name.startswith("weight/")}
+        odd = sorted(
+            name
+            for name in saved.keys() | self.parameters.keys()
+            if name not in saved or name not in self.parameters or saved[name].shape != self.parameters[name].shape
+        )
+        if odd:
+            raise JobFailed(f"critic of checkpoint {checkpoint} does not fit: {len(odd)} tensors, such as {odd[0]}")
+        with torch.no_grad():
+            for name, parameter in self.parameters.items():
+                parameter.copy_(saved[name])
+        train_state.put_moments(tensors, self.parameters, self.optimizer)
+
+
+def critic_metrics(micros: list[MicroBatch], results: list[dict[str, float]]) -> dict[str, float]:
+    """loss/value, critic/grad_norm, and critic/explained_variance = 1 - Var(R - V) / Var(R) of the values before the
+    batch: 1 is a perfect critic, 0 one that knows nothing; absent if all returns are equal."""
+    values = torch.cat([micro.values_M for micro in micros if micro.values_M is not None]).double()
+    returns = torch.cat([micro.returns_M for micro in micros if micro.returns_M is not None]).double()
+    metrics = {
+        "loss/value": sum(r["value"] for r in results) / len(results),
+        "critic/grad_norm": max(r["critic_norm"] for r in results),
+    }
+    spread = float(returns.var(unbiased=False))
+    if spread > 0:
+        metrics["critic/explained_variance"] = 1.0 - float((returns - values).var(unbiased=False)) / spread
+    return metrics

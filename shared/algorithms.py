@@ -1,0 +1,261 @@
+"""Algorithms as data: the parts there are, the options each part takes, and presets that name a choice of parts.
+
+A job spec names a preset and overrides what it likes; `resolve` turns that into one value per field, or says which of
+the given options do not apply and why. The resolved values are what the job's record holds. The formulas are the
+functions of the same names in the trainer (`advantages.py`, `losses.py`, `corrections.py`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+Values = dict[str, Any]
+Mistake = dict[str, Any]
+"""{field, value, problem}"""
+
+
+class Component(msgspec.Struct, frozen=True):
+    """One choice for a part. `options`: what only this choice (and others that list it) takes, with its default."""
+
+    meaning: str
+    options: Values = {}
+
+
+ADVANTAGES = {
+    "grpo": Component("(reward - group mean) / group standard deviation", {"normalize_std": True}),
+    "dr_grpo": Component("reward - group mean"),
+    "rloo": Component("reward - mean of the group's others"),
+    "maxrl": Component("(reward - group mean) / group mean"),
+    "reinforce_pp": Component("reward, normalised over the batch's tokens"),
+    "reinforce_pp_baseline": Component("reward - group mean, normalised over the batch's tokens"),
+    "per_turn": Component(
+        "returns-to-go of each turn, against the same turn of the group's others",
+        {"gamma": 1.0, "normalize_std": True},
+    ),
+    "gae": Component(
+        "generalised advantage estimation with a critic",
+        {"gamma": 1.0, "lam": 0.95, "critic_lr": 1e-5, "value_clip": 0.2},
+    ),
+}
+GROUP_BASELINES = ("grpo", "dr_grpo", "rloo", "maxrl", "reinforce_pp_baseline", "per_turn")
+"""Estimators that compare a trajectory with the others of its group."""
+TOKEN_LEVEL = ("gae", "per_turn")
+"""Estimators whose advantage differs between the tokens of a trajectory."""
+
+LOSSES = {
+    "decoupled_ppo": Component(
+        "clipped around pi_prox, weighted by pi_prox/mu",
+        {"clip_low": 0.2, "clip_high": 0.2, "behaviour_cap": 5.0, "proximal": "loglinear"},
+    ),
+    "ppo": Component(
+        "clipped ratio pi/pi_prox", {"clip_low": 0.2, "clip_high": 0.2, "dual_clip": None, "proximal": "behaviour"}
+    ),
+    "importance_sampling": Component("ratio pi/mu, unbounded"),
+    "cispo": Component(
+        "REINFORCE weighted by the clipped ratio", {"clip_low": 1.0, "clip_high": 4.0, "proximal": "behaviour"}
+    ),
+    "gspo": Component(
+        "clipped ratio of whole sequences", {"clip_low": 3e-4, "clip_high": 4e-4, "proximal": "behaviour"}
+    ),
+    "dppo": Component(
+        "ratio pi/mu, dropped where the probability moved too far", {"tv_limit": 0.2, "log_ratio_penalty": 1e-3}
+    ),
+    "sapo": Component("soft gate of the ratio", {"tau_positive": 1.0, "tau_negative": 1.05, "proximal": "behaviour"}),
+}
+
+CORRECTIONS = {
+    "none": Component("no further correction"),
+    "tis": Component("weight min(pi_prox/mu, tis_cap)", {"tis_cap": 2.0}),
+    "icepop": Component(
+        "weight pi_prox/mu inside [icepop_low, icepop_high], else 0", {"icepop_low": 0.5, "icepop_high": 5.0}
+    ),
+    "geometric": Component(
+        "drop sequences whose mean ratio leaves [geometric_low, geometric_high]",
+        {"geometric_low": 0.99, "geometric_high": 1.01},
+    ),
+}
+
+AGGREGATIONS = {
+    "token_mean": Component("sum / tokens of the batch"),
+    "sequence_mean": Component("mean over trajectories of their token means"),
+    "constant": Component("sum / (trajectories * rollout.max_tokens)"),
+}
+
+PARTS = {"advantage": ADVANTAGES, "loss": LOSSES, "correction": CORRECTIONS, "aggregation": AGGREGATIONS}
+
+SWITCHES: dict[str, Component] = {
+    "kl_coef": Component("KL to the reference", {"kl_in": "loss", "kl_estimator": "k3"}),
+    "drop_zero_variance": Component("dynamic sampling", {"max_zero_variance_batches": 20}),
+    "overlong_shaping": Component("soft length penalty", {"overlong_length": None, "overlong_buffer": None}),
+    "entropy_coef": Component("entropy bonus"),
+}
+"""Fields that are off unless set (0 or false); their options apply when they are on."""
+OFF: Values = {"kl_coef": 0.0, "drop_zero_variance": False, "overlong_shaping": False, "entropy_coef": 0.0}
+
+
+class Preset(msgspec.Struct, frozen=True):
+    meaning: str
+    source: str
+    values: Values
+
+
+PRESETS = {
+    "grpo": Preset(
+        "Group-relative advantages, decoupled clipping.",
+        "DeepSeekMath, arXiv 2402.03300; decoupled clipping: AReaL, arXiv 2505.24298",
+        {"advantage": "grpo", "loss": "decoupled_ppo", "aggregation": "token_mean"},
+    ),
+    "dr_grpo": Preset(
+        "GRPO without its two biases: no division by the standard deviation, none by the own length.",
+        "arXiv 2503.20783",
+        {"advantage": "dr_grpo", "loss": "decoupled_ppo", "aggregation": "constant"},
+    ),
+    "dapo": Preset(
+        "GRPO with a higher upper clip, dynamic sampling, token mean and a soft length penalty.",
+        "arXiv 2503.14476",
+        {
+            "advantage": "grpo",
+            "loss": "decoupled_ppo",
+            "aggregation": "token_mean",
+            "clip_high": 0.28,
+            "drop_zero_variance": True,
+            "overlong_shaping": True,
+        },
+    ),
+    "rloo": Preset(
+        "REINFORCE with the mean of the group's others as baseline.",
+        "arXiv 2402.14740",
+        {"advantage": "rloo", "loss": "decoupled_ppo", "aggregation": "token_mean"},
+    ),
+    "reinforce_pp": Preset(
+        "No critic and no group: advantages normalised over the batch; with kl_coef, KL is part of the reward.",
+        "REINFORCE++, arXiv 2501.03262",
+        {
+            "advantage": "reinforce_pp",
+            "loss": "decoupled_ppo",
+            "aggregation": "token_mean",
+            "kl_in": "reward",
+            "kl_estimator": "k1",
+        },
+    ),
+    "ppo": Preset(
+        "Clipped ratio to the sampling policy, advantages from a critic.",
+        "arXiv 1707.06347, 1506.02438",
+        {"advantage": "gae", "loss": "ppo", "aggregation": "token_mean", "kl_in": "reward", "kl_estimator": "k1"},
+    ),
+    "gspo": Preset(
+        "Clips the ratio of whole sequences.",
+        "arXiv 2507.18071",
+        {"advantage": "grpo", "loss": "gspo", "aggregation": "sequence_mean"},
+    ),
+    "cispo": Preset(
+        "Clips the weight and never the gradient: every token learns.",
+        "MiniMax-M1, arXiv 2506.13585; ScaleRL, arXiv 2510.13786",
+        {"advantage": "grpo", "loss": "cispo", "aggregation": "token_mean"},
+    ),
+}
+
+OPTIONS = sorted({option for part in (*PARTS.values(), SWITCHES) for c in part.values() for option in c.options})
+
+
+def resolve(name: str, given: Values) -> tuple[Values, list[Mistake]]:
+    """One value per field of the algorithm that applies, and what is wrong with the given ones.
+
+    `given` holds the user's fields, None where unset. A preset's value for an option counts as long as the part that
+    takes the option is the preset's own; a replaced part comes with its own defaults.
+    """
+    preset = PRESETS[name].values
+    chosen = {part: given.get(part) or preset.get(part, "none") for part in PARTS}
+    values: Values = dict(chosen)
+    for part, choice in chosen.items():
+        own = preset if choice == preset.get(part, "none") else {}
+        values |= _options(PARTS[part][choice], own, given)
+    for switch, component in SWITCHES.items():
+        values[switch] = _first(given.get(switch), preset.get(switch), OFF[switch])
+        if values[switch]:
+            values |= _options(component, preset, given)
+    mistakes = [
+        {"field": option, "value": given[option], "problem": _misplaced(option, chosen)}
+        for option in OPTIONS
+        if given.get(option) is not None and option not in values
+    ]
+    return values, mistakes + _conflicts(values, given)
+
+
+def _options(component: Component, preset: Values, given: Values) -> Values:
+    return {name: _first(given.get(name), preset.get(name), default) for name, default in component.options.items()}
+
+
+def _first(*values: Any) -> Any:
+    return next((value for value in values if value is not None), None)
+
+
+def _misplaced(option: str, chosen: Values) -> str:
+    for switch, component in SWITCHES.items():
+        if option in component.options:
+            return f"does not apply: {switch} is {OFF[switch]!r}".replace("False", "false")
+    for part, components in PARTS.items():
+        owners = [name for name, component in components.items() if option in component.options]
+        if owners:
+            return f"does not apply to {part} = {chosen[part]!r}; it belongs to {part} = {_any_of(owners)}"
+    raise KeyError(option)
+
+
+def _any_of(names: list[str]) -> str:
+    return " | ".join(repr(name) for name in names)
+
+
+def _conflicts(values: Values, given: Values) -> list[Mistake]:
+    """Choices that contradict each other, each said of the field that a user would change."""
+    advantage, loss, correction = values["advantage"], values["loss"], values["correction"]
+    proximal = values.get("proximal")
+    found: list[tuple[str, str]] = []
+    if given.get("group_size") == 1 and advantage in GROUP_BASELINES:
+        found.append(
+            (
+                "group_size",
+                f"advantage = {advantage!r} compares a trajectory with others of its group: it needs 2 or more",
+            )
+        )
+    if proximal == "behaviour" and loss == "decoupled_ppo":
+        found.append(("proximal", "decoupled_ppo with pi_prox = mu is plain PPO: take loss = 'ppo'"))
+    if correction in ("tis", "icepop"):
+        if proximal is None or loss == "decoupled_ppo":
+            found.append(
+                ("correction", f"loss = {loss!r} is already weighted against mu; {correction} would do it twice")
+            )
+        elif proximal == "behaviour":
+            found.append(
+                (
+                    "correction",
+                    f"with proximal = 'behaviour' the weight of {correction} is always 1; take another proximal",
+                )
+            )
+    if loss == "gspo" and advantage in TOKEN_LEVEL:
+        found.append(("loss", f"gspo has one advantage per trajectory, advantage = {advantage!r} has one per token"))
+    if loss == "gspo" and advantage == "reinforce_pp" and values.get("kl_in") == "reward":
+        found.append(
+            ("kl_in", "gspo has one advantage per trajectory; with KL in the reward reinforce_pp has one per token")
+        )
+    if values["drop_zero_variance"] and advantage not in GROUP_BASELINES:
+        found.append(
+            (
+                "drop_zero_variance",
+                f"advantage = {advantage!r} has no group baseline: groups of equal rewards teach too",
+            )
+        )
+    if values["drop_zero_variance"] and advantage == "per_turn":
+        found.append(("drop_zero_variance", "per_turn: groups of equal total rewards may differ turn by turn"))
+    for low, high in (("icepop_low", "icepop_high"), ("geometric_low", "geometric_high")):
+        if low in values and values[low] > values[high]:
+            found.append((low, f"is larger than {high} = {values[high]}"))
+    return [{"field": field, "value": given.get(field, values.get(field)), "problem": why} for field, why in found]
+
+
+def describe(name: str) -> Values:
+    """A preset as a user sees it: what it is, its parts, and every option with the value it has."""
+    preset = PRESETS[name]
+    values, _ = resolve(name, {})
+    return {"name": name, "meaning": preset.meaning, "source": preset.source, "values": values}
