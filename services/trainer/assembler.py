@@ -1,7 +1,7 @@
 """Groups in arrival order -> batches, with the hard staleness drop and the account of what was consumed.
 
     received --take--> trained       (stays here, tagged with its batch, until a checkpoint covers it)
-             '-------> discarded     (stale, from rolled-back weights, or undecodable)
+             '-------> discarded     (stale, of equal rewards, from rolled-back weights, or undecodable)
 
 Staleness of a group at the step that makes version k+1 is k minus the step of its oldest token; more than
 `max_staleness` is dropped whatever admission did before. The stream floor is the highest sequence below which every
@@ -31,6 +31,8 @@ class Consumed:
 class Assembler:
     max_staleness: int
     epoch: int
+    drop_zero_variance: bool = False
+    """Groups whose rewards are all equal are discarded; admission lets as many new ones start."""
     resumed: dict[int, int] = field(default_factory=dict)
     """epoch -> step at which that epoch began; tokens of an older epoch beyond that step were rolled back."""
     floor: int = 0
@@ -45,6 +47,8 @@ class Assembler:
     """Group numbers received or consumed: a second message of the same group is a duplicate."""
     last: int = 0
     """Highest stream sequence seen."""
+    barren: int = 0
+    """Groups of equal rewards discarded since the last batch was taken."""
 
     def add(self, stream_seq: int, group: Group) -> bool:
         """False if the group was seen before."""
@@ -59,7 +63,7 @@ class Assembler:
         """A message that is no group of ours to train: duplicate, or left before."""
         self.last = max(self.last, stream_seq)
         if stream_seq not in self.pending:
-            self.consumed[stream_seq] = Consumed(batch, None, None)
+            self.consumed.setdefault(stream_seq, Consumed(batch, None, None))
 
     def reject(self, stream_seq: int, group: Group, batch: int) -> None:
         """A group whose arrays do not agree: consumed, never trained."""
@@ -73,7 +77,11 @@ class Assembler:
             for span in trajectory.spans:
                 if self._rolled_back(span.version, step):
                     return Discard.FROM_FUTURE
-        return Discard.STALE if step - group.oldest.step > self.max_staleness else None
+        if step - group.oldest.step > self.max_staleness:
+            return Discard.STALE
+        if self.drop_zero_variance and len({t.reward for t in group.trajectories}) == 1:
+            return Discard.ZERO_VARIANCE
+        return None
 
     def _rolled_back(self, version: WeightVersion, step: int) -> bool:
         if version.step > step or version.epoch > self.epoch:
@@ -89,6 +97,7 @@ class Assembler:
                 del self.pending[stream_seq]
                 self.consumed[stream_seq] = Consumed(step + 1, group.seq, reason)
                 self.discarded[reason] += 1
+                self.barren += reason == Discard.ZERO_VARIANCE
                 dropped.setdefault(reason, []).append(group.seq)
         return dropped
 
@@ -96,6 +105,7 @@ class Assembler:
         """The `groups` oldest arrivals as the batch that makes version step + 1; None if there are not enough yet."""
         if len(self.pending) < groups:
             return None
+        self.barren = 0
         batch = list(self.pending.items())[:groups]
         for stream_seq, group in batch:
             del self.pending[stream_seq]
