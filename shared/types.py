@@ -105,6 +105,8 @@ class Discard(StrEnum):
 
     STALE = "stale"
     """Its oldest token is older than `max_staleness` versions."""
+    ZERO_VARIANCE = "zero_variance"
+    """All its rewards are equal, and the job asked for such groups to be replaced."""
     FROM_FUTURE = "from_future"
     """It holds tokens of weights that were rolled back."""
     INVALID = "invalid"

@@ -90,3 +90,24 @@ def test_ignored_and_rejected_messages_move_the_floor():
     assembler.reject(4, make_group(seq=9), batch=1)
     assert assembler.account(step=1) == (4, [], {"invalid": 1})
     assert assembler.account(step=0) == (2, [], {})
+
+
+def test_groups_of_equal_rewards_are_discarded_only_when_asked_and_counted_until_a_batch_is_taken():
+    for asked in (False, True):
+        assembler = Assembler(max_staleness=1, epoch=1, drop_zero_variance=asked)
+        assembler.add(1, make_group(seq=0, reward=1.0))
+        assembler.add(2, make_group(seq=1))
+        assembler.add(3, make_group(seq=2, reward=0.0))
+        assert assembler.drop(step=0) == ({Discard.ZERO_VARIANCE: [0, 2]} if asked else {})
+        assert assembler.barren == (2 if asked else 0)
+    assert [g.seq for g in assembler.take(step=0, groups=1) or []] == [1]
+    assert assembler.barren == 0
+    assert assembler.account(step=1) == (3, [], {"zero_variance": 2})
+    assert assembler.account(step=0)[2] == {}, "the discards belong to the batch that they made room for"
+
+
+def test_a_stale_group_of_equal_rewards_is_stale():
+    assembler = Assembler(max_staleness=0, epoch=1, drop_zero_variance=True)
+    assembler.add(1, make_group(seq=0, reward=1.0))
+    assert assembler.drop(step=3) == {Discard.STALE: [0]}
+    assert assembler.barren == 0
