@@ -53,8 +53,6 @@ class Settings(BaseModel):
     """Allow environments named `module:Class`, importable by the env worker (operator-written code)."""
     reference_memory_gb: Annotated[float, Field(gt=0)] = 8.0
     """Frozen models that reference-forward keeps loaded."""
-    kv_cache_gb: Annotated[float, Field(gt=0)] = 1.0
-    """KV cache of the generation engine on CPU."""
 
 
 def load_settings(path: str | None = None, environ: dict[str, str] | None = None) -> Settings:

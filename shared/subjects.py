@@ -3,7 +3,7 @@
 scheduler --TICKET--> rollout worker --ENV_OPEN/ENV_SESSION--> env worker
 rollout worker --GROUP--> trainer            (or --SCORE--> reference-forward --GROUP--> trainer)
 trainer --SWAP--> rollout worker             (the tensors travel by torch.distributed)
-everybody --METRIC--> whoever subscribes; scheduler --EVENT--> whoever subscribes; anybody --WAKE--> a sleeping loop
+everybody --METRIC--> whoever subscribes; anybody --WAKE--> a sleeping loop
 """
 
 from __future__ import annotations
@@ -63,8 +63,6 @@ GROUP = Subject("group.{job}", types.Group)
 """Rollout worker or reference-forward -> the job's trainer. Kept until a checkpoint covers it."""
 METRIC = Subject("metric.{job}.{source}", types.MetricPoint, json=True)
 """Every service -> dashboards, CLI. Live and as history."""
-EVENT = Subject("event.{job}", dict, json=True)
-"""Scheduler and trainer -> dashboards: copy of the job's event log in Redis, which is the truth."""
 WAKE = Subject("wake.{who}", dict, json=True)
 """Anybody -> a loop that sleeps: look again now. A hint; every loop also looks by itself."""
 

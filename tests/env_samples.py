@@ -102,9 +102,7 @@ class Misbehaving(Environment):
 class Moody(Misbehaving):
     """Misbehaves in tasks whose row is a multiple of `every`; the others are won at once."""
 
-    class Config(EnvironmentConfig):
-        how: str
-        in_open: bool = False
+    class Config(Misbehaving.Config):
         every: int = 4
 
     config: Config

@@ -5,7 +5,7 @@ from opentinker.shared.types import Discard, WeightVersion
 from tests.factories import make_group
 
 
-def test_batch_is_taken_in_arrival_order_and_only_when_whole():
+def test_batch_is_taken_in_arrival_order_and_only_when_whole() -> None:
     assembler = Assembler(max_staleness=2, epoch=1)
     for stream_seq, seq in [(5, 3), (6, 1), (9, 2)]:
         assert assembler.add(stream_seq, make_group(seq=seq))
@@ -14,7 +14,7 @@ def test_batch_is_taken_in_arrival_order_and_only_when_whole():
     assert [g.seq for g in assembler.pending.values()] == [2]
 
 
-def test_second_message_of_a_group_is_a_duplicate_whatever_became_of_the_first():
+def test_second_message_of_a_group_is_a_duplicate_whatever_became_of_the_first() -> None:
     assembler = Assembler(max_staleness=2, epoch=1)
     assembler.add(1, make_group(seq=7))
     assert not assembler.add(2, make_group(seq=7))
@@ -22,7 +22,7 @@ def test_second_message_of_a_group_is_a_duplicate_whatever_became_of_the_first()
     assert not assembler.add(3, make_group(seq=7))
 
 
-def test_oldest_token_decides_staleness():
+def test_oldest_token_decides_staleness() -> None:
     assembler = Assembler(max_staleness=1, epoch=1)
     assembler.add(1, make_group(seq=0, versions=[WeightVersion(1, 3), WeightVersion(1, 5)]))
     assembler.add(2, make_group(seq=1, versions=[WeightVersion(1, 4)]))
@@ -31,7 +31,7 @@ def test_oldest_token_decides_staleness():
     assert [g.seq for g in assembler.pending.values()] == [1]
 
 
-def test_tokens_of_rolled_back_weights_are_dropped_and_those_of_the_lineage_kept():
+def test_tokens_of_rolled_back_weights_are_dropped_and_those_of_the_lineage_kept() -> None:
     assembler = Assembler(max_staleness=5, epoch=2, resumed={1: 0, 2: 10})
     assembler.add(1, make_group(seq=0, versions=[WeightVersion(1, 12)]))  # trained after the checkpoint: gone
     assembler.add(2, make_group(seq=1, versions=[WeightVersion(1, 10)]))  # the checkpoint's own weights
@@ -39,7 +39,7 @@ def test_tokens_of_rolled_back_weights_are_dropped_and_those_of_the_lineage_kept
     assert assembler.drop(step=12) == {Discard.FROM_FUTURE: [0]}
 
 
-def test_rolled_back_step_is_seen_even_when_the_new_lineage_has_passed_it():
+def test_rolled_back_step_is_seen_even_when_the_new_lineage_has_passed_it() -> None:
     assembler = Assembler(max_staleness=50, epoch=3, resumed={1: 0, 2: 10, 3: 4})
     assembler.add(1, make_group(seq=0, versions=[WeightVersion(2, 11)]))
     assembler.add(2, make_group(seq=1, versions=[WeightVersion(1, 6)]))
@@ -47,7 +47,7 @@ def test_rolled_back_step_is_seen_even_when_the_new_lineage_has_passed_it():
     assert assembler.drop(step=20) == {Discard.FROM_FUTURE: [0, 1]}
 
 
-def test_account_separates_what_the_checkpoint_covers_from_what_came_after():
+def test_account_separates_what_the_checkpoint_covers_from_what_came_after() -> None:
     assembler = Assembler(max_staleness=1, epoch=1, floor=10, last=10)
     assembler.add(11, make_group(seq=0))
     assembler.add(13, make_group(seq=1))
@@ -61,7 +61,7 @@ def test_account_separates_what_the_checkpoint_covers_from_what_came_after():
     assert assembler.account(step=4) == (15, [], {"stale": 2})
 
 
-def test_groups_consumed_above_an_open_one_are_named():
+def test_groups_consumed_above_an_open_one_are_named() -> None:
     assembler = Assembler(max_staleness=9, epoch=1)
     assembler.add(1, make_group(seq=4))
     assembler.add(2, make_group(seq=5, versions=[WeightVersion(9, 0)]))  # a newer epoch: never trained by this one
@@ -73,7 +73,7 @@ def test_groups_consumed_above_an_open_one_are_named():
     assert assembler.account(step=1)[:2] == (3, [])
 
 
-def test_forgetting_keeps_memory_bounded_and_floor_monotonic():
+def test_forgetting_keeps_memory_bounded_and_floor_monotonic() -> None:
     assembler = Assembler(max_staleness=9, epoch=1)
     for seq in range(20):
         assembler.add(seq + 1, make_group(seq=seq))
@@ -84,7 +84,7 @@ def test_forgetting_keeps_memory_bounded_and_floor_monotonic():
     assert assembler.account(step=20)[0] == 20
 
 
-def test_ignored_and_rejected_messages_move_the_floor():
+def test_ignored_and_rejected_messages_move_the_floor() -> None:
     assembler = Assembler(max_staleness=9, epoch=1)
     assembler.ignore(3, batch=1)
     assembler.reject(4, make_group(seq=9), batch=1)
@@ -92,7 +92,7 @@ def test_ignored_and_rejected_messages_move_the_floor():
     assert assembler.account(step=0) == (2, [], {})
 
 
-def test_groups_of_equal_rewards_are_discarded_only_when_asked_and_counted_until_a_batch_is_taken():
+def test_groups_of_equal_rewards_are_discarded_only_when_asked_and_counted_until_a_batch_is_taken() -> None:
     for asked in (False, True):
         assembler = Assembler(max_staleness=1, epoch=1, drop_zero_variance=asked)
         assembler.add(1, make_group(seq=0, reward=1.0))
@@ -106,7 +106,7 @@ def test_groups_of_equal_rewards_are_discarded_only_when_asked_and_counted_until
     assert assembler.account(step=0)[2] == {}, "the discards belong to the batch that they made room for"
 
 
-def test_a_stale_group_of_equal_rewards_is_stale():
+def test_a_stale_group_of_equal_rewards_is_stale() -> None:
     assembler = Assembler(max_staleness=0, epoch=1, drop_zero_variance=True)
     assembler.add(1, make_group(seq=0, reward=1.0))
     assert assembler.drop(step=3) == {Discard.STALE: [0]}

@@ -13,7 +13,7 @@ import pytest
 
 from opentinker.shared.bus import Bus, Consumer, ConsumerDeleted, NoReply, NoResponders, StreamFull
 from opentinker.shared.codec import WireError
-from opentinker.shared.subjects import ENV_STEP, EVENT, GROUP, GROUPS, METRIC, TICKET, WAKE, Subject, token
+from opentinker.shared.subjects import ENV_STEP, GROUP, GROUPS, METRIC, TICKET, WAKE, Subject, token
 from opentinker.shared.telemetry import MetricSource
 from opentinker.shared.types import MetricPoint, SessionReply, StepSession, StopReason, Ticket
 from tests.conftest import Server, start_nats, until
@@ -376,19 +376,6 @@ async def test_metric_that_is_not_a_number_is_left_out(bus: Bus, job: str) -> No
     await MetricSource(bus, job, "trainer").emit(1, {"good": 1.0, "nan": float("nan"), "inf": float("inf")})
     await until(lambda: heard)
     assert heard[0].values == {"good": 1.0}
-    await subscription.unsubscribe()
-
-
-async def test_events_are_json(bus: Bus, job: str) -> None:
-    heard: list[dict[str, object]] = []
-
-    async def hear(event: dict[str, object]) -> None:
-        heard.append(event)
-
-    subscription = await bus.listen(EVENT, hear, job=job)
-    await bus.emit(EVENT, {"event": "queued"}, job=job)
-    await until(lambda: heard)
-    assert heard == [{"event": "queued"}]
     await subscription.unsubscribe()
 
 

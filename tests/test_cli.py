@@ -12,6 +12,7 @@ import pytest
 
 from opentinker.cli.logs import follow_logs, format_line
 from opentinker.processes import free_port
+from opentinker.shared.algorithms import PRESETS
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = sorted((ROOT / "examples").glob("*.toml"))
@@ -70,6 +71,14 @@ def test_spec_prints_every_field_with_its_meaning() -> None:
     assert "max_staleness = 2" in done.stdout and "[rollout]" in done.stdout
     schema = orjson.loads(opentinker("spec", "--json").stdout)
     assert {"model", "train", "rollout"} <= set(schema["properties"])
+
+
+def test_presets_are_printed_with_their_parts_and_values() -> None:
+    assert "clip_high = 0.28" in opentinker("algorithms", "dapo").stdout
+    listed = orjson.loads(opentinker("algorithms", "--json").stdout)
+    assert [preset["name"] for preset in listed] == list(PRESETS)
+    unknown = opentinker("algorithms", "grop")
+    assert unknown.returncode == 2 and "grpo" in unknown.stderr
 
 
 def test_the_page_of_the_job_spec_is_current() -> None:

@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(280), pyte
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Cluster]:
-    async with Cluster(tmp_path_factory.mktemp("vllm"), references=1, heavy=True, kv_cache_gb=0.2) as cluster:
+    async with Cluster(tmp_path_factory.mktemp("vllm"), references=1, heavy=True) as cluster:
         yield cluster
 
 

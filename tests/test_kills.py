@@ -134,7 +134,7 @@ async def test_trainer_that_slept_beyond_its_lease_writes_nothing_more(tmp_path:
         cluster.pause(first)
 
         def taken_over() -> bool:
-            return cluster.lines(job)[-1]["epoch"] == 2
+            return bool(cluster.lines(job)[-1]["epoch"] == 2)
 
         await until(taken_over, 15)
         cluster.resume(first)

@@ -20,6 +20,7 @@ import orjson
 import structlog
 
 from opentinker.services.trainer import checkpoint
+from opentinker.services.trainer.alarm import SlopeAlarm
 from opentinker.services.trainer.assembler import Assembler
 from opentinker.services.trainer.learner import Learner, NonFinite
 from opentinker.services.trainer.publisher import Publisher
@@ -50,7 +51,9 @@ class TrainerJob:
         self.admission = Admission(self.ctx.store.redis, lease.job, lease.epoch)
         self.metrics = MetricSource(self.ctx.bus, lease.job, "trainer")
         self.publisher = Publisher(self.ctx, lease, learner.device, self._served)
-        self.assembler = Assembler(spec.algorithm.max_staleness, lease.epoch)
+        algorithm = spec.algorithm
+        self.assembler = Assembler(algorithm.max_staleness, lease.epoch, bool(algorithm.drop_zero_variance))
+        self.alarm = SlopeAlarm()
         self.arrived = asyncio.Event()
         self.step = 0
         self.saved: list[tuple[int, int]] = []
@@ -86,6 +89,7 @@ class TrainerJob:
     async def _restore(self) -> None:
         found = await asyncio.to_thread(checkpoint.newest, self.root)
         discarded: dict[str, int] = {}
+        next_seq = 0
         resumed = {self.lease.epoch: 0}
         if found is not None:
             path, manifest = found
@@ -94,7 +98,7 @@ class TrainerJob:
                     f"checkpoint {path.name} was written in epoch {manifest.epoch}, this trainer has epoch "
                     f"{self.lease.epoch}: the job's record is older than its checkpoints"
                 )
-            self.step = manifest.step
+            self.step, next_seq = manifest.step, manifest.next_seq
             resumed = {**manifest.resumed, self.lease.epoch: manifest.step}
             self.assembler.floor = self.assembler.last = manifest.stream_floor
             self.assembler.known.update(manifest.consumed)
@@ -110,6 +114,7 @@ class TrainerJob:
             groups_per_batch=algorithm.groups_per_batch,
             total=self.spec.train.steps * algorithm.groups_per_batch,
             discarded=discarded,
+            next_seq=next_seq,
         )
         detail = {"step": self.step, "epoch": self.lease.epoch}
         event = "resumed" if found else "model_loaded"
@@ -141,8 +146,7 @@ class TrainerJob:
             self.assembler.ignore(delivery.seq, self.step + 1)
             return
         try:
-            for trajectory in group.trajectories:
-                trajectory.check()
+            group.check()
         except ValueError as error:
             log.error("invalid_group", group=group.seq, error=str(error))
             self.assembler.reject(delivery.seq, group, self.step + 1)
@@ -185,8 +189,21 @@ class TrainerJob:
             batch = self.assembler.take(self.step, self.spec.algorithm.groups_per_batch)
             if batch is not None:
                 return batch
+            self._check_barren()
             await set_within(self.arrived, 0.5)
         return None
+
+    def _check_barren(self) -> None:
+        """Replacing groups of equal rewards must come to an end."""
+        algorithm = self.spec.algorithm
+        allowed = (algorithm.max_zero_variance_batches or 0) * algorithm.groups_per_batch
+        if algorithm.drop_zero_variance and self.assembler.barren >= allowed:
+            raise JobFailed(
+                f"{self.assembler.barren} groups in a row had {algorithm.group_size} equal rewards each, so that step "
+                f"{self.step + 1} could not be filled: the task is too easy or too hard for the model by now. Set a "
+                "`train.target` to end in time, take a larger group_size, or drop_zero_variance = false; "
+                f"{self._last_good()}"
+            )
 
     async def _advance(self, batch: list[Group], values: dict[str, float], waited: float, trained: float) -> None:
         """The step counts: ledger, snapshot for the workers, metrics."""
@@ -208,6 +225,11 @@ class TrainerJob:
             **{f"failed/{reason}": float(count) for reason, count in ledger.failed.items()},
             **self.swap,
         }
+        began = self.alarm.look(values)
+        values["mismatch/alarm"] = float(bool(self.alarm.ringing))
+        for name in began:
+            log.warning("mismatch_alarm", metric=name, value=values[name])
+            await self._event("mismatch_alarm", {"step": self.step, "metric": name, "value": values[name]})
         self.window.append(values)
         point = await self.metrics.emit(self.step, values)
         seqs = [group.seq for group in batch]

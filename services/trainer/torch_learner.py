@@ -25,6 +25,7 @@ from opentinker.services.trainer.learner import BUCKET_BYTES, NonFinite
 from opentinker.services.trainer.micro_batch import MicroBatch, give_credit, micro_batches, values_of
 from opentinker.services.trainer.objective import objective
 from opentinker.services.trainer.step_record import StepRecord
+from opentinker.shared.errors import JobFailed
 from opentinker.shared.nn import transport
 from opentinker.shared.nn.forward import token_logprobs
 from opentinker.shared.nn.lora import attach_lora, causal_lm
@@ -46,6 +47,8 @@ class TorchLearner:
     def load(self, checkpoint: Path | None) -> None:
         """The base model, or the state of a checkpoint directory. Raises JobFailed if either is unusable."""
         spec = self.spec
+        if self.device == "cuda" and not torch.cuda.is_available():
+            raise JobFailed("resources.trainer_gpus = 1, but this trainer has no GPU; set it to 0 to train on the CPU")
         self.tokenizer = load_tokenizer(spec.model.base)
         torch.manual_seed(spec.train.seed)
         if spec.model.lora is None:

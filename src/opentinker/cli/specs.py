@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+import orjson
 import typer
 
 from opentinker.cli.common import AsJson, print_json, say
@@ -19,6 +20,7 @@ SpecFile = Annotated[Path, typer.Argument(metavar="JOB.toml", help="The job spec
 
 def register(app: typer.Typer) -> None:
     app.command("spec")(show_spec)
+    app.command("algorithms")(show_algorithms)
     app.command()(validate)
 
 
@@ -160,3 +162,26 @@ def _toml(value: Any) -> str:
     import orjson
 
     return "none" if value is None else orjson.dumps(value).decode()
+
+
+def show_algorithms(
+    name: Annotated[str | None, typer.Argument(metavar="PRESET", help="One of them, with every value.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Print the presets of `[algorithm] name`: what each one is made of, to be overridden field by field."""
+    from opentinker.shared import algorithms
+
+    if name is not None and name not in algorithms.PRESETS:
+        raise typer.BadParameter(f"there is no preset {name!r}; there are: {', '.join(algorithms.PRESETS)}")
+    described = [algorithms.describe(preset) for preset in ([name] if name else algorithms.PRESETS)]
+    if as_json:
+        print_json(described[0] if name else described)
+        return
+    for preset in described:
+        say(f"{preset['name']}: {preset['meaning']} ({preset['source']})")
+        values = preset["values"] if name else {part: preset["values"][part] for part in algorithms.PARTS}
+        for field, value in values.items():
+            if value is not None:
+                choices = algorithms.PARTS.get(field, {})
+                meaning = f"    # {choices[value].meaning}" if choices else ""
+                say(f"  {field} = {orjson.dumps(value).decode()}{meaning}")

@@ -1,0 +1,44 @@
+"""Dynamic sampling through the whole system: groups of equal rewards are replaced one for one, and not forever."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from tests.cluster import toy_cluster
+from tests.factories import make_spec
+from tests.lineage import faults
+
+
+def sampling(model: Path, *, environment: str, skill: float, steps: int) -> Any:
+    algorithm = {"group_size": 2, "groups_per_batch": 4, "max_staleness": 1, "drop_zero_variance": True}
+    return make_spec(
+        model={"base": str(model)},
+        environment={"name": environment},
+        algorithm={**algorithm, "max_zero_variance_batches": 5},
+        rollout={"engine": "toy", "max_tokens": 8, "toy": {"skill": skill}},
+        train={"learner": "simulated", "steps": steps, "checkpoint_every": 4},
+    )
+
+
+async def test_groups_of_equal_rewards_are_replaced_and_the_ledger_balances(tmp_path: Path) -> None:
+    async with toy_cluster(tmp_path) as (cluster, model):
+        spec = sampling(model, environment="copy_digits", skill=0.6, steps=8)
+        job = await cluster.submit(spec)
+        assert (await cluster.wait(job))["state"] == "succeeded"
+        lines = cluster.lines(job)
+        assert {line["zero_variance"] for line in lines} == {0.0} and len(lines) == 8
+        ledger = await cluster.ledger(job)
+        assert ledger.balanced and ledger.trained == 32
+        assert ledger.discarded["zero_variance"] > 0
+        assert lines[-1]["dropped/zero_variance"] == ledger.discarded["zero_variance"]
+        found = faults(lines, cluster.manifest(job).resumed, steps=8, groups_per_batch=4, max_staleness=1)
+        assert found == []
+
+        hopeless = sampling(model, environment="tests.env_samples:Counting", skill=0.6, steps=8)
+        job = await cluster.submit(hopeless)
+        record = await cluster.wait(job)
+        assert record["state"] == "failed"
+        assert "equal rewards" in record["reason"] and "drop_zero_variance" in record["reason"]
+        ledger = await cluster.ledger(job)
+        assert ledger.balanced and ledger.trained == 0 and ledger.discarded["zero_variance"] >= 20
