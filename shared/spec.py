@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import tomllib
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 import orjson
 from pydantic import BaseModel, ConfigDict, Field, ModelWrapValidatorHandler, ValidationError, model_validator
@@ -20,6 +20,14 @@ Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 NAME = r"^[a-z0-9][a-z0-9_-]{0,62}$"
 
 
+class Mistakes(ValueError):
+    """Several mistakes found by one validator; `parse_spec` reports each with its own field."""
+
+    def __init__(self, mistakes: list[dict[str, Any]]) -> None:
+        self.mistakes = mistakes
+        super().__init__("; ".join(f"{m['field']}: {m['problem']}" for m in mistakes))
+
+
 class Part(BaseModel):
     model_config = ConfigDict(
         extra="forbid",
@@ -29,6 +37,39 @@ class Part(BaseModel):
         allow_inf_nan=False,
         serialize_by_alias=True,
     )
+    STAND_INS: ClassVar[dict[str, Any]] = {}
+    """Take the place of wrong values of required fields, so that contradictions between the others can be judged."""
+
+    def settle(self) -> list[dict[str, Any]]:
+        """Fills in what follows from other fields; returns what is wrong between fields right in themselves."""
+        return []
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _every_mistake(cls, data: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
+        """Fields that are wrong in themselves do not hide the others' contradictions: those are judged without them."""
+        wrong: list[dict[str, Any]] = []
+        try:
+            part = handler(data)
+        except ValidationError as error:
+            found = error.errors(include_url=False)
+            if not isinstance(data, dict) or any(not item["loc"] for item in found):
+                raise
+            wrong = [mistake for item in found for mistake in _mistakes(item)]
+            names = {item["loc"][0] for item in found}
+            try:
+                part = handler(
+                    {
+                        **{k: v for k, v in data.items() if k not in names},
+                        **{k: v for k, v in cls.STAND_INS.items() if k in names},
+                    }
+                )
+            except ValidationError:  # a required field is wrong: the others cannot be judged
+                raise Mistakes(wrong) from None
+        mistakes = wrong + part.settle()
+        if mistakes:
+            raise Mistakes(mistakes)
+        return part
 
 
 class LoraSpec(Part):
@@ -58,14 +99,6 @@ class EnvironmentSpec(Part):
     """A built-in environment."""
     config: dict[str, Any] = {}
     """Passed to the environment's own config model, which refuses what it does not know."""
-
-
-class Mistakes(ValueError):
-    """Several mistakes found by one validator; `parse_spec` reports each with its own field."""
-
-    def __init__(self, mistakes: list[dict[str, Any]]) -> None:
-        self.mistakes = mistakes
-        super().__init__("; ".join(f"{m['field']}: {m['problem']}" for m in mistakes))
 
 
 class AlgorithmSpec(Part):
@@ -154,27 +187,15 @@ class AlgorithmSpec(Part):
     overlong_buffer: Positive | None = None
     """overlong_shaping: the penalty rises from 0 over so many tokens below; default a fifth of overlong_length."""
 
-    @model_validator(mode="wrap")
-    @classmethod
-    def _resolve(cls, data: Any, handler: ModelWrapValidatorHandler[AlgorithmSpec]) -> AlgorithmSpec:
-        """Fields that are wrong in themselves do not hide the others' contradictions: those are judged without them."""
-        wrong: list[dict[str, Any]] = []
-        try:
-            spec = handler(data)
-        except ValidationError as error:
-            found = error.errors(include_url=False)
-            if not isinstance(data, dict) or any(not item["loc"] for item in found):
-                raise
-            wrong = [mistake for item in found for mistake in _mistakes(item)]
-            spec = handler({name: value for name, value in data.items() if name not in {i["loc"][0] for i in found}})
-        values, mistakes = algorithms.resolve(spec.name, dict(spec))
-        if spec.groups_per_batch % spec.updates_per_batch:
-            problem = f"updates_per_batch must divide groups_per_batch={spec.groups_per_batch}"
-            mistakes.append({"field": "updates_per_batch", "value": spec.updates_per_batch, "problem": problem})
-        if wrong or mistakes:
-            raise Mistakes(wrong + mistakes)
-        _fill(spec, values)
-        return spec
+    def settle(self) -> list[dict[str, Any]]:
+        """The preset gives every field that applies its value."""
+        values, mistakes = algorithms.resolve(self.name, dict(self))
+        if self.groups_per_batch % self.updates_per_batch:
+            problem = f"must divide groups_per_batch={self.groups_per_batch}"
+            mistakes.append({"field": "updates_per_batch", "value": self.updates_per_batch, "problem": problem})
+        if not mistakes:
+            _fill(self, values)
+        return mistakes
 
     def options(self, part: Literal["advantage", "loss", "correction"]) -> dict[str, Any]:
         """The options of the chosen part, by name."""
@@ -231,6 +252,12 @@ class RolloutSpec(Part):
     seed: Annotated[int, Field(ge=0, lt=2**32)] | None = None
     """Seeds every request and every group's start state; without it start states use seed 0 and sampling is free."""
 
+    def settle(self) -> list[dict[str, Any]]:
+        if self.max_tokens_per_turn is None or self.max_tokens_per_turn <= self.max_tokens:
+            return []
+        problem = f"is larger than max_tokens={self.max_tokens}"
+        return [{"field": "max_tokens_per_turn", "value": self.max_tokens_per_turn, "problem": problem}]
+
 
 class TrainSpec(Part):
     learner: Literal["torch", "simulated"] = "torch"
@@ -262,6 +289,11 @@ class TrainSpec(Part):
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
     """Of the trainer's random state: adapter initialisation, dropout."""
 
+    def settle(self) -> list[dict[str, Any]]:
+        if self.warmup_steps <= self.steps:
+            return []
+        return [{"field": "warmup_steps", "value": self.warmup_steps, "problem": f"is larger than steps={self.steps}"}]
+
 
 class ResourceSpec(Part):
     rollout_workers: Positive = 1
@@ -282,30 +314,32 @@ class JobSpec(Part):
     train: TrainSpec
     resources: ResourceSpec = ResourceSpec()
 
-    @model_validator(mode="after")
-    def _agree(self) -> JobSpec:
-        per_turn = self.rollout.max_tokens_per_turn
-        if per_turn is not None and per_turn > self.rollout.max_tokens:
-            raise ValueError(
-                f"rollout.max_tokens_per_turn={per_turn} is larger than rollout.max_tokens={self.rollout.max_tokens}"
-            )
-        if self.train.warmup_steps > self.train.steps:
-            raise ValueError(
-                f"train.warmup_steps={self.train.warmup_steps} is larger than train.steps={self.train.steps}"
-            )
-        if self.algorithm.overlong_shaping:
-            _fill(self, {"algorithm": self.algorithm.model_copy(update=self._overlong())})
-        return self
+    STAND_INS: ClassVar[dict[str, Any]] = {
+        "name": "x",
+        "model": {"base": "x"},
+        "environment": {"name": "x"},
+        "train": {"steps": 1},
+    }
 
-    def _overlong(self) -> dict[str, int]:
+    def settle(self) -> list[dict[str, Any]]:
+        """Overlong shaping takes its lengths from `rollout.max_tokens`."""
+        if not self.algorithm.overlong_shaping:
+            return []
         longest = self.rollout.max_tokens
         length = self.algorithm.overlong_length or longest
         buffer = self.algorithm.overlong_buffer or -(-length // 5)
-        if length > longest:
-            raise ValueError(f"algorithm.overlong_length={length} is larger than rollout.max_tokens={longest}")
-        if buffer > length:
-            raise ValueError(f"algorithm.overlong_buffer={buffer} is larger than overlong_length={length}")
-        return {"overlong_length": length, "overlong_buffer": buffer}
+        found = [
+            {"field": f"algorithm.{field}", "value": value, "problem": f"is larger than {name}={bound}"}
+            for field, value, name, bound in (
+                ("overlong_length", length, "rollout.max_tokens", longest),
+                ("overlong_buffer", buffer, "overlong_length", length),
+            )
+            if value > bound
+        ]
+        if not found:
+            update = {"overlong_length": length, "overlong_buffer": buffer}
+            _fill(self, {"algorithm": self.algorithm.model_copy(update=update)})
+        return found
 
     @property
     def sampled_exactly(self) -> bool:

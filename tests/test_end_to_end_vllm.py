@@ -11,6 +11,7 @@ import pytest_asyncio
 
 from opentinker.shared.spec import JobSpec
 from tests.cluster import Cluster
+from tests.conftest import until
 from tests.factories import make_spec
 from tests.lineage import faults
 
@@ -102,5 +103,9 @@ async def test_reference_is_in_the_path_when_the_loss_needs_it(system: Cluster, 
     assert lines[0]["loss/kl"] == pytest.approx(0, abs=1e-5)  # the first weights are the reference
     assert lines[-1]["loss/kl"] > 0
     assert_exact_numerics(lines)
-    scored = {w.id: w.detail["groups"] for w in await system.store.workers() if w.pool == "reference"}
-    assert scored["reference_forward-0"] >= 6 * 8
+
+    async def all_scored() -> bool:
+        """A worker says so with its next heartbeat."""
+        return sum(int(w.detail["groups"]) for w in await system.store.workers() if w.pool == "reference") >= 6 * 8
+
+    await until(all_scored)

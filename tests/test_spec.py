@@ -125,7 +125,24 @@ def test_numbers_are_finite_numbers(path: str, value: Any) -> None:
     ],
 )
 def test_fields_that_contradict_each_other_are_refused(changes: dict[str, Any], named: str) -> None:
-    assert any(named in problem for problem in mistakes({**SMALLEST, **changes}).values())
+    (section,) = changes
+    assert list(mistakes({**SMALLEST, **changes})) == [f"{section}.{named}"]
+
+
+def test_contradictions_are_reported_beside_other_mistakes() -> None:
+    found = mistakes(
+        {
+            "algorithm": {"groups_per_batch": 4, "updates_per_batch": 3, "overlong_shaping": True, "loss": "none"},
+            "rollout": {"max_tokens": 4, "max_tokens_per_turn": 5, "temperature": 0},
+            "train": {"steps": 2, "warmup_steps": 3, "lr": -1},
+        }
+    )
+    assert set(found) == {
+        "name", "model", "environment", "algorithm.loss", "algorithm.updates_per_batch", "rollout.temperature",
+        "rollout.max_tokens_per_turn", "train.lr", "train.warmup_steps",
+    }  # fmt: skip
+    found = mistakes({"train": {}, "algorithm": {"overlong_shaping": True, "overlong_length": 999}})
+    assert set(found) == {"name", "model", "environment", "train.steps", "algorithm.overlong_length"}
 
 
 JSON = st.recursive(
