@@ -10,7 +10,8 @@ import subprocess
 import sys
 import tarfile
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,18 @@ async def client(ctx: Context) -> AsyncIterator[AsyncClient]:
         yield client
 
 
+@asynccontextmanager
+async def answering(create: Callable[[web.Request], Awaitable[web.Response]]) -> AsyncIterator[str]:
+    """A stand-in for the server, which answers submissions alone; gives its URL."""
+    app = web.Application()
+    app.add_routes([web.post("/v1/jobs", create)])
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+    await runner.cleanup()
+
+
 async def test_spec_may_be_a_dict_a_jobspec_or_a_file(client: AsyncClient, tmp_path: Path) -> None:
     data = SPEC.model_dump(mode="json")
     (tmp_path / "job.json").write_bytes(orjson.dumps(data))
@@ -59,6 +72,28 @@ async def test_spec_may_be_a_dict_a_jobspec_or_a_file(client: AsyncClient, tmp_p
     assert [job["id"] for job in await client.jobs()] == ids[::-1]
     for id in ids[:3]:
         assert parse_spec((await client.job(id))["spec"]) == SPEC
+
+
+async def test_model_directory_of_the_client_is_sent_as_a_whole_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def create(request: web.Request) -> web.Response:
+        return web.json_response((await request.json())["model"])
+
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "models" / "tiny").mkdir(parents=True)
+    data = make_spec(model__base="models/tiny").model_dump(mode="json")
+    (tmp_path / "job.json").write_bytes(orjson.dumps(data))
+    async with answering(create) as url, AsyncClient(url) as client:
+        for spec in (data, parse_spec(data), "job.json"):
+            assert (await client.submit(spec))["base"] == str(tmp_path / "models" / "tiny")
+        for elsewhere in ("owner/model", "~nobody-here/x", ""):
+            assert (await client.submit({"model": {"base": elsewhere}}))["base"] == elsewhere
+
+
+async def test_relative_path_that_leads_nowhere_is_no_hub_id(client: AsyncClient) -> None:
+    with pytest.raises(ApiError, match=r"model\.base = 'no/such/model': does not exist on the server"):
+        await client.submit(make_spec(model__base="no/such/model"))
 
 
 async def test_errors_carry_status_problem_and_mistakes(client: AsyncClient, store: Store) -> None:
@@ -293,15 +328,8 @@ async def test_answers_lost_on_the_way_are_asked_for_again_with_the_same_key() -
             request.transport.close()
         return web.json_response({"id": "j-1"}, status=503 if len(keys) == 2 else 201)
 
-    app = web.Application()
-    app.add_routes([web.post("/v1/jobs", create)])
-    runner = web.AppRunner(app)
-    await runner.setup()
-    port = free_port()
-    await web.TCPSite(runner, "127.0.0.1", port).start()
-    async with AsyncClient(f"http://127.0.0.1:{port}") as client:
+    async with answering(create) as url, AsyncClient(url) as client:
         assert (await client.submit(SPEC))["id"] == "j-1"
-    await runner.cleanup()
     assert len(keys) == 3 and len(set(keys)) == 1
 
 

@@ -14,8 +14,6 @@ Idempotency-Key) and `cancel`. Who waits is told so at the first failed try, wit
 from __future__ import annotations
 
 import asyncio
-import logging
-import os
 import random
 import tempfile
 import threading
@@ -23,7 +21,6 @@ import time
 import uuid
 import weakref
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator, Mapping
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import quote
@@ -32,55 +29,16 @@ import aiohttp
 import orjson
 
 from opentinker.archive import unpack
-from opentinker.shared.errors import Conflict, NotFound, OpenTinkerError
+from opentinker.http import ApiConflict, ApiError, ApiNotFound, Http, Json
 from opentinker.shared.spec import JobSpec, load_spec
 from opentinker.shared.types import JobState
 
-T = TypeVar("T")
-Json = dict[str, Any]
+__all__ = ["ApiConflict", "ApiError", "ApiNotFound", "AsyncClient", "Client"]
 
-DEFAULT_URL = "http://127.0.0.1:8080"
-CONNECT_S = 2.0
-AWAY = (502, 503, 504)
+T = TypeVar("T")
+
 POLL_S = 0.5
 PAGE = 5000
-_log = logging.getLogger("opentinker")
-
-
-class ApiError(OpenTinkerError):
-    """The server refused, or was not reached (`status` None). `problem` is its problem document."""
-
-    def __init__(self, message: str, status: int | None = None, problem: Json | None = None) -> None:
-        super().__init__(message)
-        self.status = status
-        self.problem = problem or {}
-
-    @property
-    def mistakes(self) -> list[Json]:
-        """One {field, value, problem} for everything that is wrong in the request."""
-        return list(self.problem.get("errors", []))
-
-
-class ApiNotFound(ApiError, NotFound):
-    """404."""
-
-
-class ApiConflict(ApiError, Conflict):
-    """409: the job's state does not allow it."""
-
-
-def _error(status: int, raw: bytes, url: str) -> ApiError:
-    try:
-        problem = orjson.loads(raw)
-    except orjson.JSONDecodeError:
-        problem = None
-    if not isinstance(problem, dict):
-        return ApiError(f"{url} answered {status}, not as an OpenTinker server does", status)
-    kind = {404: ApiNotFound, 409: ApiConflict}.get(status, ApiError)
-    mistakes = [f"  {m['field']} = {m['value']!r}: {m['problem']}" for m in problem.get("errors", [])]
-    detail = str(problem.get("detail", f"{url} answered {status}"))
-    text = "\n".join([str(problem.get("title", "refused")), *mistakes]) if mistakes else detail
-    return kind(text, status, problem)
 
 
 class AsyncClient:
@@ -95,10 +53,8 @@ class AsyncClient:
         timeout_s: float = 30.0,
         on_wait: Callable[[str], None] | None = None,
     ) -> None:
-        self.url = (url or os.environ.get("OPENTINKER_URL") or DEFAULT_URL).rstrip("/")
-        self.wait_s, self.timeout_s = wait_s, timeout_s
-        self._on_wait = on_wait or _log.warning
-        self._session: aiohttp.ClientSession | None = None
+        self._http = Http(url, wait_s, timeout_s, on_wait)
+        self.url = self._http.url
 
     async def __aenter__(self) -> AsyncClient:
         return self
@@ -107,29 +63,30 @@ class AsyncClient:
         await self.close()
 
     async def close(self) -> None:
-        if self._session is not None:
-            await self._session.close()
-            self._session = None
+        await self._http.close()
 
     # --- jobs ---------------------------------------------------------------------------------------------------
 
     async def submit(
         self, spec: Mapping[str, Any] | JobSpec | str | Path, *, idempotency_key: str | None = None
     ) -> Json:
-        """A spec, or the path of a .toml or .json file. Raises ApiError with every mistake."""
+        """A spec, or the path of a .toml or .json file. Raises ApiError with every mistake.
+
+        A `model.base` that is a directory here is sent as its whole path; the server's machine must have it too.
+        """
         data = await asyncio.to_thread(_plain, spec)
         headers = {"Idempotency-Key": idempotency_key or uuid.uuid4().hex, "Content-Type": "application/json"}
-        return await self._json("POST", "/v1/jobs", body=orjson.dumps(data), headers=headers)
+        return await self._http.json("POST", "/v1/jobs", body=orjson.dumps(data), headers=headers)
 
     async def jobs(self) -> list[Json]:
         """Newest first."""
-        return list((await self._json("GET", "/v1/jobs"))["jobs"])
+        return list((await self._http.json("GET", "/v1/jobs"))["jobs"])
 
     async def job(self, id: str) -> Json:
-        return await self._json("GET", _of(id))
+        return await self._http.json("GET", _of(id))
 
     async def cancel(self, id: str) -> Json:
-        return await self._json("POST", _of(id, "/cancel"))
+        return await self._http.json("POST", _of(id, "/cancel"))
 
     async def wait(self, id: str, timeout_s: float | None = None) -> Json:
         """The job in its final state. Raises TimeoutError; the job goes on."""
@@ -144,7 +101,7 @@ class AsyncClient:
 
     async def event_log(self, id: str, after: str = "0") -> list[Json]:
         """What there is now, oldest first."""
-        return list((await self._json("GET", _of(id, "/events"), {"format": "json", "after": after}))["events"])
+        return list((await self._http.json("GET", _of(id, "/events"), {"format": "json", "after": after}))["events"])
 
     async def events(self, id: str, after: str = "0") -> AsyncGenerator[Json, None]:
         """Events as they happen, until the job's final state. Reconnects by itself and goes on where it was."""
@@ -152,7 +109,7 @@ class AsyncClient:
         while True:
             news = False
             try:
-                async with self._open(_of(id, "/events"), {"after": after}, read_s=30.0) as response:
+                async with self._http.open(_of(id, "/events"), {"after": after}, read_s=30.0) as response:
                     async for event in _server_sent(response):
                         after, news = event["id"], True
                         yield event
@@ -164,8 +121,8 @@ class AsyncClient:
             except (aiohttp.ClientError, TimeoutError) as error:
                 if news:
                     away_since = time.monotonic()
-                if time.monotonic() - away_since > self.wait_s:
-                    raise self._unreachable(error) from None
+                if time.monotonic() - away_since > self._http.wait_s:
+                    raise self._http.unreachable(error) from None
             await asyncio.sleep(0.1 + 0.2 * random.random())
 
     async def metrics(
@@ -177,7 +134,7 @@ class AsyncClient:
         if names:
             query["names"] = ",".join(names)
         while True:
-            page = await self._json("GET", _of(id, "/metrics"), {**query, "after": str(after)})
+            page = await self._http.json("GET", _of(id, "/metrics"), {**query, "after": str(after)})
             points += page["metrics"]
             after = page["cursor"]
             if not page["more"]:
@@ -196,7 +153,7 @@ class AsyncClient:
 
     async def checkpoints(self, id: str) -> list[Json]:
         """Oldest first."""
-        return list((await self._json("GET", _of(id, "/checkpoints")))["checkpoints"])
+        return list((await self._http.json("GET", _of(id, "/checkpoints")))["checkpoints"])
 
     async def download(
         self, id: str, directory: str | Path, step: int | None = None, *, everything: bool = False
@@ -213,11 +170,11 @@ class AsyncClient:
             async def fetch() -> None:
                 await asyncio.to_thread(file.seek, 0)
                 await asyncio.to_thread(file.truncate)
-                async with self._open(path, query, read_s=self.timeout_s) as response:
+                async with self._http.open(path, query, read_s=self._http.timeout_s) as response:
                     async for chunk in response.content.iter_chunked(1 << 20):
                         await asyncio.to_thread(file.write, chunk)
 
-            await self._patiently(fetch)
+            await self._http.patiently(fetch)
             await asyncio.to_thread(file.seek, 0)
             try:
                 await asyncio.to_thread(unpack, file, target)
@@ -226,81 +183,10 @@ class AsyncClient:
         return target
 
     async def workers(self) -> list[Json]:
-        return list((await self._json("GET", "/v1/workers"))["workers"])
+        return list((await self._http.json("GET", "/v1/workers"))["workers"])
 
     async def queues(self) -> list[Json]:
-        return list((await self._json("GET", "/v1/queues"))["queues"])
-
-    # --- transport ----------------------------------------------------------------------------------------------
-
-    def _http(self) -> aiohttp.ClientSession:
-        if self._session is None:
-            self._session = aiohttp.ClientSession(read_bufsize=1 << 20)
-        return self._session
-
-    async def _json(
-        self,
-        method: str,
-        path: str,
-        query: dict[str, str] | None = None,
-        *,
-        body: bytes | None = None,
-        headers: dict[str, str] | None = None,
-    ) -> Json:
-        async def once() -> Json:
-            timeout = aiohttp.ClientTimeout(total=self.timeout_s, sock_connect=CONNECT_S)
-            async with self._http().request(
-                method, self.url + path, params=query, data=body, headers=headers, timeout=timeout
-            ) as response:
-                raw = await response.read()
-                await self._check(response, raw)
-            try:
-                found = orjson.loads(raw)
-            except orjson.JSONDecodeError:
-                found = None
-            if not isinstance(found, dict):
-                raise ApiError(f"{self.url} does not answer as an OpenTinker server does", response.status)
-            return found
-
-        # Everything we send may be sent twice: GETs, submissions with a key, cancellations.
-        return await self._patiently(once)
-
-    async def _check(self, response: aiohttp.ClientResponse, raw: bytes | None = None) -> None:
-        if response.status in AWAY:
-            raise aiohttp.ClientConnectionError(f"it answered {response.status}")
-        if response.status >= 400:
-            raise _error(response.status, await response.read() if raw is None else raw, self.url)
-
-    @asynccontextmanager
-    async def _open(self, path: str, query: dict[str, str], read_s: float) -> AsyncIterator[aiohttp.ClientResponse]:
-        timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S, sock_read=read_s)
-        async with self._http().get(self.url + path, params=query, timeout=timeout) as response:
-            await self._check(response)
-            yield response
-
-    async def _patiently(self, once: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """Try until `wait_s` has passed without success."""
-        deadline, pause, told = time.monotonic() + self.wait_s, 0.1, False
-        while True:
-            try:
-                return await once()
-            except aiohttp.InvalidURL:
-                raise ApiError(f"{self.url!r} is not a URL") from None
-            except (aiohttp.ClientError, TimeoutError) as error:
-                if time.monotonic() + pause > deadline:
-                    raise self._unreachable(error) from None
-                if not told:
-                    self._on_wait(f"waiting for {self.url} ({_why(error)})")
-                    told = True
-            await asyncio.sleep(pause * (0.5 + random.random()))
-            pause = min(2 * pause, 1.0)
-
-    def _unreachable(self, error: Exception) -> ApiError:
-        return ApiError(f"cannot reach {self.url}: {_why(error)}. Is `opentinker up` running there?")
-
-
-def _why(error: Exception) -> str:
-    return str(error) or type(error).__name__
+        return list((await self._http.json("GET", "/v1/queues"))["queues"])
 
 
 _FINAL = {state.value for state in JobState if state.final}
@@ -309,11 +195,24 @@ _FINAL = {state.value for state in JobState if state.final}
 def _plain(spec: Mapping[str, Any] | JobSpec | str | Path) -> Any:
     match spec:
         case JobSpec():
-            return spec.model_dump(mode="json")
+            return _found_here(spec.model_dump(mode="json"))
         case str() | Path():
-            return load_spec(Path(spec))
+            return _found_here(load_spec(Path(spec)))
         case _:
-            return dict(spec)
+            return _found_here(dict(spec))
+
+
+def _found_here(data: Any) -> Any:
+    """A model directory that is relative to here becomes absolute: the server runs elsewhere."""
+    match data:
+        case {"model": {"base": str(base)} as model} if base:
+            try:
+                path = Path(base).expanduser()
+                return {**data, "model": {**model, "base": str(path.resolve())}} if path.is_dir() else data
+            except (OSError, RuntimeError):  # no such user's home, a name too long: the server says what is wrong
+                return data
+        case _:
+            return data
 
 
 def _empty_place(directory: str | Path) -> Path:

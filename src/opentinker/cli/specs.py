@@ -25,14 +25,11 @@ def register(app: typer.Typer) -> None:
 
 
 def read_spec(path: Path) -> dict[str, Any]:
-    """A valid spec as plain data. Raises SpecError with every mistake. A model directory becomes absolute."""
+    """A valid spec as plain data. Raises SpecError with every mistake."""
     from opentinker.shared.spec import load_spec, parse_spec
 
     data = load_spec(path)
     _check_environment(parse_spec(data))
-    base = Path(data["model"]["base"])
-    if base.is_dir():  # relative to here, not to where the trainer runs
-        data["model"]["base"] = str(base.resolve())
     return dict(data)
 
 

@@ -1,0 +1,151 @@
+"""How the client's requests travel: repeated, with jitter, while the server is away; refused in words.
+
+`client.py` says what is asked; everything it sends may be sent twice.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import random
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from typing import Any, TypeVar
+
+import aiohttp
+import orjson
+
+from opentinker.shared.errors import Conflict, NotFound, OpenTinkerError
+
+T = TypeVar("T")
+Json = dict[str, Any]
+
+DEFAULT_URL = "http://127.0.0.1:8080"
+CONNECT_S = 2.0
+AWAY = (502, 503, 504)
+_log = logging.getLogger("opentinker")
+
+
+class ApiError(OpenTinkerError):
+    """The server refused, or was not reached (`status` None). `problem` is its problem document."""
+
+    def __init__(self, message: str, status: int | None = None, problem: Json | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+        self.problem = problem or {}
+
+    @property
+    def mistakes(self) -> list[Json]:
+        """One {field, value, problem} for everything that is wrong in the request."""
+        return list(self.problem.get("errors", []))
+
+
+class ApiNotFound(ApiError, NotFound):
+    """404."""
+
+
+class ApiConflict(ApiError, Conflict):
+    """409: the job's state does not allow it."""
+
+
+def _error(status: int, raw: bytes, url: str) -> ApiError:
+    try:
+        problem = orjson.loads(raw)
+    except orjson.JSONDecodeError:
+        problem = None
+    if not isinstance(problem, dict):
+        return ApiError(f"{url} answered {status}, not as an OpenTinker server does", status)
+    kind = {404: ApiNotFound, 409: ApiConflict}.get(status, ApiError)
+    mistakes = [f"  {m['field']} = {m['value']!r}: {m['problem']}" for m in problem.get("errors", [])]
+    detail = str(problem.get("detail", f"{url} answered {status}"))
+    text = "\n".join([str(problem.get("title", "refused")), *mistakes]) if mistakes else detail
+    return kind(text, status, problem)
+
+
+class Http:
+    """One server, by its URL. What is not answered is tried again until `wait_s` has passed without success.
+
+    `on_wait(sentence)` is called at the first failed try of a request; default: it is logged.
+    """
+
+    def __init__(self, url: str | None, wait_s: float, timeout_s: float, on_wait: Callable[[str], None] | None) -> None:
+        self.url = (url or os.environ.get("OPENTINKER_URL") or DEFAULT_URL).rstrip("/")
+        self.wait_s, self.timeout_s = wait_s, timeout_s
+        self._on_wait = on_wait or _log.warning
+        self._open_session: aiohttp.ClientSession | None = None
+
+    async def close(self) -> None:
+        if self._open_session is not None:
+            await self._open_session.close()
+            self._open_session = None
+
+    @property
+    def _session(self) -> aiohttp.ClientSession:
+        if self._open_session is None:
+            self._open_session = aiohttp.ClientSession(read_bufsize=1 << 20)
+        return self._open_session
+
+    async def json(
+        self,
+        method: str,
+        path: str,
+        query: dict[str, str] | None = None,
+        *,
+        body: bytes | None = None,
+        headers: dict[str, str] | None = None,
+    ) -> Json:
+        async def once() -> Json:
+            timeout = aiohttp.ClientTimeout(total=self.timeout_s, sock_connect=CONNECT_S)
+            async with self._session.request(
+                method, self.url + path, params=query, data=body, headers=headers, timeout=timeout
+            ) as response:
+                raw = await response.read()
+                await self._check(response, raw)
+            try:
+                found = orjson.loads(raw)
+            except orjson.JSONDecodeError:
+                found = None
+            if not isinstance(found, dict):
+                raise ApiError(f"{self.url} does not answer as an OpenTinker server does", response.status)
+            return found
+
+        return await self.patiently(once)
+
+    async def _check(self, response: aiohttp.ClientResponse, raw: bytes | None = None) -> None:
+        if response.status in AWAY:
+            raise aiohttp.ClientConnectionError(f"it answered {response.status}")
+        if response.status >= 400:
+            raise _error(response.status, await response.read() if raw is None else raw, self.url)
+
+    @asynccontextmanager
+    async def open(self, path: str, query: dict[str, str], read_s: float) -> AsyncIterator[aiohttp.ClientResponse]:
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S, sock_read=read_s)
+        async with self._session.get(self.url + path, params=query, timeout=timeout) as response:
+            await self._check(response)
+            yield response
+
+    async def patiently(self, once: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        """Try until `wait_s` has passed without success."""
+        deadline, pause, told = time.monotonic() + self.wait_s, 0.1, False
+        while True:
+            try:
+                return await once()
+            except aiohttp.InvalidURL:
+                raise ApiError(f"{self.url!r} is not a URL") from None
+            except (aiohttp.ClientError, TimeoutError) as error:
+                if time.monotonic() + pause > deadline:
+                    raise self.unreachable(error) from None
+                if not told:
+                    self._on_wait(f"waiting for {self.url} ({_why(error)})")
+                    told = True
+            await asyncio.sleep(pause * (0.5 + random.random()))
+            pause = min(2 * pause, 1.0)
+
+    def unreachable(self, error: Exception) -> ApiError:
+        return ApiError(f"cannot reach {self.url}: {_why(error)}. Is `opentinker up` running there?")
+
+
+def _why(error: Exception) -> str:
+    return str(error) or type(error).__name__
