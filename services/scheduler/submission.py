@@ -100,12 +100,12 @@ def _base(data: Any, spec: JobSpec | None) -> str | None:
 
 
 def _path(base: str) -> Path | None:
-    """The directory that `base` means; None if it is the id of a model hub."""
+    """The directory that `base` means; None if it is the id of a model hub: `name` or `owner/name`."""
     if "\0" in base:
         return Path("(a name with a NUL byte)")
     try:
         path = Path(base).expanduser()
-        return path if base[0] in "/.~" or path.exists() else None
+        return path if base[0] in "/.~" or base.count("/") > 1 or path.exists() else None
     except (OSError, RuntimeError):  # no such user's home, a name longer than the file system takes
         return Path(base)
 
@@ -122,7 +122,7 @@ def _check_model(base: str, model: ModelSpec | None) -> Mistakes:
         return []
     try:
         if not path.is_dir():
-            what = "is a file" if path.exists() else "does not exist"
+            what = "is a file" if path.exists() else f"does not exist on the server ({path.absolute()})"
             return [_mistake(base, f"{what}; give a directory with config.json and safetensors, or a hub id")]
         if not (path / "config.json").is_file():
             return [_mistake(base, "has no config.json: it is not a Hugging Face model directory")]
