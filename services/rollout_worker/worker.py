@@ -262,7 +262,7 @@ class RolloutJob:
                 values |= {f"rollout/{name}": value for name, value in self.gauges.items()}
                 values["rollout/running_groups"] = float(len(self.groups))
                 await self.metrics.emit(0 if self.engine.version is None else self.engine.version.step, values)
-            last, then = counts, now
+                last, then = counts, now  # a silent second counts for the next report
 
 
 MakeEngine = Callable[[JobSpec, Renderer], Engine]
