@@ -16,22 +16,26 @@ import asyncio
 import multiprocessing as mp
 import os
 import subprocess
+import sys
 import tempfile
 import time
-from contextlib import closing
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
-from socket import create_connection, socket
+from socket import create_connection
 from typing import Any
 
 import numpy as np
 import uvloop
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
 from opentinker.embedded import nats_binary
+from opentinker.processes import free_port
 from opentinker.shared.bus import Bus
 from opentinker.shared.subjects import GROUP
 from opentinker.shared.types import Ending, Group, Span, StopReason, Trajectory, Turn, WeightVersion
+from tests.conftest import nats_conf
 
 JOB, GROUP_SIZE, TOKENS, PROMPT = "load", 8, 512, 128
 TARGETS = {"default": 20_000, "always": 5_000}
@@ -147,15 +151,8 @@ def machine_s() -> float:
 
 
 def start_nats(directory: Path, sync: str) -> tuple[subprocess.Popen[bytes], str]:
-    with closing(socket()) as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    interval = "" if sync == "default" else f", sync_interval: {sync}"
-    conf = directory / "nats.conf"
-    conf.write_text(
-        f'listen: "127.0.0.1:{port}"\nmax_payload: 8MB\nmax_pending: 256MB\n'
-        f'jetstream {{ store_dir: "{directory}/js"{interval} }}\n'
-    )
+    port = free_port()
+    conf = nats_conf(directory, port, sync_interval="2m" if sync == "default" else sync)
     server = subprocess.Popen([str(nats_binary()), "-c", str(conf)], stderr=subprocess.DEVNULL)
     while True:
         try:

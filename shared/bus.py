@@ -37,7 +37,9 @@ T = TypeVar("T")
 R = TypeVar("R")
 log = structlog.get_logger()
 
-__all__ = ["ACK_WAIT_S", "Bus", "Consumer", "ConsumerDeleted", "Delivery", "NoReply", "NoResponders", "StreamFull"]
+__all__ = [
+    "ACK_WAIT_S", "Bus", "Consumer", "ConsumerDeleted", "Delivery", "NoReply", "NoResponders", "StreamFull", "TooLarge",
+]  # fmt: skip
 
 ERROR_LOG_S = 10.0
 ACK_S = 3.0
@@ -54,6 +56,14 @@ class NoResponders(NoReply):
 
 class StreamFull(OpenTinkerError):
     """The job's share of the stream is used up: stop producing until the consumer has caught up."""
+
+
+class TooLarge(OpenTinkerError):
+    """The server takes no message of this size, however often it is sent. Sizes in bytes, headers included."""
+
+    def __init__(self, subject: str, size: int, limit: int) -> None:
+        self.size, self.limit = size, limit
+        super().__init__(f"{subject}: the message has {size} bytes, the NATS server takes {limit} (max_payload)")
 
 
 class Bus:
@@ -183,11 +193,14 @@ class Bus:
     async def publish(self, subject: Subject[T], noun: T, msg_id: str, **keys: str) -> int:
         """Store a message and return its stream sequence. Repeats the same id until the server has confirmed.
 
-        Raises StreamFull when the subject's share of the stream is used up.
+        Raises StreamFull when the subject's share of the stream is used up, TooLarge when the server never takes it.
         """
         payload = codec.to_json(noun) if subject.json else codec.encode(noun)
         to, headers, pause = subject.at(**keys), {"Nats-Msg-Id": msg_id}, 0.05
+        size = len(payload) + len(f"NATS/1.0\r\nNats-Msg-Id: {msg_id}\r\n\r\n")
         while True:
+            if size > self.nc.max_payload:  # known since the first connect; the server closes connections over it
+                raise TooLarge(to, size, self.nc.max_payload)
             try:
                 ack = await self._acks.publish(to, payload, headers)
                 if (error := ack.get("error")) is None:
@@ -210,7 +223,6 @@ class Bus:
         batch: int,
         start_seq: int | None = None,
         ack_wait_s: float = ACK_WAIT_S,
-        max_deliver: int = -1,
         **keys: str,
     ) -> Consumer[T]:
         """A durable pull consumer; `start_seq` makes it anew from that stream sequence on."""
@@ -219,7 +231,6 @@ class Bus:
             filter_subject=subject.at(**keys),
             ack_policy=AckPolicy.EXPLICIT,
             ack_wait=ack_wait_s,
-            max_deliver=max_deliver,
             max_ack_pending=max(4 * batch, 256),
             inactive_threshold=3600.0,
             deliver_policy=DeliverPolicy.ALL if start_seq is None else DeliverPolicy.BY_START_SEQUENCE,

@@ -23,11 +23,12 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 import opentinker.leash
 from opentinker.client import AsyncClient
 from opentinker.embedded import nats_binary, valkey_binary
+from opentinker.processes import free_port
 from opentinker.services.trainer import checkpoint
 from opentinker.shared.admission import Admission, Ledger
 from opentinker.shared.spec import JobSpec
 from opentinker.shared.store import Store
-from tests.conftest import free_port, until
+from tests.conftest import nats_conf, until
 
 ROOT = Path(__file__).resolve().parent.parent
 RESTART_S = 0.2
@@ -82,7 +83,10 @@ class Process:
 
 
 class Cluster:
-    """`heavy`: services import torch and vllm before their first job, as in production; toy jobs do without."""
+    """`heavy`: services import torch and vllm before their first job, as in production; toy jobs do without.
+
+    `nats`: values that differ from those of deploy/nats.conf.
+    """
 
     def __init__(
         self,
@@ -93,10 +97,12 @@ class Cluster:
         env_workers: int = 1,
         references: int = 0,
         heavy: bool = False,
+        nats: dict[str, str] | None = None,
         **settings: object,
     ) -> None:
         self.directory = directory
         self.data = directory / "data"
+        self._nats = nats or {}
         self.processes: dict[str, Process] = {}
         self.nats_port, self.valkey_port, self.http_port = free_port(), free_port(), free_port()
         self.redis_url = f"redis://127.0.0.1:{self.valkey_port}/0"
@@ -175,11 +181,7 @@ class Cluster:
             await asyncio.sleep(0.02)
 
     def _add_servers(self) -> None:
-        conf = self.directory / "nats.conf"
-        conf.write_text(
-            f'listen: "127.0.0.1:{self.nats_port}"\nmax_payload: 8MB\njetstream {{ '
-            f'store_dir: "{self.directory}/js", sync_interval: always, max_file_store: 4GB }}\n'
-        )
+        conf = nats_conf(self.directory, self.nats_port, **self._nats)
         self._start("nats", [str(nats_binary()), "-c", str(conf)])
         valkey = [str(valkey_binary()), "--port", str(self.valkey_port), "--bind", "127.0.0.1", "--save", ""]
         self._start("valkey", [*valkey, "--dir", str(self.directory), "--appendonly", "yes", "--appendfsync", "always"])

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import socket
 import subprocess
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -16,16 +16,10 @@ import pytest
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-from opentinker.embedded import nats_binary, valkey_binary
+from opentinker.embedded import nats_binary, shipped_conf, valkey_binary
+from opentinker.processes import free_port as free_port  # noqa: PLC0414 - tests import it from here too
 from opentinker.shared.bus import Bus
 from opentinker.shared.store import Store
-
-
-def free_port() -> int:
-    with closing(socket.socket()) as s:
-        s.bind(("127.0.0.1", 0))
-        port: int = s.getsockname()[1]
-        return port
 
 
 def wait_port(port: int, process: subprocess.Popen[bytes], timeout_s: float = 10.0) -> None:
@@ -69,13 +63,22 @@ class Server:
         self.process.wait()
 
 
-def start_nats(directory: Path, sync: str = "2m") -> Server:
-    port = free_port()
+def nats_conf(directory: Path, port: int, **changes: str) -> Path:
+    """The shipped configuration with a port and a store of the test's own; `changes` replace other values in it."""
+    text = shipped_conf("nats.conf").read_text()
+    values = {"port": str(port), "http": "127.0.0.1:-1", "store_dir": f'"{directory}/js"', **changes}
+    for name, value in values.items():
+        text, found = re.subn(rf"^( *{name}: *)\S+", rf"\g<1>{value}", text, flags=re.MULTILINE)
+        assert found == 1, f"deploy/nats.conf has no {name}"
     conf = directory / "nats.conf"
-    conf.write_text(
-        f'listen: "127.0.0.1:{port}"\nmax_payload: 8MB\n'
-        f'jetstream {{ store_dir: "{directory}/js", sync_interval: {sync}, max_file_store: 4GB }}\n'
-    )
+    conf.write_text(text)
+    return conf
+
+
+def start_nats(directory: Path, sync_interval: str = "2m", **changes: str) -> Server:
+    """`sync_interval` as nats-server has it by default: most tests do not need what survives a power cut."""
+    port = free_port()
+    conf = nats_conf(directory, port, sync_interval=sync_interval, **changes)
     return Server([str(nats_binary()), "-c", str(conf)], port, f"nats://127.0.0.1:{port}")
 
 

@@ -253,6 +253,17 @@ async def test_model_that_cannot_be_read_fails_the_job_with_its_reason(shared: S
     await free(shared.cluster)
 
 
+async def test_group_too_large_for_a_message_fails_the_job_with_the_numbers(tmp_path: Path) -> None:
+    async with toy_cluster(tmp_path, nats={"max_payload": "16KB"}) as (cluster, model):
+        job = await cluster.submit(job_spec(model, algorithm={"group_size": 100, "groups_per_batch": 4}))
+        record = await cluster.wait(job)
+        assert record["state"] == "failed"
+        for words in ("algorithm.group_size is 100", "rollout.context_length is 4096", "limit 16384", "max_payload"):
+            assert words in record["reason"], record["reason"]
+        await free(cluster)
+        assert cluster.processes["rollout_worker-0"].exits == []
+
+
 # --- who comes and goes ---------------------------------------------------------------------------------------------
 
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import structlog
 
-from opentinker.shared.bus import ACK_WAIT_S, Delivery, StreamFull
+from opentinker.shared.bus import ACK_WAIT_S, Delivery, StreamFull, TooLarge
 from opentinker.shared.errors import Conflict, JobFailed, NotFound
 from opentinker.shared.service import Context, first_failure
 from opentinker.shared.spec import JobSpec, parse_spec
@@ -87,18 +87,30 @@ class ReferenceForward:
                 self.log.info("group_of_ended_job_dropped", job=group.job, group=group.seq)
                 await delivery.ack_sync()
                 return
-            scored = await asyncio.to_thread(self.scorer.score, spec.model, spec.rollout.temperature, group)
+            await self._publish(await self._score(spec, group))
         except JobFailed as error:
             await self._fail(group.job, str(error))
             await delivery.ack_sync()
             return
-        except ValueError as error:
-            self.log.error("invalid_group_dropped", job=group.job, group=group.seq, error=str(error))
-            scored = group  # the trainer's own check discards it, so that the ledger balances
-        await self._publish(scored)
+        except TooLarge as error:
+            await self._fail(
+                group.job,
+                f"group {group.seq} with reference logprobs does not fit into one message ({error}): lower "
+                f"algorithm.group_size ({len(group.trajectories)}) or rollout.context_length, or raise max_payload",
+            )
+            await delivery.ack_sync()
+            return
         await delivery.ack_sync()
         self.groups += 1
         self.tokens += sum(len(t.mask_T) for t in group.trajectories)
+
+    async def _score(self, spec: JobSpec, group: Group) -> Group:
+        """An invalid group as it is: the trainer's own check discards it, so that the ledger balances."""
+        try:
+            return await asyncio.to_thread(self.scorer.score, spec.model, spec.rollout.temperature, group)
+        except ValueError as error:
+            self.log.error("invalid_group_passed_on", job=group.job, group=group.seq, error=str(error))
+            return group
 
     async def _spec(self, job: str) -> JobSpec | None:
         """None when the job is gone or over: nobody waits for its groups any more."""

@@ -20,7 +20,7 @@ from opentinker.services.rollout_worker.engine import Engine, EngineError, Engin
 from opentinker.services.rollout_worker.episode import Episode, EpisodeFailed, Sessions
 from opentinker.services.rollout_worker.render import Renderer
 from opentinker.shared.admission import Admission
-from opentinker.shared.bus import Bus, Consumer, Delivery, StreamFull
+from opentinker.shared.bus import Bus, Consumer, Delivery, StreamFull, TooLarge
 from opentinker.shared.errors import JobFailed
 from opentinker.shared.leasing import LeasedWorker
 from opentinker.shared.service import first_failure
@@ -188,7 +188,7 @@ class RolloutJob:
         raise AssertionError("unreachable")
 
     async def _publish(self, group: Group) -> None:
-        """Stored durably when this returns; a full stream is back-pressure."""
+        """Stored durably when this returns; a full stream is back-pressure. Raises JobFailed if it fits no message."""
         subject = SCORE if self.spec.algorithm.kl_coef > 0 else GROUP
         msg_id = f"{group.key}:{group.trajectories[0].attempt}"
         while True:
@@ -198,6 +198,14 @@ class RolloutJob:
             except StreamFull:
                 self.counts["stream_full"] += 1
                 await asyncio.sleep(FULL_PAUSE_S)
+            except TooLarge as error:
+                longest = max(len(trajectory.mask_T) for trajectory in group.trajectories)
+                raise JobFailed(
+                    f"a group must fit into one message, and group {group.seq} with {error.size} bytes does not (limit "
+                    f"{error.limit}, NATS max_payload): algorithm.group_size is {len(group.trajectories)}, its longest "
+                    f"episode has {longest} tokens, rollout.context_length is {self.engine.context_length}. Lower one "
+                    "of them, or raise max_payload in the server's configuration"
+                ) from None
 
     async def _fail(self, ticket: Ticket, error: EpisodeFailed) -> None:
         if await self.admission.fail(ticket.seq, error.ending) is None:
