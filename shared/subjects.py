@@ -99,10 +99,13 @@ GROUPS = StreamConfig(
     retention=RetentionPolicy.LIMITS,
     storage=StorageType.FILE,
     discard=DiscardPolicy.NEW,
-    discard_new_per_subject=True,
-    max_msgs_per_subject=20_000,
     duplicate_window=DEDUP_S,
 )
+"""Acks remove nothing here: a job's messages go when its second-newest checkpoint covers them, all of them when it ends.
+So it has no limit per job: at the limit the trainer would wait for groups, and with it the checkpoint that makes room.
+What is under way is bounded by admission. The disk is bounded by two checkpoint intervals per job (groups trained and
+discarded meanwhile), and for all streams together by the server's `max_file_store`, by default three quarters of what
+was free when it started: beyond it publishers wait."""
 METRICS = StreamConfig(
     name="METRICS",
     subjects=["metric.*.*"],

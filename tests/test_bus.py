@@ -182,7 +182,7 @@ async def test_message_id_is_stored_once(bus: Bus, job: str) -> None:
 
 async def test_full_job_is_refused_while_another_publishes(own_server: Server) -> None:
     async with connected(own_server) as bus:
-        await bus.js.update_stream(GROUPS.evolve(max_msgs_per_subject=3))
+        await bus.js.update_stream(GROUPS.evolve(max_msgs_per_subject=3, discard_new_per_subject=True))
         group = Subject(GROUP.pattern, Ticket)
         for seq in range(3):
             await bus.publish(group, make_ticket(seq=seq), f"full/{seq}", job="full")
@@ -192,6 +192,18 @@ async def test_full_job_is_refused_while_another_publishes(own_server: Server) -
         await bus.purge("GROUPS", GROUP.at(job="full"))
         await bus.publish(group, make_ticket(seq=3), "full/3", job="full")
         assert await bus.count("GROUPS", GROUP.at(job="full")) == 1
+
+
+async def test_nothing_but_the_disk_limits_the_groups_between_two_checkpoints(own_server: Server) -> None:
+    """At any limit a trainer would wait for groups, and the checkpoint that makes room would never come."""
+    async with connected(own_server) as bus:
+        await bus.js.update_stream(GROUPS.evolve(max_msgs_per_subject=1, discard_new_per_subject=True))
+        await bus.ensure_streams()
+        group = Subject(GROUP.pattern, Ticket)
+        for seq in range(2):
+            await bus.publish(group, make_ticket(seq=seq), f"long/{seq}", job="long")
+        config = (await bus.js.stream_info("GROUPS")).config
+        assert (config.max_msgs, config.max_msgs_per_subject, config.max_bytes, config.max_age) == (-1, -1, -1, 0)
 
 
 async def test_message_over_the_limit_of_the_server_is_refused_with_both_numbers(bus: Bus, job: str) -> None:
