@@ -10,6 +10,7 @@ from pathlib import Path
 import orjson
 import pytest
 
+from opentinker.cli.common import as_typed
 from opentinker.cli.logs import follow_logs, format_line
 from opentinker.processes import free_port
 from opentinker.shared.algorithms import PRESETS
@@ -89,8 +90,26 @@ def test_the_page_of_the_job_spec_is_current() -> None:
 
 def test_status_of_nothing_says_how_to_start(tmp_path: Path) -> None:
     done = opentinker("status", "--data-dir", tmp_path)
-    assert done.returncode == 3 and f"opentinker up --data-dir {tmp_path}" in done.stdout
+    assert done.returncode == 3 and f"opentinker.cli up --data-dir {tmp_path}" in done.stdout
     assert orjson.loads(opentinker("status", "--data-dir", tmp_path, "--json").stdout) == {"running": False}
+
+
+@pytest.mark.parametrize(
+    ("program", "typed"),
+    [(".venv/bin/opentinker", ".venv/bin/opentinker"), ("on/path/opentinker", "opentinker"), ("", None)],
+    ids=["beside a venv", "on PATH", "as a module"],
+)
+def test_commands_to_be_copied_work_as_they_stand(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str, typed: str | None
+) -> None:
+    for folder in (".venv/bin", "on/path"):
+        (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / folder / "opentinker").touch(mode=0o755)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", str(tmp_path / "on" / "path"))
+    monkeypatch.setattr(sys, "argv", [program or str(ROOT / "src" / "opentinker" / "cli" / "__main__.py")])
+    shown = as_typed("up", "--data-dir", tmp_path / "my runs" / "one", "--port", 1)
+    assert shown == f"{typed or f'{sys.executable} -m opentinker.cli'} up --data-dir 'my runs/one' --port 1"
 
 
 def test_logs_of_an_unknown_service_name_the_known_ones(tmp_path: Path) -> None:

@@ -13,6 +13,8 @@ from pathlib import Path
 import orjson
 import pytest
 
+from opentinker.cli.run import of_length
+from opentinker.shared.errors import SpecError
 from tests.conftest import until
 from tests.test_cli import opentinker
 from tests.test_supervisor import alive
@@ -70,6 +72,16 @@ def pids(data_dir: Path) -> list[int]:
     """Of `up` and all its children."""
     state = orjson.loads((data_dir / "run" / "state.json").read_bytes())
     return [state["pid"], *(child["pid"] for child in state["children"].values() if child["pid"])]
+
+
+def test_a_shorter_run_has_no_longer_warm_up() -> None:
+    train = {"steps": 100, "warmup_steps": 5, "lr": 0.1}
+    given = {"name": "x", "model": {"base": "m"}, "environment": {"name": "copy_digits"}, "train": train}
+    assert of_length(given, 3)["train"] == {"steps": 3, "warmup_steps": 3, "lr": 0.1}
+    assert of_length(given, 7)["train"]["warmup_steps"] == 5
+    assert given["train"] is train and train["steps"] == 100
+    with pytest.raises(SpecError):
+        of_length(given, 0)
 
 
 def test_one_command_trains_a_job_and_leaves_nothing_running(tmp_path: Path, model: Path) -> None:

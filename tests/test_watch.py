@@ -24,8 +24,9 @@ def trained(step: int, *, reward: float = 0.5, time: float | None = None, **valu
     }
 
 
-def generated(worker: str, rate: float) -> dict[str, Any]:
-    return {"source": worker, "step": 0, "time": 1000.0, "values": {"rollout/tokens_per_s": rate}}
+def generated(worker: str, rate: float, *, total: float = 0.0, time: float = 1000.0) -> dict[str, Any]:
+    values = {"rollout/tokens_per_s": rate, "rollout/tokens": total}
+    return {"source": worker, "step": 0, "time": time, "values": values}
 
 
 def update(curves: Curves, changed: list[int], *, state: str = "running", **job: Any) -> Update:
@@ -45,6 +46,18 @@ def test_token_rates_of_all_workers_are_added() -> None:
     curves = Curves()
     curves.add([generated("rollout-0", 1000.0), generated("rollout-1", 530.0), generated("rollout-0", 1100.0)])
     assert curves.generated == [1000.0, 1530.0, 1630.0]
+    curves.add([generated("rollout-1", 500.0, time=1030.0)])
+    assert curves.generated[-1] == 500.0  # rollout-0 is gone
+
+
+def test_the_mean_token_rate_counts_silent_seconds_and_restarted_workers() -> None:
+    curves = Curves()
+    curves.add([generated("rollout-0", 700.0, total=700.0, time=1000.0)])
+    assert curves.tokens_per_s is None
+    curves.add([generated("rollout-0", 1000.0, total=1700.0, time=1009.0)])
+    curves.add([generated("rollout-1", 400.0, total=400.0, time=1010.0)])
+    curves.add([generated("rollout-0", 600.0, total=600.0, time=1020.0)])  # started again: it counts from 0
+    assert curves.tokens_per_s == pytest.approx((1000 + 400 + 600) / 20)
 
 
 def test_pace_and_means_come_from_the_last_steps() -> None:
@@ -125,12 +138,14 @@ def test_the_eta_of_a_job_with_a_target_is_an_upper_bound() -> None:
 def test_figures_are_those_of_the_points() -> None:
     curves = Curves()
     curves.add([trained(step, reward=step / 20, **{"mismatch/mean": 2e-7}) for step in range(1, 21)])
-    lines = figures(update(curves, [], state="succeeded"))
-    assert "first reward 1 s after submission" in lines
+    curves.add([generated("rollout-0", 90.0, total=100.0 * s, time=1000.0 + 10 * s) for s in range(1, 4)])
+    lines = figures(update(curves, [], state="succeeded"), began=991.0)
+    assert "first reward 10 s after start (1 s after submission)" in lines
+    assert "generated 10.0 tokens/s" in lines
     assert "reward 0.05 at the first step, 0.78 over the last 10" in lines
     assert "mismatch 2e-07 on average" in lines
     assert "the trainer waited 12% of its time for trajectories" in lines
-    assert figures(update(Curves(), [])) == ["no step was trained"]
+    assert figures(update(Curves(), []), began=991.0) == ["no step was trained"]
 
 
 def test_an_event_is_one_line() -> None:

@@ -10,6 +10,8 @@ from typing import Any
 DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
 """Bit of the dot at [row][column] of one braille character."""
 BLANK = 0x2800
+SILENT_S = 5.0
+"""A rollout worker reports every second in which it finished something; one silent for longer generates nothing."""
 
 
 class Curves:
@@ -20,10 +22,16 @@ class Curves:
         """The trainer's points."""
         self.times: dict[int, float] = {}
         """Unix seconds of each step."""
-        self.rates: dict[str, float] = {}
-        """Tokens per second now, by rollout worker."""
         self.generated: list[float] = []
         """Tokens per second of all rollout workers together, one value per report."""
+        self._rates: dict[str, tuple[float, float]] = {}
+        """By rollout worker: tokens per second and the time of the report."""
+        self._totals: dict[str, float] = {}
+        """Tokens so far, by rollout worker, as last reported."""
+        self._tokens = 0.0
+        """Since the first report, by all rollout workers."""
+        self._span: tuple[float, float] | None = None
+        """Times of the first and the last report."""
 
     def add(self, points: Iterable[Mapping[str, Any]]) -> list[int]:
         """Returns the steps that are new or changed."""
@@ -37,9 +45,24 @@ class Curves:
                 self.steps[step], self.times[step] = values, point["time"]
                 changed.append(step)
             elif "rollout/tokens_per_s" in values:
-                self.rates[str(point["source"])] = values["rollout/tokens_per_s"]
-                self.generated.append(sum(self.rates.values()))
+                self._report(str(point["source"]), float(point["time"]), values)
         return changed
+
+    def _report(self, worker: str, time: float, values: Mapping[str, float]) -> None:
+        self._rates[worker] = (values["rollout/tokens_per_s"], time)
+        self.generated.append(sum(rate for rate, then in self._rates.values() if time - then <= SILENT_S))
+        total, before = values["rollout/tokens"], self._totals.get(worker, 0.0)
+        self._totals[worker] = total
+        if self._span is not None:
+            self._tokens += total - before if total >= before else total  # a restarted worker counts from 0
+        self._span = (time, time) if self._span is None else (self._span[0], max(self._span[1], time))
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Over the whole time between the first report and the last."""
+        if self._span is None or self._span[0] == self._span[1]:
+            return None
+        return self._tokens / (self._span[1] - self._span[0])
 
     @property
     def last_step(self) -> int:

@@ -173,8 +173,8 @@ def step_line(update: Update, window: range, step: int) -> str:
         value = curves.mean(name, steps)
         if value is not None:
             parts.append(f"{label} {value:.2f}" if label != "staleness" else f"{label} {value:.1f}")
-    if curves.rates:
-        parts.append(f"tok/s {sum(curves.rates.values()):.0f}")
+    if curves.generated:
+        parts.append(f"tok/s {curves.generated[-1]:.0f}")
     wait = curves.mean("trainer/wait_share", steps)
     if wait is not None:
         parts.append(f"wait {wait:.0%}")

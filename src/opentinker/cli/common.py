@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import shlex
+import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -49,6 +51,27 @@ def client(url: str | None, *, patience_s: float = 2.0) -> Client:
     from opentinker.client import Client
 
     return Client(server_url(url), wait_s=patience_s, on_wait=complain)
+
+
+def as_typed(*arguments: object) -> str:
+    """A command line of ours to be copied: it works as it stands, in this directory, whether or not a venv is active.
+
+    A path below this directory is shown relative to it.
+    """
+    return shlex.join([*_program(), *(shown(a) if isinstance(a, Path) else str(a) for a in arguments)])
+
+
+def _program() -> list[str]:
+    script = Path(sys.argv[0])
+    if script.suffix == ".py":  # python -m opentinker.cli
+        return [shown(Path(sys.executable)), "-m", "opentinker.cli"]
+    found = shutil.which(script.name)
+    return [script.name if found and Path(found).resolve() == script.resolve() else shown(script)]
+
+
+def shown(path: Path) -> str:
+    absolute = path.absolute()
+    return str(absolute.relative_to(Path.cwd())) if absolute.is_relative_to(Path.cwd()) else str(absolute)
 
 
 def print_json(value: Any) -> None:

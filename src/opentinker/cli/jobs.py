@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from opentinker.cli.common import PATIENCE_S, AsJson, JobId, Url, ago, client, print_json, print_table, say
+from opentinker.cli.common import PATIENCE_S, AsJson, JobId, Url, ago, as_typed, client, print_json, print_table, say
 from opentinker.cli.specs import SpecFile, read_spec
 
 STATE_EXIT = {"succeeded": 0, "failed": 1, "cancelled": 4}
@@ -34,7 +34,7 @@ def submit(
     else:
         say(f"{record['id']}  {record['state']}")
         if not follow:
-            say(f"watch it with: opentinker watch {record['id']}")
+            say(f"watch it with: {as_typed('watch', record['id'], *_same_server(url))}")
     if follow:
         raise typer.Exit(show(api, record["id"]))
 
@@ -49,8 +49,14 @@ def jobs(url: Url = None, as_json: AsJson = False) -> None:
         [j["id"], j["name"], j["state"], f"{j['step']}/{j['steps']}", ago(j["created"]), j["reason"]] for j in found
     ]
     print_table(
-        ["id", "name", "state", "step", "created", "reason"], rows, empty="no jobs yet; try: opentinker submit job.toml"
+        ["id", "name", "state", "step", "created", "reason"],
+        rows,
+        empty=f"no jobs yet; try: {as_typed('submit', 'JOB.toml', *_same_server(url))}",
     )
+
+
+def _same_server(url: str | None) -> list[str]:
+    return ["--url", url] if url else []
 
 
 def job(job_id: JobId, url: Url = None, as_json: AsJson = False) -> None:
@@ -121,7 +127,7 @@ def checkpoints(job_id: JobId, url: Url = None, as_json: AsJson = False) -> None
     if as_json:
         print_json(found)
         return
-    rows = [[c["step"], f"{c['bytes'] / 1e6:.1f} MB", c["created"]] for c in found]
+    rows = [[c["step"], f"{c['bytes'] / 1e6:.1f} MB", ago(c["created"])] for c in found]
     print_table(["step", "size", "created"], rows, empty="no checkpoint yet")
 
 

@@ -11,7 +11,7 @@ from typing import Annotated, Any, TextIO
 
 import typer
 
-from opentinker.cli.common import DATA_DIR, AsJson, DataDir, print_json, print_table, say
+from opentinker.cli.common import DATA_DIR, AsJson, DataDir, as_typed, print_json, print_table, say
 from opentinker.shared.errors import OpenTinkerError
 
 DOWN_S = 90.0
@@ -98,9 +98,10 @@ def down(
         raise OpenTinkerError(f"what runs on {data_dir} is still starting; try again in a moment")
     os.kill(pid, signal.SIGKILL if force else signal.SIGTERM)
     deadline = time.monotonic() + DOWN_S
+    kill = as_typed("down", "--force", "--data-dir", data_dir)
     while is_running(data_dir):
         if time.monotonic() > deadline:
-            raise OpenTinkerError(f"pid {pid} has not ended after {DOWN_S:.0f} s; opentinker down --force kills it")
+            raise OpenTinkerError(f"pid {pid} has not ended after {DOWN_S:.0f} s; {kill} kills it")
         time.sleep(0.05)
     say(f"stopped (pid {pid})")
 
@@ -114,7 +115,7 @@ def status(data_dir: DataDir = DATA_DIR, as_json: AsJson = False) -> None:
     if as_json:
         print_json(state)
     elif not running:
-        say(f"nothing runs on {data_dir}; start it with: opentinker up --data-dir {data_dir}")
+        say(f"nothing runs on {data_dir}; start it with: {as_typed('up', '--data-dir', data_dir)}")
     else:
         say(f"{state.get('url')}  (pid {state.get('pid')}, data in {state.get('data_dir')})")
         rows = [
@@ -124,7 +125,7 @@ def status(data_dir: DataDir = DATA_DIR, as_json: AsJson = False) -> None:
         print_table(["name", "state", "pid", "restarts", "url", "log"], rows, empty="still starting")
         for name, child in state.get("children", {}).items():
             if child["crash_loop"]:
-                say(f"{name} keeps dying; see: opentinker logs {name} --data-dir {data_dir}")
+                say(f"{name} keeps dying; see: {as_typed('logs', name, '--data-dir', data_dir)}")
     if not running:
         raise typer.Exit(3)
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from opentinker.cli.common import client, say
+from opentinker.cli.common import as_typed, client, say, shown
 from opentinker.cli.specs import SpecFile, read_spec
 from opentinker.shared.errors import OpenTinkerError
 
@@ -48,46 +48,59 @@ def run(
     """
     from opentinker.watch import watch
 
+    began = time.time()
     spec = read_spec(path)
     if steps is not None:
-        spec["train"]["steps"] = steps
+        spec = of_length(spec, steps)
     home = (data_dir or Path("runs") / f"{spec['name']}-{time.strftime('%Y%m%d-%H%M%S')}").resolve()
     workers = int(spec.get("resources", {}).get("rollout_workers", 1))
-    began = time.monotonic()
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: stop the job, then the machine
     with everything(home, port, env_workers, workers, keep=keep) as url:
         api = client(url, patience_s=RESTART_S)
         record = api.submit(spec)
         say(f"job {record['id']} on {url}, data in {home}")
-        say(f"from another terminal: opentinker watch {record['id']} --url {url}\n")
+        say(f"from another terminal: {as_typed('watch', record['id'], '--url', url)}\n")
         try:
             last = watch(api, record["id"])
         except KeyboardInterrupt:
             say("cancelling; Ctrl-C again to stop at once")
             last = finish(api, record["id"])
-        report(last, home, url, time.monotonic() - began, api, keep=keep)
+        report(last, home, url, began, api, keep=keep)
     from opentinker.cli.jobs import STATE_EXIT
 
     raise typer.Exit(STATE_EXIT[last.job["state"]])
+
+
+def of_length(spec: dict[str, Any], steps: int) -> dict[str, Any]:
+    """The spec with another number of steps; a warm-up that would be longer ends with them. Raises SpecError."""
+    from opentinker.shared.spec import parse_spec
+
+    train = {**spec["train"], "steps": steps}
+    if "warmup_steps" in train:
+        train["warmup_steps"] = min(train["warmup_steps"], steps)
+    changed = {**spec, "train": train}
+    parse_spec(changed)
+    return changed
 
 
 @contextmanager
 def everything(home: Path, port: int, env_workers: int, rollout_workers: int, *, keep: bool) -> Iterator[str]:
     """`opentinker up` as a process of its own; yields the API's URL once it answers. Raises OpenTinkerError."""
     from opentinker.processes import LEASH, tail
-    from opentinker.up import AlreadyRunning, is_running
+    from opentinker.up import AlreadyRunning, is_running, read_state
 
     if is_running(home):
-        raise AlreadyRunning(f"something runs on {home} already; submit to it with: opentinker submit JOB.toml")
+        with_it = as_typed("submit", "JOB.toml", "--url", read_state(home).get("url", "URL"))
+        raise AlreadyRunning(f"something runs on {home} already; submit to it with: {with_it}")
     log = home / "logs" / "up.log"
     log.parent.mkdir(parents=True, exist_ok=True)
     options = ["--data-dir", home, "--port", port, "--env-workers", env_workers, "--rollout-workers", rollout_workers]
-    command = [sys.executable, "-m", "opentinker.cli", "up", *map(str, options)]
+    argv = [sys.executable, "-m", "opentinker.cli", "up", *map(str, options)]
     if not keep:  # on a leash: it ends with us, even if we are killed
-        command = [sys.executable, "-I", "-S", LEASH, "hold", str(os.getpid()), *command]
+        argv = [sys.executable, "-I", "-S", LEASH, "hold", str(os.getpid()), *argv]
     with log.open("wb") as out:
         # A session of its own: Ctrl-C reaches us alone, and we stop the job before the machine.
-        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True)
+        process = subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True)
     try:
         yield _wait_api(home, process, log)
     except OpenTinkerError as error:
@@ -139,8 +152,8 @@ def finish(api: Client, job_id: str) -> Update:
     return last
 
 
-def report(last: Update, home: Path, url: str, seconds: float, api: Client, *, keep: bool) -> None:
-    """The curve, the figures, and what to type next."""
+def report(last: Update, home: Path, url: str, began: float, api: Client, *, keep: bool) -> None:
+    """The curve, the figures, and what to type next. `began`: Unix seconds of the command's start."""
     from opentinker.curves import chart
     from opentinker.watch import duration
 
@@ -152,28 +165,29 @@ def report(last: Update, home: Path, url: str, seconds: float, api: Client, *, k
             say(f"{title} by step, 1 to {curves.last_step}")
             say("\n".join(chart(values, 76, 8, low=low)) + "\n")
     state = f"{job['state']}: {job['reason']}" if job["reason"] else str(job["state"])
-    say(f"{job['name']} {state} at step {curves.last_step or job['step']}/{job['steps']} in {duration(seconds)}")
-    for line in figures(last):
+    at = f"step {curves.last_step or job['step']}/{job['steps']}"
+    say(f"{job['name']} {state} at {at} in {duration(time.time() - began)}")
+    for line in figures(last, began):
         say("  " + line)
     found: list[dict[str, Any]] = api.checkpoints(job["id"])
     if not found:
-        say(f"\nlogs are in {home / 'logs'}")
+        say(f"\nlogs are in {shown(home / 'logs')}")
         return
     step = found[-1]["step"]
     newest = home / "jobs" / str(job["id"]) / "checkpoints" / f"step-{step:06d}"
     layout = "a PEFT adapter" if job.get("spec", {}).get("model", {}).get("lora") else "a Hugging Face model"
-    say(f"\nThe checkpoint of step {step} is {layout}:\n  {os.path.relpath(newest)}\n\nnext:")
-    where = f" --url {url}" if keep else ""
+    say(f"\nThe checkpoint of step {step} is {layout}:\n  {shown(newest)}\n\nnext:")
     if not keep:
-        say(f"  opentinker up --data-dir {os.path.relpath(home)}")
-        say("                                # the same machine again, with this job in its list; then:")
-    say(f"  opentinker jobs{where}")
-    say(f"  opentinker download {job['id']} my-model{where}")
-    say("  opentinker spec               # every setting of a job, to edit an example and run your own")
+        say(f"  {as_typed('up', '--data-dir', home, '--port', url.rpartition(':')[2])}")
+        say("      # the same machine again, with this job in its list; then, from another terminal:")
+    say(f"  {as_typed('jobs', '--url', url)}")
+    say(f"  {as_typed('download', job['id'], 'my-model', '--url', url)}")
+    say(f"  {as_typed('spec')}")
+    say("      # every setting of a job, to edit an example and run your own")
 
 
-def figures(last: Update) -> list[str]:
-    """What was measured, in words."""
+def figures(last: Update, began: float) -> list[str]:
+    """What was measured, in words. `began`: Unix seconds of the command's start."""
     from opentinker.curves import short
     from opentinker.watch import duration
 
@@ -181,7 +195,8 @@ def figures(last: Update) -> list[str]:
     order = sorted(curves.steps)
     if not order:
         return ["no step was trained"]
-    lines = [f"first reward {duration(curves.times[order[0]] - float(last.job['created']))} after submission"]
+    first_s, created = curves.times[order[0]], float(last.job["created"])
+    lines = [f"first reward {duration(first_s - began)} after start ({duration(first_s - created)} after submission)"]
     for label, name in (("reward", "reward/mean"), ("exact", "exact")):
         first, end = curves.mean(name, order[:1]), curves.recent(name)
         if first is not None and end is not None:
@@ -196,6 +211,6 @@ def figures(last: Update) -> list[str]:
     wait = curves.mean("trainer/wait_share", order)
     if wait is not None:
         lines.append(f"the trainer waited {wait:.0%} of its time for trajectories")
-    if curves.generated:
-        lines.append(f"generated {short(sum(curves.generated) / len(curves.generated))} tokens/s")
+    if curves.tokens_per_s is not None:
+        lines.append(f"generated {short(curves.tokens_per_s)} tokens/s")
     return lines
