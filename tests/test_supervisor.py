@@ -24,7 +24,7 @@ from opentinker import supervisor as supervision
 from opentinker.embedded import EmbeddedServers
 from opentinker.processes import Child, ChildSpec, Guard, StartError, free_port, http_ok, port_free, rotate
 from opentinker.supervisor import Supervisor
-from opentinker.up import AlreadyRunning, Plan, is_running, locked, service_specs
+from opentinker.up import AlreadyRunning, Plan, api_port, api_url, is_running, locked, service_specs
 from tests.conftest import until
 
 STAND_IN = """
@@ -314,7 +314,29 @@ def test_logs_rotate_by_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert [(tmp_path / f"x.log.{n}").read_text() for n in (1, 2)] == ["third", "second"]
 
 
-def test_free_ports_lie_below_those_of_outgoing_connections() -> None:
+def test_free_ports_lie_below_those_of_outgoing_connections_and_differ() -> None:
     started = time.monotonic()
-    assert 20000 <= free_port() < 32000
-    assert time.monotonic() - started < 1.0
+    ports = [free_port() for _ in range(200)]
+    assert all(20000 <= port < 32000 for port in ports) and len(set(ports)) == len(ports)
+    assert time.monotonic() - started < 2.0
+
+
+@pytest.mark.parametrize(
+    ("host", "url"), [("::", "http://[::1]:"), ("::1", "http://[::1]:"), ("0.0.0.0", "http://127")]
+)
+def test_the_api_may_listen_on_any_address_of_the_machine(tmp_path: Path, host: str, url: str) -> None:
+    plan = Plan(data_dir=tmp_path, host=host, port=0)
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as taken:
+        try:
+            taken.bind((host, 0))
+        except OSError as error:
+            pytest.skip(f"no {host} here: {error}")
+        taken.listen()
+        assert not port_free(taken.getsockname()[1], host)
+    assert port_free(api_port(plan), host)
+    assert api_url(host, 1).startswith(url)
+
+
+def test_an_address_of_another_machine_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(StartError, match=r"cannot listen on 192\.0\.2\.1"):
+        api_port(Plan(data_dir=tmp_path, host="192.0.2.1", port=0))

@@ -6,6 +6,7 @@ the main thread only: the kernel's death signal follows the thread that forked.
 
 from __future__ import annotations
 
+import errno
 import http.client
 import os
 import random
@@ -185,19 +186,30 @@ def rotate(log: Path) -> None:
 
 
 def port_free(port: int, host: str = "127.0.0.1") -> bool:
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError:
+    """Raises StartError if no port of this address can be listened on."""
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if family == socket.AF_INET6:  # as the services do
+                probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+            probe.bind(address)
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
             return False
-        return True
+        raise StartError(f"cannot listen on {host}, port {port}: {error.strerror}") from None
+    return True
+
+
+_handed_out: set[int] = set()
+"""By `free_port`, in this process: they are free until those bind them who were told to."""
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """A port below the range that outgoing connections use, so that it stays free until it is bound."""
+    """A port below those of outgoing connections, so that it stays free until it is bound; never one twice."""
     for port in random.sample(range(20000, 32000), 2000):
-        if port_free(port, host):
+        if port not in _handed_out and port_free(port, host):
+            _handed_out.add(port)
             return port
     raise StartError(f"no free port between 20000 and 32000 on {host}")
 

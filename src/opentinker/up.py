@@ -115,7 +115,7 @@ async def serve(plan: Plan) -> None:
             port = api_port(plan)
             servers.start()
             nats_url, redis_url = plan.nats_url or servers.nats_url, plan.redis_url or servers.redis_url
-            url = f"http://{_reachable(plan.host)}:{port}"
+            url = api_url(plan.host, port)
             facts = {"url": url, "nats_url": nats_url, "redis_url": redis_url, "data_dir": str(plan.data_dir)}
             specs = service_specs(plan, port, nats_url, redis_url)
             stages = [list(servers.children.values()), [Child(spec, guard) for spec in specs]]
@@ -202,5 +202,7 @@ async def _announce(supervisor: Supervisor) -> None:
     log.info("ready", seconds=round(time.monotonic() - started, 1), children=len(supervisor.keepers))
 
 
-def _reachable(host: str) -> str:
-    return "127.0.0.1" if host in ("0.0.0.0", "::") else host
+def api_url(host: str, port: int) -> str:
+    """Under which the API is reached from this machine."""
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
