@@ -28,7 +28,7 @@ from opentinker.shared.config import Settings, load_settings, worker_name
 from opentinker.shared.errors import OpenTinkerError, SpecError
 from opentinker.shared.store import Store
 from opentinker.shared.telemetry import REGISTRY, configure_logging
-from opentinker.shared.waiting import put_down, rest, set_within
+from opentinker.shared.waiting import put_down, rest
 
 LIVENESS_S = 5.0
 LIVENESS_FAILURES = 3
@@ -54,10 +54,6 @@ class Context:
     def ready(self) -> None:
         self.is_ready = True
         self.log.info("ready")
-
-    async def pause(self, seconds: float) -> bool:
-        """Sleep, or less if the service is told to stop. True if it should go on."""
-        return not await set_within(self.stopping, seconds)
 
 
 async def first_failure(tasks: dict[str, Coroutine[Any, Any, Any]]) -> None:
@@ -91,8 +87,9 @@ def main(service: str, serve: Callable[[Context], Awaitable[None]]) -> None:
         # Native libraries leave threads behind that hang interpreter shutdown; everything of ours is closed by now.
         if code:
             structlog.get_logger().critical("crashed", exc_info=sys.exc_info())
-        sys.stdout.flush()
-        sys.stderr.flush()
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError):
+                stream.flush()
         os._exit(code)
 
 

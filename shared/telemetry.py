@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import logging
 import math
 import sys
 import time
 import uuid
-from typing import Any
+from typing import Any, TextIO
 
 import orjson
 import structlog
@@ -40,10 +42,26 @@ def configure_logging(settings: Settings, service: str, worker: str) -> None:
             renderer,
         ],
         wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelNamesMapping()[settings.log_level.upper()]),
-        logger_factory=structlog.PrintLoggerFactory(sys.stdout),
+        logger_factory=structlog.PrintLoggerFactory(_Tolerant(sys.stdout)),
         cache_logger_on_first_use=False,
     )
     structlog.contextvars.bind_contextvars(service=service, worker=worker)
+
+
+class _Tolerant(io.TextIOBase):
+    """Drops what a full disk or a closed pipe refuses: no service ends because it cannot say what it does."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        with contextlib.suppress(OSError):
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with contextlib.suppress(OSError):
+            self._stream.flush()
 
 
 class MetricSource:
