@@ -373,6 +373,10 @@ class TensorInfo(msgspec.Struct, frozen=True, array_like=True):
     shape: list[int]
 
 
+SIMULATED = "none"
+"""`SwapCommand.device` of a learner without tensors: there is no weight group, only versions."""
+
+
 class SwapCommand(msgspec.Struct, frozen=True, kw_only=True):
     """Trainer -> one rollout worker: join the job's weight group, or receive one version through it."""
 

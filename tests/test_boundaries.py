@@ -22,6 +22,7 @@ HEAVY = {
     "opentinker.services.reference_forward.scorer",
     "opentinker.services.rollout_worker.vllm_engine",
     "opentinker.services.rollout_worker.vllm_ext",
+    "opentinker.services.rollout_worker.vllm_model",
     "opentinker.services.trainer.corrections",
     "opentinker.services.trainer.critic",
     "opentinker.services.trainer.losses",

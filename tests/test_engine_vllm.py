@@ -425,11 +425,41 @@ async def test_the_engine_process_holds_no_connection_of_ours_and_its_death_is_a
             await vllm.generate("early", PROMPT, Sampling(max_tokens=1))
         trainer = await Trainer(vllm).form()
         await trainer.publish(WeightVersion(0, 0), other_weights(untied, 1).named_parameters())
+        watching = asyncio.create_task(vllm.watch())
         os.kill(pid, signal.SIGKILL)
+        with pytest.raises(EngineLost, match="dead"):  # nobody asks it for anything
+            await asyncio.wait_for(watching, 5)
         with pytest.raises(EngineLost, match="dead"):
             await vllm.generate("lost", PROMPT, Sampling(max_tokens=50))
-        with pytest.raises(SwapError, match="dead"):
+        with pytest.raises(EngineLost, match="dead"):
             await trainer.form()
+        with pytest.raises(EngineLost, match="dead"):
+            await vllm.receive(trainer.command(WeightVersion(0, 1), other_weights(untied, 2).named_parameters()))
+    finally:
+        await vllm.close()
+
+
+async def test_half_loaded_weights_lose_the_engine_and_sample_nothing_more(untied: Path) -> None:
+    from opentinker.services.rollout_worker.vllm_engine import VllmEngine
+
+    vllm = VllmEngine(str(untied), context_length=512, max_concurrent=4)
+    await vllm.start()
+    try:
+        trainer = await Trainer(vllm).form()
+        await trainer.publish(WeightVersion(0, 0), other_weights(untied, 1).named_parameters())
+        running = asyncio.create_task(vllm.generate("running", PROMPT, Sampling(max_tokens=500, seed=1)))
+        lacking = list(other_weights(untied, 2).named_parameters())[:-1]
+        with pytest.raises(EngineLost, match="half way"):
+            await trainer.publish(WeightVersion(0, 1), lacking)
+        assert vllm.version == WeightVersion(0, 0)
+        with pytest.raises(EngineLost, match="half way"):
+            await vllm.watch()
+        with pytest.raises(EngineLost, match="half way"):
+            await vllm.generate("after", PROMPT, Sampling(max_tokens=1))
+        done, _ = await asyncio.wait([running], timeout=0.5)
+        assert not done, "it would be a mixture of two versions"
+        running.cancel()
+        await asyncio.wait([running])
     finally:
         await vllm.close()
 

@@ -18,7 +18,7 @@ class EngineError(OpenTinkerError):
 
 
 class EngineLost(EngineError):
-    """The engine itself is gone or half loaded: no request will ever succeed, the worker should end and start anew."""
+    """The engine itself is gone or half loaded: no call will ever succeed, the worker should end and start anew."""
 
 
 class SwapError(OpenTinkerError):
@@ -61,13 +61,17 @@ class Engine(Protocol):
     async def abort(self, request: str) -> None:
         """End a running request: its `generate` raises EngineError. Unknown requests are ignored."""
 
+    async def watch(self) -> None:
+        """Returns never. Raises EngineLost when the engine dies, also while nobody asks it for anything."""
+
     async def join(self, command: SwapCommand) -> None:
-        """Enter the job's weight group; the old one is left first. Raises SwapError."""
+        """Enter the job's weight group; the old one is left first. Raises SwapError, EngineLost."""
 
     async def receive(self, command: SwapCommand) -> dict[str, float]:
         """Take one version through the group. Returns seconds by phase: pause, transfer, load, resume.
 
-        Raises SwapError; then nothing was loaded. Generation goes on meanwhile, except during pause, load and resume.
+        Raises SwapError, then nothing was loaded, or EngineLost. Generation goes on meanwhile, except during pause,
+        load and resume.
         """
 
     async def close(self) -> None: ...

@@ -15,13 +15,10 @@ from typing import TYPE_CHECKING
 
 from opentinker.services.rollout_worker.engine import Completion, EngineError, Sampling, SwapError
 from opentinker.shared.spec import ToySpec
-from opentinker.shared.types import Span, StopReason, SwapCommand, WeightVersion
+from opentinker.shared.types import SIMULATED, Span, StopReason, SwapCommand, WeightVersion
 
 if TYPE_CHECKING:
     from opentinker.shared.nn.transport import WeightGroup
-
-SIMULATED = "none"
-"""`SwapCommand.device` of a learner without tensors: there is no group, only versions."""
 
 
 class ToyEngine:
@@ -75,6 +72,9 @@ class ToyEngine:
         task = self._running.pop(request, None)
         if task is not None:
             task.cancel()
+
+    async def watch(self) -> None:
+        await asyncio.Event().wait()
 
     async def join(self, command: SwapCommand) -> None:
         await self._leave()

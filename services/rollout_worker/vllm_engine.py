@@ -8,7 +8,6 @@ version instead: new requests use it, running ones keep theirs.
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import secrets
 import shutil
@@ -22,13 +21,14 @@ from typing import Any
 from opentinker.services.rollout_worker import vllm_boot
 from opentinker.services.rollout_worker.engine import Completion, EngineError, EngineLost, Sampling, SwapError
 from opentinker.shared.spec import LoraSpec
-from opentinker.shared.types import Span, StopReason, SwapCommand, TensorInfo, WeightVersion
+from opentinker.shared.types import SIMULATED, Span, StopReason, SwapCommand, WeightVersion
+from opentinker.shared.waiting import rest
 
 vllm_boot.prepare()
 
 import structlog  # noqa: E402 - vLLM reads its environment when it is imported
 import torch  # noqa: E402
-from transformers import AutoConfig, GenerationConfig, PretrainedConfig  # noqa: E402
+from transformers import AutoConfig  # noqa: E402
 from vllm import SamplingParams  # noqa: E402
 from vllm.config import WeightTransferConfig  # noqa: E402
 from vllm.engine.arg_utils import AsyncEngineArgs  # noqa: E402
@@ -41,17 +41,21 @@ from vllm.sampling_params import RequestOutputKind  # noqa: E402
 from vllm.v1.engine.async_llm import AsyncLLM  # noqa: E402
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError  # noqa: E402
 
+from opentinker.services.rollout_worker.vllm_model import (  # noqa: E402
+    LONGEST_DEFAULT_CONTEXT,
+    context_limit,
+    cpu_kv_bytes,
+    eos_ids,
+    lora_rank_limit,
+    write_adapter_config,
+)
+
 log = structlog.get_logger()
 
-SIMULATED = "none"
 DEAD = "the vLLM engine process is dead"
-LONGEST_DEFAULT_CONTEXT = 4096
 BATCHED_TOKENS = 4096
-CPU_KV_SHARE = 0.06
-"""Share of the machine's memory that the KV cache may take on a CPU."""
-CPU_KV_FLOOR = 32 << 20
-CPU_BLOCK = 128
-"""Tokens per KV block on a CPU."""
+LOOK_S = 0.5
+"""How often an engine that nobody asks for anything is looked at."""
 
 
 @dataclass(frozen=True)
@@ -92,6 +96,7 @@ class VllmEngine:
         self._simulated = False
         self._swapping = asyncio.Lock()
         self._broken = ""
+        """Why no call can succeed any more: the process is dead, or its weights are half loaded."""
         self._adapters: dict[int, Adapter] = {}
         self._users: Counter[int] = Counter()
         self._adapter_root: Path | None = None
@@ -130,8 +135,7 @@ class VllmEngine:
             ):
                 final = output
         except EngineDeadError as error:
-            self._broken = DEAD
-            raise EngineLost(DEAD) from error
+            raise self._lost() from error
         except (EngineGenerateError, VLLMClientError, ValueError) as error:
             raise EngineError(f"{type(error).__name__}: {error}") from error
         finally:
@@ -141,8 +145,15 @@ class VllmEngine:
     async def abort(self, request: str) -> None:
         await self._engine().abort(request)
 
+    async def watch(self) -> None:
+        while not self._broken and not self._engine().errored:
+            await rest(LOOK_S)
+        raise self._lost()
+
     async def join(self, command: SwapCommand) -> None:
         async with self._swapping:
+            if self._broken:
+                raise EngineLost(self._broken)
             self._generation = -1
             self._simulated = command.device == SIMULATED
             if self._simulated:
@@ -165,7 +176,7 @@ class VllmEngine:
             raise SwapError("a receive must name its version")
         async with self._swapping:
             if self._broken:
-                raise SwapError(self._broken)
+                raise EngineLost(self._broken)
             if command.generation != self._generation:
                 raise SwapError(f"this engine is in group {self._generation}, not {command.generation}")
             transfer = 0.0
@@ -199,8 +210,8 @@ class VllmEngine:
         if Path(self._model).is_dir():
             os.environ.setdefault("HF_HUB_OFFLINE", "1")
         config = AutoConfig.from_pretrained(self._model, trust_remote_code=False)
-        self._eos_ids = _eos_ids(self._model, config)
-        self.context_length = self.context_length or min(_context(config), LONGEST_DEFAULT_CONTEXT)
+        self._eos_ids = eos_ids(self._model, config)
+        self.context_length = self.context_length or min(context_limit(config), LONGEST_DEFAULT_CONTEXT)
         arguments: dict[str, Any] = {
             "model": self._model,
             "dtype": self._dtype,
@@ -220,14 +231,14 @@ class VllmEngine:
         if self._lora is not None:
             arguments |= {
                 "enable_lora": True,
-                "max_lora_rank": _lora_rank_limit(self._lora.rank),
+                "max_lora_rank": lora_rank_limit(self._lora.rank),
                 "max_loras": self._max_adapters,
                 "max_cpu_loras": 2 * self._max_adapters,
             }
         if on_cpu:
             arguments |= {
                 "enforce_eager": True,
-                "kv_cache_memory_bytes": _cpu_kv_bytes(config, self._dtype, self.context_length, self._max_concurrent),
+                "kv_cache_memory_bytes": cpu_kv_bytes(config, self._dtype, self.context_length, self._max_concurrent),
             }
             _register_here(config.architectures or [])
         resolved = AsyncEngineArgs(**arguments).create_engine_config()
@@ -252,6 +263,10 @@ class VllmEngine:
         if self._llm is None:
             raise EngineError("the engine is not running")
         return self._llm
+
+    def _lost(self, why: str = DEAD) -> EngineLost:
+        self._broken = self._broken or why
+        return EngineLost(self._broken)
 
     def _params(self, sampling: Sampling, room: int) -> SamplingParams:
         if sampling.stop and not self._stop_strings:
@@ -299,21 +314,20 @@ class VllmEngine:
         try:
             # Not AsyncLLM.pause_generation: that sleeps 20 ms more for the order of outputs, which we do not need.
             await core.pause_scheduler_async(mode="keep", clear_cache=True)
-            marks.append(time.perf_counter())
-            if not self._simulated:
-                answer = await self._call("weights_load")
-                if "error" in answer:
-                    self._broken = f"loading {version} failed half way: {answer['error']}"
-                    raise SwapError(self._broken)
-            await core.set_weight_version_async(str(version))
-            self.version = version
-            marks.append(time.perf_counter())
+            try:
+                marks.append(time.perf_counter())
+                if not self._simulated:
+                    answer = await self._call("weights_load")
+                    if "error" in answer:
+                        raise self._lost(f"loading {version} failed half way: {answer['error']}")
+                await core.set_weight_version_async(str(version))
+                self.version = version
+                marks.append(time.perf_counter())
+            finally:
+                if not self._broken:  # half-loaded weights must not sample another token
+                    await core.resume_scheduler_async()
         except EngineDeadError as error:
-            self._broken = DEAD
-            raise SwapError(self._broken) from error
-        finally:
-            if not core.resources.engine_dead:
-                await core.resume_scheduler_async()
+            raise self._lost() from error
         marks.append(time.perf_counter())
         return {"pause": marks[1] - marks[0], "load": marks[2] - marks[1], "resume": marks[3] - marks[2]}
 
@@ -324,7 +338,7 @@ class VllmEngine:
         number = max(self._adapters, default=0) + 1
         name = f"{command.job}-{version}-{number}"
         directory = self._adapter_root / name
-        await asyncio.to_thread(_write_adapter_config, directory, self._model, self._lora, command.manifest)
+        await asyncio.to_thread(write_adapter_config, directory, self._model, self._lora, command.manifest)
         answer = await self._call("weights_add_adapter", name, number, str(directory))
         if "error" in answer:
             await asyncio.to_thread(shutil.rmtree, directory, ignore_errors=True)
@@ -338,7 +352,7 @@ class VllmEngine:
         return {"pause": 0.0, "load": time.perf_counter() - started, "resume": 0.0}
 
     async def _in_background(self, method: str, info: dict[str, Any]) -> float:
-        """Start a call beside the engine loop and wait for its end. Returns its seconds, raises SwapError."""
+        """Start a call beside the engine loop and wait for its end. Returns its seconds; raises SwapError."""
         answer = await self._call(method, info)
         pause = 0.002
         while answer is None:
@@ -353,36 +367,7 @@ class VllmEngine:
         try:
             return (await self._engine().collective_rpc(method, args=arguments))[0]
         except EngineDeadError as error:
-            self._broken = DEAD
-            raise SwapError(self._broken) from error
-
-
-def _eos_ids(model: str, config: PretrainedConfig) -> list[int]:
-    """From generation_config.json, which knows about end-of-turn tokens; else from config.json."""
-    try:
-        ids = GenerationConfig.from_pretrained(model).eos_token_id
-    except OSError:  # the model has no such file
-        ids = None
-    ids = config.eos_token_id if ids is None else ids
-    return [] if ids is None else [ids] if isinstance(ids, int) else list(ids)
-
-
-def _context(config: PretrainedConfig) -> int:
-    return int(getattr(config.get_text_config(), "max_position_embeddings", LONGEST_DEFAULT_CONTEXT))
-
-
-def _cpu_kv_bytes(config: PretrainedConfig, dtype: str, context: int, concurrent: int) -> int:
-    """A quarter of what `concurrent` full contexts need (most stay shorter; the rest wait), if the machine has it.
-
-    Small matters: the cache is zeroed at start, at 0.4 GiB/s.
-    """
-    text = config.get_text_config()
-    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    token = 2 * text.num_hidden_layers * heads * size * getattr(torch, dtype).itemsize
-    one = token * (-(-context // CPU_BLOCK) + 1) * CPU_BLOCK
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return int(max(2 * one, min(one * concurrent // 4, memory * CPU_KV_SHARE), CPU_KV_FLOOR))
+            raise self._lost() from error
 
 
 def _register_here(architectures: list[str]) -> None:
@@ -391,28 +376,3 @@ def _register_here(architectures: list[str]) -> None:
         known = ModelRegistry.models.get(name)
         if known is not None:
             ModelRegistry.register_model(name, known.load_model_cls())
-
-
-def _lora_rank_limit(rank: int) -> int:
-    """vLLM takes these ranks only; smaller adapters are padded."""
-    allowed = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-    fitting = [limit for limit in allowed if limit >= rank]
-    if not fitting:
-        raise ValueError(f"LoRA rank {rank} is above {allowed[-1]}, the largest that vLLM serves")
-    return fitting[0]
-
-
-def _write_adapter_config(directory: Path, model: str, lora: LoraSpec, manifest: list[TensorInfo]) -> None:
-    modules = {info.name.split(".lora_")[0].rpartition(".")[2] for info in manifest if ".lora_" in info.name}
-    directory.mkdir(parents=True)
-    config = {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": model,
-        "r": lora.rank,
-        "lora_alpha": lora.alpha,
-        "target_modules": sorted(modules),
-        "bias": "none",
-        "inference_mode": True,
-    }
-    (directory / "adapter_config.json").write_text(json.dumps(config))

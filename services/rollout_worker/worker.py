@@ -76,7 +76,12 @@ class RolloutJob:
             await self.worker.status("ready", job=self.lease.job, epoch=self.lease.epoch, address=self.worker.address)
             await self.bus.emit(WAKE, {"worker": self.worker.info.id}, who=f"trainer-{self.lease.job}")
             await first_failure(
-                {"claim": self._claim_loop(tickets), "report": self._report_loop(), "groups": self._broken()}
+                {
+                    "claim": self._claim_loop(tickets),
+                    "report": self._report_loop(),
+                    "groups": self._broken(),
+                    "engine": self.engine.watch(),
+                }
             )
             if self.groups:
                 log.info("draining", groups=len(self.groups))
