@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import subprocess
+import sys
 import uuid
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -17,7 +21,7 @@ from transformers import AutoModelForCausalLM
 from examples.models.make_tiny import make_tiny
 from opentinker.services.reference_forward.scorer import Scorer
 from opentinker.services.reference_forward.service import ReferenceForward
-from opentinker.shared.bus import Bus
+from opentinker.shared.bus import Bus, StreamFull
 from opentinker.shared.config import Settings
 from opentinker.shared.errors import JobFailed
 from opentinker.shared.service import Context
@@ -25,7 +29,7 @@ from opentinker.shared.spec import ModelSpec
 from opentinker.shared.store import Store
 from opentinker.shared.subjects import GROUP, SCORE
 from opentinker.shared.types import Group, JobState, Pool
-from tests.conftest import until
+from tests.conftest import Server, until
 from tests.learning import make_spec, plain_logprobs, random_groups
 
 
@@ -65,7 +69,7 @@ def test_models_stay_within_the_memory_and_the_last_used_stay_longest(tmp_path: 
 @asynccontextmanager
 async def running(bus: Bus, store: Store, worker: str = "reference-0") -> AsyncIterator[ReferenceForward]:
     ctx = Context("reference-forward", worker, Settings(heartbeat_s=0.1), bus, store, structlog.get_logger())
-    service = ReferenceForward(ctx, Scorer(10**9), ack_wait_s=1.0)
+    service = ReferenceForward(ctx, lambda: Scorer(10**9), ack_wait_s=1.0)
     task = asyncio.create_task(service.serve())
     try:
         yield service
@@ -120,6 +124,107 @@ async def test_an_unusable_reference_fails_the_job_with_the_reason(bus: Bus, sto
     record = await store.job(job)
     assert record.state is JobState.FAILED and "not found" in record.reason
     assert await bus.count("GROUPS", GROUP.at(job=job)) == 0
+
+
+async def failed(store: Store, job: str) -> str:
+    """Waits until the job has failed. Returns the reason."""
+
+    async def over() -> bool:
+        return (await store.job(job)).state is JobState.FAILED
+
+    await until(over)
+    return (await store.job(job)).reason
+
+
+async def passed(bus: Bus, job: str, count: int) -> None:
+    async def all_passed() -> bool:
+        return await bus.count("GROUPS", GROUP.at(job=job)) == count
+
+    await until(all_passed)
+
+
+async def test_what_is_wrong_with_one_job_fails_that_job_and_others_go_on(bus: Bus, store: Store, tiny: Path) -> None:
+    good, unscorable = await add_job(store, str(tiny)), await add_job(store, str(tiny))
+    spec = {**make_spec(str(tiny), algorithm={"kl_coef": 0.1}).model_dump(mode="json"), "gone": 1}
+    foreign = await store.create_job(id=f"j-{uuid.uuid4().hex[:8]}", spec=spec, tenant="t")
+    for job in (foreign, unscorable, good):
+        group = of_job(job, 1)[0]
+        if job == unscorable:  # tokens that the model's vocabulary does not have
+            ids_T = [(t.ids + 10**6).astype("<i4").tobytes() for t in group.trajectories]
+            changed = [msgspec.structs.replace(t, ids_T=ids) for t, ids in zip(group.trajectories, ids_T, strict=True)]
+            group = msgspec.structs.replace(group, trajectories=changed)
+        await bus.publish(SCORE, group, f"{group.key}:a", job=job)
+    async with running(bus, store):
+        await passed(bus, good, 1)
+        assert "gone" in await failed(store, foreign)
+        reason = await failed(store, unscorable)
+    assert reason.startswith("reference-forward: model") and "could not score group 0: IndexError" in reason
+    assert await bus.count("SCORES", SCORE.at(job="*")) == 0
+
+
+@pytest.mark.parametrize("empty", [False, True])
+async def test_an_invalid_group_is_left_to_the_trainers_check(bus: Bus, store: Store, tiny: Path, empty: bool) -> None:
+    job = await add_job(store, str(tiny))
+    group = of_job(job, 1)[0]
+    broken = [] if empty else [msgspec.structs.replace(t, spans=[]) for t in group.trajectories]
+    group = msgspec.structs.replace(group, trajectories=broken)
+    await bus.publish(SCORE, group, f"{group.key}:a", job=job)
+    async with running(bus, store):
+        await passed(bus, job, 1)
+    assert (await store.job(job)).state is JobState.QUEUED
+
+
+async def test_a_job_whose_stream_is_full_holds_up_nobody_and_loses_nothing(
+    bus: Bus, store: Store, tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    full, other = await add_job(store, str(tiny)), await add_job(store, str(tiny))
+    monkeypatch.setattr("opentinker.services.reference_forward.service.FULL_PAUSE_S", 0.3)
+    for job in (full, other):
+        for group in of_job(job, 5):
+            await bus.publish(SCORE, group, f"{group.key}:a", job=job)
+    refused = 0
+    publish = bus.publish
+
+    async def refuse(subject: Any, noun: Any, msg_id: str, **keys: str) -> int:
+        nonlocal refused
+        if subject is GROUP and keys["job"] == full and not released.is_set():
+            refused += 1
+            raise StreamFull("full")
+        return await publish(subject, noun, msg_id, **keys)
+
+    released = asyncio.Event()
+    monkeypatch.setattr(bus, "publish", refuse)
+    async with running(bus, store):
+        await passed(bus, other, 5)
+        assert refused > 0 and await bus.count("GROUPS", GROUP.at(job=full)) == 0
+        released.set()
+        await passed(bus, full, 5)
+
+
+def launch(nats: Server, valkey: Server) -> subprocess.Popen[bytes]:
+    environ = {**os.environ, "OPENTINKER_NATS_URL": nats.url, "OPENTINKER_REDIS_URL": valkey.url}
+    argv = [sys.executable, "-m", "opentinker.services.reference_forward"]
+    return subprocess.Popen(argv, env=environ, stdout=subprocess.DEVNULL)
+
+
+def libraries(process: subprocess.Popen[bytes]) -> str:
+    return Path(f"/proc/{process.pid}/maps").read_text()
+
+
+async def test_torch_is_not_loaded_before_a_job_needs_it(
+    nats_server: Server, valkey_server: Server, store: Store
+) -> None:
+    process = launch(nats_server, valkey_server)
+    try:
+
+        async def beats() -> bool:
+            return [worker.pid for worker in await store.workers()] == [process.pid]
+
+        await until(beats, 20.0)
+        assert "libtorch" not in libraries(process)
+    finally:
+        process.kill()
+        process.wait()
 
 
 async def test_work_of_an_instance_that_died_is_done_by_another(bus: Bus, store: Store, tiny: Path) -> None:

@@ -68,7 +68,8 @@ class Scorer:
 
     @property
     def used_bytes(self) -> int:
-        return sum(_bytes_of(model) for model in self._models.values())
+        """Asked for by the heartbeat while another thread scores."""
+        return sum(_bytes_of(model) for model in list(self._models.values()))
 
 
 def _bytes_of(model: Any) -> int:

@@ -4,6 +4,8 @@ score   consumes SCORE of all jobs (a work queue shared by all instances), produ
         woken by the pull; a message is acknowledged after its scored group is stored, so a dead instance's work
         is delivered to another
 beat    produces heartbeats
+
+What is wrong with a job fails that job; a job whose trainer is behind gets its messages later. Others go on.
 """
 
 from __future__ import annotations
@@ -12,15 +14,16 @@ import asyncio
 import contextlib
 import os
 import socket
+import time
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import TYPE_CHECKING
 
 import msgspec
 import structlog
 
 from opentinker.shared.bus import ACK_WAIT_S, Delivery, StreamFull, TooLarge
-from opentinker.shared.errors import Conflict, JobFailed, NotFound
+from opentinker.shared.errors import Conflict, JobFailed, NotFound, SpecError
 from opentinker.shared.service import Context, first_failure
 from opentinker.shared.spec import JobSpec, parse_spec
 from opentinker.shared.subjects import GROUP, SCORE
@@ -30,14 +33,22 @@ from opentinker.shared.waiting import rest
 if TYPE_CHECKING:
     from opentinker.services.reference_forward.scorer import Scorer
 
-FULL_PAUSE_S = 0.5
+FULL_PAUSE_S = 2.0
+"""A job whose share of the stream is used up is left alone for so long."""
 
 
 class ReferenceForward:
-    """`ack_wait_s`: silence after which the message of a dead instance is given to another."""
+    """`make_scorer` is called in a thread when the first group comes: it imports torch, which few jobs need.
 
-    def __init__(self, ctx: Context, scorer: Scorer, ack_wait_s: float = ACK_WAIT_S) -> None:
-        self.ctx, self.scorer, self.ack_wait_s = ctx, scorer, ack_wait_s
+    `ack_wait_s`: silence after which the message of a dead instance is given to another.
+    """
+
+    def __init__(self, ctx: Context, make_scorer: Callable[[], Scorer], ack_wait_s: float = ACK_WAIT_S) -> None:
+        self.ctx, self.ack_wait_s = ctx, ack_wait_s
+        self._make_scorer = make_scorer
+        self._scorer: Scorer | None = None
+        self._full_until: dict[str, float] = {}
+        """Jobs whose share of the stream was used up."""
         self.log = structlog.get_logger()
         self.groups = 0
         self.tokens = 0
@@ -58,7 +69,8 @@ class ReferenceForward:
 
     async def _beat_loop(self) -> None:
         while True:
-            detail = {"groups": self.groups, "tokens": self.tokens, "models_bytes": self.scorer.used_bytes}
+            models_bytes = 0 if self._scorer is None else self._scorer.used_bytes
+            detail = {"groups": self.groups, "tokens": self.tokens, "models_bytes": models_bytes}
             await self.ctx.store.beat(msgspec.structs.replace(self.info, detail=detail), self.ctx.settings.worker_ttl_s)
             await rest(self.ctx.settings.heartbeat_s)
 
@@ -81,36 +93,54 @@ class ReferenceForward:
             self.log.error("undecodable_group_dropped", seq=delivery.seq, error=delivery.error)
             await delivery.term()
             return
+        if time.monotonic() < self._full_until.get(group.job, 0.0):
+            await delivery.nak(FULL_PAUSE_S)
+            return
         try:
-            spec = await self._spec(group.job)
-            if spec is None:
-                self.log.info("group_of_ended_job_dropped", job=group.job, group=group.seq)
-                await delivery.ack_sync()
-                return
-            await self._publish(await self._score(spec, group))
+            await self._pass_on(group)
+        except StreamFull:
+            self.log.warning("stream_full", job=group.job)
+            self._full_until[group.job] = time.monotonic() + FULL_PAUSE_S
+            await delivery.nak(FULL_PAUSE_S)
+            return
         except JobFailed as error:
             await self._fail(group.job, str(error))
-            await delivery.ack_sync()
-            return
+        except SpecError as error:  # stored by another release
+            await self._fail(group.job, f"its stored spec is not valid here: {error}")
         except TooLarge as error:
             await self._fail(
                 group.job,
                 f"group {group.seq} with reference logprobs does not fit into one message ({error}): lower "
                 f"algorithm.group_size ({len(group.trajectories)}) or rollout.context_length, or raise max_payload",
             )
-            await delivery.ack_sync()
-            return
         await delivery.ack_sync()
+
+    async def _pass_on(self, group: Group) -> None:
+        """Raises what is wrong with the group's job, and StreamFull."""
+        spec = await self._spec(group.job)
+        if spec is None:
+            self.log.info("group_of_ended_job_dropped", job=group.job, group=group.seq)
+            return
+        await self._publish(await self._score(spec, group))
+        self._full_until.pop(group.job, None)
         self.groups += 1
         self.tokens += sum(len(t.mask_T) for t in group.trajectories)
 
     async def _score(self, spec: JobSpec, group: Group) -> Group:
-        """An invalid group as it is: the trainer's own check discards it, so that the ledger balances."""
+        """Raises JobFailed. An invalid group as it is: the trainer's own check discards it, so the ledger balances."""
         try:
-            return await asyncio.to_thread(self.scorer.score, spec.model, spec.rollout.temperature, group)
+            group.check()
         except ValueError as error:
             self.log.error("invalid_group_passed_on", job=group.job, group=group.seq, error=str(error))
             return group
+        if self._scorer is None:
+            self._scorer = await asyncio.to_thread(self._make_scorer)
+        try:
+            return await asyncio.to_thread(self._scorer.score, spec.model, spec.rollout.temperature, group)
+        except (ValueError, IndexError, RuntimeError, MemoryError, OSError) as error:
+            raise JobFailed(
+                f"model {spec.model.base!r} could not score group {group.seq}: {type(error).__name__}: {error}"
+            ) from error
 
     async def _spec(self, job: str) -> JobSpec | None:
         """None when the job is gone or over: nobody waits for its groups any more."""
@@ -122,13 +152,8 @@ class ReferenceForward:
 
     async def _publish(self, group: Group) -> None:
         """Stored durably when this returns; a redelivered group is published under the same id, so kept once."""
-        msg_id = f"{group.key}:{group.trajectories[0].attempt}"
-        while True:
-            try:
-                await self.ctx.bus.publish(GROUP, group, msg_id, job=group.job)
-                return
-            except StreamFull:
-                await asyncio.sleep(FULL_PAUSE_S)
+        attempt = group.trajectories[0].attempt if group.trajectories else ""
+        await self.ctx.bus.publish(GROUP, group, f"{group.key}:{attempt}", job=group.job)
 
     async def _fail(self, job: str, reason: str) -> None:
         self.log.error("reference_unusable", job=job, error=reason)
@@ -154,7 +179,9 @@ async def _kept_ours(delivery: Delivery[Group], ack_wait_s: float) -> AsyncItera
 
 
 async def serve(ctx: Context) -> None:
-    from opentinker.services.reference_forward.scorer import Scorer  # torch: only in the process that needs it
+    def make_scorer() -> Scorer:
+        from opentinker.services.reference_forward.scorer import Scorer
 
-    scorer = Scorer(int(ctx.settings.reference_memory_gb * 1e9))
-    await ReferenceForward(ctx, scorer).serve()
+        return Scorer(int(ctx.settings.reference_memory_gb * 1e9))
+
+    await ReferenceForward(ctx, make_scorer).serve()
