@@ -96,7 +96,7 @@ class ModelSpec(Part):
 
 class EnvironmentSpec(Part):
     name: Annotated[str, Field(min_length=1, max_length=200)]
-    """A built-in environment."""
+    """A built-in environment, or `module:Class` of your own where env workers run with OPENTINKER_ENV_MODULES=1."""
     config: dict[str, Any] = {}
     """Passed to the environment's own config model, which refuses what it does not know."""
 

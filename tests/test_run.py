@@ -12,11 +12,14 @@ from pathlib import Path
 
 import orjson
 import pytest
+from typer.testing import CliRunner
 
+from opentinker.cli import app
 from opentinker.cli.run import of_length
 from opentinker.shared.errors import SpecError
-from tests.conftest import until
-from tests.test_cli import opentinker
+from tests.cluster import toy_model
+from tests.conftest import start_nats, start_valkey, until
+from tests.test_cli import ROOT, opentinker
 from tests.test_supervisor import alive
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -56,10 +59,10 @@ def spec(directory: Path, model: Path, steps: int) -> Path:
 
 
 @contextmanager
-def started(*arguments: object, log: Path) -> Iterator[subprocess.Popen[bytes]]:
+def started(*arguments: object, log: Path, **environ: str) -> Iterator[subprocess.Popen[bytes]]:
     with log.open("wb") as out:
         command = [sys.executable, "-m", "opentinker.cli", *map(str, arguments)]
-        process = subprocess.Popen(command, stdout=out, stderr=out)
+        process = subprocess.Popen(command, env={**os.environ, **environ}, stdout=out, stderr=out)
     try:
         yield process
     finally:
@@ -93,6 +96,58 @@ def test_one_command_trains_a_job_and_leaves_nothing_running(tmp_path: Path, mod
     assert orjson.loads(opentinker("status", "--data-dir", data_dir, "--json").stdout)["running"] is False
     children = orjson.loads((data_dir / "run" / "state.json").read_bytes())["children"]
     assert {child["state"] for child in children.values()} == {"stopped"}
+
+
+def readme(language: str) -> str:
+    """The block of this language that shows an environment of one's own."""
+    text = (ROOT / "README.md").read_text().partition("## Your own environment")[2]
+    return text.partition(f"```{language}\n")[2].partition("```")[0]
+
+
+async def test_every_command_against_servers_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`up` beside external NATS and Valkey, then what a user types, in the directory of the README's environment."""
+    data, log = tmp_path / "data", tmp_path / "up.log"
+    toy_model(tmp_path / "runs" / "models" / "tiny")
+    (tmp_path / "largest.py").write_text(readme("python"))
+    toy = '\n[rollout]\nengine = "toy"\n[train]\nlearner = "simulated"\nsimulated_step_s = 0.02\ncheckpoint_every = 5\n'
+    lines = [line for line in readme("toml").splitlines() if not line.startswith(("rollout", "train"))]
+    for name, steps in (("short", 10), ("long", 100_000)):
+        (tmp_path / f"{name}.toml").write_text("\n".join(lines) + f"{toy}steps = {steps}\n")
+
+    def typed(*arguments: str, exit_status: int = 0) -> str:
+        done = CliRunner().invoke(app, arguments)
+        assert done.exit_code == exit_status, f"{arguments}: {done.output}{done.exception!r}"
+        return done.stdout
+
+    monkeypatch.chdir(tmp_path)
+    for name in ("OPENTINKER_URL", "OPENTINKER_DATA_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    nats, valkey = start_nats(tmp_path), start_valkey(tmp_path)
+    up = ["up", "--port", 0, "--nats-url", nats.url, "--redis-url", valkey.url, "--reference", 0]
+    switches = {"OPENTINKER_ENV_MODULES": "1", "OPENTINKER_PRELOAD": "false"}
+    try:
+        with started(*up, log=log, **switches) as process:
+            await until(lambda: " ready " in log.read_text() or process.poll() is not None, 60)
+            assert "env-0" in typed("status") and "nats" not in typed("status")
+            job = typed("submit", "short.toml").split()[0]
+            assert "step 10/10" in typed("watch", job)
+            assert f"{job}  largest-digit  succeeded  10/10" in typed("jobs")
+            assert '"trained": 80' in typed("job", job) and "largest:LargestDigit" in typed("job", job)
+            assert " succeeded " in typed("events", job) and " model_loaded " in typed("events", job, "--follow")
+            assert [line.split()[0] for line in typed("checkpoints", job).splitlines()] == ["step", "5", "10"]
+            assert typed("download", job, "mine").startswith(str(tmp_path / "mine"))
+            assert (tmp_path / "mine" / "manifest.json").exists()
+            other = typed("submit", "long.toml").split()[0]
+            await until(lambda: "running" in typed("job", other))
+            assert typed("cancel", other) == f"{other}  cancelled\n"
+            assert "cancelled" in typed("watch", other, exit_status=4)
+            assert typed("down").startswith("stopped")
+            await until(lambda: process.poll() is not None)
+            assert process.returncode == 0 and not any(map(alive, pids(data)))
+            typed("status", exit_status=3)
+    finally:
+        nats.kill()
+        valkey.kill()
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
