@@ -70,7 +70,7 @@ async def patiently(call: Callable[[], Awaitable[T]]) -> T:
 class Delivery(Generic[T]):
     """One message: `noun` is None when it could not be decoded (`error` says why)."""
 
-    __slots__ = ("_msg", "deliveries", "error", "noun", "seq")
+    __slots__ = ("_msg", "deliveries", "error", "key", "noun", "seq")
 
     def __init__(self, msg: Msg, noun: T | None, error: str) -> None:
         self._msg = msg
@@ -79,6 +79,8 @@ class Delivery(Generic[T]):
         metadata = msg.metadata
         self.seq: int = metadata.sequence.stream
         self.deliveries: int = metadata.num_delivered or 1
+        self.key: str = (msg.headers or {}).get("Nats-Msg-Id", "")
+        """What it was published as; known also of a message that cannot be decoded."""
 
     async def ack(self) -> None:
         """For flow control: fire and forget."""
@@ -203,6 +205,17 @@ class Consumer(Generic[T]):
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(max(0.0, min(deadline, look_at) - now)):
                     await self._news.wait()
+
+    async def settled(self) -> int:
+        """Stream sequence up to which everything was delivered and acknowledged; above it, messages may still come.
+
+        Raises ConsumerDeleted.
+        """
+        try:
+            info = await patiently(lambda: self._js.consumer_info(self._stream, self._durable))
+        except NotFoundError:
+            raise ConsumerDeleted(f"consumer {self._durable} was deleted") from None
+        return info.ack_floor.stream_seq if info.ack_floor else 0
 
     async def _ask(self, want: int) -> None:
         """Ask for more when less than half of what we want is here or on its way."""

@@ -55,10 +55,10 @@ def test_account_separates_what_the_checkpoint_covers_from_what_came_after() -> 
     assembler.add(15, make_group(seq=3, versions=[WeightVersion(1, 1)]))
     assembler.take(step=0, groups=1)  # batch 1: group 0
     assembler.drop(step=2)  # batch 3: groups 1 and 2 are stale
-    assert assembler.account(step=1) == (12, [], {})
-    assert assembler.account(step=3) == (14, [], {"stale": 2})
+    assert assembler.account(step=1, settled=99) == (12, [], {})
+    assert assembler.account(step=3, settled=99) == (14, [], {"stale": 2})
     assembler.take(step=3, groups=1)
-    assert assembler.account(step=4) == (15, [], {"stale": 2})
+    assert assembler.account(step=4, settled=99) == (15, [], {"stale": 2})
 
 
 def test_groups_consumed_above_an_open_one_are_named() -> None:
@@ -67,10 +67,10 @@ def test_groups_consumed_above_an_open_one_are_named() -> None:
     assembler.add(2, make_group(seq=5, versions=[WeightVersion(9, 0)]))  # a newer epoch: never trained by this one
     assembler.add(3, make_group(seq=6))
     assert assembler.drop(step=0) == {Discard.FROM_FUTURE: [5]}
-    floor, above, _ = assembler.account(step=1)
+    floor, above, _ = assembler.account(step=1, settled=99)
     assert (floor, above) == (0, [5])
     assembler.take(step=0, groups=2)
-    assert assembler.account(step=1)[:2] == (3, [])
+    assert assembler.account(step=1, settled=99)[:2] == (3, [])
 
 
 def test_forgetting_keeps_memory_bounded_and_floor_monotonic() -> None:
@@ -78,18 +78,18 @@ def test_forgetting_keeps_memory_bounded_and_floor_monotonic() -> None:
     for seq in range(20):
         assembler.add(seq + 1, make_group(seq=seq))
         assembler.take(step=seq, groups=1)
-    floor, _, _ = assembler.account(step=20)
+    floor, _, _ = assembler.account(step=20, settled=99)
     assembler.forget(floor)
     assert (floor, assembler.consumed, assembler.known) == (20, {}, set())
-    assert assembler.account(step=20)[0] == 20
+    assert assembler.account(step=20, settled=99)[0] == 20
 
 
 def test_ignored_and_rejected_messages_move_the_floor() -> None:
     assembler = Assembler(max_staleness=9, epoch=1)
     assembler.ignore(3, batch=1)
-    assembler.reject(4, make_group(seq=9), batch=1)
-    assert assembler.account(step=1) == (4, [], {"invalid": 1})
-    assert assembler.account(step=0) == (2, [], {})
+    assembler.reject(4, 9, batch=1)
+    assert assembler.account(step=1, settled=99) == (4, [], {"invalid": 1})
+    assert assembler.account(step=0, settled=99) == (2, [], {})
 
 
 def test_groups_of_equal_rewards_are_discarded_only_when_asked_and_counted_until_a_batch_is_taken() -> None:
@@ -102,8 +102,8 @@ def test_groups_of_equal_rewards_are_discarded_only_when_asked_and_counted_until
         assert assembler.barren == (2 if asked else 0)
     assert [g.seq for g in assembler.take(step=0, groups=1) or []] == [1]
     assert assembler.barren == 0
-    assert assembler.account(step=1) == (3, [], {"zero_variance": 2})
-    assert assembler.account(step=0)[2] == {}, "the discards belong to the batch that they made room for"
+    assert assembler.account(step=1, settled=99) == (3, [], {"zero_variance": 2})
+    assert assembler.account(step=0, settled=99)[2] == {}, "the discards belong to the batch that they made room for"
 
 
 def test_a_stale_group_of_equal_rewards_is_stale() -> None:
@@ -111,3 +111,16 @@ def test_a_stale_group_of_equal_rewards_is_stale() -> None:
     assembler.add(1, make_group(seq=0, reward=1.0))
     assert assembler.drop(step=3) == {Discard.STALE: [0]}
     assert assembler.barren == 0
+
+
+def test_the_floor_waits_for_messages_that_come_out_of_order() -> None:
+    """A message lost on its way is delivered again after later ones: until then it must stay in the stream."""
+    assembler = Assembler(max_staleness=1, epoch=1)
+    assembler.add(5, make_group(seq=0))
+    assembler.add(7, make_group(seq=2))
+    assert assembler.take(step=0, groups=2) is not None
+    assert assembler.account(step=1, settled=5) == (5, [2], {})
+    assembler.add(6, make_group(seq=1))
+    assert assembler.account(step=1, settled=7) == (5, [2], {})
+    assert assembler.take(step=1, groups=1) is not None
+    assert assembler.account(step=2, settled=7) == (7, [], {})

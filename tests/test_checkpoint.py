@@ -12,9 +12,10 @@ import time
 from pathlib import Path
 
 import pytest
+from safetensors import SafetensorError
 
 from opentinker.services.trainer import checkpoint
-from opentinker.services.trainer.checkpoint import Manifest, commit, listing, newest, sweep
+from opentinker.services.trainer.checkpoint import Manifest, commit, fence, listing, newest, sweep
 from opentinker.shared.errors import Fenced, JobFailed
 from opentinker.shared.types import WeightVersion
 
@@ -87,6 +88,40 @@ def test_a_newer_epoch_that_appears_while_writing_wins(tmp_path: Path) -> None:
         commit(tmp_path, manifest(8, epoch=1), slow)
     assert [m.step for _, m in listing(tmp_path)] == [7]
     assert not list(tmp_path.glob(".writing*"))
+
+
+def test_a_fence_stops_an_older_epoch_that_is_just_writing(tmp_path: Path) -> None:
+    """The newer epoch need not have committed anything yet."""
+
+    def overtaken(directory: Path) -> None:
+        write(directory)
+        fence(tmp_path, 2)
+
+    with pytest.raises(Fenced, match="epoch 2"):
+        commit(tmp_path, manifest(100, epoch=1), overtaken)
+    assert newest(tmp_path) is None
+    with pytest.raises(Fenced):
+        fence(tmp_path, 1)
+    fence(tmp_path, 2)
+    commit(tmp_path, manifest(60, epoch=2), write)
+
+
+def test_the_newest_is_of_the_newest_epoch_even_if_an_older_one_came_further(tmp_path: Path) -> None:
+    commit(tmp_path, manifest(50, epoch=1), write)
+    commit(tmp_path, manifest(100, epoch=1), write)
+    commit(tmp_path, manifest(60, epoch=2), write)
+    found = newest(tmp_path)
+    assert found is not None and (found[1].epoch, found[1].step) == (2, 60)
+    sweep(tmp_path, keep=2, epoch=2)
+    assert [found.step for _, found in listing(tmp_path)] == [100, 60]
+
+
+def test_a_full_disk_as_safetensors_says_it(tmp_path: Path) -> None:
+    def full(directory: Path) -> None:
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    with pytest.raises(JobFailed, match="is full"):
+        commit(tmp_path, manifest(10), full)
 
 
 def test_a_full_disk_is_said_and_leaves_nothing(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ class Consumed:
 
     batch: int
     seq: int | None
-    """Group number; None if the message could not be decoded or was a duplicate."""
+    """Group number; None if the message was a duplicate or of the past."""
     reason: Discard | None
     """None: trained."""
 
@@ -65,11 +65,11 @@ class Assembler:
         if stream_seq not in self.pending:
             self.consumed.setdefault(stream_seq, Consumed(batch, None, None))
 
-    def reject(self, stream_seq: int, group: Group, batch: int) -> None:
-        """A group whose arrays do not agree: consumed, never trained."""
+    def reject(self, stream_seq: int, group: int, batch: int) -> None:
+        """A group that cannot be read, or whose arrays do not agree: consumed, never trained."""
         self.last = max(self.last, stream_seq)
-        self.known.add(group.seq)
-        self.consumed[stream_seq] = Consumed(batch, group.seq, Discard.INVALID)
+        self.known.add(group)
+        self.consumed[stream_seq] = Consumed(batch, group, Discard.INVALID)
         self.discarded[Discard.INVALID] += 1
 
     def _verdict(self, group: Group, step: int) -> Discard | None:
@@ -112,10 +112,14 @@ class Assembler:
             self.consumed[stream_seq] = Consumed(step + 1, group.seq, None)
         return [group for _, group in batch]
 
-    def account(self, step: int) -> tuple[int, list[int], dict[str, int]]:
-        """For the checkpoint of `step`: stream floor, group numbers consumed above it, discards by reason."""
+    def account(self, step: int, settled: int) -> tuple[int, list[int], dict[str, int]]:
+        """For the checkpoint of `step`: stream floor, group numbers consumed above it, discards by reason.
+
+        `settled`: the stream sequence below which the server has nothing left to deliver. Messages do not always come
+        in order, so the highest one seen says nothing of those before it.
+        """
         open_seqs = [*self.pending, *(s for s, c in self.consumed.items() if c.batch > step)]
-        floor = max(self.floor, min(open_seqs) - 1 if open_seqs else self.last)
+        floor = max(self.floor, min([settled, self.last, *(seq - 1 for seq in open_seqs)]))
         above = [c.seq for s, c in self.consumed.items() if s > floor and c.batch <= step and c.seq is not None]
         later = Counter(c.reason for c in self.consumed.values() if c.batch > step and c.reason is not None)
         discarded = {reason: count - later[Discard(reason)] for reason, count in self.discarded.items()}

@@ -3,6 +3,7 @@
     {root}/step-000050/manifest.json + files        committed
     {root}/.writing-000050-XXXX/                    being written; an orphan after a crash
     {root}/.removing-...                            being removed; an orphan after a crash
+    {root}/.epoch                                   nobody of a lower epoch may write here
 
 The manifest names every file with its size and sha256; it is written last inside the temporary directory, and the
 rename makes the checkpoint exist. What the manifest says is the truth about the job: what is not in it did not happen.
@@ -15,7 +16,6 @@ import fcntl
 import hashlib
 import os
 import shutil
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -23,12 +23,15 @@ from pathlib import Path
 
 import msgspec
 import structlog
+from safetensors import SafetensorError
 
 from opentinker.shared.errors import Fenced, JobFailed
 from opentinker.shared.types import WeightVersion
 
 MANIFEST = "manifest.json"
-WRITING, REMOVING = ".writing-", ".removing-"
+WRITING, REMOVING, EPOCH = ".writing-", ".removing-", ".epoch"
+NO_SPACE = ("(os error 28)", "(os error 122)")
+"""ENOSPC and EDQUOT as safetensors words them: its errors have no errno."""
 log = structlog.get_logger(__name__)
 
 
@@ -69,6 +72,17 @@ def _nowhere(point: str) -> None:
     """Default of `crash`."""
 
 
+def fence(root: Path, epoch: int) -> None:
+    """From now on no lower epoch commits here, even one that is just writing. Raises Fenced if a higher one did so."""
+    root.mkdir(parents=True, exist_ok=True)
+    with _locked(root):
+        _refuse_epoch_below(_fenced(root), epoch, root)
+        temporary = root / f"{EPOCH}.new"
+        _write_durably(temporary, str(epoch).encode())
+        temporary.rename(root / EPOCH)
+        _sync_directory(root)
+
+
 def commit(
     root: Path, manifest: Manifest, write: Callable[[Path], None], crash: Callable[[str], None] = _nowhere
 ) -> Path:
@@ -80,8 +94,9 @@ def commit(
     """
     root.mkdir(parents=True, exist_ok=True)
     _refuse_old_epoch(root, manifest)
-    temporary = Path(tempfile.mkdtemp(prefix=f"{WRITING}{manifest.step:06d}-", dir=root))
+    temporary = root / f"{WRITING}{manifest.step:06d}-{os.getpid()}-{time.time_ns()}"
     try:
+        temporary.mkdir()
         write(temporary)
         crash("written")
         files = _seal(temporary)
@@ -99,9 +114,9 @@ def commit(
             _sync_directory(root)
         if replaced is not None:
             shutil.rmtree(replaced, ignore_errors=True)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         shutil.rmtree(temporary, ignore_errors=True)
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        if getattr(error, "errno", 0) in (errno.ENOSPC, errno.EDQUOT) or str(error).endswith(NO_SPACE):
             raise JobFailed(
                 f"the disk that holds {root} is full: checkpoint of step {manifest.step} was not written, the ones "
                 "before it are untouched. Free some space, or lower keep_checkpoints."
@@ -118,12 +133,10 @@ def newest(root: Path) -> tuple[Path, Manifest] | None:
 
     When a crash hit the replacement of a checkpoint, the one that was to be replaced still counts.
     """
-    replaced = sorted(root.glob(f"{REMOVING}step-*"), key=_step, reverse=True)
-    for directory in sorted([*_committed(root), *replaced], key=_step, reverse=True):
+    for directory, manifest in reversed(_readable([*root.glob(f"{REMOVING}step-*"), *root.glob("step-*")])):
         try:
-            manifest = read_manifest(directory)
             _verify(directory, manifest)
-        except (OSError, ValueError, msgspec.MsgspecError) as error:
+        except (OSError, ValueError) as error:
             log.error("checkpoint is damaged, using the one before", checkpoint=str(directory), problem=str(error))
             continue
         return directory, manifest
@@ -136,13 +149,19 @@ def read_manifest(directory: Path) -> Manifest:
 
 def listing(root: Path) -> list[tuple[Path, Manifest]]:
     """Committed checkpoints with a readable manifest, oldest first; files are not verified."""
+    return _readable(list(root.glob("step-*")))
+
+
+def _readable(directories: list[Path]) -> list[tuple[Path, Manifest]]:
+    """By epoch, then step: what an older epoch wrote is older, also where it had come further."""
     found = []
-    for directory in reversed(_committed(root)):
+    for directory in directories:
         try:
             found.append((directory, read_manifest(directory)))
         except (OSError, msgspec.MsgspecError) as error:
-            log.error("checkpoint has no readable manifest", checkpoint=str(directory), problem=str(error))
-    return found
+            if not directory.name.startswith(REMOVING):  # those are expected to be in pieces
+                log.error("checkpoint has no readable manifest", checkpoint=str(directory), problem=str(error))
+    return sorted(found, key=lambda pair: (pair[1].epoch, pair[1].step, not pair[0].name.startswith(REMOVING)))
 
 
 def sweep(root: Path, keep: int, epoch: int) -> None:
@@ -155,7 +174,7 @@ def sweep(root: Path, keep: int, epoch: int) -> None:
         return
     with _locked(root):
         known = listing(root)
-        _refuse_epoch_below(max((manifest.epoch for _, manifest in known), default=epoch), epoch, root)
+        _refuse_epoch_below(max([_fenced(root), *(manifest.epoch for _, manifest in known)]), epoch, root)
         for directory, _ in known[: max(0, len(known) - keep)]:
             shutil.rmtree(_set_aside(directory), ignore_errors=True)
         for orphan in root.iterdir():
@@ -164,23 +183,21 @@ def sweep(root: Path, keep: int, epoch: int) -> None:
         _sync_directory(root)
 
 
-def _committed(root: Path) -> list[Path]:
-    """Newest first."""
-    return sorted((d for d in root.glob("step-*") if d.is_dir()), key=_step, reverse=True)
-
-
-def _step(directory: Path) -> int:
-    return int(directory.name.removeprefix(REMOVING).split("-")[1])
-
-
 def _refuse_old_epoch(root: Path, manifest: Manifest) -> None:
     newest_epoch = max((other.epoch for _, other in listing(root)), default=manifest.epoch)
-    _refuse_epoch_below(newest_epoch, manifest.epoch, root)
+    _refuse_epoch_below(max(newest_epoch, _fenced(root)), manifest.epoch, root)
+
+
+def _fenced(root: Path) -> int:
+    try:
+        return int((root / EPOCH).read_text())
+    except FileNotFoundError:
+        return 0
 
 
 def _refuse_epoch_below(newest_epoch: int, epoch: int, root: Path) -> None:
     if epoch < newest_epoch:
-        raise Fenced(f"epoch {newest_epoch} has written checkpoints to {root}; epoch {epoch} may not write any more")
+        raise Fenced(f"epoch {newest_epoch} owns the checkpoints in {root}; epoch {epoch} may not write any more")
 
 
 def _seal(directory: Path) -> dict[str, FileEntry]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import time
 from collections import deque
 from pathlib import Path
@@ -24,6 +25,7 @@ from opentinker.services.trainer.alarm import SlopeAlarm
 from opentinker.services.trainer.assembler import Assembler
 from opentinker.services.trainer.learner import Learner, NonFinite
 from opentinker.services.trainer.publisher import Publisher
+from opentinker.services.trainer.step_log import StepLog
 from opentinker.shared.admission import Admission
 from opentinker.shared.bus import Consumer, Delivery
 from opentinker.shared.errors import Conflict, JobFailed
@@ -39,6 +41,8 @@ log = structlog.get_logger()
 
 TARGET_WINDOW = 10
 """Steps over which `train.target` looks at the mean of a metric."""
+MAX_INVALID = 100
+"""Groups that cannot be read or contradict themselves, over a job's life, before it fails."""
 
 
 class TrainerJob:
@@ -50,6 +54,8 @@ class TrainerJob:
         self.root: Path = self.ctx.settings.data_dir / "jobs" / lease.job / "checkpoints"
         self.admission = Admission(self.ctx.store.redis, lease.job, lease.epoch)
         self.metrics = MetricSource(self.ctx.bus, lease.job, "trainer")
+        self.step_log = StepLog(self.root.parent / "metrics.jsonl")
+        self.log_refused = False
         self.publisher = Publisher(self.ctx, lease, learner.device, self._served)
         algorithm = spec.algorithm
         self.assembler = Assembler(algorithm.max_staleness, lease.epoch, bool(algorithm.drop_zero_variance))
@@ -61,10 +67,12 @@ class TrainerJob:
         self.swap: dict[str, float] = {}
         self.window: deque[dict[str, float]] = deque(maxlen=TARGET_WINDOW)
         self.running = False
+        self.stepped = 0.0
+        """When the last step was done, monotonic."""
 
     async def run(self) -> None:
         await self._restore()
-        consumer = await self.ctx.bus.consume(
+        self.consumer = consumer = await self.ctx.bus.consume(
             GROUP,
             f"train-{self.lease.job}",
             batch=2 * self.spec.algorithm.groups_per_batch,
@@ -87,6 +95,7 @@ class TrainerJob:
     # --- start and resume ---------------------------------------------------------------------------------------
 
     async def _restore(self) -> None:
+        await asyncio.to_thread(checkpoint.fence, self.root, self.lease.epoch)
         found = await asyncio.to_thread(checkpoint.newest, self.root)
         discarded: dict[str, int] = {}
         next_seq = 0
@@ -135,8 +144,9 @@ class TrainerJob:
     async def _receive(self, delivery: Delivery[Group]) -> None:
         group = delivery.noun
         if group is None:
-            log.error("undecodable_group", error=delivery.error)
-            self.assembler.ignore(delivery.seq, self.step + 1)
+            log.error("undecodable_group", group=delivery.key, error=delivery.error)
+            number = delivery.key.partition(":")[0].rpartition("/")[2]  # JOB/NUMBER:ATTEMPT, see Group.key
+            await self._reject(delivery.seq, int(number))
             return
         if group.seq in self.assembler.known:
             self.assembler.ignore(delivery.seq, self.step + 1)
@@ -149,22 +159,32 @@ class TrainerJob:
             group.check()
         except ValueError as error:
             log.error("invalid_group", group=group.seq, error=str(error))
-            self.assembler.reject(delivery.seq, group, self.step + 1)
-            await self.admission.discard(self.step + 1, Discard.INVALID, [group.seq])
+            await self._reject(delivery.seq, group.seq)
             return
         if self.assembler.add(delivery.seq, group):
             self.arrived.set()
+
+    async def _reject(self, stream_seq: int, group: int) -> None:
+        """A group that cannot be trained is discarded and replaced, but not without end."""
+        self.assembler.reject(stream_seq, group, self.step + 1)
+        await self.admission.discard(self.step + 1, Discard.INVALID, [group])
+        await self._wake_admission()
+        count = self.assembler.discarded[Discard.INVALID]
+        if count > MAX_INVALID:
+            raise JobFailed(f"{count} groups were unreadable or contradicted themselves; {self._last_good()}")
 
     # --- training -----------------------------------------------------------------------------------------------
 
     async def _train(self) -> None:
         """Consumes pending groups. Returns when all steps are done, the target is met or the service stops."""
         steps = self.spec.train.steps
+        self.stepped = time.monotonic()
         while self.step < steps and not self._target_met():
             began = time.monotonic()
             batch = await self._next_batch()
             if batch is None:
                 await self._save()
+                await self._log_step()
                 return
             waited = time.monotonic() - began
             try:
@@ -182,9 +202,10 @@ class TrainerJob:
         while not self.ctx.stopping.is_set():
             check_cancelled()
             self.arrived.clear()
-            for reason, seqs in self.assembler.drop(self.step).items():
-                await self.admission.discard(self.step + 1, reason, seqs)
-                log.info("groups_dropped", reason=reason, groups=len(seqs))
+            while dropped := self.assembler.drop(self.step):  # more may come in meanwhile: those are judged too
+                for reason, seqs in dropped.items():
+                    await self.admission.discard(self.step + 1, reason, seqs)
+                    log.info("groups_dropped", reason=reason, groups=len(seqs))
                 await self._wake_admission()
             batch = self.assembler.take(self.step, self.spec.algorithm.groups_per_batch)
             if batch is not None:
@@ -208,11 +229,11 @@ class TrainerJob:
     async def _advance(self, batch: list[Group], values: dict[str, float], waited: float, trained: float) -> None:
         """The step counts: ledger, snapshot for the workers, metrics."""
         await self.admission.train(self.step + 1, [group.seq for group in batch])
-        async with self.publisher.sending:
-            self.step += 1
-            self.publisher.offer(await asyncio.to_thread(self.learner.snapshot, self._version))
+        self.step += 1
+        self.publisher.offer(await asyncio.to_thread(self.learner.snapshot, self._version))
         ledger = await self.admission.ledger()
-        seconds = waited + trained
+        now = time.monotonic()
+        seconds, self.stepped = now - self.stepped, now
         values["train_seconds"] = values.pop("step_seconds", trained)
         values |= {
             "step_seconds": seconds,
@@ -225,6 +246,9 @@ class TrainerJob:
             **{f"failed/{reason}": float(count) for reason, count in ledger.failed.items()},
             **self.swap,
         }
+        if self.step == 1 and (absent := sorted(self.spec.train.target.keys() - values.keys())):
+            log.warning("target_metric_absent", metrics=absent)
+            await self._event("target_metric_absent", {"metrics": absent, "there_are": sorted(values)})
         began = self.alarm.look(values)
         values["mismatch/alarm"] = float(bool(self.alarm.ringing))
         for name in began:
@@ -233,17 +257,23 @@ class TrainerJob:
         self.window.append(values)
         point = await self.metrics.emit(self.step, values)
         seqs = [group.seq for group in batch]
-        await asyncio.to_thread(self._log_line, {"step": self.step, "time": point.time, "seqs": seqs, **point.values})
+        line = {"epoch": self.lease.epoch, "step": self.step, "time": point.time, "seqs": seqs, **point.values}
+        await self._log_step(line)
         shown = {name: values[name] for name in ("reward/mean", "exact", *self.spec.train.target) if name in values}
         await self.ctx.store.update(
             self.lease.job, epoch=self.lease.epoch, step=self.step, progress=orjson.dumps(shown).decode()
         )
 
-    def _log_line(self, values: dict[str, object]) -> None:
-        """The truth for reports: one line per step, also of steps rolled back later, with the groups it trained on."""
-        self.root.parent.mkdir(parents=True, exist_ok=True)
-        with (self.root.parent / "metrics.jsonl").open("ab") as file:
-            file.write(orjson.dumps({"epoch": self.lease.epoch, **values}) + b"\n")
+    async def _log_step(self, line: dict[str, object] | None = None) -> None:
+        """One line per step, also of steps rolled back later. What the disk refuses is said once and tried again."""
+        try:
+            await asyncio.to_thread(self.step_log.flush if line is None else functools.partial(self.step_log.add, line))
+            self.log_refused = False
+        except OSError as error:
+            if not self.log_refused:
+                log.error("metrics_log_failed", error=str(error))
+                await self._event("metrics_log_failed", {"step": self.step, "error": str(error)})
+            self.log_refused = True
 
     def _target_met(self) -> bool:
         target = self.spec.train.target
@@ -273,10 +303,13 @@ class TrainerJob:
     # --- checkpoints and the end --------------------------------------------------------------------------------
 
     async def _save(self) -> None:
-        """Commit a checkpoint of the current step; then let go of what the one before it no longer needs."""
+        """Commit a checkpoint of the current step; then let go of what the one before it no longer needs.
+
+        When it cannot be written the job goes on and the next one is tried at its time; only the last one is a must.
+        """
         if self.saved and self.saved[-1][0] == self.step:
             return
-        floor, above, discarded = self.assembler.account(self.step)
+        floor, above, discarded = self.assembler.account(self.step, await self.consumer.settled())
         trained = self.step * self.spec.algorithm.groups_per_batch
         manifest = checkpoint.Manifest(
             job=self.lease.job,
@@ -315,8 +348,10 @@ class TrainerJob:
 
     async def _finish(self) -> None:
         await self._save()
+        await self._log_step()
         why = "target reached" if self._target_met() else ""
-        await self.ctx.store.transition(
-            self.lease.job, JobState.SUCCEEDED, epoch=self.lease.epoch, step=self.step, reason=why
-        )
+        with contextlib.suppress(Conflict):  # cancelled or failed meanwhile: the lease is about to go
+            await self.ctx.store.transition(
+                self.lease.job, JobState.SUCCEEDED, epoch=self.lease.epoch, step=self.step, reason=why
+            )
         await self.ctx.bus.emit(WAKE, {"job": self.lease.job}, who="scheduler")
