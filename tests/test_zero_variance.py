@@ -16,7 +16,7 @@ def sampling(model: Path, *, environment: str, skill: float, steps: int) -> Any:
         model={"base": str(model)},
         environment={"name": environment},
         algorithm={**algorithm, "max_zero_variance_batches": 5},
-        rollout={"engine": "toy", "max_tokens": 8, "toy": {"skill": skill}},
+        rollout={"engine": "toy", "max_tokens": 8, "toy": {"skill": skill}, "seed": 0},
         train={"learner": "simulated", "steps": steps, "checkpoint_every": 4},
     )
 
