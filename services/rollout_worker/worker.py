@@ -27,7 +27,7 @@ from opentinker.shared.service import first_failure
 from opentinker.shared.spec import JobSpec
 from opentinker.shared.subjects import GROUP, SCORE, SWAP, TICKET, WAKE
 from opentinker.shared.telemetry import MetricSource
-from opentinker.shared.types import Group, Lease, SwapCommand, SwapReply, Ticket, Trajectory
+from opentinker.shared.types import Ending, Group, Lease, SwapCommand, SwapReply, Ticket, Trajectory
 from opentinker.shared.waiting import rest, set_within
 
 log = structlog.get_logger()
@@ -35,6 +35,9 @@ log = structlog.get_logger()
 REPORT_S = 1.0
 TICKET_WAIT_S = 6.0
 """A ticket whose holder is silent for so long goes to another worker; holders say every third of it that they live."""
+MAX_DELIVERIES = 5
+"""A ticket that comes once more fails its group: what kills the engine at every try must have an end. Tickets that were
+under way beside it count too; their groups are replaced, and `rollout.max_failed_share` judges."""
 FULL_PAUSE_S = 0.5
 
 
@@ -129,10 +132,13 @@ class RolloutJob:
         with structlog.contextvars.bound_contextvars(group=ticket.seq):
             alive = asyncio.create_task(self._keep_alive(delivery))
             try:
-                if await self.admission.is_running(ticket.seq):
-                    await self._play_group(ticket)
-                else:
+                if not await self.admission.is_running(ticket.seq):
                     self.counts["tickets_repeated"] += 1
+                elif delivery.deliveries > MAX_DELIVERIES:
+                    tries = f"{MAX_DELIVERIES} tries came to no end, because workers or engines were lost meanwhile"
+                    await self._fail(ticket, EpisodeFailed(Ending.ENGINE_ERROR, tries))
+                else:
+                    await self._play_group(ticket)
                 await delivery.ack_sync()
             except asyncio.CancelledError:
                 await delivery.nak()
@@ -228,6 +234,8 @@ class RolloutJob:
 
     async def _swap(self, command: SwapCommand) -> SwapReply:
         """Never raises: a failure leaves the old weights and version and is told to the trainer."""
+        if command.action == "ping":  # answered beside a swap that is under way
+            return self._reply(ok=command.job == self.lease.job)
         async with self.swapping:
             if command.job != self.lease.job or command.epoch < self.epoch:
                 return self._reply(ok=False, error=f"this worker serves job {self.lease.job} epoch {self.epoch}")

@@ -1,0 +1,155 @@
+"""A rollout worker's lease over real servers with a simulated engine: lost engines, and tickets without an end."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from typing import Any
+
+import pytest
+import structlog
+
+from opentinker.services.rollout_worker.engine import Completion, EngineLost, Sampling
+from opentinker.services.rollout_worker.episode import Sessions
+from opentinker.services.rollout_worker.render import Renderer
+from opentinker.services.rollout_worker.toy_engine import ToyEngine
+from opentinker.services.rollout_worker.worker import MAX_DELIVERIES, RolloutJob
+from opentinker.services.scheduler.tickets import JUDGED_FROM, too_many_failures
+from opentinker.shared.admission import Admission
+from opentinker.shared.bus import Bus
+from opentinker.shared.config import Settings
+from opentinker.shared.leasing import LeasedWorker
+from opentinker.shared.service import Context
+from opentinker.shared.spec import ToySpec
+from opentinker.shared.store import Store
+from opentinker.shared.subjects import GROUP, TICKET
+from opentinker.shared.types import Lease, Message, Pool, SessionReply, WeightVersion
+from tests.conftest import until
+from tests.factories import make_spec, make_ticket
+from tests.test_episode import Chars
+
+EOS = 1
+
+
+class Asking:
+    """An environment side that asks once and is content with every answer."""
+
+    async def open(self, **_: Any) -> SessionReply:
+        return SessionReply(worker="env-0", messages=[Message(role="user", content="7=")])
+
+    async def step(self, **_: Any) -> SessionReply:
+        return SessionReply(worker="env-0", reward=1.0, done=True)
+
+    async def close(self, **_: Any) -> None:
+        pass
+
+
+class Mortal(ToyEngine):
+    """Dies of every request while `poisoned`, or by itself when told to."""
+
+    def __init__(self) -> None:
+        super().__init__(ToySpec(), eos_id=EOS, vocab_size=128, context_length=64)
+        self.version = WeightVersion(1, 0)
+        self.poisoned = False
+        self.died = asyncio.Event()
+
+    async def generate(self, request: str, prompt_ids: list[int], sampling: Sampling) -> Completion:
+        if self.poisoned:
+            raise EngineLost("killed by its request")
+        return await super().generate(request, prompt_ids, sampling)
+
+    async def watch(self) -> None:
+        await self.died.wait()
+        raise EngineLost("killed while idle")
+
+
+class Bench:
+    """One job and the lives of a rollout worker that serves it."""
+
+    def __init__(self, bus: Bus, store: Store) -> None:
+        self.bus, self.store = bus, store
+        self.job = f"j-{uuid.uuid4().hex[:8]}"
+        self.spec = make_spec(rollout__max_concurrent_groups=32, rollout__engine="toy")
+        self.admission = Admission(store.redis, self.job, epoch=1)
+
+    async def issue(self, groups: int) -> None:
+        await self.store.create_job(id=self.job, spec=self.spec.model_dump(mode="json"), tenant="t")
+        await self.admission.restore(step=0, max_staleness=0, groups_per_batch=groups, total=groups, discarded={})
+        for seq in (await self.admission.issue(groups))[1]:
+            await self.bus.publish(TICKET, make_ticket(job=self.job, seq=seq), f"{self.job}/{seq}", job=self.job)
+
+    async def tickets(self) -> int:
+        return await self.bus.count("TICKETS", TICKET.at(job=self.job))
+
+    def live(self, engine: Mortal) -> asyncio.Task[None]:
+        """A new process: claims tickets until it is cancelled or fails."""
+
+        async def unused(*_: object) -> None:
+            raise AssertionError
+
+        log = structlog.get_logger()
+        ctx = Context("rollout-worker", "rollout-0", Settings(), self.bus, self.store, log)
+        worker = LeasedWorker(ctx, Pool.ROLLOUT, unused)
+        lease = Lease(job=self.job, worker="rollout-0", incarnation=worker.info.incarnation, epoch=1, pool=Pool.ROLLOUT)
+        sessions: Sessions = Asking()
+        job = RolloutJob(worker, lease, self.spec, engine, Renderer(Chars(), "model", frozenset({EOS})), sessions)
+        job.weights.set()
+        return asyncio.create_task(job.run())
+
+
+@pytest.fixture
+def bench(bus: Bus, store: Store, monkeypatch: pytest.MonkeyPatch) -> Bench:
+    monkeypatch.setattr("opentinker.services.rollout_worker.worker.TICKET_WAIT_S", 0.5)
+    return Bench(bus, store)
+
+
+async def test_an_engine_that_dies_while_idle_ends_the_worker(bench: Bench) -> None:
+    await bench.issue(0)
+    engine = Mortal()
+    life = bench.live(engine)
+    engine.died.set()
+    with pytest.raises(EngineLost, match="while idle"):
+        await asyncio.wait_for(life, 5)
+
+
+async def test_tickets_that_kill_every_engine_fail_in_the_end_and_with_them_the_job(bench: Bench) -> None:
+    await bench.issue(JUDGED_FROM)
+    deaths = 0
+    while await bench.tickets():
+        engine = Mortal()
+        engine.poisoned = True
+        life = bench.live(engine)
+
+        async def over(life: asyncio.Task[None] = life) -> bool:
+            return life.done() or not await bench.tickets()
+
+        await until(over)
+        if life.done():
+            with pytest.raises(EngineLost):
+                life.result()
+            deaths += 1
+            assert deaths < 4 * MAX_DELIVERIES, "there is no end"
+        life.cancel()
+        await asyncio.wait([life])
+    assert deaths > 1
+    ledger = await bench.admission.ledger()
+    assert ledger.failed == {"engine_error": JUDGED_FROM}
+    assert "engine_error 20" in (too_many_failures(ledger, bench.spec.rollout.max_failed_share) or "")
+    assert "came to no end" in (await bench.store.latest_event(bench.job, "group_failed") or {})["error"]
+
+
+async def test_tickets_of_a_lost_engine_are_played_by_the_next(bench: Bench) -> None:
+    await bench.issue(3)
+    engine = Mortal()
+    engine.poisoned = True
+    with pytest.raises(EngineLost):
+        await asyncio.wait_for(bench.live(engine), 5)
+    life = bench.live(Mortal())
+
+    async def played() -> bool:
+        return await bench.bus.count("GROUPS", GROUP.at(job=bench.job)) == 3
+
+    await until(played)
+    life.cancel()
+    await asyncio.wait([life])
+    assert (await bench.admission.ledger()).failed == {}
