@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 import structlog
 
-from opentinker.shared.errors import Conflict, Fenced, JobFailed, NotFound, SpecError
+from opentinker.shared.errors import Conflict, Fenced, JobFailed, NotFound, OpenTinkerError, SpecError
 from opentinker.shared.service import Context, first_failure
 from opentinker.shared.spec import JobSpec, parse_spec
 from opentinker.shared.subjects import WAKE
@@ -31,7 +31,8 @@ Work = Callable[["LeasedWorker", Lease, JobSpec], Awaitable[None]]
 class LeasedWorker:
     """`work(worker, lease, spec)` runs while the lease holds; it is cancelled when the lease goes away.
 
-    If it raises JobFailed the job fails with that text; Fenced ends it quietly; anything else ends the process.
+    If it raises JobFailed the job fails with that text; Fenced ends it quietly; anything else ends the process. So does
+    JobFailed of a rollout worker that cannot even load what others of the job generate with.
     """
 
     def __init__(self, ctx: Context, pool: Pool, work: Work) -> None:
@@ -134,10 +135,8 @@ class LeasedWorker:
                 await self.status("loading", job=lease.job, epoch=lease.epoch)
                 await self._work(self, lease, parse_spec(record.spec))
             except JobFailed as error:
-                log.error("job_failed", error=str(error))
                 await self._fail(lease, str(error))
             except SpecError as error:  # stored by another release
-                log.error("job_failed", error=str(error))
                 await self._fail(lease, f"its stored spec is not valid here: {error}")
             except (Fenced, NotFound) as error:
                 log.warning("fenced", error=str(error))
@@ -145,7 +144,13 @@ class LeasedWorker:
                 log.info("lease_left")
 
     async def _fail(self, lease: Lease, reason: str) -> None:
-        """Unless the job is over or another's. Rollout leases outlive trainers, so their epoch may be old."""
+        """Unless the job is over or another's. Rollout leases outlive trainers, so their epoch may be old.
+
+        Raises OpenTinkerError if the fault is not the job's but this worker's.
+        """
+        if self.info.pool == Pool.ROLLOUT and self.info.status != "ready" and await self._was_served(lease.job):
+            raise OpenTinkerError(f"this worker cannot serve job {lease.job}, which others have served: {reason}")
+        log.error("job_failed", error=reason)
         epoch = lease.epoch if self.info.pool == Pool.TRAINER else -1
         try:
             await self.ctx.store.transition(
@@ -155,3 +160,11 @@ class LeasedWorker:
             log.warning("failure_not_recorded", error=str(error))
             return
         await self.ctx.bus.emit(WAKE, {"job": lease.job}, who="scheduler")
+
+    async def _was_served(self, job: str) -> bool:
+        """The job goes on, and a version has reached a rollout worker: what the job asks for can be loaded."""
+        try:
+            record = await self.ctx.store.job(job)
+        except NotFound:
+            return False
+        return not record.state.final and (record.state == JobState.RUNNING or record.step > 0)

@@ -12,7 +12,7 @@ import structlog
 
 from opentinker.shared.bus import Bus
 from opentinker.shared.config import Settings
-from opentinker.shared.errors import Fenced, JobFailed
+from opentinker.shared.errors import Fenced, JobFailed, OpenTinkerError
 from opentinker.shared.leasing import LeasedWorker
 from opentinker.shared.service import Context
 from opentinker.shared.spec import JobSpec
@@ -157,7 +157,7 @@ async def test_job_that_cannot_go_on_fails_with_its_reason(bench: Bench) -> None
 
 async def test_failure_of_a_job_that_has_ended_is_no_failure_of_the_worker(bench: Bench) -> None:
     async def fail(lease: Lease) -> None:
-        await bench.ctx.store.transition("a", JobState.CANCELLED)
+        await bench.ctx.store.transition("a", JobState.CANCELLED, step=3)
         raise JobFailed("too late")
 
     bench.behaviour = fail
@@ -167,6 +167,36 @@ async def test_failure_of_a_job_that_has_ended_is_no_failure_of_the_worker(bench
     assert (await bench.ctx.store.job("a")).state == JobState.CANCELLED
 
 
+@pytest.mark.parametrize(("state", "step"), [(JobState.RUNNING, 0), (JobState.STARTING, 7)])
+async def test_worker_that_cannot_load_a_job_that_others_serve_ends_alone(
+    bench: Bench, state: JobState, step: int
+) -> None:
+    """Also while the job's trainer is being replaced."""
+
+    async def fail(lease: Lease) -> None:
+        raise JobFailed("not enough memory")
+
+    bench.behaviour = fail
+    await bench.ctx.store.transition("a", state, step=step)
+    await bench.grant("a", 1)
+    with pytest.raises(OpenTinkerError, match="which others have served: not enough memory"):
+        await bench.serving
+    assert (await bench.ctx.store.job("a")).state == state
+
+
+async def test_worker_that_served_a_running_job_may_fail_it(bench: Bench) -> None:
+    async def fail(lease: Lease) -> None:
+        await bench.worker.status("ready", job=lease.job, epoch=lease.epoch)
+        raise JobFailed("a group does not fit into a message")
+
+    bench.behaviour = fail
+    await bench.ctx.store.transition("a", JobState.RUNNING)
+    await bench.grant("a", 1)
+    await bench.seen(("began", "a", 1), ("left", "a", 1))
+    await bench.status("idle")
+    assert (await bench.ctx.store.job("a")).state == JobState.FAILED
+
+
 @pytest.mark.parametrize(("pool", "then"), [(Pool.TRAINER, JobState.RUNNING), (Pool.ROLLOUT, JobState.FAILED)])
 async def test_failure_of_an_old_epoch(bus: Bus, store: Store, pool: Pool, then: JobState) -> None:
     """A trainer of the past fails nothing; a rollout lease outlives trainers, so its failure counts."""
@@ -174,6 +204,7 @@ async def test_failure_of_an_old_epoch(bus: Bus, store: Store, pool: Pool, then:
 
         async def fail(lease: Lease) -> None:
             await store.transition("a", JobState.RUNNING, epoch=9)
+            await bench.worker.status("ready", job="a", epoch=1)
             raise JobFailed("of the past")
 
         bench.behaviour = fail
