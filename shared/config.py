@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import tomllib
+import uuid
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -23,7 +24,8 @@ class Settings(BaseModel):
     data_dir: Path = Path("data")
     """Job directories and checkpoints; the same path on every machine of a deployment."""
     worker_id: str = ""
-    """Stable name of this process's slot; default: service name and host name."""
+    """Name of this process's slot, which outlives it: whoever starts under the name takes the place of the process
+    before, so no two may have it at a time. Default: service, host and a random part, a slot for this process alone."""
     http_host: str = "127.0.0.1"
     http_port: Annotated[int, Field(ge=0, le=65535)] = 8080
     """Of the scheduler's API."""
@@ -86,4 +88,4 @@ def load_settings(path: str | None = None, environ: dict[str, str] | None = None
 
 
 def worker_name(settings: Settings, service: str) -> str:
-    return settings.worker_id or f"{service}-{socket.gethostname()}"
+    return settings.worker_id or f"{service}-{socket.gethostname()}-{uuid.uuid4().hex[:6]}"
