@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,9 @@ from tests.lineage import faults, lineage
 
 SERVICES = ("trainer-0", "rollout_worker-0", "env_worker-0", "scheduler")
 GROUPS_PER_BATCH = 4
+STEP_S = 0.08
+LONGEST_PAUSE_S = 1.9
+"""Between two kills."""
 
 
 def seed() -> int:
@@ -37,7 +41,7 @@ def toy_spec(model: Path, *, steps: int, **changes: Any) -> JobSpec:
     fields: dict[str, Any] = {
         "algorithm": {"group_size": 2, "groups_per_batch": GROUPS_PER_BATCH, "max_staleness": 2},
         "rollout": {"engine": "toy", "max_tokens": 8, "toy": {"seconds_per_token": 0.01}},
-        "train": {"learner": "simulated", "steps": steps, "simulated_step_s": 0.08, "checkpoint_every": 10},
+        "train": {"learner": "simulated", "steps": steps, "simulated_step_s": STEP_S, "checkpoint_every": 10},
     }
     return make_spec(model={"base": str(model)}, **{**fields, **changes})
 
@@ -58,35 +62,53 @@ async def check(cluster: Cluster, job: str, spec: JobSpec) -> None:
 
 
 async def harm(cluster: Cluster, job: str, random_: random.Random, names: tuple[str, ...], kills: int) -> int:
-    """Kill one of the processes every so often until it is enough or the job is over. Gives how many were killed."""
+    """Kill the processes in turn, in a random order and at random moments, until it is enough or the job is over."""
+    order = random_.sample(names, len(names))
     for done in range(kills):
-        await asyncio.sleep(random_.uniform(0.3, 3.0))
+        await asyncio.sleep(random_.uniform(0.3, LONGEST_PAUSE_S))
         if "succeeded" in (await cluster.store.job(job)).state:
             return done
-        name = random_.choice(names)
+        name = order[done % len(order)]
         print(f"{time.strftime('%X')} kill {name} at step {await cluster.step(job)}")
         cluster.kill(name)
     return kills
 
 
-async def survives(directory: Path, *, seed: int, kills: int, steps: int, names: tuple[str, ...], **count: int) -> None:
-    async with toy_cluster(directory, **count) as (cluster, model):
-        spec = toy_spec(model, steps=steps)
-        job = await cluster.submit(spec)
-        await cluster.reaches(job, 1)
-        done = await harm(cluster, job, random.Random(seed), names, kills)
-        print(f"{done} kills")
-        record = await cluster.wait(job, 100)
-        assert record["state"] == "succeeded", record["reason"]
-        await check(cluster, job, spec)
+async def survives(
+    cluster: Cluster, spec: JobSpec, *, seed: int, kills: int, names: tuple[str, ...], timeout_s: float = 100.0
+) -> None:
+    """The job ends well although every one of the processes was killed meanwhile."""
+    assert spec.train.steps * STEP_S > len(names) * LONGEST_PAUSE_S, "the job could end before everybody's turn"
+    job = await cluster.submit(spec)
+    await cluster.reaches(job, 1)
+    done = await harm(cluster, job, random.Random(seed), names, kills)
+    print(f"{done} kills")
+    record = await cluster.wait(job, timeout_s)
+    assert record["state"] == "succeeded", record["reason"]
+    assert {name for name in names if -signal.SIGKILL in cluster.processes[name].exits} == set(names)
+    await check(cluster, job, spec)
 
 
 async def test_job_survives_kills_of_its_services(tmp_path: Path) -> None:
-    await survives(tmp_path, seed=seed(), kills=5, steps=60, names=SERVICES)
+    async with toy_cluster(tmp_path) as (cluster, model):
+        await survives(cluster, toy_spec(model, steps=100), seed=seed(), kills=5, names=SERVICES)
 
 
 async def test_job_survives_kills_of_the_servers(tmp_path: Path) -> None:
-    await survives(tmp_path, seed=seed(), kills=4, steps=60, names=SERVERS)
+    async with toy_cluster(tmp_path) as (cluster, model):
+        await survives(cluster, toy_spec(model, steps=60), seed=seed(), kills=4, names=SERVERS)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+async def test_job_survives_kills_of_reference_forward(tmp_path: Path, tiny: Path) -> None:
+    """Groups that a killed instance had in hand come again; its model is loaded anew."""
+    algorithm = {"group_size": 2, "groups_per_batch": GROUPS_PER_BATCH, "max_staleness": 2, "kl_coef": 0.05}
+    async with Cluster(tmp_path, references=1) as cluster:
+        spec = toy_spec(tiny, steps=60, algorithm=algorithm)
+        await survives(cluster, spec, seed=seed(), kills=2, names=("reference_forward-0", "rollout_worker-0"))
+        (scored,) = [int(w.detail["groups"]) for w in await cluster.store.workers() if w.pool == "reference"]
+        assert scored > 0, "by the second life"
 
 
 @pytest.mark.slow
@@ -94,16 +116,8 @@ async def test_job_survives_kills_of_the_servers(tmp_path: Path) -> None:
 @pytest.mark.parametrize("offset", [0, 1])
 async def test_job_survives_kills_of_everything(tmp_path: Path, offset: int) -> None:
     names = (*SERVICES, *SERVERS, "trainer-1", "rollout_worker-1", "env_worker-1")
-    await survives(
-        tmp_path,
-        seed=seed() + offset,
-        kills=15,
-        steps=250,
-        names=names,
-        trainers=2,
-        rollout_workers=2,
-        env_workers=2,
-    )
+    async with toy_cluster(tmp_path, trainers=2, rollout_workers=2, env_workers=2) as (cluster, model):
+        await survives(cluster, toy_spec(model, steps=250), seed=seed() + offset, kills=15, names=names)
 
 
 @pytest.mark.slow

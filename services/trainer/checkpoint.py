@@ -11,7 +11,6 @@ rename makes the checkpoint exist. What the manifest says is the truth about the
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import hashlib
 import os
@@ -23,15 +22,15 @@ from pathlib import Path
 
 import msgspec
 import structlog
-from safetensors import SafetensorError
 
 from opentinker.shared.errors import Fenced, JobFailed
 from opentinker.shared.types import WeightVersion
 
 MANIFEST = "manifest.json"
 WRITING, REMOVING, EPOCH = ".writing-", ".removing-", ".epoch"
-NO_SPACE = ("(os error 28)", "(os error 122)")
-"""ENOSPC and EDQUOT as safetensors words them: its errors have no errno."""
+RUST_OS_ERROR = "(os error "
+"""In what safetensors and tokenizers raise when the disk refuses: no OSError, and the latter a bare Exception."""
+ADVICE = "If the disk is full, free some space or lower keep_checkpoints."
 log = structlog.get_logger(__name__)
 
 
@@ -55,7 +54,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     consumed: list[int] = []
     """Group seqs that were trained or discarded and whose messages lie above the floor."""
     ledger: dict[str, int] = {}
-    """Counts since the job began: accepted, trained, discarded by reason."""
+    """Groups since the job began: `trained`, and `discarded/REASON` by reason; the others come again."""
     next_seq: int = 0
     """The first ticket number never issued, as far as the trainer knows."""
     files: dict[str, FileEntry] = {}
@@ -73,14 +72,18 @@ def _nowhere(point: str) -> None:
 
 
 def fence(root: Path, epoch: int) -> None:
-    """From now on no lower epoch commits here, even one that is just writing. Raises Fenced if a higher one did so."""
-    root.mkdir(parents=True, exist_ok=True)
-    with _locked(root):
-        _refuse_epoch_below(_fenced(root), epoch, root)
-        temporary = root / f"{EPOCH}.new"
-        _write_durably(temporary, str(epoch).encode())
-        temporary.rename(root / EPOCH)
-        _sync_directory(root)
+    """From now on no lower epoch commits here, even one that is just writing. Raises Fenced if a higher one did so,
+    JobFailed if the disk is full or refuses otherwise."""
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        with _locked(root):
+            _refuse_epoch_below(_fenced(root), epoch, root)
+            temporary = root / f"{EPOCH}.new"
+            _write_durably(temporary, str(epoch).encode())
+            temporary.rename(root / EPOCH)
+            _sync_directory(root)
+    except OSError as error:
+        raise JobFailed(f"no checkpoint can be written below {root}: {error}. {ADVICE}") from error
 
 
 def commit(
@@ -89,13 +92,13 @@ def commit(
     """Write a checkpoint through `write(directory)` and make it exist in one rename. Returns its directory.
 
     A checkpoint of the same step is replaced. Raises Fenced if a newer epoch has committed here, JobFailed if the disk
-    is full; in both cases, and when `write` raises, nothing of the try is left. `crash(point)` is called between the
-    stages, for tests.
+    is full or refuses otherwise; in both cases, and when `write` raises, nothing of the try is left. `crash(point)` is
+    called between the stages, for tests.
     """
-    root.mkdir(parents=True, exist_ok=True)
-    _refuse_old_epoch(root, manifest)
     temporary = root / f"{WRITING}{manifest.step:06d}-{os.getpid()}-{time.time_ns()}"
     try:
+        root.mkdir(parents=True, exist_ok=True)
+        _refuse_old_epoch(root, manifest)
         temporary.mkdir()
         write(temporary)
         crash("written")
@@ -114,16 +117,13 @@ def commit(
             _sync_directory(root)
         if replaced is not None:
             shutil.rmtree(replaced, ignore_errors=True)
-    except (OSError, SafetensorError) as error:
+    except BaseException as error:
         shutil.rmtree(temporary, ignore_errors=True)
-        if getattr(error, "errno", 0) in (errno.ENOSPC, errno.EDQUOT) or str(error).endswith(NO_SPACE):
+        if isinstance(error, OSError) or RUST_OS_ERROR in str(error):
             raise JobFailed(
-                f"the disk that holds {root} is full: checkpoint of step {manifest.step} was not written, the ones "
-                "before it are untouched. Free some space, or lower keep_checkpoints."
+                f"the checkpoint of step {manifest.step} could not be written below {root}, the ones before it are "
+                f"untouched: {error}. {ADVICE}"
             ) from error
-        raise
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
         raise
     return final
 

@@ -1,0 +1,172 @@
+"""One trainer's job over real servers, with groups from the test's hand: what a full disk and a NaN do to it."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import resource
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+
+from opentinker.services.trainer import checkpoint
+from opentinker.services.trainer.learner import NonFinite, SimulatedLearner
+from opentinker.services.trainer.loop import TrainerJob
+from opentinker.services.trainer.step_log import StepLog
+from opentinker.shared.admission import Admission
+from opentinker.shared.errors import JobFailed
+from opentinker.shared.leasing import LeasedWorker
+from opentinker.shared.service import Context
+from opentinker.shared.spec import JobSpec
+from opentinker.shared.store import Store
+from opentinker.shared.subjects import GROUP
+from opentinker.shared.types import Group, JobState, Lease, Pool, WeightVersion
+from tests.conftest import Server
+from tests.factories import make_group, make_spec
+from tests.scheduling import context, kinds, running
+
+JOB = "j-loop"
+
+
+class Clumsy(SimulatedLearner):
+    """Refuses steps as NaN and saves as a full disk would, where it is told to."""
+
+    def __init__(self, spec: JobSpec, *, nan_at: int = 0, full_at: tuple[int, ...] = ()) -> None:
+        super().__init__(spec)
+        self.nan_at, self.full_at = nan_at, full_at
+
+    def step(self, groups: list[Group], version: WeightVersion) -> dict[str, float]:
+        if self.steps + 1 == self.nan_at:
+            raise NonFinite("the loss is nan")
+        return super().step(groups, version)
+
+    def save(self, directory: Path) -> None:
+        super().save(directory)
+        if self.steps in self.full_at:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.fixture
+async def ctx(nats_server: Server, valkey_server: Server, store: Store, tmp_path: Path) -> AsyncIterator[Context]:
+    async with context(nats_server, valkey_server, "trainer-0", tmp_path) as ctx:
+        yield ctx
+
+
+async def prepare(ctx: Context, **faults: Any) -> TrainerJob:
+    """6 steps of 2 groups, a checkpoint after every second one."""
+    spec = make_spec(
+        algorithm__max_staleness=10,
+        train={"learner": "simulated", "steps": 6, "simulated_step_s": 0.0, "checkpoint_every": 2},
+    )
+    await ctx.store.create_job(id=JOB, spec=spec.model_dump(mode="json"), tenant="default")
+    await ctx.store.transition(JOB, JobState.STARTING, epoch=1)
+    await ctx.bus.purge("GROUPS", GROUP.at(job=JOB))
+    worker = LeasedWorker(ctx, Pool.TRAINER, _not_called)
+    lease = Lease(job=JOB, worker=ctx.worker, incarnation=worker.info.incarnation, epoch=1, pool=Pool.TRAINER)
+    return TrainerJob(worker, lease, spec, Clumsy(spec, **faults))
+
+
+async def _not_called(*_: object) -> None:
+    raise AssertionError
+
+
+async def train(job: TrainerJob) -> None:
+    """Until its end; raises what it raises."""
+
+    async def feed() -> None:
+        """As rollout workers do: room becomes groups."""
+        admission = Admission(job.ctx.store.redis, JOB)
+        while True:
+            version, seqs = await admission.issue(100)
+            for seq in seqs:
+                group = make_group(job=JOB, seq=seq, versions=[version])
+                await job.ctx.bus.publish(GROUP, group, f"{group.key}:{job.lease.epoch}{id(job)}", job=JOB)
+            await asyncio.sleep(0.02)
+
+    async with running(feed()):
+        await asyncio.wait_for(job.run(), 20.0)
+
+
+def steps_of(path: Path) -> list[int]:
+    return [orjson.loads(line)["step"] for line in path.read_bytes().splitlines()]
+
+
+async def test_checkpoint_that_cannot_be_written_is_said_and_the_job_goes_on(ctx: Context) -> None:
+    job = await prepare(ctx, full_at=(2, 4))
+    await train(job)
+    assert (await ctx.store.job(JOB)).state == JobState.SUCCEEDED
+    failed = [event for event in await ctx.store.events(JOB) if event["event"] == "checkpoint_failed"]
+    assert [event["step"] for event in failed] == [2, 4]
+    assert all("No space left" in event["error"] and "keep_checkpoints" in event["error"] for event in failed)
+    assert [manifest.step for _, manifest in checkpoint.listing(job.root)] == [6]
+
+
+async def test_job_fails_when_its_last_checkpoint_cannot_be_written(ctx: Context) -> None:
+    job = await prepare(ctx, full_at=(6,))
+    with pytest.raises(JobFailed, match=r"step 6 .*No space left"):
+        await train(job)
+    assert [manifest.step for _, manifest in checkpoint.listing(job.root)] == [2, 4]
+
+
+async def test_nan_fails_the_job_and_names_the_last_good_checkpoint(ctx: Context) -> None:
+    job = await prepare(ctx, nan_at=4)
+    with pytest.raises(JobFailed, match=r"step 4 was refused: the loss is nan; the last good checkpoint is step 2"):
+        await train(job)
+    found = checkpoint.newest(job.root)
+    assert found is not None and found[1].step == 2
+    ledger = await Admission(ctx.store.redis, JOB).ledger()
+    assert ledger.balanced and ledger.trained == 3 * 2, "the refused step's groups are pending still"
+
+
+async def test_nan_before_any_checkpoint_says_so(ctx: Context) -> None:
+    with pytest.raises(JobFailed, match=r"step 1 was refused.*there is no checkpoint yet"):
+        await train(await prepare(ctx, nan_at=1))
+
+
+async def test_metrics_that_a_full_disk_refuses_are_written_later_in_order(ctx: Context) -> None:
+    job = await prepare(ctx)
+    path = job.root.parent / "metrics.jsonl"
+    path.parent.mkdir(parents=True)
+    path.symlink_to("/dev/full")
+    emit = job.metrics.emit
+
+    async def there_is_space_again_at_step_4(step: int, values: dict[str, float]) -> Any:
+        if step == 4:
+            path.unlink()
+        return await emit(step, values)
+
+    job.metrics.emit = there_is_space_again_at_step_4  # type: ignore[method-assign]
+    await train(job)
+    assert (await ctx.store.job(JOB)).state == JobState.SUCCEEDED
+    assert steps_of(path) == [1, 2, 3, 4, 5, 6]
+    (refused,) = [event for event in await ctx.store.events(JOB) if event["event"] == "metrics_log_failed"]
+    assert refused["step"] == 1 and "No space left" in refused["error"]
+
+
+async def test_disk_that_stays_full_for_metrics_only_does_not_fail_the_job(ctx: Context) -> None:
+    job = await prepare(ctx)
+    job.root.parent.mkdir(parents=True)
+    (job.root.parent / "metrics.jsonl").symlink_to("/dev/full")
+    await train(job)
+    assert (await kinds(ctx.store, JOB)).count("metrics_log_failed") == 1
+    assert (await ctx.store.job(JOB)).state == JobState.SUCCEEDED
+
+
+def test_half_a_line_is_taken_back(tmp_path: Path) -> None:
+    """A disk may take the beginning of a line before it is full."""
+    path = tmp_path / "job" / "metrics.jsonl"
+    log = StepLog(path)
+    log.add({"step": 1})
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 5, before[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            log.add({"step": 2})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert steps_of(path) == [1]
+    log.add({"step": 3})
+    assert steps_of(path) == [1, 2, 3]
