@@ -33,6 +33,8 @@ from opentinker.shared.waiting import rest, set_within
 log = structlog.get_logger()
 
 REPORT_S = 1.0
+RATES = ("tokens", "episodes", "groups", "turns")
+"""Counted from 0; reported as totals and per second."""
 TICKET_WAIT_S = 6.0
 """A ticket whose holder is silent for so long goes to another worker; holders say every third of it that they live."""
 MAX_DELIVERIES = 5
@@ -58,7 +60,7 @@ class RolloutJob:
         self.weights = asyncio.Event()
         self.epoch = lease.epoch
         self.swapping = asyncio.Lock()
-        self.counts: Counter[str] = Counter()
+        self.counts: Counter[str] = Counter(dict.fromkeys(RATES, 0))
         self.gauges: dict[str, float] = {}
 
     async def run(self) -> None:
@@ -278,7 +280,7 @@ class RolloutJob:
             elapsed = now - then
             if counts != last:
                 values = {f"rollout/{name}": float(count) for name, count in counts.items()}
-                for name in ("tokens", "episodes", "groups", "turns"):
+                for name in RATES:
                     values[f"rollout/{name}_per_s"] = (counts[name] - last[name]) / elapsed
                 values |= {f"rollout/{name}": value for name, value in self.gauges.items()}
                 values["rollout/running_groups"] = float(len(self.groups))
