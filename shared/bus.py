@@ -313,11 +313,14 @@ class Bus:
             with contextlib.suppress(codec.WireError):
                 found.append(codec.decode(subject.kind, raw.data or b""))
 
+    async def counts(self, stream: str, subject: str) -> dict[str, int]:
+        """Messages stored for each subject that the given one, with wildcards, stands for; none is left out as 0."""
+        info = await patiently(lambda: self.js.stream_info(stream, subjects_filter=subject))
+        return dict(info.state.subjects or {})
+
     async def count(self, stream: str, subject: str) -> int:
         """Messages stored for the subject."""
-        info = await patiently(lambda: self.js.stream_info(stream, subjects_filter=subject))
-        subjects = info.state.subjects or {}
-        return int(sum(subjects.values()))
+        return sum((await self.counts(stream, subject)).values())
 
 
 class _Acks:

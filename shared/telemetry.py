@@ -1,4 +1,8 @@
-"""Logs with bound ids, metric points on NATS with a counter per source, and the Prometheus registry of the process."""
+"""Logs with bound ids, metric points on NATS with a counter per source, and the Prometheus registry of the process.
+
+A process that serves one job at a time (trainer, rollout worker) has one MetricSource and emits when it has something
+to say. One that serves many (env worker, reference-forward, scheduler) counts in Meters, and a Reporter emits.
+"""
 
 from __future__ import annotations
 
@@ -9,24 +13,34 @@ import math
 import sys
 import time
 import uuid
+from collections import Counter
+from dataclasses import dataclass
 from typing import Any, TextIO
 
 import orjson
 import structlog
-from prometheus_client import CollectorRegistry, Counter, Gauge
+from prometheus_client import CollectorRegistry, Gauge
+from prometheus_client import Counter as Total
 
 from opentinker.shared.bus import Bus
 from opentinker.shared.config import Settings
 from opentinker.shared.subjects import METRIC
 from opentinker.shared.types import MetricPoint
+from opentinker.shared.waiting import rest
 
 REGISTRY = CollectorRegistry()
-LAST = Gauge("opentinker_metric", "Last value of a training or rollout metric", ["source", "name"], registry=REGISTRY)
-POINTS = Counter("opentinker_metric_points", "Metric points sent", ["source"], registry=REGISTRY)
+LAST = Gauge("opentinker_metric", "Last value of a job's metric", ["job", "source", "name"], registry=REGISTRY)
+POINTS = Total("opentinker_metric_points", "Metric points sent", ["source"], registry=REGISTRY)
+
+CLUSTER = "cluster"
+"""Stands in the place of a job in points about what belongs to none."""
+REPORT_S = 1.0
+FORGET_S = 60.0
+"""A job whose meters have not moved for so long, and whose gauges are all 0, is over for this process."""
 
 
 def configure_logging(settings: Settings, service: str, worker: str) -> None:
-    """Every line carries service and worker; loops bind job, group and episode."""
+    """Every line carries service and worker; loops bind job and epoch, group and episode."""
     renderer: Any = (
         structlog.processors.JSONRenderer(serializer=lambda event, **_: orjson.dumps(event, default=str).decode())
         if settings.log_format == "json"
@@ -71,6 +85,7 @@ class MetricSource:
         self._bus, self._job, self._source = bus, job, source
         self._incarnation = uuid.uuid4().hex[:8]
         self._seq = 0
+        self._names: set[str] = set()
 
     async def emit(self, step: int, values: dict[str, float]) -> MetricPoint:
         """Values that are not finite are left out: JSON has no word for them."""
@@ -84,8 +99,79 @@ class MetricSource:
             values={name: float(value) for name, value in values.items() if math.isfinite(value)},
         )
         self._seq += 1
+        self._names |= point.values.keys()
         for name, value in point.values.items():
-            LAST.labels(self._source, name).set(value)
+            LAST.labels(self._job, self._source, name).set(value)
         POINTS.labels(self._source).inc()
         await self._bus.emit(METRIC, point, job=self._job, source=self._source)
         return point
+
+    def close(self) -> None:
+        """The job is over for this process: its last values are no longer shown on /metrics."""
+        for name in self._names:
+            with contextlib.suppress(KeyError):
+                LAST.remove(self._job, self._source, name)
+
+
+class JobMeter:
+    """What a process has to say of one job."""
+
+    def __init__(self) -> None:
+        self.counts: Counter[str] = Counter()
+        """Only grow; each is also reported per second, as NAME_per_s."""
+        self.gauges: Counter[str] = Counter()
+        self.step = 0
+        """Of the weights that the values are about, where that is known."""
+
+
+class Meters:
+    """By job; `CLUSTER` for what belongs to none."""
+
+    def __init__(self) -> None:
+        self.jobs: dict[str, JobMeter] = {}
+
+    def of(self, job: str) -> JobMeter:
+        meter = self.jobs.get(job)
+        if meter is None:
+            meter = self.jobs[job] = JobMeter()
+        return meter
+
+
+@dataclass
+class _Sent:
+    source: MetricSource
+    counts: Counter[str]
+    gauges: Counter[str]
+    at: float
+    """Monotonic; rates are since then."""
+
+
+class Reporter:
+    """Consumes meters, produces METRIC: once a second a point for every job of which something has changed."""
+
+    def __init__(self, bus: Bus, source: str, meters: Meters) -> None:
+        self._bus, self._source, self._meters = bus, source, meters
+        self._sent: dict[str, _Sent] = {}
+
+    async def run(self) -> None:
+        while True:
+            await rest(REPORT_S)
+            await self.report()
+
+    async def report(self) -> None:
+        for job, meter in list(self._meters.jobs.items()):
+            now = time.monotonic()
+            sent = self._sent.get(job)
+            if sent is None:
+                sent = _Sent(MetricSource(self._bus, job, self._source), Counter(), Counter(), now - REPORT_S)
+                self._sent[job] = sent
+            if meter.counts != sent.counts or meter.gauges != sent.gauges:
+                values: dict[str, float] = {**meter.counts, **meter.gauges}
+                elapsed = max(now - sent.at, 1e-3)
+                values |= {f"{name}_per_s": (n - sent.counts[name]) / elapsed for name, n in meter.counts.items()}
+                sent.counts, sent.gauges, sent.at = meter.counts.copy(), meter.gauges.copy(), now
+                await sent.source.emit(meter.step, values)
+            elif now - sent.at > FORGET_S and not any(meter.gauges.values()):
+                del self._meters.jobs[job]
+        for job in self._sent.keys() - self._meters.jobs.keys():
+            self._sent.pop(job).source.close()

@@ -4,6 +4,7 @@ score   consumes SCORE of all jobs (a work queue shared by all instances), produ
         woken by the pull; a message is acknowledged after its scored group is stored, so a dead instance's work
         is delivered to another
 beat    produces heartbeats
+report  produces METRIC once a second, by job
 
 What is wrong with a job fails that job; a job whose trainer is behind gets its messages later. Others go on.
 """
@@ -27,6 +28,7 @@ from opentinker.shared.errors import Conflict, JobFailed, NotFound, SpecError
 from opentinker.shared.service import Context, first_failure
 from opentinker.shared.spec import JobSpec, parse_spec
 from opentinker.shared.subjects import GROUP, SCORE
+from opentinker.shared.telemetry import Meters, Reporter
 from opentinker.shared.types import Group, JobState, Pool, WorkerInfo
 from opentinker.shared.waiting import rest
 
@@ -52,6 +54,7 @@ class ReferenceForward:
         self.log = structlog.get_logger()
         self.groups = 0
         self.tokens = 0
+        self.meters = Meters()
         self.info = WorkerInfo(
             id=ctx.worker,
             incarnation=uuid.uuid4().hex[:12],
@@ -63,7 +66,8 @@ class ReferenceForward:
 
     async def serve(self) -> None:
         try:
-            await first_failure({"score": self._score_loop(), "beat": self._beat_loop()})
+            report = Reporter(self.ctx.bus, self.info.id, self.meters).run()
+            await first_failure({"score": self._score_loop(), "beat": self._beat_loop(), "report": report})
         finally:
             await self.ctx.store.leave(self.info)
 
@@ -123,8 +127,12 @@ class ReferenceForward:
             return
         await self._publish(await self._score(spec, group))
         self._full_until.pop(group.job, None)
+        tokens = sum(len(t.mask_T) for t in group.trajectories)
         self.groups += 1
-        self.tokens += sum(len(t.mask_T) for t in group.trajectories)
+        self.tokens += tokens
+        counts = self.meters.of(group.job).counts
+        counts["reference/groups"] += 1
+        counts["reference/tokens"] += tokens
 
     async def _score(self, spec: JobSpec, group: Group) -> Group:
         """Raises JobFailed. An invalid group as it is: the trainer's own check discards it, so the ledger balances."""

@@ -4,6 +4,7 @@
     reconcile   consumes jobs, heartbeats, leases; produces leases; woken by WAKE "scheduler"
     clear       consumes jobs that have ended; removes their messages
     tickets     consumes admission's room; produces TICKET; woken by WAKE "admission"
+    measure     consumes ledgers, heartbeats and stream sizes; produces METRIC
 
 Killed and started again it goes on where it was; jobs that run do not notice.
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 from opentinker.services.scheduler.api import listening
 from opentinker.services.scheduler.clearing import Clearing
+from opentinker.services.scheduler.measuring import Measuring
 from opentinker.services.scheduler.reconcile import Reconciler
 from opentinker.services.scheduler.tickets import TicketIssuer
 from opentinker.shared.service import Context, first_failure
@@ -25,6 +27,7 @@ async def serve(ctx: Context) -> None:
                 "reconcile": Reconciler(ctx).run(),
                 "clear": Clearing(ctx).run(),
                 "tickets": TicketIssuer(ctx).run(),
+                "measure": Measuring(ctx).run(),
                 "stop": ctx.stopping.wait(),
             }
         )

@@ -1,0 +1,73 @@
+"""What only the scheduler sees: room and queues of every job, and who works in the cluster.
+
+measure loop   consumes ledgers, stream sizes, heartbeats; produces METRIC, by job and for the cluster;
+               looks once a second, and says something when something has changed
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from opentinker.shared.admission import Admission
+from opentinker.shared.service import Context
+from opentinker.shared.store import JobRecord
+from opentinker.shared.subjects import GROUP, GROUPS, SCORE, SCORES, TICKET, TICKETS
+from opentinker.shared.telemetry import CLUSTER, REPORT_S, Meters, Reporter
+from opentinker.shared.types import JobState, Pool
+from opentinker.shared.waiting import rest
+
+QUEUES = (("queue/tickets", TICKETS, TICKET), ("queue/scores", SCORES, SCORE), ("queue/groups", GROUPS, GROUP))
+"""Tickets that are out; groups that wait for reference-forward; groups that no checkpoint covers yet."""
+
+
+class Measuring:
+    def __init__(self, ctx: Context) -> None:
+        self.store, self.bus = ctx.store, ctx.bus
+        self.meters = Meters()
+        self.reporter = Reporter(ctx.bus, ctx.worker, self.meters)
+
+    async def run(self) -> None:
+        while True:
+            await rest(REPORT_S)
+            await self.look()
+            await self.reporter.report()
+
+    async def look(self) -> None:
+        jobs = await self.store.active_jobs()
+        await self._cluster(jobs)
+        held = [job.id for job in jobs if job.state != JobState.QUEUED]
+        for over in self.meters.jobs.keys() - {CLUSTER, *held}:
+            del self.meters.jobs[over]
+        if not held:
+            return
+        depths: dict[str, int] = {}
+        for _, stream, subject in QUEUES:
+            assert stream.name is not None
+            depths |= await self.bus.counts(stream.name, subject.at(job="*"))
+        for id in held:
+            await self._job(id, depths)
+
+    async def _job(self, id: str, depths: dict[str, int]) -> None:
+        ledger = await Admission(self.store.redis, id).ledger()
+        meter = self.meters.of(id)
+        meter.step = ledger.version.step
+        meter.counts = Counter(
+            {"scheduler/tickets_issued": ledger.issued, "scheduler/groups_accepted": ledger.accepted}
+        )
+        meter.gauges = Counter(
+            {
+                "scheduler/running_groups": ledger.running,
+                "scheduler/pending_groups": ledger.pending,
+                **{name: depths.get(subject.at(job=id), 0) for name, _, subject in QUEUES},
+            }
+        )
+
+    async def _cluster(self, jobs: list[JobRecord]) -> None:
+        pools = Counter(worker.pool for worker in await self.store.workers())
+        states = Counter(job.state for job in jobs)
+        self.meters.of(CLUSTER).gauges = Counter(
+            {
+                **{f"workers/{pool}": pools[pool] for pool in Pool},
+                **{f"jobs/{state}": states[state] for state in JobState if not state.final},
+            }
+        )
