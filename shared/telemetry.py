@@ -15,7 +15,7 @@ import time
 import uuid
 from collections import Counter
 from dataclasses import dataclass
-from typing import Any, TextIO
+from typing import Any, TextIO, cast
 
 import orjson
 import structlog
@@ -56,7 +56,7 @@ def configure_logging(settings: Settings, service: str, worker: str) -> None:
             renderer,
         ],
         wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelNamesMapping()[settings.log_level.upper()]),
-        logger_factory=structlog.PrintLoggerFactory(_Tolerant(sys.stdout)),
+        logger_factory=structlog.PrintLoggerFactory(cast(TextIO, _Tolerant(sys.stdout))),
         cache_logger_on_first_use=False,
     )
     structlog.contextvars.bind_contextvars(service=service, worker=worker)

@@ -30,7 +30,16 @@ PER_STEP = {
     *("swap/pause_s", "swap/transfer_s", "swap/load_s", "swap/resume_s", "swap/seconds"),
     *("queue/pending_groups", "queue/running_groups", "step_seconds", "train_seconds"),
 }
-PER_ROLLOUT_WORKER = {"rollout/tokens_per_s", "rollout/episodes_per_s", "rollout/running_groups", "rollout/swap_load_s"}
+PER_SERVICE = {
+    "rollout_worker-0": {
+        *("rollout/tokens_per_s", "rollout/episodes_per_s", "rollout/running_groups", "rollout/swap_load_s"),
+    },
+    "env_worker-0": {"env/sessions", "env/steps", "env/steps_per_s", "env/ended/done"},
+    "scheduler": {
+        *("scheduler/tickets_issued", "scheduler/tickets_issued_per_s", "scheduler/groups_accepted"),
+        *("scheduler/running_groups", "scheduler/pending_groups", "queue/tickets", "queue/scores", "queue/groups"),
+    },
+}
 
 
 class System:
@@ -117,17 +126,24 @@ async def test_job_runs_from_submission_to_download(shared: System, tmp_path: Pa
     assert (target / "manifest.json").exists()
 
 
-async def test_rollout_workers_report_while_the_job_runs(shared: System) -> None:
+async def test_every_service_reports_while_the_job_runs(shared: System) -> None:
     cluster = shared.cluster
     spec = shared.spec(rollout={"engine": "toy", "max_tokens": 8, "toy": {"seconds_per_token": 0.05}})
     job = await cluster.submit(spec)
 
     async def reported() -> bool:
-        points = await cluster.client.metrics(job, source="rollout_worker-0")
-        return any(set(point["values"]) >= PER_ROLLOUT_WORKER for point in points)
+        points = await cluster.client.metrics(job)
+        return all(
+            any(point["source"] == source and set(point["values"]) >= names for point in points)
+            for source, names in PER_SERVICE.items()
+        )
 
     await until(reported, 20)
     assert (await cluster.wait(job))["state"] == "succeeded"
+    points = await cluster.client.metrics(job, source="scheduler")
+    issued = [point["values"]["scheduler/tickets_issued"] for point in points]
+    assert issued == sorted(issued) and issued[-1] > 0
+    assert max(point["values"]["queue/groups"] for point in points) > 0
 
 
 async def test_cancelled_job_lets_go_of_its_workers_and_the_next_one_runs(shared: System) -> None:

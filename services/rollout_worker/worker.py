@@ -69,6 +69,7 @@ class RolloutJob:
             # Held one by one: a lease taken away in the middle must not leave the first of them behind.
             swaps = await self.bus.serve(SWAP, self._swap, worker=self.worker.address)
             held.push_async_callback(swaps.unsubscribe)
+            held.callback(self.metrics.close)
             tickets = await self.bus.consume(
                 TICKET,
                 f"roll-{self.lease.job}",

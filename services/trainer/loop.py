@@ -87,6 +87,7 @@ class TrainerJob:
             )
         finally:
             await consumer.close()
+            self.metrics.close()
 
     @property
     def _version(self) -> WeightVersion:
