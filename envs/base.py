@@ -24,7 +24,9 @@ A complete environment:
 What is promised to an environment: one instance plays one episode, calls never overlap, `row` and `seed` alone decide
 the start state (the episodes of a group open with the same pair), and `close` is called once, whatever happened.
 What an environment owes: its own random generator (never the global one), finite rewards, and no blocking calls in
-the event loop: set `blocking = True` if it works or waits for more than a millisecond; it then runs in a child process.
+the event loop: set `blocking = True` if it works or waits for more than a millisecond; it then runs in a child process,
+which is killed at the episode's deadline. One that blocks the loop all the same holds up every session of its env
+worker; after twice `worker_ttl_s` the worker names it in its log and ends, and its sessions are played elsewhere.
 """
 
 from __future__ import annotations

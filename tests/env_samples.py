@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import sys
 import time
 from typing import Any
@@ -113,6 +114,25 @@ class Moody(Misbehaving):
 
     async def step(self, action: Action) -> Step:
         return Step(reward=1.0, done=True) if self.well else await super().step(action)
+
+
+class Stuck(Environment):
+    """Holds the event loop in its first step, against the rules; `regex` holds the interpreter's lock as well."""
+
+    class Config(EnvironmentConfig):
+        how: str
+
+    config: Config
+
+    async def open(self, row: int, seed: int) -> list[Message]:
+        return [user("go")]
+
+    async def step(self, action: Action) -> Step:
+        if self.config.how == "regex":
+            re.match(r"(a+)+$", "a" * 60 + "b")
+        else:
+            time.sleep(60)  # noqa: ASYNC251
+        return Step(done=True)
 
 
 LET_GO = asyncio.Event()

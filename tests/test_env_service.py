@@ -27,9 +27,12 @@ ROOT = Path(__file__).parent.parent
 MISBEHAVING = "tests.env_samples:Misbehaving"
 
 
-def launch(environ: dict[str, str]) -> subprocess.Popen[bytes]:
+def launch(environ: dict[str, str], log: Path | None) -> subprocess.Popen[bytes]:
     argv = [sys.executable, "-m", "opentinker.services.env_worker"]
-    return subprocess.Popen(argv, env=environ, stdout=subprocess.DEVNULL)
+    if log is None:
+        return subprocess.Popen(argv, env=environ, stdout=subprocess.DEVNULL)
+    with log.open("wb") as file:
+        return subprocess.Popen(argv, env=environ, stdout=file, stderr=file)
 
 
 class Workers:
@@ -39,7 +42,7 @@ class Workers:
         self.nats, self.valkey, self.store = nats, valkey, store
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
 
-    async def start(self, name: str, **variables: str) -> None:
+    async def start(self, name: str, log: Path | None = None, **variables: str) -> None:
         environ = {
             **os.environ,
             "PYTHONPATH": str(ROOT),
@@ -52,7 +55,7 @@ class Workers:
             "OPENTINKER_WORKER_TTL_S": "1.5",
             **variables,
         }
-        self.processes[name] = launch(environ)
+        self.processes[name] = launch(environ, log)
         await until(lambda: self.beats(name), 20.0)
 
     async def beats(self, name: str) -> bool:
@@ -188,6 +191,31 @@ async def test_hanging_environment_is_answered_at_its_deadline_and_blocks_nobody
     assert time.monotonic() - began < 1.0
     reply = await waiting  # asked more than once meanwhile: ask_s is 1
     assert reply.failure == Ending.ENV_TIMEOUT
+
+
+@pytest.mark.parametrize("how", ["sleep", "regex"])
+async def test_environment_that_blocks_the_loop_is_named_and_its_worker_ends(
+    workers: Workers, client: EnvClient, tmp_path: Path, how: str
+) -> None:
+    """`regex` keeps the interpreter's lock as well: then no other thread runs, and the stack alone names it."""
+    log = tmp_path / "env-0.log"
+    await workers.start("env-0", log, OPENTINKER_WORKER_TTL_S="1")
+    stuck = await client.open(**opening("stuck", "tests.env_samples:Stuck", how=how))
+    other = await client.open(**opening("other"))
+    replies = await asyncio.gather(client.step(**guess(stuck, "stuck")), client.step(**guess(other, "other")))
+    assert replies[0].failure == Ending.ENV_LOST
+    assert await workers.end("env-0") == 1
+    said = read(log)
+    assert "env_samples.py" in said and "in step" in said
+    if how == "sleep":
+        assert "event_loop_blocked" in said and "tests.env_samples:Stuck in episode stuck of job j" in said
+    await workers.start("env-0")
+    again = await client.open(**opening("again"))
+    assert (await client.step(**guess(again, "again"))).failure is None
+
+
+def read(path: Path) -> str:
+    return path.read_text()
 
 
 async def test_nats_restart_in_the_middle_of_a_session_loses_nothing(

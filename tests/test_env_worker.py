@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import os
+import sys
+import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
+from importlib import invalidate_caches
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +18,11 @@ from hypothesis import strategies as st
 
 from opentinker.services.env_worker.host import Host
 from opentinker.services.env_worker.player import OBSERVATION_BYTES
+from opentinker.services.env_worker.resolver import Resolver
+from opentinker.services.env_worker.service import check_environment
 from opentinker.services.env_worker.worker import Sessions
 from opentinker.shared import codec
-from opentinker.shared.types import CloseSession, Ending, OpenSession, SessionReply, StepSession, StopReason
+from opentinker.shared.types import CloseSession, Ending, EnvCheck, OpenSession, SessionReply, StepSession, StopReason
 from tests import env_samples
 from tests.conftest import until
 
@@ -46,7 +51,7 @@ async def sessions(host: Host, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator
     monkeypatch.setattr("opentinker.services.env_worker.worker.CLOSE_S", 0.5)
     env_samples.Counting.calls.clear()
     env_samples.LET_GO.clear()
-    sessions = Sessions("w", limit=8, modules=True, host=host)
+    sessions = Sessions("w", limit=8, resolver=Resolver(modules=True), host=host)
     yield sessions
     env_samples.LET_GO.set()
     await sessions.drain(0.01)
@@ -180,8 +185,8 @@ BAD = {
     "raise_surrogate": (Ending.ENV_ERROR, "RuntimeError: ?"),
     "exit": (Ending.ENV_ERROR, "SystemExit: 3"),
     "cancel": (Ending.ENV_ERROR, "CancelledError"),
-    "hang": (Ending.ENV_TIMEOUT, "0.2 s"),
-    "ignore_cancel": (Ending.ENV_TIMEOUT, "0.2 s"),
+    "hang": (Ending.ENV_TIMEOUT, "0.5 s"),
+    "ignore_cancel": (Ending.ENV_TIMEOUT, "0.5 s"),
     "nan": (Ending.ENV_BAD_REPLY, "reward must be finite, not nan"),
     "infinite_metric": (Ending.ENV_BAD_REPLY, "metrics['x'] must be finite"),
     "text_reward": (Ending.ENV_BAD_REPLY, "reward must be a number, not str '1.0'"),
@@ -202,7 +207,7 @@ async def test_misbehaving_environment_ends_its_own_episode_with_a_reason(sessio
     ending, text = BAD[how]
     other = await sessions.open(opening(session="other", tag="other"))
     assert other.failure is None
-    assert (await sessions.open(opening(environment=MISBEHAVING, deadline_s=0.2, how=how))).failure is None
+    assert (await sessions.open(opening(environment=MISBEHAVING, deadline_s=0.5, how=how))).failure is None
     reply = await sessions.step(step(0))
     assert reply.failure == ending
     assert text in reply.error
@@ -214,7 +219,7 @@ async def test_misbehaving_environment_ends_its_own_episode_with_a_reason(sessio
 
 @pytest.mark.parametrize("how", ["raise", "exit", "hang", "tuple"])
 async def test_environment_may_misbehave_in_open_too(sessions: Sessions, how: str) -> None:
-    reply = await sessions.open(opening(environment=MISBEHAVING, deadline_s=0.2, how=how, in_open=True))
+    reply = await sessions.open(opening(environment=MISBEHAVING, deadline_s=0.5, how=how, in_open=True))
     expected = {"hang": Ending.ENV_TIMEOUT, "tuple": None}.get(how, Ending.ENV_ERROR)
     assert reply.failure == expected
 
@@ -252,6 +257,60 @@ async def start_children(sessions: Sessions, number: int) -> None:
     for name in names:
         await sessions.close(CloseSession(session=name))
     await until(lambda: not sessions._closing)
+
+
+async def test_an_import_that_takes_long_blocks_nobody_and_runs_once(
+    sessions: Sessions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_module(tmp_path, "slow_module", "import time\ntime.sleep(1)\nfrom tests.env_samples import Counting\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    await sessions.open(opening(session="other", turns=1000))
+    threads = threading.active_count()
+    slow = "slow_module:Counting"
+    opens = [asyncio.create_task(sessions.open(opening(session=f"s{i}", environment=slow))) for i in range(5)]
+    checked = asyncio.create_task(check_environment(EnvCheck(name=slow, config={"x": 1}), sessions._resolver))
+    turn, longest = 0, 0.0
+    while not all(task.done() for task in (*opens, checked)):
+        began = time.monotonic()
+        await sessions.step(step(turn, session="other"))
+        await asyncio.sleep(0.01)
+        longest, turn = max(longest, time.monotonic() - began), turn + 1
+        assert threading.active_count() <= threads + 1
+    assert longest < 0.5
+    assert [opened.result().failure for opened in opens] == [None] * 5
+    assert [error["field"] for error in (await checked).errors] == ["environment.config.x"]
+
+
+async def test_an_import_that_never_ends_times_out_and_blocks_nobody(
+    sessions: Sessions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code = "import threading\nEND = threading.Event()\nEND.wait(30)\n"
+    write_module(tmp_path, "endless_module", code)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    endless = opening(session="endless", environment="endless_module:X", deadline_s=0.3)
+    reply, other = await asyncio.gather(sessions.open(endless), sessions.open(opening(session="other")))
+    assert (reply.failure, other.failure) == (Ending.ENV_TIMEOUT, None)
+    sys.modules["endless_module"].END.set()
+
+
+@pytest.mark.parametrize("code", ["import sys\nsys.exit(3)", "raise StopIteration", "1 / 0"])
+async def test_a_module_that_raises_is_explained_and_tried_again(
+    sessions: Sessions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str
+) -> None:
+    name = f"raising_{abs(hash(code))}"
+    write_module(tmp_path, name, code)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    reply = await sessions.open(opening(environment=f"{name}:Counting"))
+    assert reply.failure == Ending.ENV_ERROR and name in reply.error
+    errors = (await check_environment(EnvCheck(name=f"{name}:Counting", config={}), sessions._resolver)).errors
+    assert [error["field"] for error in errors] == ["environment.name"]
+    write_module(tmp_path, name, "from tests.env_samples import Counting")
+    assert (await sessions.open(opening(session="again", environment=f"{name}:Counting"))).failure is None
+
+
+def write_module(directory: Path, name: str, code: str) -> None:
+    (directory / f"{name}.py").write_text(code)
+    invalidate_caches()
 
 
 # --- environments that block ----------------------------------------------------------------------------------------
@@ -293,7 +352,7 @@ async def test_crashed_child_costs_only_its_own_sessions(sessions: Sessions) -> 
 
 
 async def test_sessions_beside_a_hung_one_in_the_same_child_end_with_a_reason(host: Host) -> None:
-    sessions = Sessions("w", limit=8, modules=True, host=Host(children=1, per_child=2, modules=True))
+    sessions = Sessions("w", limit=8, resolver=Resolver(modules=True), host=Host(children=1, per_child=2, modules=True))
     await start_children(sessions, 1)
     await sessions.open(opening(environment=BLOCKING, deadline_s=0.5, block_s=60.0))
     await sessions.open(opening(session="n", environment=BLOCKING))
@@ -360,7 +419,7 @@ def test_any_requests_in_any_order_each_get_one_reply(requests: list[Any], toget
 
 
 async def exchange(requests: list[Any], together: bool) -> None:
-    sessions = Sessions("w", limit=2, modules=True)
+    sessions = Sessions("w", limit=2, resolver=Resolver(modules=True))
     ask: dict[type, Callable[[Any], Awaitable[SessionReply]]] = {
         OpenSession: sessions.open,
         StepSession: sessions.step,

@@ -1,8 +1,9 @@
 """Wiring of an env worker: subjects -> Sessions, heartbeat, drain.
 
 Consumes opens (shared between all env workers by a queue group), steps and closes (addressed to this process) and
-checks; produces replies; woken by messages. On SIGTERM it takes no more opens and lets the running sessions finish
-within `drain_s`; whoever still has one then finds nobody at the address and plays the episode elsewhere.
+checks; produces replies, and METRIC once a second; woken by messages. On SIGTERM it takes no more opens and lets the
+running sessions finish within `drain_s`; whoever still has one then finds nobody at the address and plays the episode
+elsewhere.
 """
 
 from __future__ import annotations
@@ -13,17 +14,22 @@ import uuid
 
 import msgspec
 
-from opentinker.envs.registry import BUILT_IN, check
+from opentinker.envs.registry import BUILT_IN
 from opentinker.services.env_worker.host import Host
 from opentinker.services.env_worker.player import contain
+from opentinker.services.env_worker.resolver import Resolver
+from opentinker.services.env_worker.watchdog import watch
 from opentinker.services.env_worker.worker import Sessions
 from opentinker.shared.errors import SpecError
 from opentinker.shared.service import Context, first_failure
 from opentinker.shared.subjects import ENV_CHECK, ENV_CLOSE, ENV_OPEN, ENV_STEP
+from opentinker.shared.telemetry import Reporter
 from opentinker.shared.types import EnvCheck, EnvCheckReply, Pool, SessionReply, WorkerInfo
 from opentinker.shared.waiting import rest
 
 QUEUE = "env"
+BLOCKED_TTLS = 2
+"""An environment that holds the event loop for so many times `worker_ttl_s` ends the process."""
 
 
 async def serve(ctx: Context) -> None:
@@ -36,29 +42,36 @@ async def serve(ctx: Context) -> None:
         pid=os.getpid(),
     )
     host = Host(children=settings.env_children, per_child=settings.env_sessions_per_child, modules=settings.env_modules)
-    sessions = Sessions(
-        f"{info.id}-{info.incarnation}", limit=settings.env_sessions, modules=settings.env_modules, host=host
-    )
+    resolver = Resolver(modules=settings.env_modules)
+    sessions = Sessions(f"{info.id}-{info.incarnation}", limit=settings.env_sessions, resolver=resolver, host=host)
     try:
-        await first_failure({"beat": _beat(ctx, info, sessions), "serve": _serve(ctx, sessions)})
+        await first_failure(
+            {
+                "beat": _beat(ctx, info, sessions),
+                "serve": _serve(ctx, sessions, resolver),
+                "report": Reporter(ctx.bus, ctx.worker, sessions.meters).run(),
+                "watchdog": watch(BLOCKED_TTLS * settings.worker_ttl_s),
+            }
+        )
     finally:
         await host.close()
         await ctx.store.leave(info)
 
 
-async def _serve(ctx: Context, sessions: Sessions) -> None:
+async def _serve(ctx: Context, sessions: Sessions, resolver: Resolver) -> None:
     """Answer requests until told to stop, then drain."""
-    bus, modules = ctx.bus, ctx.settings.env_modules
+    bus = ctx.bus
 
     async def checked(request: EnvCheck) -> EnvCheckReply:
-        return await check_environment(request, modules=modules)
+        return await check_environment(request, resolver)
 
     steps = [
         await bus.serve(ENV_STEP, sessions.step, worker=sessions.worker),
         await bus.serve(ENV_CLOSE, sessions.close, worker=sessions.worker),
     ]
     opens = [
-        await bus.serve(ENV_OPEN, sessions.open, QUEUE, environment=name) for name in (["*"] if modules else BUILT_IN)
+        await bus.serve(ENV_OPEN, sessions.open, QUEUE, environment=name)
+        for name in (["*"] if resolver.modules else BUILT_IN)
     ]
     opens.append(await bus.serve(ENV_CHECK, checked, QUEUE))
     await bus.nc.flush()  # from here on the server sends us requests
@@ -82,13 +95,13 @@ async def _beat(ctx: Context, info: WorkerInfo, sessions: Sessions) -> None:
         await rest(ctx.settings.heartbeat_s)
 
 
-async def check_environment(request: EnvCheck, *, modules: bool) -> EnvCheckReply:
+async def check_environment(request: EnvCheck, resolver: Resolver) -> EnvCheckReply:
     """Every mistake in the name and the config. A module that cannot even be imported is a mistake in the name."""
     mistakes: list[dict[str, object]] = []
 
     async def run() -> SessionReply:
         try:
-            check(request.name, request.config, modules=modules)
+            await resolver.check(request.name, request.config)
         except SpecError as error:
             mistakes.extend(error.mistakes)
         return SessionReply(worker="")

@@ -17,10 +17,10 @@ from typing import Any
 import structlog
 from prometheus_client import Counter, Gauge
 
-from opentinker.envs.registry import find
 from opentinker.services.env_worker.host import Host
 from opentinker.services.env_worker.player import LocalPlayer, Player, contain, failure
-from opentinker.shared.telemetry import REGISTRY
+from opentinker.services.env_worker.resolver import Resolver
+from opentinker.shared.telemetry import REGISTRY, Meters
 from opentinker.shared.types import CloseSession, Ending, OpenSession, SessionReply, StepSession
 
 REMEMBER_S = 60.0
@@ -50,16 +50,22 @@ class Session:
         self.ended = ""
         """Why: `done`, `closed`, or the value of an Ending."""
 
+    @property
+    def title(self) -> str:
+        """Of its tasks, for the watchdog."""
+        return f"{self.request.environment} in episode {self.request.session} of job {self.request.job}"
+
 
 class Sessions:
     """`worker` is the address that steps are sent to; `limit` sessions at once, more are answered `busy`."""
 
-    def __init__(self, worker: str, *, limit: int, modules: bool = False, host: Host | None = None) -> None:
+    def __init__(self, worker: str, *, limit: int, resolver: Resolver, host: Host | None = None) -> None:
         self.worker = worker
         self.limit = limit
         self.active = 0
         self.draining = False
-        self._modules = modules
+        self.meters = Meters()
+        self._resolver = resolver
         self._host = host
         self._sessions: dict[str, Session] = {}
         self._ended: deque[tuple[float, Session]] = deque()
@@ -80,6 +86,7 @@ class Sessions:
         self.active += 1
         self._idle.clear()
         ACTIVE.set(self.active)
+        self.meters.of(request.job).gauges["env/sessions"] += 1
         session.timer = loop.call_later(min(max(0.0, request.deadline_s), LONGEST_S), self._expire, session)
         self._play(session, contain(self.worker, self._begin(session)))
         return await asyncio.shield(session.answer)
@@ -99,6 +106,7 @@ class Sessions:
         session.turn = request.turn
         session.answer = asyncio.get_running_loop().create_future()
         STEPS.inc()
+        self.meters.of(session.request.job).counts["env/steps"] += 1
         self._play(session, session.player.step(request))
         return await asyncio.shield(session.answer)
 
@@ -114,8 +122,8 @@ class Sessions:
 
     async def _begin(self, session: Session) -> SessionReply:
         request = session.request
-        if not find(request.environment, modules=self._modules).blocking:
-            session.player = LocalPlayer(self.worker, modules=self._modules)
+        if not (await self._resolver.find(request.environment)).blocking:
+            session.player = LocalPlayer(self.worker, modules=self._resolver.modules)
         elif self._host is None or (player := self._host.player(self.worker)) is None:
             return SessionReply(worker=self.worker, busy=True)
         else:
@@ -123,7 +131,7 @@ class Sessions:
         return await session.player.open(request)
 
     def _play(self, session: Session, call: Coroutine[Any, Any, SessionReply]) -> None:
-        session.task = asyncio.get_running_loop().create_task(call)
+        session.task = asyncio.get_running_loop().create_task(call, name=session.title)
         session.task.add_done_callback(lambda task: self._played(session, task))
 
     def _played(self, session: Session, task: asyncio.Task[SessionReply]) -> None:
@@ -155,6 +163,9 @@ class Sessions:
         self.active -= 1
         ACTIVE.set(self.active)
         ENDED.labels(str(reason)).inc()
+        meter = self.meters.of(session.request.job)
+        meter.gauges["env/sessions"] -= 1
+        meter.counts[f"env/ended/{reason}"] += 1
         if self.active == 0:
             self._idle.set()
         if reason not in ("done", "closed", "busy"):
@@ -183,7 +194,7 @@ class Sessions:
                 return
         if session.player is None:
             return
-        closing = asyncio.get_running_loop().create_task(session.player.close())
+        closing = asyncio.get_running_loop().create_task(session.player.close(), name=session.title)
         await asyncio.wait([closing], timeout=CLOSE_S)
         if not closing.done():
             closing.cancel()

@@ -1,0 +1,73 @@
+"""Environment classes for the event loop. Importing `module:Class`, and checking a config, runs user code that may take
+long or never end: it runs in threads, and only who asked for that environment waits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from opentinker.envs.base import Environment
+from opentinker.envs.registry import check, find
+
+Outcome = tuple[Any, BaseException | None]
+
+
+class Resolver:
+    """`modules`: whether `module:Class` names are allowed."""
+
+    def __init__(self, *, modules: bool) -> None:
+        self.modules = modules
+        self._found: dict[str, asyncio.Future[Outcome]] = {}
+
+    async def find(self, name: str) -> type[Environment]:
+        """Imported once, whoever asks meanwhile waits for the same import; a failed one is tried again when asked for.
+
+        Raises SpecError, or whatever the module raises.
+        """
+        coming = self._found.get(name)
+        if coming is None:
+            coming = self._found[name] = _in_thread(partial(find, name, modules=self.modules))
+            coming.add_done_callback(partial(self._forget_failure, name))
+        found, error = await asyncio.shield(coming)
+        if error is not None:
+            raise error
+        result: type[Environment] = found
+        return result
+
+    def _forget_failure(self, name: str, coming: asyncio.Future[Outcome]) -> None:
+        if coming.cancelled() or coming.result()[1] is not None:
+            del self._found[name]
+
+    async def check(self, name: str, config: dict[str, object]) -> None:
+        """Raises SpecError with every mistake in name and config, or whatever the module or its validators raise."""
+        await self.find(name)
+        _, error = await _in_thread(partial(check, name, config, modules=self.modules))
+        if error is not None:
+            raise error
+
+
+def _in_thread(call: Callable[[], Any]) -> asyncio.Future[Outcome]:
+    """In a daemon thread of its own: one that never ends neither fills a pool nor holds up the end of the process."""
+    loop = asyncio.get_running_loop()
+    coming: asyncio.Future[Outcome] = loop.create_future()
+
+    def settle(outcome: Outcome) -> None:
+        if not coming.done():
+            coming.set_result(outcome)
+
+    def run() -> None:
+        outcome: Outcome
+        try:
+            outcome = (call(), None)
+        except BaseException as error:  # noqa: BLE001 - user code; raised again in the loop
+            outcome = (None, error)
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(settle, outcome)
+
+    threading.Thread(target=run, name="environment-import", daemon=True).start()
+    return coming

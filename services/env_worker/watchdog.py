@@ -1,0 +1,61 @@
+"""Ends the process when an environment holds the event loop, which it owes to give back (envs/base.py).
+
+No session goes on meanwhile, no heartbeat is sent, and nothing in Python can stop the call that does not return. So the
+log says which environment it is, the process ends, and every session that it held is lost and played elsewhere.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import faulthandler
+import sys
+import threading
+import time
+import traceback
+
+import structlog
+
+from opentinker.shared.waiting import rest
+
+log = structlog.get_logger()
+
+
+async def watch(limit_s: float) -> None:
+    """Returns never. Once the loop has been held for `limit_s`, every thread's stack goes to stderr and the process
+    exits with code 1: done in C, so also if the call keeps the interpreter's lock. Half-way the log says who it is.
+    """
+    pulse = Pulse(limit_s / 2)
+    try:
+        while True:
+            faulthandler.dump_traceback_later(limit_s, exit=True)
+            pulse.at = time.monotonic()
+            await rest(limit_s / 10)
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+        pulse.ended.set()
+
+
+class Pulse:
+    """Sees from a thread of its own that the loop stands still for `limit_s`, and logs once what it is busy with."""
+
+    def __init__(self, limit_s: float) -> None:
+        self.at = time.monotonic()
+        self.ended = threading.Event()
+        self._limit_s = limit_s
+        self._loop = asyncio.get_running_loop()
+        self._thread = threading.get_ident()
+        threading.Thread(target=self._look, name="watchdog", daemon=True).start()
+
+    def _look(self) -> None:
+        told = 0.0
+        while not self.ended.wait(self._limit_s / 5):
+            at = self.at
+            if at != told and time.monotonic() - at >= self._limit_s:
+                told = at
+                task = asyncio.current_task(self._loop)
+                log.critical(
+                    "event_loop_blocked",
+                    by=task.get_name() if task is not None else "no task",
+                    seconds=self._limit_s,
+                    stack="".join(traceback.format_stack(sys._current_frames().get(self._thread), limit=-4)),
+                )
