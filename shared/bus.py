@@ -231,7 +231,7 @@ class Bus:
             filter_subject=subject.at(**keys),
             ack_policy=AckPolicy.EXPLICIT,
             ack_wait=ack_wait_s,
-            max_ack_pending=max(4 * batch, 256),
+            max_ack_pending=-1,  # of all processes that share the durable; each asks for no more than it can hold
             inactive_threshold=3600.0,
             deliver_policy=DeliverPolicy.ALL if start_seq is None else DeliverPolicy.BY_START_SEQUENCE,
             opt_start_seq=start_seq,
