@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import resource
 import signal
 import time
@@ -194,7 +195,7 @@ async def test_staleness_zero_trains_on_the_newest_weights_only(shared: System) 
     ("how", "ending", "words"),
     [
         ("raise", "env_error", "the board is on fire"),
-        ("hang", "env_timeout", "0."),
+        ("hang", "env_timeout", r"the episode's 0\.\d+ s were over|no end after 0\.5 s"),
         ("nan", "env_bad_reply", "must be finite, not nan"),
     ],
 )
@@ -208,7 +209,7 @@ async def test_job_fails_when_its_environment_always_does(shared: System, how: s
     record = await cluster.wait(job)
     assert record["state"] == "failed"
     assert "groups failed (rollout.max_failed_share is 0.5)" in record["reason"]
-    assert ending in record["reason"] and words in record["reason"], record["reason"]
+    assert ending in record["reason"] and re.search(words, record["reason"]), record["reason"]
     ledger = await cluster.ledger(job)
     assert set(ledger.failed) == {ending} and ledger.failed[ending] >= 20 and ledger.accepted == 0
     retried = cluster.logs("rollout_worker-0").count('"event":"episode_failed"')
@@ -362,7 +363,7 @@ async def test_rollout_worker_joins_late_and_may_die_during_a_swap(tmp_path: Pat
         await cluster.reaches(job, await cluster.step(job) + 1)  # its weights are on their way now
         step, killed = await cluster.step(job), time.monotonic()
         cluster.kill(joined)
-        await cluster.reaches(job, step + 3, 10)
+        await cluster.reaches(job, step + 3, 30)
         assert time.monotonic() - killed < 10
         await until(lambda: both_serve() and len(cluster.processes[joined].exits) == 1, 20)  # it came back
         await cluster.client.cancel(job)

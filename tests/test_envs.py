@@ -60,12 +60,14 @@ async def test_wrong_answer_scores_less(name: str, text: str) -> None:
 
 @pytest.mark.parametrize("name", BUILT_IN)
 async def test_cut_completion_is_played_like_any_other(name: str) -> None:
+    """One digit of three is worth a quarter, no number is worth nothing, and `5` is a whole guess, though wrong."""
+    expected = {"copy_digits": (0.25, True), "gsm8k": (0.0, True), "guess_number": (0.0, False)}
     environment = make(name, {})
     await environment.open(0, 0)
     gold = environment.gold()
     assert gold is not None
     step = await environment.step(Action(text=gold[:1], stop=LENGTH, turn=0))
-    assert 0.0 <= step.reward < 1.0 or name == "guess_number"
+    assert (step.reward, step.done) == expected[name]
 
 
 @pytest.mark.parametrize(

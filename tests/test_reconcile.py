@@ -113,7 +113,8 @@ async def test_dead_trainer_is_replaced_with_a_higher_epoch_and_rollouts_keep_th
     await until(lambda: started(store, job))
     await store.transition(job, JobState.RUNNING, epoch=1)
     rollout = await workers["rollout-0"].lease()
-    await asyncio.sleep(TTL_S)  # the scheduler has just started: it gives everybody one ttl to be seen
+    # The scheduler has just started: it gives everybody one ttl to be seen.
+    await until(lambda: time.monotonic() >= reconciler._absence_counts_from)
     await workers.start("trainer-1")
     died_at = time.monotonic()
     await workers["trainer-0"].die()
@@ -247,7 +248,7 @@ async def test_a_scheduler_that_starts_anew_disturbs_nobody(store: Store, worker
     await anew.look()
     assert sorted(await store.leases(), key=lambda lease: lease.worker) == leases
     assert (await store.job(job)).epoch == 1
-    await asyncio.sleep(TTL_S)
+    await until(lambda: time.monotonic() >= anew._absence_counts_from)
     await anew.look()  # they had their time
     assert await store.leases() == []
 
