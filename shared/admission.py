@@ -26,10 +26,11 @@ from opentinker.shared.errors import Fenced
 from opentinker.shared.types import Discard, Ending, WeightVersion
 
 # KEYS: adm, groups, op (optional). ARGV: operation, epoch (-1: anyone), arguments...
-# `op` remembers the answer of an operation that must not happen twice: a client that lost the reply asks again.
+# `op` remembers for a while what was answered when something changed: a client that lost the reply asks again.
 _SCRIPT = """
 local A, G, O = KEYS[1], KEYS[2], KEYS[3]
 local op, epoch = ARGV[1], tonumber(ARGV[2])
+local UNCHANGED = true  -- second result of an operation that did nothing: it may well be repeated
 local function num(field) return tonumber(redis.call('HGET', A, field) or '0') end
 local function add(field, by) redis.call('HINCRBY', A, field, by) end
 local function tag_of(state) return tonumber(string.match(state, '^[td]:(%d+)') or '-1') end
@@ -69,6 +70,7 @@ local function issue()
     redis.call('HSET', G, seq, 'r')
     answer[#answer + 1] = seq
   end
+  if n == 0 then return answer, UNCHANGED end
   add('running', n)
   return answer
 end
@@ -76,8 +78,8 @@ end
 local function finish()
   -- accept: seq; fail: seq, reason
   local state = redis.call('HGET', G, ARGV[3])
-  if not state then return {'unknown'} end
-  if state ~= 'r' then return {string.sub(state, 1, 1)} end
+  if not state then return {'unknown'}, UNCHANGED end
+  if state ~= 'r' then return {string.sub(state, 1, 1)}, UNCHANGED end
   add('running', -1)
   if op == 'fail' then
     redis.call('HDEL', G, ARGV[3]); add('failed', 1); add('fail:' .. ARGV[4], 1)
@@ -98,6 +100,7 @@ local function consume()
       redis.call('HSET', G, ARGV[i], becomes)
     end
   end
+  if done == 0 then return {'ok', 0}, UNCHANGED end
   add('pending', -done)
   if op == 'train' then add('trained', done) else add('discard:' .. ARGV[4], done) end
   return {'ok', done}
@@ -120,9 +123,10 @@ if O then
   if before then return cjson.decode(before) end
 end
 if epoch >= 0 and epoch < num('epoch') then return {'fenced', num('epoch')} end
-local answer = ({restore = restore, issue = issue, accept = finish, fail = finish, train = consume, discard = consume,
-                 commit = commit, version = version})[op]()
-if O then redis.call('SET', O, cjson.encode(answer), 'EX', 120) end
+local does = {restore = restore, issue = issue, accept = finish, fail = finish, train = consume, discard = consume,
+              commit = commit, version = version}
+local answer, unchanged = does[op]()
+if O and not unchanged then redis.call('SET', O, cjson.encode(answer), 'EX', 120) end
 return answer
 """
 
@@ -211,6 +215,10 @@ class Admission:
     async def commit(self, batch: int) -> None:
         """A checkpoint covers everything up to step number `batch`."""
         await self._call("commit", batch)
+
+    async def clear(self) -> None:
+        """The job is over and nobody works for it any more: forget its groups. The ledger stays."""
+        await self._redis.delete(self._keys[1])
 
     async def is_running(self, seq: int) -> bool:
         """False if the group was stored, failed or forgotten: its ticket came a second time."""

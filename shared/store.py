@@ -3,11 +3,12 @@
 Keys (`{id}` is a job id of ours, `{worker}` a worker slot):
     job:{id}            hash: spec, state, version, epoch, tenant, name, created, updated, reason, step, steps ...
     job:{id}:events     stream: the job's log; every state change is appended by the script that makes it
-    jobs                sorted set of ids by creation time
+    jobs:of:{tenant}    sorted set of ids by creation time
     jobs:active         set of ids that are not in a final state
     jobs:ending         set of ids in a final state whose leases and messages are still to be cleared away
     worker:{worker}     WorkerInfo, expires when the worker stops beating
-    lease:{worker}      Lease: what the worker should do
+    workers             set of slots whose worker beats, or did so until a moment ago
+    leases              hash: slot -> Lease, what its worker should do
     adm:{id}, adm:{id}:groups   admission (admission.py)
 """
 
@@ -84,10 +85,26 @@ end
 return {'ok'}
 """
 
+# KEYS worker, workers. ARGV: id, info, milliseconds until it expires
+_BEAT = """
+redis.call('SET', KEYS[1], ARGV[2], 'PX', ARGV[3])
+redis.call('SADD', KEYS[2], ARGV[1])
+"""
+
 # KEYS worker. ARGV: incarnation
 _LEAVE = """
 local info = redis.call('GET', KEYS[1])
 if info and cjson.decode(info).incarnation == ARGV[1] then redis.call('DEL', KEYS[1]) end
+"""
+
+# KEYS workers. A member whose key has expired is taken out in the same act: a beat is never overlooked.
+_WORKERS = """
+local found = {}
+for _, id in ipairs(redis.call('SMEMBERS', KEYS[1])) do
+  local info = redis.call('GET', 'worker:' .. id)
+  if info then found[#found + 1] = info else redis.call('SREM', KEYS[1], id) end
+end
+return found
 """
 
 # KEYS job, events, jobs, active, idempotency. ARGV: id, now, fields, event, body hash, ttl seconds
@@ -155,7 +172,9 @@ class Store:
         self._transition = redis.register_script(_TRANSITION)
         self._update = redis.register_script(_UPDATE)
         self._create = redis.register_script(_CREATE)
+        self._beat = redis.register_script(_BEAT)
         self._leave = redis.register_script(_LEAVE)
+        self._workers = redis.register_script(_WORKERS)
 
     @classmethod
     @asynccontextmanager
@@ -215,7 +234,13 @@ class Store:
             "reason": "",
         }
         answer = await self._create(
-            keys=[f"job:{id}", f"job:{id}:events", "jobs", "jobs:active", f"idem:{tenant}:{idempotency or id}"],
+            keys=[
+                f"job:{id}",
+                f"job:{id}:events",
+                _jobs_of(tenant),
+                "jobs:active",
+                f"idem:{tenant}:{idempotency or id}",
+            ],
             args=[
                 id,
                 now,
@@ -236,13 +261,25 @@ class Store:
             raise NotFound(f"no job {id!r}; `opentinker jobs` lists yours")
         return _record(id, fields)
 
-    async def jobs(self, ids: Sequence[str] | None = None) -> list[JobRecord]:
-        """Newest first, or the given ones."""
-        ids = list(await self.redis.zrevrange("jobs", 0, -1)) if ids is None else ids
+    async def jobs(self, ids: Sequence[str]) -> list[JobRecord]:
+        """Those of the given ones that exist."""
         pipe = self.redis.pipeline(transaction=False)
         for id in ids:
             pipe.hgetall(f"job:{id}")
         return [_record(id, fields) for id, fields in zip(ids, await pipe.execute(), strict=True) if fields]
+
+    async def jobs_of(self, tenant: str, limit: int, before: str = "") -> list[JobRecord]:
+        """The tenant's newest jobs, newest first; of those made before job `before` if it is given.
+
+        Raises NotFound if the tenant has no such job.
+        """
+        start = 0
+        if before:
+            rank = await self.redis.zrevrank(_jobs_of(tenant), before)
+            if rank is None:
+                raise NotFound(f"no job {before!r}")
+            start = int(rank) + 1
+        return await self.jobs(await self.redis.zrevrange(_jobs_of(tenant), start, start + limit - 1))
 
     async def active_jobs(self) -> list[JobRecord]:
         """Jobs not in a final state, oldest first."""
@@ -323,35 +360,37 @@ class Store:
     # --- workers and leases -------------------------------------------------------------------------------------
 
     async def beat(self, info: WorkerInfo, ttl_s: float) -> None:
-        await self.redis.set(f"worker:{info.id}", codec.to_json(info), px=int(ttl_s * 1000))
+        await self._beat(keys=[f"worker:{info.id}", "workers"], args=[info.id, codec.to_json(info), int(ttl_s * 1000)])
 
     async def leave(self, info: WorkerInfo) -> None:
         """Only what this incarnation said of itself: the slot's next process may be beating already."""
         await self._leave(keys=[f"worker:{info.id}"], args=[info.incarnation])
 
     async def workers(self) -> list[WorkerInfo]:
-        keys = [key async for key in self.redis.scan_iter("worker:*", count=500)]
-        values = await self.redis.mget(keys) if keys else []
-        return sorted((codec.from_json(WorkerInfo, v) for v in values if v), key=lambda w: w.id)
+        """Those that beat, by id."""
+        values = await self._workers(keys=["workers"])
+        return sorted((codec.from_json(WorkerInfo, value) for value in values), key=lambda worker: worker.id)
 
     async def lease(self, worker: str) -> Lease | None:
-        value = await self.redis.get(f"lease:{worker}")
+        value = await self.redis.hget("leases", worker)
         return None if value is None else codec.from_json(Lease, value)
 
     async def leases(self) -> list[Lease]:
-        keys = [key async for key in self.redis.scan_iter("lease:*", count=500)]
-        values = await self.redis.mget(keys) if keys else []
-        return [codec.from_json(Lease, v) for v in values if v]
+        return [codec.from_json(Lease, value) for value in await self.redis.hvals("leases")]
 
     async def grant(self, lease: Lease) -> None:
-        await self.redis.set(f"lease:{lease.worker}", codec.to_json(lease))
+        await self.redis.hset("leases", lease.worker, codec.to_json(lease))
 
     async def revoke(self, worker: str) -> None:
-        await self.redis.delete(f"lease:{worker}")
+        await self.redis.hdel("leases", worker)
 
 
 def _record(id: str, fields: dict[str, str]) -> JobRecord:
     return msgspec.convert({**fields, "id": id, "spec": orjson.loads(fields["spec"])}, JobRecord, strict=False)
+
+
+def _jobs_of(tenant: str) -> str:
+    return f"jobs:of:{tenant}"
 
 
 def _op(id: str) -> str:

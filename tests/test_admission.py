@@ -58,6 +58,8 @@ class Model:
     groups: dict[int, Entry] = field(default_factory=dict)
     failed: Counter[str] = field(default_factory=Counter)
     checkpoints: list[int] = field(default_factory=list)
+    committed: int = 0
+    """Nobody goes back behind this step."""
     resumed: dict[int, int] = field(default_factory=dict)
 
     def these(self, state: str) -> list[int]:
@@ -232,16 +234,17 @@ class Schedule(RuleBasedStateMachine):
     def checkpoint(self) -> None:
         model = self.model
         if model.checkpoints:  # one behind: the newest may turn out to be damaged
-            self.wait(self.trainer.commit(model.checkpoints[-1]))
+            model.committed = model.checkpoints[-1]
+            self.wait(self.trainer.commit(model.committed))
             for group in model.groups.values():
-                if group.state in "td" and group.batch <= model.checkpoints[-1]:
+                if group.state in "td" and group.batch <= model.committed:
                     group.forgotten = True
         model.checkpoints = [*model.checkpoints[-1:], model.step]
 
     @rule(back=st.integers(1, 2))
     def crash(self, back: int) -> None:
         """A new trainer goes on from the newest or the second newest checkpoint."""
-        steps = [0, *self.model.checkpoints] if len(self.model.checkpoints) < 2 else self.model.checkpoints
+        steps = [step for step in (0, *self.model.checkpoints) if step >= self.model.committed]
         self.model.restore(steps[-min(back, len(steps))])
         self.restore_redis()
 
@@ -388,6 +391,33 @@ async def test_reply_lost_by_the_connection_does_not_repeat_the_operation(
     ledger = await ours.ledger()
     assert (ledger.issued, ledger.running, ledger.trained, ledger.pending, ledger.accepted) == (3, 0, 1, 0, 2)
     assert ledger.balanced
+
+
+async def test_an_operation_that_does_nothing_writes_nothing(store: Store) -> None:
+    """The ticket loop asks for room five times a second per job: no key, and no line in the log on the disk."""
+    ours = await admission(store, "j", total=1)
+    assert (await ours.issue(5))[1] == [0]
+    assert await ours.accept(0) == "ok"
+
+    async def written() -> tuple[int, int]:
+        return await store.redis.dbsize(), (await store.redis.info("persistence"))["rdb_changes_since_last_save"]
+
+    before = await written()
+    assert (await ours.issue(5))[1] == []
+    assert await ours.accept(0) == "p" and await ours.accept(9) == "unknown"
+    assert await ours.fail(0, Ending.ENV_ERROR) is None
+    assert await ours.train(1, [9]) == 0
+    assert await written() == before
+
+
+async def test_cleared_job_keeps_its_ledger(store: Store) -> None:
+    ours = await admission(store, "j")
+    await ours.issue(4)
+    await ours.accept(0)
+    before = await ours.ledger()
+    await ours.clear()
+    assert await ours.ledger() == before and before.balanced
+    assert await ours.running() == [] and await ours.accept(1) == "unknown"
 
 
 async def test_concurrent_issue_never_exceeds_the_law(store: Store) -> None:

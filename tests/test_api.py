@@ -89,6 +89,23 @@ def test_job_ids_do_not_repeat() -> None:
     assert len({new_job_id() for _ in range(1000)}) == 1000
 
 
+async def test_jobs_come_page_by_page(http: Http) -> None:
+    jobs = [await http.job() for _ in range(5)]
+    seen: list[list[str]] = []
+    query = "limit=2"
+    while True:
+        status, page = await http("GET", f"/v1/jobs?{query}")
+        assert status == 200
+        seen.append([job["id"] for job in page["jobs"]])
+        if not page["more"]:
+            break
+        query = f"limit=2&before={page['cursor']}"
+    assert seen == [jobs[:2:-1], jobs[2:0:-1], jobs[:1]]
+    for wrong, field in (("limit=0", "limit"), ("limit=1001", "limit"), ("before=j-0000000000", "before")):
+        status, body = await http("GET", f"/v1/jobs?{wrong}")
+        assert status == 422 and set(mistakes(body)) == {field}
+
+
 async def test_every_mistake_is_told_at_once(http: Http, bus: Bus) -> None:
     async def check(request: EnvCheck) -> EnvCheckReply:
         return EnvCheckReply(errors=[{"field": "environment.config.digits", "value": 99, "problem": "too many"}])
@@ -502,6 +519,7 @@ async def test_openapi_describes_every_route_and_the_spec(http: Http) -> None:
     operations = {(method, path) for path, item in document["paths"].items() for method in item}
     assert ("post", "/v1/jobs") in operations and ("get", "/v1/jobs/{id}/checkpoints/{step}/download") in operations
     assert len(operations) == 14
+    assert [p["name"] for p in document["paths"]["/v1/jobs"]["get"]["parameters"]] == ["before", "limit"]
     schemas = document["components"]["schemas"]
     references = [r for r in str(document).split("'") if r.startswith("#/components/schemas/")]
     assert {r.rpartition("/")[2] for r in references} <= schemas.keys()

@@ -70,6 +70,7 @@ async def test_spec_may_be_a_dict_a_jobspec_or_a_file(client: AsyncClient, tmp_p
         (await client.submit(spec))["id"] for spec in (data, SPEC, tmp_path / "job.json", str(tmp_path / "job.toml"))
     ]
     assert [job["id"] for job in await client.jobs()] == ids[::-1]
+    assert [job["id"] for job in await client.jobs(limit=1)] == ids[:-2:-1]
     for id in ids[:3]:
         assert parse_spec((await client.job(id))["spec"]) == SPEC
 

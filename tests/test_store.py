@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from opentinker.shared.admission import Admission
@@ -45,10 +46,25 @@ async def test_new_job_is_queued_and_listed(store: Store) -> None:
     record = await store.job("a")
     assert (record.state, record.epoch, record.version, record.steps) == (JobState.QUEUED, 0, 0, 3)
     assert record.spec == SPEC
-    assert [job.id for job in await store.jobs()] == ["b", "a"]
+    assert [job.id for job in await store.jobs_of("t", 10)] == ["b", "a"]
     assert [job.id for job in await store.active_jobs()] == ["a", "b"]
     with pytest.raises(NotFound):
         await store.job("c")
+
+
+async def test_jobs_of_a_tenant_come_page_by_page(store: Store) -> None:
+    for number in range(5):
+        await create(store, f"j{number}")
+    await store.create_job(id="other", spec=SPEC, tenant="u")
+    pages: list[list[str]] = [[]]
+    while page := await store.jobs_of("t", 2, before=pages[-1][-1] if pages[-1] else ""):
+        pages.append([job.id for job in page])
+        if len(pages) == 2:
+            await create(store, "new")  # what is made meanwhile moves nothing
+    assert pages[1:] == [["j4", "j3"], ["j2", "j1"], ["j0"]]
+    for unknown in ("other", "none"):
+        with pytest.raises(NotFound):
+            await store.jobs_of("t", 2, before=unknown)
 
 
 async def test_equal_request_with_a_key_gives_the_first_job(store: Store) -> None:
@@ -56,7 +72,7 @@ async def test_equal_request_with_a_key_gives_the_first_job(store: Store) -> Non
     assert await create(store, "b", idempotency="k", body_hash="h") == "a"
     with pytest.raises(Conflict, match="job a"):
         await create(store, "c", idempotency="k", body_hash="other")
-    assert [job.id for job in await store.jobs()] == ["a"]
+    assert [job.id for job in await store.jobs_of("t", 10)] == ["a"]
     with pytest.raises(ValueError, match="hash"):
         await create(store, "d", idempotency="k2")
 
@@ -188,6 +204,29 @@ async def test_worker_that_stops_beating_is_gone(store: Store) -> None:
         return await store.workers() == []
 
     await until(gone, 2.0)
+
+
+async def test_looking_for_workers_and_leases_reads_no_other_key(store: Store) -> None:
+    """Both are looked at about twice a second by every process, among as many keys as there are jobs and operations."""
+    await store.beat(worker(), 60)
+    await store.grant(Lease(job="j", worker="w", pool=Pool.ROLLOUT, incarnation="1", epoch=1))
+    await store.redis.config_resetstat()
+    assert len(await store.workers()) == len(await store.leases()) == 1
+    calls = await store.redis.info("commandstats")
+    assert not {"cmdstat_scan", "cmdstat_keys"} & calls.keys()
+
+
+async def test_expired_worker_leaves_nothing_and_may_come_back(store: Store) -> None:
+    await store.beat(worker(), ttl_s=0.001)
+    await store.beat(msgspec.structs.replace(worker(), id="v"), ttl_s=60)
+
+    async def gone() -> bool:
+        return [info.id for info in await store.workers()] == ["v"]
+
+    await until(gone, 2.0)
+    assert await store.redis.smembers("workers") == {"v"}
+    await store.beat(worker(), ttl_s=60)
+    assert [info.id for info in await store.workers()] == ["v", "w"]
 
 
 async def test_leaving_does_not_remove_the_next_process_of_the_slot(store: Store) -> None:

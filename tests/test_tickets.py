@@ -199,6 +199,7 @@ async def test_messages_and_consumers_of_an_ended_job_are_removed_once_its_worke
     assert await store.ending_jobs() == []
     ledger = await Admission(store.redis, job).ledger()
     assert (ledger.issued, ledger.balanced) == ((ETA + 1) * BATCH, True)
+    assert not await store.redis.exists(f"adm:{job}:groups"), "one entry per group for ever"
 
 
 async def test_tickets_that_arrive_after_the_clearing_are_swept(ctx: Context, store: Store) -> None:

@@ -14,7 +14,7 @@ import structlog
 from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
-from opentinker.services.scheduler.jobs_api import JobsApi
+from opentinker.services.scheduler.jobs_api import MOST_JOBS, JobsApi
 from opentinker.services.scheduler.openapi import Parameter, Route, document
 from opentinker.services.scheduler.problems import BODY_LIMIT, json_response, problems
 from opentinker.shared.service import Context
@@ -26,6 +26,8 @@ log = structlog.get_logger()
 KEY = Parameter(
     "Idempotency-Key", "header", "Any text of up to 200 characters: the same key and spec make one job, for 24 h."
 )
+BEFORE_JOB = Parameter("before", "query", "Only jobs made before this one: the cursor of the last answer.")
+LIMIT_JOBS = Parameter("limit", "query", f"Jobs per answer, up to {MOST_JOBS}.", "integer")
 AFTER_EVENT = Parameter("after", "query", "Only events after this id; `Last-Event-ID` means the same.")
 FORMAT = Parameter("format", "query", "`json`: what there is now as one list, instead of a stream.")
 AFTER_POINT = Parameter("after", "query", "Only points after this cursor.", "integer")
@@ -42,7 +44,7 @@ class Api:
         get = "/v1/jobs/{id}"
         self.routes = [
             Route("POST", "/v1/jobs", jobs.create, "Submit a job", 201, (KEY,), body="JobSpec"),
-            Route("GET", "/v1/jobs", jobs.list, "Your jobs, newest first"),
+            Route("GET", "/v1/jobs", jobs.list, "Your jobs, newest first", 200, (BEFORE_JOB, LIMIT_JOBS)),
             Route("GET", get, jobs.get, "One job: state, ledger, workers, last metrics"),
             Route("POST", get + "/cancel", jobs.cancel, "Cancel a job in any state"),
             Route(

@@ -1,4 +1,4 @@
-"""After a job: its tickets, groups and consumers are removed once its workers have let go. The ledger stays readable.
+"""After a job: its tickets, groups and consumers are removed once its workers have let go. The ledger's counts stay.
 
 clear loop   consumes the set of jobs that are ending; removes their messages; looks once a second
 """
@@ -10,6 +10,7 @@ import time
 import nats.errors
 import structlog
 
+from opentinker.shared.admission import Admission
 from opentinker.shared.service import Context
 from opentinker.shared.subjects import GROUP, GROUPS, SCORE, SCORES, TICKET, TICKETS
 from opentinker.shared.waiting import rest
@@ -54,6 +55,7 @@ class Clearing:
         for stream, subject in ((TICKETS, TICKET), (SCORES, SCORE), (GROUPS, GROUP)):
             assert stream.name is not None
             await self.bus.purge(stream.name, subject.at(job=job))
+        await Admission(self.store.redis, job).clear()
         log.info("job_cleared", job=job)
 
     async def sweep(self) -> None:

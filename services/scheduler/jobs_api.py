@@ -30,6 +30,8 @@ COMMENT_S = 10.0
 """An idle event stream says something so often, so that proxies keep it and a dead client is noticed."""
 POINTS = 1000
 MOST_POINTS = 10_000
+JOBS = 100
+MOST_JOBS = 1000
 
 
 def tenant_of(_request: web.Request) -> str:
@@ -61,8 +63,16 @@ class JobsApi:
         return json_response(_summary(await self.store.job(id)), 201, headers)
 
     async def list(self, request: web.Request) -> web.Response:
-        tenant = tenant_of(request)
-        return json_response({"jobs": [_summary(job) for job in await self.store.jobs() if job.tenant == tenant]})
+        """`cursor` is the `before` of the next call."""
+        limit = _integer(request, "limit", JOBS, 1, MOST_JOBS)
+        before = request.query.get("before", "")
+        try:
+            found = await self.store.jobs_of(tenant_of(request), limit, before)
+        except NotFound:
+            problem = "is none of your jobs; take the cursor of the last answer"
+            raise SpecError([{"field": "before", "value": before[:100], "problem": problem}]) from None
+        cursor = found[-1].id if found else before
+        return json_response({"jobs": [_summary(job) for job in found], "cursor": cursor, "more": len(found) == limit})
 
     async def get(self, request: web.Request) -> web.Response:
         job = await self._job(request)

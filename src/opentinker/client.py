@@ -39,6 +39,7 @@ T = TypeVar("T")
 
 POLL_S = 0.5
 PAGE = 5000
+JOBS_PAGE = 500
 
 
 class AsyncClient:
@@ -78,9 +79,17 @@ class AsyncClient:
         headers = {"Idempotency-Key": idempotency_key or uuid.uuid4().hex, "Content-Type": "application/json"}
         return await self._http.json("POST", "/v1/jobs", body=orjson.dumps(data), headers=headers)
 
-    async def jobs(self) -> list[Json]:
-        """Newest first."""
-        return list((await self._http.json("GET", "/v1/jobs"))["jobs"])
+    async def jobs(self, limit: int = 100) -> list[Json]:
+        """The newest `limit`, newest first."""
+        found: list[Json] = []
+        query: dict[str, str] = {}
+        while len(found) < limit:
+            page = await self._http.json("GET", "/v1/jobs", query | {"limit": str(min(JOBS_PAGE, limit - len(found)))})
+            found += page["jobs"]
+            query = {"before": page["cursor"]}
+            if not page["more"]:
+                break
+        return found
 
     async def job(self, id: str) -> Json:
         return await self._http.json("GET", _of(id))
@@ -264,8 +273,8 @@ class Client:
     def submit(self, spec: Mapping[str, Any] | JobSpec | str | Path, *, idempotency_key: str | None = None) -> Json:
         return self._call(self._core.submit(spec, idempotency_key=idempotency_key))
 
-    def jobs(self) -> list[Json]:
-        return self._call(self._core.jobs())
+    def jobs(self, limit: int = 100) -> list[Json]:
+        return self._call(self._core.jobs(limit))
 
     def job(self, id: str) -> Json:
         return self._call(self._core.job(id))

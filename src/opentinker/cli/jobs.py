@@ -39,9 +39,13 @@ def submit(
         raise typer.Exit(show(api, record["id"]))
 
 
-def jobs(url: Url = None, as_json: AsJson = False) -> None:
+def jobs(
+    url: Url = None,
+    limit: Annotated[int, typer.Option("--limit", "-n", min=1, help="The newest so many.")] = 100,
+    as_json: AsJson = False,
+) -> None:
     """List jobs, newest first."""
-    found = client(url).jobs()
+    found = client(url).jobs(limit)
     if as_json:
         print_json(found)
         return
