@@ -17,6 +17,7 @@ import pytest_asyncio
 import torch
 
 from opentinker.services.rollout_worker.engine import Completion, Engine, EngineError, EngineLost, Sampling, SwapError
+from opentinker.shared.errors import JobFailed
 from opentinker.shared.nn.transport import Snapshot, WeightGroup, host_store, snapshot
 from opentinker.shared.spec import LoraSpec, ToySpec
 from opentinker.shared.types import Span, StopReason, SwapCommand, WeightVersion
@@ -473,6 +474,16 @@ async def test_a_model_that_does_not_exist_is_named(tmp_path: Path) -> None:
 
     with pytest.raises(EngineError, match="nowhere"):
         await VllmEngine(str(tmp_path / "nowhere")).start()
+
+
+async def test_a_model_with_a_window_that_the_job_may_outgrow_fails_at_start(tmp_path: Path) -> None:
+    from transformers import Qwen2Config
+
+    from opentinker.services.rollout_worker.vllm_engine import VllmEngine
+
+    Qwen2Config(use_sliding_window=True, sliding_window=64, max_window_layers=0).save_pretrained(tmp_path)
+    with pytest.raises(JobFailed, match=r"looks back 64 tokens.*context_length to at most 64"):
+        await VllmEngine(str(tmp_path)).start()
 
 
 async def test_a_model_that_vllm_cannot_run_fails_at_start(tmp_path: Path) -> None:

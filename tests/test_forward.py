@@ -8,11 +8,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma3TextConfig,
+    LlamaConfig,
+    MistralConfig,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
 
 from opentinker.shared.errors import JobFailed
 from opentinker.shared.nn.forward import layout, token_logprobs
-from opentinker.shared.nn.models import load_model
+from opentinker.shared.nn.models import check_window, load_model
 from tests.learning import plain_logprobs, random_groups
 
 
@@ -133,6 +140,25 @@ def test_weights_that_do_not_fit_the_config_are_refused(tmp_path: Path, tiny: Pa
     (tmp_path / "config.json").write_text(text.replace(layers, f'"full_attention",\n    {layers}', 1))
     with pytest.raises(JobFailed, match="lacks"):
         load_model(str(tmp_path), torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("config", "longest"),
+    [
+        (Qwen2Config(sliding_window=128), None),  # configured, and switched off
+        (Qwen2Config(sliding_window=128, use_sliding_window=True, max_window_layers=2), 128),
+        (MistralConfig(sliding_window=4096), 4096),
+        (MistralConfig(sliding_window=None), None),
+        (Gemma3TextConfig(sliding_window=512), 512),
+        (LlamaConfig(), None),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_a_window_that_trajectories_may_outgrow_is_refused_before_training(config: Any, longest: int | None) -> None:
+    check_window("m", config, longest or 100_000)
+    if longest is not None:
+        with pytest.raises(JobFailed, match=f"looks back {longest} tokens"):
+            check_window("m", config, longest + 1)
 
 
 def test_a_sequence_beyond_the_sliding_window_is_refused(tmp_path: Path) -> None:

@@ -49,6 +49,7 @@ from opentinker.services.rollout_worker.vllm_model import (  # noqa: E402
     lora_rank_limit,
     write_adapter_config,
 )
+from opentinker.shared.nn.models import check_window  # noqa: E402
 
 log = structlog.get_logger()
 
@@ -102,7 +103,7 @@ class VllmEngine:
         self._adapter_root: Path | None = None
 
     async def start(self) -> None:
-        """Raises EngineError when the model cannot be loaded."""
+        """Raises EngineError when the model cannot be loaded, JobFailed when it could not be trained."""
         started = time.perf_counter()
         if self._lora is not None:
             self._adapter_root = Path(await asyncio.to_thread(tempfile.mkdtemp, prefix="opentinker-adapters-"))
@@ -212,6 +213,7 @@ class VllmEngine:
         config = AutoConfig.from_pretrained(self._model, trust_remote_code=False)
         self._eos_ids = eos_ids(self._model, config)
         self.context_length = self.context_length or min(context_limit(config), LONGEST_DEFAULT_CONTEXT)
+        check_window(self._model, config, self.context_length)
         arguments: dict[str, Any] = {
             "model": self._model,
             "dtype": self._dtype,

@@ -109,6 +109,22 @@ def _refuse_remote_code(base: str, config: dict[str, Any]) -> None:
         raise JobFailed(f"model {base!r} brings its own code (auto_map in config.json), which is never run here")
 
 
+def check_window(base: str, config: Any, context_length: int) -> None:
+    """Raises JobFailed if trajectories may outgrow a sliding window that the model's attention uses.
+
+    The packed forward pass has no windows. Asked before training: where the context length is decided.
+    """
+    text = config.get_text_config()
+    window, kinds = getattr(text, "sliding_window", None), getattr(text, "layer_types", None)
+    in_use = kinds is None or "sliding_attention" in kinds
+    if window is not None and in_use and context_length > window:
+        raise JobFailed(
+            f"model {base!r} cannot be trained here on trajectories of {context_length} tokens: its attention looks "
+            f"back {window} tokens (sliding window), which is not supported. Set rollout.context_length to at most "
+            f"{window}, or take another model"
+        )
+
+
 def _check_packed(base: str, model: Any) -> None:
     """Compare the packed logprobs of a few tokens with the model's plain forward, then leave it in packed mode."""
     vocabulary = model.config.get_text_config().vocab_size
