@@ -9,9 +9,10 @@ import threading
 from decimal import Decimal, InvalidOperation
 from functools import cache
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
+from pydantic import Field
 
 from opentinker.envs.base import Action, Environment, EnvironmentConfig, Step, user
 from opentinker.shared.types import Message
@@ -47,6 +48,9 @@ class Gsm8k(Environment):
         """7,473 rows to train on, or 1,319 to test with."""
         instruction: str = INSTRUCTION
         """Put under every question; may be empty."""
+        format_reward: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
+        """Reward of a wrong answer that has a number after `####`: something to learn for a model that is hardly ever
+        right."""
 
     config: Config
 
@@ -58,8 +62,11 @@ class Gsm8k(Environment):
 
     async def step(self, action: Action) -> Step:
         said, wanted = answer_of(action.text), answer_of(self.row.answer)
-        right = float(said is not None and said == wanted)
-        return Step(reward=right, done=True, metrics={"exact": right, "answered": float(said is not None)})
+        right = said is not None and said == wanted
+        formed = any(_first(marked) is not None for marked in _HASHES.findall(action.text))
+        reward = 1.0 if right else self.config.format_reward * formed
+        metrics = {"exact": float(right), "answered": float(said is not None), "format": float(formed)}
+        return Step(reward=reward, done=True, metrics=metrics)
 
     def gold(self) -> str:
         return self.row.answer

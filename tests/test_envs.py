@@ -231,3 +231,15 @@ async def test_the_example_in_the_documentation_runs() -> None:
     exec(re.sub(r"^    ", "", source, flags=re.MULTILINE), names)  # our own text
     parity = names["Parity"]
     assert (await play_gold(parity(parity.Config()), 0, 0)).reward == 1.0
+
+
+async def test_gsm8k_rewards_the_form_of_a_wrong_answer_when_asked() -> None:
+    for form, reward in ((0.0, 0.0), (0.2, 0.2)):
+        environment = make("gsm8k", {"format_reward": form})
+        await environment.open(0, 0)
+        wrong = await environment.step(Action(text="so #### -1", stop=StopReason.EOS, turn=0))
+        assert (wrong.reward, wrong.metrics["format"], wrong.metrics["exact"]) == (reward, 1.0, 0.0)
+        nothing = await environment.step(Action(text="-1", stop=StopReason.EOS, turn=0))
+        assert nothing.reward == 0.0 and nothing.metrics["format"] == 0.0
+        right = await environment.step(Action(text=str(environment.gold()), stop=StopReason.EOS, turn=0))
+        assert right.reward == 1.0
