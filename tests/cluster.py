@@ -26,6 +26,7 @@ from opentinker.embedded import nats_binary, valkey_binary
 from opentinker.processes import free_port
 from opentinker.services.trainer import checkpoint
 from opentinker.shared.admission import Admission, Ledger
+from opentinker.shared.manifest import Manifest
 from opentinker.shared.spec import JobSpec
 from opentinker.shared.store import Store
 from tests.conftest import nats_conf, until
@@ -262,7 +263,7 @@ class Cluster:
         path = self.data / "jobs" / job / "metrics.jsonl"
         return [orjson.loads(line) for line in path.read_bytes().splitlines()] if path.exists() else []
 
-    def manifest(self, job: str) -> checkpoint.Manifest:
+    def manifest(self, job: str) -> Manifest:
         """Of the newest good checkpoint."""
         found = checkpoint.newest(self.data / "jobs" / job / "checkpoints")
         assert found is not None, "no checkpoint"

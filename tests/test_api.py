@@ -432,13 +432,13 @@ async def _ok(http: Http, path: str) -> bool:
 # --- checkpoints ------------------------------------------------------------------------------------------------
 
 
-def write_checkpoint(ctx: Context, job: str, step: int, files: dict[str, bytes]) -> Path:
+def write_checkpoint(ctx: Context, job: str, step: int, files: dict[str, bytes], epoch: int = 1) -> Path:
     directory = ctx.settings.data_dir / "jobs" / job / "checkpoints" / f"step-{step:06d}"
     for name, data in files.items():
         (directory / name).parent.mkdir(parents=True, exist_ok=True)
         (directory / name).write_bytes(data)
     entries = {n: {"bytes": len(d), "sha256": hashlib.sha256(d).hexdigest()} for n, d in files.items()}
-    manifest = {"job": job, "epoch": 1, "step": step, "version": [1, step], "created": 1e9, "files": entries}
+    manifest = {"job": job, "epoch": epoch, "step": step, "version": [epoch, step], "created": 1e9, "files": entries}
     (directory / "manifest.json").write_bytes(orjson.dumps(manifest))
     return directory
 
@@ -469,6 +469,32 @@ async def test_checkpoints_are_listed_and_downloaded_as_tar(http: Http, ctx: Con
         assert found.pop("manifest.json")
         expected = FILES | {"step.txt": marker}
         assert found == {n: d for n, d in expected.items() if query or not n.startswith("trainer/")}
+
+
+async def test_latest_checkpoint_is_that_of_the_newest_trainer(http: Http, ctx: Context) -> None:
+    """A trainer that had to resume from before a damaged checkpoint has not come as far yet."""
+    job = await http.job()
+    for step, epoch in ((10, 1), (30, 1), (20, 2)):
+        write_checkpoint(ctx, job, step, FILES, epoch)
+    listed = (await http("GET", f"/v1/jobs/{job}/checkpoints"))[1]["checkpoints"]
+    assert [(c["epoch"], c["step"], c["version"]) for c in listed] == [
+        (1, 10, [1, 10]),
+        (1, 30, [1, 30]),
+        (2, 20, [2, 20]),
+    ]
+    async with http.session.get(f"{http.url}/v1/jobs/{job}/checkpoints/latest/download") as response:
+        assert response.headers["X-Checkpoint-Step"] == "20"
+
+
+async def test_damaged_manifest_is_left_out(http: Http, ctx: Context) -> None:
+    job = await http.job()
+    for step, text in ((10, "{"), (20, "{}"), (30, '{"files": 7}')):
+        (write_checkpoint(ctx, job, step, FILES) / "manifest.json").write_text(text)
+    write_checkpoint(ctx, job, 5, FILES)
+    listed = (await http("GET", f"/v1/jobs/{job}/checkpoints"))[1]["checkpoints"]
+    assert [c["step"] for c in listed] == [5]
+    status, body = await http("GET", f"/v1/jobs/{job}/checkpoints/30/download")
+    assert status == 404 and "there are: 5" in body["detail"]
 
 
 async def test_wrong_checkpoint_requests_are_told(http: Http, ctx: Context) -> None:

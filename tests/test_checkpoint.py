@@ -14,8 +14,9 @@ from pathlib import Path
 import pytest
 from safetensors import SafetensorError
 
-from opentinker.services.trainer.checkpoint import Manifest, commit, fence, listing, newest, sweep
+from opentinker.services.trainer.checkpoint import commit, fence, listing, newest, sweep
 from opentinker.shared.errors import Fenced, JobFailed
+from opentinker.shared.manifest import Manifest
 from opentinker.shared.types import WeightVersion
 
 
@@ -189,7 +190,8 @@ def test_a_crash_while_replacing_leaves_the_old_or_the_new(tmp_path: Path, point
 WRITER = """
 import sys
 from pathlib import Path
-from opentinker.services.trainer.checkpoint import Manifest, commit, newest, sweep
+from opentinker.services.trainer.checkpoint import commit, newest, sweep
+from opentinker.shared.manifest import Manifest
 from opentinker.shared.types import WeightVersion
 root = Path(sys.argv[1])
 found = newest(root)

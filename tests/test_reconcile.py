@@ -267,10 +267,22 @@ async def test_epoch_is_higher_than_that_of_any_checkpoint(store: Store, workers
     job = await new_job(store, "j-a")
     directory = ctx.settings.data_dir / "jobs" / job / "checkpoints" / "step-000010"
     directory.mkdir(parents=True)
-    (directory / "manifest.json").write_bytes(orjson.dumps({"epoch": 7, "step": 10}))
+    (directory / "manifest.json").write_bytes(orjson.dumps({"job": job, "epoch": 7, "step": 10, "version": [7, 10]}))
     await workers.start("trainer-0", "rollout-0")
     await Reconciler(ctx).look()
     assert (await store.job(job)).epoch == 8
+
+
+async def test_epoch_is_higher_than_that_of_a_trainer_that_wrote_no_checkpoint(
+    store: Store, workers: Workers, ctx: Context
+) -> None:
+    job = await new_job(store, "j-a")
+    root = ctx.settings.data_dir / "jobs" / job / "checkpoints"
+    root.mkdir(parents=True)
+    (root / ".epoch").write_text("4")
+    await workers.start("trainer-0", "rollout-0")
+    await Reconciler(ctx).look()
+    assert (await store.job(job)).epoch == 5
 
 
 async def test_real_worker_runs_the_job_and_lets_go_when_it_is_cancelled(

@@ -15,61 +15,52 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO
 
-import orjson
+import msgspec
 
 from opentinker.shared.errors import NotFound
+from opentinker.shared.manifest import MANIFEST, Manifest, fenced_epoch, read_manifest
 
-MANIFEST = "manifest.json"
 TRAINER_STATE = "trainer/"
 """Files under it are for resuming (optimizer, random state); a model loads without them."""
 CHUNK = 1 << 20
 _STEP = re.compile(r"^step-(\d{1,12})$")
 
 
-def _directories(root: Path) -> dict[int, Path]:
-    """Step -> directory, in order of steps."""
+def _committed(root: Path) -> list[tuple[Path, Manifest]]:
+    """Oldest first; what has no readable manifest is left out."""
+    found = []
     try:
-        names = sorted(os.listdir(root))
+        names = os.listdir(root)
     except (FileNotFoundError, NotADirectoryError):
-        return {}
-    return {int(match[1]): root / name for name in names if (match := _STEP.match(name))}
-
-
-def _manifest(directory: Path) -> dict[str, Any] | None:
-    try:
-        manifest = orjson.loads((directory / MANIFEST).read_bytes())
-    except (OSError, orjson.JSONDecodeError):
-        return None
-    return manifest if isinstance(manifest, dict) else None
+        return []
+    for name in names:
+        try:
+            if _STEP.match(name):
+                found.append((root / name, read_manifest(root / name)))
+        except (OSError, msgspec.MsgspecError):
+            continue  # removed meanwhile, or damaged: the trainer tells of it
+    return sorted(found, key=lambda pair: pair[1].age)
 
 
 def listed(root: Path) -> list[dict[str, Any]]:
     """Oldest first: step, epoch, version, created, bytes, files."""
-    found = []
-    for step, directory in sorted(_directories(root).items()):
-        manifest = _manifest(directory)
-        if manifest is None:
-            continue
-        files: dict[str, dict[str, Any]] = manifest.get("files", {})
-        model = {name: entry for name, entry in files.items() if not name.startswith(TRAINER_STATE)}
-        found.append(
-            {
-                "step": step,
-                "epoch": manifest.get("epoch"),
-                "version": manifest.get("version"),
-                "created": manifest.get("created"),
-                "bytes": sum(entry["bytes"] for entry in files.values()),
-                "model_bytes": sum(entry["bytes"] for entry in model.values()),
-                "files": files,
-            }
-        )
-    return found
+    return [
+        {
+            "step": manifest.step,
+            "epoch": manifest.epoch,
+            "version": msgspec.to_builtins(manifest.version),
+            "created": manifest.created,
+            "bytes": sum(entry.bytes for entry in manifest.files.values()),
+            "model_bytes": sum(e.bytes for name, e in manifest.files.items() if not name.startswith(TRAINER_STATE)),
+            "files": msgspec.to_builtins(manifest.files),
+        }
+        for _, manifest in _committed(root)
+    ]
 
 
 def newest_epoch(root: Path) -> int:
-    """Of all manifests; 0 if there is none."""
-    manifests = (_manifest(directory) for directory in _directories(root).values())
-    return max((int(manifest.get("epoch", 0)) for manifest in manifests if manifest), default=0)
+    """That may have written here; 0 if there is none."""
+    return max([fenced_epoch(root), *(manifest.epoch for _, manifest in _committed(root))])
 
 
 @dataclass
@@ -104,23 +95,19 @@ class Archive:
 
 def open_archive(root: Path, step: int | None, everything: bool) -> Archive:
     """The checkpoint of `step` (None: the newest), its model files or also the trainer's state. Raises NotFound."""
-    directories = _directories(root)
-    if not directories or (step is not None and step not in directories):
-        have = ", ".join(map(str, sorted(directories))) or "none yet"
+    committed = {manifest.step: (directory, manifest) for directory, manifest in _committed(root)}
+    if not committed or (step is not None and step not in committed):
+        have = ", ".join(map(str, sorted(committed))) or "none yet"
         raise NotFound(f"no checkpoint of step {'latest' if step is None else step}; there are: {have}")
-    chosen = max(directories) if step is None else step
-    directory = directories[chosen]
-    manifest = _manifest(directory)
-    if manifest is None:
-        raise NotFound(f"the checkpoint of step {chosen} is gone or damaged; take another one")
-    archive = Archive(chosen, [])
+    directory, manifest = [*committed.values()][-1] if step is None else committed[step]
+    archive = Archive(manifest.step, [])
     try:
-        for name in [MANIFEST, *sorted(manifest.get("files", {}))]:
+        for name in [MANIFEST, *sorted(manifest.files)]:
             if everything or not name.startswith(TRAINER_STATE):
-                archive.members.append(_open_member(directory, name, int(manifest.get("created", 0))))
+                archive.members.append(_open_member(directory, name, int(manifest.created)))
     except OSError as error:
         archive.close()
-        raise NotFound(f"the checkpoint of step {chosen} cannot be read: {error.strerror}") from None
+        raise NotFound(f"the checkpoint of step {manifest.step} cannot be read: {error.strerror}") from None
     return archive
 
 

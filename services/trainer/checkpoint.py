@@ -24,47 +24,13 @@ import msgspec
 import structlog
 
 from opentinker.shared.errors import Fenced, JobFailed
-from opentinker.shared.types import WeightVersion
+from opentinker.shared.manifest import EPOCH, MANIFEST, FileEntry, Manifest, fenced_epoch, name_of, read_manifest
 
-MANIFEST = "manifest.json"
-WRITING, REMOVING, EPOCH = ".writing-", ".removing-", ".epoch"
+WRITING, REMOVING = ".writing-", ".removing-"
 RUST_OS_ERROR = "(os error "
 """In what safetensors and tokenizers raise when the disk refuses: no OSError, and the latter a bare Exception."""
 ADVICE = "If the disk is full, free some space or lower keep_checkpoints."
 log = structlog.get_logger(__name__)
-
-
-class FileEntry(msgspec.Struct, frozen=True, kw_only=True):
-    bytes: int
-    sha256: str
-
-
-class Manifest(msgspec.Struct, frozen=True, kw_only=True):
-    """What a checkpoint is, and where its job stood when it was taken. JSON on disk."""
-
-    job: str
-    epoch: int
-    """Of the trainer that wrote it."""
-    step: int
-    version: WeightVersion
-    resumed: dict[int, int] = {}
-    """Epoch -> the step it resumed from: which versions belong to this lineage."""
-    stream_floor: int = 0
-    """Every group up to this position of the trajectory stream is accounted for."""
-    consumed: list[int] = []
-    """Group seqs that were trained or discarded and whose messages lie above the floor."""
-    ledger: dict[str, int] = {}
-    """Groups since the job began: `trained`, and `discarded/REASON` by reason; the others come again."""
-    next_seq: int = 0
-    """The first ticket number never issued, as far as the trainer knows."""
-    files: dict[str, FileEntry] = {}
-    """Filled in by `commit`."""
-    created: float = 0.0
-    """Unix seconds; filled in by `commit`."""
-
-
-def name_of(step: int) -> str:
-    return f"step-{step:06d}"
 
 
 def _nowhere(point: str) -> None:
@@ -77,7 +43,7 @@ def fence(root: Path, epoch: int) -> None:
     try:
         root.mkdir(parents=True, exist_ok=True)
         with _locked(root):
-            _refuse_epoch_below(_fenced(root), epoch, root)
+            _refuse_epoch_below(fenced_epoch(root), epoch, root)
             temporary = root / f"{EPOCH}.new"
             _write_durably(temporary, str(epoch).encode())
             temporary.rename(root / EPOCH)
@@ -143,17 +109,13 @@ def newest(root: Path) -> tuple[Path, Manifest] | None:
     return None
 
 
-def read_manifest(directory: Path) -> Manifest:
-    return msgspec.json.decode((directory / MANIFEST).read_bytes(), type=Manifest)
-
-
 def listing(root: Path) -> list[tuple[Path, Manifest]]:
     """Committed checkpoints with a readable manifest, oldest first; files are not verified."""
     return _readable(list(root.glob("step-*")))
 
 
 def _readable(directories: list[Path]) -> list[tuple[Path, Manifest]]:
-    """By epoch, then step: what an older epoch wrote is older, also where it had come further."""
+    """Oldest first."""
     found = []
     for directory in directories:
         try:
@@ -161,7 +123,7 @@ def _readable(directories: list[Path]) -> list[tuple[Path, Manifest]]:
         except (OSError, msgspec.MsgspecError) as error:
             if not directory.name.startswith(REMOVING):  # those are expected to be in pieces
                 log.error("checkpoint has no readable manifest", checkpoint=str(directory), problem=str(error))
-    return sorted(found, key=lambda pair: (pair[1].epoch, pair[1].step, not pair[0].name.startswith(REMOVING)))
+    return sorted(found, key=lambda pair: (pair[1].age, not pair[0].name.startswith(REMOVING)))
 
 
 def sweep(root: Path, keep: int, epoch: int) -> None:
@@ -174,7 +136,7 @@ def sweep(root: Path, keep: int, epoch: int) -> None:
         return
     with _locked(root):
         known = listing(root)
-        _refuse_epoch_below(max([_fenced(root), *(manifest.epoch for _, manifest in known)]), epoch, root)
+        _refuse_epoch_below(max([fenced_epoch(root), *(manifest.epoch for _, manifest in known)]), epoch, root)
         for directory, _ in known[: max(0, len(known) - keep)]:
             shutil.rmtree(_set_aside(directory), ignore_errors=True)
         for orphan in root.iterdir():
@@ -185,14 +147,7 @@ def sweep(root: Path, keep: int, epoch: int) -> None:
 
 def _refuse_old_epoch(root: Path, manifest: Manifest) -> None:
     newest_epoch = max((other.epoch for _, other in listing(root)), default=manifest.epoch)
-    _refuse_epoch_below(max(newest_epoch, _fenced(root)), manifest.epoch, root)
-
-
-def _fenced(root: Path) -> int:
-    try:
-        return int((root / EPOCH).read_text())
-    except FileNotFoundError:
-        return 0
+    _refuse_epoch_below(max(newest_epoch, fenced_epoch(root)), manifest.epoch, root)
 
 
 def _refuse_epoch_below(newest_epoch: int, epoch: int, root: Path) -> None:

@@ -30,6 +30,7 @@ from opentinker.shared.admission import Admission
 from opentinker.shared.bus import Consumer, Delivery
 from opentinker.shared.errors import Conflict, JobFailed
 from opentinker.shared.leasing import LeasedWorker
+from opentinker.shared.manifest import Manifest
 from opentinker.shared.service import first_failure
 from opentinker.shared.spec import JobSpec
 from opentinker.shared.subjects import GROUP, WAKE
@@ -312,7 +313,7 @@ class TrainerJob:
             return
         floor, above, discarded = self.assembler.account(self.step, await self.consumer.settled())
         trained = self.step * self.spec.algorithm.groups_per_batch
-        manifest = checkpoint.Manifest(
+        manifest = Manifest(
             job=self.lease.job,
             epoch=self.lease.epoch,
             step=self.step,

@@ -1,0 +1,67 @@
+"""What a checkpoint directory says of itself: written by the trainer, read by it and by the scheduler.
+
+{data_dir}/jobs/{job}/checkpoints/step-000050/manifest.json    a committed checkpoint
+{data_dir}/jobs/{job}/checkpoints/.epoch                       nobody of a lower epoch may write here
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from opentinker.shared.types import WeightVersion
+
+MANIFEST = "manifest.json"
+EPOCH = ".epoch"
+
+
+class FileEntry(msgspec.Struct, frozen=True, kw_only=True):
+    bytes: int
+    sha256: str
+
+
+class Manifest(msgspec.Struct, frozen=True, kw_only=True):
+    """What a checkpoint is, and where its job stood when it was taken. JSON on disk."""
+
+    job: str
+    epoch: int
+    """Of the trainer that wrote it."""
+    step: int
+    version: WeightVersion
+    resumed: dict[int, int] = {}
+    """Epoch -> the step it resumed from: which versions belong to this lineage."""
+    stream_floor: int = 0
+    """Every group up to this position of the trajectory stream is accounted for."""
+    consumed: list[int] = []
+    """Group seqs that were trained or discarded and whose messages lie above the floor."""
+    ledger: dict[str, int] = {}
+    """Groups since the job began: `trained`, and `discarded/REASON` by reason; the others come again."""
+    next_seq: int = 0
+    """The first ticket number never issued, as far as the trainer knows."""
+    files: dict[str, FileEntry] = {}
+    """By path inside the directory. Filled in when the checkpoint is committed."""
+    created: float = 0.0
+    """Unix seconds; filled in when the checkpoint is committed."""
+
+    @property
+    def age(self) -> tuple[int, int]:
+        """Sorts oldest first: what an older epoch wrote is older, also where it had come further."""
+        return self.epoch, self.step
+
+
+def name_of(step: int) -> str:
+    return f"step-{step:06d}"
+
+
+def read_manifest(directory: Path) -> Manifest:
+    """Raises OSError, msgspec.MsgspecError."""
+    return msgspec.json.decode((directory / MANIFEST).read_bytes(), type=Manifest)
+
+
+def fenced_epoch(root: Path) -> int:
+    """No lower epoch may write below `root`; 0 if nobody has said so yet."""
+    try:
+        return int((root / EPOCH).read_text())
+    except FileNotFoundError:
+        return 0
