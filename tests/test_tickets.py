@@ -65,6 +65,13 @@ async def test_tickets_fill_the_room_and_no_more(ctx: Context, store: Store) -> 
     assert len(await tickets(ctx, job)) == (ETA + 2) * BATCH
 
 
+async def test_job_without_a_seed_has_the_start_states_of_seed_0(ctx: Context, store: Store) -> None:
+    job = await running_job(store, "j-unseeded")
+    await restored(store, job)
+    await TicketIssuer(ctx).look()
+    assert [t.seed for t in await tickets(ctx, job)] == [ticket_seed(0, seq) for seq in range((ETA + 1) * BATCH)]
+
+
 async def test_a_wake_issues_at_once(ctx: Context, store: Store) -> None:
     job = await running_job(store, "j-wake")
     async with running(TicketIssuer(ctx).run()):

@@ -185,10 +185,9 @@ class RolloutJob:
         for tries_left in range(self.spec.rollout.retries, -1, -1):
             episode = Episode(self.spec, ticket, index, self.engine, self.renderer, self.sessions)
             try:
-                trajectory = await episode.run()
-            except EpisodeFailed as error:
-                self.counts[f"episodes_failed/{error.ending}"] += 1
-                log.info("episode_failed", episode=episode.session, ending=error.ending, error=error.error)
+                with structlog.contextvars.bound_contextvars(episode=episode.session):
+                    trajectory = await self._play(episode)
+            except EpisodeFailed:
                 if tries_left == 0:
                     raise
                 continue
@@ -200,6 +199,14 @@ class RolloutJob:
                 self.gauges["env_s"] = self.gauges.get("env_s", 0.0) + turn.env_s
             return trajectory
         raise AssertionError("unreachable")
+
+    async def _play(self, episode: Episode) -> Trajectory:
+        try:
+            return await episode.run()
+        except EpisodeFailed as error:
+            self.counts[f"episodes_failed/{error.ending}"] += 1
+            log.info("episode_failed", ending=error.ending, error=error.error)
+            raise
 
     async def _publish(self, group: Group) -> None:
         """Stored durably when this returns; a full stream is back-pressure. Raises JobFailed if it fits no message."""

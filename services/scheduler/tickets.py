@@ -38,7 +38,10 @@ HELD = (JobState.STARTING, JobState.RUNNING)
 
 
 def ticket_seed(seed: int, seq: int) -> int:
-    """Start-state seed of a group: the first 53 bits of SHA-256 of "<rollout.seed>/<seq>"; the same everywhere."""
+    """Start-state seed of a group: the first 53 bits of SHA-256 of "<rollout.seed>/<seq>"; the same everywhere.
+
+    Without a seed in the spec it is 0; then only what the policy samples differs from run to run.
+    """
     return int.from_bytes(hashlib.sha256(f"{seed}/{seq}".encode()).digest()[:8], "big") >> 11
 
 
@@ -149,7 +152,7 @@ def _ticket(job: JobRecord, version: WeightVersion, seq: int) -> Ticket:
         job=job.id,
         seq=seq,
         row=seq,
-        seed=ticket_seed(job.spec["rollout"]["seed"], seq),
+        seed=ticket_seed(job.spec["rollout"]["seed"] or 0, seq),
         group_size=job.spec["algorithm"]["group_size"],
         version=version,
     )
