@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
+import orjson
 import pytest
 import pytest_asyncio
 
@@ -212,8 +213,10 @@ async def test_job_fails_when_its_environment_always_does(shared: System, how: s
     assert ending in record["reason"] and re.search(words, record["reason"]), record["reason"]
     ledger = await cluster.ledger(job)
     assert set(ledger.failed) == {ending} and ledger.failed[ending] >= 20 and ledger.accepted == 0
-    retried = cluster.logs("rollout_worker-0").count('"event":"episode_failed"')
-    assert retried > ledger.failed[ending]
+    lines = cluster.logs("rollout_worker-0").splitlines()
+    tries = [orjson.loads(line) for line in lines if '"event":"episode_failed"' in line and job in line]
+    assert len(tries) > ledger.failed[ending], "they were retried"
+    assert all(line["job"] == job and line["episode"].startswith(f"{job}-{line['group']}-") for line in tries)
     await free(cluster)
 
 
@@ -364,7 +367,9 @@ async def test_rollout_worker_joins_late_and_may_die_during_a_swap(tmp_path: Pat
         step, killed = await cluster.step(job), time.monotonic()
         cluster.kill(joined)
         await cluster.reaches(job, step + 3, 30)
-        assert time.monotonic() - killed < 10
+        took = time.monotonic() - killed
+        print(f"three steps further {took:.2f} s after the kill")
+        assert took < 6  # the law says 10
         await until(lambda: both_serve() and len(cluster.processes[joined].exits) == 1, 20)  # it came back
         await cluster.client.cancel(job)
         ledger = await cluster.ledger(job)
