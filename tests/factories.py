@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -21,9 +22,46 @@ from opentinker.shared.types import (
 V0 = WeightVersion(1, 0)
 
 
+def trajectory_of(
+    ids: Sequence[int],
+    mask: Sequence[int],
+    *,
+    reward: float | Sequence[float] = 0.0,
+    logprobs: float | Sequence[float] = -4.0,
+    version: WeightVersion = V0,
+    reference: float | Sequence[float] | None = None,
+    **changes: Any,
+) -> Trajectory:
+    """A turn per run of ones in the mask. `reward`: of each turn, or of the last. One logprob stands for all tokens."""
+
+    def spread(values: float | Sequence[float]) -> bytes:
+        array = np.multiply(mask, values) if isinstance(values, (int, float)) else np.asarray(values)
+        return array.astype("<f4").tobytes()
+
+    edges = np.flatnonzero(np.diff([0, *mask, 0]))
+    runs = [(int(start), int(end)) for start, end in zip(edges[::2], edges[1::2], strict=True)]
+    rewards = [0.0] * (len(runs) - 1) + [reward] if isinstance(reward, (int, float)) else list(reward)
+    index = changes.get("index", 0)
+    fields: dict[str, Any] = {
+        "index": index,
+        "attempt": f"a{index}",
+        "ids_T": np.asarray(ids, dtype="<i4").tobytes(),
+        "mask_T": np.asarray(mask, dtype="u1").tobytes(),
+        "logprobs_T": spread(logprobs),
+        "spans": [Span(start, end, version) for start, end in runs],
+        "turns": [
+            Turn(start=start, end=end, stop=StopReason.EOS, reward=float(r))
+            for (start, end), r in zip(runs, rewards, strict=True)
+        ],
+        "ending": Ending.ENV_DONE,
+        "reward": float(sum(rewards)),
+        "ref_logprobs_T": None if reference is None else spread(reference),
+    }
+    return Trajectory(**(fields | changes))
+
+
 def make_trajectory(
     *,
-    index: int = 0,
     prompt: tuple[int, ...] = (5, 6, 7),
     output: tuple[int, ...] = (8, 9, 1),
     reward: float = 1.0,
@@ -32,27 +70,21 @@ def make_trajectory(
     **changes: Any,
 ) -> Trajectory:
     """One turn; the output's tokens are shared equally among the given versions."""
-    versions = versions or [V0]
-    T, start = len(prompt) + len(output), len(prompt)
+    versions, start = versions or [V0], len(prompt)
     cuts = [start + round(i * len(output) / len(versions)) for i in range(len(versions) + 1)]
-    fields: dict[str, Any] = {
-        "index": index,
-        "attempt": f"a{index}",
-        "ids_T": np.asarray(prompt + output, dtype="<i4").tobytes(),
-        "mask_T": np.asarray([0] * start + [1] * len(output), dtype="u1").tobytes(),
-        "logprobs_T": np.asarray([0.0] * start + [logprob] * len(output), dtype="<f4").tobytes(),
-        "spans": [Span(a, b, v) for a, b, v in zip(cuts, cuts[1:], versions, strict=False)],
-        "turns": [Turn(start=start, end=T, stop=StopReason.EOS, reward=reward)],
-        "ending": Ending.ENV_DONE,
-        "reward": reward,
-    }
-    return Trajectory(**(fields | changes))
+    spans = [Span(a, b, v) for a, b, v in zip(cuts, cuts[1:], versions, strict=False)]
+    mask = [0] * start + [1] * len(output)
+    return trajectory_of(prompt + output, mask, reward=reward, logprobs=logprob, **({"spans": spans} | changes))
+
+
+def group_of(trajectories: Sequence[Trajectory], seq: int = 0, job: str = "j-test") -> Group:
+    return Group(job=job, seq=seq, environment="copy_digits", worker="rollout-0", trajectories=list(trajectories))
 
 
 def make_group(*, seq: int = 0, job: str = "j-test", size: int = 2, **changes: Any) -> Group:
     """`changes` go to every trajectory; rewards alternate 1, 0."""
-    trajectories = [make_trajectory(index=i, **({"reward": float(i % 2 == 0)} | changes)) for i in range(size)]
-    return Group(job=job, seq=seq, environment="copy_digits", worker="rollout-0", trajectories=trajectories)
+    made = [make_trajectory(index=i, **({"reward": float(i % 2 == 0)} | changes)) for i in range(size)]
+    return group_of(made, seq, job)
 
 
 def make_ticket(**changes: Any) -> Ticket:

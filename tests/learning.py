@@ -1,4 +1,4 @@
-"""Makers of valid nouns for the trainer's tests, and a sampler in the process that stands in for the rollout worker."""
+"""What the trainer's tests learn from: specs, random groups, and a sampler that stands in for the rollout worker."""
 
 from __future__ import annotations
 
@@ -8,60 +8,20 @@ import numpy as np
 import torch
 
 from opentinker.shared.nn.forward import PACKED
-from opentinker.shared.spec import JobSpec, parse_spec
-from opentinker.shared.types import Ending, Group, Span, StopReason, Trajectory, Turn, WeightVersion
+from opentinker.shared.spec import JobSpec
+from opentinker.shared.types import Group, WeightVersion
+from tests.factories import group_of, make_spec, trajectory_of
 
-V0 = WeightVersion(1, 0)
 
-
-def make_spec(base: object, **parts: dict[str, Any]) -> JobSpec:
-    """A valid spec on `base`, with fields of its parts replaced."""
-    data: dict[str, Any] = {
-        "name": "test",
+def torch_spec(base: object, **parts: dict[str, Any]) -> JobSpec:
+    """Of a job that really trains `base`, with fields of its parts replaced."""
+    usual: dict[str, dict[str, Any]] = {
         "model": {"base": str(base)},
-        "environment": {"name": "copy_digits"},
         "algorithm": {"group_size": 4, "groups_per_batch": 4},
+        "rollout": {},
         "train": {"steps": 100, "lr": 1e-3},
     }
-    for part, fields in parts.items():
-        data[part] = {**data.get(part, {}), **fields}
-    return parse_spec(data)
-
-
-def make_trajectory(
-    ids: list[int],
-    mask: list[int],
-    *,
-    reward: float = 0.0,
-    logprobs: list[float] | None = None,
-    version: WeightVersion = V0,
-    index: int = 0,
-    reference: list[float] | None = None,
-    metrics: dict[str, float] | None = None,
-) -> Trajectory:
-    sampled = [i for i, m in enumerate(mask) if m]
-    starts = [i for i in sampled if i - 1 not in sampled]
-    runs = list(zip(starts, [i + 1 for i in sampled if i + 1 not in sampled], strict=True))
-    return Trajectory(
-        index=index,
-        attempt=f"a{index}",
-        ids_T=np.asarray(ids, dtype="<i4").tobytes(),
-        mask_T=np.asarray(mask, dtype="u1").tobytes(),
-        logprobs_T=np.asarray(logprobs or [-4.0 * m for m in mask], dtype="<f4").tobytes(),
-        spans=[Span(i, i + 1, version) for i in sampled],
-        turns=[
-            Turn(start=start, end=end, stop=StopReason.EOS, reward=reward if end == runs[-1][1] else 0.0)
-            for start, end in runs
-        ],
-        ending=Ending.ENV_DONE,
-        reward=reward,
-        metrics=metrics or {},
-        ref_logprobs_T=None if reference is None else np.asarray(reference, dtype="<f4").tobytes(),
-    )
-
-
-def make_group(trajectories: list[Trajectory], seq: int = 0) -> Group:
-    return Group(job="j", seq=seq, environment="copy_digits", worker="w", trajectories=trajectories)
+    return make_spec(**{part: {**usual.get(part, {}), **parts.get(part, {})} for part in usual | parts})
 
 
 def random_groups(
@@ -93,7 +53,7 @@ def random_groups(
                 ids, mask = [*ids, 5, 6], [*mask, 0, 0]
             logprobs = [float(x) for x in rng.uniform(-5, -3, len(ids)) * mask]
             trajectories.append(
-                make_trajectory(
+                trajectory_of(
                     ids,
                     mask,
                     reward=float(rng.integers(0, 3)),
@@ -102,7 +62,7 @@ def random_groups(
                     reference=[float(x) for x in rng.uniform(-5, -3, len(ids)) * mask] if reference else None,
                 )
             )
-        made.append(make_group(trajectories, g))
+        made.append(group_of(trajectories, g))
     return made
 
 
@@ -130,7 +90,7 @@ class Sampler:
             with torch.no_grad():
                 made.append((prompt, *self._sample(prompt, size)))
         return [
-            make_group([self._trajectory(prompt, a, p, version) for a, p in zip(answers, logprobs, strict=True)], g)
+            group_of([self._trajectory(prompt, a, p, version) for a, p in zip(answers, logprobs, strict=True)], g)
             for g, (prompt, answers, logprobs) in enumerate(made)
         ]
 
@@ -149,7 +109,7 @@ class Sampler:
     def _trajectory(self, prompt: list[int], answer: list[int], logprobs: list[float], version: WeightVersion) -> Any:
         right = [prompt[0], self.eos]
         hits = sum(a == b for a, b in zip(answer, right, strict=False))
-        return make_trajectory(
+        return trajectory_of(
             prompt + answer,
             [0] * len(prompt) + [1] * len(answer),
             logprobs=[0.0] * len(prompt) + logprobs[: len(answer)],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -12,7 +13,8 @@ from opentinker.services.trainer import advantages
 from opentinker.services.trainer.credit import assign
 from opentinker.shared.errors import JobFailed
 from opentinker.shared.spec import AlgorithmSpec
-from opentinker.shared.types import Ending, Group, Span, StopReason, Trajectory, Turn, WeightVersion
+from opentinker.shared.types import Group, Trajectory
+from tests.factories import group_of, trajectory_of
 
 REWARDS = [1.0, 0.0, 0.0, 1.0, 0.5]
 
@@ -25,28 +27,16 @@ def trajectory(
     *turns: tuple[int, float], prompt: int = 2, logprobs: float = -1.0, reference: float | None = None
 ) -> Trajectory:
     """`turns`: sampled tokens and reward of each; an observation of one token stands between two."""
-    mask, made = [0] * prompt, []
-    for tokens, reward in turns:
-        made.append(Turn(start=len(mask), end=len(mask) + tokens, stop=StopReason.EOS, reward=reward))
-        mask += [1] * tokens + [0]
-    T = len(mask)
-    as_floats = np.array(mask, dtype="<f4")
-    return Trajectory(
-        index=0,
-        attempt="a",
-        ids_T=np.zeros(T, dtype="<i4").tobytes(),
-        mask_T=np.array(mask, dtype="u1").tobytes(),
-        logprobs_T=(as_floats * np.float32(logprobs)).tobytes(),
-        spans=[Span(0, T, WeightVersion(1, 0))],
-        turns=made,
-        ending=Ending.ENV_DONE,
-        reward=sum(reward for _, reward in turns),
-        ref_logprobs_T=None if reference is None else (as_floats * np.float32(reference)).tobytes(),
-    )
+    mask = [0] * prompt + [m for tokens, _ in turns for m in [1] * tokens + [0]]
+    rewards = [reward for _, reward in turns]
+    return trajectory_of([0] * len(mask), mask, reward=rewards, logprobs=logprobs, reference=reference)
 
 
 def group(*trajectories: Trajectory) -> Group:
-    return Group(job="j", seq=0, environment="e", worker="w", trajectories=list(trajectories))
+    """Numbered as they come; valid, as every group that reaches an estimator is."""
+    made = group_of([msgspec.structs.replace(t, index=i) for i, t in enumerate(trajectories)])
+    made.check()
+    return made
 
 
 def test_group_relative_estimators_are_their_formulas() -> None:

@@ -16,7 +16,8 @@ from opentinker.shared.algorithms import ADVANTAGES, AGGREGATIONS, CORRECTIONS, 
 from opentinker.shared.errors import JobFailed, SpecError
 from opentinker.shared.spec import AlgorithmSpec, parse_spec
 from opentinker.shared.types import WeightVersion
-from tests.learning import make_group, make_spec, make_trajectory, random_groups
+from tests.factories import group_of, trajectory_of
+from tests.learning import random_groups, torch_spec
 
 SMALLEST: dict[str, Any] = {
     "name": "j",
@@ -131,7 +132,7 @@ def test_overlong_lengths_must_fit() -> None:
 
 
 def loaded(base: Path, checkpoint: Path | None = None, **parts: Any) -> TorchLearner:
-    learner = TorchLearner(make_spec(base, **parts))
+    learner = TorchLearner(torch_spec(base, **parts))
     learner.load(checkpoint)
     return learner
 
@@ -172,7 +173,7 @@ def test_every_combination_of_parts_makes_a_step(tiny: Path) -> None:
     combinations += [{"entropy_coef": 0.1}, {"overlong_shaping": True, "overlong_length": 4, "overlong_buffer": 2}]
     groups = random_groups(0, groups=2, reference=True)
     for fields in combinations:
-        learner.spec = make_spec(tiny, algorithm={"groups_per_batch": 2, **fields})
+        learner.spec = torch_spec(tiny, algorithm={"groups_per_batch": 2, **fields})
         metrics = learner.step(groups, version(2))
         assert all(np.isfinite(value) for value in metrics.values()), fields
         assert metrics["grad_norm"] > 0 or everything_masked(metrics), fields
@@ -182,7 +183,7 @@ def test_every_combination_of_parts_makes_a_step(tiny: Path) -> None:
 def test_entropy_bonus_raises_entropy(tiny: Path) -> None:
     """With equal rewards there is no other gradient."""
     ids, mask = [7, 8, 9, 1], [0, 1, 1, 1]
-    groups = [make_group([make_trajectory(ids, mask, reward=1.0) for _ in range(2)])]
+    groups = [group_of([trajectory_of(ids, mask, reward=1.0) for _ in range(2)])]
     batch = {"group_size": 2, "groups_per_batch": 1}
     learner = loaded(tiny, algorithm={**batch, "entropy_coef": 1.0}, train={"lr": 1e-4})
     entropy = [learner.step(groups, version(step))["entropy"] for step in range(4)]
@@ -193,12 +194,12 @@ def test_entropy_bonus_raises_entropy(tiny: Path) -> None:
 
 def test_masked_share_is_told_by_the_sign_of_the_advantage(tiny: Path) -> None:
     """Behaviour far below pi: ratios are huge, so good tokens are clipped and bad ones are not."""
-    made = [make_trajectory([7, 8, 9], [0, 1, 1], reward=r, logprobs=[0.0, -20.0, -20.0]) for r in (1.0, 0.0)]
+    made = [trajectory_of([7, 8, 9], [0, 1, 1], reward=r, logprobs=[0.0, -20.0, -20.0]) for r in (1.0, 0.0)]
     learner = loaded(tiny, algorithm={"name": "grpo", "loss": "ppo", "group_size": 2, "groups_per_batch": 1})
-    metrics = learner.step([make_group(made)], version(0))
+    metrics = learner.step([group_of(made)], version(0))
     assert (metrics["masked/positive"], metrics["masked/negative"], metrics["clip_share"]) == (1.0, 0.0, 0.5)
     bounded = loaded(tiny, algorithm={"loss": "ppo", "dual_clip": 3.0, "group_size": 2, "groups_per_batch": 1})
-    assert bounded.step([make_group(made)], version(0))["masked/negative"] == 1.0
+    assert bounded.step([group_of(made)], version(0))["masked/negative"] == 1.0
 
 
 PPO = {"name": "ppo", "critic_lr": 1e-3}
@@ -227,7 +228,7 @@ def test_a_critic_resumes_to_the_bit(tiny: Path, tmp_path: Path, parts: dict[str
 def test_a_critic_learns_the_returns(tiny: Path) -> None:
     """Reward 1 for one prompt and 0 for another: the critic explains it within a few steps."""
     groups = [
-        make_group([make_trajectory([prompt, 9, 1], [0, 1, 1], reward=reward) for _ in range(4)], seq)
+        group_of([trajectory_of([prompt, 9, 1], [0, 1, 1], reward=reward) for _ in range(4)], seq)
         for seq, (prompt, reward) in enumerate([(7, 1.0), (8, 0.0)])
     ]
     learner = loaded(tiny, algorithm={**PPO, "groups_per_batch": 2, "value_clip": 1.0}, train={"lr": 0.0})
@@ -244,9 +245,9 @@ def test_a_refused_step_leaves_the_critic_alone(tiny: Path) -> None:
     groups = random_groups(1)
     logprobs = [float("nan") * m for m in groups[3].trajectories[0].mask.tolist()]
     t = groups[3].trajectories[0]
-    broken = make_trajectory(t.ids.tolist(), t.mask.tolist(), logprobs=logprobs)
+    broken = trajectory_of(t.ids.tolist(), t.mask.tolist(), logprobs=logprobs)
     with pytest.raises(NonFinite, match="refused"):
-        learner.step([*groups[:3], make_group([broken, *groups[3].trajectories[1:]], 3)], version(1))
+        learner.step([*groups[:3], group_of([broken, *groups[3].trajectories[1:]], 3)], version(1))
     assert all(torch.equal(a, b) for a, b in zip(state(learner), before, strict=True))
 
 

@@ -30,7 +30,7 @@ from opentinker.shared.store import Store
 from opentinker.shared.subjects import GROUP, SCORE
 from opentinker.shared.types import Group, JobState, Pool
 from tests.conftest import Server, until
-from tests.learning import make_spec, plain_logprobs, random_groups
+from tests.learning import plain_logprobs, random_groups, torch_spec
 
 
 def test_reference_logprobs_are_those_of_a_plain_forward_at_the_job_temperature(tiny: Path) -> None:
@@ -79,7 +79,7 @@ async def running(bus: Bus, store: Store, worker: str = "reference-0") -> AsyncI
 
 
 async def add_job(store: Store, base: str) -> str:
-    spec = make_spec(base, algorithm={"kl_coef": 0.1}).model_dump(mode="json")
+    spec = torch_spec(base, algorithm={"kl_coef": 0.1}).model_dump(mode="json")
     return await store.create_job(id=f"j-{uuid.uuid4().hex[:8]}", spec=spec, tenant="t")
 
 
@@ -145,7 +145,7 @@ async def passed(bus: Bus, job: str, count: int) -> None:
 
 async def test_what_is_wrong_with_one_job_fails_that_job_and_others_go_on(bus: Bus, store: Store, tiny: Path) -> None:
     good, unscorable = await add_job(store, str(tiny)), await add_job(store, str(tiny))
-    spec = {**make_spec(str(tiny), algorithm={"kl_coef": 0.1}).model_dump(mode="json"), "gone": 1}
+    spec = {**torch_spec(str(tiny), algorithm={"kl_coef": 0.1}).model_dump(mode="json"), "gone": 1}
     foreign = await store.create_job(id=f"j-{uuid.uuid4().hex[:8]}", spec=spec, tenant="t")
     for job in (foreign, unscorable, good):
         group = of_job(job, 1)[0]

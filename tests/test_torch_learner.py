@@ -18,7 +18,8 @@ from opentinker.shared.errors import JobFailed
 from opentinker.shared.nn.transport import unpack
 from opentinker.shared.spec import JobSpec
 from opentinker.shared.types import Group, WeightVersion
-from tests.learning import V0, Sampler, make_group, make_spec, make_trajectory, plain_logprobs, random_groups
+from tests.factories import V0, group_of, trajectory_of
+from tests.learning import Sampler, plain_logprobs, random_groups, torch_spec
 
 LORA = {"rank": 4, "alpha": 8.0}
 
@@ -52,9 +53,9 @@ def test_mismatch_with_a_plain_forward_is_rounding_only(tiny: Path) -> None:
         for t in group.trajectories:
             logprobs = [0.0, *plain_logprobs(plain, t.ids.tolist(), 0.7).tolist()]
             honest = [x * m for x, m in zip(logprobs, t.mask.tolist(), strict=True)]
-            made.append(make_trajectory(t.ids.tolist(), t.mask.tolist(), logprobs=honest, reward=t.reward))
-        groups.append(make_group(made))
-    metrics = loaded(make_spec(tiny, rollout={"temperature": 0.7})).step(groups, V0)
+            made.append(trajectory_of(t.ids.tolist(), t.mask.tolist(), logprobs=honest, reward=t.reward))
+        groups.append(group_of(made))
+    metrics = loaded(torch_spec(tiny, rollout={"temperature": 0.7})).step(groups, V0)
     assert metrics["mismatch/max"] < 1e-5
     assert metrics["mismatch/tokens"] == metrics["tokens"] > 0
     assert metrics["ess"] == pytest.approx(1.0, abs=1e-4)
@@ -65,7 +66,7 @@ def test_mismatch_with_a_plain_forward_is_rounding_only(tiny: Path) -> None:
 def test_one_step_equals_a_step_written_by_hand(tiny: Path) -> None:
     """Padded-free loop over single trajectories, torch's AdamW, clipping, warm-up: same weights."""
     train = {"lr": 1e-3, "warmup_steps": 2, "weight_decay": 0.1, "tokens_per_micro_batch": 40}
-    spec = make_spec(tiny, train=train, algorithm={"proximal": "recomputed"})
+    spec = torch_spec(tiny, train=train, algorithm={"proximal": "recomputed"})
     groups = random_groups(2)
     learner = loaded(spec)
     metrics = learner.step(groups, V0)
@@ -99,10 +100,10 @@ def test_one_step_equals_a_step_written_by_hand(tiny: Path) -> None:
 
 def test_the_batch_describes_itself(tiny: Path) -> None:
     ids, mask = [7, 8, 9, 1], [0, 0, 1, 1]
-    first = [make_trajectory(ids, mask, reward=r, version=version(3), metrics={"exact": r}) for r in (0.0, 1.0)]
-    second = [make_trajectory([7, 8, 9, 9, 1], [0, 0, 1, 1, 1], reward=0.5, version=version(5)) for _ in range(2)]
-    spec = make_spec(tiny, algorithm={"group_size": 2, "groups_per_batch": 2})
-    metrics = loaded(spec).step([make_group(first), make_group(second, 1)], version(5))
+    first = [trajectory_of(ids, mask, reward=r, version=version(3), metrics={"exact": r}) for r in (0.0, 1.0)]
+    second = [trajectory_of([7, 8, 9, 9, 1], [0, 0, 1, 1, 1], reward=0.5, version=version(5)) for _ in range(2)]
+    spec = torch_spec(tiny, algorithm={"group_size": 2, "groups_per_batch": 2})
+    metrics = loaded(spec).step([group_of(first), group_of(second, 1)], version(5))
     assert {key: round(metrics[key], 6) for key in EXPECTED} == EXPECTED
     assert metrics["mismatch/tokens"] == 6 and metrics["tokens"] == 10
 
@@ -138,7 +139,7 @@ EXPECTED = {
     ids=["full", "two updates", "bfloat16", "lora with dropout"],
 )
 def test_resume_is_exact_to_the_bit(tiny: Path, tmp_path: Path, parts: dict[str, dict[str, object]]) -> None:
-    spec = make_spec(tiny, train={"lr": 1e-3, "warmup_steps": 5}, **parts)
+    spec = torch_spec(tiny, train={"lr": 1e-3, "warmup_steps": 5}, **parts)
     unbroken = loaded(spec)
     for step in range(6):
         unbroken.step(random_groups(step), version(step))
@@ -157,34 +158,34 @@ def test_resume_is_exact_to_the_bit(tiny: Path, tmp_path: Path, parts: dict[str,
 
 @pytest.mark.parametrize("updates", [1, 2])
 def test_a_step_that_is_not_finite_changes_nothing(tiny: Path, updates: int) -> None:
-    learner = loaded(make_spec(tiny, algorithm={"updates_per_batch": updates}))
+    learner = loaded(torch_spec(tiny, algorithm={"updates_per_batch": updates}))
     learner.step(random_groups(0), version(0))
     before, steps = digest(learner), learner.steps
     groups = random_groups(1)
     rewards = [0.0, float("inf"), 0.0, 1.0]
     broken = [
-        make_trajectory(t.ids.tolist(), t.mask.tolist(), reward=r)
+        trajectory_of(t.ids.tolist(), t.mask.tolist(), reward=r)
         for t, r in zip(groups[3].trajectories, rewards, strict=True)
     ]
     with np.errstate(invalid="ignore"), pytest.raises(NonFinite, match="refused"):
-        learner.step([*groups[:3], make_group(broken, 3)], version(1))
+        learner.step([*groups[:3], group_of(broken, 3)], version(1))
     assert (digest(learner), learner.steps) == (before, steps)
     learner.step(random_groups(2), version(1))
     assert digest(learner) != before
 
 
 def test_lr_zero_leaves_the_weights_alone(tiny: Path) -> None:
-    learner = loaded(make_spec(tiny, train={"lr": 0.0}))
+    learner = loaded(torch_spec(tiny, train={"lr": 0.0}))
     before = [p.detach().clone() for p in learner.parameters.values()]
     learner.step(random_groups(0), V0)
     assert all(torch.equal(a, b) for a, b in zip(before, learner.parameters.values(), strict=True))
 
 
 def test_kl_needs_and_uses_reference_logprobs(tiny: Path) -> None:
-    spec = make_spec(tiny, algorithm={"kl_coef": 0.5})
+    spec = torch_spec(tiny, algorithm={"kl_coef": 0.5})
     with pytest.raises(JobFailed, match="without reference"):
         loaded(spec).step(random_groups(0), V0)
-    with_kl, without = loaded(spec), loaded(make_spec(tiny))
+    with_kl, without = loaded(spec), loaded(torch_spec(tiny))
     metrics = with_kl.step(random_groups(0, reference=True), V0)
     assert metrics["loss/kl"] > 0
     assert "loss/kl" not in without.step(random_groups(0, reference=True), V0)
@@ -193,7 +194,9 @@ def test_kl_needs_and_uses_reference_logprobs(tiny: Path) -> None:
 
 def test_several_updates_clip_against_the_weights_at_the_start_of_the_batch(tiny: Path) -> None:
     learner = loaded(
-        make_spec(tiny, algorithm={"updates_per_batch": 4, "clip_low": 0.0, "clip_high": 0.0, "proximal": "recomputed"})
+        torch_spec(
+            tiny, algorithm={"updates_per_batch": 4, "clip_low": 0.0, "clip_high": 0.0, "proximal": "recomputed"}
+        )
     )
     metrics = learner.step(random_groups(0), V0)
     assert 0 < metrics["clip_share"] < 1
@@ -201,7 +204,7 @@ def test_several_updates_clip_against_the_weights_at_the_start_of_the_batch(tiny
 
 
 def test_snapshot_carries_hugging_face_names_without_tied_copies(tiny: Path) -> None:
-    learner = loaded(make_spec(tiny))
+    learner = loaded(torch_spec(tiny))
     learner.step(random_groups(0), V0)
     snapshot = learner.snapshot(version(1))
     sent = dict(unpack(snapshot.manifest, snapshot.buckets))
@@ -213,7 +216,7 @@ def test_snapshot_carries_hugging_face_names_without_tied_copies(tiny: Path) -> 
 
 
 def test_bfloat16_trains_float32_masters_and_sends_bfloat16(tiny: Path, tmp_path: Path) -> None:
-    learner = loaded(make_spec(tiny, model={"dtype": "bfloat16"}))
+    learner = loaded(torch_spec(tiny, model={"dtype": "bfloat16"}))
     metrics = learner.step(random_groups(0), V0)
     assert np.isfinite(metrics["loss/policy"])
     assert all(p.dtype == torch.float32 for p in learner.parameters.values())
@@ -223,7 +226,7 @@ def test_bfloat16_trains_float32_masters_and_sends_bfloat16(tiny: Path, tmp_path
 
 
 def test_saved_directory_is_a_plain_hugging_face_model(tiny: Path, tmp_path: Path) -> None:
-    learner = loaded(make_spec(tiny))
+    learner = loaded(torch_spec(tiny))
     learner.step(random_groups(0), V0)
     learner.save(tmp_path / "c")
     model, info = AutoModelForCausalLM.from_pretrained(tmp_path / "c", output_loading_info=True)
@@ -241,7 +244,7 @@ def _sdpa(learner: TorchLearner) -> object:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_lora_trains_sends_and_saves_only_the_adapter(tiny: Path, tmp_path: Path, dtype: str) -> None:
-    learner = loaded(make_spec(tiny, model={"lora": LORA, "dtype": dtype}))
+    learner = loaded(torch_spec(tiny, model={"lora": LORA, "dtype": dtype}))
     base = {n: p.detach().clone() for n, p in learner.model.named_parameters() if "lora_" not in n}
     for step in range(2):
         learner.step(random_groups(step), version(step))
@@ -262,18 +265,19 @@ def test_lora_trains_sends_and_saves_only_the_adapter(tiny: Path, tmp_path: Path
     tolerance = 1e-5 if dtype == "float32" else 0.05
     torch.testing.assert_close(plain_logprobs(again, ids), plain_logprobs(_sdpa(learner), ids), atol=tolerance, rtol=0)
     with pytest.raises(JobFailed, match="does not fit"):
-        loaded(make_spec(tiny, model={"lora": {**LORA, "rank": 2}}), tmp_path / "c")
+        loaded(torch_spec(tiny, model={"lora": {**LORA, "rank": 2}}), tmp_path / "c")
 
 
 def test_wrong_lora_targets_and_missing_state_are_named(tiny: Path) -> None:
     with pytest.raises(JobFailed, match="target_modules"):
-        loaded(make_spec(tiny, model={"lora": {"target_modules": ["nothing"]}}))
+        loaded(torch_spec(tiny, model={"lora": {"target_modules": ["nothing"]}}))
     with pytest.raises(JobFailed, match="cannot be resumed"):
-        loaded(make_spec(tiny), tiny)
+        loaded(torch_spec(tiny), tiny)
 
 
 def test_simulated_learner_takes_its_time_and_counts(tiny: Path, tmp_path: Path) -> None:
-    learner = SimulatedLearner(make_spec(tiny, train={"learner": "simulated", "simulated_step_s": 0.05}))
+    simulated = {"learner": "simulated", "simulated_step_s": 0.05, "lr": 1e-5}
+    learner = SimulatedLearner(torch_spec(tiny, train=simulated))
     learner.load(None)
     metrics = learner.step(random_groups(0), V0)
     assert metrics["step_seconds"] >= 0.05 and metrics["tokens"] > 0
@@ -285,7 +289,7 @@ def test_simulated_learner_takes_its_time_and_counts(tiny: Path, tmp_path: Path)
 
 def test_grpo_learns_to_copy_one_digit(tiny: Path) -> None:
     """The sampler works in this process; 16 samples of each of 8 digits, as many steps as fit in half a minute."""
-    spec = make_spec(
+    spec = torch_spec(
         tiny, algorithm={"group_size": 16, "groups_per_batch": 8}, train={"lr": 3e-4, "warmup_steps": 10, "steps": 150}
     )
     learner = loaded(spec)
