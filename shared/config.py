@@ -42,7 +42,9 @@ class Settings(BaseModel):
     advertise_host: str = "127.0.0.1"
     """Address under which other processes reach this one (the trainer's weight group)."""
     swap_timeout_s: Annotated[float, Field(gt=0)] = 8.0
-    """For each phase of a weight swap; a rollout worker that takes longer is left out of the group."""
+    """For each phase of a weight swap: joining the group, the transfer, and what the engine does with it (pause, load,
+    resume); the last two may take the time for their bytes at 50 MB/s on top. A rollout worker that takes longer is
+    left out and tried again later; if no worker gets a version several times in a row, the job fails."""
     preload: bool = True
     """Import heavy libraries (torch, vllm) before the first job instead of when it comes."""
     env_sessions: Annotated[int, Field(gt=0)] = 512

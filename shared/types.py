@@ -378,12 +378,12 @@ SIMULATED = "none"
 
 
 class SwapCommand(msgspec.Struct, frozen=True, kw_only=True):
-    """Trainer -> one rollout worker: join the job's weight group, or receive one version through it."""
+    """Trainer -> one rollout worker: join the job's weight group, or receive one version through it, or say hello."""
 
     job: str
     epoch: int
     action: str
-    """join | receive"""
+    """join | receive | ping"""
     generation: int
     """Number of the group; a receive for another generation is refused."""
     address: str = ""

@@ -6,14 +6,13 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from opentinker.shared.nn.transport import (
@@ -22,11 +21,13 @@ from opentinker.shared.nn.transport import (
     WeightGroup,
     bucket_sizes,
     fingerprint,
+    give_up,
     host_store,
     snapshot,
     unpack,
 )
 from opentinker.shared.types import WeightVersion
+from tests.conftest import free_port
 
 LOOPBACK = "127.0.0.1"
 V1 = WeightVersion(0, 1)
@@ -85,6 +86,8 @@ def form(
 
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.integers(0, 300), min_size=1, max_size=12), st.integers(64, 2048))
+@example([28, 0, 17], 64)
+@example([0, 0, 5, 0], 64)
 def test_every_layout_of_tensors_survives_packing(sizes: list[int], bucket_bytes: int) -> None:
     tensors = named(sizes)
     snap = snapshot(V1, tensors, bucket_bytes)
@@ -185,17 +188,52 @@ def test_a_closed_group_says_so() -> None:
         group.send([torch.zeros(1, dtype=torch.uint8)])
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "hanging"])
-def test_a_lost_receiver_is_noticed_by_the_trainer_and_by_survivors(
-    pool: ThreadPoolExecutor, how: signal.Signals
-) -> None:
-    size = 32 << 20  # more than sockets buffer
-    victims: list[subprocess.Popen[str]] = []
+def test_nobody_waits_for_a_group_that_is_given_up(pool: ThreadPoolExecutor) -> None:
+    store, port = host_store(LOOPBACK, 3, 20.0)
+    joining = [
+        pool.submit(
+            WeightGroup.join,
+            address=LOOPBACK,
+            port=port,
+            rank=rank,
+            world=3,
+            device="cpu",
+            timeout_s=20.0,
+            store=None if rank else store,
+        )
+        for rank in (0, 1)
+    ]
+    while not store.check(["here/0", "here/1"]):
+        time.sleep(0.01)
+    started = time.monotonic()
+    give_up(store, "rank 2 is dead")
+    give_up(store, "a later reason")
+    for future in joining:
+        with pytest.raises(TransportError, match="given up, rank 2 is dead"):
+            future.result()
+    assert time.monotonic() - started < 2
 
-    def start_victim(port: int) -> None:
-        victims.append(
+
+def test_a_group_whose_trainer_is_gone_is_not_waited_for() -> None:
+    started = time.monotonic()
+    with pytest.raises(TransportError, match="could not join"):
+        WeightGroup.join(address=LOOPBACK, port=free_port(), rank=1, world=2, device="cpu", timeout_s=20.0)
+    assert time.monotonic() - started < 2
+
+
+SIZE, COUNT = 32 << 20, 6
+"""Bytes of a bucket, more than sockets buffer, and buckets of a version."""
+
+
+@pytest.fixture
+def trio(pool: ThreadPoolExecutor) -> Iterator[tuple[list[WeightGroup], subprocess.Popen[str]]]:
+    """Ranks 0 and 1 here, rank 2 a process; nobody waits less than 20 s by default."""
+    members: list[subprocess.Popen[str]] = []
+
+    def start(port: int) -> None:
+        members.append(
             subprocess.Popen(
-                [sys.executable, "-c", MEMBER, str(port), "2", "3", str(size)],
+                [sys.executable, "-c", MEMBER, str(port), "2", "3", str(SIZE)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 text=True,
@@ -203,25 +241,49 @@ def test_a_lost_receiver_is_noticed_by_the_trainer_and_by_survivors(
             )
         )
 
-    groups = form(pool, 2, 3, timeout_s=20.0, late=start_victim)
-    (victim,) = victims
+    groups = form(pool, 2, 3, timeout_s=20.0, late=start)
+    (member,) = members
     try:
-        assert victim.stdout is not None and victim.stdout.readline() == "joined\n"
-        for group in groups:
-            group.timeout_s = 1.0
-        os.kill(victim.pid, how)
-        if how == signal.SIGKILL:
-            victim.wait()
-        bucket = torch.zeros(size, dtype=torch.uint8)
-        over = threading.Event()
-        survivor = pool.submit(groups[1].receive, [size])
-        survivor.add_done_callback(lambda _: over.set())
-        started = time.monotonic()
-        with pytest.raises(TransportError, match="rank 0 lost the weight group in bucket 1 of 1"):
-            groups[0].send([bucket])
-        assert over.wait(4)
-        assert time.monotonic() - started < 4
-        assert survivor.exception() is None or isinstance(survivor.exception(), TransportError)
+        assert member.stdout is not None and member.stdout.readline() == "joined\n"
+        yield groups, member
     finally:
-        victim.kill()
-        victim.communicate()
+        member.kill()
+        member.communicate()
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "hanging"])
+def test_a_lost_receiver_is_noticed_by_the_trainer_and_by_survivors(
+    pool: ThreadPoolExecutor, trio: tuple[list[WeightGroup], subprocess.Popen[str]], how: signal.Signals
+) -> None:
+    groups, victim = trio
+    if how == signal.SIGSTOP:
+        for group in groups:
+            group.timeout_s = 1.0  # and 0.7 s per bucket
+    os.kill(victim.pid, how)
+    if how == signal.SIGKILL:
+        victim.wait()
+    survivor = pool.submit(groups[1].receive, [SIZE] * COUNT)
+    started = time.monotonic()
+    with pytest.raises(TransportError, match="rank 0 lost the weight group in bucket 1 of 6"):
+        groups[0].send([torch.zeros(SIZE, dtype=torch.uint8)] * COUNT)
+    assert isinstance(survivor.exception(4), TransportError)
+    assert time.monotonic() - started < 4
+
+
+def test_a_transfer_that_is_given_up_ends_for_everyone_and_lets_go_of_the_memory(
+    pool: ThreadPoolExecutor, trio: tuple[list[WeightGroup], subprocess.Popen[str]]
+) -> None:
+    groups, victim = trio
+    os.kill(victim.pid, signal.SIGSTOP)
+    staged = [torch.zeros(SIZE, dtype=torch.uint8) for _ in range(2)]
+    memory = [bucket.data_ptr() for bucket in staged]
+    store = groups[0]._store
+    assert store is not None
+    sending = pool.submit(groups[0].send, [torch.ones(SIZE, dtype=torch.uint8)] * 2)
+    receiving = pool.submit(groups[1].receive, [SIZE] * 2, staged)
+    while staged[0][-1] == 0:  # the first bucket has come, the second cannot
+        time.sleep(0.01)
+    give_up(store, "rank 2 hangs")
+    for future in (sending, receiving):
+        assert "given up, rank 2 hangs" in str(future.exception(4))
+    assert staged[1].data_ptr() != memory[1]

@@ -245,7 +245,8 @@ class RolloutJob:
     async def _swap(self, command: SwapCommand) -> SwapReply:
         """Never raises: a failure leaves the old weights and version and is told to the trainer."""
         if command.action == "ping":  # answered beside a swap that is under way
-            return self._reply(ok=command.job == self.lease.job)
+            busy = self.swapping.locked()
+            return self._reply(ok=not busy, error="it is still busy with an earlier swap" if busy else "")
         async with self.swapping:
             if command.job != self.lease.job or command.epoch < self.epoch:
                 return self._reply(ok=False, error=f"this worker serves job {self.lease.job} epoch {self.epoch}")

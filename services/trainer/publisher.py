@@ -3,8 +3,10 @@
     publish loop   consumes the newest snapshot and the workers' heartbeats; produces SWAP commands and the tensors;
                    waits for a new snapshot or a changed membership; woken by `offer` and WAKE
 
-Membership follows heartbeats: a worker that comes (or comes back) makes a new group and gets the current version;
-one that fails is left out and tried again later. A version counts for admission once at least one worker has it.
+Membership follows heartbeats: a worker that comes (or comes back) makes a new group and gets the current version.
+One that dies or fails breaks the group for everyone; the next group is formed at once, without it. A dead one is a
+member again when it answers a ping, one that failed after a pause. A version counts for admission once at least one
+worker has it.
 """
 
 from __future__ import annotations
@@ -12,23 +14,29 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import structlog
 
 from opentinker.services.trainer.learner import BUCKET_BYTES, SnapshotLike
-from opentinker.shared.bus import NoReply
-from opentinker.shared.codec import WireError
+from opentinker.services.trainer.swap_calls import Failure, SwapCalls, name_of
+from opentinker.shared.errors import JobFailed
 from opentinker.shared.service import Context
-from opentinker.shared.subjects import SWAP, WAKE
+from opentinker.shared.subjects import WAKE
 from opentinker.shared.types import Lease, Pool, SwapCommand, SwapReply, WeightVersion, WorkerInfo
 from opentinker.shared.waiting import set_within
+
+if TYPE_CHECKING:
+    from opentinker.shared.nn.transport import WeightGroup
 
 log = structlog.get_logger()
 
 LOOK_S = 0.5
 AGAIN_S = 2.0
-"""A worker that failed is not tried again earlier."""
+"""A worker that failed is not tried again earlier; twice as long after each further failure..."""
+AGAIN_AT_MOST_S = 60.0
+TRIES = 5
+"""...and when a version has failed to reach any worker so many times in a row, plus once per worker, the job fails."""
 
 
 class Publisher:
@@ -42,16 +50,21 @@ class Publisher:
         served: Callable[[WeightVersion, dict[str, float]], Awaitable[None]],
     ) -> None:
         self.ctx, self.lease, self.device, self._served = ctx, lease, device, served
+        self._calls = SwapCalls(ctx, lease)
         self._snapshot: SnapshotLike | None = None
         self._wake = asyncio.Event()
         self.sending = asyncio.Lock()
         """Held while a snapshot travels: its buffers must not be reused meanwhile."""
         self._generation = 0
-        self._group: Any = None
+        self._store: Any = None
+        self._group: WeightGroup | None = None
         self._members: list[WorkerInfo] = []
         self._has: dict[str, WeightVersion] = {}
-        self._failed_at: dict[str, float] = {}
-        self.failures = 0
+        self._failures: dict[str, int] = {}
+        """In a row, by worker."""
+        self._not_before: dict[str, float] = {}
+        self._vain = 0
+        """Tries in a row that brought nobody a version."""
 
     def offer(self, snapshot: SnapshotLike) -> None:
         """Call with `sending` held or before `run`: from now on this is the version to have."""
@@ -63,59 +76,69 @@ class Publisher:
         return len(self._members)
 
     async def run(self) -> None:
+        """Raises JobFailed when no worker can take the weights."""
+
         async def wake(_: dict[str, Any]) -> None:
             self._wake.set()
 
         subscription = await self.ctx.bus.listen(WAKE, wake, who=f"trainer-{self.lease.job}")
         try:
             while True:
-                async with self.sending:
-                    wanted = await self._wanted()
-                    if {_name(w) for w in wanted} != {_name(w) for w in self._members}:
-                        await self._rebuild(wanted)
-                    if self._behind():
-                        await self._send()
+                if self.ctx.bus.nc.is_connected:
+                    await self._turn()
                 if await set_within(self._wake, LOOK_S):
                     self._wake.clear()
         finally:
             await subscription.unsubscribe()
             self._leave()
 
+    async def _turn(self) -> None:
+        wanted = await self._wanted()
+        async with self.sending:
+            if _names(wanted) != _names(self._members):
+                await self._rebuild(wanted)
+            if self._behind():
+                await self._send()
+
     async def _wanted(self) -> list[WorkerInfo]:
+        """The members that the group should have. Whoever makes it change must answer first."""
         now = time.monotonic()
-        return [
-            w
-            for w in await self.ctx.store.workers()
-            if w.pool == Pool.ROLLOUT
-            and w.job == self.lease.job
-            and w.status == "ready"
-            and now - self._failed_at.get(_name(w), -AGAIN_S) >= AGAIN_S
+        ready = [
+            worker
+            for worker in await self.ctx.store.workers()
+            if worker.pool == Pool.ROLLOUT
+            and worker.job == self.lease.job
+            and worker.status == "ready"
+            and now >= self._not_before.get(name_of(worker), now)
         ]
+        if _names(ready) == _names(self._members):
+            return ready
+        answers = await self._calls.greet(ready)
+        refused = [(w, a) for w, a in zip(ready, answers, strict=True) if isinstance(a, Failure) and not a.absent]
+        for worker, failure in refused:
+            self._put_off(worker, failure)
+        wanted = [worker for worker, answer in zip(ready, answers, strict=True) if isinstance(answer, SwapReply)]
+        if refused and not wanted:
+            self._in_vain([worker for worker, _ in refused], [failure for _, failure in refused], "")
+        return wanted
 
     def _behind(self) -> bool:
         version = None if self._snapshot is None else self._snapshot.version
-        return version is not None and any(self._has.get(_name(w)) != version for w in self._members)
+        return version is not None and any(self._has.get(name_of(w)) != version for w in self._members)
 
     def _leave(self) -> None:
-        if self._group is not None:
-            self._group.close()
-            self._group = None
+        group, self._group = self._group, None
+        if group is not None:
+            group.close()
+        self._give_up("the trainer has left")
+        self._store = None
 
-    def _drop(self, worker: WorkerInfo, why: str) -> None:
-        log.warning("rollout_worker_left_out", rollout_worker=worker.id, why=why)
-        self.failures += 1
-        self._failed_at[_name(worker)] = time.monotonic()
-        self._has.pop(_name(worker), None)
-        self._members = [w for w in self._members if _name(w) != _name(worker)]
-        self._wake.set()
+    def _give_up(self, why: str) -> None:
+        """Nobody shall wait any longer, neither for the group to be complete nor for bytes."""
+        if self._store is not None:
+            from opentinker.shared.nn import transport
 
-    async def _ask(self, worker: WorkerInfo, command: SwapCommand) -> SwapReply | str:
-        """The worker's reply, or why there is none."""
-        try:
-            reply = await self.ctx.bus.request(SWAP, command, self._timeout_s, worker=_name(worker))
-        except (NoReply, WireError) as error:
-            return str(error)
-        return reply if reply.ok else reply.error
+            transport.give_up(self._store, why)
 
     @property
     def _timeout_s(self) -> float:
@@ -124,65 +147,69 @@ class Publisher:
     # --- membership ---------------------------------------------------------------------------------------------
 
     async def _rebuild(self, members: list[WorkerInfo]) -> None:
-        """A new group of exactly these workers. Whoever does not join is left out and the rest tries again later."""
+        """A new group of exactly these workers, or none."""
         self._leave()
         self._generation += 1
         self._members = members
         if not members:
             return
-        world = 1 + len(members)
-        store, port, joining = None, 0, None
-        if self.device != "none":
-            from opentinker.shared.nn import transport
-
-            store, port = transport.host_store(self.ctx.settings.advertise_host, world, self._timeout_s)
-            joining = asyncio.create_task(asyncio.to_thread(self._join, store, port, world))
-        replies = await asyncio.gather(
-            *(
-                self._ask(
-                    worker,
-                    SwapCommand(
-                        job=self.lease.job,
-                        epoch=self.lease.epoch,
-                        action="join",
-                        generation=self._generation,
-                        address=self.ctx.settings.advertise_host,
-                        port=port,
-                        rank=rank,
-                        world=world,
-                        device=self.device,
-                    ),
-                )
-                for rank, worker in enumerate(members, start=1)
+        world, port = 1 + len(members), self._host(1 + len(members))
+        commands = [
+            SwapCommand(
+                job=self.lease.job,
+                epoch=self.lease.epoch,
+                action="join",
+                generation=self._generation,
+                address=self.ctx.settings.advertise_host,
+                port=port,
+                rank=rank,
+                world=world,
+                device=self.device,
             )
+            for rank in range(1, world)
+        ]
+        problem, answers = await self._calls.ask(
+            list(zip(members, commands, strict=True)), self._enter(port, world), self._timeout_s, self._give_up
         )
-        problem = None if joining is None else await joining
-        failed = [(w, r) for w, r in zip(members, replies, strict=True) if isinstance(r, str)]
-        if not failed and problem is None:
-            log.info("weight_group", generation=self._generation, rollout_workers=[w.id for w in members])
+        if problem or any(isinstance(answer, Failure) for answer in answers):
+            self._broken(members, answers, problem)
+            self._in_vain(members, answers, problem)
             return
-        for worker, why in failed or [(w, problem or "") for w in members]:
-            self._drop(worker, why)
-        self._members = []
-        self._wake.set()
+        log.info("weight_group", generation=self._generation, rollout_workers=[w.id for w in members])
 
-    def _join(self, store: Any, port: int, world: int) -> str | None:
-        """Blocking. None, or what went wrong."""
+    def _host(self, world: int) -> int:
+        """The group's meeting point. Returns its port; 0 for a learner without tensors, which needs no group."""
+        if self.device == "none":
+            return 0
         from opentinker.shared.nn import transport
 
         try:
-            self._group = transport.WeightGroup.join(
+            self._store, port = transport.host_store(self.ctx.settings.advertise_host, world, self._timeout_s)
+        except transport.TransportError as error:
+            raise JobFailed(f"{error}; see the setting advertise_host") from error
+        return port
+
+    async def _enter(self, port: int, world: int) -> str:
+        """The trainer's part of a new group. Returns what went wrong, or nothing."""
+        if self._store is None:
+            return ""
+        from opentinker.shared.nn import transport
+
+        try:
+            self._group = await asyncio.to_thread(
+                transport.WeightGroup.join,
                 address=self.ctx.settings.advertise_host,
                 port=port,
                 rank=0,
                 world=world,
                 device=self.device,
                 timeout_s=self._timeout_s,
-                store=store,
+                store=self._store,
             )
         except transport.TransportError as error:
+            self._give_up(str(error))
             return str(error)
-        return None
+        return ""
 
     # --- one version --------------------------------------------------------------------------------------------
 
@@ -202,38 +229,98 @@ class Publisher:
             fingerprints=snapshot.fingerprints,
             bucket_bytes=BUCKET_BYTES,
         )
-        asking = asyncio.gather(*(self._ask(worker, command) for worker in members))
-        problem = None if self._group is None else await asyncio.to_thread(self._transfer, snapshot)
-        replies = await asking
-        good = [(w, r) for w, r in zip(members, replies, strict=True) if isinstance(r, SwapReply)]
-        for worker, reply in good:
-            if reply.version == snapshot.version:
-                self._has[_name(worker)] = snapshot.version
-        if problem is not None or len(good) < len(members):
-            log.warning("swap_incomplete", version=str(snapshot.version), problem=problem)
-            for worker, why in zip(members, replies, strict=True):
-                if isinstance(why, str):
-                    self._drop(worker, why)
-            self._members = []  # the group is broken for all: the next turn of the loop makes a new one
-            self._wake.set()
-        if good:
-            phases = {f"swap/{name}_s": value for name, value in _slowest([r for _, r in good]).items()}
-            await self._served(snapshot.version, {**phases, "swap/seconds": time.monotonic() - started})
+        problem, answers = await self._calls.ask(
+            [(worker, command) for worker in members],
+            self._transfer(snapshot),
+            self._load_s(snapshot),
+            self._give_up,
+        )
+        good: list[SwapReply] = []
+        for worker, answer in zip(members, answers, strict=True):
+            if isinstance(answer, SwapReply):
+                good.append(answer)
+                self._has[name_of(worker)] = snapshot.version
+                self._failures.pop(name_of(worker), None)
+        if problem or len(good) < len(members):
+            self._broken(members, answers, problem)
+        if not good:
+            self._in_vain(members, answers, problem)
+            return
+        self._vain = 0
+        phases = {f"swap/{name}_s": value for name, value in _slowest(good).items()}
+        await self._served(snapshot.version, {**phases, "swap/seconds": time.monotonic() - started})
 
-    def _transfer(self, snapshot: SnapshotLike) -> str | None:
-        """Blocking. None, or what went wrong."""
+    def _load_s(self, snapshot: SnapshotLike) -> float:
+        """What an engine may take for pause, load and resume; the group itself limits the transfer before it."""
+        if self._group is None:
+            return self._timeout_s
+        from opentinker.shared.nn import transport
+
+        return transport.allowed_s(self._timeout_s, sum(bucket.numel() for bucket in snapshot.buckets))
+
+    async def _transfer(self, snapshot: SnapshotLike) -> str:
+        """The trainer's part of a swap. Returns what went wrong, or nothing."""
+        if self._group is None:
+            return ""
         from opentinker.shared.nn import transport
 
         try:
-            self._group.send(snapshot.buckets)
+            await asyncio.to_thread(self._group.send, snapshot.buckets)
         except transport.TransportError as error:
             return str(error)
-        return None
+        return ""
+
+    # --- failures -----------------------------------------------------------------------------------------------
+
+    def _broken(self, members: list[WorkerInfo], answers: list[SwapReply | Failure], problem: str) -> None:
+        """The group is of no use any more: the next turn makes another, without those to blame."""
+        log.warning("weight_group_broken", generation=self._generation, problem=problem)
+        for worker, failure in _blamed(members, answers, problem):
+            self._put_off(worker, failure)
+        self._leave()
+        self._members = []
+        self._wake.set()
+
+    def _put_off(self, worker: WorkerInfo, failure: Failure) -> None:
+        """Leave it out, for longer each time. An absent one may come back as soon as it answers."""
+        log.warning("rollout_worker_left_out", rollout_worker=worker.id, why=failure.why)
+        name = name_of(worker)
+        self._has.pop(name, None)
+        if not failure.absent:
+            self._failures[name] = self._failures.get(name, 0) + 1
+            pause = min(AGAIN_S * 2 ** (self._failures[name] - 1), AGAIN_AT_MOST_S)
+            self._not_before[name] = time.monotonic() + pause
+
+    def _in_vain(self, members: list[WorkerInfo], answers: list[SwapReply | Failure], problem: str) -> None:
+        """Nobody got anything. Raises JobFailed when it has been so too often."""
+        if not self.ctx.bus.nc.is_connected:
+            return  # nobody's fault, and it will pass
+        self._vain += 1
+        if self._vain >= TRIES + len(members):
+            reasons = [f"{worker.id}: {failure.why}" for worker, failure in _blamed(members, answers, problem)]
+            reasons += [problem] if problem else []
+            version = "" if self._snapshot is None else f" {self._snapshot.version}"
+            raise JobFailed(
+                f"no rollout worker could take weights{version}, {self._vain} tries in a row; last: "
+                f"{'; '.join(reasons)} (each phase of a swap may take swap_timeout_s = {self._timeout_s:g} "
+                "s, transfer and load also the time for their bytes at 50 MB/s)"
+            )
 
 
-def _name(worker: WorkerInfo) -> str:
-    """The worker's address on SWAP (`LeasedWorker.address`)."""
-    return f"{worker.id}-{worker.incarnation}"
+def _blamed(
+    members: list[WorkerInfo], answers: list[SwapReply | Failure], problem: str
+) -> list[tuple[WorkerInfo, Failure]]:
+    """The dead and the silent. If there are none: everyone who failed, or, where the trainer's own part went wrong
+    too, the first of them, as the others may have failed because of it."""
+    failed = [(w, answer) for w, answer in zip(members, answers, strict=True) if isinstance(answer, Failure)]
+    silent = [(w, failure) for w, failure in failed if failure.silent]
+    if silent or not problem:
+        return silent or failed
+    return sorted(failed, key=lambda one: one[1].at)[:1]
+
+
+def _names(workers: list[WorkerInfo]) -> set[str]:
+    return {name_of(worker) for worker in workers}
 
 
 def _slowest(replies: list[SwapReply]) -> dict[str, float]:

@@ -12,6 +12,7 @@ import contextlib
 import datetime
 import math
 import socket
+import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -27,7 +28,12 @@ ALIGN = 16
 CHUNK = 1 << 17
 """64-bit words per partial sum of a fingerprint; part of its definition."""
 SLOWEST_LINK = 50e6
-"""Bytes per second: a transfer may take its group's time-out plus the time that this takes."""
+"""Bytes per second that a transfer and the loading after it must reach: see `allowed_s`."""
+GIVEN_UP = "given-up"
+"""Key of a group's store: why the group is of no use any more. Whoever waits looks for it: gloo itself does not wake a
+member that is in the middle of a message when the connection ends."""
+LOOK_S = 0.1
+ARRIVAL_LOOK_S = 0.02
 STRIDE = 0x9E3779B97F4A7C15
 MASK = (1 << 64) - 1
 
@@ -59,11 +65,16 @@ def nbytes(info: TensorInfo) -> int:
 
 
 def bucket_sizes(manifest: Sequence[TensorInfo], bucket_bytes: int) -> list[int]:
-    """Bytes of each bucket: tensors in order, a new bucket when the next tensor would pass `bucket_bytes`."""
+    """Bytes of each bucket: tensors in order, a new bucket when the next tensor would pass `bucket_bytes`.
+
+    An empty tensor has no place of its own.
+    """
     sizes: list[int] = []
     for info in manifest:
         size = nbytes(info)
         start = _aligned(sizes[-1]) if sizes else 0
+        if sizes and not size:
+            continue
         if sizes and start + size <= bucket_bytes:
             sizes[-1] = start + size
         else:
@@ -76,13 +87,13 @@ def unpack(manifest: Sequence[TensorInfo], buckets: Sequence[torch.Tensor]) -> I
     bucket, offset = 0, 0
     for info in manifest:
         size = nbytes(info)
-        start = _aligned(offset)
+        start = _aligned(offset) if size else 0
         if start + size > buckets[bucket].numel():
             bucket, start = bucket + 1, 0
         if bucket == len(buckets) or start + size > buckets[bucket].numel():
             raise TransportError(f"the buckets end before tensor {info.name}")
         yield info.name, buckets[bucket][start : start + size].view(dtype_of(info.dtype)).view(info.shape)
-        offset = start + size
+        offset = start + size if size else offset
 
 
 def snapshot(
@@ -124,6 +135,11 @@ def fingerprint(bucket: torch.Tensor) -> int:
     return int(value >> 1)  # fits a signed 64-bit integer on the wire
 
 
+def allowed_s(timeout_s: float, total: int) -> float:
+    """Seconds that moving, or loading, so many bytes may take before it counts as hanging."""
+    return timeout_s + total / SLOWEST_LINK
+
+
 def host_store(address: str, world: int, timeout_s: float) -> tuple[dist.TCPStore, int]:
     """The meeting point of a group: listens on a free port of the trainer's machine. Returns it and the port."""
     try:
@@ -133,6 +149,15 @@ def host_store(address: str, world: int, timeout_s: float) -> tuple[dist.TCPStor
     except RuntimeError as error:
         raise TransportError(f"cannot listen for rollout workers on {address}: {_first_line(error)}") from error
     return store, store.port
+
+
+def give_up(store: dist.TCPStore, why: str) -> None:
+    """Everyone who waits in the group, to join, send or receive, gets a TransportError within about LOOK_S.
+
+    The first reason stays.
+    """
+    with contextlib.suppress(RuntimeError):  # who waits will see that the store does not answer
+        store.compare_set(GIVEN_UP, "", why)
 
 
 class WeightGroup:
@@ -159,21 +184,28 @@ class WeightGroup:
         timeout_s: float,
         store: dist.TCPStore | None = None,
     ) -> WeightGroup:
-        """Blocks until all `world` members are there. Raises TransportError after `timeout_s`."""
+        """Blocks until all `world` members are there.
+
+        Raises TransportError: at once when the trainer is gone or gives the group up, else after `timeout_s`.
+        """
         where = torch.device(device)
+        deadline = time.monotonic() + timeout_s
+        failed = f"rank {rank} could not join the weight group of {world} at {address}:{port}"
         try:
-            store = store or dist.TCPStore(address, port, world, is_master=False, timeout=_delta(timeout_s))
+            own_address = _own_address(address, port, timeout_s)
+            store = store or dist.TCPStore(
+                address, port, world, is_master=False, timeout=_delta(timeout_s), wait_for_workers=False
+            )
+            if problem := _arrive(store, rank, world, deadline):
+                raise TransportError(f"{failed}: {problem}")
             prefixed = dist.PrefixStore("weights", store)
             if where.type == "cuda":
                 torch.cuda.set_device(where)
                 group: dist.ProcessGroup = dist.ProcessGroupNCCL(prefixed, rank, world, _nccl(timeout_s))
             else:
-                group = dist.ProcessGroupGloo(prefixed, rank, world, _gloo(_own_address(address, port), timeout_s))
+                group = dist.ProcessGroupGloo(prefixed, rank, world, _gloo(own_address, timeout_s))
         except (RuntimeError, OSError) as error:
-            raise TransportError(
-                f"rank {rank} could not join the weight group of {world} at {address}:{port} "
-                f"within {timeout_s:g} s: {_first_line(error)}"
-            ) from error
+            raise TransportError(f"{failed} within {timeout_s:g} s: {_first_line(error)}") from error
         return cls(store, group, rank, where, timeout_s)
 
     def send(self, buckets: Sequence[torch.Tensor]) -> None:
@@ -181,7 +213,10 @@ class WeightGroup:
         self._broadcast(buckets)
 
     def receive(self, sizes: Sequence[int], reuse: Sequence[torch.Tensor] | None = None) -> list[torch.Tensor]:
-        """Buckets of the given numbers of bytes, in fresh memory or in that of `reuse` if it has the same sizes."""
+        """Buckets of the given numbers of bytes, in fresh memory or in that of `reuse` if it has the same sizes.
+
+        After a TransportError the contents of `reuse` are lost.
+        """
         buckets = _memory(sizes, self.device, reuse)
         self._broadcast(buckets)
         return buckets
@@ -198,18 +233,47 @@ class WeightGroup:
                 group.shutdown()
 
     def _broadcast(self, buckets: Sequence[torch.Tensor]) -> None:
-        if self._group is None:
-            raise TransportError("the weight group is closed")
-        total = sum(bucket.numel() for bucket in buckets)
-        deadline = time.monotonic() + self.timeout_s + total / SLOWEST_LINK
+        end = time.monotonic() + allowed_s(self.timeout_s, sum(bucket.numel() for bucket in buckets))
         for number, bucket in enumerate(buckets):
-            # Raised outside the except block: a traceback would keep the group's sockets open, and with them the hope
-            # of the other members.
-            if failure := _send_one(self._group, bucket, deadline, self.device):
+            # Bucket by bucket: who hangs is noticed soon, however much is still to come.
+            deadline = min(end, time.monotonic() + allowed_s(self.timeout_s, bucket.numel()))
+            # Raised here, where no frame holds the group: a traceback would keep its sockets open, and with them the
+            # hope of the other members.
+            if failure := self._one(bucket, deadline):
                 self.close()
                 raise TransportError(
                     f"rank {self.rank} lost the weight group in bucket {number + 1} of {len(buckets)}: {failure}"
                 )
+
+    def _one(self, bucket: torch.Tensor, deadline: float) -> str:
+        """Broadcast one bucket; returns what went wrong, or nothing. The others learn of a failure too."""
+        group, store = self._group, self._store
+        if group is None or store is None:
+            return "it is closed"
+        options = dist.BroadcastOptions()
+        options.rootRank = 0
+        options.timeout = _delta(max(deadline - time.monotonic(), 0.001))
+        on_gloo, why = self.device.type != "cuda", ""
+        try:
+            work = group.broadcast([bucket.view(-1)], options)
+            while not why and not _over(work, on_gloo):
+                if self._group is not group:
+                    why = "it was closed"
+                elif not on_gloo and time.monotonic() > deadline:
+                    why = "timed out"
+                else:
+                    why = _given_up(store)
+            if not why:
+                work.wait()
+            elif on_gloo:
+                _outlive(group, work)
+                if self.rank:  # bytes may still arrive in the memory that the work holds
+                    bucket.set_(torch.empty_like(bucket))
+        except RuntimeError as error:
+            why = _first_line(error)
+        if why:
+            give_up(store, f"rank {self.rank}: {why}")
+        return why
 
 
 def _nccl(timeout_s: float) -> dist.ProcessGroupNCCL.Options:
@@ -226,29 +290,55 @@ def _gloo(own_address: str, timeout_s: float) -> dist.ProcessGroupGloo._Options:
     return options
 
 
-def _own_address(address: str, port: int) -> str:
-    """The address of this machine that the host at `address` can reach; no packet is sent."""
-    family, kind, _, _, target = socket.getaddrinfo(address, port, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind) as probe:
-        probe.connect(target)
+def _own_address(address: str, port: int, timeout_s: float) -> str:
+    """The address of this machine that the host at `address` can reach. Raises OSError if nobody listens there."""
+    with socket.create_connection((address, port), timeout_s) as probe:
         return str(probe.getsockname()[0])
 
 
-def _send_one(group: dist.ProcessGroup, bucket: torch.Tensor, deadline: float, device: torch.device) -> str:
-    """Broadcast from rank 0; returns what went wrong, or nothing."""
-    options = dist.BroadcastOptions()
-    options.rootRank = 0
-    options.timeout = _delta(max(deadline - time.monotonic(), 0.001))
-    try:
-        work = group.broadcast([bucket], options)
-        while device.type == "cuda" and not work.is_completed():  # NCCL's wait returns before the bytes are there
-            if time.monotonic() > deadline:
-                return "timed out"
-            time.sleep(0.0005)
-        work.wait()
-    except RuntimeError as error:
-        return _first_line(error)
+def _arrive(store: dist.TCPStore, rank: int, world: int, deadline: float) -> str:
+    """Wait at the store until every member has come. Returns what went wrong, or nothing."""
+    store.set(f"here/{rank}", "")
+    missing = list(range(world))
+    while missing := [other for other in missing if not store.check([f"here/{other}"])]:
+        if why := _given_up(store):
+            return why
+        if time.monotonic() > deadline:
+            return f"rank {', '.join(map(str, missing))} did not come in time"
+        time.sleep(ARRIVAL_LOOK_S)
     return ""
+
+
+def _given_up(store: dist.TCPStore) -> str:
+    """Why there is nothing to wait for any more, or nothing."""
+    try:
+        return f"given up, {store.get(GIVEN_UP).decode()}" if store.check([GIVEN_UP]) else ""
+    except RuntimeError as error:
+        return f"the trainer is gone: {_first_line(error)}"
+
+
+def _over(work: dist.Work, on_gloo: bool) -> bool:
+    """True as soon as the work has ended, well or not; False after LOOK_S."""
+    if on_gloo:
+        with contextlib.suppress(RuntimeError):  # not yet; or it has failed, and the next wait says so again
+            work.wait(_delta(LOOK_S))
+        return bool(work.is_completed())
+    end = time.monotonic() + LOOK_S
+    while (
+        not (over := work.is_completed()) and time.monotonic() < end
+    ):  # NCCL's wait returns before the bytes are there
+        time.sleep(0.0005)
+    return bool(over)
+
+
+def _outlive(group: dist.ProcessGroup, work: dist.Work) -> None:
+    """Keep a group until its last operation has timed out: gloo cannot abort it, and the group's end waits for it."""
+
+    def wait(_: dist.ProcessGroup) -> None:
+        with contextlib.suppress(RuntimeError):
+            work.wait()
+
+    threading.Thread(target=wait, args=(group,), name="weights-lost", daemon=True).start()
 
 
 def _memory(sizes: Sequence[int], device: torch.device, reuse: Sequence[torch.Tensor] | None) -> list[torch.Tensor]:
