@@ -14,18 +14,11 @@ from pydantic import BaseModel, ConfigDict, Field, ModelWrapValidatorHandler, Va
 
 from opentinker.shared import algorithms
 from opentinker.shared.errors import SpecError
+from opentinker.shared.mistakes import Mistakes, fill, mistakes_of, unused
 
 Positive = Annotated[int, Field(gt=0)]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 NAME = r"^[a-z0-9][a-z0-9_-]{0,62}$"
-
-
-class Mistakes(ValueError):
-    """Several mistakes found by one validator; `parse_spec` reports each with its own field."""
-
-    def __init__(self, mistakes: list[dict[str, Any]]) -> None:
-        self.mistakes = mistakes
-        super().__init__("; ".join(f"{m['field']}: {m['problem']}" for m in mistakes))
 
 
 class Part(BaseModel):
@@ -55,7 +48,7 @@ class Part(BaseModel):
             found = error.errors(include_url=False)
             if not isinstance(data, dict) or any(not item["loc"] for item in found):
                 raise
-            wrong = [mistake for item in found for mistake in _mistakes(item)]
+            wrong = [mistake for item in found for mistake in mistakes_of(item)]
             names = {item["loc"][0] for item in found}
             try:
                 part = handler(
@@ -194,7 +187,7 @@ class AlgorithmSpec(Part):
             problem = f"must divide groups_per_batch={self.groups_per_batch}"
             mistakes.append({"field": "updates_per_batch", "value": self.updates_per_batch, "problem": problem})
         if not mistakes:
-            _fill(self, values)
+            fill(self, values)
         return mistakes
 
     def options(self, part: Literal["advantage", "loss", "correction"]) -> dict[str, Any]:
@@ -203,10 +196,17 @@ class AlgorithmSpec(Part):
         return {name: getattr(self, name) for name in algorithms.PARTS[part][choice].options}
 
 
-def _fill(model: BaseModel, values: dict[str, Any]) -> None:
-    """Set fields of a frozen model while it is being validated."""
-    for name, value in values.items():
-        object.__setattr__(model, name, value)
+TOY_IGNORES = {"temperature", "top_p", "top_k", "stop"}
+SIMULATED = "learner = 'simulated'"
+SIMULATED_IGNORES = {
+    "model": {"lora"},
+    "algorithm": set(AlgorithmSpec.model_fields)
+    - {"group_size", "groups_per_batch", "max_staleness", "drop_zero_variance", "max_zero_variance_batches"}
+    - {"name", "kl_coef", "kl_in", "kl_estimator"},
+    "train": {"lr", "warmup_steps", "beta1", "beta2", "weight_decay", "grad_clip", "tokens_per_micro_batch", "seed"},
+    "resources": {"trainer_gpus"},
+}
+"""By part of the spec. Groups are still dropped for equal rewards, and scored by reference-forward."""
 
 
 class ToySpec(Part):
@@ -222,9 +222,9 @@ class ToySpec(Part):
 
 class RolloutSpec(Part):
     engine: Literal["vllm", "toy"] = "vllm"
-    """What generates; `toy` is simulated, for tests."""
-    toy: ToySpec = ToySpec()
-    """Settings of the toy engine."""
+    """What generates; `toy` is simulated, for tests, and refuses what it would ignore."""
+    toy: ToySpec | None = None
+    """Settings of the toy engine; only with it."""
     max_turns: Positive = 1
     """Model outputs per episode."""
     max_tokens: Positive = 256
@@ -253,17 +253,23 @@ class RolloutSpec(Part):
     """Seeds every request and every group's start state; without it start states use seed 0 and sampling is free."""
 
     def settle(self) -> list[dict[str, Any]]:
-        if self.max_tokens_per_turn is None or self.max_tokens_per_turn <= self.max_tokens:
-            return []
-        problem = f"is larger than max_tokens={self.max_tokens}"
-        return [{"field": "max_tokens_per_turn", "value": self.max_tokens_per_turn, "problem": problem}]
+        found = []
+        if self.max_tokens_per_turn is not None and self.max_tokens_per_turn > self.max_tokens:
+            problem = f"is larger than max_tokens={self.max_tokens}"
+            found.append({"field": "max_tokens_per_turn", "value": self.max_tokens_per_turn, "problem": problem})
+        if self.engine == "toy":
+            found += unused(self, RolloutSpec(), TOY_IGNORES, "engine = 'toy'")
+            fill(self, {"toy": self.toy or ToySpec()})
+        elif self.toy is not None:
+            found.append({"field": "toy", "value": self.toy.model_dump(), "problem": "needs engine = 'toy'"})
+        return found
 
 
 class TrainSpec(Part):
     learner: Literal["torch", "simulated"] = "torch"
-    """What trains; `simulated` only takes its time, for load tests."""
-    simulated_step_s: Annotated[float, Field(ge=0.0)] = 0.0
-    """Duration of a step of the simulated learner (load tests)."""
+    """What trains; `simulated` only takes its time, for load tests, and refuses what it would ignore."""
+    simulated_step_s: Annotated[float, Field(ge=0.0)] | None = None
+    """Duration of a step of the simulated learner, which takes no time by default; only with it."""
     steps: Positive
     """Batches to train on; each raises the weight version by one."""
     lr: Annotated[float, Field(ge=0.0)] = 1e-5
@@ -290,9 +296,16 @@ class TrainSpec(Part):
     """Of the trainer's random state: adapter initialisation, dropout."""
 
     def settle(self) -> list[dict[str, Any]]:
-        if self.warmup_steps <= self.steps:
-            return []
-        return [{"field": "warmup_steps", "value": self.warmup_steps, "problem": f"is larger than steps={self.steps}"}]
+        found = []
+        if self.warmup_steps > self.steps:
+            problem = f"is larger than steps={self.steps}"
+            found.append({"field": "warmup_steps", "value": self.warmup_steps, "problem": problem})
+        if self.learner == "simulated":
+            fill(self, {"simulated_step_s": self.simulated_step_s or 0.0})
+        elif self.simulated_step_s is not None:
+            problem = f"needs {SIMULATED}"
+            found.append({"field": "simulated_step_s", "value": self.simulated_step_s, "problem": problem})
+        return found
 
 
 class ResourceSpec(Part):
@@ -322,6 +335,22 @@ class JobSpec(Part):
     }
 
     def settle(self) -> list[dict[str, Any]]:
+        found = []
+        if self.train.learner == "simulated":
+            usual: dict[str, Part] = {
+                "model": ModelSpec(base="x"),
+                "algorithm": AlgorithmSpec(name=self.algorithm.name),
+                "train": TrainSpec(steps=1),
+                "resources": ResourceSpec(),
+            }
+            for part, default in usual.items():
+                ignored = unused(getattr(self, part), default, SIMULATED_IGNORES[part], f"train.{SIMULATED}")
+                if any(mistake["field"] in algorithms.PARTS for mistake in ignored):  # its options come with it
+                    ignored = [mistake for mistake in ignored if mistake["field"] not in algorithms.OPTIONS]
+                found += [{**mistake, "field": f"{part}.{mistake['field']}"} for mistake in ignored]
+        return found + self._settle_overlong()
+
+    def _settle_overlong(self) -> list[dict[str, Any]]:
         """Overlong shaping takes its lengths from `rollout.max_tokens`."""
         if not self.algorithm.overlong_shaping:
             return []
@@ -338,13 +367,8 @@ class JobSpec(Part):
         ]
         if not found:
             update = {"overlong_length": length, "overlong_buffer": buffer}
-            _fill(self, {"algorithm": self.algorithm.model_copy(update=update)})
+            fill(self, {"algorithm": self.algorithm.model_copy(update=update)})
         return found
-
-    @property
-    def sampled_exactly(self) -> bool:
-        """True if behaviour logprobs are those of the full softmax at `temperature` (no truncation)."""
-        return self.rollout.top_p == 1.0 and self.rollout.top_k == 0
 
 
 def parse_spec(data: Any) -> JobSpec:
@@ -352,7 +376,9 @@ def parse_spec(data: Any) -> JobSpec:
     try:
         return JobSpec.model_validate(data)
     except ValidationError as error:
-        raise SpecError([mistake for item in error.errors(include_url=False) for mistake in _mistakes(item)]) from None
+        raise SpecError(
+            [mistake for item in error.errors(include_url=False) for mistake in mistakes_of(item)]
+        ) from None
 
 
 def load_spec(path: Path) -> Any:
@@ -365,18 +391,3 @@ def load_spec(path: Path) -> Any:
         return orjson.loads(raw) if path.suffix == ".json" else tomllib.loads(raw.decode())
     except (orjson.JSONDecodeError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise SpecError([{"field": "(file)", "value": str(path), "problem": str(error)}]) from None
-
-
-def _mistakes(item: Any) -> list[dict[str, Any]]:
-    """One of pydantic's errors as ours; a validator of ours may have found several."""
-    path = [str(part) for part in item["loc"]]
-    cause = item.get("ctx", {}).get("error")
-    if isinstance(cause, Mistakes):
-        return [{**m, "field": ".".join([*path, m["field"]]), "value": _short(m["value"])} for m in cause.mistakes]
-    problem = item["msg"].removeprefix("Value error, ")
-    return [{"field": ".".join(path) or "(whole spec)", "value": _short(item.get("input")), "problem": problem}]
-
-
-def _short(value: Any) -> Any:
-    text = repr(value)
-    return value if len(text) <= 200 else text[:200] + "..."

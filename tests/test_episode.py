@@ -125,6 +125,7 @@ async def test_plain_mode_adds_no_markup() -> None:
 async def test_sampling_settings_of_the_spec_reach_the_engine() -> None:
     engine = Script([say("x$")])
     spec: dict[str, Any] = {
+        "rollout__engine": "vllm",
         "rollout__temperature": 0.7,
         "rollout__top_p": 0.9,
         "rollout__top_k": 5,

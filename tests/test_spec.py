@@ -163,8 +163,46 @@ def test_any_data_is_a_spec_or_a_list_of_mistakes(whole: Any, part: str, value: 
 
 
 def test_spec_survives_storage() -> None:
-    spec = make_spec(rollout__stop=["\n"], model={"base": "m", "lora": {}}, train__target={"exact": 0.9})
-    assert parse_spec(spec.model_dump(mode="json")) == spec
+    for spec in (
+        make_spec(train__target={"exact": 0.9}, rollout__toy={"skill": 1.0}),
+        make_spec(),
+        parse_spec({**SMALLEST, "model": {"base": "m", "lora": {}}, "rollout": {"stop": ["\n"]}}),
+    ):
+        assert parse_spec(spec.model_dump(mode="json")) == spec
+
+
+@pytest.mark.parametrize(
+    ("changes", "unused"),
+    [
+        ({"rollout": {"toy": {}}}, {"rollout.toy"}),
+        ({"rollout": {"engine": "vllm", "toy": {"skill": 0.5}}}, {"rollout.toy"}),
+        (
+            {"rollout": {"engine": "toy", "temperature": 0.5, "top_p": 0.9, "top_k": 5, "stop": ["x"]}},
+            {"rollout.temperature", "rollout.top_p", "rollout.top_k", "rollout.stop"},
+        ),
+        ({"train": {"steps": 1, "simulated_step_s": 0.0}}, {"train.simulated_step_s"}),
+        (
+            {
+                "model": {"base": "m", "lora": {}},
+                "algorithm": {"loss": "ppo", "updates_per_batch": 2},
+                "train": {"steps": 1, "learner": "simulated", "lr": 0.1, "seed": 1},
+                "resources": {"trainer_gpus": 1},
+            },
+            {"model.lora", "algorithm.loss", "algorithm.updates_per_batch", "train.lr", "train.seed",
+             "resources.trainer_gpus"},
+        ),
+    ],
+)  # fmt: skip
+def test_settings_that_would_be_ignored_are_refused(changes: dict[str, Any], unused: set[str]) -> None:
+    assert set(mistakes({**SMALLEST, **changes})) == unused
+
+
+def test_simulation_gives_what_it_uses_its_values() -> None:
+    spec = make_spec(algorithm={"drop_zero_variance": True, "kl_coef": 0.1})
+    assert spec.rollout.toy is not None and spec.rollout.toy.skill == 0.5
+    assert spec.train.simulated_step_s == 0.0
+    plain = parse_spec(SMALLEST)
+    assert plain.rollout.toy is None and plain.train.simulated_step_s is None
 
 
 def test_files(tmp_path: Path) -> None:

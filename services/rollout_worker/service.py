@@ -32,7 +32,7 @@ async def serve(ctx: Context) -> None:
 
 
 def make_engine(spec: JobSpec, renderer: Renderer, settings: Settings) -> Engine:
-    if spec.rollout.engine == "toy":
+    if spec.rollout.toy is not None:
         return ToyEngine(
             spec.rollout.toy,
             eos_id=min(renderer.eos_ids),

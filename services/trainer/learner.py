@@ -85,7 +85,7 @@ class SimulatedLearner:
 
     def step(self, groups: list[Group], version: WeightVersion) -> dict[str, float]:
         start = time.perf_counter()
-        time.sleep(self.spec.train.simulated_step_s)
+        time.sleep(self.spec.train.simulated_step_s or 0.0)
         self.steps += 1
         tokens = int(sum(np.count_nonzero(t.mask) for group in groups for t in group.trajectories))
         metrics = {"tokens": float(tokens), **batch_metrics(groups, version)}
