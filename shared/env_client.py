@@ -15,8 +15,9 @@ import structlog
 
 from opentinker.shared.bus import Bus, NoReply, NoResponders
 from opentinker.shared.codec import WireError
+from opentinker.shared.sessions import CloseSession, OpenSession, SessionReply, StepSession
 from opentinker.shared.subjects import ENV_CLOSE, ENV_OPEN, ENV_STEP
-from opentinker.shared.types import CloseSession, Ending, OpenSession, SessionReply, StepSession, StopReason
+from opentinker.shared.types import Ending, StopReason
 
 log = structlog.get_logger()
 

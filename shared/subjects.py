@@ -15,7 +15,7 @@ from typing import Generic, TypeVar
 
 from nats.js.api import DiscardPolicy, PersistMode, RetentionPolicy, StorageType, StreamConfig
 
-from opentinker.shared import types
+from opentinker.shared import sessions, types
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -66,12 +66,12 @@ METRIC = Subject("metric.{job}.{source}", types.MetricPoint, json=True)
 WAKE = Subject("wake.{who}", dict, json=True)
 """Anybody -> a loop that sleeps: look again now. A hint; every loop also looks by itself."""
 
-ENV_OPEN = Call("env.open.{environment}", types.OpenSession, types.SessionReply)
+ENV_OPEN = Call("env.open.{environment}", sessions.OpenSession, sessions.SessionReply)
 """Rollout worker -> any env worker that serves the environment (queue group)."""
-ENV_STEP = Call("env.step.{worker}", types.StepSession, types.SessionReply)
+ENV_STEP = Call("env.step.{worker}", sessions.StepSession, sessions.SessionReply)
 """Rollout worker -> the env worker that holds the session."""
-ENV_CLOSE = Call("env.close.{worker}", types.CloseSession, types.SessionReply)
-ENV_CHECK = Call("env.check", types.EnvCheck, types.EnvCheckReply)
+ENV_CLOSE = Call("env.close.{worker}", sessions.CloseSession, sessions.SessionReply)
+ENV_CHECK = Call("env.check", sessions.EnvCheck, sessions.EnvCheckReply)
 """Scheduler -> any env worker (queue group "env"), when a job is submitted."""
 SWAP = Call("swap.{worker}", types.SwapCommand, types.SwapReply)
 """Trainer -> one rollout worker: join the weight group, or receive a version through it."""

@@ -88,7 +88,7 @@ def make_group(*, seq: int = 0, job: str = "j-test", size: int = 2, **changes: A
 
 
 def make_ticket(**changes: Any) -> Ticket:
-    fields: dict[str, Any] = {"job": "j-test", "seq": 0, "row": 0, "seed": 0, "group_size": 2, "version": V0}
+    fields: dict[str, Any] = {"job": "j-test", "seq": 0, "row": 0, "seed": 0, "group_size": 2}
     return Ticket(**(fields | changes))
 
 

@@ -24,10 +24,11 @@ from opentinker.services.scheduler.submission import new_job_id
 from opentinker.shared.admission import Admission
 from opentinker.shared.bus import Bus
 from opentinker.shared.service import Context
+from opentinker.shared.sessions import EnvCheck, EnvCheckReply
 from opentinker.shared.store import Store
 from opentinker.shared.subjects import ENV_CHECK
 from opentinker.shared.telemetry import MetricSource
-from opentinker.shared.types import EnvCheck, EnvCheckReply, JobState, Pool, WorkerInfo
+from opentinker.shared.types import JobState, Pool, WorkerInfo
 from tests.conftest import Server, free_port, start_nats, until, wait_port
 from tests.factories import make_spec
 from tests.scheduling import context, scheduler

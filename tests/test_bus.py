@@ -14,9 +14,10 @@ import pytest
 from opentinker.shared.bus import Bus, Consumer, ConsumerDeleted, NoReply, NoResponders, StreamFull, TooLarge
 from opentinker.shared.codec import WireError
 from opentinker.shared.consumer import EXPIRES_S
+from opentinker.shared.sessions import SessionReply, StepSession
 from opentinker.shared.subjects import ENV_STEP, GROUP, GROUPS, METRIC, TICKET, WAKE, Subject, token
 from opentinker.shared.telemetry import MetricSource
-from opentinker.shared.types import MetricPoint, SessionReply, StepSession, StopReason, Ticket
+from opentinker.shared.types import MetricPoint, StopReason, Ticket
 from tests.conftest import Server, start_nats, until
 from tests.factories import make_ticket
 

@@ -18,9 +18,10 @@ from hypothesis import strategies as st
 
 from opentinker.shared.bus import Bus
 from opentinker.shared.env_client import EnvClient
+from opentinker.shared.sessions import EnvCheck, SessionReply
 from opentinker.shared.store import Store
 from opentinker.shared.subjects import ENV_CHECK, ENV_CLOSE, ENV_OPEN, ENV_STEP
-from opentinker.shared.types import Ending, EnvCheck, Pool, SessionReply, StopReason, WorkerInfo
+from opentinker.shared.types import Ending, Pool, StopReason, WorkerInfo
 from tests.conftest import Server, start_nats, until
 
 ROOT = Path(__file__).parent.parent

@@ -22,7 +22,8 @@ from opentinker.services.env_worker.resolver import Resolver
 from opentinker.services.env_worker.service import check_environment
 from opentinker.services.env_worker.worker import Sessions
 from opentinker.shared import codec
-from opentinker.shared.types import CloseSession, Ending, EnvCheck, OpenSession, SessionReply, StepSession, StopReason
+from opentinker.shared.sessions import CloseSession, EnvCheck, OpenSession, SessionReply, StepSession
+from opentinker.shared.types import Ending, StopReason
 from tests import env_samples
 from tests.conftest import until
 

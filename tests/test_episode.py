@@ -13,7 +13,8 @@ from opentinker.services.rollout_worker.engine import Completion, EngineError, S
 from opentinker.services.rollout_worker.episode import Episode, EpisodeFailed, merge, turn_seed
 from opentinker.services.rollout_worker.render import Renderer
 from opentinker.shared.errors import JobFailed
-from opentinker.shared.types import Ending, Message, SessionReply, Span, StopReason, WeightVersion
+from opentinker.shared.sessions import SessionReply
+from opentinker.shared.types import Ending, Message, Span, StopReason, WeightVersion
 from tests.factories import V0, make_spec, make_ticket
 
 EOS = 1

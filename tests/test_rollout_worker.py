@@ -20,10 +20,11 @@ from opentinker.shared.bus import Bus
 from opentinker.shared.config import Settings
 from opentinker.shared.leasing import LeasedWorker
 from opentinker.shared.service import Context
+from opentinker.shared.sessions import SessionReply
 from opentinker.shared.spec import ToySpec
 from opentinker.shared.store import Store
 from opentinker.shared.subjects import GROUP, TICKET
-from opentinker.shared.types import Lease, Message, Pool, SessionReply, WeightVersion
+from opentinker.shared.types import Lease, Message, Pool, WeightVersion
 from tests.conftest import until
 from tests.factories import make_spec, make_ticket
 from tests.test_episode import Chars

@@ -13,7 +13,7 @@ from opentinker.shared.admission import Admission
 from opentinker.shared.service import Context
 from opentinker.shared.store import Store
 from opentinker.shared.subjects import GROUP, GROUPS, TICKET, TICKETS, WAKE
-from opentinker.shared.types import Ending, JobState, Pool, Ticket, WeightVersion, WorkerInfo
+from opentinker.shared.types import Ending, JobState, Pool, Ticket, WorkerInfo
 from tests.conftest import Server, until
 from tests.factories import make_group, make_ticket
 from tests.scheduling import context, kinds, new_job, running
@@ -54,7 +54,7 @@ async def test_tickets_fill_the_room_and_no_more(ctx: Context, store: Store) -> 
     assert [t.seq for t in found] == list(range((ETA + 1) * BATCH))
     assert [t.row for t in found] == [t.seq for t in found]
     assert [t.seed for t in found] == [ticket_seed(5, seq) for seq in range(len(found))]
-    assert {(t.group_size, t.version) for t in found} == {(G, WeightVersion(1, 0))}
+    assert {t.group_size for t in found} == {G}
     for seq in (0, 1):
         await admission.accept(seq)
     await admission.train(1, [0, 1])

@@ -16,7 +16,8 @@ import sys
 from opentinker.services.env_worker.player import LocalPlayer, failure
 from opentinker.services.env_worker.wire import HEAD, Answer, Call, frame
 from opentinker.shared import codec
-from opentinker.shared.types import CloseSession, Ending, OpenSession, SessionReply, StepSession
+from opentinker.shared.sessions import CloseSession, OpenSession, SessionReply, StepSession
+from opentinker.shared.types import Ending
 
 PR_SET_PDEATHSIG = 1
 

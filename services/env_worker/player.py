@@ -17,7 +17,8 @@ import msgspec
 from opentinker.envs.base import Action, Environment, Step
 from opentinker.envs.registry import make
 from opentinker.shared.errors import SpecError
-from opentinker.shared.types import Ending, Message, OpenSession, SessionReply, StepSession
+from opentinker.shared.sessions import OpenSession, SessionReply, StepSession
+from opentinker.shared.types import Ending, Message
 
 OBSERVATION_BYTES = 256 * 1024
 """All messages of one reply together."""

@@ -22,9 +22,10 @@ from opentinker.services.env_worker.watchdog import watch
 from opentinker.services.env_worker.worker import Sessions
 from opentinker.shared.errors import SpecError
 from opentinker.shared.service import Context, first_failure
+from opentinker.shared.sessions import EnvCheck, EnvCheckReply, SessionReply
 from opentinker.shared.subjects import ENV_CHECK, ENV_CLOSE, ENV_OPEN, ENV_STEP
 from opentinker.shared.telemetry import Reporter
-from opentinker.shared.types import EnvCheck, EnvCheckReply, Pool, SessionReply, WorkerInfo
+from opentinker.shared.types import Pool, WorkerInfo
 from opentinker.shared.waiting import rest
 
 QUEUE = "env"

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from opentinker.shared import codec
-from opentinker.shared.types import SessionReply
+from opentinker.shared.sessions import SessionReply
 
 HEAD = struct.Struct("<I")
 

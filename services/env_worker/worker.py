@@ -20,8 +20,9 @@ from prometheus_client import Counter, Gauge
 from opentinker.services.env_worker.host import Host
 from opentinker.services.env_worker.player import LocalPlayer, Player, contain, failure
 from opentinker.services.env_worker.resolver import Resolver
+from opentinker.shared.sessions import CloseSession, OpenSession, SessionReply, StepSession
 from opentinker.shared.telemetry import REGISTRY, Meters
-from opentinker.shared.types import CloseSession, Ending, OpenSession, SessionReply, StepSession
+from opentinker.shared.types import Ending
 
 REMEMBER_S = 60.0
 REMEMBERED = 4096

@@ -20,8 +20,9 @@ import numpy as np
 
 from opentinker.services.rollout_worker.engine import Completion, Engine, EngineError, EngineLost, Sampling
 from opentinker.services.rollout_worker.render import Renderer
+from opentinker.shared.sessions import SessionReply
 from opentinker.shared.spec import JobSpec
-from opentinker.shared.types import Ending, Message, SessionReply, Span, StopReason, Ticket, Trajectory, Turn
+from opentinker.shared.types import Ending, Message, Span, StopReason, Ticket, Trajectory, Turn
 
 
 class EpisodeFailed(Exception):

@@ -15,9 +15,9 @@ from opentinker.shared.bus import NoReply
 from opentinker.shared.codec import WireError
 from opentinker.shared.errors import SpecError
 from opentinker.shared.service import Context
+from opentinker.shared.sessions import EnvCheck
 from opentinker.shared.spec import JobSpec, ModelSpec, parse_spec
 from opentinker.shared.subjects import ENV_CHECK, WAKE
-from opentinker.shared.types import EnvCheck
 
 ENV_CHECK_S = 2.0
 _ALPHABET = string.ascii_lowercase + string.digits

@@ -23,7 +23,7 @@ from opentinker.shared.errors import Conflict, NotFound
 from opentinker.shared.service import Context
 from opentinker.shared.store import JobRecord
 from opentinker.shared.subjects import TICKET, TICKETS, WAKE
-from opentinker.shared.types import JobState, Ticket, WeightVersion
+from opentinker.shared.types import JobState, Ticket
 from opentinker.shared.waiting import set_within
 
 log = structlog.get_logger()
@@ -80,15 +80,15 @@ class TicketIssuer:
     async def _issue(self, job: JobRecord) -> None:
         admission = Admission(self.store.redis, job.id)
         while True:
-            version, seqs = await admission.issue(AT_ONCE)
-            await self._store(job, version, seqs)
+            _, seqs = await admission.issue(AT_ONCE)
+            await self._store(job, seqs)
             if len(seqs) < AT_ONCE:
                 return
 
-    async def _store(self, job: JobRecord, version: WeightVersion, seqs: list[int], again: str = "") -> None:
+    async def _store(self, job: JobRecord, seqs: list[int], again: str = "") -> None:
         await asyncio.gather(
             *(
-                self.bus.publish(TICKET, _ticket(job, version, seq), f"{job.id}/{seq}{again}", job=job.id)
+                self.bus.publish(TICKET, _ticket(job, seq), f"{job.id}/{seq}{again}", job=job.id)
                 for seq in seqs
             )
         )
@@ -110,12 +110,11 @@ class TicketIssuer:
         stored = {ticket.seq for ticket in await self.bus.stored(TICKET, job=job.id)}
         missing = set(await admission.running()) - stored
         if missing:
-            version = (await admission.ledger()).version
             stubborn = missing & self._missing.get(job.id, set())
             log.warning("tickets_republished", job=job.id, groups=sorted(missing))
-            await self._store(job, version, sorted(missing - stubborn))
+            await self._store(job, sorted(missing - stubborn))
             # Stored once and gone although the group runs: the server would take the old id for a repetition.
-            await self._store(job, version, sorted(stubborn), again=f"/{time.time_ns()}")
+            await self._store(job, sorted(stubborn), again=f"/{time.time_ns()}")
         self._missing[job.id] = missing
 
     async def _judge(self, job: JobRecord) -> None:
@@ -147,12 +146,11 @@ def too_many_failures(ledger: Ledger, max_share: float) -> str | None:
     return f"{failed} of {ended} groups failed (rollout.max_failed_share is {max_share:g}): {reasons}"
 
 
-def _ticket(job: JobRecord, version: WeightVersion, seq: int) -> Ticket:
+def _ticket(job: JobRecord, seq: int) -> Ticket:
     return Ticket(
         job=job.id,
         seq=seq,
         row=seq,
         seed=ticket_seed(job.spec["rollout"]["seed"] or 0, seq),
         group_size=job.spec["algorithm"]["group_size"],
-        version=version,
     )
