@@ -221,7 +221,7 @@ async def test_worker_killed_between_swaps_holds_up_nobody_and_its_successor_joi
         await trainer.serves()
         print(f"killed between swaps: {trainer.served[version(2)] - killed:.2f} s")
         await trainer.offer(3, 1000)  # its heartbeat has not run out yet
-        await trainer.serves(1.0)
+        await trainer.serves(2.0)
         await fleet.start("b")
         await fleet.have(version(3), "a", "b")
         assert trainer.publisher.workers == 2
@@ -275,10 +275,10 @@ async def test_worker_that_hangs_is_left_out_until_it_goes_on(ctx: Context, flee
         await trainer.offer(2, values)
         await trainer.serves(TTL_S + SOON_S)
         print(f"hangs: {trainer.served[version(2)] - stopped:.2f} s")
-        await fleet.have(version(2), "a", within_s=1.0)
+        await fleet.have(version(2), "a", within_s=2.0)
         await trainer.offer(3, values)
         await trainer.serves(SOON_S)
-        await fleet.have(version(3), "a", within_s=1.0)
+        await fleet.have(version(3), "a", within_s=2.0)
         fleet.signal("b", signal.SIGCONT)
         await fleet.have(version(3), "a", "b")
 
@@ -419,7 +419,7 @@ async def test_worker_that_is_stuck_in_a_swap_is_not_waited_for_again(ctx: Conte
         await trainer.serves(TIMEOUT_S + 1.0)
         for step in range(2, 8):
             await trainer.offer(step)
-            await trainer.serves(1.0)
+            await trainer.serves(2.0)
         assert stuck.asked == ["join", "receive"]
 
 
