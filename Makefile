@@ -47,7 +47,8 @@ check: setup
 	$(BIN)/lint-imports --no-cache
 
 load: setup
-	@set -e; for script in loadtest/[!_]*.py; do echo "== $$script"; $(BIN)/python $$script; done
+	@missed=0; for script in loadtest/[!_]*.py; do echo "== $$script"; \
+	$(BIN)/python -m loadtest.$$(basename $$script .py) || missed=1; done; exit $$missed
 
 docs: setup
 	$(BIN)/opentinker spec --markdown > docs/job-spec.md

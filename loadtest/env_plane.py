@@ -1,11 +1,11 @@
 """How many trivial environment steps per second one env worker serves over a real NATS server.
 
-    python loadtest/env_plane.py [--sessions 64] [--seconds 5] [--turns 200] [--warm-up 1]
+    python -m loadtest.env_plane [--sessions 64] [--seconds 5] [--turns 200] [--warm-up 1]
 
 Starts nats-server and a Redis-compatible server on free ports, one env worker, and a client in this process that plays
 `sessions` episodes at once (64-character actions, 200-character observations, a new episode after `turns` steps).
-Prints steps/s, latency of a step, and CPU time per step of each process. Other processes on the machine disturb
-steps/s but hardly the CPU time; their share is printed.
+Prints steps/s, latency of a step, and CPU time per step of each process; exit status 1 if the target is missed. Other
+processes on the machine disturb steps/s but hardly the CPU time; their share is printed.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from pathlib import Path
 import numpy as np
 import uvloop
 
+from loadtest._machine import Meter, met
 from opentinker.embedded import EmbeddedServers
 from opentinker.envs.base import Action, Environment, Step, user
 from opentinker.shared.bus import Bus
@@ -29,7 +30,8 @@ from opentinker.shared.env_client import EnvClient
 from opentinker.shared.types import Message, StopReason
 
 ACTION, OBSERVATION = "a" * 64, "o" * 200
-ENVIRONMENT = "env_plane:Echo"
+ENVIRONMENT = "loadtest.env_plane:Echo"
+TARGET = 10_000
 
 
 class Echo(Environment):
@@ -79,39 +81,26 @@ class Client:
             await self.sessions.close(worker=reply.worker, session=session)
 
 
-def cpu_s(pid: int) -> float:
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-
-def machine_s() -> float:
-    """CPU seconds used by everybody."""
-    fields = [int(field) for field in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]]
-    return (sum(fields[:3]) + sum(fields[5:8])) / os.sysconf("SC_CLK_TCK")
-
-
-async def measure(arguments: argparse.Namespace, url: str, pids: dict[str, int]) -> None:
+async def measure(arguments: argparse.Namespace, url: str, pids: dict[str, int]) -> bool:
     async with Bus.connect(url, "load") as bus:
         client = Client(bus, arguments.turns)
         players = [asyncio.create_task(client.play(number)) for number in range(arguments.sessions)]
         await asyncio.sleep(arguments.warm_up)
-        before, everybody = {name: cpu_s(pid) for name, pid in pids.items()}, machine_s()
-        began, client.counting = time.perf_counter(), True
+        meter, client.counting = Meter(pids), True
         await asyncio.sleep(arguments.seconds)
-        seconds, client.counting = time.perf_counter() - began, False
-        used = {name: cpu_s(pid) - before[name] for name, pid in pids.items()}
-        foreign = (machine_s() - everybody - sum(used.values())) / seconds
+        meter.stop()
+        client.counting = False
         client.stop = True
         await asyncio.gather(*players)
     steps = len(client.latencies)
     p50, p99 = np.percentile(client.latencies, [50, 99]) * 1e3
-    per_step = ", ".join(f"{name} {value / steps * 1e6:.0f}" for name, value in used.items())
-    print(
-        f"{steps / seconds:,.0f} steps/s at {arguments.sessions} sessions; a step takes p50 {p50:.2f} p99 {p99:.2f} ms"
-    )
-    print(f"CPU-us per step: {per_step}, together {sum(used.values()) / steps * 1e6:.0f}")
-    print(f"ceiling of an env worker with a core of its own: {steps / used['env-worker']:,.0f} steps/s")
-    print(f"cores used by others meanwhile: {max(0.0, foreign):.2f}")
+    per_step = ", ".join(f"{name} {value / steps * 1e6:.0f}" for name, value in meter.used.items())
+    rate = steps / meter.seconds
+    print(f"{rate:,.0f} steps/s at {arguments.sessions} sessions; a step takes p50 {p50:.2f} p99 {p99:.2f} ms")
+    print(f"CPU-us per step: {per_step}, together {sum(meter.used.values()) / steps * 1e6:.0f}")
+    print(f"ceiling of an env worker with a core of its own: {steps / meter.used['env-worker']:,.0f} steps/s")
+    print(f"cores used by others meanwhile: {meter.foreign:.2f}")
+    return met("steps/s", rate, TARGET, meter.foreign)
 
 
 def main() -> None:
@@ -124,7 +113,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as directory, EmbeddedServers(Path(directory), default_ports=False) as servers:
         environ = {
             **os.environ,
-            "PYTHONPATH": str(Path(__file__).parent),
+            "PYTHONPATH": str(Path(__file__).resolve().parent.parent),
             "OPENTINKER_NATS_URL": servers.nats_url,
             "OPENTINKER_REDIS_URL": servers.redis_url,
             "OPENTINKER_ENV_MODULES": "1",
@@ -135,10 +124,11 @@ def main() -> None:
             nats = servers.children["nats"].pid
             assert nats is not None
             pids = {"env-worker": worker.pid, "client": os.getpid(), "nats": nats}
-            uvloop.run(measure(arguments, servers.nats_url, pids))
+            good = uvloop.run(measure(arguments, servers.nats_url, pids))
         finally:
             worker.terminate()
             worker.wait()
+    sys.exit(0 if good else 1)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Does generation overlap with training? Step time of jobs with a simulated engine and learner of given durations.
 
-    python loadtest/overlap.py [--steps 30] [--swap 0.02] [--case GEN TRAIN STALENESS ...]
+    python -m loadtest.overlap [--steps 30] [--swap 0.02] [--case GEN TRAIN STALENESS ...]
 
 Starts all services and both servers (synced to disk at every write) as processes, runs one job per case, and prints for
 each: seconds per step, the longer of generating and training one batch, the swap that generation has to stand still
@@ -17,8 +17,6 @@ import sys
 import tempfile
 from pathlib import Path
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from opentinker.shared.spec import JobSpec, parse_spec
 from tests.cluster import Cluster, toy_cluster

@@ -1,12 +1,13 @@
 """How many trajectories per second go from a rollout worker's publish to the trainer's arrays, stored on disk between.
 
-    python loadtest/trajectory_plane.py [--seconds 5] [--window 64] [--rate 100] [--sync default always]
+    python -m loadtest.trajectory_plane [--seconds 5] [--window 64] [--rate 100] [--sync default always]
 
 One producer process, one nats-server, one consumer process, all through `Bus` and `Consumer`, for groups of 8
 trajectories of 512 tokens. First as fast as it goes (the producer keeps `window` publishes under way and at most
 `backlog` groups ahead of the consumer), then at a fixed `rate` of groups for the latency from before encoding to after
 decoding. Prints trajectories/s, CPU time per trajectory of each process, and the ceiling which that time would allow
-on two cores: other work on the machine disturbs the first, hardly the others; its share is printed.
+on two cores: other work on the machine disturbs the first, hardly the others; its share is printed. Exit status 1 if a
+target is missed.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import multiprocessing as mp
-import os
 import subprocess
 import sys
 import tempfile
@@ -28,8 +28,7 @@ from typing import Any
 import numpy as np
 import uvloop
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
+from loadtest._machine import Meter, met
 from opentinker.embedded import nats_binary
 from opentinker.processes import free_port
 from opentinker.shared.bus import Bus
@@ -139,17 +138,6 @@ def process(role: Any, *arguments: Any) -> None:
     uvloop.run(role(*arguments))
 
 
-def cpu_s(pid: int) -> float:
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-
-def machine_s() -> float:
-    """CPU seconds used by everybody."""
-    fields = [int(field) for field in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]]
-    return (sum(fields[:3]) + sum(fields[5:8])) / os.sysconf("SC_CLK_TCK")
-
-
 def start_nats(directory: Path, sync: str) -> tuple[subprocess.Popen[bytes], str]:
     port = free_port()
     conf = nats_conf(directory, port, sync_interval="2m" if sync == "default" else sync)
@@ -167,8 +155,8 @@ async def prepare(url: str) -> None:
         await bus.ensure_streams()
 
 
-def measure(sync: str, options: argparse.Namespace) -> None:
-    """One run with a fresh server."""
+def measure(sync: str, options: argparse.Namespace) -> bool:
+    """One run with a fresh server. False if it missed its target."""
     spawn = mp.get_context("spawn")
     with tempfile.TemporaryDirectory(dir=options.directory) as directory:
         server, url = start_nats(Path(directory), sync)
@@ -185,12 +173,10 @@ def measure(sync: str, options: argparse.Namespace) -> None:
             pids = {"producer": children["producer"][0].pid or 0, "nats": server.pid}
             pids["consumer"] = children["consumer"][0].pid or 0
             time.sleep(options.warm_up)
-            before, everybody, first = {n: cpu_s(p) for n, p in pids.items()}, machine_s(), shared.received.value
-            began = time.monotonic()
+            meter, first = Meter(pids), shared.received.value
             time.sleep(options.seconds)
-            seconds, groups = time.monotonic() - began, shared.received.value - first
-            used = {name: cpu_s(pid) - before[name] for name, pid in pids.items()}
-            foreign = max(0.0, (machine_s() - everybody - sum(used.values())) / seconds)
+            groups = shared.received.value - first
+            meter.stop()
             shared.stop.set()
             stored, latencies = children["producer"][1].recv(), children["consumer"][1].recv()
             for child, _ in children.values():
@@ -199,31 +185,25 @@ def measure(sync: str, options: argparse.Namespace) -> None:
         finally:
             server.kill()
             server.wait()
-    report(sync, options, groups * GROUP_SIZE, seconds, used, foreign, latencies)
+    return report(sync, options, groups * GROUP_SIZE, meter, latencies)
 
 
-def report(
-    sync: str,
-    options: argparse.Namespace,
-    trajectories: int,
-    seconds: float,
-    used: dict[str, float],
-    foreign: float,
-    latencies: list[float],
-) -> None:
+def report(sync: str, options: argparse.Namespace, trajectories: int, meter: Meter, latencies: list[float]) -> bool:
     p50, p99 = np.percentile(latencies[len(latencies) // 10 :], [50, 99]) * 1e3
     if options.rate is not None:
         print(f"sync {sync}, {options.rate} groups/s: end to end p50 {p50:.2f} ms, p99 {p99:.2f} ms")
-    else:
-        each = {name: value / trajectories * 1e6 for name, value in used.items()}
-        total = sum(each.values())
-        costs = ", ".join(f"{name} {value:.1f}" for name, value in each.items())
-        print(
-            f"sync {sync}, window {options.window}: {trajectories / seconds:,.0f} trajectories/s "
-            f"(target {TARGETS.get(sync, 0):,}); end to end p50 {p50:.1f} ms, p99 {p99:.1f} ms"
-        )
-        print(f"  CPU-us per trajectory: {costs}, together {total:.1f}; ceiling on 2 cores {2e6 / total:,.0f}/s")
-    print(f"  cores used by others meanwhile: {foreign:.2f}")
+        return True
+    each = {name: value / trajectories * 1e6 for name, value in meter.used.items()}
+    total = sum(each.values())
+    costs = ", ".join(f"{name} {value:.1f}" for name, value in each.items())
+    rate = trajectories / meter.seconds
+    print(
+        f"sync {sync}, window {options.window}: {rate:,.0f} trajectories/s; "
+        f"end to end p50 {p50:.1f} ms, p99 {p99:.1f} ms"
+    )
+    print(f"  CPU-us per trajectory: {costs}, together {total:.1f}; ceiling on 2 cores {2e6 / total:,.0f}/s")
+    print(f"  cores used by others meanwhile: {meter.foreign:.2f}")
+    return sync not in TARGETS or met("trajectories/s", rate, TARGETS[sync], meter.foreign)
 
 
 def main() -> None:
@@ -238,12 +218,13 @@ def main() -> None:
     parser.add_argument("--sync", nargs="+", default=["default", "always"], help="sync_interval of the server's store")
     parser.add_argument("--directory", help="where the store lies; default: the directory for temporary files")
     options = parser.parse_args()
-    rate = options.rate
+    good, rate = True, options.rate
     for sync in options.sync:
         options.rate = None
-        measure(sync, options)
+        good = measure(sync, options) and good
         options.rate = rate
         measure(sync, options)
+    sys.exit(0 if good else 1)
 
 
 if __name__ == "__main__":

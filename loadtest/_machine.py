@@ -1,0 +1,49 @@
+"""What a load test says of the machine it ran on: CPU time of its own processes, what others used, and the verdict."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+QUIET_CORES = 0.15
+"""Others may use so much of the machine; beyond it a missed target says little."""
+
+
+def _cpu_s(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def _everybody_s() -> float:
+    fields = [int(field) for field in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]]
+    return (sum(fields[:3]) + sum(fields[5:8])) / os.sysconf("SC_CLK_TCK")
+
+
+class Meter:
+    """Measures from its making until `stop`; `pids` by name are the processes of the test."""
+
+    def __init__(self, pids: dict[str, int]) -> None:
+        self._pids = pids
+        self._before, self._everybody = {name: _cpu_s(pid) for name, pid in pids.items()}, _everybody_s()
+        self._began = time.perf_counter()
+        self.seconds = 0.0
+        self.used: dict[str, float] = {}
+        """CPU seconds by process."""
+        self.foreign = 0.0
+        """Cores used by everybody else."""
+
+    def stop(self) -> None:
+        self.seconds = time.perf_counter() - self._began
+        self.used = {name: _cpu_s(pid) - self._before[name] for name, pid in self._pids.items()}
+        self.foreign = max(0.0, (_everybody_s() - self._everybody - sum(self.used.values())) / self.seconds)
+
+
+def met(what: str, seen: float, target: float, foreign: float) -> bool:
+    """Says whether at least `target` of `what` was seen, and whether the machine was quiet enough to tell."""
+    good = seen >= target
+    disturbed = (
+        "" if good or foreign <= QUIET_CORES else f" (disturbed: others used {foreign:.2f} cores; measure again)"
+    )
+    print(f"target: >= {target:,.0f} {what}: {'met' if good else 'MISSED'}{disturbed}")
+    return good
