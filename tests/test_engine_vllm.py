@@ -102,7 +102,7 @@ class Trainer:
         return self
 
     def command(self, version: WeightVersion, named: Any) -> SwapCommand:
-        self.snap = snapshot(version, named, BUCKET, self.snap)
+        self.snap = snapshot(version, named, BUCKET)
         return SwapCommand(
             job="job", epoch=0, action="receive", generation=self.generation, version=version,
             manifest=self.snap.manifest, fingerprints=self.snap.fingerprints, bucket_bytes=BUCKET,

@@ -265,19 +265,17 @@ def test_effective_sample_size() -> None:
     assert effective_sample_size(np.log(weights) + 900) == pytest.approx(64 / (3 * 30))
 
 
-@pytest.mark.parametrize("order", ["arrival", "longest_first"])
-def test_packing_keeps_every_trajectory_whole_and_the_budget(order: str) -> None:
+def test_packing_keeps_every_trajectory_whole_and_the_budget() -> None:
     rng = np.random.default_rng(0)
     for budget in (1, 50, 400, 10**6):
         lengths = [int(n) for n in rng.integers(1, 120, 200)]
-        batches = pack(lengths, budget, order)  # type: ignore[arg-type]
+        batches = pack(lengths, budget)
         assert sorted(i for batch in batches for i in batch) == list(range(200))
         for batch in batches:
             assert len(batch) == 1 or sum(lengths[i] for i in batch) <= budget
 
 
-def test_longest_first_fills_evenly_and_arrival_keeps_neighbours() -> None:
+def test_packing_keeps_neighbours_together() -> None:
     lengths = [10, 90, 20, 80, 30, 70, 40, 60]
-    assert [sum(lengths[i] for i in batch) for batch in pack(lengths, 200, "longest_first")] == [200, 200]
-    assert pack(lengths, 200, "arrival") == [[0, 1, 2, 3], [4, 5, 6, 7]]
-    assert pack(lengths, 190, "arrival") == [[0, 1, 2], [3, 4, 5], [6, 7]]
+    assert pack(lengths, 200) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert pack(lengths, 190) == [[0, 1, 2], [3, 4, 5], [6, 7]]

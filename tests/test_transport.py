@@ -117,14 +117,6 @@ def test_a_snapshot_does_not_follow_the_training_weights() -> None:
     assert dict(unpack(snap.manifest, snap.buckets))["w"].sum() == 100
 
 
-def test_the_next_snapshot_reuses_memory_of_the_same_layout_only() -> None:
-    first = snapshot(V1, named([100, 200]), 1 << 20)
-    second = snapshot(V1, named([100, 200]), 1 << 20, first)
-    assert second.buckets[0].data_ptr() == first.buckets[0].data_ptr()
-    third = snapshot(V1, named([100, 201]), 1 << 20, second)
-    assert third.buckets[0].data_ptr() != second.buckets[0].data_ptr()
-
-
 @settings(max_examples=60, deadline=None)
 @given(st.integers(1, 5000), st.data())
 def test_a_fingerprint_notices_one_changed_byte_and_a_changed_order(size: int, data: st.DataObject) -> None:

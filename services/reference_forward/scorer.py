@@ -39,7 +39,7 @@ class Scorer:
         frozen = self._model(model)
         rows = [t for t in group.trajectories if t.mask.any()]
         logprobs_of: dict[int, np.ndarray[Any, Any]] = {}
-        for members in pack([len(t.mask_T) for t in rows], self.tokens_per_micro_batch, "arrival"):
+        for members in pack([len(t.mask_T) for t in rows], self.tokens_per_micro_batch):
             batch = [rows[i] for i in members]
             plan = layout([t.ids for t in batch], [t.mask for t in batch]).to(self.device)
             with torch.inference_mode():

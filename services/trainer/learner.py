@@ -17,7 +17,7 @@ import orjson
 from opentinker.services.trainer.batch_metrics import batch_metrics
 from opentinker.shared.errors import JobFailed
 from opentinker.shared.spec import JobSpec
-from opentinker.shared.types import Group, TensorInfo, WeightVersion
+from opentinker.shared.types import SIMULATED, Group, TensorInfo, WeightVersion
 
 BUCKET_BYTES = 64 * 2**20
 """Weights travel in flat buckets of at most so many bytes."""
@@ -74,7 +74,7 @@ class EmptySnapshot(msgspec.Struct, frozen=True, kw_only=True):
 class SimulatedLearner:
     """Takes `simulated_step_s` per step and learns nothing; for load tests and tests of everything around training."""
 
-    device = "none"
+    device = SIMULATED
 
     def __init__(self, spec: JobSpec) -> None:
         self.spec = spec

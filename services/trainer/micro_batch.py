@@ -77,7 +77,7 @@ def _update(
     if not sampled:
         raise JobFailed("a whole batch came without one sampled token: do the prompts fill the context window?")
     tokens = sum(int(np.count_nonzero(part[i].mask)) for i in sampled)
-    packed = pack([len(part[i].mask_T) for i in sampled], spec.train.tokens_per_micro_batch, "arrival")
+    packed = pack([len(part[i].mask_T) for i in sampled], spec.train.tokens_per_micro_batch)
     micros = []
     for places in packed:
         members = [sampled[place] for place in places]

@@ -23,7 +23,7 @@ from opentinker.services.trainer.swap_calls import Failure, SwapCalls, name_of
 from opentinker.shared.errors import JobFailed
 from opentinker.shared.service import Context
 from opentinker.shared.subjects import WAKE
-from opentinker.shared.types import Lease, Pool, SwapCommand, SwapReply, WeightVersion, WorkerInfo
+from opentinker.shared.types import SIMULATED, Lease, Pool, SwapCommand, SwapReply, WeightVersion, WorkerInfo
 from opentinker.shared.waiting import set_within
 
 if TYPE_CHECKING:
@@ -53,8 +53,6 @@ class Publisher:
         self._calls = SwapCalls(ctx, lease)
         self._snapshot: SnapshotLike | None = None
         self._wake = asyncio.Event()
-        self.sending = asyncio.Lock()
-        """Held while a snapshot travels: its buffers must not be reused meanwhile."""
         self._generation = 0
         self._store: Any = None
         self._group: WeightGroup | None = None
@@ -67,7 +65,7 @@ class Publisher:
         """Tries in a row that brought nobody a version."""
 
     def offer(self, snapshot: SnapshotLike) -> None:
-        """Call with `sending` held or before `run`: from now on this is the version to have."""
+        """From now on this is the version to have; one that is on its way arrives first."""
         self._snapshot = snapshot
         self._wake.set()
 
@@ -94,11 +92,10 @@ class Publisher:
 
     async def _turn(self) -> None:
         wanted = await self._wanted()
-        async with self.sending:
-            if _names(wanted) != _names(self._members):
-                await self._rebuild(wanted)
-            if self._behind():
-                await self._send()
+        if _names(wanted) != _names(self._members):
+            await self._rebuild(wanted)
+        if self._behind():
+            await self._send()
 
     async def _wanted(self) -> list[WorkerInfo]:
         """The members that the group should have. Whoever makes it change must answer first."""
@@ -179,7 +176,7 @@ class Publisher:
 
     def _host(self, world: int) -> int:
         """The group's meeting point. Returns its port; 0 for a learner without tensors, which needs no group."""
-        if self.device == "none":
+        if self.device == SIMULATED:
             return 0
         from opentinker.shared.nn import transport
 

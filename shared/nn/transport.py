@@ -96,13 +96,8 @@ def unpack(manifest: Sequence[TensorInfo], buckets: Sequence[torch.Tensor]) -> I
         offset = start + size if size else offset
 
 
-def snapshot(
-    version: WeightVersion,
-    named: Iterable[tuple[str, torch.Tensor]],
-    bucket_bytes: int,
-    reuse: Snapshot | None = None,
-) -> Snapshot:
-    """Copy tensors into buckets on their device. The memory of `reuse` is written over when the layout is the same."""
+def snapshot(version: WeightVersion, named: Iterable[tuple[str, torch.Tensor]], bucket_bytes: int) -> Snapshot:
+    """Copy tensors into buckets on their device: training goes on while they travel."""
     tensors = [(name, tensor.detach()) for name, tensor in named]
     if not tensors:
         raise TransportError("there are no tensors to send")
@@ -111,7 +106,7 @@ def snapshot(
     ]
     sizes = bucket_sizes(manifest, bucket_bytes)
     device = tensors[0][1].device
-    buckets = _memory(sizes, device, reuse.buckets if reuse else None)
+    buckets = [torch.empty(size, dtype=torch.uint8, device=device) for size in sizes]
     for (_, target), (_, tensor) in zip(unpack(manifest, buckets), tensors, strict=True):
         target.copy_(tensor)
     return Snapshot(version, manifest, buckets, [fingerprint(bucket) for bucket in buckets])
@@ -217,7 +212,10 @@ class WeightGroup:
 
         After a TransportError the contents of `reuse` are lost.
         """
-        buckets = _memory(sizes, self.device, reuse)
+        if reuse is not None and [bucket.numel() for bucket in reuse] == list(sizes):
+            buckets = list(reuse)
+        else:
+            buckets = [torch.empty(size, dtype=torch.uint8, device=self.device) for size in sizes]
         self._broadcast(buckets)
         return buckets
 
@@ -339,12 +337,6 @@ def _outlive(group: dist.ProcessGroup, work: dist.Work) -> None:
             work.wait()
 
     threading.Thread(target=wait, args=(group,), name="weights-lost", daemon=True).start()
-
-
-def _memory(sizes: Sequence[int], device: torch.device, reuse: Sequence[torch.Tensor] | None) -> list[torch.Tensor]:
-    if reuse is not None and [b.numel() for b in reuse] == list(sizes) and all(b.device == device for b in reuse):
-        return list(reuse)
-    return [torch.empty(size, dtype=torch.uint8, device=device) for size in sizes]
 
 
 def _weights(device: torch.device, count: int) -> torch.Tensor:
