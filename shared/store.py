@@ -34,7 +34,7 @@ from redis.maint_notifications import MaintNotificationsConfig
 
 from opentinker.shared import codec
 from opentinker.shared.errors import Conflict, Fenced, NotFound
-from opentinker.shared.types import JobState, Lease, WorkerInfo
+from opentinker.shared.types import JobRecord, JobState, Lease, WorkerInfo
 from opentinker.shared.waiting import heed
 
 log = structlog.get_logger()
@@ -137,32 +137,6 @@ class _Connection(aioredis.Connection):
         except asyncio.CancelledError:
             await self.disconnect(nowait=True)
             raise
-
-
-class JobRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """A job as Redis holds it."""
-
-    id: str
-    name: str
-    kind: str
-    tenant: str
-    state: JobState
-    version: int
-    epoch: int
-    created: float
-    updated: float
-    step: int
-    steps: int
-    reason: str
-    spec: dict[str, Any]
-    restarts: int = 0
-    finished: float = 0.0
-    restart_step: int = -1
-    """Highest step reached when a trainer was lost: restarts without a step beyond it are counted."""
-    progress: str = ""
-    """What the trainer last reported, as JSON."""
-    waiting_for: str = ""
-    """What the scheduler lacks to start or complete the job; empty when it lacks nothing."""
 
 
 class Store:

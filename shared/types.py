@@ -293,6 +293,32 @@ class Lease(msgspec.Struct, frozen=True, kw_only=True):
     """What the worker is; known even when it is dead and says nothing of itself."""
 
 
+class JobRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """A job as Redis holds it."""
+
+    id: str
+    name: str
+    kind: str
+    tenant: str
+    state: JobState
+    version: int
+    epoch: int
+    created: float
+    updated: float
+    step: int
+    steps: int
+    reason: str
+    spec: dict[str, Any]
+    restarts: int = 0
+    finished: float = 0.0
+    restart_step: int = -1
+    """Highest step reached when a trainer was lost: restarts without a step beyond it are counted."""
+    progress: str = ""
+    """What the trainer last reported, as JSON."""
+    waiting_for: str = ""
+    """What the scheduler lacks to start or complete the job; empty when it lacks nothing."""
+
+
 class MetricPoint(msgspec.Struct, frozen=True, kw_only=True):
     """One line of metrics. `seq` counts per source and incarnation, so that a subscriber sees its gaps."""
 

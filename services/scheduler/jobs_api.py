@@ -18,9 +18,8 @@ from opentinker.services.scheduler.submission import submit
 from opentinker.shared.admission import Admission
 from opentinker.shared.errors import Conflict, NotFound, SpecError
 from opentinker.shared.service import Context
-from opentinker.shared.store import JobRecord
 from opentinker.shared.subjects import METRIC, METRICS, WAKE
-from opentinker.shared.types import JobState, MetricPoint
+from opentinker.shared.types import JobRecord, JobState, MetricPoint
 
 JOB_ID = re.compile(r"j-[a-z0-9]{10}")
 EVENT_ID = re.compile(r"[0-9]{1,15}(-[0-9]{1,15})?")

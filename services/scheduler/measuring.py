@@ -10,10 +10,9 @@ from collections import Counter
 
 from opentinker.shared.admission import Admission
 from opentinker.shared.service import Context
-from opentinker.shared.store import JobRecord
 from opentinker.shared.subjects import GROUP, GROUPS, SCORE, SCORES, TICKET, TICKETS
 from opentinker.shared.telemetry import CLUSTER, REPORT_S, Meters, Reporter
-from opentinker.shared.types import JobState, Pool
+from opentinker.shared.types import JobRecord, JobState, Pool
 from opentinker.shared.waiting import rest
 
 QUEUES = (("queue/tickets", TICKETS, TICKET), ("queue/scores", SCORES, SCORE), ("queue/groups", GROUPS, GROUP))

@@ -28,9 +28,8 @@ from opentinker.services.scheduler.checkpoints import newest_epoch
 from opentinker.services.scheduler.cluster import Cluster
 from opentinker.shared.errors import Conflict, NotFound
 from opentinker.shared.service import Context
-from opentinker.shared.store import JobRecord
 from opentinker.shared.subjects import WAKE
-from opentinker.shared.types import JobState, Lease, Pool, WorkerInfo
+from opentinker.shared.types import JobRecord, JobState, Lease, Pool, WorkerInfo
 from opentinker.shared.waiting import set_within
 
 log = structlog.get_logger()

@@ -21,9 +21,8 @@ from opentinker.shared.admission import Admission, Ledger
 from opentinker.shared.bus import NoReply
 from opentinker.shared.errors import Conflict, NotFound
 from opentinker.shared.service import Context
-from opentinker.shared.store import JobRecord
 from opentinker.shared.subjects import TICKET, TICKETS, WAKE
-from opentinker.shared.types import JobState, Ticket
+from opentinker.shared.types import JobRecord, JobState, Ticket
 from opentinker.shared.waiting import set_within
 
 log = structlog.get_logger()
@@ -87,10 +86,7 @@ class TicketIssuer:
 
     async def _store(self, job: JobRecord, seqs: list[int], again: str = "") -> None:
         await asyncio.gather(
-            *(
-                self.bus.publish(TICKET, _ticket(job, seq), f"{job.id}/{seq}{again}", job=job.id)
-                for seq in seqs
-            )
+            *(self.bus.publish(TICKET, _ticket(job, seq), f"{job.id}/{seq}{again}", job=job.id) for seq in seqs)
         )
 
     async def sweep(self) -> None:
