@@ -82,6 +82,11 @@ class Delivery(Generic[T]):
         self.key: str = (msg.headers or {}).get("Nats-Msg-Id", "")
         """What it was published as; known also of a message that cannot be decoded."""
 
+    @property
+    def size(self) -> int:
+        """Bytes of the message."""
+        return len(self._msg.data)
+
     async def ack(self) -> None:
         """For flow control: fire and forget."""
         await self._say(self._msg.ack())

@@ -103,9 +103,9 @@ GROUPS = StreamConfig(
 )
 """Acks remove nothing here: a job's messages go when its second-newest checkpoint covers them, all of them when it
 ends. So it has no limit per job: at one the trainer would wait for groups, and with it the checkpoint that makes room.
-What is under way is bounded by admission. The disk is bounded by two checkpoint intervals per job (groups trained and
-discarded meanwhile), and for all streams together by the server's `max_file_store`, by default three quarters of what
-was free when it started: beyond it publishers wait."""
+What is under way is bounded by admission. The disk is bounded by two checkpoint intervals per job (the trainer makes
+them shorter when they grow beyond a GiB), and for all streams together by the server's `max_file_store`, by default
+three quarters of what was free when it started: beyond it publishers wait."""
 METRICS = StreamConfig(
     name="METRICS",
     subjects=["metric.*.*"],

@@ -12,10 +12,11 @@ from typing import Any
 import orjson
 import pytest
 
-from opentinker.services.trainer import checkpoint
+from opentinker.services.trainer import checkpoint, loop
 from opentinker.services.trainer.learner import NonFinite, SimulatedLearner
 from opentinker.services.trainer.loop import TrainerJob
 from opentinker.services.trainer.step_log import StepLog
+from opentinker.shared import codec
 from opentinker.shared.admission import Admission
 from opentinker.shared.errors import JobFailed
 from opentinker.shared.leasing import LeasedWorker
@@ -55,12 +56,10 @@ async def ctx(nats_server: Server, valkey_server: Server, store: Store, tmp_path
         yield ctx
 
 
-async def prepare(ctx: Context, **faults: Any) -> TrainerJob:
+async def prepare(ctx: Context, target: str = "", **faults: Any) -> TrainerJob:
     """6 steps of 2 groups, a checkpoint after every second one."""
-    spec = make_spec(
-        algorithm__max_staleness=10,
-        train={"learner": "simulated", "steps": 6, "simulated_step_s": 0.0, "checkpoint_every": 2},
-    )
+    train = {"learner": "simulated", "steps": 6, "simulated_step_s": 0.0, "checkpoint_every": 2}
+    spec = make_spec(algorithm__max_staleness=10, train=train | ({"target": {target: 1.0}} if target else {}))
     await ctx.store.create_job(id=JOB, spec=spec.model_dump(mode="json"), tenant="default")
     await ctx.store.transition(JOB, JobState.STARTING, epoch=1)
     await ctx.bus.purge("GROUPS", GROUP.at(job=JOB))
@@ -170,3 +169,33 @@ def test_half_a_line_is_taken_back(tmp_path: Path) -> None:
     assert steps_of(path) == [1]
     log.add({"step": 3})
     assert steps_of(path) == [1, 2, 3]
+
+
+async def test_checkpoints_come_earlier_when_the_stream_would_hold_too_much(
+    ctx: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loop, "UNSAVED_BYTES", 1)
+    job = await prepare(ctx)
+    await train(job)
+    made = [event["step"] for event in await ctx.store.events(JOB) if event["event"] == "checkpoint"]
+    assert set(made) > {2, 4, 6}
+
+
+async def test_target_that_the_job_does_not_report_is_said_at_once(ctx: Context) -> None:
+    await train(await prepare(ctx, target="exactt"))
+    (said,) = [event for event in await ctx.store.events(JOB) if event["event"] == "target_metric_absent"]
+    assert said["metrics"] == ["exactt"] and "reward/mean" in said["there_are"]
+
+
+async def test_group_that_cannot_be_decoded_is_discarded_and_replaced(ctx: Context) -> None:
+    job = await prepare(ctx)
+    real = codec.encode
+
+    def garbled(noun: Any) -> bytes:
+        return b"garbled" if isinstance(noun, Group) and noun.seq == 3 else real(noun)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("opentinker.shared.bus.codec.encode", garbled)
+        await train(job)
+    ledger = await Admission(ctx.store.redis, JOB).ledger()
+    assert ledger.balanced and ledger.trained == 6 * 2 and ledger.discarded == {"invalid": 1}

@@ -42,6 +42,9 @@ log = structlog.get_logger()
 
 TARGET_WINDOW = 10
 """Steps over which `train.target` looks at the mean of a metric."""
+UNSAVED_BYTES = 2**30
+"""Trajectories received since the last checkpoint, in bytes, from which one is due whatever `checkpoint_every` says:
+the stream keeps them until then, and its disk is everybody's."""
 MAX_INVALID = 100
 """Groups that cannot be read or contradict themselves, over a job's life, before it fails."""
 
@@ -68,6 +71,8 @@ class TrainerJob:
         self.swap: dict[str, float] = {}
         self.window: deque[dict[str, float]] = deque(maxlen=TARGET_WINDOW)
         self.running = False
+        self.unsaved = 0
+        """Bytes received since the last checkpoint."""
         self.stepped = 0.0
         """When the last step was done, monotonic."""
 
@@ -145,9 +150,11 @@ class TrainerJob:
 
     async def _receive(self, delivery: Delivery[Group]) -> None:
         group = delivery.noun
+        self.unsaved += delivery.size
         if group is None:
             log.error("undecodable_group", group=delivery.key, error=delivery.error)
             number = delivery.key.partition(":")[0].rpartition("/")[2]  # JOB/NUMBER:ATTEMPT, see Group.key
+            await self.admission.accept(int(number))
             await self._reject(delivery.seq, int(number))
             return
         if group.seq in self.assembler.known:
@@ -195,7 +202,8 @@ class TrainerJob:
                 raise JobFailed(f"step {self.step + 1} was refused: {error}; {self._last_good()}") from None
             trained = time.monotonic() - began - waited
             await self._advance(batch, values, waited, trained)
-            if self.step % self.spec.train.checkpoint_every == 0 or self.step == steps:
+            due = self.step % self.spec.train.checkpoint_every == 0 or self.unsaved > UNSAVED_BYTES
+            if due or self.step == steps:
                 await self._save()
         await self._finish()
 
@@ -311,6 +319,7 @@ class TrainerJob:
         """
         if self.saved and self.saved[-1][0] == self.step:
             return
+        self.unsaved = 0
         floor, above, discarded = self.assembler.account(self.step, await self.consumer.settled())
         trained = self.step * self.spec.algorithm.groups_per_batch
         manifest = Manifest(
