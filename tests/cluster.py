@@ -9,11 +9,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -272,6 +273,15 @@ class Cluster:
     def logs(self, name: str) -> str:
         """Over all its lives."""
         return self.processes[name].logged
+
+
+def undocumented(names: Iterable[str]) -> list[str]:
+    """Metrics that docs/metrics.md has no word for; a rate (`..._per_s`) is documented by its total."""
+    page = (ROOT / "docs" / "metrics.md").read_text()
+    rows = [line.split("|")[1] for line in page.splitlines() if line.startswith("| `")]
+    patterns = [re.sub("[A-Z]+", ".+", name) for row in rows for name in re.findall("`(.+?)`", row) if name != "METRIC"]
+    known = re.compile("|".join(f"({pattern})(_per_s)?" for pattern in patterns))
+    return sorted(name for name in names if not known.fullmatch(name))
 
 
 def toy_model(directory: Path) -> Path:

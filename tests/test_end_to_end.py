@@ -17,7 +17,7 @@ import pytest_asyncio
 from opentinker.client import ApiError
 from opentinker.shared.spec import JobSpec
 from opentinker.shared.types import Pool
-from tests.cluster import SERVERS, Cluster, toy_cluster, toy_model
+from tests.cluster import SERVERS, Cluster, toy_cluster, toy_model, undocumented
 from tests.conftest import until
 from tests.factories import make_spec
 from tests.lineage import faults
@@ -142,6 +142,7 @@ async def test_every_service_reports_while_the_job_runs(shared: System) -> None:
 
     await until(reported, 20)
     assert (await cluster.wait(job))["state"] == "succeeded"
+    assert undocumented({name for point in await cluster.client.metrics(job) for name in point["values"]}) == []
     points = await cluster.client.metrics(job, source="scheduler")
     issued = [point["values"]["scheduler/tickets_issued"] for point in points]
     assert issued == sorted(issued) and issued[-1] > 0

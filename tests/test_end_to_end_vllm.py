@@ -11,7 +11,7 @@ import pytest_asyncio
 import torch
 
 from opentinker.shared.spec import JobSpec
-from tests.cluster import Cluster
+from tests.cluster import Cluster, undocumented
 from tests.conftest import until
 from tests.factories import make_spec
 from tests.lineage import faults
@@ -71,6 +71,7 @@ async def test_one_digit_is_learnt_and_the_model_can_be_used(system: Cluster, ti
     print(f"{len(crossed)} steps have completions that crossed a swap")
     assert sum(exact[:5]) / 5 < 0.3 and sum(exact[-10:]) / 10 >= 0.6
     assert_exact_numerics(lines)
+    assert undocumented({*lines[0], *lines[-1]} - {"epoch", "step", "time", "seqs"}) == []
     assert lineage_faults(system, job, len(lines)) == []
     assert crossed, "no completion crossed a swap: they all waited for it, or there was none"
 
