@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import re
+import signal
 import socket
 import subprocess
 import time
@@ -15,6 +16,8 @@ import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+signal.signal(signal.SIGINT, signal.default_int_handler)
+"""A shell without job control starts background commands with Ctrl-C ignored, and every child would inherit that."""
 
 from opentinker.embedded import nats_binary, shipped_conf, valkey_binary
 from opentinker.processes import free_port as free_port  # noqa: PLC0414 - tests import it from here too
