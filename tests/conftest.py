@@ -16,13 +16,14 @@ import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-signal.signal(signal.SIGINT, signal.default_int_handler)
-"""A shell without job control starts background commands with Ctrl-C ignored, and every child would inherit that."""
 
 from opentinker.embedded import nats_binary, shipped_conf, valkey_binary
 from opentinker.processes import free_port as free_port  # noqa: PLC0414 - tests import it from here too
 from opentinker.shared.bus import Bus
 from opentinker.shared.store import Store
+
+signal.signal(signal.SIGINT, signal.default_int_handler)
+"""A shell without job control starts background commands with Ctrl-C ignored, and every child would inherit that."""
 
 
 def wait_port(port: int, process: subprocess.Popen[bytes], timeout_s: float = 10.0) -> None:
