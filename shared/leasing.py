@@ -148,8 +148,8 @@ class LeasedWorker:
 
         Raises OpenTinkerError if the fault is not the job's but this worker's.
         """
-        if self.info.pool == Pool.ROLLOUT and self.info.status != "ready" and await self._was_served(lease.job):
-            raise OpenTinkerError(f"this worker cannot serve job {lease.job}, which others have served: {reason}")
+        if self.info.pool == Pool.ROLLOUT and self.info.status != "ready" and await self._is_served(lease.job):
+            raise OpenTinkerError(f"this worker cannot serve job {lease.job}, which others serve: {reason}")
         log.error("job_failed", error=reason)
         epoch = lease.epoch if self.info.pool == Pool.TRAINER else -1
         try:
@@ -161,10 +161,10 @@ class LeasedWorker:
             return
         await self.ctx.bus.emit(WAKE, {"job": lease.job}, who="scheduler")
 
-    async def _was_served(self, job: str) -> bool:
-        """The job goes on, and a version has reached a rollout worker: what the job asks for can be loaded."""
-        try:
-            record = await self.ctx.store.job(job)
-        except NotFound:
-            return False
-        return not record.state.final and (record.state == JobState.RUNNING or record.step > 0)
+    async def _is_served(self, job: str) -> bool:
+        """Another rollout worker serves the job now: what the job asks for can be loaded."""
+        return any(
+            worker.pool == Pool.ROLLOUT and worker.job == job and worker.status == "ready"
+            for worker in await self.ctx.store.workers()
+            if worker.id != self.info.id
+        )

@@ -345,6 +345,8 @@ class JobSpec(Part):
             }
             for part, default in usual.items():
                 ignored = unused(getattr(self, part), default, SIMULATED_IGNORES[part], f"train.{SIMULATED}")
+                derived = self._overlong()  # of a spec that was settled before
+                ignored = [mistake for mistake in ignored if mistake["value"] != derived.get(mistake["field"])]
                 if any(mistake["field"] in algorithms.PARTS for mistake in ignored):  # its options come with it
                     ignored = [mistake for mistake in ignored if mistake["field"] not in algorithms.OPTIONS]
                 found += [{**mistake, "field": f"{part}.{mistake['field']}"} for mistake in ignored]
@@ -354,9 +356,9 @@ class JobSpec(Part):
         """Overlong shaping takes its lengths from `rollout.max_tokens`."""
         if not self.algorithm.overlong_shaping:
             return []
+        update = self._overlong()
+        length, buffer = update.values()
         longest = self.rollout.max_tokens
-        length = self.algorithm.overlong_length or longest
-        buffer = self.algorithm.overlong_buffer or -(-length // 5)
         found = [
             {"field": f"algorithm.{field}", "value": value, "problem": f"is larger than {name}={bound}"}
             for field, value, name, bound in (
@@ -366,9 +368,12 @@ class JobSpec(Part):
             if value > bound
         ]
         if not found:
-            update = {"overlong_length": length, "overlong_buffer": buffer}
             fill(self, {"algorithm": self.algorithm.model_copy(update=update)})
         return found
+
+    def _overlong(self) -> dict[str, int]:
+        length = self.algorithm.overlong_length or self.rollout.max_tokens
+        return {"overlong_length": length, "overlong_buffer": self.algorithm.overlong_buffer or -(-length // 5)}
 
 
 def parse_spec(data: Any) -> JobSpec:

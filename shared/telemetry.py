@@ -161,14 +161,15 @@ class Reporter:
     async def report(self) -> None:
         for job, meter in list(self._meters.jobs.items()):
             now = time.monotonic()
-            sent = self._sent.get(job)
+            sent, known = self._sent.get(job), job in self._sent
             if sent is None:
-                sent = _Sent(MetricSource(self._bus, job, self._source), Counter(), Counter(), now - REPORT_S)
+                sent = _Sent(MetricSource(self._bus, job, self._source), Counter(), Counter(), now)
                 self._sent[job] = sent
             if meter.counts != sent.counts or meter.gauges != sent.gauges:
                 values: dict[str, float] = {**meter.counts, **meter.gauges}
-                elapsed = max(now - sent.at, 1e-3)
-                values |= {f"{name}_per_s": (n - sent.counts[name]) / elapsed for name, n in meter.counts.items()}
+                if known:  # the totals of a first look are of any time
+                    elapsed = max(now - sent.at, 1e-3)
+                    values |= {f"{name}_per_s": (n - sent.counts[name]) / elapsed for name, n in meter.counts.items()}
                 sent.counts, sent.gauges, sent.at = meter.counts.copy(), meter.gauges.copy(), now
                 await sent.source.emit(meter.step, values)
             elif now - sent.at > FORGET_S and not any(meter.gauges.values()):

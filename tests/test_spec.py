@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
+from opentinker.shared.algorithms import PRESETS
 from opentinker.shared.errors import SpecError
 from opentinker.shared.spec import JobSpec, load_spec, parse_spec
 from tests.factories import make_spec
@@ -215,3 +216,10 @@ def test_files(tmp_path: Path) -> None:
             load_spec(tmp_path / name)
     with pytest.raises(SpecError, match=r"none\.toml"):
         load_spec(tmp_path / "none.toml")
+
+
+@pytest.mark.parametrize("learner", ["torch", "simulated"])
+@pytest.mark.parametrize("preset", PRESETS)
+def test_what_is_stored_is_valid_again_and_means_the_same(preset: str, learner: str) -> None:
+    spec = parse_spec({**SMALLEST, "algorithm": {"name": preset}, "train": {"steps": 1, "learner": learner}})
+    assert parse_spec(spec.model_dump(mode="json")) == spec

@@ -46,7 +46,7 @@ async def test_point_per_job_comes_when_its_meters_have_moved(bus: Bus, heard: l
     await reporter.report()  # nothing new
     await until(lambda: len(heard) == 2)
     first, other = sorted(heard, key=lambda point: point.job)
-    assert first.values == {"env/steps": 30.0, "env/steps_per_s": pytest.approx(30.0, rel=0.1)}
+    assert first.values == {"env/steps": 30.0}, "a first look knows no rate"
     assert other.values == {"env/sessions": 2.0}
 
     heard.clear()

@@ -110,6 +110,16 @@ async def test_job_fails_when_its_last_checkpoint_cannot_be_written(ctx: Context
     assert [manifest.step for _, manifest in checkpoint.listing(job.root)] == [2, 4]
 
 
+async def test_job_that_meets_its_target_fails_too_when_its_last_checkpoint_cannot_be_written(
+    ctx: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = await prepare(ctx, target="reward/mean", full_at=(1,))
+    monkeypatch.setattr(job, "_target_met", lambda: job.step == 1)
+    with pytest.raises(JobFailed, match=r"step 1 .*No space left"):
+        await train(job)
+    assert (await ctx.store.job(JOB)).state != JobState.SUCCEEDED
+
+
 async def test_nan_fails_the_job_and_names_the_last_good_checkpoint(ctx: Context) -> None:
     job = await prepare(ctx, nan_at=4)
     with pytest.raises(JobFailed, match=r"step 4 was refused: the loss is nan; the last good checkpoint is step 2"):

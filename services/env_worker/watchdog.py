@@ -57,5 +57,5 @@ class Pulse:
                     "event_loop_blocked",
                     by=task.get_name() if task is not None else "no task",
                     seconds=self._limit_s,
-                    stack="".join(traceback.format_stack(sys._current_frames().get(self._thread), limit=-4)),
+                    stack="".join(traceback.format_stack(sys._current_frames().get(self._thread), limit=4)),
                 )

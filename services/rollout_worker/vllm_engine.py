@@ -312,22 +312,26 @@ class VllmEngine:
 
     async def _swap(self, version: WeightVersion) -> dict[str, float]:
         core = self._engine().engine_core
-        marks = [time.perf_counter()]
+        marks, whole = [time.perf_counter()], True
         try:
             # Not AsyncLLM.pause_generation: that sleeps 20 ms more for the order of outputs, which we do not need.
             await core.pause_scheduler_async(mode="keep", clear_cache=True)
             try:
                 marks.append(time.perf_counter())
                 if not self._simulated:
+                    whole = False
                     answer = await self._call("weights_load")
                     if "error" in answer:
                         raise self._lost(f"loading {version} failed half way: {answer['error']}")
+                    whole = True
                 await core.set_weight_version_async(str(version))
                 self.version = version
                 marks.append(time.perf_counter())
             finally:
-                if not self._broken:  # half-loaded weights must not sample another token
+                if whole:
                     await core.resume_scheduler_async()
+                else:  # half-loaded weights must not sample another token
+                    self._lost(f"loading {version} did not come to its end")
         except EngineDeadError as error:
             raise self._lost() from error
         marks.append(time.perf_counter())

@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import re
 import time
 from collections import deque
 from pathlib import Path
@@ -45,6 +46,11 @@ TARGET_WINDOW = 10
 UNSAVED_BYTES = 2**30
 """Trajectories received since the last checkpoint, in bytes, from which one is due whatever `checkpoint_every` says:
 the stream keeps them until then, and its disk is everybody's."""
+STARVED_S = 60.0
+STARVED_BYTES = 2**26
+"""A trainer that waited so long, with so much in the stream since the last checkpoint, makes one: the disk may be full,
+and then only that makes room."""
+SETTLED_S = 2.0
 MAX_INVALID = 100
 """Groups that cannot be read or contradict themselves, over a job's life, before it fails."""
 
@@ -153,15 +159,17 @@ class TrainerJob:
         self.unsaved += delivery.size
         if group is None:
             log.error("undecodable_group", group=delivery.key, error=delivery.error)
-            number = delivery.key.partition(":")[0].rpartition("/")[2]  # JOB/NUMBER:ATTEMPT, see Group.key
-            await self.admission.accept(int(number))
-            await self._reject(delivery.seq, int(number))
+            named = re.match(r".*/([0-9]{1,15})(:|$)", delivery.key)  # JOB/NUMBER:ATTEMPT, see Group.key
+            number = int(named[1]) if named else -1
+            if named is None or number in self.assembler.known or await self._is_past(number):
+                self.assembler.ignore(delivery.seq, self.step + 1)
+            else:
+                await self._reject(delivery.seq, number)
             return
         if group.seq in self.assembler.known:
             self.assembler.ignore(delivery.seq, self.step + 1)
             return
-        if await self.admission.accept(group.seq) not in ("ok", "p"):
-            log.info("group_of_the_past", group=group.seq)
+        if await self._is_past(group.seq):
             self.assembler.ignore(delivery.seq, self.step + 1)
             return
         try:
@@ -172,6 +180,13 @@ class TrainerJob:
             return
         if self.assembler.add(delivery.seq, group):
             self.arrived.set()
+
+    async def _is_past(self, group: int) -> bool:
+        """Accepts the group, unless it was accepted and consumed before."""
+        if await self.admission.accept(group) in ("ok", "p"):
+            return False
+        log.info("group_of_the_past", group=group)
+        return True
 
     async def _reject(self, stream_seq: int, group: int) -> None:
         """A group that cannot be trained is discarded and replaced, but not without end."""
@@ -203,12 +218,13 @@ class TrainerJob:
             trained = time.monotonic() - began - waited
             await self._advance(batch, values, waited, trained)
             due = self.step % self.spec.train.checkpoint_every == 0 or self.unsaved > UNSAVED_BYTES
-            if due or self.step == steps:
+            if due and self.step < steps:
                 await self._save()
         await self._finish()
 
     async def _next_batch(self) -> list[Group] | None:
         """The next batch, or None when the service is told to stop."""
+        began = time.monotonic()
         while not self.ctx.stopping.is_set():
             check_cancelled()
             self.arrived.clear()
@@ -221,6 +237,8 @@ class TrainerJob:
             if batch is not None:
                 return batch
             self._check_barren()
+            if time.monotonic() - began > STARVED_S and self.unsaved > STARVED_BYTES:
+                await self._save()
             await set_within(self.arrived, 0.5)
         return None
 
@@ -312,7 +330,7 @@ class TrainerJob:
 
     # --- checkpoints and the end --------------------------------------------------------------------------------
 
-    async def _save(self) -> None:
+    async def _save(self, *, last: bool = False) -> None:
         """Commit a checkpoint of the current step; then let go of what the one before it no longer needs.
 
         When it cannot be written the job goes on and the next one is tried at its time; only the last one is a must.
@@ -320,7 +338,12 @@ class TrainerJob:
         if self.saved and self.saved[-1][0] == self.step:
             return
         self.unsaved = 0
-        floor, above, discarded = self.assembler.account(self.step, await self.consumer.settled())
+        try:
+            async with asyncio.timeout(SETTLED_S):
+                settled = await self.consumer.settled()
+        except TimeoutError:  # NATS is away: what an earlier checkpoint knew is true still
+            settled = self.assembler.floor
+        floor, above, discarded = self.assembler.account(self.step, settled)
         trained = self.step * self.spec.algorithm.groups_per_batch
         manifest = Manifest(
             job=self.lease.job,
@@ -337,7 +360,7 @@ class TrainerJob:
         try:
             await asyncio.to_thread(checkpoint.commit, self.root, manifest, self.learner.save)
         except JobFailed as error:
-            if self.step == self.spec.train.steps:
+            if last:
                 raise
             log.error("checkpoint_failed", error=str(error))
             await self._event("checkpoint_failed", {"step": self.step, "error": str(error)})
@@ -358,7 +381,7 @@ class TrainerJob:
         return f"the last good checkpoint is step {self.saved[-1][0]}" if self.saved else "there is no checkpoint yet"
 
     async def _finish(self) -> None:
-        await self._save()
+        await self._save(last=True)
         await self._log_step()
         why = "target reached" if self._target_met() else ""
         with contextlib.suppress(Conflict):  # cancelled or failed meanwhile: the lease is about to go

@@ -12,6 +12,7 @@ worker has it.
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any
@@ -135,7 +136,8 @@ class Publisher:
         if self._store is not None:
             from opentinker.shared.nn import transport
 
-            transport.give_up(self._store, why)
+            # In a thread of its own: a store that waits in a join answers nobody else until that ends.
+            threading.Thread(target=transport.give_up, args=(self._store, why), name="give-up", daemon=True).start()
 
     @property
     def _timeout_s(self) -> float:
