@@ -18,7 +18,7 @@ from opentinker.shared.service import Context
 from opentinker.shared.spec import JobSpec
 from opentinker.shared.store import Store
 from opentinker.shared.subjects import WAKE
-from opentinker.shared.types import JobState, Lease, Pool
+from opentinker.shared.types import JobState, Lease, Pool, WorkerInfo
 from tests.conftest import until
 from tests.factories import make_spec
 
@@ -167,21 +167,32 @@ async def test_failure_of_a_job_that_has_ended_is_no_failure_of_the_worker(bench
     assert (await bench.ctx.store.job("a")).state == JobState.CANCELLED
 
 
-@pytest.mark.parametrize(("state", "step"), [(JobState.RUNNING, 0), (JobState.STARTING, 7)])
-async def test_worker_that_cannot_load_a_job_that_others_serve_ends_alone(
-    bench: Bench, state: JobState, step: int
-) -> None:
-    """Also while the job's trainer is being replaced."""
+async def test_worker_that_cannot_load_a_job_that_another_serves_ends_alone(bench: Bench) -> None:
+    async def fail(lease: Lease) -> None:
+        raise JobFailed("not enough memory")
+
+    bench.behaviour = fail
+    await bench.ctx.store.transition("a", JobState.RUNNING)
+    other = WorkerInfo(id="w-1", incarnation="i", pool=Pool.ROLLOUT, host="h", pid=1, job="a", status="ready")
+    await bench.ctx.store.beat(other, 30.0)
+    await bench.grant("a", 1)
+    with pytest.raises(OpenTinkerError, match="which others serve: not enough memory"):
+        await bench.serving
+    assert (await bench.ctx.store.job("a")).state == JobState.RUNNING
+
+
+async def test_worker_that_cannot_load_a_job_that_nobody_serves_any_more_fails_it(bench: Bench) -> None:
+    """Or it would be tried without end."""
 
     async def fail(lease: Lease) -> None:
         raise JobFailed("not enough memory")
 
     bench.behaviour = fail
-    await bench.ctx.store.transition("a", state, step=step)
+    await bench.ctx.store.transition("a", JobState.RUNNING)
     await bench.grant("a", 1)
-    with pytest.raises(OpenTinkerError, match="which others have served: not enough memory"):
-        await bench.serving
-    assert (await bench.ctx.store.job("a")).state == state
+    await bench.seen(("began", "a", 1), ("left", "a", 1))
+    await bench.status("idle")
+    assert (await bench.ctx.store.job("a")).state == JobState.FAILED
 
 
 async def test_worker_that_served_a_running_job_may_fail_it(bench: Bench) -> None:
