@@ -119,6 +119,8 @@ class JobMeter:
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
         """Only grow; each is also reported per second, as NAME_per_s."""
+        self.before: Counter[str] = Counter()
+        """Counted before this process looked: no part of a rate."""
         self.gauges: Counter[str] = Counter()
         self.step = 0
         """Of the weights that the values are about, where that is known."""
@@ -161,15 +163,14 @@ class Reporter:
     async def report(self) -> None:
         for job, meter in list(self._meters.jobs.items()):
             now = time.monotonic()
-            sent, known = self._sent.get(job), job in self._sent
+            sent = self._sent.get(job)
             if sent is None:
-                sent = _Sent(MetricSource(self._bus, job, self._source), Counter(), Counter(), now)
-                self._sent[job] = sent
+                source = MetricSource(self._bus, job, self._source)
+                sent = self._sent[job] = _Sent(source, meter.before.copy(), Counter(), now - REPORT_S)
             if meter.counts != sent.counts or meter.gauges != sent.gauges:
                 values: dict[str, float] = {**meter.counts, **meter.gauges}
-                if known:  # the totals of a first look are of any time
-                    elapsed = max(now - sent.at, 1e-3)
-                    values |= {f"{name}_per_s": (n - sent.counts[name]) / elapsed for name, n in meter.counts.items()}
+                elapsed = max(now - sent.at, 1e-3)
+                values |= {f"{name}_per_s": (n - sent.counts[name]) / elapsed for name, n in meter.counts.items()}
                 sent.counts, sent.gauges, sent.at = meter.counts.copy(), meter.gauges.copy(), now
                 await sent.source.emit(meter.step, values)
             elif now - sent.at > FORGET_S and not any(meter.gauges.values()):

@@ -46,7 +46,7 @@ async def test_point_per_job_comes_when_its_meters_have_moved(bus: Bus, heard: l
     await reporter.report()  # nothing new
     await until(lambda: len(heard) == 2)
     first, other = sorted(heard, key=lambda point: point.job)
-    assert first.values == {"env/steps": 30.0}, "a first look knows no rate"
+    assert first.values == {"env/steps": 30.0, "env/steps_per_s": pytest.approx(30.0, rel=0.1)}
     assert other.values == {"env/sessions": 2.0}
 
     heard.clear()
@@ -54,6 +54,16 @@ async def test_point_per_job_comes_when_its_meters_have_moved(bus: Bus, heard: l
     await reporter.report()
     await until(lambda: heard)
     assert [(point.job, point.seq, point.values) for point in heard] == [("j-b", 1, {"env/sessions": 0.0})]
+
+
+async def test_what_was_counted_before_is_no_part_of_a_rate(bus: Bus, heard: list[MetricPoint]) -> None:
+    meters = Meters()
+    meters.of("j-a").counts["scheduler/tickets_issued"] = meters.of("j-a").before["scheduler/tickets_issued"] = 20_000
+    meters.of("j-a").gauges["scheduler/running_groups"] = 1
+    await Reporter(bus, "env-0", meters).report()
+    await until(lambda: heard)
+    assert heard[0].values["scheduler/tickets_issued"] == 20_000
+    assert heard[0].values["scheduler/tickets_issued_per_s"] == 0.0
 
 
 async def test_rate_is_since_the_last_report(bus: Bus, heard: list[MetricPoint]) -> None:

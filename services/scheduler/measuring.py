@@ -48,11 +48,14 @@ class Measuring:
 
     async def _job(self, id: str, depths: dict[str, int]) -> None:
         ledger = await Admission(self.store.redis, id).ledger()
+        new = id not in self.meters.jobs
         meter = self.meters.of(id)
         meter.step = ledger.version.step
         meter.counts = Counter(
             {"scheduler/tickets_issued": ledger.issued, "scheduler/groups_accepted": ledger.accepted}
         )
+        if new:
+            meter.before = meter.counts.copy()
         meter.gauges = Counter(
             {
                 "scheduler/running_groups": ledger.running,
