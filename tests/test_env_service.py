@@ -232,7 +232,7 @@ async def test_nats_restart_in_the_middle_of_a_session_loses_nothing(
             assert (await client.step(**guess(held, "held", 0))).reward == 1.0
             nats.kill()
             during = asyncio.create_task(client.step(**guess(held, "held", 1)))
-            await asyncio.sleep(0.3)
+            await until(lambda: not bus.nc.is_connected)
             nats.start()
             assert (await during).reward == 1.0
             assert (await client.step(**guess(held, "held", 2))).done

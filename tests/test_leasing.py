@@ -167,11 +167,12 @@ async def test_failure_of_a_job_that_has_ended_is_no_failure_of_the_worker(bench
     assert (await bench.ctx.store.job("a")).state == JobState.CANCELLED
 
 
-async def test_worker_that_cannot_load_a_job_that_another_serves_ends_alone(bench: Bench) -> None:
-    async def fail(lease: Lease) -> None:
-        raise JobFailed("not enough memory")
+async def out_of_memory(lease: Lease) -> None:
+    raise JobFailed("not enough memory")
 
-    bench.behaviour = fail
+
+async def test_worker_that_cannot_load_a_job_that_another_serves_ends_alone(bench: Bench) -> None:
+    bench.behaviour = out_of_memory
     await bench.ctx.store.transition("a", JobState.RUNNING)
     other = WorkerInfo(id="w-1", incarnation="i", pool=Pool.ROLLOUT, host="h", pid=1, job="a", status="ready")
     await bench.ctx.store.beat(other, 30.0)
@@ -183,11 +184,7 @@ async def test_worker_that_cannot_load_a_job_that_another_serves_ends_alone(benc
 
 async def test_worker_that_cannot_load_a_job_that_nobody_serves_any_more_fails_it(bench: Bench) -> None:
     """Or it would be tried without end."""
-
-    async def fail(lease: Lease) -> None:
-        raise JobFailed("not enough memory")
-
-    bench.behaviour = fail
+    bench.behaviour = out_of_memory
     await bench.ctx.store.transition("a", JobState.RUNNING)
     await bench.grant("a", 1)
     await bench.seen(("began", "a", 1), ("left", "a", 1))

@@ -25,7 +25,7 @@ from opentinker.shared.spec import JobSpec
 from opentinker.shared.store import Store
 from opentinker.shared.subjects import GROUP
 from opentinker.shared.types import Group, JobState, Lease, Pool, WeightVersion
-from tests.conftest import Server
+from tests.conftest import Server, until
 from tests.factories import make_group, make_spec
 from tests.scheduling import context, kinds, running
 
@@ -189,6 +189,20 @@ async def test_checkpoints_come_earlier_when_the_stream_would_hold_too_much(
     await train(job)
     made = [event["step"] for event in await ctx.store.events(JOB) if event["event"] == "checkpoint"]
     assert set(made) > {2, 4, 6}
+
+
+async def test_starved_trainer_makes_a_checkpoint_to_make_room(ctx: Context, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loop, "STARVED_S", 0.0)
+    monkeypatch.setattr(loop, "STARVED_BYTES", 0)
+    job = await prepare(ctx)
+    async with running(job.run()):
+        await until(lambda: job.stepped > 0)  # it waits for two groups now
+        version, (seq,) = await Admission(ctx.store.redis, JOB).issue(1)
+        group = make_group(job=JOB, seq=seq, versions=[version])
+        await ctx.bus.publish(GROUP, group, group.key, job=JOB)
+        await until(lambda: checkpoint.listing(job.root))
+    (saved,) = [manifest for _, manifest in checkpoint.listing(job.root)]
+    assert (saved.step, saved.consumed) == (0, [])
 
 
 async def test_target_that_the_job_does_not_report_is_said_at_once(ctx: Context) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import subprocess
@@ -128,6 +129,17 @@ def test_a_fingerprint_notices_one_changed_byte_and_a_changed_order(size: int, d
     assert fingerprint(bucket.clone()) == fingerprint(bucket)
     rolled = bucket.roll(8)
     assert torch.equal(rolled, bucket) or fingerprint(rolled) != fingerprint(bucket)
+
+
+def test_a_fingerprint_notices_every_single_bit() -> None:
+    for size in (1, 7, 8, 9, 16, 31):
+        bucket = torch.randint(0, 256, (size,), dtype=torch.uint8)
+        mark = fingerprint(bucket)
+        assert -(1 << 63) <= mark < 1 << 63
+        for place, bit in itertools.product(range(size), range(8)):
+            changed = bucket.clone()
+            changed[place] ^= 1 << bit
+            assert fingerprint(changed) != mark
 
 
 def test_a_fingerprint_covers_more_than_one_chunk() -> None:

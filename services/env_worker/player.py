@@ -92,7 +92,7 @@ async def contain(worker: str, call: Awaitable[SessionReply]) -> SessionReply:
         return failure(worker, Ending.ENV_BAD_REPLY, str(error))
     except SpecError as error:
         return failure(worker, Ending.ENV_ERROR, str(error))
-    except BaseException as error:  # noqa: BLE001
+    except BaseException as error:  # noqa: BLE001 - user code: sys.exit() in it ends its episode, not the worker
         return failure(worker, Ending.ENV_ERROR, short_traceback(error))
 
 

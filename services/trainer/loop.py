@@ -341,7 +341,8 @@ class TrainerJob:
         try:
             async with asyncio.timeout(SETTLED_S):
                 settled = await self.consumer.settled()
-        except TimeoutError:  # NATS is away: what an earlier checkpoint knew is true still
+        except TimeoutError:
+            log.warning("checkpoint_without_nats", floor=self.assembler.floor)  # of an earlier one, and true still
             settled = self.assembler.floor
         floor, above, discarded = self.assembler.account(self.step, settled)
         trained = self.step * self.spec.algorithm.groups_per_batch

@@ -116,18 +116,19 @@ def fingerprint(bucket: torch.Tensor) -> int:
     """64-bit checksum of a flat uint8 tensor; depends on the order of the bytes, the same on every device.
 
     Words x_i of a chunk are multiplied by odd weights w_i and summed modulo 2^64, so a change of any single word
-    changes the sum; the sums of the chunks are chained by Horner's rule, and the length is mixed in.
+    changes the sum; the sums of the chunks and the bytes after the last whole word are chained by Horner's rule with
+    an odd factor, so it changes the result too. It starts from the length.
     """
     tail = bucket.numel() % 8
     words = bucket[: bucket.numel() - tail].view(torch.int64)
     weights = _weights(bucket.device, min(CHUNK, words.numel()))
     sums = [(words[i : i + CHUNK] * weights[: words.numel() - i]).sum() for i in range(0, words.numel(), CHUNK)]
-    value = bucket.numel()
+    value: int = bucket.numel()
     for part in torch.stack(sums).tolist() if sums else []:
         value = (value * STRIDE + part) & MASK
     for byte in bucket[bucket.numel() - tail :].tolist():
         value = (value * STRIDE + byte) & MASK
-    return int(value >> 1)  # fits a signed 64-bit integer on the wire
+    return value - (1 << 64) if value >> 63 else value  # as a signed 64-bit integer, no bit of it lost
 
 
 def allowed_s(timeout_s: float, total: int) -> float:
