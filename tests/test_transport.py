@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -291,3 +292,5 @@ def test_a_transfer_that_is_given_up_ends_for_everyone_and_lets_go_of_the_memory
     for future in (sending, receiving):
         assert "given up, rank 2 hangs" in str(future.exception(4))
     assert staged[1].data_ptr() != memory[1]
+    left = [thread for thread in threading.enumerate() if thread.name == "weights-lost"]
+    assert not any(thread.daemon for thread in left)  # a process that ends before such a thread does would abort

@@ -331,13 +331,16 @@ def _over(work: dist.Work, on_gloo: bool) -> bool:
 
 
 def _outlive(group: dist.ProcessGroup, work: dist.Work) -> None:
-    """Keep a group until its last operation has timed out: gloo cannot abort it, and the group's end waits for it."""
+    """Keep a group until its last operation has timed out: gloo cannot abort it, and the group's end waits for it.
+
+    The process waits for the thread before it ends: one that is left waiting in torch would make it abort.
+    """
 
     def wait(_: dist.ProcessGroup) -> None:
         with contextlib.suppress(RuntimeError):
             work.wait()
 
-    threading.Thread(target=wait, args=(group,), name="weights-lost", daemon=True).start()
+    threading.Thread(target=wait, args=(group,), name="weights-lost").start()
 
 
 def _weights(device: torch.device, count: int) -> torch.Tensor:
