@@ -45,6 +45,11 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """Unix seconds; filled in when the checkpoint is committed."""
 
     @property
+    def name(self) -> str:
+        """Of its directory."""
+        return name_of(self.step)
+
+    @property
     def age(self) -> tuple[int, int]:
         """Sorts oldest first: what an older epoch wrote is older, also where it had come further."""
         return self.epoch, self.step

@@ -100,21 +100,21 @@ async def test_checkpoint_that_cannot_be_written_is_said_and_the_job_goes_on(ctx
     failed = [event for event in await ctx.store.events(JOB) if event["event"] == "checkpoint_failed"]
     assert [event["step"] for event in failed] == [2, 4]
     assert all("No space left" in event["error"] and "keep_checkpoints" in event["error"] for event in failed)
-    assert [manifest.step for _, manifest in checkpoint.listing(job.root)] == [6]
+    assert [manifest.step for _, manifest in checkpoint.listing(job.record.root)] == [6]
 
 
 async def test_job_fails_when_its_last_checkpoint_cannot_be_written(ctx: Context) -> None:
     job = await prepare(ctx, full_at=(6,))
     with pytest.raises(JobFailed, match=r"step 6 .*No space left"):
         await train(job)
-    assert [manifest.step for _, manifest in checkpoint.listing(job.root)] == [2, 4]
+    assert [manifest.step for _, manifest in checkpoint.listing(job.record.root)] == [2, 4]
 
 
 async def test_job_that_meets_its_target_fails_too_when_its_last_checkpoint_cannot_be_written(
     ctx: Context, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job = await prepare(ctx, target="reward/mean", full_at=(1,))
-    monkeypatch.setattr(job, "_target_met", lambda: job.step == 1)
+    monkeypatch.setattr(job.record, "target_met", lambda: job.step == 1)
     with pytest.raises(JobFailed, match=r"step 1 .*No space left"):
         await train(job)
     assert (await ctx.store.job(JOB)).state != JobState.SUCCEEDED
@@ -124,7 +124,7 @@ async def test_nan_fails_the_job_and_names_the_last_good_checkpoint(ctx: Context
     job = await prepare(ctx, nan_at=4)
     with pytest.raises(JobFailed, match=r"step 4 was refused: the loss is nan; the last good checkpoint is step 2"):
         await train(job)
-    found = checkpoint.newest(job.root)
+    found = checkpoint.newest(job.record.root)
     assert found is not None and found[1].step == 2
     ledger = await Admission(ctx.store.redis, JOB).ledger()
     assert ledger.balanced and ledger.trained == 3 * 2, "the refused step's groups are pending still"
@@ -137,17 +137,17 @@ async def test_nan_before_any_checkpoint_says_so(ctx: Context) -> None:
 
 async def test_metrics_that_a_full_disk_refuses_are_written_later_in_order(ctx: Context) -> None:
     job = await prepare(ctx)
-    path = job.root.parent / "metrics.jsonl"
+    path = job.record.root.parent / "metrics.jsonl"
     path.parent.mkdir(parents=True)
     path.symlink_to("/dev/full")
-    emit = job.metrics.emit
+    emit = job.record.metrics.emit
 
     async def there_is_space_again_at_step_4(step: int, values: dict[str, float]) -> Any:
         if step == 4:
             path.unlink()
         return await emit(step, values)
 
-    job.metrics.emit = there_is_space_again_at_step_4  # type: ignore[method-assign]
+    job.record.metrics.emit = there_is_space_again_at_step_4  # type: ignore[method-assign]
     await train(job)
     assert (await ctx.store.job(JOB)).state == JobState.SUCCEEDED
     assert steps_of(path) == [1, 2, 3, 4, 5, 6]
@@ -157,8 +157,8 @@ async def test_metrics_that_a_full_disk_refuses_are_written_later_in_order(ctx: 
 
 async def test_disk_that_stays_full_for_metrics_only_does_not_fail_the_job(ctx: Context) -> None:
     job = await prepare(ctx)
-    job.root.parent.mkdir(parents=True)
-    (job.root.parent / "metrics.jsonl").symlink_to("/dev/full")
+    job.record.root.parent.mkdir(parents=True)
+    (job.record.root.parent / "metrics.jsonl").symlink_to("/dev/full")
     await train(job)
     assert (await kinds(ctx.store, JOB)).count("metrics_log_failed") == 1
     assert (await ctx.store.job(JOB)).state == JobState.SUCCEEDED
@@ -200,8 +200,8 @@ async def test_starved_trainer_makes_a_checkpoint_to_make_room(ctx: Context, mon
         version, (seq,) = await Admission(ctx.store.redis, JOB).issue(1)
         group = make_group(job=JOB, seq=seq, versions=[version])
         await ctx.bus.publish(GROUP, group, group.key, job=JOB)
-        await until(lambda: checkpoint.listing(job.root))
-    (saved,) = [manifest for _, manifest in checkpoint.listing(job.root)]
+        await until(lambda: checkpoint.listing(job.record.root))
+    (saved,) = [manifest for _, manifest in checkpoint.listing(job.record.root)]
     assert (saved.step, saved.consumed) == (0, [])
 
 

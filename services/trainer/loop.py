@@ -11,38 +11,28 @@ Generation never waits for training and training never waits for a weight transf
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import functools
 import re
 import time
-from collections import deque
-from pathlib import Path
 
-import orjson
 import structlog
 
-from opentinker.services.trainer import checkpoint
-from opentinker.services.trainer.alarm import SlopeAlarm
 from opentinker.services.trainer.assembler import Assembler
 from opentinker.services.trainer.learner import Learner, NonFinite
 from opentinker.services.trainer.publisher import Publisher
-from opentinker.services.trainer.step_log import StepLog
+from opentinker.services.trainer.record import Record
 from opentinker.shared.admission import Admission
 from opentinker.shared.bus import Consumer, Delivery
-from opentinker.shared.errors import Conflict, JobFailed
+from opentinker.shared.errors import JobFailed
 from opentinker.shared.leasing import LeasedWorker
 from opentinker.shared.manifest import Manifest
 from opentinker.shared.service import first_failure
 from opentinker.shared.spec import JobSpec
 from opentinker.shared.subjects import GROUP, WAKE
-from opentinker.shared.telemetry import MetricSource
-from opentinker.shared.types import Discard, Group, JobState, Lease, WeightVersion
+from opentinker.shared.types import Discard, Group, Lease, WeightVersion
 from opentinker.shared.waiting import check_cancelled, set_within
 
 log = structlog.get_logger()
 
-TARGET_WINDOW = 10
-"""Steps over which `train.target` looks at the mean of a metric."""
 UNSAVED_BYTES = 2**30
 """Trajectories received since the last checkpoint, in bytes, from which one is due whatever `checkpoint_every` says:
 the stream keeps them until then, and its disk is everybody's."""
@@ -61,22 +51,16 @@ class TrainerJob:
     def __init__(self, worker: LeasedWorker, lease: Lease, spec: JobSpec, learner: Learner) -> None:
         self.worker, self.lease, self.spec, self.learner = worker, lease, spec, learner
         self.ctx = worker.ctx
-        self.root: Path = self.ctx.settings.data_dir / "jobs" / lease.job / "checkpoints"
+        self.record = Record(self.ctx, lease, spec, learner)
         self.admission = Admission(self.ctx.store.redis, lease.job, lease.epoch)
-        self.metrics = MetricSource(self.ctx.bus, lease.job, "trainer")
-        self.step_log = StepLog(self.root.parent / "metrics.jsonl")
-        self.log_refused = False
         self.publisher = Publisher(self.ctx, lease, learner.device, self._served)
         algorithm = spec.algorithm
         self.assembler = Assembler(algorithm.max_staleness, lease.epoch, bool(algorithm.drop_zero_variance))
-        self.alarm = SlopeAlarm()
         self.arrived = asyncio.Event()
         self.step = 0
         self.saved: list[tuple[int, int]] = []
         """(step, floor) of checkpoints made or resumed from, oldest first."""
         self.swap: dict[str, float] = {}
-        self.window: deque[dict[str, float]] = deque(maxlen=TARGET_WINDOW)
-        self.running = False
         self.unsaved = 0
         """Bytes received since the last checkpoint."""
         self.stepped = 0.0
@@ -99,7 +83,7 @@ class TrainerJob:
             )
         finally:
             await consumer.close()
-            self.metrics.close()
+            self.record.close()
 
     @property
     def _version(self) -> WeightVersion:
@@ -108,18 +92,11 @@ class TrainerJob:
     # --- start and resume ---------------------------------------------------------------------------------------
 
     async def _restore(self) -> None:
-        await asyncio.to_thread(checkpoint.fence, self.root, self.lease.epoch)
-        found = await asyncio.to_thread(checkpoint.newest, self.root)
+        manifest = await self.record.restore()
         discarded: dict[str, int] = {}
         next_seq = 0
         resumed = {self.lease.epoch: 0}
-        if found is not None:
-            path, manifest = found
-            if manifest.epoch >= self.lease.epoch:
-                raise JobFailed(
-                    f"checkpoint {path.name} was written in epoch {manifest.epoch}, this trainer has epoch "
-                    f"{self.lease.epoch}: the job's record is older than its checkpoints"
-                )
+        if manifest is not None:
             self.step, next_seq = manifest.step, manifest.next_seq
             resumed = {**manifest.resumed, self.lease.epoch: manifest.step}
             self.assembler.floor = self.assembler.last = manifest.stream_floor
@@ -128,7 +105,6 @@ class TrainerJob:
             self.saved = [(manifest.step, manifest.stream_floor)]
         self.assembler.resumed = resumed
         self.assembler.discarded.update({Discard(reason): n for reason, n in discarded.items()})
-        await asyncio.to_thread(self.learner.load, None if found is None else found[0])
         algorithm = self.spec.algorithm
         await self.admission.restore(
             step=self.step,
@@ -138,10 +114,6 @@ class TrainerJob:
             discarded=discarded,
             next_seq=next_seq,
         )
-        detail = {"step": self.step, "epoch": self.lease.epoch}
-        event = "resumed" if found else "model_loaded"
-        await self.ctx.store.update(self.lease.job, epoch=self.lease.epoch, step=self.step, event=event, detail=detail)
-        log.info(event, **detail)
 
     # --- intake -------------------------------------------------------------------------------------------------
 
@@ -195,7 +167,7 @@ class TrainerJob:
         await self._wake_admission()
         count = self.assembler.discarded[Discard.INVALID]
         if count > MAX_INVALID:
-            raise JobFailed(f"{count} groups were unreadable or contradicted themselves; {self._last_good()}")
+            raise JobFailed(f"{count} groups were unreadable or contradicted themselves; {self.record.last_good()}")
 
     # --- training -----------------------------------------------------------------------------------------------
 
@@ -203,18 +175,18 @@ class TrainerJob:
         """Consumes pending groups. Returns when all steps are done, the target is met or the service stops."""
         steps = self.spec.train.steps
         self.stepped = time.monotonic()
-        while self.step < steps and not self._target_met():
+        while self.step < steps and not self.record.target_met():
             began = time.monotonic()
             batch = await self._next_batch()
             if batch is None:
                 await self._save()
-                await self._log_step()
+                await self.record.write_log(self.step)
                 return
             waited = time.monotonic() - began
             try:
                 values = await asyncio.to_thread(self.learner.step, batch, self._version)
             except NonFinite as error:
-                raise JobFailed(f"step {self.step + 1} was refused: {error}; {self._last_good()}") from None
+                raise JobFailed(f"step {self.step + 1} was refused: {error}; {self.record.last_good()}") from None
             trained = time.monotonic() - began - waited
             await self._advance(batch, values, waited, trained)
             due = self.step % self.spec.train.checkpoint_every == 0 or self.unsaved > UNSAVED_BYTES
@@ -251,7 +223,7 @@ class TrainerJob:
                 f"{self.assembler.barren} groups in a row had {algorithm.group_size} equal rewards each, so that step "
                 f"{self.step + 1} could not be filled: the task is too easy or too hard for the model by now. Set a "
                 "`train.target` to end in time, take a larger group_size, or drop_zero_variance = false; "
-                f"{self._last_good()}"
+                f"{self.record.last_good()}"
             )
 
     async def _advance(self, batch: list[Group], values: dict[str, float], waited: float, trained: float) -> None:
@@ -274,56 +246,14 @@ class TrainerJob:
             **{f"failed/{reason}": float(count) for reason, count in ledger.failed.items()},
             **self.swap,
         }
-        if self.step == 1 and (absent := sorted(self.spec.train.target.keys() - values.keys())):
-            log.warning("target_metric_absent", metrics=absent)
-            await self._event("target_metric_absent", {"metrics": absent, "there_are": sorted(values)})
-        began = self.alarm.look(values)
-        values["mismatch/alarm"] = float(bool(self.alarm.ringing))
-        for name in began:
-            log.warning("mismatch_alarm", metric=name, value=values[name])
-            await self._event("mismatch_alarm", {"step": self.step, "metric": name, "value": values[name]})
-        self.window.append(values)
-        point = await self.metrics.emit(self.step, values)
-        seqs = [group.seq for group in batch]
-        line = {"epoch": self.lease.epoch, "step": self.step, "time": point.time, "seqs": seqs, **point.values}
-        await self._log_step(line)
-        shown = {name: values[name] for name in ("reward/mean", "exact", *self.spec.train.target) if name in values}
-        await self.ctx.store.update(
-            self.lease.job, epoch=self.lease.epoch, step=self.step, progress=orjson.dumps(shown).decode()
-        )
-
-    async def _log_step(self, line: dict[str, object] | None = None) -> None:
-        """One line per step, also of steps rolled back later. What the disk refuses is said once and tried again."""
-        try:
-            await asyncio.to_thread(self.step_log.flush if line is None else functools.partial(self.step_log.add, line))
-            self.log_refused = False
-        except OSError as error:
-            if not self.log_refused:
-                log.error("metrics_log_failed", error=str(error))
-                await self._event("metrics_log_failed", {"step": self.step, "error": str(error)})
-            self.log_refused = True
-
-    def _target_met(self) -> bool:
-        target = self.spec.train.target
-        if not target or len(self.window) < TARGET_WINDOW:
-            return False
-        means = {name: sum(v.get(name, float("-inf")) for v in self.window) / TARGET_WINDOW for name in target}
-        return all(means[name] >= wanted for name, wanted in target.items())
+        await self.record.step(self.step, values, seqs=[group.seq for group in batch])
 
     async def _served(self, version: WeightVersion, seconds: dict[str, float]) -> None:
         """The publisher got a version to the workers: admission may count on it."""
         self.swap = seconds
         await self.admission.set_version(version.step)
         await self._wake_admission()
-        if not self.running:
-            self.running = True
-            with contextlib.suppress(Conflict):  # cancelled meanwhile: the lease is about to go
-                await self.ctx.store.transition(
-                    self.lease.job,
-                    JobState.RUNNING,
-                    allowed=(JobState.STARTING, JobState.RUNNING),
-                    epoch=self.lease.epoch,
-                )
+        await self.record.running()
 
     async def _wake_admission(self) -> None:
         await self.ctx.bus.emit(WAKE, {"job": self.lease.job}, who="admission")
@@ -331,10 +261,7 @@ class TrainerJob:
     # --- checkpoints and the end --------------------------------------------------------------------------------
 
     async def _save(self, *, last: bool = False) -> None:
-        """Commit a checkpoint of the current step; then let go of what the one before it no longer needs.
-
-        When it cannot be written the job goes on and the next one is tried at its time; only the last one is a must.
-        """
+        """Commit a checkpoint of the current step; then let go of what the one before it no longer needs."""
         if self.saved and self.saved[-1][0] == self.step:
             return
         self.unsaved = 0
@@ -357,36 +284,15 @@ class TrainerJob:
             ledger={"trained": trained, **{f"discarded/{reason}": n for reason, n in discarded.items()}},
             next_seq=(await self.admission.ledger()).issued,
         )
-        began = time.monotonic()
-        try:
-            await asyncio.to_thread(checkpoint.commit, self.root, manifest, self.learner.save)
-        except JobFailed as error:
-            if last:
-                raise
-            log.error("checkpoint_failed", error=str(error))
-            await self._event("checkpoint_failed", {"step": self.step, "error": str(error)})
+        if not await self.record.commit(manifest, last=last):
             return
-        await asyncio.to_thread(checkpoint.sweep, self.root, self.spec.train.keep_checkpoints, self.lease.epoch)
         if self.saved:  # one checkpoint behind: the newest may turn out to be damaged
             step, floor_before = self.saved[-1]
             await self.admission.commit(step)
             self.assembler.forget(floor_before)
             await self.ctx.bus.purge("GROUPS", GROUP.at(job=self.lease.job), below=floor_before + 1)
         self.saved.append((self.step, floor))
-        await self._event("checkpoint", {"step": self.step, "seconds": round(time.monotonic() - began, 3)})
-
-    async def _event(self, event: str, detail: dict[str, object]) -> None:
-        await self.ctx.store.update(self.lease.job, epoch=self.lease.epoch, event=event, detail=detail)
-
-    def _last_good(self) -> str:
-        return f"the last good checkpoint is step {self.saved[-1][0]}" if self.saved else "there is no checkpoint yet"
 
     async def _finish(self) -> None:
         await self._save(last=True)
-        await self._log_step()
-        why = "target reached" if self._target_met() else ""
-        with contextlib.suppress(Conflict):  # cancelled or failed meanwhile: the lease is about to go
-            await self.ctx.store.transition(
-                self.lease.job, JobState.SUCCEEDED, epoch=self.lease.epoch, step=self.step, reason=why
-            )
-        await self.ctx.bus.emit(WAKE, {"job": self.lease.job}, who="scheduler")
+        await self.record.succeed(self.step)

@@ -96,7 +96,7 @@ def page(schema: dict[str, Any]) -> str:
     lines = [
         "# The job spec",
         "",
-        "Made by `make docs` from `shared/spec.py`. A field without a default must be given.",
+        "Made by `make docs` from `shared/spec/`. A field without a default must be given.",
     ]
     for section, fields in sections(schema):
         lines += ["", f"## [{section}]" if section else "## At the top of the file", ""]

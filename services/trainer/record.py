@@ -1,0 +1,161 @@
+"""What any training job reports and leaves behind, whatever it trains on: metrics, events, checkpoints, how it ended.
+
+The loop that trains decides when; what the manifest says beyond the weights is its own affair.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import time
+from collections import deque
+from pathlib import Path
+
+import orjson
+import structlog
+
+from opentinker.services.trainer import checkpoint
+from opentinker.services.trainer.alarm import SlopeAlarm
+from opentinker.services.trainer.learner import Learner
+from opentinker.services.trainer.step_log import StepLog
+from opentinker.shared.errors import Conflict, JobFailed
+from opentinker.shared.manifest import Manifest
+from opentinker.shared.service import Context
+from opentinker.shared.spec import JobSpec
+from opentinker.shared.subjects import WAKE
+from opentinker.shared.telemetry import MetricSource
+from opentinker.shared.types import JobState, Lease
+
+log = structlog.get_logger()
+
+TARGET_WINDOW = 10
+"""Steps over which `train.target` looks at the mean of a metric."""
+
+
+class Record:
+    def __init__(self, ctx: Context, lease: Lease, spec: JobSpec, learner: Learner) -> None:
+        self.ctx, self.lease, self.spec, self.learner = ctx, lease, spec, learner
+        self.root: Path = ctx.settings.data_dir / "jobs" / lease.job / "checkpoints"
+        self.metrics = MetricSource(ctx.bus, lease.job, "trainer")
+        self._log = StepLog(self.root.parent / "metrics.jsonl")
+        self._log_refused = False
+        self._alarm = SlopeAlarm()
+        self._window: deque[dict[str, float]] = deque(maxlen=TARGET_WINDOW)
+        self.saved: int | None = None
+        """Step of the newest good checkpoint."""
+        self._running = False
+
+    async def restore(self) -> Manifest | None:
+        """Puts the newest good checkpoint into the learner, or the base model when there is none.
+
+        From here on no older epoch can write. Raises JobFailed, Fenced.
+        """
+        await asyncio.to_thread(checkpoint.fence, self.root, self.lease.epoch)
+        found = await asyncio.to_thread(checkpoint.newest, self.root)
+        path, manifest = found or (None, None)
+        if manifest is not None:
+            if manifest.epoch >= self.lease.epoch:
+                raise JobFailed(
+                    f"checkpoint {manifest.name} was written in epoch {manifest.epoch}, this trainer has epoch "
+                    f"{self.lease.epoch}: the job's record is older than its checkpoints"
+                )
+            self.saved = manifest.step
+        await asyncio.to_thread(self.learner.load, path)
+        detail = {"step": manifest.step if manifest else 0, "epoch": self.lease.epoch}
+        event = "resumed" if manifest else "model_loaded"
+        await self.ctx.store.update(
+            self.lease.job, epoch=self.lease.epoch, step=detail["step"], event=event, detail=detail
+        )
+        log.info(event, **detail)
+        return manifest
+
+    async def running(self) -> None:
+        """The job has begun to do its work. Idempotent."""
+        if self._running:
+            return
+        self._running = True
+        with contextlib.suppress(Conflict):  # cancelled meanwhile: the lease is about to go
+            await self.ctx.store.transition(
+                self.lease.job,
+                JobState.RUNNING,
+                allowed=(JobState.STARTING, JobState.RUNNING),
+                epoch=self.lease.epoch,
+            )
+
+    async def step(self, step: int, values: dict[str, float], **line: object) -> None:
+        """An optimizer step is done: its metrics go out, into the history and the job's log (`line` beside them)."""
+        if step == 1 and (absent := sorted(self.spec.train.target.keys() - values.keys())):
+            log.warning("target_metric_absent", metrics=absent)
+            await self.event("target_metric_absent", {"metrics": absent, "there_are": sorted(values)})
+        began = self._alarm.look(values)
+        values["mismatch/alarm"] = float(bool(self._alarm.ringing))
+        for name in began:
+            log.warning("mismatch_alarm", metric=name, value=values[name])
+            await self.event("mismatch_alarm", {"step": step, "metric": name, "value": values[name]})
+        self._window.append(values)
+        point = await self.metrics.emit(step, values)
+        await self.write_log(
+            step, {"epoch": self.lease.epoch, "step": step, "time": point.time, **line, **point.values}
+        )
+        shown = {name: values[name] for name in ("reward/mean", "exact", *self.spec.train.target) if name in values}
+        await self.ctx.store.update(
+            self.lease.job, epoch=self.lease.epoch, step=step, progress=orjson.dumps(shown).decode()
+        )
+
+    async def write_log(self, step: int, line: dict[str, object] | None = None) -> None:
+        """One line per step, also of steps rolled back later. What the disk refuses is said once and tried again."""
+        try:
+            await asyncio.to_thread(self._log.flush if line is None else functools.partial(self._log.add, line))
+            self._log_refused = False
+        except OSError as error:
+            if not self._log_refused:
+                log.error("metrics_log_failed", error=str(error))
+                await self.event("metrics_log_failed", {"step": step, "error": str(error)})
+            self._log_refused = True
+
+    def target_met(self) -> bool:
+        target = self.spec.train.target
+        if not target or len(self._window) < TARGET_WINDOW:
+            return False
+        means = {name: sum(v.get(name, float("-inf")) for v in self._window) / TARGET_WINDOW for name in target}
+        return all(means[name] >= wanted for name, wanted in target.items())
+
+    async def commit(self, manifest: Manifest, *, last: bool) -> bool:
+        """Makes a checkpoint, and removes those that are not kept any more. True if it is there.
+
+        When it cannot be written the job goes on and the next one is tried at its time; only the last one is a must:
+        then JobFailed.
+        """
+        began = time.monotonic()
+        try:
+            await asyncio.to_thread(checkpoint.commit, self.root, manifest, self.learner.save)
+        except JobFailed as error:
+            if last:
+                raise
+            log.error("checkpoint_failed", error=str(error))
+            await self.event("checkpoint_failed", {"step": manifest.step, "error": str(error)})
+            return False
+        await asyncio.to_thread(checkpoint.sweep, self.root, self.spec.train.keep_checkpoints, self.lease.epoch)
+        self.saved = manifest.step
+        await self.event("checkpoint", {"step": manifest.step, "seconds": round(time.monotonic() - began, 3)})
+        return True
+
+    async def event(self, event: str, detail: dict[str, object]) -> None:
+        await self.ctx.store.update(self.lease.job, epoch=self.lease.epoch, event=event, detail=detail)
+
+    def last_good(self) -> str:
+        return "there is no checkpoint yet" if self.saved is None else f"the last good checkpoint is step {self.saved}"
+
+    async def succeed(self, step: int) -> None:
+        """All is done and saved."""
+        await self.write_log(step)
+        why = "target reached" if self.target_met() else ""
+        with contextlib.suppress(Conflict):  # cancelled or failed meanwhile: the lease is about to go
+            await self.ctx.store.transition(
+                self.lease.job, JobState.SUCCEEDED, epoch=self.lease.epoch, step=step, reason=why
+            )
+        await self.ctx.bus.emit(WAKE, {"job": self.lease.job}, who="scheduler")
+
+    def close(self) -> None:
+        self.metrics.close()

@@ -1,0 +1,130 @@
+"""The job spec: what a user writes (TOML, JSON or Python), validated once, with every mistake reported at once.
+
+Every field is used or refused. The text under a field is its documentation (`opentinker spec` prints it).
+"""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal
+
+import orjson
+from pydantic import Field, ValidationError
+
+from opentinker.shared import algorithms
+from opentinker.shared.errors import SpecError
+from opentinker.shared.spec.algorithm import AlgorithmSpec
+from opentinker.shared.spec.mistakes import fill, mistakes_of, unused
+from opentinker.shared.spec.model import LoraSpec, ModelSpec
+from opentinker.shared.spec.part import Part
+from opentinker.shared.spec.rollout import EnvironmentSpec, RolloutSpec, ToySpec
+from opentinker.shared.spec.train import SIMULATED, ResourceSpec, TrainSpec
+
+__all__ = [
+    "AlgorithmSpec",
+    "EnvironmentSpec",
+    "JobSpec",
+    "LoraSpec",
+    "ModelSpec",
+    "ResourceSpec",
+    "RolloutSpec",
+    "ToySpec",
+    "TrainSpec",
+    "load_spec",
+    "parse_spec",
+]
+
+NAME = r"^[a-z0-9][a-z0-9_-]{0,62}$"
+SIMULATED_IGNORES = {
+    "model": {"lora"},
+    "algorithm": set(AlgorithmSpec.model_fields)
+    - {"group_size", "groups_per_batch", "max_staleness", "drop_zero_variance", "max_zero_variance_batches"}
+    - {"name", "kl_coef", "kl_in", "kl_estimator"},
+    "train": {"lr", "warmup_steps", "beta1", "beta2", "weight_decay", "grad_clip", "tokens_per_micro_batch", "seed"},
+    "resources": {"trainer_gpus"},
+}
+"""By part of the spec. Groups are still dropped for equal rewards, and scored by reference-forward."""
+
+
+class JobSpec(Part):
+    name: Annotated[str, Field(pattern=NAME)]
+    """For people; ids are given by the server."""
+    kind: Literal["rl"] = "rl"
+    """Reinforcement learning."""
+    model: ModelSpec
+    environment: EnvironmentSpec
+    algorithm: AlgorithmSpec = AlgorithmSpec()
+    rollout: RolloutSpec = RolloutSpec()
+    train: TrainSpec
+    resources: ResourceSpec = ResourceSpec()
+
+    STAND_INS: ClassVar[dict[str, Any]] = {
+        "name": "x",
+        "model": {"base": "x"},
+        "environment": {"name": "x"},
+        "train": {"steps": 1},
+    }
+
+    def settle(self) -> list[dict[str, Any]]:
+        found = []
+        if self.train.learner == "simulated":
+            usual: dict[str, Part] = {
+                "model": ModelSpec(base="x"),
+                "algorithm": AlgorithmSpec(name=self.algorithm.name),
+                "train": TrainSpec(steps=1),
+                "resources": ResourceSpec(),
+            }
+            for part, default in usual.items():
+                ignored = unused(getattr(self, part), default, SIMULATED_IGNORES[part], f"train.{SIMULATED}")
+                derived = self._overlong()  # of a spec that was settled before
+                ignored = [mistake for mistake in ignored if mistake["value"] != derived.get(mistake["field"])]
+                if any(mistake["field"] in algorithms.PARTS for mistake in ignored):  # its options come with it
+                    ignored = [mistake for mistake in ignored if mistake["field"] not in algorithms.OPTIONS]
+                found += [{**mistake, "field": f"{part}.{mistake['field']}"} for mistake in ignored]
+        return found + self._settle_overlong()
+
+    def _settle_overlong(self) -> list[dict[str, Any]]:
+        """Overlong shaping takes its lengths from `rollout.max_tokens`."""
+        if not self.algorithm.overlong_shaping:
+            return []
+        update = self._overlong()
+        length, buffer = update.values()
+        longest = self.rollout.max_tokens
+        found = [
+            {"field": f"algorithm.{field}", "value": value, "problem": f"is larger than {name}={bound}"}
+            for field, value, name, bound in (
+                ("overlong_length", length, "rollout.max_tokens", longest),
+                ("overlong_buffer", buffer, "overlong_length", length),
+            )
+            if value > bound
+        ]
+        if not found:
+            fill(self, {"algorithm": self.algorithm.model_copy(update=update)})
+        return found
+
+    def _overlong(self) -> dict[str, int]:
+        length = self.algorithm.overlong_length or self.rollout.max_tokens
+        return {"overlong_length": length, "overlong_buffer": self.algorithm.overlong_buffer or -(-length // 5)}
+
+
+def parse_spec(data: Any) -> JobSpec:
+    """Validate plain data. Raises SpecError with one entry per mistake: field, value, what is allowed."""
+    try:
+        return JobSpec.model_validate(data)
+    except ValidationError as error:
+        raise SpecError(
+            [mistake for item in error.errors(include_url=False) for mistake in mistakes_of(item)]
+        ) from None
+
+
+def load_spec(path: Path) -> Any:
+    """Plain data of a .toml or .json file. Raises SpecError when it cannot be read; `parse_spec` validates it."""
+    try:
+        raw = path.read_bytes()
+    except OSError as error:
+        raise SpecError([{"field": "(file)", "value": str(path), "problem": error.strerror or str(error)}]) from None
+    try:
+        return orjson.loads(raw) if path.suffix == ".json" else tomllib.loads(raw.decode())
+    except (orjson.JSONDecodeError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise SpecError([{"field": "(file)", "value": str(path), "problem": str(error)}]) from None

@@ -1,0 +1,56 @@
+"""What every part of a job spec is: frozen, closed, documented under its fields, with all its mistakes at once."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ModelWrapValidatorHandler, ValidationError, model_validator
+
+from opentinker.shared.spec.mistakes import Mistakes, mistakes_of
+
+Positive = Annotated[int, Field(gt=0)]
+Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+
+
+class Part(BaseModel):
+    model_config = ConfigDict(
+        extra="forbid",
+        frozen=True,
+        use_attribute_docstrings=True,
+        protected_namespaces=(),
+        allow_inf_nan=False,
+        serialize_by_alias=True,
+    )
+    STAND_INS: ClassVar[dict[str, Any]] = {}
+    """Take the place of wrong values of required fields, so that contradictions between the others can be judged."""
+
+    def settle(self) -> list[dict[str, Any]]:
+        """Fills in what follows from other fields; returns what is wrong between fields right in themselves."""
+        return []
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _every_mistake(cls, data: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
+        """Fields that are wrong in themselves do not hide the others' contradictions: those are judged without them."""
+        wrong: list[dict[str, Any]] = []
+        try:
+            part = handler(data)
+        except ValidationError as error:
+            found = error.errors(include_url=False)
+            if not isinstance(data, dict) or any(not item["loc"] for item in found):
+                raise
+            wrong = [mistake for item in found for mistake in mistakes_of(item)]
+            names = {item["loc"][0] for item in found}
+            try:
+                part = handler(
+                    {
+                        **{k: v for k, v in data.items() if k not in names},
+                        **{k: v for k, v in cls.STAND_INS.items() if k in names},
+                    }
+                )
+            except ValidationError:  # a required field is wrong: the others cannot be judged
+                raise Mistakes(wrong) from None
+        mistakes = wrong + part.settle()
+        if mistakes:
+            raise Mistakes(mistakes)
+        return part

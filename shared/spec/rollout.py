@@ -1,0 +1,75 @@
+"""What it is trained on: the environment, and how episodes are sampled."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from opentinker.shared.spec.mistakes import fill, unused
+from opentinker.shared.spec.part import Fraction, Part, Positive
+
+TOY_IGNORES = {"temperature", "top_p", "top_k", "stop"}
+
+
+class EnvironmentSpec(Part):
+    name: Annotated[str, Field(min_length=1, max_length=200)]
+    """A built-in environment, or `module:Class` of your own where env workers run with OPENTINKER_ENV_MODULES=1."""
+    config: dict[str, Any] = {}
+    """Passed to the environment's own config model, which refuses what it does not know."""
+
+
+class ToySpec(Part):
+    """The simulated engine: deterministic tokens, given durations. For tests and load tests."""
+
+    seconds_per_token: Annotated[float, Field(ge=0.0)] = 0.0
+    """Duration of one sampled token."""
+    swap_seconds: Annotated[float, Field(ge=0.0)] = 0.0
+    """Duration of a weight swap."""
+    skill: Fraction = 0.5
+    """Share of turns answered by echoing the prompt's digits."""
+
+
+class RolloutSpec(Part):
+    engine: Literal["vllm", "toy"] = "vllm"
+    """What generates; `toy` is simulated, for tests, and refuses what it would ignore."""
+    toy: ToySpec | None = None
+    """Settings of the toy engine; only with it."""
+    max_turns: Positive = 1
+    """Model outputs per episode."""
+    max_tokens: Positive = 256
+    """Sampled tokens per episode."""
+    max_tokens_per_turn: Positive | None = None
+    """Sampled tokens per turn; default: what is left of max_tokens."""
+    context_length: Positive | None = None
+    """Tokens per trajectory, prompt and observations included; default: what the model allows, at most 4096."""
+    temperature: Annotated[float, Field(gt=0.0, le=10.0)] = 1.0
+    """Logits are divided by it before sampling; the trainer does the same."""
+    top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
+    """Sample from the smallest set of tokens that holds this much probability; 1: all."""
+    top_k: Annotated[int, Field(ge=0)] = 0
+    """0: all tokens."""
+    stop: list[Annotated[str, Field(min_length=1)]] = []
+    """A turn ends when one of these strings appears; it stays in the text."""
+    max_concurrent_groups: Positive = 32
+    """Per rollout worker."""
+    episode_timeout_s: Annotated[float, Field(gt=0.0)] = 120.0
+    """Wall clock over open, all steps and close."""
+    retries: Annotated[int, Field(ge=0, le=10)] = 3
+    """Tries of an episode after its first failure, before its group is failed."""
+    max_failed_share: Fraction = 0.5
+    """The job fails when more than this share of its groups failed (counted from the 20th group)."""
+    seed: Annotated[int, Field(ge=0, lt=2**32)] | None = None
+    """Seeds every request and every group's start state; without it start states use seed 0 and sampling is free."""
+
+    def settle(self) -> list[dict[str, Any]]:
+        found = []
+        if self.max_tokens_per_turn is not None and self.max_tokens_per_turn > self.max_tokens:
+            problem = f"is larger than max_tokens={self.max_tokens}"
+            found.append({"field": "max_tokens_per_turn", "value": self.max_tokens_per_turn, "problem": problem})
+        if self.engine == "toy":
+            found += unused(self, RolloutSpec(), TOY_IGNORES, "engine = 'toy'")
+            fill(self, {"toy": self.toy or ToySpec()})
+        elif self.toy is not None:
+            found.append({"field": "toy", "value": self.toy.model_dump(), "problem": "needs engine = 'toy'"})
+        return found

@@ -1,0 +1,62 @@
+"""How long, how fast and on what: optimizer steps, checkpoints, resources."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from opentinker.shared.spec.mistakes import fill
+from opentinker.shared.spec.part import Part, Positive
+
+SIMULATED = "learner = 'simulated'"
+
+
+class TrainSpec(Part):
+    learner: Literal["torch", "simulated"] = "torch"
+    """What trains; `simulated` only takes its time, for load tests, and refuses what it would ignore."""
+    simulated_step_s: Annotated[float, Field(ge=0.0)] | None = None
+    """Duration of a step of the simulated learner, which takes no time by default; only with it."""
+    steps: Positive
+    """Batches to train on; each raises the weight version by one."""
+    lr: Annotated[float, Field(ge=0.0)] = 1e-5
+    """Learning rate of AdamW."""
+    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    """Steps over which lr rises linearly from 0; constant afterwards."""
+    beta1: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.9
+    """AdamW: decay of the mean of gradients."""
+    beta2: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.95
+    """AdamW: decay of the mean of squared gradients."""
+    weight_decay: Annotated[float, Field(ge=0.0)] = 0.0
+    """AdamW: decoupled decay."""
+    grad_clip: Annotated[float, Field(gt=0.0)] = 1.0
+    """Largest global gradient norm."""
+    tokens_per_micro_batch: Positive = 8192
+    """Packed tokens per forward pass; a longer trajectory gets one of its own."""
+    checkpoint_every: Positive = 50
+    """Steps; the last step is always saved."""
+    keep_checkpoints: Annotated[int, Field(ge=2)] = 3
+    """The newest so many stay on disk."""
+    target: dict[str, float] = {}
+    """Stop early once the mean of the last 10 steps of each named metric reaches the value, e.g. {"exact" = 0.9}."""
+    seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
+    """Of the trainer's random state: adapter initialisation, dropout."""
+
+    def settle(self) -> list[dict[str, Any]]:
+        found = []
+        if self.warmup_steps > self.steps:
+            problem = f"is larger than steps={self.steps}"
+            found.append({"field": "warmup_steps", "value": self.warmup_steps, "problem": problem})
+        if self.learner == "simulated":
+            fill(self, {"simulated_step_s": self.simulated_step_s or 0.0})
+        elif self.simulated_step_s is not None:
+            problem = f"needs {SIMULATED}"
+            found.append({"field": "simulated_step_s", "value": self.simulated_step_s, "problem": problem})
+        return found
+
+
+class ResourceSpec(Part):
+    rollout_workers: Positive = 1
+    """Processes that generate for the job."""
+    trainer_gpus: Annotated[int, Field(ge=0, le=1)] = 0
+    """0 trains on the CPU."""
