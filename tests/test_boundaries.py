@@ -28,6 +28,7 @@ HEAVY = {
     "opentinker.services.trainer.losses",
     "opentinker.services.trainer.micro_batch",
     "opentinker.services.trainer.objective",
+    "opentinker.services.trainer.policy",
     "opentinker.services.trainer.step_record",
     "opentinker.services.trainer.torch_learner",
     "opentinker.services.trainer.train_state",

@@ -1,0 +1,155 @@
+"""Trainable weights, their optimizer and random state: what every torch learner stands on, whatever its loss is.
+
+Master weights and optimizer state are float32; with dtype bfloat16 the forward pass runs under autocast and snapshots
+and saved models are bfloat16. With LoRA only the adapter trains, travels and is saved; the frozen base is held in the
+job's dtype.
+
+A learner adds up gradients with `backward()`, then `set_lr`, `clip`, `finite`, and `apply` or `forget`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import torch
+from peft import get_peft_model_state_dict
+from torch import Tensor, nn
+from transformers.core_model_loading import revert_weight_conversion
+
+from opentinker.services.trainer import train_state
+from opentinker.services.trainer.learner import BUCKET_BYTES, NonFinite
+from opentinker.shared.errors import JobFailed
+from opentinker.shared.nn import transport
+from opentinker.shared.nn.forward import Layout, token_logprobs
+from opentinker.shared.nn.lora import attach_lora, causal_lm
+from opentinker.shared.nn.models import autocast, load_model, load_tokenizer, torch_dtype
+from opentinker.shared.spec import JobSpec
+from opentinker.shared.types import WeightVersion
+
+
+class Policy:
+    """AdamW on one model, on one device."""
+
+    def __init__(self, spec: JobSpec, device: str = "cpu") -> None:
+        self.spec = spec
+        self.device = device
+        self.dtype = torch_dtype(spec.model.dtype)
+        self.steps = 0
+        """Batches trained on, over all resumes: the position of the learning-rate schedule."""
+
+    def load(self, checkpoint: Path | None) -> None:
+        """The base model, or the state of a checkpoint directory. Raises JobFailed if either is unusable."""
+        self._build(checkpoint)
+        self._resume(checkpoint)
+
+    def _build(self, checkpoint: Path | None) -> None:
+        """Model and optimizer; full weights are those of the checkpoint already."""
+        spec = self.spec
+        if self.device == "cuda" and not torch.cuda.is_available():
+            raise JobFailed("resources.trainer_gpus = 1, but this trainer has no GPU; set it to 0 to train on the CPU")
+        self.tokenizer = load_tokenizer(spec.model.base)
+        torch.manual_seed(spec.train.seed)
+        if spec.model.lora is None:
+            source = spec.model.base if checkpoint is None else str(checkpoint)
+            self.model: nn.Module = load_model(source, torch.float32, self.device)
+        else:
+            self.model = attach_lora(load_model(spec.model.base, self.dtype, self.device), spec.model.lora)
+        self.causal = causal_lm(self.model)
+        self.parameters = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+        self.dropouts = [module for name, module in self.model.named_modules() if name.endswith("lora_dropout")]
+        self.optimizer = self._optimizer()
+
+    def _resume(self, checkpoint: Path | None) -> None:
+        """Adapter, moments, and last of all the random state: nothing may draw from it afterwards."""
+        self.steps = 0
+        if checkpoint is not None:
+            self.steps = train_state.load(checkpoint, self.model, self.parameters, self.optimizer)
+
+    def _optimizer(self) -> torch.optim.Optimizer:
+        """Weight decay acts on matrices; norms and biases have none."""
+        train = self.spec.train
+        matrices = [p for p in self.parameters.values() if p.ndim >= 2]
+        vectors = [p for p in self.parameters.values() if p.ndim < 2]
+        return torch.optim.AdamW(
+            [
+                {"params": part, "weight_decay": decay}
+                for part, decay in ((matrices, train.weight_decay), (vectors, 0.0))
+                if part
+            ],
+            lr=train.lr,
+            betas=(train.beta1, train.beta2),
+            eps=1e-8,
+            fused=True,
+        )
+
+    @property
+    def warmup(self) -> float:
+        """Share of the learning rate for the next batch: (batches so far + 1) / warmup_steps, then 1."""
+        return min(1.0, (self.steps + 1) / max(1, self.spec.train.warmup_steps))
+
+    def set_lr(self) -> float:
+        """The next step's learning rate, which is returned."""
+        lr = self.spec.train.lr * self.warmup
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        return lr
+
+    def forward(
+        self, plan: Layout, *, temperature: float = 1.0, entropy_gradient: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """Log-probability and entropy of every mask-1 token, float32 [M], see `token_logprobs`."""
+        with autocast(self.device, self.dtype):
+            return token_logprobs(self.causal, plan, temperature=temperature, entropy_gradient=entropy_gradient)
+
+    def clip(self) -> Tensor:
+        """Bound the gradient's norm; returns it as it was."""
+        return nn.utils.clip_grad_norm_(list(self.parameters.values()), self.spec.train.grad_clip)
+
+    def finite(self, sums: Mapping[str, Tensor], advice: str) -> dict[str, float]:
+        """Losses and norms of the step as numbers. Raises NonFinite if one is none: then `forget`, do not `apply`."""
+        result = dict(zip(sums, torch.stack(list(sums.values())).tolist(), strict=True))
+        if not all(abs(value) < float("inf") for value in result.values()):
+            said = ", ".join(f"{name} {value}" for name, value in result.items())
+            raise NonFinite(f"step refused after {self.steps} steps: {said}; the weights are unchanged. Try {advice}.")
+        return result
+
+    def apply(self) -> None:
+        """The optimizer's step."""
+        self.optimizer.step()
+        self.forget()
+
+    def forget(self) -> None:
+        """The gradient."""
+        self.optimizer.zero_grad()
+
+    @property
+    def drops_out(self) -> bool:
+        return self.spec.model.lora is not None and self.spec.model.lora.dropout > 0
+
+    def dropout(self, *, on: bool) -> None:
+        for module in self.dropouts:
+            module.train(on)
+
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """What travels and is saved, in the job's dtype: Hugging Face names without tied duplicates, or PEFT names."""
+        if self.spec.model.lora is not None:
+            state = get_peft_model_state_dict(self.model, save_embedding_layers=False)
+        else:
+            untied: dict[int, tuple[str, Tensor]] = {}
+            for name, tensor in self.causal.state_dict().items():
+                untied.setdefault(tensor.data_ptr(), (name, tensor))
+            state = revert_weight_conversion(self.causal, dict(untied.values()))
+        for name, tensor in state.items():
+            yield name, tensor.detach().to(self.dtype)
+
+    def snapshot(self, version: WeightVersion) -> transport.Snapshot:
+        return transport.snapshot(version, self.named_weights(), BUCKET_BYTES)
+
+    def save(self, directory: Path) -> None:
+        """Model (or adapter) and tokenizer at the top, trainer state below `trainer/`."""
+        directory.mkdir(parents=True, exist_ok=True)
+        train_state.save_model(directory, self.model, dict(self.named_weights()), self.dtype)
+        self.tokenizer.save_pretrained(directory)
+        masters = self.dtype != torch.float32 and self.spec.model.lora is None
+        train_state.save(directory, self.parameters, self.optimizer, self.steps, masters=masters)
