@@ -47,14 +47,9 @@ class LeasedWorker:
             pid=os.getpid(),
         )
 
-    @property
-    def address(self) -> str:
-        """Name of this process on request subjects: slot and incarnation."""
-        return f"{self.info.id}-{self.info.incarnation}"
-
-    async def status(self, status: str, *, job: str | None = None, epoch: int = 0, **detail: Any) -> None:
+    async def status(self, status: str, *, job: str | None = None, epoch: int = 0, address: str = "") -> None:
         """Tell the scheduler and the trainer at once, not with the next beat."""
-        self.info = msgspec.structs.replace(self.info, status=status, job=job, epoch=epoch, detail=detail)
+        self.info = msgspec.structs.replace(self.info, status=status, job=job, epoch=epoch, address=address)
         await self._beat()
         await self.ctx.bus.emit(WAKE, {"worker": self.info.id}, who="scheduler")
 
@@ -119,7 +114,7 @@ class LeasedWorker:
         Raises what the job raised, also while it was cancelled.
         """
         if not task.done() and not revoked:
-            await self.status("draining", job=self.info.job, epoch=self.info.epoch)
+            await self.status("draining", job=self.info.job, epoch=self.info.epoch, address=self.info.address)
             await asyncio.wait([task], timeout=self.ctx.settings.drain_s)
         await put_down(task)
         if not task.cancelled():

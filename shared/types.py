@@ -279,7 +279,10 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
     epoch: int = 0
     status: str = "idle"
     """idle | loading | ready | draining"""
+    address: str = ""
+    """Of a rollout worker on SWAP, once it is ready; another one with every lease, for its engine is another."""
     detail: dict[str, Any] = {}
+    """Of an env worker: its sessions and environments."""
 
 
 class Lease(msgspec.Struct, frozen=True, kw_only=True):

@@ -13,6 +13,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import pytest_asyncio
 import torch
@@ -149,7 +150,7 @@ class Fleet:
         await until(ready, 30)
         info = await self._info(name)
         assert info is not None
-        return f"{name}-{info.incarnation}"
+        return info.address
 
     async def have(self, wanted: WeightVersion, *names: str, within_s: float = 20.0) -> None:
         """Until the workers themselves say that they have the version."""
@@ -293,7 +294,15 @@ class FakeWorker:
     ) -> None:
         self.ctx, self.take = ctx, take
         self.info = WorkerInfo(
-            id=name, incarnation="i", pool=Pool.ROLLOUT, host="here", pid=1, job=job, epoch=1, status="ready"
+            id=name,
+            incarnation="i",
+            pool=Pool.ROLLOUT,
+            host="here",
+            pid=1,
+            job=job,
+            epoch=1,
+            status="ready",
+            address=f"{name}-i",
         )
         self.version: WeightVersion | None = None
         self.asked: list[str] = []
@@ -301,7 +310,7 @@ class FakeWorker:
         self._subscription: Subscription | None = None
 
     async def live(self) -> None:
-        self._subscription = await self.ctx.bus.serve(SWAP, self._answer, worker=f"{self.info.id}-i")
+        await self.serve()
         try:
             while True:
                 await self.ctx.store.beat(self.info, TTL_S)
@@ -309,6 +318,16 @@ class FakeWorker:
         finally:
             await self.stop_serving()
             await self.ctx.store.leave(self.info)
+
+    async def serve(self) -> None:
+        self._subscription = await self.ctx.bus.serve(SWAP, self._answer, worker=self.info.address)
+
+    async def starts_anew(self) -> None:
+        """Its lease is taken and given again: the same process with another engine."""
+        await self.stop_serving()
+        self.info = msgspec.structs.replace(self.info, address=f"{self.info.id}-again")
+        self.version, self.asked = None, []
+        await self.serve()
 
     async def stop_serving(self) -> None:
         subscription, self._subscription = self._subscription, None
@@ -408,6 +427,16 @@ async def test_worker_that_is_tried_again_waits_longer_each_time(ctx: Context, m
 async def gets_stuck(command: SwapCommand) -> None:
     if command.action == "receive":
         await asyncio.sleep(100)
+
+
+async def test_worker_that_comes_back_with_a_new_engine_gets_the_weights_that_its_old_one_had(ctx: Context) -> None:
+    worker = FakeWorker(ctx, "w", takes)
+    async with running(worker.live()), training(ctx, FAKE, "none") as trainer:
+        await trainer.offer(1)
+        await trainer.serves()
+        await worker.starts_anew()
+        await until(lambda: worker.version == version(1))
+    assert worker.asked == ["join", "receive"]
 
 
 @pytest.mark.usefixtures("impatient")

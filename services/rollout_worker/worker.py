@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+import uuid
 from collections import Counter
 from collections.abc import Callable
 from contextlib import AsyncExitStack
@@ -54,6 +55,7 @@ class RolloutJob:
         self.bus: Bus = worker.ctx.bus
         self.admission = Admission(worker.ctx.store.redis, lease.job)
         self.metrics = MetricSource(self.bus, lease.job, worker.info.id)
+        self.address = f"{worker.info.id}-{uuid.uuid4().hex[:12]}"
         self.groups: set[asyncio.Task[None]] = set()
         self.slot = asyncio.Event()
         self.broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -67,7 +69,7 @@ class RolloutJob:
         """Until the lease is taken away or the service stops (then running groups may finish)."""
         async with AsyncExitStack() as held:
             # Held one by one: a lease taken away in the middle must not leave the first of them behind.
-            swaps = await self.bus.serve(SWAP, self._swap, worker=self.worker.address)
+            swaps = await self.bus.serve(SWAP, self._swap, worker=self.address)
             held.push_async_callback(swaps.unsubscribe)
             held.callback(self.metrics.close)
             tickets = await self.bus.consume(
@@ -79,7 +81,7 @@ class RolloutJob:
             )
             held.push_async_callback(tickets.close)
             held.push_async_callback(self._end_groups)
-            await self.worker.status("ready", job=self.lease.job, epoch=self.lease.epoch, address=self.worker.address)
+            await self.worker.status("ready", job=self.lease.job, epoch=self.lease.epoch, address=self.address)
             await self.bus.emit(WAKE, {"worker": self.worker.info.id}, who=f"trainer-{self.lease.job}")
             await first_failure(
                 {

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import structlog
 
 from opentinker.services.trainer.learner import BUCKET_BYTES, SnapshotLike
-from opentinker.services.trainer.swap_calls import Failure, SwapCalls, name_of
+from opentinker.services.trainer.swap_calls import Failure, SwapCalls
 from opentinker.shared.errors import JobFailed
 from opentinker.shared.service import Context
 from opentinker.shared.subjects import WAKE
@@ -93,7 +93,7 @@ class Publisher:
 
     async def _turn(self) -> None:
         wanted = await self._wanted()
-        if _names(wanted) != _names(self._members):
+        if _addresses(wanted) != _addresses(self._members):
             await self._rebuild(wanted)
         if self._behind():
             await self._send()
@@ -107,9 +107,9 @@ class Publisher:
             if worker.pool == Pool.ROLLOUT
             and worker.job == self.lease.job
             and worker.status == "ready"
-            and now >= self._not_before.get(name_of(worker), now)
+            and now >= self._not_before.get(worker.address, now)
         ]
-        if _names(ready) == _names(self._members):
+        if _addresses(ready) == _addresses(self._members):
             return ready
         answers = await self._calls.greet(ready)
         refused = [(w, a) for w, a in zip(ready, answers, strict=True) if isinstance(a, Failure) and not a.absent]
@@ -122,7 +122,7 @@ class Publisher:
 
     def _behind(self) -> bool:
         version = None if self._snapshot is None else self._snapshot.version
-        return version is not None and any(self._has.get(name_of(w)) != version for w in self._members)
+        return version is not None and any(self._has.get(w.address) != version for w in self._members)
 
     def _leave(self) -> None:
         group, self._group = self._group, None
@@ -213,7 +213,7 @@ class Publisher:
     # --- one version --------------------------------------------------------------------------------------------
 
     async def _send(self) -> None:
-        """pause -> transfer -> checksum -> stamp -> resume on every worker at once; one that fails stays behind."""
+        """transfer -> checksum -> pause -> load -> stamp -> resume on every worker at once; who fails stays behind."""
         snapshot, members = self._snapshot, self._members
         assert snapshot is not None
         started = time.monotonic()
@@ -238,8 +238,8 @@ class Publisher:
         for worker, answer in zip(members, answers, strict=True):
             if isinstance(answer, SwapReply):
                 good.append(answer)
-                self._has[name_of(worker)] = snapshot.version
-                self._failures.pop(name_of(worker), None)
+                self._has[worker.address] = snapshot.version
+                self._failures.pop(worker.address, None)
         if problem or len(good) < len(members):
             self._broken(members, answers, problem)
         if not good:
@@ -283,7 +283,7 @@ class Publisher:
     def _put_off(self, worker: WorkerInfo, failure: Failure) -> None:
         """Leave it out, for longer each time. An absent one may come back as soon as it answers."""
         log.warning("rollout_worker_left_out", rollout_worker=worker.id, why=failure.why)
-        name = name_of(worker)
+        name = worker.address
         self._has.pop(name, None)
         if not failure.absent:
             self._failures[name] = self._failures.get(name, 0) + 1
@@ -318,8 +318,8 @@ def _blamed(
     return sorted(failed, key=lambda one: one[1].at)[:1]
 
 
-def _names(workers: list[WorkerInfo]) -> set[str]:
-    return {name_of(worker) for worker in workers}
+def _addresses(workers: list[WorkerInfo]) -> set[str]:
+    return {worker.address for worker in workers}
 
 
 def _slowest(replies: list[SwapReply]) -> dict[str, float]:

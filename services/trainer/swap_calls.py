@@ -48,11 +48,6 @@ class Failure:
         return self.absent or self.late
 
 
-def name_of(worker: WorkerInfo) -> str:
-    """The worker's address on SWAP (`LeasedWorker.address`)."""
-    return f"{worker.id}-{worker.incarnation}"
-
-
 class SwapCalls:
     def __init__(self, ctx: Context, lease: Lease) -> None:
         self.ctx, self.lease = ctx, lease
@@ -91,7 +86,7 @@ class SwapCalls:
         return answer
 
     async def _answer(self, worker: WorkerInfo, command: SwapCommand) -> SwapReply | Failure:
-        asking = asyncio.create_task(self.ctx.bus.request(SWAP, command, NEVER_S, worker=name_of(worker)))
+        asking = asyncio.create_task(self.ctx.bus.request(SWAP, command, NEVER_S, worker=worker.address))
         try:
             while not (await asyncio.wait([asking], timeout=LOOK_S))[0]:
                 if why := await self._absent(worker):
@@ -110,7 +105,7 @@ class SwapCalls:
         answer = await self._ping(worker)
         if isinstance(answer, Failure) and answer.gone:
             return "its process is gone"
-        if name_of(worker) not in await self._heartbeats():
+        if worker.address not in await self._heartbeats():
             return f"no heartbeat for {self.ctx.settings.worker_ttl_s:g} s"
         return ""
 
@@ -118,14 +113,14 @@ class SwapCalls:
         """Names of everyone who beats, at most LOOK_S old."""
         async with self._looking:
             if time.monotonic() - self._looked_at > LOOK_S:
-                self._beating = {name_of(worker) for worker in await self.ctx.store.workers()}
+                self._beating = {worker.address for worker in await self.ctx.store.workers()}
                 self._looked_at = time.monotonic()
             return self._beating
 
     async def _ping(self, worker: WorkerInfo) -> SwapReply | Failure:
         command = SwapCommand(job=self.lease.job, epoch=self.lease.epoch, action="ping", generation=0)
         try:
-            reply = await self.ctx.bus.request(SWAP, command, PING_S, worker=name_of(worker))
+            reply = await self.ctx.bus.request(SWAP, command, PING_S, worker=worker.address)
         except NoReply as error:
             return Failure(str(error), absent=True, gone=isinstance(error, NoResponders))
         except WireError as error:
