@@ -12,6 +12,7 @@ from opentinker.envs.base import Environment
 from opentinker.shared.errors import SpecError
 
 BUILT_IN = {
+    "bandit": "opentinker.envs.bandit:Bandit",
     "copy_digits": "opentinker.envs.copy_digits:CopyDigits",
     "gsm8k": "opentinker.envs.gsm8k:Gsm8k",
     "guess_number": "opentinker.envs.guess_number:GuessNumber",

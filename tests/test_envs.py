@@ -60,8 +60,13 @@ async def test_wrong_answer_scores_less(name: str, text: str) -> None:
 
 @pytest.mark.parametrize("name", BUILT_IN)
 async def test_cut_completion_is_played_like_any_other(name: str) -> None:
-    """One digit of three is worth a quarter, no number is worth nothing, and `5` is a whole guess, though wrong."""
-    expected = {"copy_digits": (0.25, True), "gsm8k": (0.0, True), "guess_number": (0.0, False)}
+    """A letter is an arm, one digit of three is worth a quarter, no number nothing; `5` is a whole guess, but wrong."""
+    expected = {
+        "bandit": (1.0, True),
+        "copy_digits": (0.25, True),
+        "gsm8k": (0.0, True),
+        "guess_number": (0.0, False),
+    }
     environment = make(name, {})
     await environment.open(0, 0)
     gold = environment.gold()
@@ -103,6 +108,35 @@ async def test_copy_digits_has_a_thousand_rows() -> None:
     environment = make("copy_digits", {"digits": 12})
     assert await environment.open(5, 1) == await environment.open(1005, 1)
     assert await environment.open(5, 1) != await environment.open(6, 1)
+
+
+async def test_bandit_has_one_right_arm_per_context_and_the_table_decides_which() -> None:
+    def tables(number: int) -> Any:
+        return make("bandit", {"contexts": 6, "arms": 5, "table": number})
+
+    found: list[dict[str, str | None]] = []
+    for number in (0, 1):
+        right: dict[str, str | None] = {}
+        for row in range(100):
+            environment = tables(number)
+            (message,) = await environment.open(row, 3)
+            gold = environment.gold()
+            assert right.setdefault(message.content, gold) == gold
+            paid = [(await answer(tables(number), arm, row=row, seed=3)).reward for arm in "abcdef"]
+            assert paid == [float(arm == gold) for arm in "abcdef"]
+        assert len(right) == 6 and set(right.values()) <= set("abcde")
+        found.append(right)
+    assert found[0] != found[1]
+
+
+async def test_bandit_noise_turns_pay_round_and_exact_knows_better() -> None:
+    steps = [await answer(make("bandit", {"noise": 0.3}), arm, row=row) for row in range(200) for arm in "abcd"]
+    turned = [step.reward != step.metrics["exact"] for step in steps]
+    assert 0.2 < sum(turned) / len(turned) < 0.4
+    again = [await answer(make("bandit", {"noise": 0.3}), arm, row=row) for row in range(200) for arm in "abcd"]
+    assert steps == again
+    silent = [await answer(make("bandit", {"noise": 0.4}), "", row=row) for row in range(20)]
+    assert all(step.reward == 0.0 for step in silent)
 
 
 async def test_guess_number_hints_lead_to_the_number() -> None:
