@@ -248,6 +248,38 @@ def test_corrections_are_their_formulas() -> None:
     assert 0 < kept.mean() < 1 and 0 < (pop == 0).double().mean() < 1
 
 
+def test_corrections_and_the_proximal_policy_carry_no_gradient() -> None:
+    now, old, mu, _ = (t.requires_grad_() for t in tokens(9))
+    found = (
+        corrections.tis(old, mu, tis_cap=2.0),
+        corrections.icepop(old, mu, icepop_low=0.5, icepop_high=1.5),
+        corrections.geometric(now, mu, SEQUENCE, geometric_low=0.9, geometric_high=1.1),
+        loglinear_proximal(now, mu.detach(), torch.ones_like(now) * 3),
+    )
+    assert not any(weight.requires_grad for weight in found)
+
+
+@pytest.mark.parametrize("name", ["k1", "k2", "k3", "value"])
+def test_gradients_of_kl_and_value_loss_are_those_of_finite_differences(name: str) -> None:
+    now, reference, before, returns = tokens(13)
+
+    def found(values: torch.Tensor) -> torch.Tensor:
+        if name == "value":
+            return losses.value_loss(values, before, returns, value_clip=0.5)
+        return losses.KL[name](values, reference)
+
+    assert torch.autograd.gradcheck(lambda x: found(x).sum(), now.requires_grad_())
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_value_loss_is_the_formula_of_its_source(seed: int) -> None:
+    values, before, returns, _ = tokens(seed)
+    found = losses.value_loss(values, before, returns, value_clip=0.5)
+    for i, (v, b, r) in enumerate(zip(values.tolist(), before.tolist(), returns.tolist(), strict=True)):
+        bounded = min(max(v, b - 0.5), b + 0.5)
+        assert found[i].item() == pytest.approx(max((v - r) ** 2, (bounded - r) ** 2) / 2, rel=1e-12)
+
+
 def test_value_loss_stops_where_the_value_moved_too_far_towards_the_return() -> None:
     values = torch.tensor([0.0, 0.5, 0.5, -0.5], dtype=torch.float64, requires_grad=True)
     before, returns = torch.zeros(4, dtype=torch.float64), torch.ones(4, dtype=torch.float64)

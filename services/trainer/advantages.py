@@ -118,7 +118,7 @@ def whiten(advantages_S: Sequence[F64]) -> list[F64]:
 
 
 def returns_to_go(rewards_T: F64, gamma: float) -> F64:
-    """R_t = sum_{i >= t} gamma^(i-t) r_i."""
+    """R_t = sum_{i >= t} gamma^(i-t) r_i, [T] -> [T]. Source: Sutton and Barto (2018), equation 3.8."""
     returns, ahead = np.zeros(len(rewards_T)), 0.0
     for t in range(len(rewards_T) - 1, -1, -1):
         ahead = rewards_T[t] + gamma * ahead
@@ -137,7 +137,10 @@ def overlong_penalty(tokens: npt.ArrayLike, *, length: int, buffer: int) -> F64:
 
 
 def kl_estimate(behaviour_T: F64, reference_T: F64, estimator: str) -> F64:
-    """k1, k2 or k3 of KL(mu || reference) per token, for the reward; `losses.KL` holds the same for the loss."""
+    """k1, k2 or k3 of KL(mu || reference) per token [T], for the reward; `losses.KL` holds the same for the loss.
+
+    With d = log mu - log reference: k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d. Source: see `losses.k3`.
+    """
     d = behaviour_T - reference_T
     estimates: dict[str, F64] = {"k1": d, "k2": d * d / 2.0, "k3": np.expm1(-d) + d}
     return estimates[estimator]

@@ -172,9 +172,10 @@ KL = {"k1": k1, "k2": k2, "k3": k3}
 
 
 def value_loss(values_M: Tensor, before_M: Tensor, returns_M: Tensor, *, value_clip: float) -> Tensor:
-    """max((V - R)^2, (clip(V, V_old - value_clip, V_old + value_clip) - R)^2) / 2
+    """max((V - R)^2, (clip(V, V_old - value_clip, V_old + value_clip) - R)^2) / 2 per token
 
-    with V_old (`before_M`) the critic's value before the batch. Source: PPO's reference code; arXiv 2006.05990, C13.
+    with V_old (`before_M`) the critic's value before the batch; gradients flow through `values_M` alone.
+    Source: PPO's reference code; arXiv 2006.05990, C13.
     """
     bounded_M = before_M + (values_M - before_M).clamp(-value_clip, value_clip)
     return torch.maximum((values_M - returns_M).square(), (bounded_M - returns_M).square()) / 2.0

@@ -32,6 +32,12 @@ class Objective:
 
 
 def objective(logprobs_M: Tensor, entropy_M: Tensor, micro: MicroBatch, algorithm: AlgorithmSpec) -> Objective:
+    """L = sum over the tokens m of scale_m * (c_m * l_m + kl_coef * KL_m - entropy_coef * H_m)
+
+    with l the policy loss, c the correction's weight (1 without one) and scale the aggregation's weight, which is that
+    of the whole optimizer step: the micro-batches' losses add up to its loss. `logprobs_M` and `entropy_M` (H) are
+    those of the weights that are trained. The sources are those of the parts.
+    """
     proximal_M = proximal(logprobs_M, micro, algorithm)
     losses_M = policy_loss(logprobs_M, proximal_M, micro, algorithm)
     weight_M = correction(logprobs_M, proximal_M, micro, algorithm)

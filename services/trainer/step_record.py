@@ -83,7 +83,7 @@ class StepRecord:
 
 
 def effective_sample_size(log_weights: npt.NDArray[np.float64]) -> float:
-    """(sum w)^2 / (n * sum w^2), between 1/n and 1."""
+    """(sum w)^2 / (n * sum w^2), between 1/n and 1; `log_weights` [n]. Source: Kish, "Survey Sampling" (1965)."""
     weights = np.exp(log_weights - log_weights.max())
     return float(weights.sum() ** 2 / (len(weights) * (weights**2).sum()))
 
