@@ -33,6 +33,8 @@ from opentinker.shared.store import Store
 from tests.conftest import nats_conf, until
 
 ROOT = Path(__file__).resolve().parent.parent
+PYTHONPATH = f"{ROOT / 'src'}{os.pathsep}{ROOT}"
+"""Of every process that a test starts: this tree, wherever the package is installed from, and its `tests`."""
 RESTART_S = 0.2
 TAIL, WIDTH = 25, 400
 SERVERS = ("nats", "valkey")
@@ -112,7 +114,7 @@ class Cluster:
             **os.environ,
             "OMP_NUM_THREADS": "1",
             "HF_HUB_OFFLINE": "1",
-            "PYTHONPATH": str(ROOT),
+            "PYTHONPATH": PYTHONPATH,
             "OPENTINKER_NATS_URL": f"nats://127.0.0.1:{self.nats_port}",
             "OPENTINKER_REDIS_URL": self.redis_url,
             "OPENTINKER_DATA_DIR": str(self.data),

@@ -22,9 +22,9 @@ from opentinker.shared.sessions import EnvCheck, SessionReply
 from opentinker.shared.store import Store
 from opentinker.shared.subjects import ENV_CHECK, ENV_CLOSE, ENV_OPEN, ENV_STEP
 from opentinker.shared.types import Ending, Pool, StopReason, WorkerInfo
+from tests.cluster import PYTHONPATH
 from tests.conftest import Server, start_nats, until
 
-ROOT = Path(__file__).parent.parent
 MISBEHAVING = "tests.env_samples:Misbehaving"
 
 
@@ -46,7 +46,7 @@ class Workers:
     async def start(self, name: str, log: Path | None = None, **variables: str) -> None:
         environ = {
             **os.environ,
-            "PYTHONPATH": str(ROOT),
+            "PYTHONPATH": PYTHONPATH,
             "OPENTINKER_NATS_URL": self.nats.url,
             "OPENTINKER_REDIS_URL": self.valkey.url,
             "OPENTINKER_WORKER_ID": name,

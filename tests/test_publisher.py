@@ -31,7 +31,7 @@ from opentinker.shared.service import Context
 from opentinker.shared.spec import ToySpec
 from opentinker.shared.subjects import SWAP
 from opentinker.shared.types import Lease, Pool, SwapCommand, SwapReply, WeightVersion, WorkerInfo
-from tests.cluster import ROOT, Process, toy_model
+from tests.cluster import PYTHONPATH, Process, toy_model
 from tests.conftest import Server, until
 from tests.scheduling import context, new_job, running
 
@@ -125,7 +125,7 @@ class Fleet:
         env = {
             **os.environ,
             "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": str(ROOT),
+            "PYTHONPATH": PYTHONPATH,
             "OPENTINKER_WORKER_ID": name,
             "OPENTINKER_PRELOAD": "false",
             "OPENTINKER_HEARTBEAT_S": "0.2",
