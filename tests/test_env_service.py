@@ -16,6 +16,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from opentinker.envs.registry import BUILT_IN
 from opentinker.shared.bus import Bus
 from opentinker.shared.env_client import EnvClient
 from opentinker.shared.sessions import EnvCheck, SessionReply
@@ -271,7 +272,7 @@ async def test_worker_tells_what_it_is(workers: Workers, client: EnvClient) -> N
     info = await workers.info("env-0")
     assert info is not None
     assert (info.pool, info.status) == (Pool.ENV, "ready")
-    assert info.detail["environments"] == ["copy_digits", "gsm8k", "guess_number"]
+    assert info.detail["environments"] == sorted(BUILT_IN)
 
 
 async def test_garbage_never_crashes_the_worker(workers: Workers, client: EnvClient, bus: Bus) -> None:
