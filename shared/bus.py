@@ -44,6 +44,11 @@ __all__ = [
 ERROR_LOG_S = 10.0
 ACK_S = 3.0
 """A publish without an ack after so long is sent again."""
+PATIENCE_S = 10.0
+"""A publish that is not stored after so long says so, once."""
+
+FULL = (10002, 10023, 10047, 10077)
+"""JetStream errors that mean no room: of the account, the server's store (`max_file_store`), its disk, the stream."""
 
 
 class NoReply(OpenTinkerError):
@@ -55,7 +60,8 @@ class NoResponders(NoReply):
 
 
 class StreamFull(OpenTinkerError):
-    """The job's share of the stream is used up: stop producing until the consumer has caught up."""
+    """The server has no room for the message: its store is full, or the account's or the stream's share of it is.
+    Stop producing until a checkpoint, or the end of a job, has made room."""
 
 
 class TooLarge(OpenTinkerError):
@@ -126,12 +132,23 @@ class Bus:
             await patiently(functools.partial(self._ensure, stream))
 
     async def _ensure(self, stream: StreamConfig) -> None:
+        """Raises OpenTinkerError if the server has no room to reserve for it."""
         try:
-            await self.js.add_stream(stream)
+            try:
+                await self.js.add_stream(stream)
+            except APIError as error:
+                if error.err_code != 10058:  # exists with another configuration
+                    raise
+                await self.js.update_stream(stream)
         except APIError as error:
-            if error.err_code != 10058:  # exists with another configuration
+            if error.err_code not in FULL:
                 raise
-            await self.js.update_stream(stream)
+            raise OpenTinkerError(
+                f"NATS has no room for the stream {stream.name} ({error.description}): it reserves "
+                f"{(stream.max_bytes or 0) >> 20} MiB of the server's file store, which is three quarters of what was "
+                "free on the disk of its store_dir (DATA_DIR/nats under `opentinker up`) when it started, or "
+                "max_file_store in its configuration. Free disk there, or raise max_file_store, and restart nats-server"
+            ) from None
 
     # --- core: request/reply and live messages ------------------------------------------------------------------
 
@@ -193,11 +210,12 @@ class Bus:
     async def publish(self, subject: Subject[T], noun: T, msg_id: str, **keys: str) -> int:
         """Store a message and return its stream sequence. Repeats the same id until the server has confirmed.
 
-        Raises StreamFull when the subject's share of the stream is used up, TooLarge when the server never takes it.
+        Raises StreamFull when the server has no room for it now, TooLarge when the server never takes it.
         """
         payload = codec.to_json(noun) if subject.json else codec.encode(noun)
         to, headers, pause = subject.at(**keys), {"Nats-Msg-Id": msg_id}, 0.05
         size = len(payload) + len(f"NATS/1.0\r\nNats-Msg-Id: {msg_id}\r\n\r\n")
+        say_at: float | None = time.monotonic() + PATIENCE_S
         while True:
             if size > self.nc.max_payload:  # known since the first connect; the server closes connections over it
                 raise TooLarge(to, size, self.nc.max_payload)
@@ -205,13 +223,16 @@ class Bus:
                 ack = await self._acks.publish(to, payload, headers)
                 if (error := ack.get("error")) is None:
                     return int(ack["seq"])
-                if error.get("err_code") in (10077, 10122):
+                if error.get("err_code") in FULL:
                     raise StreamFull(f"{to}: {error.get('description')}")
                 if error.get("code", 500) < 500:
                     raise APIError.from_error(error)
-                log.warning("publish_refused", subject=to, error=error.get("description"))
+                why = str(error.get("description"))
             except AWAY as away:
-                log.debug("publish_again", subject=to, error=str(away) or type(away).__name__)
+                why = str(away) or type(away).__name__
+            if say_at is not None and time.monotonic() >= say_at:
+                say_at = None
+                log.warning("publish_waits", subject=to, error=why, since_s=PATIENCE_S)
             await asyncio.sleep(pause * (0.5 + random.random()))
             pause = min(2 * pause, 0.5)
 

@@ -76,7 +76,7 @@ ENV_CHECK = Call("env.check", sessions.EnvCheck, sessions.EnvCheckReply)
 SWAP = Call("swap.{worker}", types.SwapCommand, types.SwapReply)
 """Trainer -> one rollout worker: join the weight group, or receive a version through it."""
 
-GIB = 1024**3
+MIB = 1024**2
 DEDUP_S = 600.0
 
 TICKETS = StreamConfig(
@@ -113,7 +113,10 @@ METRICS = StreamConfig(
     storage=StorageType.FILE,
     discard=DiscardPolicy.OLD,
     max_msgs_per_subject=100_000,
-    max_bytes=2 * GIB,
+    max_bytes=512 * MIB,
     persist_mode=PersistMode.ASYNC,
 )
+"""The one stream that may forget: the oldest points of all jobs go when it is full, so that history never takes the
+room of work. One worker's point a second is about 50 MB a day. The server sets `max_bytes` aside when it makes the
+stream, and makes none if its store is smaller. The trainer's steps are in the job's metrics.jsonl as well, for ever."""
 STREAMS = (TICKETS, SCORES, GROUPS, METRICS)

@@ -67,9 +67,11 @@ class Server:
         self.process.wait()
 
 
-def nats_conf(directory: Path, port: int, **changes: str) -> Path:
+def nats_conf(directory: Path, port: int, *, max_file_store: str = "", **changes: str) -> Path:
     """The shipped configuration with a port and a store of the test's own; `changes` replace other values in it."""
     text = shipped_conf("nats.conf").read_text()
+    if max_file_store:
+        text = text.replace("jetstream {", f"jetstream {{\n  max_file_store: {max_file_store}")
     values = {"port": str(port), "http": "127.0.0.1:-1", "store_dir": f'"{directory}/js"', **changes}
     for name, value in values.items():
         text, found = re.subn(rf"^( *{name}: *)\S+", rf"\g<1>{value}", text, flags=re.MULTILINE)
@@ -102,6 +104,22 @@ def nats_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 @pytest.fixture(scope="session")
 def valkey_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     server = start_valkey(tmp_path_factory.mktemp("valkey"))
+    yield server
+    server.kill()
+
+
+@pytest.fixture
+def own_server(tmp_path: Path) -> Iterator[Server]:
+    """A NATS server of the test's own, to be killed."""
+    server = start_nats(tmp_path)
+    yield server
+    server.kill()
+
+
+@pytest.fixture
+def small_server(tmp_path: Path) -> Iterator[Server]:
+    """A NATS server whose store is soon full."""
+    server = start_nats(tmp_path, max_file_store="2MB")
     yield server
     server.kill()
 

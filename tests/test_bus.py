@@ -5,29 +5,23 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from pathlib import Path
+from typing import Any
 
 import pytest
+from structlog.testing import capture_logs
 
 from opentinker.shared.bus import Bus, Consumer, ConsumerDeleted, NoReply, NoResponders, StreamFull, TooLarge
 from opentinker.shared.codec import WireError
 from opentinker.shared.consumer import EXPIRES_S
+from opentinker.shared.errors import OpenTinkerError
 from opentinker.shared.sessions import SessionReply, StepSession
 from opentinker.shared.subjects import ENV_STEP, GROUP, GROUPS, METRIC, TICKET, WAKE, Subject, token
 from opentinker.shared.telemetry import MetricSource
 from opentinker.shared.types import MetricPoint, StopReason, Ticket
-from tests.conftest import Server, start_nats, until
+from tests.conftest import Server, until
 from tests.factories import make_ticket
-
-
-@pytest.fixture
-def own_server(tmp_path: Path) -> Iterator[Server]:
-    """A server of the test's own, to be killed."""
-    server = start_nats(tmp_path)
-    yield server
-    server.kill()
 
 
 @pytest.fixture
@@ -194,6 +188,47 @@ async def test_full_job_is_refused_while_another_publishes(own_server: Server) -
         await bus.purge("GROUPS", GROUP.at(job="full"))
         await bus.publish(group, make_ticket(seq=3), "full/3", job="full")
         assert await bus.count("GROUPS", GROUP.at(job="full")) == 1
+
+
+async def test_a_full_store_is_said_to_the_publisher_and_takes_messages_again_when_there_is_room(
+    small_server: Server,
+) -> None:
+    """Of the whole server: what one subject has filled is missing to all others."""
+    async with Bus.connect(small_server.url, "test") as bus:
+        await bus.js.add_stream(GROUPS)
+        group = Subject(GROUP.pattern, bytes)
+        stored = 0
+        with pytest.raises(StreamFull, match="insufficient resources"):
+            while stored < 100:
+                await bus.publish(group, bytes(100_000), f"big/{stored}", job="big")
+                stored += 1
+        assert 10 < stored < 25
+        with pytest.raises(StreamFull):
+            await bus.publish(group, b"small", "small/0", job="small")
+        await bus.purge("GROUPS", GROUP.at(job="big"))
+        await bus.publish(group, b"small", "small/0", job="small")
+        assert await bus.count("GROUPS", GROUP.at(job="small")) == 1
+
+
+async def test_a_store_too_small_for_our_streams_is_refused_with_what_to_do(small_server: Server) -> None:
+    async with Bus.connect(small_server.url, "test") as bus:
+        with pytest.raises(OpenTinkerError, match=r"stream METRICS.*512 MiB.*store_dir.*raise max_file_store"):
+            await bus.ensure_streams()
+
+
+async def test_a_publish_that_is_not_stored_says_so_once(bus: Bus, job: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = iter([{"error": {"code": 503, "err_code": 10008, "description": "unavailable"}}] * 5)
+    publish = bus._acks.publish
+
+    async def unavailable(subject: str, payload: bytes, headers: dict[str, str]) -> dict[str, Any]:
+        answer = next(answers, None)
+        return answer or await publish(subject, payload, headers)
+
+    monkeypatch.setattr(bus._acks, "publish", unavailable)
+    monkeypatch.setattr("opentinker.shared.bus.PATIENCE_S", 0.1)
+    with capture_logs() as logs:
+        await bus.publish(TICKET, make_ticket(job=job), f"{job}/0", job=job)
+    assert [(line["event"], line["error"]) for line in logs] == [("publish_waits", "unavailable")]
 
 
 async def test_nothing_but_the_disk_limits_the_groups_between_two_checkpoints(own_server: Server) -> None:

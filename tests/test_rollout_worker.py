@@ -16,16 +16,16 @@ from opentinker.services.rollout_worker.toy_engine import ToyEngine
 from opentinker.services.rollout_worker.worker import MAX_DELIVERIES, RolloutJob
 from opentinker.services.scheduler.tickets import JUDGED_FROM, too_many_failures
 from opentinker.shared.admission import Admission
-from opentinker.shared.bus import Bus
+from opentinker.shared.bus import Bus, StreamFull
 from opentinker.shared.config import Settings
 from opentinker.shared.leasing import LeasedWorker
 from opentinker.shared.service import Context
 from opentinker.shared.sessions import SessionReply
 from opentinker.shared.spec import ToySpec
 from opentinker.shared.store import Store
-from opentinker.shared.subjects import GROUP, TICKET
+from opentinker.shared.subjects import GROUP, GROUPS, TICKET, TICKETS, Subject
 from opentinker.shared.types import Lease, Message, Pool, WeightVersion
-from tests.conftest import until
+from tests.conftest import Server, until
 from tests.factories import make_spec, make_ticket
 from tests.test_episode import Chars
 
@@ -154,3 +154,37 @@ async def test_tickets_of_a_lost_engine_are_played_by_the_next(bench: Bench) -> 
     life.cancel()
     await asyncio.wait([life])
     assert (await bench.admission.ledger()).failed == {}
+
+
+async def test_groups_wait_while_the_store_is_full_and_go_on_with_nothing_lost(
+    small_server: Server, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("opentinker.services.rollout_worker.worker.FULL_PAUSE_S", 0.05)
+    async with Bus.connect(small_server.url, "test") as bus:
+        for stream in (TICKETS, GROUPS):
+            await bus.js.add_stream(stream)
+        bench = Bench(bus, store)
+        await bench.issue(3)
+        with pytest.raises(StreamFull):
+            for number in range(10_000):
+                await bus.publish(Subject(GROUP.pattern, bytes), bytes(4096), f"other/{number}", job="other")
+        life = bench.live(Mortal())
+
+        async def said() -> list[str]:
+            return [e["error"] for e in await store.events(bench.job) if e["event"] == "stream_full"]
+
+        await until(said)
+        assert await bus.count("GROUPS", GROUP.at(job=bench.job)) == 0
+        assert (await bench.admission.ledger()).running == 3
+        await bus.purge("GROUPS", GROUP.at(job="other"))
+
+        async def played() -> bool:
+            return await bench.tickets() == 0
+
+        await until(played)
+        assert await bus.count("GROUPS", GROUP.at(job=bench.job)) == 3
+        ledger = await bench.admission.ledger()
+        assert (ledger.accepted, ledger.running, ledger.failed) == (3, 0, {})
+        assert len(await said()) == 1, "said with every try"
+        life.cancel()
+        await asyncio.wait([life])

@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+from nats.js.api import DiscardPolicy
 
 from opentinker.services.scheduler.clearing import Clearing
 from opentinker.services.scheduler.tickets import JUDGED_FROM, TicketIssuer, ticket_seed
@@ -134,6 +135,22 @@ async def test_lost_ticket_of_a_running_group_comes_back(ctx: Context, store: St
     for _ in range(2):  # the first sweep uses the old id, which the server takes for a repetition
         await issuer.sweep()
     assert sorted(t.seq for t in await tickets(ctx, job)) == list(range((ETA + 1) * BATCH))
+
+
+async def test_tickets_that_find_the_store_full_are_stored_when_there_is_room(
+    own_server: Server, valkey_server: Server, store: Store, tmp_path: Path
+) -> None:
+    job = await running_job(store, "j-full")
+    await restored(store, job)
+    async with context(own_server, valkey_server, "scheduler-0", tmp_path) as ctx:
+        await ctx.bus.js.update_stream(TICKETS.evolve(max_msgs=1, discard=DiscardPolicy.NEW))
+        issuer = TicketIssuer(ctx)
+        await issuer.look()
+        await issuer.sweep()
+        assert len(await tickets(ctx, job)) == 1
+        await ctx.bus.ensure_streams()
+        await issuer.sweep()
+        assert sorted(t.seq for t in await tickets(ctx, job)) == list(range((ETA + 1) * BATCH))
 
 
 async def fail_groups(ctx: Context, issuer: TicketIssuer, job: str, count: int, reason: Ending) -> None:

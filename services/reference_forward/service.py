@@ -6,7 +6,7 @@ score   consumes SCORE of all jobs (a work queue shared by all instances), produ
 beat    produces heartbeats
 report  produces METRIC once a second, by job
 
-What is wrong with a job fails that job; a job whose trainer is behind gets its messages later. Others go on.
+What is wrong with a job fails that job; a job for whose groups there is no room gets its messages later. Others go on.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from opentinker.services.reference_forward.scorer import Scorer
 
 FULL_PAUSE_S = 2.0
-"""A job whose share of the stream is used up is left alone for so long."""
+"""A job for whose group the stream had no room is left alone for so long."""
 
 
 class ReferenceForward:
@@ -50,7 +50,7 @@ class ReferenceForward:
         self._make_scorer = make_scorer
         self._scorer: Scorer | None = None
         self._full_until: dict[str, float] = {}
-        """Jobs whose share of the stream was used up."""
+        """Jobs for whose last group the stream had no room."""
         self.log = structlog.get_logger()
         self.groups = 0
         self.tokens = 0
@@ -102,8 +102,9 @@ class ReferenceForward:
             return
         try:
             await self._pass_on(group)
-        except StreamFull:
-            self.log.warning("stream_full", job=group.job)
+        except StreamFull as error:
+            if group.job not in self._full_until:  # said once, until one of its groups is stored
+                self.log.warning("stream_full", job=group.job, error=str(error))
             self._full_until[group.job] = time.monotonic() + FULL_PAUSE_S
             await delivery.nak(FULL_PAUSE_S)
             return

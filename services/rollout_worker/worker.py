@@ -62,6 +62,8 @@ class RolloutJob:
         self.weights = asyncio.Event()
         self.epoch = lease.epoch
         self.swapping = asyncio.Lock()
+        self.full = False
+        """The message store had no room for the last group."""
         self.counts: Counter[str] = Counter(dict.fromkeys(RATES, 0))
         self.gauges: dict[str, float] = {}
 
@@ -211,15 +213,18 @@ class RolloutJob:
             raise
 
     async def _publish(self, group: Group) -> None:
-        """Stored durably when this returns; a full stream is back-pressure. Raises JobFailed if it fits no message."""
+        """Stored durably when this returns; a full store is back-pressure. Raises JobFailed if it fits no message."""
         subject = SCORE if self.spec.algorithm.kl_coef > 0 else GROUP
         msg_id = f"{group.key}:{group.trajectories[0].attempt}"
         while True:
             try:
                 await self.bus.publish(subject, group, msg_id, job=group.job)
+                if self.full:
+                    self.full = False
+                    log.info("stream_has_room")
                 return
-            except StreamFull:
-                self.counts["stream_full"] += 1
+            except StreamFull as error:
+                await self._say_full(str(error))
                 await asyncio.sleep(FULL_PAUSE_S)
             except TooLarge as error:
                 longest = max(len(trajectory.mask_T) for trajectory in group.trajectories)
@@ -229,6 +234,14 @@ class RolloutJob:
                     f"episode has {longest} tokens, rollout.context_length is {self.engine.context_length}. Lower one "
                     "of them, or raise max_payload in the server's configuration"
                 ) from None
+
+    async def _say_full(self, why: str) -> None:
+        """In the job's events too, once: until there is room its groups wait, however many they are."""
+        self.counts["stream_full"] += 1
+        if not self.full:
+            self.full = True
+            log.warning("stream_full", error=why)
+            await self.worker.ctx.store.update(self.lease.job, event="stream_full", detail={"error": why})
 
     async def _fail(self, ticket: Ticket, error: EpisodeFailed) -> None:
         if await self.admission.fail(ticket.seq, error.ending) is None:

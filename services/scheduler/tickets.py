@@ -4,7 +4,8 @@
                   waits for 0.2 s; woken by WAKE "admission" (a group was accepted or failed, a version was served)
 
 A number is issued in Redis before its ticket is stored in NATS, so a crash in between leaves a running group without
-a ticket. A sweep at start and every few seconds stores what is missing, under the same message id.
+a ticket. A sweep at start and every few seconds stores what is missing, under the same message id. So it does when the
+store of the NATS server was full.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import nats.errors
 import structlog
 
 from opentinker.shared.admission import Admission, Ledger
-from opentinker.shared.bus import NoReply
+from opentinker.shared.bus import NoReply, StreamFull
 from opentinker.shared.errors import Conflict, NotFound
 from opentinker.shared.service import Context
 from opentinker.shared.subjects import TICKET, TICKETS, WAKE
@@ -50,6 +51,8 @@ class TicketIssuer:
         self._wake = asyncio.Event()
         self._missing: dict[str, set[int]] = {}
         """Per job: running groups that had no ticket in the last sweep."""
+        self._full = False
+        """The store had no room for a ticket, and we said so."""
 
     async def run(self) -> None:
         async def wake(_: dict[str, Any]) -> None:
@@ -80,14 +83,24 @@ class TicketIssuer:
         admission = Admission(self.store.redis, job.id)
         while True:
             _, seqs = await admission.issue(AT_ONCE)
-            await self._store(job, seqs)
-            if len(seqs) < AT_ONCE:
+            if not await self._store(job, seqs) or len(seqs) < AT_ONCE:
                 return
 
-    async def _store(self, job: JobRecord, seqs: list[int], again: str = "") -> None:
-        await asyncio.gather(
-            *(self.bus.publish(TICKET, _ticket(job, seq), f"{job.id}/{seq}{again}", job=job.id) for seq in seqs)
-        )
+    async def _store(self, job: JobRecord, seqs: list[int], again: str = "") -> bool:
+        """False if the store is full: the sweep stores what is missing when there is room."""
+        if not seqs:
+            return True
+        try:
+            await asyncio.gather(
+                *(self.bus.publish(TICKET, _ticket(job, seq), f"{job.id}/{seq}{again}", job=job.id) for seq in seqs)
+            )
+        except StreamFull as error:
+            if not self._full:
+                log.warning("stream_full", job=job.id, error=str(error))
+            self._full = True
+            return False
+        self._full = False
+        return True
 
     async def sweep(self) -> None:
         """Tickets are listed before running groups: a group that ends meanwhile is not taken for one without."""
