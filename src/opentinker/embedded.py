@@ -27,6 +27,9 @@ PORT_TRIES = 5
 RELEASE_S = 3.0
 """How long a remembered port may stay taken (by a server that is just ending) before we move to another."""
 DISK_FLOOR_BYTES = 64 * 1024 * 1024
+"""With less free disk a NATS server that cannot write is left alone."""
+STORE_BYTES = 700 * 1024 * 1024
+"""Free disk that a new NATS store must find: the server takes three quarters of it, our streams set 512 MiB aside."""
 
 
 def shipped_conf(name: str) -> Path:
@@ -110,9 +113,11 @@ class EmbeddedServers:
 
     def start(self) -> None:
         """Start both and wait until they answer. Raises StartError."""
+        self._file.parent.mkdir(parents=True, exist_ok=True)
+        if "nats" in self._wanted:
+            _check_room(self.data_dir / "nats")
         if self._guard is None:
             self._guard = Guard()
-        self._file.parent.mkdir(parents=True, exist_ok=True)
         remembered = self._remembered()
         try:
             for name in self._wanted:
@@ -204,6 +209,16 @@ class EmbeddedServers:
             log=log,
             healthy=lambda: banner(port, b"PING\r\n", b"+PONG"),
             url=self.redis_url,
+        )
+
+
+def _check_room(store: Path) -> None:
+    """Raises StartError if the server would have no room for our streams. It knows by itself what a store has."""
+    free = shutil.disk_usage(store.parent).free
+    if free < STORE_BYTES and not (store.is_dir() and any(store.iterdir())):
+        raise StartError(
+            f"{free >> 20} MiB are free on the disk of {store}, and NATS needs {STORE_BYTES >> 20} MiB to begin with: "
+            "make room there, or choose another place with --data-dir"
         )
 
 

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from opentinker.embedded import DEFAULT_PORTS, nats_binary, valkey_binary
+from opentinker.embedded import DEFAULT_PORTS, STORE_BYTES, nats_binary, valkey_binary
 from opentinker.processes import StartError, port_free
 from opentinker.up import DEFAULT_PORT, is_running
 
@@ -20,6 +20,9 @@ NEEDED = ("aiohttp", "nats-py", "redis", "pydantic", "msgspec")
 HEAVY = ("torch", "transformers", "peft", "safetensors", "deepspeed")
 BROKEN_ON_CPU = ("torchvision", "torchaudio", "torchcodec")
 """CUDA builds on the registry: with a CPU torch their presence breaks `import vllm`."""
+
+ROOM_BYTES = 2 * GIB
+"""For a first run, once everything is installed."""
 
 Check = dict[str, str]
 
@@ -98,10 +101,13 @@ def _disk(data_dir: Path) -> Check:
     folder = data_dir.resolve()
     while not folder.exists():
         folder = folder.parent
-    free = shutil.disk_usage(folder).free / GIB
-    low = free < 5
-    return _check("disk", f"{free:.1f} GiB free at {folder}", "bad" if free < 1 else "note" if low else "ok",
-                  "checkpoints and streams need room: 5 GiB or more" if low else "")  # fmt: skip
+    free = shutil.disk_usage(folder).free
+    found = f"{free / GIB:.1f} GiB free at {folder}"
+    if free < STORE_BYTES:
+        return _check("disk", found, "bad", f"NATS needs {STORE_BYTES >> 20} MiB to begin with; jobs need more")
+    low = free < ROOM_BYTES
+    hint = f"checkpoints and message streams need room: {ROOM_BYTES // GIB} GiB or more, even of a small model"
+    return _check("disk", found, "note" if low else "ok", hint if low else "")
 
 
 def _memory() -> Check:
