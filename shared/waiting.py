@@ -52,13 +52,41 @@ async def rest(seconds: float) -> None:
     await asyncio.sleep(seconds)
 
 
+async def see_through(work: Awaitable[T]) -> T:
+    """Await what must not be left halfway, however often we are cancelled meanwhile; that counts when it has ended."""
+    task = asyncio.ensure_future(work)
+    cancelled = False
+    while not task.done():
+        try:
+            await asyncio.wait([task])
+        except asyncio.CancelledError:
+            cancelled = True
+    if cancelled:
+        if not task.cancelled():
+            task.exception()  # seen
+        raise asyncio.CancelledError
+    return task.result()
+
+
 async def put_down(*tasks: asyncio.Task[Any] | None) -> None:
-    """Cancel tasks and wait until they have ended, whatever they raise; ask again while one goes on."""
+    """Cancel tasks and wait until they have ended, whatever they raise; ask again while one goes on.
+
+    That we are cancelled meanwhile counts when they have ended: nobody is left behind.
+    """
     running = {task for task in tasks if task is not None and not task.done()}
+    cancelled, ask = False, True
     while running:
-        for task in running:
-            task.cancel()
-        _, running = await asyncio.wait(running, timeout=AGAIN_S)
+        if ask:
+            for task in running:
+                task.cancel()
+        try:
+            _, running = await asyncio.wait(running, timeout=AGAIN_S)
+            ask = True
+        except asyncio.CancelledError:
+            running = {task for task in running if not task.done()}
+            cancelled, ask = True, False
     for ended in tasks:
         if ended is not None and not ended.cancelled():
             ended.exception()  # seen
+    if cancelled:
+        raise asyncio.CancelledError

@@ -160,6 +160,8 @@ async def test_cancelled_job_lets_go_of_its_workers_and_the_next_one_runs(shared
     assert (await cluster.wait(waiting))["state"] == "succeeded"
     await free(cluster)
     assert (await cluster.ledger(job)).balanced
+    saved, logged = (await cluster.client.checkpoints(job))[-1]["step"], cluster.lines(job)[-1]["step"]
+    assert saved - logged in (0, 1)  # the step that was being computed counts
 
     async def cleared() -> bool:
         return not any(

@@ -162,4 +162,7 @@ async def test_run_ends_with_everything_it_started(tmp_path: Path, model: Path, 
         await until(lambda: not any(map(alive, running)), 30)
     if number == signal.SIGINT:
         assert process.returncode == 4
-        assert "cancelled" in log.read_text() and "Traceback" not in log.read_text()
+        said = log.read_text()
+        assert "cancelled" in said and "Traceback" not in said
+        (saved,) = (data_dir / "jobs").glob("j-*/checkpoints/step-*")  # what was trained is not lost
+        assert f"The checkpoint of step {int(saved.name[5:])} is" in said

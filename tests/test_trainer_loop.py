@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import errno
 import resource
-from collections.abc import AsyncIterator
+import threading
+from collections.abc import AsyncIterator, Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from opentinker.shared.spec import JobSpec
 from opentinker.shared.store import Store
 from opentinker.shared.subjects import GROUP
 from opentinker.shared.types import Group, JobState, Lease, Pool, WeightVersion
+from opentinker.shared.waiting import put_down
 from tests.conftest import Server, until
 from tests.factories import make_group, make_spec
 from tests.scheduling import context, kinds, running
@@ -74,19 +76,19 @@ async def _not_called(*_: object) -> None:
 
 async def train(job: TrainerJob) -> None:
     """Until its end; raises what it raises."""
-
-    async def feed() -> None:
-        """As rollout workers do: room becomes groups."""
-        admission = Admission(job.ctx.store.redis, JOB)
-        while True:
-            version, seqs = await admission.issue(100)
-            for seq in seqs:
-                group = make_group(job=JOB, seq=seq, versions=[version])
-                await job.ctx.bus.publish(GROUP, group, f"{group.key}:{job.lease.epoch}{id(job)}", job=JOB)
-            await asyncio.sleep(0.02)
-
-    async with running(feed()):
+    async with running(feed(job)):
         await asyncio.wait_for(job.run(), 20.0)
+
+
+async def feed(job: TrainerJob) -> None:
+    """As rollout workers do: room becomes groups."""
+    admission = Admission(job.ctx.store.redis, JOB)
+    while True:
+        version, seqs = await admission.issue(100)
+        for seq in seqs:
+            group = make_group(job=JOB, seq=seq, versions=[version])
+            await job.ctx.bus.publish(GROUP, group, f"{group.key}:{id(job)}", job=JOB)
+        await asyncio.sleep(0.02)
 
 
 def steps_of(path: Path) -> list[int]:
@@ -199,10 +201,105 @@ async def test_starved_trainer_makes_a_checkpoint_to_make_room(ctx: Context, mon
         await until(lambda: job.stepped > 0)  # it waits for two groups now
         version, (seq,) = await Admission(ctx.store.redis, JOB).issue(1)
         group = make_group(job=JOB, seq=seq, versions=[version])
-        await ctx.bus.publish(GROUP, group, group.key, job=JOB)
+        await ctx.bus.publish(GROUP, group, f"{group.key}:{id(job)}", job=JOB)
         await until(lambda: checkpoint.listing(job.record.root))
     (saved,) = [manifest for _, manifest in checkpoint.listing(job.record.root)]
     assert (saved.step, saved.consumed) == (0, [])
+
+
+async def stored(ctx: Context) -> int:
+    """Groups of the job in the stream."""
+    info = await ctx.bus.js.stream_info("GROUPS", subjects_filter=GROUP.at(job=JOB))
+    return int((info.state.subjects or {}).get(GROUP.at(job=JOB), 0))
+
+
+async def test_starved_trainer_removes_all_that_it_trained_on(ctx: Context, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also before its first checkpoint: the stream may be full."""
+    monkeypatch.setattr(loop, "STARVED_S", 0.2)
+    monkeypatch.setattr(loop, "STARVED_BYTES", 0)
+    job = await prepare(ctx)
+    async with running(job.run()):
+        await until(lambda: job.stepped > 0)
+        version, seqs = await Admission(ctx.store.redis, JOB).issue(3)
+        for seq in seqs:
+            group = make_group(job=JOB, seq=seq, versions=[version])
+            await ctx.bus.publish(GROUP, group, f"{group.key}:{id(job)}", job=JOB)
+
+        async def one_is_left() -> bool:
+            return job.step == 1 and await stored(ctx) == 1
+
+        await until(one_is_left)
+    (saved,) = [manifest for _, manifest in checkpoint.listing(job.record.root)]
+    assert (saved.step, saved.consumed) == (1, [])
+
+
+async def test_checkpoint_that_failed_is_tried_again_by_a_starved_trainer(
+    ctx: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loop, "STARVED_S", 0.05)
+    monkeypatch.setattr(loop, "STARVED_BYTES", 0)
+    job = await prepare(ctx, full_at=(0,))
+    learner = job.learner
+    assert isinstance(learner, Clumsy)
+    async with running(job.run()):
+        await until(lambda: job.stepped > 0)
+        version, (seq,) = await Admission(ctx.store.redis, JOB).issue(1)
+        group = make_group(job=JOB, seq=seq, versions=[version])
+        await ctx.bus.publish(GROUP, group, f"{group.key}:{id(job)}", job=JOB)
+
+        async def failed_twice() -> bool:
+            return (await kinds(ctx.store, JOB)).count("checkpoint_failed") >= 2
+
+        await until(failed_twice)
+        learner.full_at = ()
+        await until(lambda: checkpoint.listing(job.record.root))
+
+
+async def test_job_that_is_cancelled_in_the_middle_of_a_step_keeps_that_step(
+    ctx: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = await prepare(ctx)
+    began, go_on = threading.Event(), threading.Event()
+    step = job.learner.step
+
+    def third_step_waits(groups: list[Group], version: WeightVersion) -> dict[str, float]:
+        if version.step == 2:
+            began.set()
+            go_on.wait(10)
+        return step(groups, version)
+
+    monkeypatch.setattr(job.learner, "step", third_step_waits)
+    async with running(feed(job)):
+        training = asyncio.create_task(job.run())
+        await until(began.is_set)
+        ending = asyncio.create_task(put_down(training))
+        for _ in range(5):
+            await asyncio.sleep(0)
+            training.cancel()  # a worker that has waited long enough asks again
+        go_on.set()
+        await ending
+    assert training.cancelled()
+    found = checkpoint.newest(job.record.root)
+    assert found is not None
+    assert (found[1].step, found[1].version, found[1].ledger["trained"]) == (3, WeightVersion(1, 3), 6)
+    assert (await ctx.store.job(JOB)).state != JobState.SUCCEEDED
+
+
+async def test_job_that_fails_keeps_its_last_step(ctx: Context) -> None:
+    job = await prepare(ctx)
+    job.publisher.run = fails_once(lambda: job.step >= 3)  # type: ignore[method-assign]
+    with pytest.raises(JobFailed, match="nobody takes the weights"):
+        await train(job)
+    found = checkpoint.newest(job.record.root)
+    assert found is not None and found[1].step == job.step >= 3
+
+
+def fails_once(ready: Callable[[], bool]) -> Callable[[], Coroutine[Any, Any, None]]:
+    async def run() -> None:
+        await until(ready)
+        raise JobFailed("nobody takes the weights")
+
+    return run
 
 
 async def test_target_that_the_job_does_not_report_is_said_at_once(ctx: Context) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from opentinker.shared.waiting import check_cancelled, rest, set_within
+from opentinker.shared.waiting import check_cancelled, put_down, rest, see_through, set_within
 
 
 async def test_set_within_tells_a_set_event_from_a_time_out() -> None:
@@ -40,3 +40,58 @@ async def test_loop_ends_although_its_cancellation_was_swallowed(wait: Callable[
     task.cancel()
     done, _ = await asyncio.wait([task], timeout=5.0)
     assert done and task.cancelled() and swallowed.is_set()
+
+
+async def test_what_must_not_be_left_halfway_is_not() -> None:
+    may_end, ended = asyncio.Event(), asyncio.Event()
+
+    async def save() -> str:
+        await may_end.wait()
+        ended.set()
+        return "saved"
+
+    task = asyncio.create_task(see_through(save()))
+    for _ in range(3):
+        await asyncio.sleep(0)
+        task.cancel()
+    assert not task.done()
+    may_end.set()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert ended.is_set()
+    assert await see_through(save()) == "saved"
+
+
+async def test_what_fails_after_all_is_told_unless_nobody_asks_any_more() -> None:
+    async def fail() -> None:
+        await asyncio.sleep(0)
+        raise ValueError("no")
+
+    with pytest.raises(ValueError, match="no"):
+        await see_through(fail())
+
+
+async def test_nobody_is_left_behind_when_putting_down_is_cancelled() -> None:
+    may_end = asyncio.Event()
+    asked = 0
+
+    async def cleanup() -> None:
+        nonlocal asked
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            asked += 1
+            await may_end.wait()
+            raise
+
+    child = asyncio.create_task(cleanup())
+    await asyncio.sleep(0)
+    task = asyncio.create_task(put_down(child))
+    for _ in range(3):
+        await asyncio.sleep(0)
+        task.cancel()
+    assert not task.done() and not child.done()
+    may_end.set()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert child.cancelled() and asked == 1

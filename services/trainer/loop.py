@@ -11,25 +11,28 @@ Generation never waits for training and training never waits for a weight transf
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import re
 import time
+from typing import NamedTuple
 
 import structlog
 
+from opentinker.services.trainer import checkpoint
 from opentinker.services.trainer.assembler import Assembler
 from opentinker.services.trainer.learner import Learner, NonFinite
 from opentinker.services.trainer.publisher import Publisher
 from opentinker.services.trainer.record import Record
 from opentinker.shared.admission import Admission
 from opentinker.shared.bus import Consumer, Delivery
-from opentinker.shared.errors import JobFailed
+from opentinker.shared.errors import Fenced, JobFailed
 from opentinker.shared.leasing import LeasedWorker
 from opentinker.shared.manifest import Manifest
 from opentinker.shared.service import first_failure
 from opentinker.shared.spec import JobSpec
 from opentinker.shared.subjects import GROUP, WAKE
 from opentinker.shared.types import Discard, Group, Lease, WeightVersion
-from opentinker.shared.waiting import check_cancelled, set_within
+from opentinker.shared.waiting import check_cancelled, see_through, set_within
 
 log = structlog.get_logger()
 
@@ -38,11 +41,24 @@ UNSAVED_BYTES = 2**30
 the stream keeps them until then, and its disk is everybody's."""
 STARVED_S = 60.0
 STARVED_BYTES = 2**26
-"""A trainer that waited so long, with so much in the stream since the last checkpoint, makes one: the disk may be full,
-and then only that makes room."""
+"""A trainer that waited so long, with so much in the stream, makes room there: the disk may be full, and then nothing
+else does."""
 SETTLED_S = 2.0
 MAX_INVALID = 100
 """Groups that cannot be read or contradict themselves, over a job's life, before it fails."""
+
+
+class Refused(JobFailed):
+    """A step came out as nonsense: what was saved before is good, what there is now is in doubt."""
+
+
+class Saved(NamedTuple):
+    """A checkpoint that was made or resumed from."""
+
+    step: int
+    floor: int
+    received: int
+    """`TrainerJob.received` at that time."""
 
 
 class TrainerJob:
@@ -58,11 +74,15 @@ class TrainerJob:
         self.assembler = Assembler(algorithm.max_staleness, lease.epoch, bool(algorithm.drop_zero_variance))
         self.arrived = asyncio.Event()
         self.step = 0
-        self.saved: list[tuple[int, int]] = []
-        """(step, floor) of checkpoints made or resumed from, oldest first."""
+        self.received = 0
+        """Bytes of trajectories, since this trainer took over."""
+        self.saved: list[Saved] = []
+        """Oldest first."""
+        self.tried = 0
+        """`received` when the last checkpoint was tried."""
+        self.purged = 0
+        """`received` at the checkpoint up to whose floor the stream holds nothing any more."""
         self.swap: dict[str, float] = {}
-        self.unsaved = 0
-        """Bytes received since the last checkpoint."""
         self.stepped = 0.0
         """When the last step was done, monotonic."""
 
@@ -81,6 +101,13 @@ class TrainerJob:
             await first_failure(
                 {"intake": self._intake(consumer), "publish": self.publisher.run(), "train": self._train()}
             )
+        except Refused:
+            raise
+        except (JobFailed, asyncio.CancelledError):  # failed or cancelled, or the lease is another's by now
+            if self.step:
+                with contextlib.suppress(Fenced):
+                    await see_through(self._save())
+            raise
         finally:
             await consumer.close()
             self.record.close()
@@ -102,7 +129,7 @@ class TrainerJob:
             self.assembler.floor = self.assembler.last = manifest.stream_floor
             self.assembler.known.update(manifest.consumed)
             discarded = {k.removeprefix("discarded/"): n for k, n in manifest.ledger.items() if "/" in k}
-            self.saved = [(manifest.step, manifest.stream_floor)]
+            self.saved = [Saved(manifest.step, manifest.stream_floor, 0)]
         self.assembler.resumed = resumed
         self.assembler.discarded.update({Discard(reason): n for reason, n in discarded.items()})
         algorithm = self.spec.algorithm
@@ -128,7 +155,7 @@ class TrainerJob:
 
     async def _receive(self, delivery: Delivery[Group]) -> None:
         group = delivery.noun
-        self.unsaved += delivery.size
+        self.received += delivery.size
         if group is None:
             log.error("undecodable_group", group=delivery.key, error=delivery.error)
             named = re.match(r".*/([0-9]{1,15})(:|$)", delivery.key)  # JOB/NUMBER:ATTEMPT, see Group.key
@@ -179,20 +206,27 @@ class TrainerJob:
             began = time.monotonic()
             batch = await self._next_batch()
             if batch is None:
-                await self._save()
-                await self.record.write_log(self.step)
+                await see_through(self._save())
                 return
             waited = time.monotonic() - began
-            try:
-                values = await asyncio.to_thread(self.learner.step, batch, self._version)
-            except NonFinite as error:
-                raise JobFailed(f"step {self.step + 1} was refused: {error}; {self.record.last_good()}") from None
+            values = await self._step(batch)
             trained = time.monotonic() - began - waited
             await self._advance(batch, values, waited, trained)
-            due = self.step % self.spec.train.checkpoint_every == 0 or self.unsaved > UNSAVED_BYTES
+            due = self.step % self.spec.train.checkpoint_every == 0 or self.received - self.tried > UNSAVED_BYTES
             if due and self.step < steps:
-                await self._save()
+                await see_through(self._save())
         await self._finish()
+
+    async def _step(self, batch: list[Group]) -> dict[str, float]:
+        """Once begun it is done, and counts, also when the job is cancelled meanwhile. Raises Refused."""
+        computing = asyncio.ensure_future(asyncio.to_thread(self.learner.step, batch, self._version))
+        try:
+            return await see_through(computing)
+        except NonFinite as error:
+            raise Refused(f"step {self.step + 1} was refused: {error}; {self.record.last_good()}") from None
+        finally:
+            if computing.exception() is None:
+                self.step += 1
 
     async def _next_batch(self) -> list[Group] | None:
         """The next batch, or None when the service is told to stop."""
@@ -209,8 +243,9 @@ class TrainerJob:
             if batch is not None:
                 return batch
             self._check_barren()
-            if time.monotonic() - began > STARVED_S and self.unsaved > STARVED_BYTES:
-                await self._save()
+            if time.monotonic() - began > STARVED_S and self.received - self.purged > STARVED_BYTES:
+                await see_through(self._make_room())
+                began = time.monotonic()
             await set_within(self.arrived, 0.5)
         return None
 
@@ -228,8 +263,7 @@ class TrainerJob:
 
     async def _advance(self, batch: list[Group], values: dict[str, float], waited: float, trained: float) -> None:
         """The step counts: ledger, snapshot for the workers, metrics."""
-        await self.admission.train(self.step + 1, [group.seq for group in batch])
-        self.step += 1
+        await self.admission.train(self.step, [group.seq for group in batch])
         self.publisher.offer(await asyncio.to_thread(self.learner.snapshot, self._version))
         ledger = await self.admission.ledger()
         now = time.monotonic()
@@ -262,9 +296,9 @@ class TrainerJob:
 
     async def _save(self, *, last: bool = False) -> None:
         """Commit a checkpoint of the current step; then let go of what the one before it no longer needs."""
-        if self.saved and self.saved[-1][0] == self.step:
+        if self.saved and self.saved[-1].step == self.step:
             return
-        self.unsaved = 0
+        self.tried = self.received
         try:
             async with asyncio.timeout(SETTLED_S):
                 settled = await self.consumer.settled()
@@ -287,12 +321,24 @@ class TrainerJob:
         if not await self.record.commit(manifest, last=last):
             return
         if self.saved:  # one checkpoint behind: the newest may turn out to be damaged
-            step, floor_before = self.saved[-1]
-            await self.admission.commit(step)
-            self.assembler.forget(floor_before)
-            await self.ctx.bus.purge("GROUPS", GROUP.at(job=self.lease.job), below=floor_before + 1)
-        self.saved.append((self.step, floor))
+            await self._let_go(self.saved[-1])
+        self.saved.append(Saved(self.step, floor, self.tried))
+
+    async def _let_go(self, saved: Saved) -> None:
+        """Nothing that this checkpoint accounts for will be read again."""
+        await self.admission.commit(saved.step)
+        self.assembler.forget(saved.floor)
+        self.purged = saved.received
+        await self.ctx.bus.purge("GROUPS", GROUP.at(job=self.lease.job), below=saved.floor + 1)
+
+    async def _make_room(self) -> None:
+        """Let go of everything that the newest checkpoint accounts for, after reading it back instead of making two."""
+        await self._save()
+        found = await asyncio.to_thread(checkpoint.newest, self.record.root)
+        if found is not None and self.saved and found[1].step == self.saved[-1].step:
+            await self._let_go(self.saved[-1])
+            log.info("made_room", step=self.saved[-1].step)
 
     async def _finish(self) -> None:
-        await self._save(last=True)
+        await see_through(self._save(last=True))
         await self.record.succeed(self.step)

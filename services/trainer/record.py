@@ -104,9 +104,12 @@ class Record:
         )
 
     async def write_log(self, step: int, line: dict[str, object] | None = None) -> None:
-        """One line per step, also of steps rolled back later. What the disk refuses is said once and tried again."""
+        """One line per step, also of steps rolled back later; without one, what there is becomes durable.
+
+        What the disk refuses is said once and tried again.
+        """
         try:
-            await asyncio.to_thread(self._log.flush if line is None else functools.partial(self._log.add, line))
+            await asyncio.to_thread(self._log.sync if line is None else functools.partial(self._log.add, line))
             self._log_refused = False
         except OSError as error:
             if not self._log_refused:
@@ -128,6 +131,7 @@ class Record:
         then JobFailed.
         """
         began = time.monotonic()
+        await self.write_log(manifest.step)
         try:
             await asyncio.to_thread(checkpoint.commit, self.root, manifest, self.learner.save)
         except JobFailed as error:
@@ -149,7 +153,6 @@ class Record:
 
     async def succeed(self, step: int) -> None:
         """All is done and saved."""
-        await self.write_log(step)
         why = "target reached" if self.target_met() else ""
         with contextlib.suppress(Conflict):  # cancelled or failed meanwhile: the lease is about to go
             await self.ctx.store.transition(

@@ -40,3 +40,9 @@ class StepLog:
                     file.truncate(end)  # no half lines
                 raise
         self._kept.clear()
+
+    def sync(self) -> None:
+        """`flush`, and all lines to the disk itself. Raises OSError as `flush` does."""
+        self.flush()
+        with contextlib.suppress(FileNotFoundError), self._path.open("ab") as file:  # no step yet, no file
+            os.fsync(file.fileno())

@@ -142,13 +142,16 @@ def _wait_api(home: Path, process: subprocess.Popen[bytes], log: Path) -> str:
 
 
 def finish(api: Client, job_id: str) -> Update:
-    """Cancel, and wait for the end."""
+    """Cancel, and wait until the job's workers have let go: the trainer saves what it has."""
     from opentinker.shared.errors import Conflict
     from opentinker.watch import follow
 
     with suppress(Conflict):  # it has just ended by itself
         api.cancel(job_id)
     *_, last = follow(api, job_id)
+    deadline = time.monotonic() + STOP_S
+    while api.job(job_id)["workers"] and time.monotonic() < deadline:
+        time.sleep(0.1)
     return last
 
 
