@@ -83,6 +83,12 @@ class Delivery(Generic[T]):
         """What it was published as; known also of a message that cannot be decoded."""
 
     @property
+    def data(self) -> bytes:
+        """The message as it came."""
+        data: bytes = self._msg.data
+        return data
+
+    @property
     def size(self) -> int:
         """Bytes of the message."""
         return len(self._msg.data)

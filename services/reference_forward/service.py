@@ -27,7 +27,7 @@ from opentinker.shared.bus import ACK_WAIT_S, Delivery, StreamFull, TooLarge
 from opentinker.shared.errors import Conflict, JobFailed, NotFound, SpecError
 from opentinker.shared.service import Context, first_failure
 from opentinker.shared.spec import JobSpec, parse_spec
-from opentinker.shared.subjects import GROUP, SCORE
+from opentinker.shared.subjects import GROUP, SCORE, Subject
 from opentinker.shared.telemetry import Meters, Reporter
 from opentinker.shared.types import Group, JobState, Pool, WorkerInfo
 from opentinker.shared.waiting import rest
@@ -35,6 +35,8 @@ from opentinker.shared.waiting import rest
 if TYPE_CHECKING:
     from opentinker.services.reference_forward.scorer import Scorer
 
+UNREAD = Subject(GROUP.pattern, msgspec.Raw)
+"""GROUP for bytes that are none."""
 FULL_PAUSE_S = 2.0
 """A job for whose group the stream had no room is left alone for so long."""
 
@@ -94,8 +96,7 @@ class ReferenceForward:
     async def _handle(self, delivery: Delivery[Group]) -> None:
         group = delivery.noun
         if group is None:
-            self.log.error("undecodable_group_dropped", seq=delivery.seq, error=delivery.error)
-            await delivery.term()
+            await self._pass_unread(delivery)
             return
         if time.monotonic() < self._full_until.get(group.job, 0.0):
             await delivery.nak(FULL_PAUSE_S)
@@ -118,6 +119,20 @@ class ReferenceForward:
                 f"group {group.seq} with reference logprobs does not fit into one message ({error}): lower "
                 f"algorithm.group_size ({len(group.trajectories)}) or rollout.context_length, or raise max_payload",
             )
+        await delivery.ack_sync()
+
+    async def _pass_unread(self, delivery: Delivery[Group]) -> None:
+        """The trainer discards and replaces what cannot be decoded: it knows the group by the message's id."""
+        job = delivery.key.partition("/")[0]  # JOB/NUMBER:ATTEMPT
+        self.log.error("undecodable_group_passed_on", group=delivery.key, error=delivery.error)
+        try:
+            if job and not (await self.ctx.store.job(job)).state.final:
+                await self.ctx.bus.publish(UNREAD, msgspec.Raw(delivery.data), delivery.key, job=job)
+        except NotFound:
+            pass  # nobody waits for it
+        except StreamFull:
+            await delivery.nak(FULL_PAUSE_S)
+            return
         await delivery.ack_sync()
 
     async def _pass_on(self, group: Group) -> None:
