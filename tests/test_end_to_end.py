@@ -153,7 +153,13 @@ async def test_cancelled_job_lets_go_of_its_workers_and_the_next_one_runs(shared
     cluster = shared.cluster
     job = await cluster.submit(shared.spec(train={"learner": "simulated", "steps": 10_000, "simulated_step_s": 0.02}))
     waiting = await cluster.submit(shared.spec())
+
+    async def stored() -> bool:
+        streams = [queue for queue in await cluster.client.queues() if queue["stream"] != "METRICS"]
+        return any(subject.endswith(f".{job}") for queue in streams for subject in queue["subjects"])
+
     await cluster.reaches(job, 3)
+    assert await stored()
     assert (await cluster.client.job(waiting))["state"] == "queued"
     await cluster.client.cancel(job)
     assert (await cluster.wait(job))["state"] == "cancelled"
@@ -164,9 +170,7 @@ async def test_cancelled_job_lets_go_of_its_workers_and_the_next_one_runs(shared
     assert saved - logged in (0, 1)  # the step that was being computed counts
 
     async def cleared() -> bool:
-        return not any(
-            job in queue["subjects"] for queue in await cluster.client.queues() if queue["stream"] != "METRICS"
-        )
+        return not await stored()
 
     await until(cleared, 10)
 

@@ -13,7 +13,7 @@ from opentinker.services.scheduler.tickets import JUDGED_FROM, TicketIssuer, tic
 from opentinker.shared.admission import Admission
 from opentinker.shared.service import Context
 from opentinker.shared.store import Store
-from opentinker.shared.subjects import GROUP, GROUPS, TICKET, TICKETS, WAKE
+from opentinker.shared.subjects import GROUP, GROUPS, SCORE, SCORES, TICKET, TICKETS, WAKE
 from opentinker.shared.types import Ending, JobState, Pool, Ticket, WorkerInfo
 from tests.conftest import Server, until
 from tests.factories import make_group, make_ticket
@@ -226,11 +226,22 @@ async def test_messages_and_consumers_of_an_ended_job_are_removed_once_its_worke
     assert not await store.redis.exists(f"adm:{job}:groups"), "one entry per group for ever"
 
 
-async def test_tickets_that_arrive_after_the_clearing_are_swept(ctx: Context, store: Store) -> None:
+async def test_messages_that_arrive_after_the_clearing_are_swept(ctx: Context, store: Store) -> None:
+    """A ticket on its way; a group that reference-forward was scoring when its job was cancelled."""
     alive, over = await running_job(store, "j-alive"), await running_job(store, "j-late")
     await store.transition(over, JobState.CANCELLED)
+    clearing = Clearing(ctx)
+    await clearing.look()
     for job in (alive, over):
         await ctx.bus.publish(TICKET, make_ticket(job=job), f"{job}/0", job=job)
-    await Clearing(ctx).sweep()
-    assert len(await tickets(ctx, alive)) == 1
-    assert await tickets(ctx, over) == []
+        for subject in (SCORE, GROUP):
+            await ctx.bus.publish(subject, make_group(job=job), f"{job}/0:a", job=job)
+
+    async def left(job: str) -> list[int]:
+        streams = ((TICKETS, TICKET), (SCORES, SCORE), (GROUPS, GROUP))
+        return [await ctx.bus.count(str(stream.name), subject.at(job=job)) for stream, subject in streams]
+
+    await clearing.sweep()
+    assert await left(alive) == [1, 1, 1]
+    assert await left(over) == [0, 0, 0]
+    await clearing._clear(alive)

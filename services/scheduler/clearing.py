@@ -6,19 +6,22 @@ clear loop   consumes the set of jobs that are ending; removes their messages; l
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import nats.errors
 import structlog
+from nats.js.api import StreamConfig
 
 from opentinker.shared.admission import Admission
 from opentinker.shared.service import Context
-from opentinker.shared.subjects import GROUP, GROUPS, SCORE, SCORES, TICKET, TICKETS
+from opentinker.shared.subjects import GROUP, GROUPS, SCORE, SCORES, TICKET, TICKETS, Subject
 from opentinker.shared.waiting import rest
 
 log = structlog.get_logger()
 
 LOOK_S = 1.0
 SWEEP_S = 30.0
+QUEUES = ((TICKETS, TICKET), (SCORES, SCORE), (GROUPS, GROUP))
 
 
 class Clearing:
@@ -52,17 +55,25 @@ class Clearing:
     async def _clear(self, job: str) -> None:
         await self.bus.delete_consumers(TICKET, job=job)
         await self.bus.delete_consumers(GROUP, job=job)
-        for stream, subject in ((TICKETS, TICKET), (SCORES, SCORE), (GROUPS, GROUP)):
+        for stream, subject in QUEUES:
             assert stream.name is not None
             await self.bus.purge(stream.name, subject.at(job=job))
         await Admission(self.store.redis, job).clear()
         log.info("job_cleared", job=job)
 
     async def sweep(self) -> None:
-        """Tickets that were on their way when their job was cleared."""
-        assert TICKETS.name is not None
-        info = await self.bus.js.stream_info(TICKETS.name, subjects_filter=TICKET.at(job="*"))
-        active = {TICKET.at(job=job.id) for job in await self.store.active_jobs()}
-        for subject in set(info.state.subjects or {}) - active:
-            await self.bus.purge(TICKETS.name, subject)
-            log.info("tickets_swept", subject=subject)
+        """What was on its way when its job was cleared: tickets, and groups that reference-forward was working on.
+
+        Messages are listed before jobs: those of a job that begins meanwhile are not touched.
+        """
+        stored = [(stream, subject, await self._stored(stream, subject)) for stream, subject in QUEUES]
+        active = [job.id for job in await self.store.active_jobs()]
+        for stream, subject, found in stored:
+            assert stream.name is not None
+            for late in found - {subject.at(job=job) for job in active}:
+                await self.bus.purge(stream.name, late)
+                log.info("messages_swept", subject=late)
+
+    async def _stored(self, stream: StreamConfig, subject: Subject[Any]) -> set[str]:
+        assert stream.name is not None
+        return set(await self.bus.counts(stream.name, subject.at(job="*")))
