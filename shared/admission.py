@@ -36,13 +36,15 @@ local function add(field, by) redis.call('HINCRBY', A, field, by) end
 local function tag_of(state) return tonumber(string.match(state, '^[td]:(%d+)') or '-1') end
 
 local function restore()
-  -- step, max_staleness, groups_per_batch, total, discarded by reason (JSON), next_seq
-  local step, batch = tonumber(ARGV[3]), tonumber(ARGV[5])
+  -- step, max_staleness, groups_per_batch, total, discarded by reason (JSON), next_seq, position (-1: none)
+  local step, batch, position = tonumber(ARGV[3]), tonumber(ARGV[5]), tonumber(ARGV[9])
   local pending, running, discarded = 0, 0, 0
   local entries = redis.call('HGETALL', G)
   for i = 1, #entries, 2 do
     local seq, state = entries[i], entries[i + 1]
-    if tag_of(state) > step then redis.call('HSET', G, seq, 'p'); pending = pending + 1
+    local open = tag_of(state) > step or state == 'p' or state == 'r'
+    if position >= 0 and open then redis.call('HDEL', G, seq)
+    elseif tag_of(state) > step then redis.call('HSET', G, seq, 'p'); pending = pending + 1
     elseif state == 'p' then pending = pending + 1
     elseif state == 'r' then running = running + 1 end
   end
@@ -52,9 +54,13 @@ local function restore()
   for reason, count in pairs(cjson.decode(ARGV[7])) do
     redis.call('HSET', A, 'discard:' .. reason, count); discarded = discarded + count
   end
-  redis.call('HSET', A, 'epoch', epoch, 'step', step, 'eta', ARGV[4], 'batch', batch, 'total', ARGV[6],
+  local next = math.max(num('next'), tonumber(ARGV[8]))
+  local served = step
+  if position >= 0 then served = step - 1 end  -- nothing starts before these very weights are served
+  redis.call('HSET', A, 'epoch', epoch, 'step', served, 'eta', ARGV[4], 'batch', batch, 'total', ARGV[6],
              'trained', step * batch, 'pending', pending, 'running', running,
-             'accepted', step * batch + discarded + pending, 'next', math.max(num('next'), tonumber(ARGV[8])))
+             'accepted', step * batch + discarded + pending, 'next', next,
+             'shift', position >= 0 and next - position or 0)
   return {'ok'}
 end
 
@@ -174,21 +180,29 @@ class Admission:
         total: int,
         discarded: dict[str, int],
         next_seq: int = 0,
+        position: int | None = None,
     ) -> None:
         """Start, or start again from a checkpoint at `step`: everything consumed after it is pending again.
 
         `discarded` counts what was discarded for batches up to `step`; group numbers below `next_seq` were used, also
-        if Redis lost them.
+        if Redis lost them. `position` is of a deterministic job: groups after the checkpoint are forgotten instead, and
+        the next one stands at this position of the submission order and starts when the checkpoint's version is served.
         """
         if self._epoch < 0:
             raise ValueError("only a trainer, which has an epoch, restores")
         reasons = orjson.dumps(discarded).decode()
-        await self._call("restore", step, max_staleness, groups_per_batch, total, reasons, next_seq)
+        place = -1 if position is None else position
+        await self._call("restore", step, max_staleness, groups_per_batch, total, reasons, next_seq, place)
 
     async def issue(self, want: int) -> tuple[WeightVersion, list[int]]:
         """Take up to `want` new group numbers, as many as the law allows now."""
         answer = await self._call("issue", want, once=True)
         return WeightVersion(int(answer[1]), int(answer[2])), [int(seq) for seq in answer[3:]]
+
+    async def shift(self) -> int:
+        """What to take off a group's number for its position in the submission order: numbers that a deterministic job
+        has used in vain, because their steps were rolled back."""
+        return int(await self._redis.hget(self._keys[0], "shift") or 0)
 
     async def set_version(self, step: int) -> None:
         """The rollout workers have weights of `step` now."""

@@ -39,6 +39,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """Groups since the job began: `trained`, and `discarded/REASON` by reason; the others come again."""
     next_seq: int = 0
     """The first ticket number never issued, as far as the trainer knows."""
+    position: int | None = None
+    """Of a deterministic job: groups issued for the steps up to this one, those of rolled-back steps left out."""
     files: dict[str, FileEntry] = {}
     """By path inside the directory. Filled in when the checkpoint is committed."""
     created: float = 0.0

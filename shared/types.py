@@ -118,7 +118,7 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True):
 
     job: str
     seq: int
-    """Position in submission order; with `job` it names the group."""
+    """Number in submission order; with `job` it names the group."""
     row: int
     """Task index for environments with data; the environment takes it modulo its number of rows."""
     seed: int

@@ -10,6 +10,7 @@ import time
 from typing import Any
 
 from opentinker.envs.base import Action, Environment, EnvironmentConfig, Step, user
+from opentinker.envs.copy_digits import CopyDigits
 from opentinker.shared.types import Message
 
 
@@ -114,6 +115,20 @@ class Moody(Misbehaving):
 
     async def step(self, action: Action) -> Step:
         return Step(reward=1.0, done=True) if self.well else await super().step(action)
+
+
+class BrokenRows(CopyDigits):
+    """As `copy_digits`, but tasks whose row is a multiple of `every` cannot be opened."""
+
+    class Config(CopyDigits.Config):
+        every: int = 5
+
+    config: Config
+
+    async def open(self, row: int, seed: int) -> list[Message]:
+        if row % self.config.every == 0:
+            raise RuntimeError(f"row {row} is broken")
+        return await super().open(row, seed)
 
 
 class Stuck(Environment):

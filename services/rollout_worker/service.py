@@ -53,4 +53,5 @@ def make_engine(spec: JobSpec, renderer: Renderer, settings: Settings) -> Engine
         lora=spec.model.lora,
         max_staleness=algorithm.max_staleness,
         group_timeout_s=settings.swap_timeout_s,
+        one_by_one=spec.train.deterministic,
     )

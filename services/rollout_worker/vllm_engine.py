@@ -78,14 +78,19 @@ class VllmEngine:
         max_staleness: int = 2,
         group_timeout_s: float = 10.0,
         seed: int | None = None,
+        one_by_one: bool = False,
     ) -> None:
         """`context_length` None: what the model allows, at most 4096. `stop_strings`: requests will name some, so a
-        tokenizer is needed. `seed`: of requests without one; None draws it, so that workers differ."""
+        tokenizer is needed. `seed`: of requests without one; None draws it, so that workers differ.
+
+        `one_by_one`: a request's logprobs are the same whatever else is asked for. In a batch they are not: sums are
+        taken in another order for another number of rows."""
         self.version: WeightVersion | None = None
         self.context_length = context_length or 0
         self._model = model
         self._dtype = dtype
-        self._max_concurrent = max_concurrent
+        self._max_concurrent = 1 if one_by_one else max_concurrent
+        self._one_by_one = one_by_one
         self._stop_strings = stop_strings
         self._lora = lora
         self._max_adapters = max_staleness + 2
@@ -230,6 +235,8 @@ class VllmEngine:
             "weight_transfer_config": WeightTransferConfig(backend="opentinker"),
             "worker_extension_cls": "opentinker.services.rollout_worker.vllm_ext.WeightsExtension",
         }
+        if self._one_by_one:
+            arguments["enable_prefix_caching"] = False  # a cached prefix makes a shorter, differently rounded prefill
         if self._lora is not None:
             arguments |= {
                 "enable_lora": True,

@@ -42,6 +42,9 @@ MAX_DELIVERIES = 5
 """A ticket that comes once more fails its group: what kills the engine at every try must have an end. Tickets that were
 under way beside it count too; their groups are replaced, and `rollout.max_failed_share` judges."""
 FULL_PAUSE_S = 0.5
+REPEATABLE = (Ending.ENV_ERROR, Ending.ENV_BAD_REPLY, Ending.PROMPT)
+"""Failures that come again with the same start state and seeds: a deterministic job replaces such groups, always the
+same ones. The others depend on time and on machines."""
 
 
 class RolloutJob:
@@ -246,6 +249,12 @@ class RolloutJob:
     async def _fail(self, ticket: Ticket, error: EpisodeFailed) -> None:
         if await self.admission.fail(ticket.seq, error.ending) is None:
             return
+        if self.spec.train.deterministic and error.ending not in REPEATABLE:
+            raise JobFailed(
+                f"group {ticket.seq} could not be played ({error.ending}: {error.error[-300:]}), and in a "
+                "deterministic job no other group may take its place. Raise rollout.retries or "
+                "rollout.episode_timeout_s, or see to the environment"
+            )
         self.counts["groups_failed"] += 1
         log.warning("group_failed", ending=error.ending, error=error.error)
         await self.worker.ctx.store.update(

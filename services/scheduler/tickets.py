@@ -37,12 +37,12 @@ JUDGED_FROM = 20
 HELD = (JobState.STARTING, JobState.RUNNING)
 
 
-def ticket_seed(seed: int, seq: int) -> int:
-    """Start-state seed of a group: the first 53 bits of SHA-256 of "<rollout.seed>/<seq>"; the same everywhere.
+def ticket_seed(seed: int, position: int) -> int:
+    """Start-state seed of a group: the first 53 bits of SHA-256 of "<rollout.seed>/<position>"; the same everywhere.
 
     Without a seed in the spec it is 0; then only what the policy samples differs from run to run.
     """
-    return int.from_bytes(hashlib.sha256(f"{seed}/{seq}".encode()).digest()[:8], "big") >> 11
+    return int.from_bytes(hashlib.sha256(f"{seed}/{position}".encode()).digest()[:8], "big") >> 11
 
 
 class TicketIssuer:
@@ -90,9 +90,13 @@ class TicketIssuer:
         """False if the store is full: the sweep stores what is missing when there is room."""
         if not seqs:
             return True
+        shift = await Admission(self.store.redis, job.id).shift()
         try:
             await asyncio.gather(
-                *(self.bus.publish(TICKET, _ticket(job, seq), f"{job.id}/{seq}{again}", job=job.id) for seq in seqs)
+                *(
+                    self.bus.publish(TICKET, _ticket(job, seq, seq - shift), f"{job.id}/{seq}{again}", job=job.id)
+                    for seq in seqs
+                )
             )
         except StreamFull as error:
             if not self._full:
@@ -155,11 +159,12 @@ def too_many_failures(ledger: Ledger, max_share: float) -> str | None:
     return f"{failed} of {ended} groups failed (rollout.max_failed_share is {max_share:g}): {reasons}"
 
 
-def _ticket(job: JobRecord, seq: int) -> Ticket:
+def _ticket(job: JobRecord, seq: int, position: int) -> Ticket:
+    """`position`: the number without those used in vain; it alone decides the start state."""
     return Ticket(
         job=job.id,
         seq=seq,
-        row=seq,
-        seed=ticket_seed(job.spec["rollout"]["seed"] or 0, seq),
+        row=position,
+        seed=ticket_seed(job.spec["rollout"]["seed"] or 0, position),
         group_size=job.spec["algorithm"]["group_size"],
     )

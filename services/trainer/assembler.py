@@ -1,4 +1,4 @@
-"""Groups in arrival order -> batches, with the hard staleness drop and the account of what was consumed.
+"""Groups in arrival or submission order -> batches, with the hard staleness drop and the account of what was consumed.
 
     received --take--> trained       (stays here, tagged with its batch, until a checkpoint covers it)
              '-------> discarded     (stale, of equal rewards, from rolled-back weights, or undecodable)
@@ -33,6 +33,8 @@ class Assembler:
     epoch: int
     drop_zero_variance: bool = False
     """Groups whose rewards are all equal are discarded; admission lets as many new ones start."""
+    in_order: bool = False
+    """A batch is ordered by group number. Deterministic jobs have no staleness, so it then holds all there are."""
     resumed: dict[int, int] = field(default_factory=dict)
     """epoch -> step at which that epoch began; tokens of an older epoch beyond that step were rolled back."""
     floor: int = 0
@@ -102,11 +104,12 @@ class Assembler:
         return dropped
 
     def take(self, step: int, groups: int) -> list[Group] | None:
-        """The `groups` oldest arrivals as the batch that makes version step + 1; None if there are not enough yet."""
+        """The `groups` first ones as the batch that makes version step + 1; None if there are not enough yet."""
         if len(self.pending) < groups:
             return None
         self.barren = 0
-        batch = list(self.pending.items())[:groups]
+        arrived = list(self.pending.items())
+        batch = (sorted(arrived, key=lambda item: item[1].seq) if self.in_order else arrived)[:groups]
         for stream_seq, group in batch:
             del self.pending[stream_seq]
             self.consumed[stream_seq] = Consumed(step + 1, group.seq, None)

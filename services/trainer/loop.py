@@ -71,7 +71,12 @@ class TrainerJob:
         self.admission = Admission(self.ctx.store.redis, lease.job, lease.epoch)
         self.publisher = Publisher(self.ctx, lease, learner.device, self._served)
         algorithm = spec.algorithm
-        self.assembler = Assembler(algorithm.max_staleness, lease.epoch, bool(algorithm.drop_zero_variance))
+        self.assembler = Assembler(
+            algorithm.max_staleness,
+            lease.epoch,
+            drop_zero_variance=bool(algorithm.drop_zero_variance),
+            in_order=spec.train.deterministic,
+        )
         self.arrived = asyncio.Event()
         self.step = 0
         self.received = 0
@@ -82,6 +87,10 @@ class TrainerJob:
         """`received` when the last checkpoint was tried."""
         self.purged = 0
         """`received` at the checkpoint up to whose floor the stream holds nothing any more."""
+        self.position: int | None = 0 if spec.train.deterministic else None
+        """See Manifest.position."""
+        self.shift = 0
+        """Group numbers that were used in vain, see Admission.shift."""
         self.swap: dict[str, float] = {}
         self.stepped = 0.0
         """When the last step was done, monotonic."""
@@ -130,6 +139,7 @@ class TrainerJob:
             self.assembler.known.update(manifest.consumed)
             discarded = {k.removeprefix("discarded/"): n for k, n in manifest.ledger.items() if "/" in k}
             self.saved = [Saved(manifest.step, manifest.stream_floor, 0)]
+            self.position = manifest.position
         self.assembler.resumed = resumed
         self.assembler.discarded.update({Discard(reason): n for reason, n in discarded.items()})
         algorithm = self.spec.algorithm
@@ -140,7 +150,9 @@ class TrainerJob:
             total=self.spec.train.steps * algorithm.groups_per_batch,
             discarded=discarded,
             next_seq=next_seq,
+            position=self.position,
         )
+        self.shift = await self.admission.shift()
 
     # --- intake -------------------------------------------------------------------------------------------------
 
@@ -227,6 +239,8 @@ class TrainerJob:
         finally:
             if computing.exception() is None:
                 self.step += 1
+                if self.position is not None:  # nothing is issued between the batch's last group and the next version
+                    self.position = max(group.seq for group in batch) + 1 - self.shift
 
     async def _next_batch(self) -> list[Group] | None:
         """The next batch, or None when the service is told to stop."""
@@ -317,6 +331,7 @@ class TrainerJob:
             consumed=above,
             ledger={"trained": trained, **{f"discarded/{reason}": n for reason, n in discarded.items()}},
             next_seq=(await self.admission.ledger()).issued,
+            position=self.position,
         )
         if not await self.record.commit(manifest, last=last):
             return

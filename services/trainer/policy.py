@@ -9,6 +9,7 @@ A learner adds up gradients with `backward()`, then `set_lr`, `clip`, `finite`, 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -48,6 +49,7 @@ class Policy:
         spec = self.spec
         if self.device == "cuda" and not torch.cuda.is_available():
             raise JobFailed("resources.trainer_gpus = 1, but this trainer has no GPU; set it to 0 to train on the CPU")
+        self._set_determinism()
         self.tokenizer = load_tokenizer(spec.model.base)
         torch.manual_seed(spec.train.seed)
         if spec.model.lora is None:
@@ -65,6 +67,12 @@ class Policy:
         self.steps = 0
         if checkpoint is not None:
             self.steps = train_state.load(checkpoint, self.model, self.parameters, self.optimizer)
+
+    def _set_determinism(self) -> None:
+        """Of the whole process, which trains one job at a time. An operation that has no such kernel raises."""
+        if self.spec.train.deterministic:
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it with its first handle
+        torch.use_deterministic_algorithms(self.spec.train.deterministic)
 
     def _optimizer(self) -> torch.optim.Optimizer:
         """Weight decay acts on matrices; norms and biases have none."""

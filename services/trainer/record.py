@@ -18,7 +18,7 @@ import structlog
 from opentinker.services.trainer import checkpoint
 from opentinker.services.trainer.alarm import SlopeAlarm
 from opentinker.services.trainer.learner import Learner
-from opentinker.services.trainer.step_log import StepLog
+from opentinker.services.trainer.step_log import StepLog, lineage
 from opentinker.shared.errors import Conflict, JobFailed
 from opentinker.shared.manifest import Manifest
 from opentinker.shared.service import Context
@@ -61,6 +61,10 @@ class Record:
                     f"{self.lease.epoch}: the job's record is older than its checkpoints"
                 )
             self.saved = manifest.step
+            lines = await asyncio.to_thread(
+                lineage, self.root.parent / "metrics.jsonl", manifest.resumed, manifest.step
+            )
+            self._window.extend(lines[-TARGET_WINDOW:])
         await asyncio.to_thread(self.learner.load, path)
         detail = {"step": manifest.step if manifest else 0, "epoch": self.lease.epoch}
         event = "resumed" if manifest else "model_loaded"

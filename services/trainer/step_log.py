@@ -7,10 +7,29 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import orjson
+
+
+def lineage(path: Path, resumed: Mapping[int, int], step: int) -> list[dict[str, Any]]:
+    """The lines of the steps that led to `step`, in order. `resumed`: epoch -> step at which it began (Manifest)."""
+    lines: list[dict[str, Any]] = []
+    try:
+        for line in path.read_bytes().splitlines():
+            with contextlib.suppress(orjson.JSONDecodeError):  # half a line, of a process that was killed
+                lines.append(orjson.loads(line))
+    except FileNotFoundError:
+        return []
+    counting = {
+        line["step"]: line
+        for line in lines
+        if line["epoch"] in resumed
+        and line["step"] <= min([step, *(began for epoch, began in resumed.items() if epoch > line["epoch"])])
+    }
+    return [counting[number] for number in sorted(counting)]
 
 
 class StepLog:

@@ -15,6 +15,7 @@ from pydantic import Field, ValidationError
 from opentinker.shared import algorithms
 from opentinker.shared.errors import SpecError
 from opentinker.shared.spec.algorithm import AlgorithmSpec
+from opentinker.shared.spec.determinism import broken_promises
 from opentinker.shared.spec.mistakes import fill, mistakes_of, unused
 from opentinker.shared.spec.model import LoraSpec, ModelSpec
 from opentinker.shared.spec.part import Part
@@ -82,7 +83,7 @@ class JobSpec(Part):
                 if any(mistake["field"] in algorithms.PARTS for mistake in ignored):  # its options come with it
                     ignored = [mistake for mistake in ignored if mistake["field"] not in algorithms.OPTIONS]
                 found += [{**mistake, "field": f"{part}.{mistake['field']}"} for mistake in ignored]
-        return found + self._settle_overlong()
+        return found + self._settle_overlong() + broken_promises(self)
 
     def _settle_overlong(self) -> list[dict[str, Any]]:
         """Overlong shaping takes its lengths from `rollout.max_tokens`."""

@@ -41,6 +41,9 @@ class TrainSpec(Part):
     """Stop early once the mean of the last 10 steps of each named metric reaches the value, e.g. {"exact" = 0.9}."""
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
     """Of the trainer's random state: adapter initialisation, dropout."""
+    deterministic: bool = False
+    """Two runs give the same weights, bit for bit, and so does one that was killed and resumed. What that needs and
+    costs: docs/deterministic.md."""
 
     def settle(self) -> list[dict[str, Any]]:
         found = []

@@ -1,0 +1,45 @@
+"""What `train.deterministic` cannot promise with, each with the reason."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from opentinker.shared.spec import JobSpec
+
+
+def broken_promises(spec: JobSpec) -> list[dict[str, Any]]:
+    """Settings under which the weights would depend on timing, or on what nobody has fixed."""
+    if not spec.train.deterministic:
+        return []
+    found = [
+        (
+            "algorithm.max_staleness",
+            spec.algorithm.max_staleness,
+            spec.algorithm.max_staleness == 0,
+            "must be 0: with more, timing decides which weights sample a token",
+        ),
+        (
+            "rollout.seed",
+            spec.rollout.seed,
+            spec.rollout.seed is not None,
+            "must be set: without it nothing fixes what requests sample",
+        ),
+        (
+            "resources.rollout_workers",
+            spec.resources.rollout_workers,
+            spec.resources.rollout_workers == 1,
+            "must be 1: different machines may round differently, and timing decides who plays a group",
+        ),
+        (
+            "algorithm.kl_coef",
+            spec.algorithm.kl_coef,
+            spec.algorithm.kl_coef == 0,
+            "must be 0: reference-forward computes what comes together in one batch, and its sums depend on that",
+        ),
+    ]
+    return [
+        {"field": field, "value": value, "problem": f"{problem} (train.deterministic)"}
+        for field, value, kept, problem in found
+        if not kept
+    ]
