@@ -56,7 +56,11 @@ class Settings(BaseModel):
     env_modules: bool = False
     """Allow environments named `module:Class`, importable by the env worker (operator-written code)."""
     reference_memory_gb: Annotated[float, Field(gt=0)] = 8.0
-    """Frozen models that reference-forward keeps loaded."""
+    """Weights of frozen models that reference-forward holds at most; the least recently used go first."""
+    reference_tokens_per_batch: Annotated[int, Field(gt=0)] = 16384
+    """Tokens of a reference-forward's forward pass, of groups of all jobs together; a longer trajectory is alone."""
+    reference_device: Literal["cpu", "cuda"] = "cpu"
+    """Where its models are; `reference_memory_gb` is memory of this device."""
 
 
 def load_settings(path: str | None = None, environ: dict[str, str] | None = None) -> Settings:

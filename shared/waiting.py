@@ -46,6 +46,20 @@ async def set_within(event: asyncio.Event, seconds: float) -> bool:
     return True
 
 
+class Bell:
+    """Wakes everybody who listened before it rang: listen, look, and wait for what was listened to."""
+
+    def __init__(self) -> None:
+        self._event = asyncio.Event()
+
+    def listen(self) -> asyncio.Event:
+        return self._event
+
+    def ring(self) -> None:
+        self._event.set()
+        self._event = asyncio.Event()
+
+
 async def rest(seconds: float) -> None:
     """Sleep between two rounds of a loop."""
     check_cancelled()

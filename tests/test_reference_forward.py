@@ -7,7 +7,8 @@ import os
 import subprocess
 import sys
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -16,17 +17,17 @@ import msgspec
 import numpy as np
 import pytest
 import structlog
+import torch
 from structlog.testing import capture_logs
 from transformers import AutoModelForCausalLM
 
-from examples.models.make_tiny import make_tiny
+from opentinker.services.reference_forward.needs import REFERENCE, ModelKey
+from opentinker.services.reference_forward.results import with_results
 from opentinker.services.reference_forward.scorer import Scorer
 from opentinker.services.reference_forward.service import ReferenceForward
 from opentinker.shared.bus import Bus, StreamFull
 from opentinker.shared.config import Settings
-from opentinker.shared.errors import JobFailed
 from opentinker.shared.service import Context
-from opentinker.shared.spec import ModelSpec
 from opentinker.shared.store import Store
 from opentinker.shared.subjects import GROUP, SCORE
 from opentinker.shared.types import Group, JobState, Pool
@@ -34,43 +35,81 @@ from tests.conftest import Server, until
 from tests.learning import plain_logprobs, random_groups, torch_spec
 
 
-def test_reference_logprobs_are_those_of_a_plain_forward_at_the_job_temperature(tiny: Path) -> None:
-    plain = AutoModelForCausalLM.from_pretrained(tiny)
-    group = random_groups(0, size=6)[0]
-    scored = Scorer(10**9, tokens_per_micro_batch=20).score(ModelSpec(base=str(tiny)), 0.7, group)
-    for trajectory, original in zip(scored.trajectories, group.trajectories, strict=True):
+def scored(scorer: Scorer, base: Path, groups: list[Group], temperatures: list[float]) -> list[Group]:
+    model = scorer.load(ModelKey(str(base), "float32"))
+    found = scorer.score(model, groups, temperatures)
+    return [with_results(group, {REFERENCE: results}) for group, results in zip(groups, found, strict=True)]
+
+
+def assert_plain(base: Path, group: Group, temperature: float) -> None:
+    """The group's reference logprobs are those of a plain forward in float64, one trajectory at a time."""
+    plain = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float64)
+    for trajectory in group.trajectories:
         mask = trajectory.mask.astype(bool)
-        expected = np.r_[0.0, plain_logprobs(plain, trajectory.ids.tolist(), 0.7).numpy()] * mask
+        with torch.no_grad():
+            expected = np.r_[0.0, plain_logprobs(plain, trajectory.ids.tolist(), temperature).numpy()] * mask
         assert trajectory.ref_logprobs is not None
         np.testing.assert_allclose(trajectory.ref_logprobs, expected, atol=1e-5)
-        assert (trajectory.ids_T, trajectory.logprobs_T) == (original.ids_T, original.logprobs_T)
 
 
-def test_models_stay_within_the_memory_and_the_last_used_stay_longest(tmp_path: Path) -> None:
-    specs = [ModelSpec(base=str(make_tiny(tmp_path / str(i), hidden_size=64, layers=1, seed=i))) for i in range(3)]
-    group = random_groups(0)[0]
-    scorer = Scorer(10**9)
-    scorer.score(specs[0], 1.0, group)
-    scorer = Scorer(int(2.5 * scorer.used_bytes))
-    for i in (0, 1, 0, 2):  # the third throws out model 1, not 0
-        scorer.score(specs[i], 1.0, group)
-    assert scorer.loads == 3
-    scorer.score(specs[0], 1.0, group)
-    assert scorer.loads == 3 and scorer.used_bytes <= scorer.memory_bytes
-    scorer.score(specs[1], 1.0, group)
-    assert scorer.loads == 4
-    alone = Scorer(1)
-    alone.score(specs[0], 1.0, group)
-    alone.score(specs[1], 1.0, group)
-    assert alone.loads == 2
-    with pytest.raises(JobFailed):
-        alone.score(ModelSpec(base=str(tmp_path / "nothing")), 1.0, group)
+def test_reference_logprobs_are_those_of_a_plain_forward_at_the_job_temperature(tiny: Path) -> None:
+    group = random_groups(0, size=6)[0]
+    (passed,) = scored(Scorer(tokens_per_batch=20), tiny, [group], [0.7])
+    assert_plain(tiny, passed, 0.7)
+    for before, after in zip(group.trajectories, passed.trajectories, strict=True):
+        assert (after.ids_T, after.logprobs_T) == (before.ids_T, before.logprobs_T)
+
+
+def test_groups_of_differing_temperatures_share_one_pass_and_keep_their_own(tiny: Path) -> None:
+    """The same group twice, at two temperatures: nothing is computed twice, and no logprob is shared."""
+    group, other = random_groups(0, groups=2, size=6)
+    scorer = Scorer()
+    scored(scorer, tiny, [group], [1.0])
+    one = scorer.computed
+    together = scored(scorer, tiny, [group, group, other], [1.0, 0.5, 2.0])
+    for passed, temperature in zip(together, (1.0, 0.5, 2.0), strict=True):
+        assert_plain(tiny, passed, temperature)
+    assert together[0].trajectories[0].ref_logprobs_T != together[1].trajectories[0].ref_logprobs_T
+    both = scorer.computed - one
+    scored(scorer, tiny, [group, other], [1.0, 2.0])
+    assert scorer.computed - one - both == both, "the second temperature of a group costs no forward pass"
+
+
+def test_the_size_of_a_model_is_known_before_it_is_loaded(tiny: Path) -> None:
+    scorer = Scorer()
+    for dtype, width in (("float32", 4), ("bfloat16", 2)):
+        key = ModelKey(str(tiny), dtype)
+        parameters = list(scorer.load(key).parameters())
+        assert {p.element_size() for p in parameters} == {width}
+        assert scorer.size(key) == sum(p.numel() * width for p in parameters)
+
+
+def test_scoring_beside_a_load_in_another_dtype_gives_the_same(tiny: Path) -> None:
+    """Loading sets process-wide defaults for a moment; a pass that runs meanwhile must not see them."""
+    scorer, group = Scorer(), random_groups(0, size=6)[0]
+    model = scorer.load(ModelKey(str(tiny), "float32"))
+    alone = scorer.score(model, [group], [1.0])
+    with ThreadPoolExecutor(1) as loads:
+        loading = [loads.submit(scorer.load, ModelKey(str(tiny), "bfloat16")) for _ in range(3)]
+        rounds = 0
+        while not loading[-1].done():
+            beside = scorer.score(model, [group], [1.0])
+            rounds += 1
+            assert all(np.array_equal(a, b) for a, b in zip(alone[0], beside[0], strict=True))
+    assert rounds > 0 and all(future.result() is not None for future in loading)
 
 
 @asynccontextmanager
-async def running(bus: Bus, store: Store, worker: str = "reference-0") -> AsyncIterator[ReferenceForward]:
-    ctx = Context("reference-forward", worker, Settings(heartbeat_s=0.1), bus, store, structlog.get_logger())
-    service = ReferenceForward(ctx, lambda: Scorer(10**9), ack_wait_s=1.0)
+async def running(
+    bus: Bus,
+    store: Store,
+    worker: str = "reference-0",
+    make_scorer: Callable[[], Scorer] = Scorer,
+    **changes: Any,
+) -> AsyncIterator[ReferenceForward]:
+    settings = Settings(heartbeat_s=0.1, **changes)
+    ctx = Context("reference-forward", worker, settings, bus, store, structlog.get_logger())
+    service = ReferenceForward(ctx, make_scorer, ack_wait_s=1.0)
     task = asyncio.create_task(service.serve())
     try:
         yield service
@@ -79,8 +118,8 @@ async def running(bus: Bus, store: Store, worker: str = "reference-0") -> AsyncI
         await asyncio.wait_for(task, 10)
 
 
-async def add_job(store: Store, base: str) -> str:
-    spec = torch_spec(base, algorithm={"kl_coef": 0.1}).model_dump(mode="json")
+async def add_job(store: Store, base: str, **model: Any) -> str:
+    spec = torch_spec(base, model={"base": base, **model}, algorithm={"kl_coef": 0.1}).model_dump(mode="json")
     return await store.create_job(id=f"j-{uuid.uuid4().hex[:8]}", spec=spec, tenant="t")
 
 
@@ -159,7 +198,9 @@ async def test_what_is_wrong_with_one_job_fails_that_job_and_others_go_on(bus: B
         await passed(bus, good, 1)
         assert "gone" in await failed(store, foreign)
         reason = await failed(store, unscorable)
-    assert reason.startswith("reference-forward: model") and "could not score group 0: IndexError" in reason
+    assert (
+        reason.startswith("reference-forward: model") and "could not score it: group 0 holds token id 10000" in reason
+    )
     assert await bus.count("SCORES", SCORE.at(job="*")) == 0
 
 
@@ -229,9 +270,10 @@ async def test_a_job_whose_stream_is_full_holds_up_nobody_and_loses_nothing(
     assert [line["job"] for line in logs if line["event"] == "stream_full"] == [full], "said with every try"
 
 
-def launch(nats: Server, valkey: Server) -> subprocess.Popen[bytes]:
+def launch(nats: Server, valkey: Server, *module: str) -> subprocess.Popen[bytes]:
+    """`module`: another one than the service's own, with its arguments."""
     environ = {**os.environ, "OPENTINKER_NATS_URL": nats.url, "OPENTINKER_REDIS_URL": valkey.url}
-    argv = [sys.executable, "-m", "opentinker.services.reference_forward"]
+    argv = [sys.executable, "-m", *(module or ["opentinker.services.reference_forward"])]
     return subprocess.Popen(argv, env=environ, stdout=subprocess.DEVNULL)
 
 
@@ -253,20 +295,3 @@ async def test_torch_is_not_loaded_before_a_job_needs_it(
     finally:
         process.kill()
         process.wait()
-
-
-async def test_work_of_an_instance_that_died_is_done_by_another(bus: Bus, store: Store, tiny: Path) -> None:
-    """One took the messages and never acknowledged them: they come again after the acknowledgement time."""
-    job = await add_job(store, str(tiny))
-    dead = await bus.consume(SCORE, "reference-forward", batch=2, ack_wait_s=1.0, job="*")
-    for group in of_job(job, 2):
-        await bus.publish(SCORE, group, f"{group.key}:a", job=job)
-    assert await dead.next(5.0) is not None
-    await dead.close()
-    async with running(bus, store):
-
-        async def all_passed() -> bool:
-            return await bus.count("GROUPS", GROUP.at(job=job)) == 2
-
-        await until(all_passed, timeout_s=20)
-    await bus.delete_consumer("SCORES", "reference-forward")

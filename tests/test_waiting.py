@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from opentinker.shared.waiting import check_cancelled, put_down, rest, see_through, set_within
+from opentinker.shared.waiting import Bell, check_cancelled, put_down, rest, see_through, set_within
 
 
 async def test_set_within_tells_a_set_event_from_a_time_out() -> None:
@@ -16,6 +16,13 @@ async def test_set_within_tells_a_set_event_from_a_time_out() -> None:
     asyncio.get_running_loop().call_soon(event.set)
     assert await set_within(event, 5.0) is True
     assert await set_within(event, 0.0) is True
+
+
+async def test_a_bell_wakes_who_listened_before_and_nobody_twice() -> None:
+    bell = Bell()
+    first, second = bell.listen(), bell.listen()
+    bell.ring()
+    assert first.is_set() and second.is_set() and not bell.listen().is_set()
 
 
 async def _check() -> None:

@@ -1,87 +1,85 @@
-"""Frozen models in memory, and the logprobs they give to groups that somebody else sampled. No messages here."""
+"""Frozen models, and what they say of groups that somebody else sampled. No messages here.
+
+Every call blocks: the service makes them in threads, one `score` at a time and one `load` beside it.
+"""
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from pathlib import Path
+import gc
+from collections.abc import Sequence
 from typing import Any
 
-import msgspec
 import numpy as np
 import torch
 
+from opentinker.services.reference_forward.needs import ModelKey
+from opentinker.shared.errors import JobFailed
 from opentinker.shared.nn.forward import layout, token_logprobs
-from opentinker.shared.nn.models import load_model, torch_dtype
+from opentinker.shared.nn.models import load_model, model_bytes, torch_dtype
 from opentinker.shared.nn.packing import pack
-from opentinker.shared.spec import ModelSpec
-from opentinker.shared.types import Group, Trajectory
-
-Key = tuple[str, str]
-"""Path or hub id, dtype."""
+from opentinker.shared.types import F32, Group, Trajectory
 
 
 class Scorer:
-    """Keeps the models used last within `memory_bytes`; one larger than that is loaded alone."""
+    """`tokens_per_batch`: of one forward pass; a longer trajectory gets one of its own.
 
-    def __init__(self, memory_bytes: int, *, device: str = "cpu", tokens_per_micro_batch: int = 8192) -> None:
-        self.memory_bytes = memory_bytes
+    Raises RuntimeError if the device is not there.
+    """
+
+    def __init__(self, *, device: str = "cpu", tokens_per_batch: int = 8192) -> None:
+        if device == "cuda" and not torch.cuda.is_available():
+            raise RuntimeError("reference_device is cuda, but there is no GPU here: set it to cpu")
         self.device = device
-        self.tokens_per_micro_batch = tokens_per_micro_batch
-        self.loads = 0
-        """Times a model was loaded, over the scorer's life."""
-        self._models: OrderedDict[Key, Any] = OrderedDict()
+        self.tokens_per_batch = tokens_per_batch
+        self.computed = 0
+        """Tokens that went through a model so far, shared prefixes once."""
 
-    def score(self, model: ModelSpec, temperature: float, group: Group) -> Group:
-        """The group with `ref_logprobs_T` filled in: log softmax(logits / temperature) of the sampled tokens, else 0.
+    def size(self, key: ModelKey) -> int:
+        """Bytes of the weights, told before they are loaded. Raises JobFailed if there is no such model."""
+        return model_bytes(key.base, torch_dtype(key.dtype))
 
-        The reference of a LoRA job is the base without the adapter. Raises JobFailed if the model cannot be loaded.
+    def load(self, key: ModelKey) -> Any:
+        """Raises JobFailed if the model is unusable."""
+        return load_model(key.base, torch_dtype(key.dtype), self.device)
+
+    def collect(self) -> None:
+        """Give back the memory of models that were let go."""
+        gc.collect()
+        if self.device == "cuda":
+            torch.cuda.empty_cache()
+
+    def score(self, model: Any, groups: Sequence[Group], temperatures: Sequence[float]) -> list[list[F32]]:
+        """Per group and trajectory, [T] log softmax(logits / temperature) of the sampled tokens, 0 elsewhere.
+
+        Groups of several jobs share forward passes, and equal beginnings in them; `temperatures` has one per group.
+        Raises JobFailed for tokens that the model does not know.
         """
-        frozen = self._model(model)
-        rows = [t for t in group.trajectories if t.mask.any()]
-        logprobs_of: dict[int, np.ndarray[Any, Any]] = {}
-        for members in pack([len(t.mask_T) for t in rows], self.tokens_per_micro_batch):
-            batch = [rows[i] for i in members]
-            plan = layout([t.ids for t in batch], [t.mask for t in batch]).to(self.device)
-            with torch.inference_mode():
-                logprobs_M, _ = token_logprobs(frozen, plan, temperature=temperature)
-            counts = [int(np.count_nonzero(t.mask)) for t in batch]
-            parts = np.split(logprobs_M.float().cpu().numpy(), np.cumsum(counts)[:-1])
-            logprobs_of |= {id(t): part for t, part in zip(batch, parts, strict=True)}
-        return msgspec.structs.replace(
-            group, trajectories=[_with_reference(t, logprobs_of.get(id(t))) for t in group.trajectories]
-        )
+        for group in groups:
+            _check_vocabulary(model, group)
+        rows = [(t, heat) for group, heat in zip(groups, temperatures, strict=True) for t in group.trajectories]
+        logprobs_S = [np.zeros(len(t.mask_T), dtype=np.float32) for t, _ in rows]
+        sampled = [s for s, (t, _) in enumerate(rows) if t.mask.any()]
+        for members in pack([len(rows[s][0].mask_T) for s in sampled], self.tokens_per_batch):
+            batch = [sampled[m] for m in members]
+            found = self._logprobs(model, [rows[s][0] for s in batch], [rows[s][1] for s in batch])
+            for s, logprobs_M in zip(batch, found, strict=True):
+                logprobs_S[s][rows[s][0].mask.astype(bool)] = logprobs_M
+        each = iter(logprobs_S)
+        return [[next(each) for _ in group.trajectories] for group in groups]
 
-    def _model(self, spec: ModelSpec) -> Any:
-        key = (spec.base, spec.dtype)
-        if key not in self._models:
-            self._make_room(_bytes_on_disk(spec.base))
-            self._models[key] = load_model(spec.base, torch_dtype(spec.dtype), self.device)
-            self.loads += 1
-            self._make_room(0, keep=key)
-        self._models.move_to_end(key)
-        return self._models[key]
-
-    def _make_room(self, wanted: int, keep: Key | None = None) -> None:
-        """Drop the models not used for longest until `wanted` more bytes fit."""
-        while self._models and self.used_bytes + wanted > self.memory_bytes and next(iter(self._models)) != keep:
-            self._models.popitem(last=False)
-
-    @property
-    def used_bytes(self) -> int:
-        """Asked for by the heartbeat while another thread scores."""
-        return sum(_bytes_of(model) for model in list(self._models.values()))
+    def _logprobs(self, model: Any, batch: list[Trajectory], temperatures: list[float]) -> list[F32]:
+        plan = layout([t.ids for t in batch], [t.mask for t in batch], temperatures=temperatures).to(self.device)
+        self.computed += len(plan.ids_N)
+        assert plan.temperatures_U is not None
+        with torch.inference_mode():
+            logprobs_M, _ = token_logprobs(model, plan, temperature=plan.temperatures_U)
+        counts = [int(np.count_nonzero(t.mask)) for t in batch]
+        return np.split(logprobs_M.float().cpu().numpy(), np.cumsum(counts)[:-1])
 
 
-def _bytes_of(model: Any) -> int:
-    return sum(p.numel() * p.element_size() for p in model.parameters())
-
-
-def _bytes_on_disk(base: str) -> int:
-    return sum(path.stat().st_size for path in Path(base).expanduser().glob("*.safetensors"))
-
-
-def _with_reference(trajectory: Trajectory, logprobs_M: np.ndarray[Any, Any] | None) -> Trajectory:
-    logprobs_T = np.zeros(len(trajectory.mask_T), dtype="<f4")
-    if logprobs_M is not None:
-        logprobs_T[trajectory.mask.astype(bool)] = logprobs_M
-    return msgspec.structs.replace(trajectory, ref_logprobs_T=logprobs_T.tobytes())
+def _check_vocabulary(model: Any, group: Group) -> None:
+    """On a GPU an unknown token would break the whole process."""
+    vocabulary = int(model.config.get_text_config().vocab_size)
+    largest = max((int(t.ids.max()) for t in group.trajectories if len(t.ids)), default=0)
+    if largest >= vocabulary:
+        raise JobFailed(f"group {group.seq} holds token id {largest}, and this model knows {vocabulary} tokens")

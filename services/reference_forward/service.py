@@ -1,12 +1,16 @@
-"""Reference-forward: frozen-policy logprobs on the way from rollout worker to trainer.
+"""Reference-forward: what frozen models say of groups, on the way from rollout worker to trainer.
 
-score   consumes SCORE of all jobs (a work queue shared by all instances), produces GROUP; waits for messages,
-        woken by the pull; a message is acknowledged after its scored group is stored, so a dead instance's work
-        is delivered to another
+read    starts a reader for every job with groups in SCORE; woken twice a second
+reader  consumes SCORE of one job into the desk (work queues shared by all instances); waits for room; woken by the pull
+load    loads the model that groups have waited for longest, beside the scoring; woken by arrivals
+score   one forward pass after another, groups of all jobs together; models take turns; woken by arrivals and loads
+finish  produces GROUP, then acknowledges; woken by score
+remind  tells the server that we still work on what we hold
 beat    produces heartbeats
-report  produces METRIC once a second, by job
+report  produces METRIC once a second, by job, and of this process as a whole
 
-What is wrong with a job fails that job; a job for whose groups there is no room gets its messages later. Others go on.
+A message is acknowledged after its group is stored, so a dead instance's work is delivered to another. What is wrong
+with a job fails that job; a job for whose groups there is no room waits. Others go on.
 """
 
 from __future__ import annotations
@@ -17,20 +21,24 @@ import os
 import socket
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import structlog
 
-from opentinker.shared.bus import ACK_WAIT_S, Delivery, StreamFull, TooLarge
+from opentinker.services.reference_forward.desk import AHEAD, Desk, Work
+from opentinker.services.reference_forward.needs import ModelKey, needs
+from opentinker.services.reference_forward.residence import Residence
+from opentinker.services.reference_forward.results import with_results
+from opentinker.shared.bus import ACK_WAIT_S, ConsumerDeleted, Delivery, StreamFull, TooLarge
 from opentinker.shared.errors import Conflict, JobFailed, NotFound, SpecError
 from opentinker.shared.service import Context, first_failure
-from opentinker.shared.spec import JobSpec, parse_spec
-from opentinker.shared.subjects import GROUP, SCORE, Subject
-from opentinker.shared.telemetry import Meters, Reporter
+from opentinker.shared.spec import parse_spec
+from opentinker.shared.subjects import GROUP, SCORE, SCORES, Subject
+from opentinker.shared.telemetry import CLUSTER, Meters, Reporter
 from opentinker.shared.types import Group, JobState, Pool, WorkerInfo
-from opentinker.shared.waiting import rest
+from opentinker.shared.waiting import Bell, rest, set_within
 
 if TYPE_CHECKING:
     from opentinker.services.reference_forward.scorer import Scorer
@@ -39,18 +47,29 @@ UNREAD = Subject(GROUP.pattern, msgspec.Raw)
 """GROUP for bytes that are none."""
 FULL_PAUSE_S = 2.0
 """A job for whose group the stream had no room is left alone for so long."""
+LOOK_S = 0.5
+IDLE_S = 30.0
+"""A reader ends when its job has sent nothing for so long."""
+UNABLE = (ValueError, IndexError, RuntimeError, MemoryError, OSError)
+"""What a model may raise over a group or while it is loaded."""
 
 
 class ReferenceForward:
     """`make_scorer` is called in a thread when the first group comes: it imports torch, which few jobs need.
 
-    `ack_wait_s`: silence after which the message of a dead instance is given to another.
+    `ack_wait_s`: silence after which the messages of a dead instance are given to another.
     """
 
     def __init__(self, ctx: Context, make_scorer: Callable[[], Scorer], ack_wait_s: float = ACK_WAIT_S) -> None:
         self.ctx, self.ack_wait_s = ctx, ack_wait_s
         self._make_scorer = make_scorer
         self._scorer: Scorer | None = None
+        self.desk = Desk(ctx.settings.reference_tokens_per_batch)
+        self.residence = Residence(int(ctx.settings.reference_memory_gb * 1e9))
+        self._bell = Bell()
+        self._scored: asyncio.Queue[Work] = asyncio.Queue()
+        self._readers: set[str] = set()
+        """Jobs that are read."""
         self._full_until: dict[str, float] = {}
         """Jobs for whose last group the stream had no room."""
         self.log = structlog.get_logger()
@@ -68,58 +87,87 @@ class ReferenceForward:
 
     async def serve(self) -> None:
         try:
-            report = Reporter(self.ctx.bus, self.info.id, self.meters).run()
-            await first_failure({"score": self._score_loop(), "beat": self._beat_loop(), "report": report})
+            await first_failure(
+                {
+                    "read": self._read_loop(),
+                    "load": self._load_loop(),
+                    "score": self._score_loop(),
+                    "finish": self._finish_loop(),
+                    "remind": self._remind_loop(),
+                    "beat": self._beat_loop(),
+                    "report": Reporter(self.ctx.bus, self.info.id, self.meters).run(),
+                }
+            )
         finally:
             await self.ctx.store.leave(self.info)
 
-    async def _beat_loop(self) -> None:
-        while True:
-            models_bytes = 0 if self._scorer is None else self._scorer.used_bytes
-            detail = {"groups": self.groups, "tokens": self.tokens, "models_bytes": models_bytes}
-            await self.ctx.store.beat(msgspec.structs.replace(self.info, detail=detail), self.ctx.settings.worker_ttl_s)
-            await rest(self.ctx.settings.heartbeat_s)
+    # --- what comes ---------------------------------------------------------------------------------------------
 
-    async def _score_loop(self) -> None:
-        """Returns when the service is told to stop; the message at hand is finished first."""
-        consumer = await self.ctx.bus.consume(SCORE, "reference-forward", batch=2, ack_wait_s=self.ack_wait_s, job="*")
+    async def _read_loop(self) -> None:
+        """Starts readers. Returns when the service is told to stop and has finished what it had begun; the rest goes
+        back."""
+        assert SCORES.name is not None
         self.ctx.ready()
-        try:
+        async with asyncio.TaskGroup() as readers:
             while not self.ctx.stopping.is_set():
-                delivery = await consumer.next(0.5, limit=2)
-                if delivery is not None:
-                    async with _kept_ours(delivery, self.ack_wait_s):
-                        await self._handle(delivery)
-        finally:
-            await consumer.close()
+                for subject in await self.ctx.bus.counts(SCORES.name, SCORE.at(job="*")):
+                    job = subject.partition(".")[2]
+                    if job not in self._readers:
+                        self._readers.add(job)
+                        readers.create_task(self._read(job))
+                await set_within(self.ctx.stopping, LOOK_S)
+        while self.desk.hand:
+            changed = self._bell.listen()
+            for work in self.desk.drop_all():
+                await self._give_back(work)
+            if self.desk.hand:
+                await set_within(changed, LOOK_S)
 
-    async def _handle(self, delivery: Delivery[Group]) -> None:
+    async def _read(self, job: str) -> None:
+        """Consumes SCORE of one job while there is room. Ends when nothing comes any more."""
+        over, heard = False, time.monotonic()
+        consumer = await self.ctx.bus.consume(SCORE, f"score-{job}", batch=AHEAD, ack_wait_s=self.ack_wait_s, job=job)
+        try:
+            while not self.ctx.stopping.is_set() and time.monotonic() - heard < IDLE_S:
+                changed = self._bell.listen()
+                full = time.monotonic() < self._full_until.get(job, 0.0)
+                room = 0 if full else self.desk.room(job, self.residence)
+                delivery = await consumer.next(LOOK_S if room else 0.0, limit=room)
+                if delivery is not None:
+                    over = not await self._admit(delivery)
+                elif over:
+                    break
+                elif not room:
+                    await set_within(changed, LOOK_S)
+                if delivery is not None or not room:
+                    heard = time.monotonic()
+        except ConsumerDeleted:
+            self.log.info("job_cleared_meanwhile", job=job)
+        finally:
+            self._readers.discard(job)
+            await consumer.close(delete=over)
+
+    async def _admit(self, delivery: Delivery[Group]) -> bool:
+        """Takes the group in hand. False if its job is over: nobody waits for its groups any more."""
         group = delivery.noun
         if group is None:
             await self._pass_unread(delivery)
-            return
-        if time.monotonic() < self._full_until.get(group.job, 0.0):
-            await delivery.nak(FULL_PAUSE_S)
-            return
+            return True
+        work = Work(delivery, group, 1.0, {})
         try:
-            await self._pass_on(group)
-        except StreamFull as error:
-            if group.job not in self._full_until:  # said once, until one of its groups is stored
-                self.log.warning("stream_full", job=group.job, error=str(error))
-            self._full_until[group.job] = time.monotonic() + FULL_PAUSE_S
-            await delivery.nak(FULL_PAUSE_S)
-            return
+            if not await self._know(work):
+                self.log.info("group_of_ended_job_dropped", job=group.job, group=group.seq)
+                await delivery.ack_sync()
+                return False
         except JobFailed as error:
             await self._fail(group.job, str(error))
-        except SpecError as error:  # stored by another release
-            await self._fail(group.job, f"its stored spec is not valid here: {error}")
-        except TooLarge as error:
-            await self._fail(
-                group.job,
-                f"group {group.seq} with reference logprobs does not fit into one message ({error}): lower "
-                f"algorithm.group_size ({len(group.trajectories)}) or rollout.context_length, or raise max_payload",
-            )
-        await delivery.ack_sync()
+            await delivery.ack_sync()
+            return False
+        self.desk.add(work)
+        if not work.needs:
+            self._scored.put_nowait(work)
+        self._bell.ring()
+        return True
 
     async def _pass_unread(self, delivery: Delivery[Group]) -> None:
         """The trainer discards and replaces what cannot be decoded: it knows the group by the message's id."""
@@ -135,77 +183,213 @@ class ReferenceForward:
             return
         await delivery.ack_sync()
 
-    async def _pass_on(self, group: Group) -> None:
-        """Raises what is wrong with the group's job, and StreamFull."""
-        spec = await self._spec(group.job)
-        if spec is None:
-            self.log.info("group_of_ended_job_dropped", job=group.job, group=group.seq)
-            return
-        await self._publish(await self._score(spec, group))
-        self._full_until.pop(group.job, None)
-        tokens = sum(len(t.mask_T) for t in group.trajectories)
-        self.groups += 1
-        self.tokens += tokens
-        counts = self.meters.of(group.job).counts
-        counts["reference/groups"] += 1
-        counts["reference/tokens"] += tokens
-
-    async def _score(self, spec: JobSpec, group: Group) -> Group:
-        """Raises JobFailed. An invalid group as it is: the trainer's own check discards it, so the ledger balances."""
+    async def _know(self, work: Work) -> bool:
+        """Learns from the job's spec what the group needs. False if the job is over. Raises JobFailed."""
         try:
-            group.check()
-        except ValueError as error:
-            self.log.error("invalid_group_passed_on", job=group.job, group=group.seq, error=str(error))
-            return group
+            record = await self.ctx.store.job(work.group.job)
+            if record.state.final:
+                return False
+            spec = parse_spec(record.spec)
+        except NotFound:
+            return False
+        except SpecError as error:  # stored by another release
+            raise JobFailed(f"its stored spec is not valid here: {error}") from error
+        try:
+            work.group.check()
+        except ValueError as error:  # passed on as it is: the trainer's own check discards it, so the ledger balances
+            self.log.error("invalid_group_passed_on", job=work.group.job, group=work.group.seq, error=str(error))
+            return True
+        work.temperature, work.needs = spec.rollout.temperature, needs(spec)
+        return True
+
+    # --- models -------------------------------------------------------------------------------------------------
+
+    async def _load_loop(self) -> None:
+        """Consumes wishes for models, produces residents; scoring goes on beside it."""
+        while True:
+            changed = self._bell.listen()
+            key = self.desk.wanted(self.residence)
+            if key is None:
+                await set_within(changed, 1.0)
+                continue
+            try:
+                await self._load(key)
+            except JobFailed as error:
+                for job in self.desk.waiting_for(key):
+                    await self._fail(job, str(error))
+            except UNABLE as error:
+                for job in self.desk.waiting_for(key):
+                    await self._fail(job, f"model {key.base!r} could not be loaded: {_said(error)}")
+            self._bell.ring()
+
+    async def _load(self, key: ModelKey) -> None:
+        """Returns also when nobody waits for it any more. Raises JobFailed, or one of UNABLE."""
+        scorer = await self._get_scorer()
+        size = await asyncio.to_thread(scorer.size, key)
+        self.residence.check(key, size)
+        evicted = self.residence.evictions
+        while not self.residence.make_room(size, self.desk.queues):
+            await set_within(self._bell.listen(), 0.1)
+            if key not in self.desk.queues:
+                return
+        if self.residence.evictions > evicted:
+            await asyncio.to_thread(scorer.collect)
+        began = time.monotonic()
+        model = await asyncio.to_thread(scorer.load, key)
+        seconds = time.monotonic() - began
+        self.residence.put(key, model, size, seconds)
+        self.log.info("model_loaded", model=key.base, dtype=key.dtype, bytes=size, seconds=round(seconds, 3))
+        self._measure()
+
+    async def _get_scorer(self) -> Scorer:
         if self._scorer is None:
             self._scorer = await asyncio.to_thread(self._make_scorer)
-        try:
-            return await asyncio.to_thread(self._scorer.score, spec.model, spec.rollout.temperature, group)
-        except (ValueError, IndexError, RuntimeError, MemoryError, OSError) as error:
-            raise JobFailed(
-                f"model {spec.model.base!r} could not score group {group.seq}: {type(error).__name__}: {error}"
-            ) from error
+        return self._scorer
 
-    async def _spec(self, job: str) -> JobSpec | None:
-        """None when the job is gone or over: nobody waits for its groups any more."""
-        try:
-            record = await self.ctx.store.job(job)
-        except NotFound:
-            return None
-        return None if record.state.final else parse_spec(record.spec)
+    # --- forward passes -----------------------------------------------------------------------------------------
 
-    async def _publish(self, group: Group) -> None:
-        """Stored durably when this returns; a redelivered group is published under the same id, so kept once."""
+    async def _score_loop(self) -> None:
+        """Consumes what waits for resident models, produces scored groups."""
+        while True:
+            changed = self._bell.listen()
+            batch = self.desk.take(self.residence)
+            if batch is None:
+                await set_within(changed, 1.0)
+                continue
+            key, works = batch
+            with self.residence.using(key) as model:
+                await self._forward(key, model, works)
+            self._bell.ring()
+
+    async def _forward(self, key: ModelKey, model: Any, works: list[Work]) -> None:
+        """One pass. If it fails, whose fault it was is found out one by one, and only that job fails."""
+        assert self._scorer is not None
+        groups, temperatures = [work.group for work in works], [work.temperature for work in works]
+        before = self._scorer.computed
+        try:
+            results = await asyncio.to_thread(self._scorer.score, model, groups, temperatures)
+        except (JobFailed, *UNABLE) as error:
+            if len(works) > 1:
+                for work in works:
+                    await self._forward(key, model, [work])
+                return
+            (group,) = groups
+            why = str(error) if isinstance(error, JobFailed) else f"group {group.seq}: {_said(error)}"
+            await self._fail(group.job, f"model {key.base!r} could not score it: {why}")
+            await self._acknowledge(works[0])
+            return
+        counts = self.meters.of(CLUSTER).counts
+        counts["reference/passes"] += 1
+        counts["reference/passed_groups"] += len(works)
+        counts["reference/computed_tokens"] += self._scorer.computed - before
+        for work, found in zip(works, results, strict=True):
+            if self.desk.done(key, work, found):
+                self._scored.put_nowait(work)
+
+    # --- what goes ----------------------------------------------------------------------------------------------
+
+    async def _finish_loop(self) -> None:
+        """Consumes scored groups, produces GROUP and acknowledgements."""
+        while True:
+            works = [await self._scored.get()]
+            while not self._scored.empty():
+                works.append(self._scored.get_nowait())
+            await asyncio.gather(*map(self._finish, works))
+            self._measure()
+            self._bell.ring()
+
+    async def _finish(self, work: Work) -> None:
+        """Stored durably, then acknowledged; a redelivered group is published under the same id, so kept once."""
+        group = with_results(work.group, work.found)
         attempt = group.trajectories[0].attempt if group.trajectories else ""
-        await self.ctx.bus.publish(GROUP, group, f"{group.key}:{attempt}", job=group.job)
+        try:
+            await self.ctx.bus.publish(GROUP, group, f"{group.key}:{attempt}", job=group.job)
+        except StreamFull as error:
+            await self._try_later(work, error)
+            return
+        except TooLarge as error:
+            await self._fail(
+                group.job,
+                f"group {group.seq} with what was added does not fit into one message ({error}): lower "
+                f"algorithm.group_size ({len(group.trajectories)}) or rollout.context_length, or raise max_payload",
+            )
+        else:
+            self._full_until.pop(group.job, None)
+            self._count(work)
+        await self._acknowledge(work)
+
+    async def _try_later(self, work: Work, error: StreamFull) -> None:
+        """It stays in hand, so that nothing is computed again; told to stop, we give it back."""
+        job = work.group.job
+        if job not in self._full_until:  # said once, until one of its groups is stored
+            self.log.warning("stream_full", job=job, error=str(error))
+        self._full_until[job] = time.monotonic() + FULL_PAUSE_S
+        if self.ctx.stopping.is_set():
+            await self._give_back(work)
+        else:
+            asyncio.get_running_loop().call_later(FULL_PAUSE_S, self._scored.put_nowait, work)
+
+    def _count(self, work: Work) -> None:
+        self.groups += 1
+        self.tokens += work.tokens
+        counts = self.meters.of(work.group.job).counts
+        counts["reference/groups"] += 1
+        counts["reference/tokens"] += work.tokens
+
+    async def _acknowledge(self, work: Work) -> None:
+        await work.delivery.ack_sync()
+        self.desk.put_away(work)
+
+    async def _give_back(self, work: Work) -> None:
+        await work.delivery.nak()
+        self.desk.put_away(work)
 
     async def _fail(self, job: str, reason: str) -> None:
+        """Also drops the job's groups that wait here."""
         self.log.error("reference_unusable", job=job, error=reason)
         with contextlib.suppress(Conflict, NotFound):  # it ended meanwhile
             await self.ctx.store.transition(job, JobState.FAILED, reason=f"reference-forward: {reason}")
+        for work in self.desk.drop({job}):
+            await self._acknowledge(work)
 
+    # --- signs of life ------------------------------------------------------------------------------------------
 
-@contextlib.asynccontextmanager
-async def _kept_ours(delivery: Delivery[Group], ack_wait_s: float) -> AsyncIterator[None]:
-    """While we work on it (a model may have to be loaded first), nobody else is given the message."""
-
-    async def remind() -> None:
+    async def _remind_loop(self) -> None:
+        """While we have them in hand (a model may have to be loaded first), nobody else is given the messages."""
         while True:
-            await asyncio.sleep(ack_wait_s / 3)
-            await delivery.in_progress()
+            await rest(self.ack_wait_s / 3)
+            for work in list(self.desk.hand):
+                await work.delivery.in_progress()
 
-    reminder = asyncio.create_task(remind())
-    try:
-        yield
-    finally:
-        reminder.cancel()
-        await asyncio.gather(reminder, return_exceptions=True)
+    async def _beat_loop(self) -> None:
+        while True:
+            detail = {"groups": self.groups, "tokens": self.tokens, "models_bytes": self.residence.used_bytes}
+            await self.ctx.store.beat(msgspec.structs.replace(self.info, detail=detail), self.ctx.settings.worker_ttl_s)
+            await rest(self.ctx.settings.heartbeat_s)
+
+    def _measure(self) -> None:
+        meter = self.meters.of(CLUSTER)
+        meter.counts["reference/loads"] = self.residence.loads
+        meter.counts["reference/evictions"] = self.residence.evictions
+        meter.gauges["reference/models"] = len(self.residence)
+        meter.gauges["reference/models_bytes"] = self.residence.used_bytes
+        meter.gauges["reference/groups_in_hand"] = len(self.desk.hand)
+
+
+def _said(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
 
 
 async def serve(ctx: Context) -> None:
+    settings = ctx.settings
+
     def make_scorer() -> Scorer:
         from opentinker.services.reference_forward.scorer import Scorer
 
-        return Scorer(int(ctx.settings.reference_memory_gb * 1e9))
+        return Scorer(device=settings.reference_device, tokens_per_batch=settings.reference_tokens_per_batch)
 
-    await ReferenceForward(ctx, make_scorer).serve()
+    if settings.reference_device != "cpu":
+        ready = await asyncio.to_thread(make_scorer)  # a missing GPU is said at once, not at the first group
+        await ReferenceForward(ctx, lambda: ready).serve()
+    else:
+        await ReferenceForward(ctx, make_scorer).serve()

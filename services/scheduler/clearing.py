@@ -53,9 +53,8 @@ class Clearing:
                 await self.store.ended(job)
 
     async def _clear(self, job: str) -> None:
-        await self.bus.delete_consumers(TICKET, job=job)
-        await self.bus.delete_consumers(GROUP, job=job)
         for stream, subject in QUEUES:
+            await self.bus.delete_consumers(subject, job=job)
             assert stream.name is not None
             await self.bus.purge(stream.name, subject.at(job=job))
         await Admission(self.store.redis, job).clear()

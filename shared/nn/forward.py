@@ -50,13 +50,17 @@ class Layout:
     """Token id."""
     selected_M: Tensor
     """Index into U of each mask-1 token, sequence by sequence in the caller's order."""
+    temperatures_U: Tensor | None = None
+    """Where sequences differ in it; tokens are then distinct by temperature too."""
 
     def to(self, device: torch.device | str) -> Layout:
         if torch.device(device).type == "cpu":
             return self
+        temperatures = self.temperatures_U
         return replace(
             self,
             buckets=tuple(bucket.to(device) for bucket in self.buckets),
+            temperatures_U=None if temperatures is None else temperatures.to(device),
             **{
                 name: getattr(self, name).to(device)
                 for name in ("ids_N", "positions_N", "places_N", "predictors_U", "targets_U", "selected_M")
@@ -64,11 +68,19 @@ class Layout:
         )
 
 
-def layout(sequences: Sequence[Any], masks: Sequence[Any], *, share_prefixes: bool = True) -> Layout:
+def layout(
+    sequences: Sequence[Any],
+    masks: Sequence[Any],
+    *,
+    share_prefixes: bool = True,
+    temperatures: Sequence[float] | None = None,
+) -> Layout:
     """Pack `sequences` (token ids each) whose mask-1 tokens (never the first) need a log-probability.
 
     Tokens that no mask-1 token depends on (the last one, trailing observations) are left out. Each distinct prefix is a
     node of the trie; nodes are numbered in lexicographic order of the sequences.
+    `temperatures`: one per sequence, for `token_logprobs(temperature=plan.temperatures_U)`; sequences share hidden
+    states whatever theirs are.
     """
     places_S = [np.flatnonzero(np.asarray(mask)) for mask in masks]
     if any(len(places) and places[0] == 0 for places in places_S):
@@ -84,7 +96,10 @@ def layout(sequences: Sequence[Any], masks: Sequence[Any], *, share_prefixes: bo
     buckets, places_N = _buckets(rows, int(used.sum()))
 
     targets_M = np.concatenate([nodes[places] for nodes, places in zip(trie.nodes_S, places_S, strict=True)])
-    targets_U, selected_M = np.unique(targets_M, return_inverse=True)
+    levels, level_S = np.unique([1.0] * len(masks) if temperatures is None else temperatures, return_inverse=True)
+    level_M = np.repeat(level_S, [len(places) for places in places_S])
+    distinct_U, selected_M = np.unique(targets_M * len(levels) + level_M, return_inverse=True)
+    targets_U, levels_U = np.divmod(distinct_U, len(levels))
     return Layout(
         ids_N=torch.from_numpy(trie.tokens[used]),
         positions_N=torch.from_numpy(trie.depths[used]),
@@ -93,6 +108,7 @@ def layout(sequences: Sequence[Any], masks: Sequence[Any], *, share_prefixes: bo
         predictors_U=torch.from_numpy(stream_of_node[trie.parents[targets_U]]),
         targets_U=torch.from_numpy(trie.tokens[targets_U]),
         selected_M=torch.from_numpy(selected_M.reshape(-1)),
+        temperatures_U=None if temperatures is None else torch.from_numpy(levels[levels_U]).float(),
     )
 
 
@@ -210,13 +226,13 @@ def token_logprobs(
     causal: Any,
     plan: Layout,
     *,
-    temperature: float,
+    temperature: float | Tensor,
     logits_at_once: int = LOGITS_AT_ONCE,
     entropy_gradient: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """log softmax(logits / temperature) of every mask-1 token, and the entropy (nats) of its distribution.
 
-    The entropy has a gradient only if `entropy_gradient` says so.
+    `temperature`: one for all, or float32 [U]. The entropy has a gradient only if `entropy_gradient` says so.
     `causal` is the Hugging Face model (PACKED attention). Both results are float32 [M], in the layout's order.
     The head runs at the U positions that need it; above `logits_at_once` elements it runs in chunks whose logits are
     dropped and made again in the backward pass.
@@ -232,9 +248,11 @@ def token_logprobs(
         logprobs_U, entropy_U = _head_logprobs(head, hidden_U, plan.targets_U, temperature, entropy_gradient)
     else:
         chunk = max(1, logits_at_once // V)
+        hidden, targets = hidden_U.split(chunk), plan.targets_U.split(chunk)
+        heat = temperature.split(chunk) if isinstance(temperature, Tensor) else [temperature] * len(targets)
         parts = [
-            checkpoint(_head_logprobs, head, h, t, temperature, entropy_gradient, use_reentrant=False)
-            for h, t in zip(hidden_U.split(chunk), plan.targets_U.split(chunk), strict=True)
+            checkpoint(_head_logprobs, head, h, t, k, entropy_gradient, use_reentrant=False)
+            for h, t, k in zip(hidden, targets, heat, strict=True)
         ]
         logprobs_U, entropy_U = (torch.cat(column) for column in zip(*parts, strict=True))
     return logprobs_U.index_select(0, plan.selected_M), entropy_U.index_select(0, plan.selected_M)
@@ -250,10 +268,12 @@ def token_values(decoder: Any, head: Any, plan: Layout) -> Tensor:
 
 
 def _head_logprobs(
-    head: Any, hidden_U: Tensor, targets_U: Tensor, temperature: float, entropy_gradient: bool
+    head: Any, hidden_U: Tensor, targets_U: Tensor, temperature: float | Tensor, entropy_gradient: bool
 ) -> tuple[Tensor, Tensor]:
     logits_UV = head(hidden_U).float()
-    if temperature != 1.0:
+    if isinstance(temperature, Tensor):
+        logits_UV = logits_UV / temperature[:, None]
+    elif temperature != 1.0:
         logits_UV = logits_UV / temperature
     logprobs_UV = logits_UV.log_softmax(-1)
     with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):

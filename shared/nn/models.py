@@ -68,6 +68,17 @@ def load_model(base: str, dtype: torch.dtype, device: torch.device | str = "cpu"
     return model
 
 
+def model_bytes(base: str, dtype: torch.dtype) -> int:
+    """What the weights will take in memory, told by the config alone. Raises JobFailed as `load_model` does."""
+    config = _config(base)
+    try:
+        with _LOADING, torch.device("meta"):
+            empty = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        raise JobFailed(f"model {base!r} could not be measured: {first_line(error)}. {_ADVICE}") from error
+    return sum(p.numel() * p.element_size() for p in empty.parameters())
+
+
 def load_tokenizer(base: str) -> Any:
     """The model's fast tokenizer. Raises JobFailed if there is none."""
     try:
