@@ -1,8 +1,9 @@
 """The nouns, in the order in which data flows: Ticket -> Observation/Action -> Turn -> Trajectory -> Group -> versions.
 
-Every message on the wire is one of these structs in msgpack (`codec.py`); arrays travel as raw little-endian bytes.
-Shape suffixes used everywhere: T tokens of one trajectory, G trajectories of a group, B groups of a batch,
-N packed tokens of a micro-batch, V vocabulary.
+What travels is one of these structs, or of `sessions.py` between rollout and env workers, in msgpack (`codec.py`);
+arrays are raw little-endian bytes. Shape suffixes used everywhere: T tokens of one trajectory, G trajectories of a
+group, B groups of a batch, S trajectories of a batch, K turns, N packed tokens of a micro-batch, M its mask-1 tokens,
+U the distinct ones of them, V vocabulary.
 """
 
 from __future__ import annotations
@@ -73,7 +74,8 @@ class StopReason(StrEnum):
 
 
 class Ending(StrEnum):
-    """Why an episode ended. The first four are ordinary data; the others make the group be retried."""
+    """Why an episode ended. The first four are ordinary data; after the others the sample is tried again, and in
+    the end its group is failed."""
 
     ENV_DONE = "env_done"
     MAX_TURNS = "max_turns"

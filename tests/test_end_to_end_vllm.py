@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
+import nats
 import pytest
 import pytest_asyncio
 import torch
+from nats.aio.msg import Msg
 
-from opentinker.shared.spec import JobSpec
-from tests.cluster import Cluster, undocumented
+from opentinker.shared import codec
+from opentinker.shared.spec import JobSpec, load_spec, parse_spec
+from opentinker.shared.subjects import SWAP
+from opentinker.shared.types import SwapCommand
+from tests.cluster import ROOT, Cluster, undocumented
 from tests.conftest import until
 from tests.factories import make_spec
 from tests.lineage import faults
@@ -150,6 +156,44 @@ async def test_adapter_is_trained_swapped_and_loads_with_peft(system: Cluster, t
         direct = AutoModelForCausalLM.from_pretrained(target)(prompt).logits
     assert (adapted - before).abs().max() > 1e-4, "the adapter has learnt something"
     torch.testing.assert_close(direct, adapted)
+
+
+async def test_several_turns_as_in_the_example(system: Cluster, tiny: Path) -> None:
+    data = load_spec(ROOT / "examples" / "guess_number.toml")
+    data["model"]["base"] = str(tiny)
+    data["train"] |= {"steps": 2, "warmup_steps": 0}
+    job = await system.submit(parse_spec(data))
+    record = await system.wait(job, 120)
+    assert record["state"] == "succeeded", record["reason"]
+    lines = system.lines(job)
+    assert all(1.5 < line["turns/mean"] <= 4 for line in lines)
+    assert_exact_numerics(lines)
+
+
+async def test_worker_that_dies_in_a_swap_holds_up_nobody(system: Cluster, tiny: Path) -> None:
+    """The others have the next version within 10 s: with max_staleness 1 nothing is trained for long without it."""
+    name = system.add("rollout_worker")
+    await system.ready(120)
+    train = {"steps": 10_000, "lr": 3e-4, "checkpoint_every": 5000}
+    job = await system.submit(one_digit(tiny, resources={"rollout_workers": 2}, train=train))
+    await until(lambda: system.lines(job) and system.lines(job)[-1]["rollout_workers"] == 2, 120)
+    (address,) = {w.address for w in await system.store.workers() if w.id == name}
+    killed = asyncio.Event()
+
+    async def kill(message: Msg) -> None:
+        if not killed.is_set() and codec.decode(SwapCommand, message.data).action == "receive":
+            system.kill(name)
+            killed.set()
+
+    system.processes[name].wanted = False
+    nats_client = await nats.connect(f"nats://127.0.0.1:{system.nats_port}")
+    await nats_client.subscribe(SWAP.at(worker=address), cb=kill)
+    await asyncio.wait_for(killed.wait(), 60)
+    await nats_client.close()
+    await system.reaches(job, await system.step(job) + 4, 10)
+    assert system.lines(job)[-1]["rollout_workers"] == 1
+    assert_exact_numerics(system.lines(job))
+    await system.client.cancel(job)
 
 
 async def test_processes_end_well_and_the_trainer_saves_what_it_has(system: Cluster, tiny: Path) -> None:

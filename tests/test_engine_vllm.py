@@ -165,7 +165,9 @@ def base(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 async def engine(base: Path) -> AsyncIterator[Any]:
     from opentinker.services.rollout_worker.vllm_engine import VllmEngine
 
-    vllm = VllmEngine(str(base), context_length=512, max_concurrent=32, stop_strings=True, group_timeout_s=2.0)
+    vllm = VllmEngine(
+        str(base), eos_ids=[EOS], context_length=512, max_concurrent=32, stop_strings=True, group_timeout_s=2.0
+    )
     await vllm.start()
     yield vllm
     await vllm.close()
@@ -362,7 +364,7 @@ async def test_lora_adapters_change_the_output_and_versions_stay_apart(untied: P
     from opentinker.services.rollout_worker.vllm_engine import VllmEngine
 
     lora = LoraSpec(rank=4, alpha=8.0)
-    vllm = VllmEngine(str(untied), context_length=512, max_concurrent=8, lora=lora, max_staleness=2)
+    vllm = VllmEngine(str(untied), eos_ids=[EOS], context_length=512, max_concurrent=8, lora=lora, max_staleness=2)
     await vllm.start()
     try:
         trainer = await Trainer(vllm).form()
@@ -415,7 +417,7 @@ async def test_the_engine_process_holds_no_connection_of_ours_and_its_death_is_a
     listener = socket.create_server(("127.0.0.1", 0))
     port = listener.getsockname()[1]
     before = set(children())
-    vllm = VllmEngine(str(untied), context_length=64, max_concurrent=4)
+    vllm = VllmEngine(str(untied), eos_ids=[EOS], context_length=64, max_concurrent=4)
     await vllm.start()
     try:
         (pid,) = set(children()) - before
@@ -443,7 +445,7 @@ async def test_the_engine_process_holds_no_connection_of_ours_and_its_death_is_a
 async def test_half_loaded_weights_lose_the_engine_and_sample_nothing_more(untied: Path) -> None:
     from opentinker.services.rollout_worker.vllm_engine import VllmEngine
 
-    vllm = VllmEngine(str(untied), context_length=512, max_concurrent=4)
+    vllm = VllmEngine(str(untied), eos_ids=[EOS], context_length=512, max_concurrent=4)
     await vllm.start()
     try:
         trainer = await Trainer(vllm).form()
@@ -473,7 +475,7 @@ async def test_a_model_that_does_not_exist_is_named(tmp_path: Path) -> None:
     from opentinker.services.rollout_worker.vllm_engine import VllmEngine
 
     with pytest.raises(EngineError, match="nowhere"):
-        await VllmEngine(str(tmp_path / "nowhere")).start()
+        await VllmEngine(str(tmp_path / "nowhere"), eos_ids=[EOS]).start()
 
 
 async def test_a_model_with_a_window_that_the_job_may_outgrow_fails_at_start(tmp_path: Path) -> None:
@@ -483,13 +485,15 @@ async def test_a_model_with_a_window_that_the_job_may_outgrow_fails_at_start(tmp
 
     Qwen2Config(use_sliding_window=True, sliding_window=64, max_window_layers=0).save_pretrained(tmp_path)
     with pytest.raises(JobFailed, match=r"looks back 64 tokens.*context_length to at most 64"):
-        await VllmEngine(str(tmp_path)).start()
+        await VllmEngine(str(tmp_path), eos_ids=[EOS]).start()
 
 
 async def test_a_model_that_vllm_cannot_run_fails_at_start(tmp_path: Path) -> None:
     from opentinker.services.rollout_worker.vllm_engine import VllmEngine
 
-    vllm = VllmEngine(str(build(tmp_path / "odd", tied=False, head_dim=16)), context_length=64, max_concurrent=4)
+    vllm = VllmEngine(
+        str(build(tmp_path / "odd", tied=False, head_dim=16)), eos_ids=[EOS], context_length=64, max_concurrent=4
+    )
     with pytest.raises(EngineError, match=r"cannot serve .*odd: a first token"):
         await vllm.start()
     await vllm.close()

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import orjson
 import pytest
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import PreTrainedTokenizerFast
 
 from opentinker.services.rollout_worker.engine import Completion, EngineError, Sampling
 from opentinker.services.rollout_worker.episode import Episode, EpisodeFailed, merge, turn_seed
@@ -213,6 +218,26 @@ def test_tokenizer_without_template_is_refused_unless_the_spec_allows_it() -> No
     with pytest.raises(JobFailed, match="plain"):
         Renderer(bare, "model", frozenset({EOS}))
     assert Renderer(bare, "plain", frozenset({EOS})).prompt([Message(role="user", content="ab")]) == [97, 98]
+
+
+@pytest.mark.parametrize(
+    ("generation", "config", "ends"),
+    [([2, 5], 3, {1, 2, 5}), (None, 3, {1, 3}), (None, [3, 4], {1, 3, 4}), (None, None, {1})],
+)
+def test_turn_ends_as_generation_config_says_else_as_config_and_with_the_tokenizer_s_own_eos(
+    tmp_path: Path, generation: list[int] | None, config: Any, ends: set[int]
+) -> None:
+    tokenizer = Tokenizer(WordLevel({"a": 0, "</s>": 1}, unk_token="a"))
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>").save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_bytes(orjson.dumps({"model_type": "qwen3", "eos_token_id": config}))
+    if generation:
+        (tmp_path / "generation_config.json").write_bytes(orjson.dumps({"eos_token_id": generation}))
+    assert Renderer.load(str(tmp_path), "plain").eos_ids == ends
+
+
+def test_tokenizer_without_an_end_of_sequence_token_is_refused() -> None:
+    with pytest.raises(JobFailed, match="eos_token"):
+        Renderer(Chars(), "plain", frozenset())
 
 
 def test_prompt_is_a_fresh_list_each_time() -> None:

@@ -24,6 +24,9 @@ class Renderer:
         self._plain = mode == "plain"
         self._cache: dict[tuple[Message, ...], list[int]] = {}
         self.eos_ids = eos_ids
+        """What ends a turn: the engine stops there too."""
+        if not eos_ids:
+            raise JobFailed("the model's tokenizer names no end-of-sequence token: set eos_token in its directory")
         if not self._plain and not tokenizer.chat_template:
             raise JobFailed(
                 "the model's tokenizer has no chat template; add one to the model directory, "
@@ -32,7 +35,7 @@ class Renderer:
 
     @classmethod
     def load_light(cls, base: str, mode: str) -> Renderer:
-        """From a local directory, without transformers; the turn ends with the tokenizer's eos alone."""
+        """From a local directory, without transformers; a turn ends with the tokenizer's eos alone."""
         from opentinker.services.rollout_worker.light_tokenizer import LightTokenizer
 
         tokenizer = LightTokenizer(Path(base))
@@ -41,19 +44,14 @@ class Renderer:
     @classmethod
     def load(cls, base: str, mode: str) -> Renderer:
         """Tokenizer and end-of-turn ids of a Hugging Face model directory or hub id."""
-        from transformers import AutoTokenizer, GenerationConfig
+        from transformers import AutoTokenizer
 
         try:
             tokenizer = AutoTokenizer.from_pretrained(base)
         except (OSError, ValueError) as error:
             raise JobFailed(f"no tokenizer in model {base!r}: {str(error).splitlines()[0]}") from None
-        ids = {tokenizer.eos_token_id}
-        try:
-            configured = GenerationConfig.from_pretrained(base).eos_token_id
-            ids.update(configured if isinstance(configured, list) else [configured])
-        except OSError:
-            pass  # a model without generation_config.json ends its turns with the tokenizer's eos
-        return cls(tokenizer, mode, frozenset(i for i in ids if i is not None))
+        own = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+        return cls(tokenizer, mode, frozenset([*own, *_configured_ends(base)]))
 
     @property
     def vocab_size(self) -> int:
@@ -99,3 +97,17 @@ class Renderer:
         """What the model said, without end-of-turn and other special tokens."""
         text: str = self._tokenizer.decode(ids, skip_special_tokens=True)
         return text
+
+
+def _configured_ends(base: str) -> list[int]:
+    """From generation_config.json, which knows about end-of-turn tokens; else from config.json."""
+    from transformers import GenerationConfig, PretrainedConfig
+
+    try:
+        ids = GenerationConfig.from_pretrained(base).eos_token_id
+    except OSError:  # the model has no such file
+        ids = None
+    if ids is None:
+        config, _ = PretrainedConfig.get_config_dict(base)
+        ids = config.get("eos_token_id", config.get("text_config", {}).get("eos_token_id"))
+    return [] if ids is None else [ids] if isinstance(ids, int) else list(ids)

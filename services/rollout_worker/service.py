@@ -46,6 +46,7 @@ def make_engine(spec: JobSpec, renderer: Renderer, settings: Settings) -> Engine
     rollout, algorithm = spec.rollout, spec.algorithm
     return VllmEngine(
         spec.model.base,
+        eos_ids=renderer.eos_ids,
         dtype=spec.model.dtype,
         context_length=rollout.context_length,
         max_concurrent=min(rollout.max_concurrent_groups * algorithm.group_size, MAX_SEQUENCES),

@@ -14,6 +14,7 @@ import shutil
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,7 +46,6 @@ from opentinker.services.rollout_worker.vllm_model import (  # noqa: E402
     LONGEST_DEFAULT_CONTEXT,
     context_limit,
     cpu_kv_bytes,
-    eos_ids,
     lora_rank_limit,
     write_adapter_config,
 )
@@ -70,6 +70,7 @@ class VllmEngine:
         self,
         model: str,
         *,
+        eos_ids: Collection[int],
         dtype: str = "float32",
         context_length: int | None = None,
         max_concurrent: int = 256,
@@ -80,8 +81,9 @@ class VllmEngine:
         seed: int | None = None,
         one_by_one: bool = False,
     ) -> None:
-        """`context_length` None: what the model allows, at most 4096. `stop_strings`: requests will name some, so a
-        tokenizer is needed. `seed`: of requests without one; None draws it, so that workers differ.
+        """`eos_ids` end a completion and are part of it. `context_length` None: what the model allows, at most 4096.
+        `stop_strings`: requests will name some, so a tokenizer is needed. `seed`: of requests without one; None draws
+        it, so that workers differ.
 
         `one_by_one`: a request's logprobs are the same whatever else is asked for. In a batch they are not: sums are
         taken in another order for another number of rows."""
@@ -97,7 +99,7 @@ class VllmEngine:
         self._group_timeout_s = group_timeout_s
         self._seed = secrets.randbelow(1 << 31) if seed is None else seed
         self._llm: AsyncLLM | None = None
-        self._eos_ids: list[int] = []
+        self._eos_ids = sorted(eos_ids)
         self._generation = -1
         self._simulated = False
         self._swapping = asyncio.Lock()
@@ -216,7 +218,6 @@ class VllmEngine:
         if Path(self._model).is_dir():
             os.environ.setdefault("HF_HUB_OFFLINE", "1")
         config = AutoConfig.from_pretrained(self._model, trust_remote_code=False)
-        self._eos_ids = eos_ids(self._model, config)
         self.context_length = self.context_length or min(context_limit(config), LONGEST_DEFAULT_CONTEXT)
         check_window(self._model, config, self.context_length)
         arguments: dict[str, Any] = {

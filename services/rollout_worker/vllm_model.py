@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 import torch
-from transformers import GenerationConfig, PretrainedConfig
+from transformers import PretrainedConfig
 
 from opentinker.shared.spec import LoraSpec
 from opentinker.shared.types import TensorInfo
@@ -18,16 +18,6 @@ CPU_KV_SHARE = 0.06
 CPU_KV_FLOOR = 32 << 20
 CPU_BLOCK = 128
 """Tokens per KV block on a CPU."""
-
-
-def eos_ids(model: str, config: PretrainedConfig) -> list[int]:
-    """From generation_config.json, which knows about end-of-turn tokens; else from config.json."""
-    try:
-        ids = GenerationConfig.from_pretrained(model).eos_token_id
-    except OSError:  # the model has no such file
-        ids = None
-    ids = config.eos_token_id if ids is None else ids
-    return [] if ids is None else [ids] if isinstance(ids, int) else list(ids)
 
 
 def context_limit(config: PretrainedConfig) -> int:
