@@ -96,7 +96,7 @@ async def test_weights_are_the_same_with_vllm(tmp_path: Path, tiny: Path) -> Non
 async def test_one_by_one_logprobs_do_not_depend_on_what_else_is_asked_for(tiny: Path) -> None:
     from opentinker.services.rollout_worker.vllm_engine import VllmEngine
 
-    engine = VllmEngine(str(tiny), context_length=256, max_concurrent=32, one_by_one=True)
+    engine = VllmEngine(str(tiny), eos_ids=[1], context_length=256, max_concurrent=32, one_by_one=True)
     try:
         await engine.start()
         fields = {"job": "j", "epoch": 1, "generation": 0, "device": SIMULATED}
