@@ -223,6 +223,13 @@ class Cluster:
     def pause(self, name: str) -> None:
         self.processes[name].signal(signal.SIGSTOP)
 
+    def children(self, name: str) -> list[int]:
+        """Processes that it has started and that still run."""
+        own = self.processes[name].popen
+        stats = [path.read_text() for path in Path("/proc").glob("[0-9]*/stat") if path.exists()]
+        fields = [(int(stat.split()[0]), stat.rpartition(")")[2].split()) for stat in stats]
+        return [pid for pid, rest in fields if own is not None and int(rest[1]) == own.pid and rest[0] != "Z"]
+
     def resume(self, name: str) -> None:
         self.processes[name].signal(signal.SIGCONT)
 

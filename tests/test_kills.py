@@ -125,6 +125,25 @@ async def test_job_survives_kills_of_everything(tmp_path: Path, offset: int) -> 
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(280)
+async def test_job_of_two_ranks_goes_on_from_its_checkpoint_when_one_is_killed(tmp_path: Path, tiny: Path) -> None:
+    async with Cluster(tmp_path) as cluster:
+        train = {"steps": 30, "checkpoint_every": 5, "keep_checkpoints": 2}
+        spec = toy_spec(tiny, steps=30, train=train, resources={"trainer_ranks": 2})
+        job = await cluster.submit(spec)
+        await cluster.reaches(job, 7, 120)
+        (rank,) = cluster.children("trainer-0")
+        os.kill(rank, signal.SIGKILL)
+        record = await cluster.wait(job, 120)
+        assert record["state"] == "succeeded", record["reason"]
+        assert "RankLost" in cluster.logs("trainer-0") and "killed by signal 9" in cluster.logs("trainer-0")
+        assert cluster.manifest(job).resumed[2] >= 5
+        assert all(line["trainer/rank_imbalance"] < 2 for line in cluster.lines(job))
+        await check(cluster, job, spec)
+        await until(lambda: cluster.children("trainer-0") == [])
+
+
+@pytest.mark.slow
 async def test_nothing_is_lost_while_nats_and_redis_are_away(tmp_path: Path) -> None:
     async with toy_cluster(tmp_path) as (cluster, model):
         spec = toy_spec(model, steps=80)

@@ -102,6 +102,7 @@ EDGES: list[tuple[str, Any, Any]] = [
     ("train.keep_checkpoints", 2, 1),
     ("resources.trainer_gpus", 0, -1),
     ("resources.rollout_workers", 1, 0),
+    ("resources.trainer_ranks", 8, 0),
 ]
 
 
@@ -196,6 +197,17 @@ def test_spec_survives_storage() -> None:
 )  # fmt: skip
 def test_settings_that_would_be_ignored_are_refused(changes: dict[str, Any], unused: set[str]) -> None:
     assert set(mistakes({**SMALLEST, **changes})) == unused
+
+
+def test_a_rank_per_gpu_or_as_many_as_are_asked_for() -> None:
+    assert make_spec(train={"steps": 1}, resources={"trainer_gpus": 4}).resources.ranks == 4
+    assert make_spec(train={"steps": 1}, resources={"trainer_ranks": 3}).resources.ranks == 3
+    assert make_spec().resources.ranks == 1
+    found = mistakes({**SMALLEST, "resources": {"trainer_gpus": 2, "trainer_ranks": 3}})
+    assert "one rank per GPU" in found["resources.trainer_ranks"]
+    simulated = {"steps": 1, "learner": "simulated"}
+    found = mistakes({**SMALLEST, "train": simulated, "resources": {"trainer_ranks": 2}})
+    assert set(found) == {"resources.trainer_ranks"}
 
 
 def test_simulation_gives_what_it_uses_its_values() -> None:

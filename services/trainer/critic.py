@@ -7,6 +7,7 @@ It starts from `model.base` with a head of zeros, so that every first value is 0
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -15,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from opentinker.services.trainer import train_state
+from opentinker.services.trainer.advantages import F64
 from opentinker.services.trainer.losses import value_loss
 from opentinker.services.trainer.micro_batch import MicroBatch
 from opentinker.shared.errors import JobFailed
@@ -106,16 +108,23 @@ class Critic:
         train_state.put_moments(tensors, self.parameters, self.optimizer)
 
 
-def critic_metrics(micros: list[MicroBatch], results: list[dict[str, float]]) -> dict[str, float]:
+def critic_columns(micros: list[MicroBatch]) -> dict[str, Tensor]:
+    """The values before the batch, and what they should have been; empty without a critic."""
+    values = [micro.values_M for micro in micros if micro.values_M is not None]
+    returns = [micro.returns_M for micro in micros if micro.returns_M is not None]
+    parts = {"values": values, "returns": returns}
+    return {name: torch.cat(found) if found else torch.empty(0) for name, found in parts.items()}
+
+
+def critic_metrics(columns: Mapping[str, F64], results: list[dict[str, float]]) -> dict[str, float]:
     """loss/value, critic/grad_norm, and critic/explained_variance = 1 - Var(R - V) / Var(R) of the values before the
     batch: 1 is a perfect critic, 0 one that knows nothing; absent if all returns are equal."""
-    values = torch.cat([micro.values_M for micro in micros if micro.values_M is not None]).double()
-    returns = torch.cat([micro.returns_M for micro in micros if micro.returns_M is not None]).double()
+    values, returns = columns["values"], columns["returns"]
     metrics = {
         "loss/value": sum(r["value"] for r in results) / len(results),
         "critic/grad_norm": max(r["critic_norm"] for r in results),
     }
-    spread = float(returns.var(unbiased=False))
+    spread = float(returns.var())
     if spread > 0:
-        metrics["critic/explained_variance"] = 1.0 - float((returns - values).var(unbiased=False)) / spread
+        metrics["critic/explained_variance"] = 1.0 - float((returns - values).var()) / spread
     return metrics

@@ -61,6 +61,9 @@ class Learner(Protocol):
     def save(self, directory: Path) -> None:
         """Write everything that `load` needs: Hugging Face or PEFT layout, and `trainer/` beside it."""
 
+    def close(self) -> None:
+        """Let go of what is outside this process, also in the middle of a step. Idempotent."""
+
 
 class EmptySnapshot(msgspec.Struct, frozen=True, kw_only=True):
     """Weights of nothing: only the version is news."""
@@ -97,6 +100,9 @@ class SimulatedLearner:
     def save(self, directory: Path) -> None:
         _state_file(directory).parent.mkdir(parents=True, exist_ok=True)
         _state_file(directory).write_bytes(orjson.dumps({"steps": self.steps}))
+
+    def close(self) -> None:
+        """There is nothing."""
 
 
 def _state_file(directory: Path) -> Path:

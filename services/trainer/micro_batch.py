@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,9 +14,10 @@ from torch import Tensor
 from opentinker.services.trainer import losses
 from opentinker.services.trainer.advantages import F64
 from opentinker.services.trainer.credit import Credit
+from opentinker.services.trainer.gang import Gang
 from opentinker.shared.errors import JobFailed
 from opentinker.shared.nn.forward import Layout, layout
-from opentinker.shared.nn.packing import pack
+from opentinker.shared.nn.packing import pack, share
 from opentinker.shared.spec import JobSpec
 from opentinker.shared.types import Group, Trajectory, WeightVersion
 
@@ -58,29 +59,38 @@ class MicroBatch:
 
 
 def micro_batches(
-    groups: Sequence[Group], version: WeightVersion, spec: JobSpec, device: torch.device
+    groups: Sequence[Group],
+    version: WeightVersion,
+    spec: JobSpec,
+    device: torch.device,
+    gang: Gang | None = None,
 ) -> list[list[MicroBatch]]:
-    """A batch -> per optimizer step its micro-batches. Groups stay together, and so their shared prompts do."""
-    share = len(groups) // spec.algorithm.updates_per_batch
+    """A batch -> per optimizer step its micro-batches; of a gang, this rank's.
+
+    Siblings stay together, and so their shared prompts do: ranks get neighbours, about equally many tokens each, and
+    one of them may get nothing.
+    """
+    size = len(groups) // spec.algorithm.updates_per_batch
     updates, first = [], 0
-    for start in range(0, len(groups), share):
-        part = [t for group in groups[start : start + share] for t in group.trajectories]
-        updates.append(_update(part, first, version, spec, device))
+    for start in range(0, len(groups), size):
+        part = [t for group in groups[start : start + size] for t in group.trajectories]
+        updates.append(_update(part, first, version, spec, device, gang or Gang()))
         first += len(part)
     return updates
 
 
 def _update(
-    part: list[Trajectory], first: int, version: WeightVersion, spec: JobSpec, device: torch.device
+    part: list[Trajectory], first: int, version: WeightVersion, spec: JobSpec, device: torch.device, gang: Gang
 ) -> list[MicroBatch]:
     sampled = [i for i, t in enumerate(part) if t.mask.any()]
     if not sampled:
         raise JobFailed("a whole batch came without one sampled token: do the prompts fill the context window?")
     tokens = sum(int(np.count_nonzero(part[i].mask)) for i in sampled)
-    packed = pack([len(part[i].mask_T) for i in sampled], spec.train.tokens_per_micro_batch)
+    own = share([len(part[i].mask_T) for i in sampled], gang.world)[gang.rank]
+    packed = pack([len(part[sampled[place]].mask_T) for place in own], spec.train.tokens_per_micro_batch)
     micros = []
     for places in packed:
-        members = [sampled[place] for place in places]
+        members = [sampled[own[place]] for place in places]
         micro = _micro_batch([part[i] for i in members], version, spec, device, tokens, len(sampled))
         micro.members = [first + i for i in members]
         micros.append(micro)
@@ -125,15 +135,34 @@ def give_credit(micros: Sequence[MicroBatch], credit: Credit) -> None:
             micro.returns_M = _tensor([credit.returns_S[i] for i in micro.members], np.float32, device)
 
 
-def values_of(micros: Sequence[MicroBatch], trajectories: int) -> list[F64]:
-    """The critic's values, trajectory by trajectory of the batch; of those without sampled tokens none."""
-    values: list[F64] = [np.zeros(0)] * trajectories
+def values_of(micros: Sequence[MicroBatch], counts_S: Sequence[int], gang: Gang) -> list[F64]:
+    """The critic's values, trajectory by trajectory of the whole batch; `counts_S`: their sampled tokens."""
+    ends = np.cumsum(counts_S)
+    values = torch.zeros(int(ends[-1]), device=gang.device)
     for micro in micros:
         assert micro.values_M is not None
-        parts = np.split(micro.values_M.double().cpu().numpy(), np.cumsum(micro.counts)[:-1])
-        for member, part in zip(micro.members, parts, strict=True):
-            values[member] = part
-    return values
+        for member, part in zip(micro.members, micro.values_M.split(micro.counts), strict=True):
+            values[ends[member] - len(part) : ends[member]] = part
+    return np.split(gang.sum(values).double().cpu().numpy(), ends[:-1])
+
+
+def sizes(micros: Sequence[MicroBatch]) -> dict[str, Tensor]:
+    """One number each per rank."""
+    return {
+        "tokens": torch.tensor([sum(len(micro.behaviour_M) for micro in micros)]),
+        "tokens/total": torch.tensor([sum(micro.tokens for micro in micros)]),
+        "tokens/computed": torch.tensor([sum(len(micro.plan.ids_N) for micro in micros)]),
+    }
+
+
+def size_metrics(columns: Mapping[str, F64]) -> dict[str, float]:
+    """tokens, tokens/total, tokens/computed of all ranks; trainer/rank_imbalance: tokens that the busiest rank computed
+    as a multiple of the mean, so that 1 is perfect (absent for a single rank)."""
+    metrics = {name: float(columns[name].sum()) for name in ("tokens", "tokens/total", "tokens/computed")}
+    computed = columns["tokens/computed"]
+    if len(computed) > 1:
+        metrics["trainer/rank_imbalance"] = float(computed.max() / computed.mean())
+    return metrics
 
 
 def _scale(counts_S: Tensor, spec: JobSpec, tokens: int, sequences: int) -> Tensor:

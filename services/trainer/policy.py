@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from transformers.core_model_loading import revert_weight_conversion
 
 from opentinker.services.trainer import train_state
+from opentinker.services.trainer.gang import Gang
 from opentinker.services.trainer.learner import BUCKET_BYTES, NonFinite
 from opentinker.shared.errors import JobFailed
 from opentinker.shared.nn import transport
@@ -30,11 +31,12 @@ from opentinker.shared.types import WeightVersion
 
 
 class Policy:
-    """AdamW on one model, on one device."""
+    """AdamW on one model, on one device; with a gang, the same model on the devices of all its ranks."""
 
-    def __init__(self, spec: JobSpec, device: str = "cpu") -> None:
+    def __init__(self, spec: JobSpec, device: str = "cpu", gang: Gang | None = None) -> None:
         self.spec = spec
         self.device = device
+        self.gang = gang or Gang(device=device)
         self.dtype = torch_dtype(spec.model.dtype)
         self.steps = 0
         """Batches trained on, over all resumes: the position of the learning-rate schedule."""
@@ -48,7 +50,7 @@ class Policy:
         """Model and optimizer; full weights are those of the checkpoint already."""
         spec = self.spec
         if self.device == "cuda" and not torch.cuda.is_available():
-            raise JobFailed("resources.trainer_gpus = 1, but this trainer has no GPU; set it to 0 to train on the CPU")
+            raise JobFailed("resources.trainer_gpus > 0, but this trainer has no GPU; set it to 0 to train on the CPU")
         self._set_determinism()
         self.tokenizer = load_tokenizer(spec.model.base)
         torch.manual_seed(spec.train.seed)
@@ -111,7 +113,8 @@ class Policy:
             return token_logprobs(self.causal, plan, temperature=temperature, entropy_gradient=entropy_gradient)
 
     def clip(self) -> Tensor:
-        """Bound the gradient's norm; returns it as it was."""
+        """Bound the norm of the gradient, which is summed over the ranks; returns it as it was."""
+        self.gang.sum_gradients(self.parameters.values())
         return nn.utils.clip_grad_norm_(list(self.parameters.values()), self.spec.train.grad_clip)
 
     def finite(self, sums: Mapping[str, Tensor], advice: str) -> dict[str, float]:
@@ -161,3 +164,6 @@ class Policy:
         self.tokenizer.save_pretrained(directory)
         masters = self.dtype != torch.float32 and self.spec.model.lora is None
         train_state.save(directory, self.parameters, self.optimizer, self.steps, masters=masters)
+
+    def close(self) -> None:
+        """There is nothing outside this process; a gang is left by whoever joined it."""

@@ -16,7 +16,7 @@ from opentinker.shared.types import Lease, Pool
 async def serve(ctx: Context) -> None:
     if ctx.settings.preload:
         # Before the first heartbeat: imports hold the interpreter for seconds, and a silent worker counts as dead.
-        await asyncio.to_thread(_torch_learner)
+        await asyncio.to_thread(_learner, 1)
     await LeasedWorker(ctx, Pool.TRAINER, work).serve()
 
 
@@ -25,6 +25,7 @@ async def work(worker: LeasedWorker, lease: Lease, spec: JobSpec) -> None:
     try:
         await TrainerJob(worker, lease, spec, learner).run()
     finally:
+        await asyncio.to_thread(learner.close)
         del learner
         gc.collect()
 
@@ -32,12 +33,13 @@ async def work(worker: LeasedWorker, lease: Lease, spec: JobSpec) -> None:
 def make_learner(spec: JobSpec) -> Learner:
     if spec.train.learner == "simulated":
         return SimulatedLearner(spec)
-    learner: Learner = _torch_learner()(spec, "cuda" if spec.resources.trainer_gpus else "cpu")
+    learner: Learner = _learner(spec.resources.ranks)(spec, "cuda" if spec.resources.trainer_gpus else "cpu")
     return learner
 
 
-def _torch_learner() -> type:
+def _learner(ranks: int) -> type:
     """Imports torch and transformers: seconds, so it is done before the first job comes."""
+    from opentinker.services.trainer.ranked_learner import RankedLearner
     from opentinker.services.trainer.torch_learner import TorchLearner
 
-    return TorchLearner
+    return RankedLearner if ranks > 1 else TorchLearner

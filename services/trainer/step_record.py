@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from opentinker.services.trainer.advantages import F64
 from opentinker.services.trainer.micro_batch import MicroBatch
 from opentinker.services.trainer.objective import Objective
 
@@ -43,43 +44,47 @@ class StepRecord:
             self.start.append((micro.start_M - micro.behaviour_M).abs())
             self.same.append(micro.current_M)
 
-    def metrics(self) -> dict[str, float]:
-        """entropy, clip_share, masked/{positive,negative}, loss/kl, ratio/{mean,max,k3,outside}, ess,
-        mismatch/{mean,max,tokens}, drift/mean.
+    def columns(self) -> dict[str, Tensor]:
+        return {column.name: _joined(getattr(self, column.name)) for column in fields(self)}
 
-        ratio = pi / mu before any clipping, pi being the weights of each update's forward pass; k3 = ratio - log ratio
-        - 1; outside: share of tokens whose ratio leaves [0.9, 1.1]; ess = (sum ratio)^2 / (n sum ratio^2).
-        masked/SIGN: of the tokens with an advantage of that sign, the share that clip or correction left without
-        gradient (absent if no token has that sign).
-        mismatch = |log pi - log mu| with pi the weights before the batch, over the tokens that these same weights
-        sampled: what is left is numerics (and, with top_p or top_k, the truncation: mu is renormalised over the tokens
-        left, pi is not). No such tokens, no mismatch. drift: the same over all tokens. Of several updates per batch
-        the first one is measured, or all with a recomputed proximal policy.
-        """
-        log_ratio = _joined(self.logprobs) - _joined(self.behaviour)
-        gap = _joined(self.start)
-        same = gap[_joined(self.same).astype(bool)]
-        ratio = np.exp(np.minimum(log_ratio, 700.0))
-        metrics = {
-            "entropy": float(_joined(self.entropy).mean()),
-            "clip_share": float(_joined(self.clipped).mean()),
-            "ratio/mean": float(ratio.mean()),
-            "ratio/max": float(ratio.max()),
-            "ratio/k3": float((ratio - log_ratio - 1.0).mean()),
-            "ratio/outside": float(((ratio < 0.9) | (ratio > 1.1)).mean()),
-            "ess": effective_sample_size(log_ratio),
-            "mismatch/tokens": float(len(same)),
-            "drift/mean": float(gap.mean()),
-        }
-        if len(same):
-            metrics |= {"mismatch/mean": float(same.mean()), "mismatch/max": float(same.max())}
-        advantages, masked = _joined(self.advantages), _joined(self.masked)
-        for name, signed in (("positive", advantages > 0), ("negative", advantages < 0)):
-            if signed.any():
-                metrics[f"masked/{name}"] = float(masked[signed].mean())
-        if self.kl:
-            metrics["loss/kl"] = float(_joined(self.kl).mean())
-        return metrics
+
+def record_metrics(columns: Mapping[str, F64]) -> dict[str, float]:
+    """entropy, clip_share, masked/{positive,negative}, loss/kl, ratio/{mean,max,k3,outside}, ess,
+    mismatch/{mean,max,tokens}, drift/mean. `columns`: those of a record, of all ranks.
+
+    ratio = pi / mu before any clipping, pi being the weights of each update's forward pass; k3 = ratio - log ratio
+    - 1; outside: share of tokens whose ratio leaves [0.9, 1.1]; ess = (sum ratio)^2 / (n sum ratio^2).
+    masked/SIGN: of the tokens with an advantage of that sign, the share that clip or correction left without
+    gradient (absent if no token has that sign).
+    mismatch = |log pi - log mu| with pi the weights before the batch, over the tokens that these same weights
+    sampled: what is left is numerics (and, with top_p or top_k, the truncation: mu is renormalised over the tokens
+    left, pi is not). No such tokens, no mismatch. drift: the same over all tokens. Of several updates per batch
+    the first one is measured, or all with a recomputed proximal policy.
+    """
+    log_ratio = columns["logprobs"] - columns["behaviour"]
+    gap = columns["start"]
+    same = gap[columns["same"].astype(bool)]
+    ratio = np.exp(np.minimum(log_ratio, 700.0))
+    metrics = {
+        "entropy": float(columns["entropy"].mean()),
+        "clip_share": float(columns["clipped"].mean()),
+        "ratio/mean": float(ratio.mean()),
+        "ratio/max": float(ratio.max()),
+        "ratio/k3": float((ratio - log_ratio - 1.0).mean()),
+        "ratio/outside": float(((ratio < 0.9) | (ratio > 1.1)).mean()),
+        "ess": effective_sample_size(log_ratio),
+        "mismatch/tokens": float(len(same)),
+        "drift/mean": float(gap.mean()),
+    }
+    if len(same):
+        metrics |= {"mismatch/mean": float(same.mean()), "mismatch/max": float(same.max())}
+    advantages, masked = columns["advantages"], columns["masked"]
+    for name, signed in (("positive", advantages > 0), ("negative", advantages < 0)):
+        if signed.any():
+            metrics[f"masked/{name}"] = float(masked[signed].mean())
+    if len(columns["kl"]):
+        metrics["loss/kl"] = float(columns["kl"].mean())
+    return metrics
 
 
 def effective_sample_size(log_weights: npt.NDArray[np.float64]) -> float:
@@ -88,5 +93,5 @@ def effective_sample_size(log_weights: npt.NDArray[np.float64]) -> float:
     return float(weights.sum() ** 2 / (len(weights) * (weights**2).sum()))
 
 
-def _joined(parts: Iterable[Tensor]) -> npt.NDArray[np.float64]:
-    return torch.cat(list(parts)).double().cpu().numpy()  # type: ignore[no-any-return]
+def _joined(parts: list[Tensor]) -> Tensor:
+    return torch.cat(parts).float() if parts else torch.empty(0)

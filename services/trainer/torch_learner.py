@@ -15,17 +15,24 @@ from torch import Tensor
 from opentinker.services.trainer import train_state
 from opentinker.services.trainer.batch_metrics import batch_metrics
 from opentinker.services.trainer.credit import Credit, assign
-from opentinker.services.trainer.critic import Critic, critic_metrics
+from opentinker.services.trainer.critic import Critic, critic_columns, critic_metrics
 from opentinker.services.trainer.learner import NonFinite
-from opentinker.services.trainer.micro_batch import MicroBatch, give_credit, micro_batches, values_of
+from opentinker.services.trainer.micro_batch import (
+    MicroBatch,
+    give_credit,
+    micro_batches,
+    size_metrics,
+    sizes,
+    values_of,
+)
 from opentinker.services.trainer.objective import objective
 from opentinker.services.trainer.policy import Policy
-from opentinker.services.trainer.step_record import StepRecord
+from opentinker.services.trainer.step_record import StepRecord, record_metrics
 from opentinker.shared.types import Group, WeightVersion
 
 
 class TorchLearner(Policy):
-    """AdamW on the loss that the spec's algorithm puts together, on one device."""
+    """AdamW on the loss that the spec's algorithm puts together, on one device; with a gang, its rank's part of it."""
 
     def _build(self, checkpoint: Path | None) -> None:
         super()._build(checkpoint)
@@ -39,7 +46,8 @@ class TorchLearner(Policy):
     def step(self, groups: list[Group], version: WeightVersion) -> dict[str, float]:
         start = time.perf_counter()
         algorithm, warmup = self.spec.algorithm, self.warmup
-        batches = micro_batches(groups, version, self.spec, torch.device(self.device))
+        self.gang.separate_noise(self.spec.train.seed, self.steps)
+        batches = micro_batches(groups, version, self.spec, torch.device(self.device), self.gang)
         micros = [micro for update in batches for micro in update]
         credit = self._give_credit(groups, micros)
         if self.drops_out or (algorithm.updates_per_batch > 1 and algorithm.proximal == "recomputed"):
@@ -54,16 +62,15 @@ class TorchLearner(Policy):
                 train_state.restore(*memory)
             raise
         self.steps += 1
+        found = self.gang.gather({**record.columns(), **sizes(micros), **critic_columns(micros)})
         return {
             "loss/policy": sum(r["policy"] for r in results) / len(results),
             "grad_norm": max(r["norm"] for r in results),
             "lr": lr,
-            "tokens": float(sum(len(micro.behaviour_M) for micro in micros)),
-            "tokens/total": float(sum(micro.tokens for micro in micros)),
-            "tokens/computed": float(sum(len(micro.plan.ids_N) for micro in micros)),
-            **record.metrics(),
+            **size_metrics(found),
+            **record_metrics(found),
             **credit.metrics,
-            **({} if self.critic is None else critic_metrics(micros, results)),
+            **({} if self.critic is None else critic_metrics(found, results)),
             **batch_metrics(groups, version),
             "step_seconds": time.perf_counter() - start,
         }
@@ -73,7 +80,7 @@ class TorchLearner(Policy):
         values_S = None
         if self.critic is not None:
             self.critic.measure(micros)
-            values_S = values_of(micros, sum(len(group.trajectories) for group in groups))
+            values_S = values_of(micros, [int(t.mask.sum()) for g in groups for t in g.trajectories], self.gang)
         credit = assign(groups, self.spec.algorithm, values_S)
         give_credit(micros, credit)
         return credit
@@ -87,7 +94,7 @@ class TorchLearner(Policy):
 
         `first`: the weights are still those before the batch.
         """
-        sums = {name: torch.zeros((), device=self.device) for name in ("policy", "total", "value", "critic_norm")}
+        sums = {name: torch.zeros((), device=self.device) for name in ("policy", "total", "value")}
         self.dropout(on=True)
         for micro in micros:
             logprobs_M, entropy_M = self._forward(micro)
@@ -100,8 +107,10 @@ class TorchLearner(Policy):
             record.add(micro, logprobs_M, entropy_M, found)
             if self.critic is not None:
                 sums["value"] += self.critic.accumulate(micro)
+        sums = dict(zip(sums, self.gang.sum(torch.stack(list(sums.values()))), strict=True))
         sums["norm"] = self.clip()
         if self.critic is not None:
+            self.gang.sum_gradients(self.critic.parameters.values())
             sums["critic_norm"] = self.critic.clip()
         try:
             result = self.finite(sums, "a lower lr, or a tighter bound on the ratio")

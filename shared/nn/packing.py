@@ -1,4 +1,4 @@
-"""Which trajectories share a forward pass: micro-batches under a token budget. Pure Python."""
+"""Which rank computes which trajectories, and which share a forward pass under a token budget. Pure Python."""
 
 from __future__ import annotations
 
@@ -21,3 +21,19 @@ def pack(lengths: Sequence[int], tokens_per_micro_batch: int) -> list[list[int]]
         batches[-1].append(index)
         room -= length
     return batches
+
+
+def share(lengths: Sequence[int], ranks: int) -> list[range]:
+    """Indices into `lengths`, one run of neighbours per rank, such that the longest share is as short as can be.
+
+    Siblings stand side by side and share a prompt, so most of them stay together. The first shares are the full ones:
+    with fewer trajectories than ranks the last ranks get none.
+    """
+    if ranks < 1:
+        raise ValueError("there must be at least one rank")
+    low, high = max(lengths, default=0), sum(lengths)
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if len(pack(lengths, max(1, middle))) <= ranks else (middle + 1, high)
+    runs = [range(run[0], run[-1] + 1) for run in pack(lengths, max(1, low))]
+    return runs + [range(len(lengths), len(lengths))] * (ranks - len(runs))

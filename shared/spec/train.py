@@ -61,5 +61,19 @@ class TrainSpec(Part):
 class ResourceSpec(Part):
     rollout_workers: Positive = 1
     """Processes that generate for the job."""
-    trainer_gpus: Annotated[int, Field(ge=0, le=1)] = 0
-    """0 trains on the CPU."""
+    trainer_gpus: Annotated[int, Field(ge=0)] = 0
+    """0 trains on the CPU; several have a rank each, on one machine."""
+    trainer_ranks: Positive | None = None
+    """Processes on the trainer's machine that share each batch; default: one per GPU, or one. See train.parallel."""
+
+    def settle(self) -> list[dict[str, Any]]:
+        ranks = self.trainer_ranks or max(1, self.trainer_gpus)
+        if self.trainer_gpus and ranks != self.trainer_gpus:
+            problem = f"must be trainer_gpus={self.trainer_gpus}, one rank per GPU, or left out"
+            return [{"field": "trainer_ranks", "value": ranks, "problem": problem}]
+        fill(self, {"trainer_ranks": ranks})
+        return []
+
+    @property
+    def ranks(self) -> int:
+        return self.trainer_ranks or 1

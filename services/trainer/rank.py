@@ -1,0 +1,118 @@
+"""A rank beyond the first: a process that the trainer has started to train with it.
+
+    python -m opentinker.services.trainer.rank FD RANK      (started by ranks.py, never by hand)
+
+Consumes commands from the socket FD and carries each out in step with the other ranks, produces one answer per command
+and a beat per second; waits for the next command; ends when the trainer is gone.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import socket
+import sys
+import threading
+import traceback
+from pathlib import Path
+
+import orjson
+
+from opentinker.services.trainer.gang import Gang
+from opentinker.services.trainer.learner import NonFinite
+from opentinker.services.trainer.rank_wire import (
+    HEAD,
+    Answer,
+    Beat,
+    Command,
+    Done,
+    FromRank,
+    Join,
+    Load,
+    Refused,
+    Step,
+    ToRank,
+    frame,
+)
+from opentinker.services.trainer.torch_learner import TorchLearner
+from opentinker.shared import codec
+from opentinker.shared.errors import JobFailed
+from opentinker.shared.spec import parse_spec
+
+PR_SET_PDEATHSIG = 1
+BEAT_S = 1.0
+
+
+def main() -> None:
+    end_with_trainer()
+    code = 1
+    try:
+        with socket.socket(fileno=int(sys.argv[1])) as trainer:
+            Rank(trainer, int(sys.argv[2])).serve()
+        code = 0
+    except Exception:  # noqa: BLE001 - told in the trainer's log, and the trainer sees the end of the process
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(code)  # a process group that has lost a member may never let the interpreter end
+
+
+def end_with_trainer() -> None:
+    """Signals are the trainer's affair: it ends us when it has let go of its job, and the kernel when it dies."""
+    for ignored in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(ignored, signal.SIG_IGN)
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+class Rank:
+    def __init__(self, trainer: socket.socket, rank: int) -> None:
+        self._trainer, self._rank = trainer, rank
+        self._writing = threading.Lock()
+        self._gang = Gang()
+        self._learner: TorchLearner | None = None
+
+    def serve(self) -> None:
+        """Returns when the trainer is gone."""
+        threading.Thread(target=self._beat, name="beat", daemon=True).start()
+        with self._trainer.makefile("rb") as commands:
+            while len(head := commands.read(HEAD.size)) == HEAD.size:
+                command = codec.decode(ToRank, commands.read(HEAD.unpack(head)[0])).command
+                try:
+                    self._obey(command)
+                except NonFinite as error:
+                    self._say(Refused(str(error), finite=False))
+                except JobFailed as error:
+                    self._say(Refused(str(error), finite=True))
+                else:
+                    self._say(Done())
+
+    def _obey(self, command: Command) -> None:
+        match command:
+            case Join(device=device, port=port, world=world):
+                self._gang = Gang.join(port, self._rank, world, device)
+            case Load(spec=spec, checkpoint=checkpoint):
+                self._learner = None  # its memory is needed
+                learner = TorchLearner(parse_spec(orjson.loads(spec)), self._gang.device, self._gang)
+                learner.load(None if checkpoint is None else Path(checkpoint))
+                self._learner = learner
+            case Step(groups=groups, version=version):
+                assert self._learner is not None, "Load comes first"
+                self._learner.step(groups, version)
+
+    def _beat(self) -> None:
+        pause = threading.Event()
+        while not pause.wait(BEAT_S):
+            try:
+                self._say(Beat())
+            except OSError:  # the trainer is gone, and where the kernel did not end us with it, we do
+                os._exit(1)
+
+    def _say(self, answer: Answer) -> None:
+        with self._writing:
+            self._trainer.sendall(frame(FromRank(answer)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,92 @@
+"""The learner of several ranks: this process is rank 0 and has the others do with it whatever the loop asks for.
+
+                    rank 0, in the trainer             rank 1 ... N-1, processes of `rank.py`
+    load, step      TorchLearner  <--collectives-->    TorchLearner
+    snapshot, save  TorchLearner                       -
+
+Each rank computes its part of every batch; what the batch is worth and what it weighs is settled over the whole of it,
+so that the result does not depend on the number of ranks. Stands behind `learner.Learner`.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+
+from opentinker.services.trainer.gang import HOST, PATIENCE_S, Gang
+from opentinker.services.trainer.rank_wire import Command, Join, Load, Step
+from opentinker.services.trainer.ranks import Ranks
+from opentinker.services.trainer.torch_learner import TorchLearner
+from opentinker.shared.errors import JobFailed
+from opentinker.shared.nn import transport
+from opentinker.shared.spec import JobSpec
+from opentinker.shared.types import Group, WeightVersion
+
+T = TypeVar("T")
+
+
+class RankedLearner:
+    def __init__(self, spec: JobSpec, device: str) -> None:
+        self.spec, self.device = spec, device
+        self.world = spec.resources.ranks
+        self.ranks: Ranks | None = None
+        self.own = TorchLearner(spec, device)
+        self._threads = torch.get_num_threads()
+
+    def load(self, checkpoint: Path | None) -> None:
+        """Starts the ranks, too. Raises JobFailed, RankLost."""
+        if self.ranks is None:
+            self._start()
+        self.own = TorchLearner(self.spec, self.device, self.own.gang)
+        path = None if checkpoint is None else str(checkpoint)
+        self._run(Load(self.spec.model_dump_json().encode(), path), lambda: self.own.load(checkpoint))
+
+    def step(self, groups: list[Group], version: WeightVersion) -> dict[str, float]:
+        return self._run(Step(groups, version), lambda: self.own.step(groups, version))
+
+    def snapshot(self, version: WeightVersion) -> transport.Snapshot:
+        return self.own.snapshot(version)
+
+    def save(self, directory: Path) -> None:
+        self.own.save(directory)
+
+    def close(self) -> None:
+        """Ends the other ranks; from another thread also in the middle of a step. Raises OpenTinkerError: see Ranks."""
+        ranks, self.ranks = self.ranks, None
+        if ranks is not None:
+            ranks.close(self.own.gang.leave)
+            torch.set_num_threads(self._threads)
+
+    def _start(self) -> None:
+        if self.device == "cuda" and torch.cuda.device_count() < self.world:
+            raise JobFailed(
+                f"resources.trainer_gpus = {self.world}, but this trainer has {torch.cuda.device_count()} GPUs"
+            )
+        threads = max(1, min(self._threads, (os.cpu_count() or 1) // self.world))
+        torch.set_num_threads(threads)
+        self.ranks = Ranks(self.world, partial(_variables, threads))
+        store, port = transport.host_store(HOST, self.world, PATIENCE_S)
+        self.own.gang = self._run(
+            Join(self.device, port, self.world), lambda: Gang.join(port, 0, self.world, self.device, store)
+        )
+
+    def _run(self, command: Command, part: Callable[[], T]) -> T:
+        assert self.ranks is not None, "load comes first"
+        return self.ranks.run(command, part)
+
+
+def _variables(threads: int, rank: int) -> dict[str, str]:
+    """Of a rank's environment: its share of the processors, the GPU that is its own, our import path."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    gpus = visible.split(",") if visible else [str(number) for number in range(rank + 1)]
+    return {
+        "OMP_NUM_THREADS": str(threads),
+        "CUDA_VISIBLE_DEVICES": gpus[rank] if rank < len(gpus) else "",
+        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+    }

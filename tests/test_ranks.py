@@ -1,0 +1,204 @@
+"""Two ranks do what one does: one gang of two processes for all tests here, given another job by each."""
+
+from __future__ import annotations
+
+import copy
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from opentinker.services.trainer import ranks
+from opentinker.services.trainer.learner import NonFinite
+from opentinker.services.trainer.ranked_learner import RankedLearner
+from opentinker.services.trainer.ranks import RankLost
+from opentinker.services.trainer.torch_learner import TorchLearner
+from opentinker.shared.errors import JobFailed
+from opentinker.shared.nn.packing import share
+from opentinker.shared.nn.transport import unpack
+from opentinker.shared.spec import JobSpec
+from opentinker.shared.types import Group, Span, WeightVersion
+from tests.factories import V0, group_of, trajectory_of
+from tests.learning import random_groups, torch_spec
+
+LORA = {"rank": 4, "alpha": 8.0}
+OF_TIME_OR_PLACE = {"step_seconds", "tokens/computed", "trainer/rank_imbalance"}
+"""Metrics that two ranks may see otherwise: a prompt shared by both is computed by both."""
+GAPS = {"float32": (1e-4, 1e-3), "bfloat16": (0.02, 0.1)}
+"""Largest relative difference of a metric, and of how far all weights have moved, as a share of that way. A sum in
+another order rounds otherwise, and Adam divides by the gradient: where that is rounding, so is the step."""
+
+
+def version(step: int) -> WeightVersion:
+    return WeightVersion(1, step)
+
+
+def two_ranks(base: Path, **parts: Any) -> JobSpec:
+    return torch_spec(base, **{**parts, "resources": {"trainer_ranks": 2}})
+
+
+class Pair:
+    """The gang, and beside it a learner of one rank for the same job."""
+
+    def __init__(self, base: Path) -> None:
+        self.base = base
+        self.gang = RankedLearner(two_ranks(base), "cpu")
+
+    def job(self, checkpoint: Path | None = None, **parts: Any) -> TorchLearner:
+        """From now on the gang trains this. Returns the learner of one rank."""
+        single = copy.deepcopy(parts)
+        single.get("train", {}).pop("parallel", None)
+        alone = TorchLearner(torch_spec(self.base, **single))
+        alone.load(checkpoint)
+        self.start = {name: weights.clone() for name, weights in alone.named_weights()}
+        self.gang.spec = two_ranks(self.base, **parts)
+        self.gang.load(checkpoint)
+        return alone
+
+    def both_step(self, alone: TorchLearner, groups: list[Group], step: int) -> dict[str, float]:
+        """The same batch for both, which must say the same of it."""
+        expected, found = alone.step(groups, version(step)), self.gang.step(groups, version(step))
+        assert found.keys() - expected.keys() == {"trainer/rank_imbalance"} and expected.keys() <= found.keys()
+        largest, _ = GAPS[alone.spec.model.dtype]
+        for name in expected.keys() - OF_TIME_OR_PLACE:
+            assert found[name] == pytest.approx(expected[name], rel=largest, abs=largest / 10), name
+        return found
+
+    def assert_same_weights(self, alone: TorchLearner) -> None:
+        snapshot = self.gang.snapshot(version(9))
+        found = dict(unpack(snapshot.manifest, snapshot.buckets))
+        expected = dict(alone.named_weights())
+        assert found.keys() == expected.keys()
+        gap, way = (
+            torch.cat([(other[name].double() - expected[name].double()).flatten() for name in expected]).norm()
+            for other in (found, self.start)
+        )
+        _, largest = GAPS[alone.spec.model.dtype]
+        assert way > 0 and gap < largest * way, gap / way
+
+
+@pytest.fixture(scope="module")
+def pair(tiny: Path) -> Iterator[Pair]:
+    pair = Pair(tiny)
+    yield pair
+    pair.gang.close()
+
+
+JOBS: dict[str, dict[str, Any]] = {
+    "full": {"train": {"lr": 1e-3, "weight_decay": 0.1, "tokens_per_micro_batch": 40}},
+    "lora": {"model": {"lora": LORA}},
+    "bfloat16": {"model": {"dtype": "bfloat16"}},
+    "two updates": {"algorithm": {"updates_per_batch": 2, "proximal": "recomputed"}},
+    "critic": {"algorithm": {"name": "ppo", "critic_lr": 1e-3}},
+    "sequences": {"algorithm": {"name": "gspo", "kl_coef": 0.1}},
+}
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_two_ranks_learn_what_one_does(pair: Pair, name: str) -> None:
+    parts = JOBS[name]
+    usual = {"group_size": 4, "groups_per_batch": 4}
+    alone = pair.job(**{**parts, "algorithm": {**usual, **parts.get("algorithm", {})}})
+    for step in range(3):
+        found = pair.both_step(alone, random_groups(step, reference=True), step)
+        assert 1.0 <= found["trainer/rank_imbalance"] < 1.5
+    pair.assert_same_weights(alone)
+
+
+def one_answer() -> list[Group]:
+    """A batch of which only one trajectory has sampled tokens."""
+    spoken = trajectory_of([5, 6, 7, 8, 1], [0, 0, 1, 1, 1], reward=1.0)
+    silent = trajectory_of([5, 6], [0, 0], reward=[], spans=[Span(2, 2, V0)])
+    return [group_of([spoken, silent])]
+
+
+def test_a_rank_may_have_nothing_to_do(pair: Pair) -> None:
+    alone = pair.job(algorithm={"group_size": 2, "groups_per_batch": 1})
+    found = pair.both_step(alone, one_answer(), 0)
+    assert found["trainer/rank_imbalance"] == 2.0
+    pair.both_step(alone, random_groups(1), 1)
+    pair.assert_same_weights(alone)
+
+
+def test_a_step_that_is_not_finite_is_refused_by_all_ranks_and_changes_nothing(pair: Pair) -> None:
+    """What is not finite lies with the second rank alone."""
+    alone = pair.job()
+    pair.both_step(alone, random_groups(0), 0)
+    groups = random_groups(1)
+    last = groups[3].trajectories
+    nowhere = [trajectory_of(t.ids.tolist(), t.mask.tolist(), logprobs=float("nan"), reward=t.reward) for t in last]
+    with pytest.raises(NonFinite, match="refused after 1 steps"):
+        pair.gang.step([*groups[:3], group_of(nowhere, 3)], version(1))
+    pair.both_step(alone, random_groups(1), 1)
+    pair.assert_same_weights(alone)
+
+
+@pytest.mark.parametrize("parts", [{}, {"model": {"lora": LORA, "dtype": "bfloat16"}}], ids=["full", "lora"])
+def test_a_checkpoint_fits_any_number_of_ranks(pair: Pair, tmp_path: Path, parts: dict[str, Any]) -> None:
+    alone = pair.job(**parts)
+    for step in range(2):
+        pair.both_step(alone, random_groups(step), step)
+    pair.gang.save(tmp_path / "of two")
+    alone.save(tmp_path / "of one")
+    for checkpoint in ("of two", "of one"):
+        resumed = pair.job(tmp_path / checkpoint, **parts)
+        assert resumed.steps == pair.gang.own.steps == 2
+        pair.both_step(resumed, random_groups(2), 2)
+        pair.assert_same_weights(resumed)
+
+
+def test_what_all_ranks_refuse_fails_the_job_and_not_the_gang(pair: Pair, tmp_path: Path) -> None:
+    pair.gang.spec = two_ranks(tmp_path / "nothing")
+    with pytest.raises(JobFailed, match="has no usable tokenizer"):
+        pair.gang.load(None)
+    pair.both_step(pair.job(), random_groups(0), 0)
+
+
+# --- losing a rank: the last test with this gang --------------------------------------------------------------------
+
+
+def gone(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    return False
+
+
+def test_a_rank_that_stops_is_noticed_and_ended(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SIGSTOP between two steps. Its silence is noticed whatever our own part waits for."""
+    pair.job()
+    monkeypatch.setattr(ranks, "SILENT_S", 3.0)
+    assert pair.gang.ranks is not None
+    (pid,) = pair.gang.ranks.pids
+    os.kill(pid, signal.SIGSTOP)
+    with pytest.raises(RankLost, match="rank 1 has been silent"):
+        pair.gang.step(random_groups(1), version(1))
+    pair.gang.close()
+    assert gone(pid)
+    pair.gang.close()
+
+
+# --- which rank gets what -------------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.integers(1, 50), max_size=30), st.integers(1, 6))
+def test_shares_are_neighbours_and_the_longest_is_as_short_as_can_be(lengths: list[int], count: int) -> None:
+    shares = share(lengths, count)
+    assert len(shares) == count and [i for run in shares for i in run] == list(range(len(lengths)))
+    longest = max(sum(lengths[i] for i in run) for run in shares)
+    best = [0, *[float("inf")] * len(lengths)]  # of the first n lengths, by as many ranks as the rounds so far
+    for _ in range(count):
+        best = [min(max(best[start], sum(lengths[start:end])) for start in range(end + 1)) for end in range(len(best))]
+    assert longest == best[-1]
+
+
+def test_with_fewer_trajectories_than_ranks_the_last_ranks_get_none() -> None:
+    assert share([7], 3) == [range(0, 1), range(1, 1), range(1, 1)]
+    assert share([], 2) == [range(0, 0), range(0, 0)]
