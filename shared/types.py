@@ -318,6 +318,8 @@ class JobRecord(msgspec.Struct, frozen=True, kw_only=True):
     finished: float = 0.0
     restart_step: int = -1
     """Highest step reached when a trainer was lost: restarts without a step beyond it are counted."""
+    rollout_losses: int = 0
+    """Rollout workers lost since one was last seen ready while the job was running."""
     progress: str = ""
     """What the trainer last reported, as JSON."""
     waiting_for: str = ""

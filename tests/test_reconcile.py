@@ -231,6 +231,54 @@ async def test_job_fails_when_trainers_are_lost_without_progress(store: Store, w
     assert "its process was restarted" in record.reason
 
 
+@pytest.mark.parametrize("state", [JobState.STARTING, JobState.RUNNING])
+async def test_job_fails_when_rollout_workers_are_lost_before_one_serves_it(
+    store: Store, workers: Workers, ctx: Context, state: JobState
+) -> None:
+    """Each dies while it loads the model: the job would wait without end."""
+    reconciler = Reconciler(ctx)
+    job = await new_job(store, "j-a", resources__rollout_workers=2)
+    await workers.start("trainer-0", "rollout-0")
+    await until(lambda: _look_until(reconciler, store, job, 1))
+    await store.transition(job, state, epoch=1)
+    workers["rollout-0"].obeys = False
+    for losses in range(1, MAX_RESTARTS + 2):
+        await workers.start("rollout-0")
+        await until(partial(_lost, reconciler, store, job, losses))
+    await workers.start("rollout-0")
+    await reconciler.look()
+    record = await store.job(job)
+    assert record.state == JobState.FAILED
+    assert "rollout workers were lost 7 times in a row before one served the job" in record.reason
+    assert "rollout-0: its process was restarted" in record.reason and "memory" in record.reason
+
+
+async def _lost(reconciler: Reconciler, store: Store, job: str, losses: int) -> bool:
+    await reconciler.look()
+    return (await store.job(job)).rollout_losses == losses
+
+
+async def test_rollout_workers_that_come_and_go_while_one_serves_are_no_reason_to_fail(
+    store: Store, workers: Workers, ctx: Context
+) -> None:
+    reconciler = Reconciler(ctx)
+    job = await new_job(store, "j-a", resources__rollout_workers=2)
+    await workers.start("trainer-0", "rollout-0", "rollout-1")
+    await until(lambda: _look_until(reconciler, store, job, 1))
+    await store.transition(job, JobState.RUNNING, epoch=1)
+    await reconciler.look()
+    for losses in range(1, 2 * MAX_RESTARTS + 3):
+        await workers.start("rollout-1")
+        await until(partial(_lost_and_forgiven, reconciler, store, job, losses))
+    assert await state(store, job) == JobState.RUNNING
+
+
+async def _lost_and_forgiven(reconciler: Reconciler, store: Store, job: str, losses: int) -> bool:
+    await reconciler.look()
+    lost = [kind for kind in await kinds(store, job) if kind == "rollout_worker_lost"]
+    return len(lost) == losses and (await store.job(job)).rollout_losses == 0
+
+
 async def _look_until(reconciler: Reconciler, store: Store, job: str, epoch: int) -> bool:
     await reconciler.look()
     return (await store.job(job)).epoch == epoch

@@ -32,6 +32,11 @@ class Cluster:
         """Leases of the job whose holder is not on its way out."""
         return [lease for lease in self.leases_of(job, pool) if not self._draining(lease.worker)]
 
+    def serving(self, job: str) -> bool:
+        """A rollout worker of the job lives and has loaded its model."""
+        workers = [self.workers.get(lease.worker) for lease in self.leases_of(job, Pool.ROLLOUT)]
+        return any(worker is not None and worker.job == job and worker.status == "ready" for worker in workers)
+
     def free(self, pool: Pool) -> WorkerInfo | None:
         """A live worker without a lease that has let go of its last job."""
         for worker in self.alive(pool):

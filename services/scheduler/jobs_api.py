@@ -230,7 +230,7 @@ FINAL = {state.value for state in JobState if state.final}
 
 def _summary(job: JobRecord) -> dict[str, Any]:
     shown = msgspec.to_builtins(job)
-    for hidden in ("spec", "version", "restart_step"):
+    for hidden in ("spec", "version", "restart_step", "rollout_losses"):
         del shown[hidden]
     shown["finished"] = job.finished or None
     shown["progress"] = orjson.loads(job.progress) if job.progress else {}

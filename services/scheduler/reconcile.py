@@ -6,7 +6,8 @@
 One look, oldest job first, and a job that cannot be served never holds back the next one:
 
     lease of a job that is over or unknown  -> revoked
-    lease of a worker that is gone          -> revoked; a lost trainer is counted, too many in a row fail the job
+    lease of a worker that is gone          -> revoked; lost trainers and rollout workers are counted, too many in a row
+                                               fail the job
     queued, trainer + rollout worker free   -> starting, epoch + 1, both leased
     starting/running without a trainer      -> the next free one, epoch + 1; rollout workers keep generating
     starting/running without rollout worker -> the next free one
@@ -36,7 +37,8 @@ log = structlog.get_logger()
 
 LOOK_S = 0.5
 MAX_RESTARTS = 5
-"""Trainers in a row that may be lost without a new step; the next loss fails the job."""
+"""Trainers in a row that may be lost without a new step; the next loss fails the job. As many rollout workers, and one
+for each that the job asks for beyond the first, may be lost before one serves it."""
 HELD = (JobState.STARTING, JobState.RUNNING)
 
 
@@ -125,8 +127,11 @@ class Reconciler:
                 if lease.pool == Pool.TRAINER:
                     job = await self._count_restart(job, lease, why)
                 else:
-                    detail = {"worker": lease.worker, "why": why}
-                    await self.store.update(job.id, only_active=True, event="rollout_worker_lost", detail=detail)
+                    job = await self._count_loss(job, lease, why)
+        if job.rollout_losses and job.state == JobState.RUNNING and cluster.serving(job.id):
+            with _over_meanwhile(job):
+                await self.store.update(job.id, only_active=True, rollout_losses=0)
+                job = msgspec.structs.replace(job, rollout_losses=0)
         return job
 
     async def _count_restart(self, job: JobRecord, lease: Lease, why: str) -> JobRecord:
@@ -142,6 +147,23 @@ class Reconciler:
         detail = {"worker": lease.worker, "why": why, "step": job.step, "restarts": restarts}
         await self.store.update(job.id, only_active=True, event="trainer_lost", detail=detail, **changes)
         return msgspec.structs.replace(job, **changes)
+
+    async def _count_loss(self, job: JobRecord, lease: Lease, why: str) -> JobRecord:
+        """What kills every process that loads the job's model must have an end."""
+        losses = job.rollout_losses + 1
+        if losses >= MAX_RESTARTS + job.spec["resources"]["rollout_workers"]:
+            reason = (
+                f"rollout workers were lost {losses} times in a row before one served the job; the last one was "
+                f"{lease.worker}: {why}. See its log. If nothing is said there it was killed, most often for want of "
+                "memory: take a smaller model or a shorter rollout.context_length, or a machine with more memory"
+            )
+            await self.store.transition(job.id, JobState.FAILED, allowed=HELD, reason=reason)
+            return msgspec.structs.replace(job, state=JobState.FAILED)
+        detail = {"worker": lease.worker, "why": why}
+        await self.store.update(
+            job.id, only_active=True, event="rollout_worker_lost", detail=detail, rollout_losses=losses
+        )
+        return msgspec.structs.replace(job, rollout_losses=losses)
 
     # --- what comes ---------------------------------------------------------------------------------------------
 
