@@ -9,7 +9,8 @@ import uuid
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
+from pydantic_core import PydanticCustomError
 
 from opentinker.shared.errors import SpecError
 
@@ -35,8 +36,8 @@ class Settings(BaseModel):
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     log_format: Literal["json", "console"] = "json"
     heartbeat_s: Annotated[float, Field(gt=0)] = 1.0
-    worker_ttl_s: Annotated[float, Field(gt=0)] = 5.0
-    """A worker that has not beaten for so long is dead and its leases are given away."""
+    worker_ttl_s: Annotated[float, Field(gt=0, validate_default=True)] = 5.0
+    """A worker that has not beaten for so long is dead and its leases are given away. At least twice heartbeat_s."""
     drain_s: Annotated[float, Field(ge=0)] = 20.0
     """How long a service may finish its work after SIGTERM."""
     advertise_host: str = "127.0.0.1"
@@ -62,6 +63,18 @@ class Settings(BaseModel):
     reference_device: Literal["cpu", "cuda"] = "cpu"
     """Where its models are; `reference_memory_gb` is memory of this device."""
 
+    @field_validator("worker_ttl_s")
+    @classmethod
+    def _outlasts_a_beat(cls, ttl_s: float, others: ValidationInfo) -> float:
+        """One late heartbeat is no death."""
+        beat_s = others.data.get("heartbeat_s", 0.0)
+        if ttl_s < 2 * beat_s:
+            raise PydanticCustomError(
+                "too_short", "must be at least twice heartbeat_s ({beat_s}), or living workers pass for dead",
+                {"beat_s": beat_s},
+            )  # fmt: skip
+        return ttl_s
+
 
 def load_settings(path: str | None = None, environ: dict[str, str] | None = None) -> Settings:
     """Raises SpecError naming every wrong setting and where it came from."""
@@ -86,11 +99,15 @@ def load_settings(path: str | None = None, environ: dict[str, str] | None = None
                 {
                     "field": ".".join(map(str, item["loc"])),
                     "value": item.get("input"),
-                    "problem": f"{item['msg']} (set in {origin.get(str(item['loc'][0]), path)})",
+                    "problem": f"{item['msg']} ({_where(str(item['loc'][0]), values, origin, path)})",
                 }
                 for item in error.errors(include_url=False)
             ]
         ) from None
+
+
+def _where(name: str, values: dict[str, Any], origin: dict[str, str], path: str | None) -> str:
+    return f"set in {origin.get(name, path)}" if name in values else "its default"
 
 
 def worker_name(settings: Settings, service: str) -> str:

@@ -30,6 +30,30 @@ def test_every_mistake_is_named_with_its_source(tmp_path: Path) -> None:
     assert "OPENTINKER_HEARTBEAT_S" in by_field["heartbeat_s"]
 
 
+@pytest.mark.parametrize(
+    ("file", "environ", "where"),
+    [
+        ("heartbeat_s = 2.6", {}, "(its default)"),
+        ("heartbeat_s = 10\nworker_ttl_s = 19", {}, "s.toml"),
+        ("worker_ttl_s = 8", {"OPENTINKER_HEARTBEAT_S": "5"}, "s.toml"),
+        ("heartbeat_s = 5", {"OPENTINKER_WORKER_TTL_S": "9.9"}, "OPENTINKER_WORKER_TTL_S"),
+    ],
+)
+def test_a_worker_is_not_dead_before_its_second_heartbeat_is_due(
+    tmp_path: Path, file: str, environ: dict[str, str], where: str
+) -> None:
+    (tmp_path / "s.toml").write_text(file)
+    with pytest.raises(SpecError) as caught:
+        load_settings(str(tmp_path / "s.toml"), environ)
+    (mistake,) = caught.value.mistakes
+    assert mistake["field"] == "worker_ttl_s" and where in mistake["problem"]
+    assert "at least twice heartbeat_s" in mistake["problem"]
+
+
+def test_a_worker_may_be_dead_when_its_second_heartbeat_is_due() -> None:
+    assert load_settings(None, {"OPENTINKER_HEARTBEAT_S": "2.5"}).worker_ttl_s == 5.0
+
+
 @pytest.mark.parametrize("content", [b"a = ", b"\xff\xfe", None])
 def test_file_that_cannot_be_read_is_named(tmp_path: Path, content: bytes | None) -> None:
     file = tmp_path / "s.toml"
