@@ -184,7 +184,7 @@ async def test_more_rollout_workers_join_as_they_come_but_never_before_a_waiting
     await until(lambda: _waits_for(store, narrow, "a free rollout worker"))
     await workers.start("rollout-2")
     await until(lambda: started(store, narrow))
-    assert await workers.holds("rollout-2") == narrow
+    await until(lambda: _leased(workers, "rollout-2", narrow, 1))
 
 
 @pytest.mark.parametrize("before", [JobState.QUEUED, JobState.STARTING, JobState.RUNNING])
