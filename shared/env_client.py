@@ -1,8 +1,9 @@
 """The rollout worker's side of a session: every call ends in a SessionReply, failures included.
 
-An open goes to any env worker and is repeated while all are full or none is there. Steps go to the worker that holds
-the session and are repeated while nothing comes back: a repeated turn is answered from memory, so asking again is how
-a lost message, a restarted NATS server and a slow environment are all waited out. Only a worker that is gone is final.
+An open goes to any env worker and is repeated while all are full or none is there; a worker whose environment takes
+its time to open says so, and is then the only one that is asked. Steps go to the worker that holds the session and are
+repeated while nothing comes back: a repeated turn is answered from memory, so asking again is how a lost message, a
+restarted NATS server and a slow environment are all waited out. Only a worker that is gone is final.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import structlog
 
 from opentinker.shared.bus import Bus, NoReply, NoResponders
 from opentinker.shared.codec import WireError
-from opentinker.shared.sessions import CloseSession, OpenSession, SessionReply, StepSession
+from opentinker.shared.sessions import OPEN, CloseSession, OpenSession, SessionReply, StepSession
 from opentinker.shared.subjects import ENV_CLOSE, ENV_OPEN, ENV_STEP
 from opentinker.shared.types import Ending, StopReason
 
@@ -56,23 +57,38 @@ class EnvClient:
                 row=row,
                 seed=seed,
                 deadline_s=deadline - now,
+                answer_within_s=0.5 * self._ask_s,
             )
+            within_s = min(self._ask_s, give_up - now)
             try:
-                reply = await self._bus.request(
-                    ENV_OPEN, request, min(self._ask_s, give_up - now), environment=environment
-                )
-                if not reply.busy:
+                reply = await self._bus.request(ENV_OPEN, request, within_s, environment=environment)
+                if reply.opening:
+                    reply = await self._opened(reply.worker, session, give_up - time.monotonic())
+                if reply.failure != Ending.ENV_LOST and not reply.busy:
                     return reply
-                why = "all env workers are full"
+                why = "all env workers are full" if reply.busy else reply.error
             except NoResponders:
                 why = "no env worker serves it"
             except NoReply:
-                why = "it did not answer in time"
+                if within_s == self._ask_s:  # the last ask may be too short to say anything
+                    why = "it did not answer in time"
             except WireError as error:
                 return _failed("", Ending.ENV_BAD_REPLY, str(error))
             await asyncio.sleep(pause * (0.5 + random.random()))
             pause = min(1.5 * pause, 1.0)
         return _failed("", Ending.ENV_LOST, f"environment {environment!r} could not be opened: {why}")
+
+    async def _opened(self, worker: str, session: str, within_s: float) -> SessionReply:
+        """What the open came to on the worker that has begun it; a session given up is closed there."""
+        try:
+            async with asyncio.timeout(within_s):
+                return await self.step(worker=worker, session=session, turn=OPEN, text="", stop=StopReason.EOS)
+        except TimeoutError:
+            await self.close(worker=worker, session=session)
+            return _failed(worker, Ending.ENV_LOST, "it did not answer in time")
+        except asyncio.CancelledError:
+            await self.close(worker=worker, session=session)
+            raise
 
     async def step(self, *, worker: str, session: str, turn: int, text: str, stop: StopReason) -> SessionReply:
         """Waits as long as the worker is there; the caller's deadline, and the worker's own, bound it."""

@@ -8,6 +8,8 @@ import msgspec
 
 from opentinker.shared.types import Ending, Message, StopReason
 
+OPEN = -1
+
 
 class OpenSession(msgspec.Struct, frozen=True, kw_only=True):
     """Rollout worker -> any env worker that serves the environment: start one episode."""
@@ -21,6 +23,8 @@ class OpenSession(msgspec.Struct, frozen=True, kw_only=True):
     seed: int
     deadline_s: float
     """Seconds the whole episode may take, from now."""
+    answer_within_s: float
+    """If the environment takes longer to open, the worker answers `opening`, and is asked for the turn OPEN."""
 
 
 class StepSession(msgspec.Struct, frozen=True, kw_only=True):
@@ -28,7 +32,7 @@ class StepSession(msgspec.Struct, frozen=True, kw_only=True):
 
     session: str
     turn: int
-    """0, 1, 2...: a repeated turn is answered from memory, never played twice."""
+    """0, 1, 2...: a repeated turn is answered from memory, never played twice. OPEN: what the open came to."""
     text: str
     stop: StopReason
 
@@ -52,6 +56,8 @@ class SessionReply(msgspec.Struct, frozen=True, kw_only=True):
     error: str = ""
     busy: bool = False
     """The worker is full: try another."""
+    opening: bool = False
+    """The worker has the session, and its environment takes its time to open."""
 
 
 class EnvCheck(msgspec.Struct, frozen=True, kw_only=True):

@@ -7,6 +7,7 @@ import os
 import re
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 from opentinker.envs.base import Action, Environment, EnvironmentConfig, Step, user
@@ -129,6 +130,26 @@ class BrokenRows(CopyDigits):
         if row % self.config.every == 0:
             raise RuntimeError(f"row {row} is broken")
         return await super().open(row, seed)
+
+
+class Slow(Counting):
+    """Each open adds a line to the file `opens`, and takes until the file `gate` is there."""
+
+    class Config(Counting.Config):
+        opens: str
+        gate: str
+
+    config: Config
+
+    async def open(self, row: int, seed: int) -> list[Message]:
+        await asyncio.to_thread(self._note)
+        while not await asyncio.to_thread(Path(self.config.gate).exists):  # noqa: ASYNC110 - made by another process
+            await asyncio.sleep(0.02)
+        return await super().open(row, seed)
+
+    def _note(self) -> None:
+        with Path(self.config.opens).open("a") as file:
+            file.write(f"{os.getpid()}\n")
 
 
 class Stuck(Environment):

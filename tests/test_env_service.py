@@ -181,6 +181,70 @@ async def test_open_without_any_worker_says_so(client: EnvClient) -> None:
     assert "no env worker serves it" in reply.error
 
 
+class Slow:
+    """An open that takes until `gate` is touched, asked for again and again, on two workers."""
+
+    def __init__(self, bus: Bus, workers: Workers, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.workers, self.opens, self.gate = workers, directory / "opens", directory / "gate"
+        self.client = EnvClient(bus, ask_s=0.3, gone_s=0.5)
+        self.asked = 0
+        request = bus.request
+
+        async def counting(*args: Any, **keys: Any) -> Any:
+            self.asked += 1
+            return await request(*args, **keys)
+
+        monkeypatch.setattr(bus, "request", counting)
+
+    async def open(self) -> asyncio.Task[SessionReply]:
+        """Returns when it was asked for often enough to have reached both workers."""
+        await asyncio.gather(self.workers.start("env-0"), self.workers.start("env-1"))
+        files: dict[str, Any] = {"opens": str(self.opens), "gate": str(self.gate)}
+        opened = asyncio.create_task(self.client.open(**opening("s", "tests.env_samples:Slow", **files)))
+        await until(lambda: self.asked >= 8)
+        return opened
+
+    def holder(self) -> str:
+        """The worker that opened it last."""
+        pid = int(self.opens.read_text().split()[-1])
+        return next(name for name, process in self.workers.processes.items() if process.pid == pid)
+
+
+@pytest.fixture
+def slow(bus: Bus, workers: Workers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Slow:
+    return Slow(bus, workers, tmp_path, monkeypatch)
+
+
+async def test_slow_open_takes_one_place_on_one_worker(slow: Slow) -> None:
+    opened = await slow.open()
+    slow.gate.touch()
+    reply = await opened
+    assert len(slow.opens.read_text().split()) == 1
+    assert reply.worker.startswith(slow.holder())
+    assert (await slow.client.step(**guess(reply, "s"))).reward == 1.0
+
+
+async def test_slow_open_on_a_worker_that_dies_is_made_on_another(slow: Slow, workers: Workers) -> None:
+    opened = await slow.open()
+    first = slow.holder()
+    workers.signal(first, signal.SIGKILL)
+    await until(lambda: slow.holder() != first)
+    slow.gate.touch()
+    assert (await opened).failure is None
+
+
+async def test_slow_open_that_nobody_waits_for_any_more_is_closed(slow: Slow, workers: Workers) -> None:
+    opened = await slow.open()
+    opened.cancel()
+    await asyncio.wait([opened])
+
+    async def empty() -> bool:
+        infos = [await workers.info(name) for name in ("env-0", "env-1")]
+        return all(info is not None and info.detail["sessions"] == 0 for info in infos)
+
+    await until(empty, 5.0)  # its deadline is 20 s away
+
+
 async def test_hanging_environment_is_answered_at_its_deadline_and_blocks_nobody(
     workers: Workers, client: EnvClient
 ) -> None:

@@ -12,6 +12,7 @@ from importlib import invalidate_caches
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -22,7 +23,7 @@ from opentinker.services.env_worker.resolver import Resolver
 from opentinker.services.env_worker.service import check_environment
 from opentinker.services.env_worker.worker import Sessions
 from opentinker.shared import codec
-from opentinker.shared.sessions import CloseSession, EnvCheck, OpenSession, SessionReply, StepSession
+from opentinker.shared.sessions import OPEN, CloseSession, EnvCheck, OpenSession, SessionReply, StepSession
 from opentinker.shared.types import Ending, StopReason
 from tests import env_samples
 from tests.conftest import until
@@ -32,7 +33,14 @@ COUNTING, MISBEHAVING, BLOCKING = (f"tests.env_samples:{name}" for name in ("Cou
 
 def opening(session: str = "s", environment: str = COUNTING, deadline_s: float = 30.0, **config: Any) -> OpenSession:
     return OpenSession(
-        job="j", session=session, environment=environment, config=config, row=3, seed=4, deadline_s=deadline_s
+        job="j",
+        session=session,
+        environment=environment,
+        config=config,
+        row=3,
+        seed=4,
+        deadline_s=deadline_s,
+        answer_within_s=60.0,
     )
 
 
@@ -106,7 +114,7 @@ async def test_a_repeat_that_is_given_up_does_not_disturb_the_turn(sessions: Ses
     assert (await playing).failure == Ending.ENV_TIMEOUT
 
 
-@pytest.mark.parametrize("turn", [-1, 1, 2, 10**9])
+@pytest.mark.parametrize("turn", [-2, 1, 2, 10**9])
 async def test_turn_out_of_order_is_refused_and_the_session_goes_on(sessions: Sessions, turn: int) -> None:
     await sessions.open(opening())
     refused = await sessions.step(step(turn))
@@ -240,6 +248,21 @@ async def test_wrong_environment_or_config_is_explained(
     assert reply.failure == Ending.ENV_ERROR
     assert problem in reply.error
     assert sessions.active == 0
+
+
+async def test_slow_open_is_answered_in_time_and_its_observation_is_had_by_asking(
+    sessions: Sessions, tmp_path: Path
+) -> None:
+    files: dict[str, Any] = {name: str(tmp_path / name) for name in ("opens", "gate")}
+    request = msgspec.structs.replace(opening(environment="tests.env_samples:Slow", **files), answer_within_s=0.01)
+    for _ in range(3):
+        assert await sessions.open(request) == SessionReply(worker="w", opening=True)
+    asked = [asyncio.create_task(sessions.step(step(OPEN))) for _ in range(2)]
+    await asyncio.to_thread(Path(files["gate"]).touch)
+    assert [reply.messages[0].content for reply in await asyncio.gather(*asked)] == ["row 3 seed 4"] * 2
+    assert (await sessions.step(step(0))).reward == 1.0
+    assert (await sessions.step(step(OPEN))).messages[0].content == "row 3 seed 4"
+    assert (await sessions.step(step(OPEN, session="other"))).failure == Ending.ENV_LOST
 
 
 async def test_deadline_covers_the_whole_episode(sessions: Sessions) -> None:

@@ -20,7 +20,7 @@ from prometheus_client import Counter, Gauge
 from opentinker.services.env_worker.host import Host
 from opentinker.services.env_worker.player import LocalPlayer, Player, contain, failure
 from opentinker.services.env_worker.resolver import Resolver
-from opentinker.shared.sessions import CloseSession, OpenSession, SessionReply, StepSession
+from opentinker.shared.sessions import OPEN, CloseSession, OpenSession, SessionReply, StepSession
 from opentinker.shared.telemetry import REGISTRY, Meters
 from opentinker.shared.types import Ending
 
@@ -43,8 +43,8 @@ class Session:
         self.request = request
         self.opened = opened
         self.answer = opened
-        """Of the newest request; the open is turn -1."""
-        self.turn = -1
+        """Of the newest request."""
+        self.turn = OPEN
         self.player: Player | None = None
         self.task: asyncio.Task[SessionReply] | None = None
         self.timer: asyncio.TimerHandle | None = None
@@ -77,11 +77,16 @@ class Sessions:
     # --- the three requests -------------------------------------------------------------------------------------
 
     async def open(self, request: OpenSession) -> SessionReply:
+        """Within `answer_within_s`: nobody asks another worker because this one is slow."""
         session = self._sessions.get(request.session)
-        if session is not None:
-            return await asyncio.shield(session.opened)
-        if self.draining or self.active >= self.limit:
-            return SessionReply(worker=self.worker, busy=True)
+        if session is None:
+            if self.draining or self.active >= self.limit:
+                return SessionReply(worker=self.worker, busy=True)
+            session = self._add(request)
+        await asyncio.wait([session.opened], timeout=request.answer_within_s)
+        return session.opened.result() if session.opened.done() else SessionReply(worker=self.worker, opening=True)
+
+    def _add(self, request: OpenSession) -> Session:
         loop = asyncio.get_running_loop()
         session = self._sessions[request.session] = Session(request, loop.create_future())
         self.active += 1
@@ -90,13 +95,15 @@ class Sessions:
         self.meters.of(request.job).gauges["env/sessions"] += 1
         session.timer = loop.call_later(min(max(0.0, request.deadline_s), LONGEST_S), self._expire, session)
         self._play(session, contain(self.worker, self._begin(session)))
-        return await asyncio.shield(session.answer)
+        return session
 
     async def step(self, request: StepSession) -> SessionReply:
         session = self._sessions.get(request.session)
         if session is None:
             return failure(self.worker, Ending.ENV_LOST, "no such session on this worker: it expired or was lost")
-        if request.turn == session.turn and request.turn >= 0:
+        if request.turn == OPEN:
+            return await asyncio.shield(session.opened)
+        if request.turn == session.turn:
             return await asyncio.shield(session.answer)
         if session.ended:
             return self._too_late(session)
@@ -215,7 +222,7 @@ class Sessions:
         return failure(self.worker, Ending.ENV_ERROR, f"the session has ended ({session.ended}); it takes no turns")
 
     def _timeout(self, session: Session) -> SessionReply:
-        what = "open" if session.turn < 0 else f"turn {session.turn}"
+        what = "open" if session.turn == OPEN else f"turn {session.turn}"
         text = f"the episode's {session.request.deadline_s:g} s were over (last request: {what})"
         return failure(self.worker, Ending.ENV_TIMEOUT, text)
 
