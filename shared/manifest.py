@@ -2,6 +2,7 @@
 
 {data_dir}/jobs/{job}/checkpoints/step-000050/manifest.json    a committed checkpoint
 {data_dir}/jobs/{job}/checkpoints/.epoch                       nobody of a lower epoch may write here
+{data_dir}/jobs/{job}/start/manifest.json                      the checkpoint of another job that this one starts from
 """
 
 from __future__ import annotations
@@ -14,6 +15,10 @@ from opentinker.shared.types import WeightVersion
 
 MANIFEST = "manifest.json"
 EPOCH = ".epoch"
+ADAPTER = "adapter_model.safetensors"
+TRAINER_STATE = "trainer/"
+"""Files under it are for resuming (optimizer, random state); a model loads without them."""
+OPTIMIZER, CRITIC = f"{TRAINER_STATE}optimizer.safetensors", f"{TRAINER_STATE}critic.safetensors"
 
 
 class FileEntry(msgspec.Struct, frozen=True, kw_only=True):
@@ -55,6 +60,11 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     def age(self) -> tuple[int, int]:
         """Sorts oldest first: what an older epoch wrote is older, also where it had come further."""
         return self.epoch, self.step
+
+
+def start_of(data_dir: Path, job: str) -> Path:
+    """Where a job that begins with another one's checkpoint has it, from its submission to its end."""
+    return data_dir / "jobs" / job / "start"
 
 
 def name_of(step: int) -> str:

@@ -51,6 +51,17 @@ def test_an_unknown_environment_is_answered_with_the_near_ones(tmp_path: Path) -
     assert done.returncode == 2 and "did you mean copy_digits" in done.stderr
 
 
+def test_a_checkpoint_to_start_from_must_be_named_and_reachable() -> None:
+    (spec, *_) = EXAMPLES
+    for arguments, said in (
+        (("submit", spec, "--from-checkpoint", "yesterday"), "start.from = 'yesterday': must be JOB@STEP"),
+        (("submit", spec, "--with-optimizer"), "--with-optimizer needs --from-checkpoint"),
+        (("run", spec, "--from-checkpoint", "j-0123456789@5"), "needs the --data-dir that holds the other job"),
+    ):
+        done = opentinker(*arguments)
+        assert done.returncode == 2 and said in " ".join(done.stderr.replace("│", " ").split()), done.stderr
+
+
 @pytest.mark.parametrize("text", ["steps = = 1", None])
 def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, text: str | None) -> None:
     spec = tmp_path / "job.toml"

@@ -15,6 +15,7 @@ import pytest
 import pytest_asyncio
 
 from opentinker.client import ApiError
+from opentinker.services.trainer import checkpoint
 from opentinker.shared.spec import JobSpec
 from opentinker.shared.types import Pool
 from tests.cluster import SERVERS, Cluster, toy_cluster, toy_model, undocumented
@@ -126,6 +127,28 @@ async def test_job_runs_from_submission_to_download(shared: System, tmp_path: Pa
 
     target = await cluster.client.download(job, tmp_path / "model")
     assert (target / "manifest.json").exists()
+
+
+async def test_job_starts_from_another_jobs_checkpoint_which_is_swept_meanwhile(shared: System) -> None:
+    """The only trainer is busy with the first job, which sweeps the checkpoint before the second one can begin."""
+    cluster = shared.cluster
+    train = {"learner": "simulated", "simulated_step_s": 0.02, "checkpoint_every": 2, "keep_checkpoints": 2}
+    first = await cluster.submit(shared.spec(train={**train, "steps": 40}))
+    await until(lambda: steps_of(cluster, first), 20)
+    chosen = steps_of(cluster, first)[-1]
+    second = (await cluster.client.submit(shared.spec(), from_checkpoint=f"{first}@{chosen}"))["id"]
+    assert (await cluster.wait(first))["state"] == "succeeded"
+    assert chosen not in steps_of(cluster, first)
+    assert (await cluster.wait(second))["state"] == "succeeded"
+    loaded = [event for event in await cluster.client.event_log(second) if event["event"] == "model_loaded"]
+    assert [event["from"] for event in loaded] == [f"{first}@{chosen}"]
+    assert faults_of(cluster, second, shared.spec()) == []
+    await until(lambda: not (cluster.data / "jobs" / second / "start").exists(), 10)
+
+
+def steps_of(cluster: Cluster, job: str) -> list[int]:
+    """Of its checkpoints."""
+    return [manifest.step for _, manifest in checkpoint.listing(cluster.data / "jobs" / job / "checkpoints")]
 
 
 async def test_every_service_reports_while_the_job_runs(shared: System) -> None:

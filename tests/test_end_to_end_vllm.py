@@ -196,6 +196,29 @@ async def test_worker_that_dies_in_a_swap_holds_up_nobody(system: Cluster, tiny:
     await system.client.cancel(job)
 
 
+@pytest.mark.parametrize("lora", [None, {"rank": 4, "alpha": 8.0}], ids=["full", "lora"])
+async def test_job_that_starts_from_a_checkpoint_trains_samples_and_scores_with_its_weights(
+    system: Cluster, tiny: Path, lora: dict[str, Any] | None
+) -> None:
+    """With a learning rate of 0: the weights stay those of the checkpoint, vLLM has the same, and KL is zero."""
+    model = {"base": str(tiny), "lora": lora}
+    algorithm = {"group_size": 16, "groups_per_batch": 8, "max_staleness": 0, "kl_coef": 0.05}
+    toy = {"engine": "toy", "max_tokens": 3}  # as good as vLLM where only the weights have to become others
+    train = {"steps": 4, "lr": 1e-3, "checkpoint_every": 10}
+    first = await system.submit(one_digit(tiny, model=model, rollout=toy, train=train))
+    assert (await system.wait(first, 120))["state"] == "succeeded"
+    spec = one_digit(tiny, model=model, algorithm=algorithm, train={"steps": 3, "lr": 0.0})
+    second = (await system.client.submit(spec, from_checkpoint=f"{first}@4"))["id"]
+    record = await system.wait(second, 120)
+    assert record["state"] == "succeeded", record["reason"]
+    lines = system.lines(second)
+    assert_exact_numerics(lines)
+    assert max(line["loss/kl"] for line in lines) <= 1e-6, "the reference is the model that it started with"
+    name = "model.safetensors" if lora is None else "adapter_model.safetensors"
+    saved = [system.data / "jobs" / j / "checkpoints" / f"step-00000{s}" / name for j, s in ((first, 4), (second, 3))]
+    assert saved[0].read_bytes() == saved[1].read_bytes()
+
+
 async def test_processes_end_well_and_the_trainer_saves_what_it_has(system: Cluster, tiny: Path) -> None:
     """SIGTERM in the middle of a job, the trainer first: its checkpoint is of the very step that it had reached."""
     algorithm = {"group_size": 16, "groups_per_batch": 8, "max_staleness": 1, "kl_coef": 0.05}

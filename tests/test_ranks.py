@@ -111,6 +111,20 @@ def test_two_ranks_learn_what_one_does(pair: Pair, name: str) -> None:
     pair.assert_same_weights(alone)
 
 
+def test_two_ranks_start_from_the_checkpoint_of_another_job(pair: Pair, tmp_path: Path) -> None:
+    first = pair.job(algorithm={"name": "ppo", "group_size": 4, "groups_per_batch": 4})
+    for step in range(2):
+        first.step(random_groups(step), version(step))
+    first.save(tmp_path)
+    for optimizer in (False, True):
+        alone = TorchLearner(first.spec)
+        alone.start(tmp_path, optimizer=optimizer)
+        pair.start = {name: weights.clone() for name, weights in alone.named_weights()}
+        pair.gang.start(tmp_path, optimizer=optimizer)
+        pair.both_step(alone, random_groups(7), 0)
+        pair.assert_same_weights(alone)
+
+
 def one_answer() -> list[Group]:
     """A batch of which only one trajectory has sampled tokens."""
     spoken = trajectory_of([5, 6, 7, 8, 1], [0, 0, 1, 1, 1], reward=1.0)

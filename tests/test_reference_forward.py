@@ -21,16 +21,17 @@ import torch
 from structlog.testing import capture_logs
 from transformers import AutoModelForCausalLM
 
-from opentinker.services.reference_forward.needs import REFERENCE, ModelKey
+from opentinker.services.reference_forward.needs import REFERENCE, ModelKey, needs
 from opentinker.services.reference_forward.results import with_results
 from opentinker.services.reference_forward.scorer import Scorer
 from opentinker.services.reference_forward.service import ReferenceForward
+from opentinker.services.trainer.torch_learner import TorchLearner
 from opentinker.shared.bus import Bus, StreamFull
 from opentinker.shared.config import Settings
 from opentinker.shared.service import Context
 from opentinker.shared.store import Store
 from opentinker.shared.subjects import GROUP, SCORE
-from opentinker.shared.types import Group, JobState, Pool
+from opentinker.shared.types import Group, JobState, Pool, WeightVersion
 from tests.conftest import Server, until
 from tests.learning import plain_logprobs, random_groups, torch_spec
 
@@ -97,6 +98,34 @@ def test_scoring_beside_a_load_in_another_dtype_gives_the_same(tiny: Path) -> No
             rounds += 1
             assert all(np.array_equal(a, b) for a, b in zip(alone[0], beside[0], strict=True))
     assert rounds > 0 and all(future.result() is not None for future in loading)
+
+
+@pytest.mark.parametrize("lora", [None, {"rank": 4, "alpha": 8.0}], ids=["full", "lora"])
+def test_reference_of_a_continued_job_is_the_model_that_it_starts_with(
+    tiny: Path, tmp_path: Path, lora: dict[str, Any] | None
+) -> None:
+    spec = torch_spec(tiny, model={"lora": lora})
+    learner = TorchLearner(spec)
+    learner.load(None)
+    for step in range(3):
+        learner.step(random_groups(step), WeightVersion(1, step))
+    learner.save(tmp_path)
+    learner.causal.set_attn_implementation("sdpa")
+    group, scorer = random_groups(7, size=6)[0], Scorer()
+    continued: dict[str, Any] = {
+        "model": {"lora": lora},
+        "algorithm": {"kl_coef": 0.1},
+        "start": {"from": "j-0123456789@3"},
+    }
+    (key,) = needs(torch_spec(tiny, **continued), tmp_path)
+    frozen = scorer.load(key)
+    assert scorer.size(key) == sum(p.numel() * p.element_size() for p in frozen.parameters())
+    (found,) = scorer.score(frozen, [group], [1.0])
+    (plain,) = scorer.score(scorer.load(ModelKey(str(tiny), "float32")), [group], [1.0])
+    for trajectory, logprobs_T, other_T in zip(group.trajectories, found, plain, strict=True):
+        expected = np.r_[0.0, plain_logprobs(learner.causal, trajectory.ids.tolist()).numpy()] * trajectory.mask
+        np.testing.assert_allclose(logprobs_T, expected, atol=1e-5)
+        assert np.abs(logprobs_T - other_T).max() > 1e-3
 
 
 @asynccontextmanager

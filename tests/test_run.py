@@ -137,6 +137,8 @@ async def test_every_command_against_servers_of_ones_own(tmp_path: Path, monkeyp
             assert [line.split()[0] for line in typed("checkpoints", job).splitlines()] == ["step", "5", "10"]
             assert typed("download", job, "mine").startswith(str(tmp_path / "mine"))
             assert (tmp_path / "mine" / "manifest.json").exists()
+            further = typed("submit", "short.toml", "--from-checkpoint", f"{job}@5").split()[0]
+            assert "step 10/10" in typed("watch", further) and f"{job}@5" in typed("events", further)
             other = typed("submit", "long.toml").split()[0]
             await until(lambda: "running" in typed("job", other))
             assert typed("cancel", other) == f"{other}  cancelled\n"

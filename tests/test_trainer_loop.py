@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import orjson
 import pytest
 
@@ -21,6 +22,7 @@ from opentinker.shared import codec
 from opentinker.shared.admission import Admission
 from opentinker.shared.errors import JobFailed
 from opentinker.shared.leasing import LeasedWorker
+from opentinker.shared.manifest import Manifest, start_of
 from opentinker.shared.service import Context
 from opentinker.shared.spec import JobSpec
 from opentinker.shared.store import Store
@@ -58,16 +60,25 @@ async def ctx(nats_server: Server, valkey_server: Server, store: Store, tmp_path
         yield ctx
 
 
-async def prepare(ctx: Context, target: str = "", **faults: Any) -> TrainerJob:
+async def prepare(
+    ctx: Context, target: str = "", steps: int = 6, start: dict[str, Any] | None = None, **faults: Any
+) -> TrainerJob:
     """6 steps of 2 groups, a checkpoint after every second one."""
-    train = {"learner": "simulated", "steps": 6, "simulated_step_s": 0.0, "checkpoint_every": 2}
-    spec = make_spec(algorithm__max_staleness=10, train=train | ({"target": {target: 1.0}} if target else {}))
+    train = {"learner": "simulated", "steps": steps, "simulated_step_s": 0.0, "checkpoint_every": 2}
+    train |= {"target": {target: 0.5}} if target else {}
+    spec = make_spec(algorithm__max_staleness=10, train=train, start=start)
     await ctx.store.create_job(id=JOB, spec=spec.model_dump(mode="json"), tenant="default")
     await ctx.store.transition(JOB, JobState.STARTING, epoch=1)
     await ctx.bus.purge("GROUPS", GROUP.at(job=JOB))
     worker = LeasedWorker(ctx, Pool.TRAINER, _not_called)
     lease = Lease(job=JOB, worker=ctx.worker, incarnation=worker.info.incarnation, epoch=1, pool=Pool.TRAINER)
     return TrainerJob(worker, lease, spec, Clumsy(spec, **faults))
+
+
+def after(job: TrainerJob) -> TrainerJob:
+    """The same job in the hands of the next trainer."""
+    lease = msgspec.structs.replace(job.lease, epoch=job.lease.epoch + 1)
+    return TrainerJob(job.worker, lease, job.spec, Clumsy(job.spec))
 
 
 async def _not_called(*_: object) -> None:
@@ -306,6 +317,49 @@ async def test_target_that_the_job_does_not_report_is_said_at_once(ctx: Context)
     await train(await prepare(ctx, target="exactt"))
     (said,) = [event for event in await ctx.store.events(JOB) if event["event"] == "target_metric_absent"]
     assert said["metrics"] == ["exactt"] and "reward/mean" in said["there_are"]
+
+
+async def test_resumed_trainer_remembers_what_the_target_is_judged_by(ctx: Context) -> None:
+    """The mean of ten steps; a checkpoint holds the eight before it, so two more are enough."""
+    job = await prepare(ctx, target="reward/mean", steps=30, nan_at=9)
+    with pytest.raises(JobFailed, match="last good checkpoint is step 8"):
+        await train(job)
+    resumed = after(job)
+    await train(resumed)
+    record = await ctx.store.job(JOB)
+    assert (record.state, record.step, record.reason) == (JobState.SUCCEEDED, 10, "target reached")
+
+
+async def test_job_starts_from_the_checkpoint_kept_for_it_and_only_at_first(ctx: Context) -> None:
+    other = "j-other00000@7"
+    job = await prepare(ctx, start={"from": other}, nan_at=4)
+    kept = start_of(ctx.settings.data_dir, JOB)
+    elsewhere = Manifest(job="j-other00000", epoch=3, step=7, version=WeightVersion(3, 7))
+    written = checkpoint.commit(ctx.settings.data_dir / "x", elsewhere, job.learner.save)
+    kept.parent.mkdir(parents=True)
+    written.rename(kept)
+    with pytest.raises(JobFailed, match="last good checkpoint is step 2"):
+        await train(job)
+    await train(after(job))
+    events = [e for e in await ctx.store.events(JOB) if e["event"] in ("model_loaded", "resumed")]
+    assert [(e["event"], e["step"], e.get("from"), e.get("optimizer")) for e in events] == [
+        ("model_loaded", 0, other, False),
+        ("resumed", 2, None, None),
+    ]
+
+
+@pytest.mark.parametrize("how", ["gone", "damaged"])
+async def test_checkpoint_to_start_from_that_is_damaged_fails_the_job_by_name(ctx: Context, how: str) -> None:
+    job = await prepare(ctx, start={"from": "j-other00000@7"})
+    kept = start_of(ctx.settings.data_dir, JOB)
+    if how == "damaged":
+        elsewhere = Manifest(job="j-other00000", epoch=3, step=7, version=WeightVersion(3, 7))
+        kept.parent.mkdir(parents=True)
+        checkpoint.commit(ctx.settings.data_dir / "x", elsewhere, job.learner.save).rename(kept)
+        (kept / "trainer" / "state.json").write_bytes(b'{"steps":9}')
+    said = "state.json does not have its recorded sha256" if how == "damaged" else "No such file"
+    with pytest.raises(JobFailed, match=rf"cannot start from j-other00000@7: .*{said}.*checkpoints j-other00000"):
+        await train(job)
 
 
 async def test_group_that_cannot_be_decoded_is_discarded_and_replaced(ctx: Context) -> None:

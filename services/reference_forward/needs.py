@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import msgspec
 
 from opentinker.shared.spec import JobSpec
@@ -16,11 +18,21 @@ class ModelKey(msgspec.Struct, frozen=True):
     base: str
     """Path or hub id."""
     dtype: str
+    adapter: str = ""
+    """Directory of a PEFT adapter on it; empty: none."""
 
 
-def needs(spec: JobSpec) -> dict[ModelKey, list[str]]:
-    """Roles by model. The reference of a LoRA job is the base without the adapter."""
+def needs(spec: JobSpec, start: Path) -> dict[ModelKey, list[str]]:
+    """Roles by model. `start`: where a job that begins with another one's checkpoint has it."""
     found: dict[ModelKey, list[str]] = {}
     if spec.algorithm.kl_coef > 0:
-        found.setdefault(ModelKey(spec.model.base, spec.model.dtype), []).append(REFERENCE)
+        found.setdefault(_reference(spec, start), []).append(REFERENCE)
     return found
+
+
+def _reference(spec: JobSpec, start: Path) -> ModelKey:
+    """The model at the job's start: of a LoRA job the base without an adapter, or with the one that it starts from."""
+    model = spec.model
+    if spec.start is None:
+        return ModelKey(model.base, model.dtype)
+    return ModelKey(str(start), model.dtype) if model.lora is None else ModelKey(model.base, model.dtype, str(start))

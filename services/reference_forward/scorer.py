@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ import torch
 from opentinker.services.reference_forward.needs import ModelKey
 from opentinker.shared.errors import JobFailed
 from opentinker.shared.nn.forward import layout, token_logprobs
+from opentinker.shared.nn.lora import adapter_bytes, causal_lm, with_adapter
 from opentinker.shared.nn.models import load_model, model_bytes, torch_dtype
 from opentinker.shared.nn.packing import pack
 from opentinker.shared.types import F32, Group, Trajectory
@@ -36,11 +38,13 @@ class Scorer:
 
     def size(self, key: ModelKey) -> int:
         """Bytes of the weights, told before they are loaded. Raises JobFailed if there is no such model."""
-        return model_bytes(key.base, torch_dtype(key.dtype))
+        weights = model_bytes(key.base, torch_dtype(key.dtype))
+        return weights + (adapter_bytes(Path(key.adapter)) if key.adapter else 0)
 
     def load(self, key: ModelKey) -> Any:
         """Raises JobFailed if the model is unusable."""
-        return load_model(key.base, torch_dtype(key.dtype), self.device)
+        model = load_model(key.base, torch_dtype(key.dtype), self.device)
+        return causal_lm(with_adapter(model, Path(key.adapter))) if key.adapter else model
 
     def collect(self) -> None:
         """Give back the memory of models that were let go."""

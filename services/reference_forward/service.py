@@ -33,6 +33,7 @@ from opentinker.services.reference_forward.residence import Residence
 from opentinker.services.reference_forward.results import with_results
 from opentinker.shared.bus import ACK_WAIT_S, ConsumerDeleted, Delivery, StreamFull, TooLarge
 from opentinker.shared.errors import Conflict, JobFailed, NotFound, SpecError
+from opentinker.shared.manifest import start_of
 from opentinker.shared.service import Context, first_failure
 from opentinker.shared.spec import parse_spec
 from opentinker.shared.subjects import GROUP, SCORE, SCORES, Subject
@@ -199,7 +200,8 @@ class ReferenceForward:
         except ValueError as error:  # passed on as it is: the trainer's own check discards it, so the ledger balances
             self.log.error("invalid_group_passed_on", job=work.group.job, group=work.group.seq, error=str(error))
             return True
-        work.temperature, work.needs = spec.rollout.temperature, needs(spec)
+        start = start_of(self.ctx.settings.data_dir, work.group.job)
+        work.temperature, work.needs = spec.rollout.temperature, needs(spec, start)
         return True
 
     # --- models -------------------------------------------------------------------------------------------------

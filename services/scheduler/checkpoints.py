@@ -18,10 +18,8 @@ from typing import Any, BinaryIO
 import msgspec
 
 from opentinker.shared.errors import NotFound
-from opentinker.shared.manifest import MANIFEST, Manifest, fenced_epoch, read_manifest
+from opentinker.shared.manifest import MANIFEST, TRAINER_STATE, Manifest, fenced_epoch, read_manifest
 
-TRAINER_STATE = "trainer/"
-"""Files under it are for resuming (optimizer, random state); a model loads without them."""
 CHUNK = 1 << 20
 _STEP = re.compile(r"^step-(\d{1,12})$")
 
@@ -63,6 +61,15 @@ def newest_epoch(root: Path) -> int:
     return max([fenced_epoch(root), *(manifest.epoch for _, manifest in _committed(root))])
 
 
+def choose(root: Path, step: int | None) -> tuple[Path, Manifest]:
+    """The committed checkpoint of `step`; None: the newest. Raises NotFound."""
+    committed = {manifest.step: (directory, manifest) for directory, manifest in _committed(root)}
+    if not committed or (step is not None and step not in committed):
+        have = ", ".join(map(str, sorted(committed))) or "none yet"
+        raise NotFound(f"no checkpoint of step {'latest' if step is None else step}; there are: {have}")
+    return [*committed.values()][-1] if step is None else committed[step]
+
+
 @dataclass
 class Archive:
     """An open checkpoint: the files stay readable even if the trainer removes the directory meanwhile."""
@@ -95,11 +102,7 @@ class Archive:
 
 def open_archive(root: Path, step: int | None, everything: bool) -> Archive:
     """The checkpoint of `step` (None: the newest), its model files or also the trainer's state. Raises NotFound."""
-    committed = {manifest.step: (directory, manifest) for directory, manifest in _committed(root)}
-    if not committed or (step is not None and step not in committed):
-        have = ", ".join(map(str, sorted(committed))) or "none yet"
-        raise NotFound(f"no checkpoint of step {'latest' if step is None else step}; there are: {have}")
-    directory, manifest = [*committed.values()][-1] if step is None else committed[step]
+    directory, manifest = choose(root, step)
     archive = Archive(manifest.step, [])
     try:
         for name in [MANIFEST, *sorted(manifest.files)]:
@@ -112,10 +115,7 @@ def open_archive(root: Path, step: int | None, everything: bool) -> Archive:
 
 
 def _open_member(directory: Path, name: str, mtime: int) -> tuple[tarfile.TarInfo, BinaryIO]:
-    path = PurePosixPath(name)
-    if path.is_absolute() or ".." in path.parts or "\0" in name:
-        raise OSError(0, f"its manifest names {name!r}")
-    descriptor = os.open(directory / path, os.O_RDONLY | os.O_NOFOLLOW)
+    descriptor = os.open(directory / inside(name), os.O_RDONLY | os.O_NOFOLLOW)
     status = os.fstat(descriptor)
     if not stat.S_ISREG(status.st_mode):
         os.close(descriptor)
@@ -123,6 +123,14 @@ def _open_member(directory: Path, name: str, mtime: int) -> tuple[tarfile.TarInf
     info = tarfile.TarInfo(name)
     info.size, info.mtime, info.mode = status.st_size, mtime, 0o644
     return info, os.fdopen(descriptor, "rb")
+
+
+def inside(name: str) -> PurePosixPath:
+    """A name of a manifest, if it stays in the directory. Raises OSError."""
+    path = PurePosixPath(name)
+    if path.is_absolute() or ".." in path.parts or "\0" in name:
+        raise OSError(0, f"its manifest names {name!r}")
+    return path
 
 
 def _header(info: tarfile.TarInfo) -> bytes:

@@ -1,10 +1,12 @@
-"""After a job: its tickets, groups and consumers are removed once its workers have let go. The ledger's counts stay.
+"""After a job: its tickets, groups and consumers, and the checkpoint of another job that it started from, are removed
+once its workers have let go. The ledger's counts stay.
 
 clear loop   consumes the set of jobs that are ending; removes their messages; looks once a second
 """
 
 from __future__ import annotations
 
+import asyncio
 import time
 from typing import Any
 
@@ -12,6 +14,7 @@ import nats.errors
 import structlog
 from nats.js.api import StreamConfig
 
+from opentinker.services.scheduler import start
 from opentinker.shared.admission import Admission
 from opentinker.shared.service import Context
 from opentinker.shared.subjects import GROUP, GROUPS, SCORE, SCORES, TICKET, TICKETS, Subject
@@ -58,10 +61,12 @@ class Clearing:
             assert stream.name is not None
             await self.bus.purge(stream.name, subject.at(job=job))
         await Admission(self.store.redis, job).clear()
+        await asyncio.to_thread(start.drop, self.ctx.settings.data_dir, job)
         log.info("job_cleared", job=job)
 
     async def sweep(self) -> None:
-        """What was on its way when its job was cleared: tickets, and groups that reference-forward was working on.
+        """What was on its way when its job was cleared: tickets, and groups that reference-forward was working on; and
+        the checkpoints kept by submissions that came to nothing.
 
         Messages are listed before jobs: those of a job that begins meanwhile are not touched.
         """
@@ -72,6 +77,8 @@ class Clearing:
             for late in found - {subject.at(job=job) for job in active}:
                 await self.bus.purge(stream.name, late)
                 log.info("messages_swept", subject=late)
+        for job in await asyncio.to_thread(start.left_over, self.ctx.settings.data_dir, set(active)):
+            log.info("start_swept", job=job)
 
     async def _stored(self, stream: StreamConfig, subject: Subject[Any]) -> set[str]:
         assert stream.name is not None

@@ -10,13 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import orjson
+from pydantic import ValidationError
 
+from opentinker.services.scheduler import start as starting
 from opentinker.shared.bus import NoReply
 from opentinker.shared.codec import WireError
 from opentinker.shared.errors import SpecError
 from opentinker.shared.service import Context
 from opentinker.shared.sessions import EnvCheck
-from opentinker.shared.spec import JobSpec, ModelSpec, parse_spec
+from opentinker.shared.spec import JobSpec, ModelSpec, StartSpec, parse_spec
 from opentinker.shared.subjects import ENV_CHECK, WAKE
 
 ENV_CHECK_S = 2.0
@@ -44,14 +46,21 @@ async def submit(ctx: Context, data: Any, tenant: str, idempotency: str = "") ->
     wrong_model = (
         [] if base is None else await asyncio.to_thread(_check_model, base, None if spec is None else spec.model)
     )
-    mistakes += wrong_environment + wrong_model
+    wrong_start, chosen = await _check_start(ctx, _start(data, spec), spec, tenant)
+    mistakes += wrong_environment + wrong_model + wrong_start
     if spec is None or mistakes:
         raise SpecError(mistakes)
     plain = spec.model_dump(mode="json")
     plain["model"]["base"] = await asyncio.to_thread(_resolved, spec.model.base)
     body_hash = hashlib.sha256(_canonical(plain)).hexdigest()
     new = new_job_id()
+    if chosen is not None:
+        plain["start"]["from"] = chosen.name
+        if problem := await asyncio.to_thread(starting.keep, chosen, ctx.settings.data_dir, new):
+            raise SpecError([{"field": "start.from", "value": chosen.name, "problem": problem}])
     id = await ctx.store.create_job(id=new, spec=plain, tenant=tenant, idempotency=idempotency, body_hash=body_hash)
+    if chosen is not None and id != new:
+        await asyncio.to_thread(starting.drop, ctx.settings.data_dir, new)
     if id == new and not checked:
         await ctx.store.update(
             id,
@@ -89,6 +98,31 @@ async def _check_environment(ctx: Context, check: EnvCheck | None, known: Mistak
     except (NoReply, WireError):
         return [], False
     return reply.errors, True
+
+
+def _start(data: Any, spec: JobSpec | None) -> StartSpec | None:
+    if spec is not None:
+        return spec.start
+    try:
+        return StartSpec.model_validate(data.get("start")) if isinstance(data, dict) else None
+    except ValidationError:
+        return None  # not given, or among the mistakes already
+
+
+async def _check_start(
+    ctx: Context, start: StartSpec | None, spec: JobSpec | None, tenant: str
+) -> tuple[Mistakes, starting.Chosen | None]:
+    """The checkpoint to start from, compared with a spec that is right otherwise."""
+    if start is None:
+        return [], None
+    found = await starting.find(ctx, start, tenant)
+    if isinstance(found, str):
+        return [{"field": "start.from", "value": start.checkpoint, "problem": found}], None
+    if spec is None:
+        return [], found
+    base = await asyncio.to_thread(_resolved, spec.model.base)
+    wrong = await asyncio.to_thread(starting.mistakes_in, found, spec, base)
+    return [{**mistake, "value": start.checkpoint} for mistake in wrong], found
 
 
 def _base(data: Any, spec: JobSpec | None) -> str | None:

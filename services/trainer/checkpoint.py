@@ -109,6 +109,16 @@ def newest(root: Path) -> tuple[Path, Manifest] | None:
     return None
 
 
+def intact(directory: Path) -> Manifest:
+    """What the directory's manifest says, if every file has its recorded hash. Raises JobFailed."""
+    try:
+        manifest = read_manifest(directory)
+        _verify(directory, manifest)
+    except (OSError, ValueError, msgspec.MsgspecError) as error:
+        raise JobFailed(f"the checkpoint in {directory} is gone or damaged: {error}") from error
+    return manifest
+
+
 def listing(root: Path) -> list[tuple[Path, Manifest]]:
     """Committed checkpoints with a readable manifest, oldest first; files are not verified."""
     return _readable(list(root.glob("step-*")))

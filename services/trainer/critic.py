@@ -1,8 +1,9 @@
 """The critic of `advantage = "gae"`: a second copy of the base model with one number in place of the vocabulary.
 
-It starts from `model.base` with a head of zeros, so that every first value is 0, and has an optimizer of its own at
-`critic_lr`, which warms up with the policy's. With LoRA it is an adapter too. It is saved in
-`trainer/critic.safetensors`: `weight/NAME`, `exp_avg/NAME`, `exp_avg_sq/NAME`, `step/NAME` per trained parameter.
+It starts from `model.base` with a head of zeros, so that every first value is 0 (or from the critic in the checkpoint
+that the job starts from), and has an optimizer of its own at `critic_lr`, which warms up with the policy's. With LoRA
+it is an adapter too. It is saved in `trainer/critic.safetensors`: `weight/NAME`, `exp_avg/NAME`, `exp_avg_sq/NAME`,
+`step/NAME` per trained parameter.
 """
 
 from __future__ import annotations
@@ -20,12 +21,11 @@ from opentinker.services.trainer.advantages import F64
 from opentinker.services.trainer.losses import value_loss
 from opentinker.services.trainer.micro_batch import MicroBatch
 from opentinker.shared.errors import JobFailed
+from opentinker.shared.manifest import CRITIC
 from opentinker.shared.nn.forward import token_values
 from opentinker.shared.nn.lora import attach_lora, causal_lm
 from opentinker.shared.nn.models import autocast, load_model, torch_dtype
 from opentinker.shared.spec import JobSpec
-
-FILE = "critic.safetensors"
 
 
 class Critic:
@@ -86,12 +86,12 @@ class Critic:
     def save(self, directory: Path) -> None:
         tensors = {f"weight/{name}": p.detach() for name, p in self.parameters.items()}
         tensors |= train_state.moments(self.parameters, self.optimizer)
-        save_file({name: t.contiguous() for name, t in tensors.items()}, directory / "trainer" / FILE)
+        save_file({name: t.contiguous() for name, t in tensors.items()}, directory / CRITIC)
 
-    def load(self, checkpoint: Path) -> None:
+    def load(self, checkpoint: Path, *, moments: bool = True) -> None:
         """Raises JobFailed, naming a tensor, if the checkpoint has no critic or another one."""
         try:
-            tensors = load_file(checkpoint / "trainer" / FILE)
+            tensors = load_file(checkpoint / CRITIC)
         except (OSError, SafetensorError) as error:
             raise JobFailed(f"checkpoint {checkpoint} has no usable critic: {error}") from error
         saved = {name.removeprefix("weight/"): t for name, t in tensors.items() if name.startswith("weight/")}
@@ -105,7 +105,8 @@ class Critic:
         with torch.no_grad():
             for name, parameter in self.parameters.items():
                 parameter.copy_(saved[name])
-        train_state.put_moments(tensors, self.parameters, self.optimizer)
+        if moments:
+            train_state.put_moments(tensors, self.parameters, self.optimizer)
 
 
 def critic_columns(micros: list[MicroBatch]) -> dict[str, Tensor]:

@@ -43,7 +43,7 @@ class SnapshotLike(Protocol):
 class Learner(Protocol):
     """Weights, optimizer and random state of one policy.
 
-    `load` first; then any order of the others. `step` raises NonFinite with nothing changed.
+    `load` or `start` first; then any order of the others. `step` raises NonFinite with nothing changed.
     """
 
     device: str
@@ -51,6 +51,12 @@ class Learner(Protocol):
 
     def load(self, checkpoint: Path | None) -> None:
         """The base model, or weights, optimizer and random state of a checkpoint directory."""
+
+    def start(self, checkpoint: Path, *, optimizer: bool) -> None:
+        """The weights (and optimizer moments) of another job's checkpoint; everything else as at a first start.
+
+        Raises JobFailed, naming tensors, if they are not those of the job's model.
+        """
 
     def step(self, groups: list[Group], version: WeightVersion) -> dict[str, float]:
         """Train on one batch (`updates_per_batch` optimizer steps); `version` names the weights before it."""
@@ -85,6 +91,10 @@ class SimulatedLearner:
 
     def load(self, checkpoint: Path | None) -> None:
         self.steps = 0 if checkpoint is None else int(orjson.loads(_state_file(checkpoint).read_bytes())["steps"])
+
+    def start(self, checkpoint: Path, *, optimizer: bool) -> None:
+        self.load(checkpoint)  # of a simulated learner too
+        self.steps = 0
 
     def step(self, groups: list[Group], version: WeightVersion) -> dict[str, float]:
         start = time.perf_counter()

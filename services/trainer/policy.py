@@ -25,7 +25,7 @@ from opentinker.shared.errors import JobFailed
 from opentinker.shared.nn import transport
 from opentinker.shared.nn.forward import Layout, token_logprobs
 from opentinker.shared.nn.lora import attach_lora, causal_lm
-from opentinker.shared.nn.models import autocast, load_model, load_tokenizer, torch_dtype
+from opentinker.shared.nn.models import autocast, load_model, load_tokenizer, refuse_other_model, torch_dtype
 from opentinker.shared.spec import JobSpec
 from opentinker.shared.types import WeightVersion
 
@@ -45,6 +45,16 @@ class Policy:
         """The base model, or the state of a checkpoint directory. Raises JobFailed if either is unusable."""
         self._build(checkpoint)
         self._resume(checkpoint)
+
+    def start(self, checkpoint: Path, *, optimizer: bool) -> None:
+        """The weights of another job's checkpoint, and its moments if asked for; all else as at a first start.
+
+        Raises JobFailed, naming tensors, if it is of another model.
+        """
+        if self.spec.model.lora is None:
+            refuse_other_model(str(checkpoint), self.spec.model.base)
+        self._build(checkpoint)
+        self._take_over(checkpoint, moments=optimizer)
 
     def _build(self, checkpoint: Path | None) -> None:
         """Model and optimizer; full weights are those of the checkpoint already."""
@@ -75,6 +85,11 @@ class Policy:
         if self.spec.train.deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it with its first handle
         torch.use_deterministic_algorithms(self.spec.train.deterministic)
+
+    def _take_over(self, checkpoint: Path, *, moments: bool) -> None:
+        """Of `_resume`, what another job's checkpoint gives."""
+        self.steps = 0
+        train_state.start(checkpoint, self.model, self.parameters, self.optimizer if moments else None)
 
     def _optimizer(self) -> torch.optim.Optimizer:
         """Weight decay acts on matrices; norms and biases have none."""
@@ -162,7 +177,7 @@ class Policy:
         directory.mkdir(parents=True, exist_ok=True)
         train_state.save_model(directory, self.model, dict(self.named_weights()), self.dtype)
         self.tokenizer.save_pretrained(directory)
-        masters = self.dtype != torch.float32 and self.spec.model.lora is None
+        masters = self.dtype != torch.float32
         train_state.save(directory, self.parameters, self.optimizer, self.steps, masters=masters)
 
     def close(self) -> None:

@@ -92,10 +92,13 @@ class Rank:
         match command:
             case Join(device=device, port=port, world=world):
                 self._gang = Gang.join(port, self._rank, world, device)
-            case Load(spec=spec, checkpoint=checkpoint):
+            case Load(spec=spec, checkpoint=checkpoint, resume=resume, optimizer=optimizer):
                 self._learner = None  # its memory is needed
                 learner = TorchLearner(parse_spec(orjson.loads(spec)), self._gang.device, self._gang)
-                learner.load(None if checkpoint is None else Path(checkpoint))
+                if checkpoint is None or resume:
+                    learner.load(None if checkpoint is None else Path(checkpoint))
+                else:
+                    learner.start(Path(checkpoint), optimizer=optimizer)
                 self._learner = learner
             case Step(groups=groups, version=version):
                 assert self._learner is not None, "Load comes first"

@@ -25,6 +25,10 @@ class Load(msgspec.Struct, frozen=True, tag=True):
     spec: bytes
     """JSON."""
     checkpoint: str | None
+    """Directory; None: the base model."""
+    resume: bool
+    """Otherwise another job's checkpoint gives the weights, and the moments if `optimizer`."""
+    optimizer: bool
 
 
 class Step(msgspec.Struct, frozen=True, tag=True):

@@ -1,7 +1,8 @@
 """The learner of several ranks: this process is rank 0 and has the others do with it whatever the loop asks for.
 
                     rank 0, in the trainer             rank 1 ... N-1, processes of `rank.py`
-    load, step      TorchLearner  <--collectives-->    TorchLearner
+    load, start,
+    step            TorchLearner  <--collectives-->    TorchLearner
     snapshot, save  TorchLearner                       -
 
 Each rank computes its part of every batch; what the batch is worth and what it weighs is settled over the whole of it,
@@ -41,11 +42,19 @@ class RankedLearner:
 
     def load(self, checkpoint: Path | None) -> None:
         """Starts the ranks, too. Raises JobFailed, RankLost."""
+        command = self._prepare(None if checkpoint is None else str(checkpoint), resume=True)
+        self._run(command, lambda: self.own.load(checkpoint))
+
+    def start(self, checkpoint: Path, *, optimizer: bool) -> None:
+        """As `load`."""
+        command = self._prepare(str(checkpoint), resume=False, optimizer=optimizer)
+        self._run(command, lambda: self.own.start(checkpoint, optimizer=optimizer))
+
+    def _prepare(self, checkpoint: str | None, *, resume: bool, optimizer: bool = False) -> Load:
         if self.ranks is None:
-            self._start()
+            self._start_ranks()
         self.own = TorchLearner(self.spec, self.device, self.own.gang)
-        path = None if checkpoint is None else str(checkpoint)
-        self._run(Load(self.spec.model_dump_json().encode(), path), lambda: self.own.load(checkpoint))
+        return Load(self.spec.model_dump_json().encode(), checkpoint, resume, optimizer)
 
     def step(self, groups: list[Group], version: WeightVersion) -> dict[str, float]:
         return self._run(Step(groups, version), lambda: self.own.step(groups, version))
@@ -63,7 +72,7 @@ class RankedLearner:
             ranks.close(self.own.gang.leave)
             torch.set_num_threads(self._threads)
 
-    def _start(self) -> None:
+    def _start_ranks(self) -> None:
         if self.device == "cuda" and torch.cuda.device_count() < self.world:
             raise JobFailed(
                 f"resources.trainer_gpus = {self.world}, but this trainer has {torch.cuda.device_count()} GPUs"

@@ -16,13 +16,13 @@ import orjson
 import structlog
 
 from opentinker.services.trainer import checkpoint
-from opentinker.services.trainer.alarm import SlopeAlarm
+from opentinker.services.trainer.alarm import WINDOW, SlopeAlarm
 from opentinker.services.trainer.learner import Learner
 from opentinker.services.trainer.step_log import StepLog, lineage
 from opentinker.shared.errors import Conflict, JobFailed
-from opentinker.shared.manifest import Manifest
+from opentinker.shared.manifest import Manifest, start_of
 from opentinker.shared.service import Context
-from opentinker.shared.spec import JobSpec
+from opentinker.shared.spec import JobSpec, StartSpec
 from opentinker.shared.subjects import WAKE
 from opentinker.shared.telemetry import MetricSource
 from opentinker.shared.types import JobState, Lease
@@ -47,7 +47,7 @@ class Record:
         self._running = False
 
     async def restore(self) -> Manifest | None:
-        """Puts the newest good checkpoint into the learner, or the base model when there is none.
+        """Puts the newest good checkpoint into the learner; when there is none, what the job starts from.
 
         From here on no older epoch can write. Raises JobFailed, Fenced.
         """
@@ -65,14 +65,32 @@ class Record:
                 lineage, self.root.parent / "metrics.jsonl", manifest.resumed, manifest.step
             )
             self._window.extend(lines[-TARGET_WINDOW:])
-        await asyncio.to_thread(self.learner.load, path)
-        detail = {"step": manifest.step if manifest else 0, "epoch": self.lease.epoch}
+            for line in lines[-WINDOW:]:
+                self._alarm.look(line)
+        step = manifest.step if manifest else 0
+        detail: dict[str, object] = {"step": step, "epoch": self.lease.epoch}
+        start = None if manifest else self.spec.start
+        if start is None:
+            await asyncio.to_thread(self.learner.load, path)
+        else:
+            await asyncio.to_thread(self._start, start)
+            detail |= {"from": start.checkpoint, "optimizer": start.optimizer}
         event = "resumed" if manifest else "model_loaded"
-        await self.ctx.store.update(
-            self.lease.job, epoch=self.lease.epoch, step=detail["step"], event=event, detail=detail
-        )
+        await self.ctx.store.update(self.lease.job, epoch=self.lease.epoch, step=step, event=event, detail=detail)
         log.info(event, **detail)
         return manifest
+
+    def _start(self, start: StartSpec) -> None:
+        """Blocking. The weights of the other job's checkpoint, which the scheduler has kept for us."""
+        directory = start_of(self.ctx.settings.data_dir, self.lease.job)
+        try:
+            checkpoint.intact(directory)
+        except JobFailed as error:
+            raise JobFailed(
+                f"it cannot start from {start.checkpoint}: {error}; submit it again from another checkpoint "
+                f"(`opentinker checkpoints {start.job}` lists them)"
+            ) from error
+        self.learner.start(directory, optimizer=start.optimizer)
 
     async def running(self) -> None:
         """The job has begun to do its work. Idempotent."""

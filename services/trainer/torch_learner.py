@@ -28,6 +28,7 @@ from opentinker.services.trainer.micro_batch import (
 from opentinker.services.trainer.objective import objective
 from opentinker.services.trainer.policy import Policy
 from opentinker.services.trainer.step_record import StepRecord, record_metrics
+from opentinker.shared.manifest import CRITIC
 from opentinker.shared.types import Group, WeightVersion
 
 
@@ -42,6 +43,12 @@ class TorchLearner(Policy):
         if checkpoint is not None and self.critic is not None:
             self.critic.load(checkpoint)
         super()._resume(checkpoint)
+
+    def _take_over(self, checkpoint: Path, *, moments: bool) -> None:
+        """A critic too, if there is one and this job trains one."""
+        if self.critic is not None and (checkpoint / CRITIC).exists():
+            self.critic.load(checkpoint, moments=moments)
+        super()._take_over(checkpoint, moments=moments)
 
     def step(self, groups: list[Group], version: WeightVersion) -> dict[str, float]:
         start = time.perf_counter()

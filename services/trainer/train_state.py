@@ -1,7 +1,7 @@
 """What a learner writes beside its weights, and reads back bit by bit: optimizer moments, random state, step count.
 
 `trainer/optimizer.safetensors`: `exp_avg/NAME`, `exp_avg_sq/NAME`, `step/NAME` per trained parameter, `rng/cpu`,
-`rng/cuda`, and `master/NAME` where the saved model is narrower than the float32 weights.
+`rng/cuda`, and `master/NAME` where the saved model or adapter is narrower than the float32 weights.
 `trainer/state.json`: the step count.
 """
 
@@ -12,13 +12,14 @@ from typing import Any
 
 import orjson
 import torch
-from peft import PeftModel, get_peft_model_state_dict, set_peft_model_state_dict
+from peft import PeftModel
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from opentinker.shared.errors import JobFailed
-from opentinker.shared.nn.lora import causal_lm
+from opentinker.shared.manifest import ADAPTER, OPTIMIZER
+from opentinker.shared.nn.lora import causal_lm, put_adapter
 
 Parameters = dict[str, nn.Parameter]
 MOMENTS = ("exp_avg", "exp_avg_sq", "step")
@@ -27,9 +28,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 def save_model(directory: Path, model: nn.Module, weights: dict[str, Tensor], dtype: torch.dtype) -> None:
     """`weights` in plain Hugging Face layout, or as a PEFT adapter directory."""
     if isinstance(model, PeftModel):
-        save_file(
-            {name: tensor.contiguous() for name, tensor in weights.items()}, directory / "adapter_model.safetensors"
-        )
+        save_file({name: tensor.contiguous() for name, tensor in weights.items()}, directory / ADAPTER)
         model.peft_config["default"].save_pretrained(str(directory))
         return
     causal_lm(model).save_pretrained(directory, state_dict=weights, save_original_format=False)
@@ -51,7 +50,7 @@ def save(
     if masters:
         tensors |= {f"master/{name}": parameter.detach() for name, parameter in parameters.items()}
     (directory / "trainer").mkdir(exist_ok=True)
-    save_file({name: t.contiguous() for name, t in tensors.items()}, directory / "trainer" / "optimizer.safetensors")
+    save_file({name: t.contiguous() for name, t in tensors.items()}, directory / OPTIMIZER)
     (directory / "trainer" / "state.json").write_bytes(orjson.dumps({"steps": steps}))
 
 
@@ -60,24 +59,38 @@ def load(directory: Path, model: nn.Module, parameters: Parameters, optimizer: t
 
     Full weights were loaded with the model itself. Raises JobFailed, naming tensors, if the checkpoint does not fit.
     """
+    tensors = start(directory, model, parameters, optimizer)
     try:
         state = orjson.loads((directory / "trainer" / "state.json").read_bytes())
-        tensors = load_file(directory / "trainer" / "optimizer.safetensors")
+    except (OSError, ValueError) as error:
+        raise JobFailed(f"checkpoint {directory} cannot be resumed: {error}") from error
+    torch.set_rng_state(tensors["rng/cpu"])
+    if "rng/cuda" in tensors and next(iter(parameters.values())).is_cuda:
+        torch.cuda.set_rng_state(tensors["rng/cuda"])
+    return int(state["steps"])
+
+
+def start(
+    directory: Path, model: nn.Module, parameters: Parameters, optimizer: torch.optim.Optimizer | None
+) -> dict[str, Tensor]:
+    """Of `load`, adapter and masters, and the moments where an optimizer is given. Returns all the trainer's tensors.
+
+    Raises JobFailed, naming tensors, if the checkpoint does not fit.
+    """
+    try:
+        tensors: dict[str, Tensor] = load_file(directory / OPTIMIZER)
         if isinstance(model, PeftModel):
-            _load_adapter(directory, model)
+            put_adapter(model, directory)
     except (OSError, ValueError, SafetensorError) as error:
         raise JobFailed(f"checkpoint {directory} cannot be resumed: {error}") from error
-    device = next(iter(parameters.values())).device
     _check_fits(directory, tensors, parameters)
     with torch.no_grad():
         for name, parameter in parameters.items():
             if f"master/{name}" in tensors:
                 parameter.copy_(tensors[f"master/{name}"])
-    put_moments(tensors, parameters, optimizer)
-    torch.set_rng_state(tensors["rng/cpu"])
-    if "rng/cuda" in tensors and device.type == "cuda":
-        torch.cuda.set_rng_state(tensors["rng/cuda"])
-    return int(state["steps"])
+    if optimizer is not None:
+        put_moments(tensors, parameters, optimizer)
+    return tensors
 
 
 def moments(parameters: Parameters, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
@@ -106,22 +119,6 @@ def _check_fits(directory: Path, tensors: dict[str, Tensor], parameters: Paramet
 
 def _shape(parameters: Parameters, name: str) -> torch.Size | None:
     return parameters[name].shape if name in parameters else None
-
-
-def _load_adapter(directory: Path, model: PeftModel) -> None:
-    saved = load_file(directory / "adapter_model.safetensors")
-    own = get_peft_model_state_dict(model, save_embedding_layers=False)
-    odd = sorted(
-        name
-        for name in saved.keys() | own.keys()
-        if name not in saved or name not in own or saved[name].shape != own[name].shape
-    )
-    if odd:
-        raise JobFailed(
-            f"adapter of checkpoint {directory} does not fit the job's model: {len(odd)} tensors differ, "
-            f"such as {odd[0]}"
-        )
-    set_peft_model_state_dict(model, saved)
 
 
 Memory = tuple[list[Tensor], list[dict[str, Any]]]

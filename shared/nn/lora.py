@@ -1,15 +1,21 @@
-"""Adapters around a frozen base model, by peft. Apart from `models.py` because reference-forward needs no peft."""
+"""Adapters around a frozen base model, by peft."""
 
 from __future__ import annotations
 
+import math
+from pathlib import Path
 from typing import Any
 
-from peft import LoraConfig, PeftModel, get_peft_model
-from torch import nn
+from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor, nn
 
 from opentinker.shared.errors import JobFailed
+from opentinker.shared.manifest import ADAPTER
 from opentinker.shared.nn.models import first_line
 from opentinker.shared.spec import LoraSpec
+from opentinker.shared.tensors import shapes_in
 
 
 def attach_lora(model: nn.Module, lora: LoraSpec) -> PeftModel:
@@ -25,6 +31,44 @@ def attach_lora(model: nn.Module, lora: LoraSpec) -> PeftModel:
         return get_peft_model(model, config)
     except ValueError as error:
         raise JobFailed(f"LoRA target_modules={lora.target_modules!r}: {first_line(error)}") from error
+
+
+def with_adapter(model: nn.Module, directory: Path) -> PeftModel:
+    """`model` with a frozen adapter as its PEFT directory describes it, in float32. Raises JobFailed."""
+    try:
+        return PeftModel.from_pretrained(model, directory).eval()
+    except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
+        raise JobFailed(f"the adapter in {directory} cannot be loaded: {first_line(error)}") from error
+
+
+def adapter_bytes(directory: Path) -> int:
+    """What `with_adapter` adds. Raises JobFailed."""
+    try:
+        return sum(4 * math.prod(shape) for shape in shapes_in(directory / ADAPTER).values())
+    except (OSError, ValueError) as error:
+        raise JobFailed(f"the adapter in {directory} cannot be read: {error}") from error
+
+
+def put_adapter(model: PeftModel, directory: Path) -> None:
+    """The weights of the adapter saved in `directory`. Raises JobFailed, naming tensors, if they do not fit."""
+    try:
+        saved = load_file(directory / ADAPTER)
+    except (OSError, SafetensorError) as error:
+        raise JobFailed(f"the adapter in {directory} cannot be read: {error}") from error
+    own = get_peft_model_state_dict(model, save_embedding_layers=False)
+    odd = sorted(name for name in saved.keys() | own.keys() if _shape(saved, name) != _shape(own, name))
+    if odd:
+        some = ", ".join(
+            f"{n} ({_shape(saved, n) or 'absent'} instead of {_shape(own, n) or 'absent'})" for n in odd[:3]
+        )
+        raise JobFailed(
+            f"the adapter in {directory} does not fit the job's model: {len(odd)} tensors differ, such as {some}"
+        )
+    set_peft_model_state_dict(model, saved)
+
+
+def _shape(tensors: dict[str, Tensor], name: str) -> list[int] | None:
+    return list(tensors[name].shape) if name in tensors else None
 
 
 def causal_lm(model: nn.Module) -> Any:

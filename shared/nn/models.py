@@ -79,6 +79,29 @@ def model_bytes(base: str, dtype: torch.dtype) -> int:
     return sum(p.numel() * p.element_size() for p in empty.parameters())
 
 
+def refuse_other_model(base: str, wanted: str) -> None:
+    """Raise JobFailed, naming tensors or settings, unless both configs make the same model. Loads no weights."""
+    shapes, settings = [], []
+    for name in (base, wanted):
+        config = _config(name)
+        with _LOADING, torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+        shapes.append({name: list(p.shape) for name, p in model.named_parameters()})
+        plain = config.get_text_config().to_dict()
+        settings.append({name: value for name, value in plain.items() if name not in _NO_PART_OF_THE_MODEL})
+    for what, (have, want) in (("tensors", shapes), ("settings", settings)):
+        odd = sorted(name for name in have.keys() | want.keys() if have.get(name) != want.get(name))
+        if odd:
+            some = ", ".join(f"{n} ({have.get(n, 'absent')} instead of {want.get(n, 'absent')})" for n in odd[:3])
+            raise JobFailed(f"{base!r} is not of the model {wanted!r}: {len(odd)} {what} differ, such as {some}")
+
+
+_NO_PART_OF_THE_MODEL = {"_name_or_path", "architectures", "dtype", "initializer_range", "max_position_embeddings"} | {
+    *("transformers_version", "use_cache", "bos_token_id", "eos_token_id", "pad_token_id", "id2label", "label2id"),
+}
+"""Entries of a configuration that may differ where the weights mean the same."""
+
+
 def load_tokenizer(base: str) -> Any:
     """The model's fast tokenizer. Raises JobFailed if there is none."""
     try:

@@ -20,6 +20,7 @@ from opentinker.shared.spec.mistakes import fill, mistakes_of, unused
 from opentinker.shared.spec.model import LoraSpec, ModelSpec
 from opentinker.shared.spec.part import Part
 from opentinker.shared.spec.rollout import EnvironmentSpec, RolloutSpec, ToySpec
+from opentinker.shared.spec.start import StartSpec
 from opentinker.shared.spec.train import SIMULATED, ResourceSpec, TrainSpec
 
 __all__ = [
@@ -30,6 +31,7 @@ __all__ = [
     "ModelSpec",
     "ResourceSpec",
     "RolloutSpec",
+    "StartSpec",
     "ToySpec",
     "TrainSpec",
     "load_spec",
@@ -58,6 +60,8 @@ class JobSpec(Part):
     algorithm: AlgorithmSpec = AlgorithmSpec()
     rollout: RolloutSpec = RolloutSpec()
     train: TrainSpec
+    start: StartSpec | None = None
+    """Begin with the checkpoint of another job instead of the weights in model.base."""
     resources: ResourceSpec = ResourceSpec()
 
     STAND_INS: ClassVar[dict[str, Any]] = {
@@ -83,6 +87,10 @@ class JobSpec(Part):
                 if any(mistake["field"] in algorithms.PARTS for mistake in ignored):  # its options come with it
                     ignored = [mistake for mistake in ignored if mistake["field"] not in algorithms.OPTIONS]
                 found += [{**mistake, "field": f"{part}.{mistake['field']}"} for mistake in ignored]
+            if self.start is not None and self.start.optimizer:
+                found.append(
+                    {"field": "start.optimizer", "value": True, "problem": f"does not apply to train.{SIMULATED}"}
+                )
         return found + self._settle_overlong() + broken_promises(self)
 
     def _settle_overlong(self) -> list[dict[str, Any]]:

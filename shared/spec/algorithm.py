@@ -79,7 +79,7 @@ class AlgorithmSpec(Part):
     geometric_high: Annotated[float, Field(gt=0.0)] | None = None
     """geometric: sequences whose geometric mean of pi/mu is higher are dropped."""
     kl_coef: Annotated[float, Field(ge=0.0)] = 0.0
-    """Weight of KL(pi || reference); above 0 reference-forward is in the path. 0: off."""
+    """Weight of KL(pi || reference), the model at the job's start; above 0 reference-forward is in the path. 0: off."""
     kl_in: Literal["loss", "reward"] | None = None
     """`loss`: a term of the loss. `reward`: taken off the reward, token by token, with mu in place of pi."""
     kl_estimator: Literal["k1", "k2", "k3"] | None = None

@@ -69,13 +69,19 @@ class AsyncClient:
     # --- jobs ---------------------------------------------------------------------------------------------------
 
     async def submit(
-        self, spec: Mapping[str, Any] | JobSpec | str | Path, *, idempotency_key: str | None = None
+        self,
+        spec: Mapping[str, Any] | JobSpec | str | Path,
+        *,
+        from_checkpoint: str | None = None,
+        with_optimizer: bool = False,
+        idempotency_key: str | None = None,
     ) -> Json:
         """A spec, or the path of a .toml or .json file. Raises ApiError with every mistake.
 
         A `model.base` that is a directory here is sent as its whole path; the server's machine must have it too.
+        `from_checkpoint`, JOB@STEP or JOB@latest, and `with_optimizer` take the place of the spec's [start].
         """
-        data = await asyncio.to_thread(_plain, spec)
+        data = started(await asyncio.to_thread(_plain, spec), from_checkpoint, with_optimizer)
         headers = {"Idempotency-Key": idempotency_key or uuid.uuid4().hex, "Content-Type": "application/json"}
         return await self._http.json("POST", "/v1/jobs", body=orjson.dumps(data), headers=headers)
 
@@ -211,6 +217,15 @@ def _plain(spec: Mapping[str, Any] | JobSpec | str | Path) -> Any:
             return _found_here(dict(spec))
 
 
+def started(data: Any, checkpoint: str | None, optimizer: bool) -> Any:
+    """The spec's data with another [start]. Raises ApiError."""
+    if checkpoint is None:
+        if optimizer:
+            raise ApiError("the optimizer's state comes from a checkpoint: say which one")
+        return data
+    return {**data, "start": {"from": checkpoint, "optimizer": optimizer}} if isinstance(data, dict) else data
+
+
 def _found_here(data: Any) -> Any:
     """A model directory that is relative to here becomes absolute: the server runs elsewhere."""
     match data:
@@ -270,8 +285,22 @@ class Client:
     def close(self) -> None:
         self._finish()
 
-    def submit(self, spec: Mapping[str, Any] | JobSpec | str | Path, *, idempotency_key: str | None = None) -> Json:
-        return self._call(self._core.submit(spec, idempotency_key=idempotency_key))
+    def submit(
+        self,
+        spec: Mapping[str, Any] | JobSpec | str | Path,
+        *,
+        from_checkpoint: str | None = None,
+        with_optimizer: bool = False,
+        idempotency_key: str | None = None,
+    ) -> Json:
+        return self._call(
+            self._core.submit(
+                spec,
+                from_checkpoint=from_checkpoint,
+                with_optimizer=with_optimizer,
+                idempotency_key=idempotency_key,
+            )
+        )
 
     def jobs(self, limit: int = 100) -> list[Json]:
         return self._call(self._core.jobs(limit))

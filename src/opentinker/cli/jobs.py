@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from opentinker.cli.common import PATIENCE_S, AsJson, JobId, Url, ago, as_typed, client, print_json, print_table, say
-from opentinker.cli.specs import SpecFile, read_spec
+from opentinker.cli.specs import FromCheckpoint, SpecFile, WithOptimizer, read_spec
 
 STATE_EXIT = {"succeeded": 0, "failed": 1, "cancelled": 4}
 """Exit status of `watch` and `run` by the state in which the job ended."""
@@ -24,11 +24,13 @@ def submit(
     path: SpecFile,
     url: Url = None,
     follow: Annotated[bool, typer.Option("--watch", "-w", help="Watch it afterwards.")] = False,
+    from_checkpoint: FromCheckpoint = None,
+    with_optimizer: WithOptimizer = False,
     as_json: AsJson = False,
 ) -> None:
     """Submit a job."""
     api = client(url, patience_s=PATIENCE_S if follow else 2.0)
-    record = api.submit(read_spec(path))
+    record = api.submit(read_spec(path, from_checkpoint, with_optimizer))
     if as_json:
         print_json(record)
     else:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from opentinker.cli.common import as_typed, client, say, shown
-from opentinker.cli.specs import SpecFile, read_spec
+from opentinker.cli.specs import FromCheckpoint, SpecFile, WithOptimizer, read_spec
 from opentinker.shared.errors import OpenTinkerError
 
 if TYPE_CHECKING:
@@ -40,6 +40,8 @@ def run(
     port: Annotated[int, typer.Option(help="Of the HTTP API; 0 takes a free one.", min=0, max=65535)] = 0,
     env_workers: Annotated[int, typer.Option(help="Processes that play environments.", min=1)] = 1,
     steps: Annotated[int | None, typer.Option(help="Instead of the spec's train.steps.", min=1)] = None,
+    from_checkpoint: FromCheckpoint = None,
+    with_optimizer: WithOptimizer = False,
     keep: Annotated[bool, typer.Option("--keep", help="Leave everything running afterwards.")] = False,
 ) -> None:
     """Start everything, train one job, stop everything.
@@ -49,7 +51,9 @@ def run(
     from opentinker.watch import watch
 
     began = time.time()
-    spec = read_spec(path)
+    if from_checkpoint is not None and data_dir is None:
+        raise typer.BadParameter("--from-checkpoint needs the --data-dir that holds the other job")
+    spec = read_spec(path, from_checkpoint, with_optimizer)
     if steps is not None:
         spec = of_length(spec, steps)
     home = (data_dir or Path("runs") / f"{spec['name']}-{time.strftime('%Y%m%d-%H%M%S')}").resolve()

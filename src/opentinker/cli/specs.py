@@ -16,6 +16,11 @@ if TYPE_CHECKING:
     from opentinker.shared.spec import JobSpec
 
 SpecFile = Annotated[Path, typer.Argument(metavar="JOB.toml", help="The job spec, TOML or JSON.")]
+FromCheckpoint = Annotated[
+    str | None,
+    typer.Option(metavar="JOB@STEP", help="Begin with the weights of this checkpoint of a job (or JOB@latest)."),
+]
+WithOptimizer = Annotated[bool, typer.Option("--with-optimizer", help="And with the state of its optimizer.")]
 
 
 def register(app: typer.Typer) -> None:
@@ -24,11 +29,14 @@ def register(app: typer.Typer) -> None:
     app.command()(validate)
 
 
-def read_spec(path: Path) -> dict[str, Any]:
-    """A valid spec as plain data. Raises SpecError with every mistake."""
+def read_spec(path: Path, from_checkpoint: str | None = None, with_optimizer: bool = False) -> dict[str, Any]:
+    """A valid spec as plain data, with another [start] if one is given. Raises SpecError with every mistake."""
+    from opentinker.client import started
     from opentinker.shared.spec import load_spec, parse_spec
 
-    data = load_spec(path)
+    if with_optimizer and from_checkpoint is None:
+        raise typer.BadParameter("--with-optimizer needs --from-checkpoint JOB@STEP")
+    data = started(load_spec(path), from_checkpoint, with_optimizer)
     _check_environment(parse_spec(data))
     return dict(data)
 

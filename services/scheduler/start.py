@@ -1,0 +1,198 @@
+"""The checkpoint that a new job starts from: found, compared with what the job trains, and kept for it.
+
+Kept means: hard links in {data_dir}/jobs/{new job}/start. Whatever the other job's trainer removes later, the new job's
+trainer finds it there when its turn comes, after every restart, and reference-forward until the end; `clearing.py`
+takes it away. Functions without `async` block.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import stat
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import orjson
+
+from opentinker.services.scheduler import checkpoints
+from opentinker.shared.errors import NotFound
+from opentinker.shared.manifest import ADAPTER, CRITIC, MANIFEST, OPTIMIZER, Manifest, start_of
+from opentinker.shared.service import Context
+from opentinker.shared.spec import JobSpec, LoraSpec, StartSpec
+from opentinker.shared.tensors import Shapes, shapes_in
+from opentinker.shared.types import JobRecord
+
+Mistakes = list[dict[str, Any]]
+NAMED = 3
+"""Tensors that a mistake names; of the others it gives the number."""
+SUBMISSION_S = 3600.0
+"""Longer than any submission takes."""
+ADVICE = "submit it again; `opentinker checkpoints JOB` lists what there is"
+
+
+@dataclass(frozen=True)
+class Chosen:
+    job: JobRecord
+    directory: Path
+    manifest: Manifest
+
+    @property
+    def name(self) -> str:
+        """With a number in the place of `latest`."""
+        return f"{self.job.id}@{self.manifest.step}"
+
+
+async def find(ctx: Context, start: StartSpec, tenant: str) -> Chosen | str:
+    """The checkpoint, or why there is none. A job of another tenant looks like one that does not exist."""
+    jobs = [job for job in await ctx.store.jobs([start.job]) if job.tenant == tenant]
+    if not jobs:
+        return f"there is no job {start.job} of yours; `opentinker jobs` lists them"
+    root = ctx.settings.data_dir / "jobs" / start.job / "checkpoints"
+    try:
+        directory, manifest = await asyncio.to_thread(checkpoints.choose, root, start.step)
+    except NotFound as error:
+        return f"job {start.job} has {error}"
+    return Chosen(jobs[0], directory, manifest)
+
+
+def mistakes_in(chosen: Chosen, spec: JobSpec, base: str) -> Mistakes:
+    """What does not fit. `base`: model.base, an absolute path if it is a directory."""
+    lora, files = spec.model.lora, chosen.manifest.files
+    wanted = "nothing" if spec.train.learner == "simulated" else "full weights" if lora is None else "an adapter"
+    weights = [name for name in files if name.endswith(".safetensors") and "/" not in name]
+    held = "an adapter" if ADAPTER in weights else "full weights" if weights else "nothing"
+    if held != wanted:
+        return [_wrong(f"it holds {_KINDS[held]}, and this job trains {_KINDS[wanted]}{_INSTEAD.get(held, '')}")]
+    try:
+        if lora is not None:
+            problems = _other_adapter(chosen, lora, base)
+        else:
+            problems = _other_model(chosen.directory, weights, Path(base)) if weights else []
+    except (OSError, ValueError) as error:
+        problems = [f"it cannot be read: {error}"]
+    return [_wrong(problem) for problem in problems] + _lacking_state(chosen, spec)
+
+
+_KINDS = {"nothing": "no weights (learner = 'simulated')", "full weights": "full weights", "an adapter": "an adapter"}
+_INSTEAD = {
+    "full weights": "; to train an adapter on them, download it and give the directory as model.base",
+    "an adapter": "; to train all weights, `opentinker download --merge` makes a directory for model.base",
+}
+
+
+def _wrong(problem: str, field: str = "from") -> dict[str, Any]:
+    return {"field": f"start.{field}", "value": None, "problem": problem}
+
+
+def _lacking_state(chosen: Chosen, spec: JobSpec) -> Mistakes:
+    if spec.start is None or not spec.start.optimizer:
+        return []
+    if OPTIMIZER not in chosen.manifest.files:
+        return [_wrong("the checkpoint has no optimizer state", "optimizer")]
+    if spec.algorithm.advantage == "gae" and CRITIC not in chosen.manifest.files:
+        problem = "this job trains a critic and the checkpoint has none, so only the weights can be taken over"
+        return [_wrong(problem, "optimizer")]
+    return []
+
+
+def _other_adapter(chosen: Chosen, lora: LoraSpec, base: str) -> list[str]:
+    of = chosen.job.spec["model"]["base"]
+    if of != base:
+        return [f"it is an adapter of {of}, and model.base is {base}"]
+    shapes = shapes_in(chosen.directory / ADAPTER)
+    config = orjson.loads((chosen.directory / "adapter_config.json").read_bytes())
+    if (config["r"], config["lora_alpha"]) != (lora.rank, lora.alpha):
+        return [
+            f"its adapter has rank {config['r']} and alpha {config['lora_alpha']:g}, model.lora has rank {lora.rank} "
+            f"and alpha {lora.alpha:g}: {_some(shapes, sorted(shapes))}"
+        ]
+    if isinstance(lora.target_modules, str):
+        return []  # which layers that means the trainer finds out, and it compares
+    modules = {name: name.partition(".lora_")[0] for name in shapes}
+    odd = sorted(name for name, module in modules.items() if not any(_is(module, t) for t in lora.target_modules))
+    absent = [t for t in lora.target_modules if not any(_is(module, t) for module in modules.values())]
+    return ([f"model.lora.target_modules leaves out what its adapter has: {_some(shapes, odd)}"] if odd else []) + (
+        [f"its adapter has nothing for {', '.join(absent)} of model.lora.target_modules"] if absent else []
+    )
+
+
+def _is(module: str, target: str) -> bool:
+    """As peft understands a list of target modules."""
+    return module == target or module.endswith(f".{target}")
+
+
+def _other_model(directory: Path, files: list[str], base: Path) -> list[str]:
+    """What the headers tell of a base that is a directory here; the trainer compares the models themselves."""
+    if not base.is_dir():
+        return []
+    have, want = shapes_in(*(directory / name for name in files)), shapes_in(*base.glob("*.safetensors"))
+    if not have.keys() & want.keys():
+        return []  # an older way of naming tensors
+    odd = sorted(name for name, shape in have.items() if want.get(name) != shape)
+    if not odd:
+        return []
+    instead = {name: f"{list(want[name])}" if name in want else "absent" for name in odd}
+    some = ", ".join(f"{name} {list(have[name])} ({instead[name]} in model.base)" for name in odd[:NAMED])
+    return [f"it is of another model than {base}: {len(odd)} tensors differ, such as {some}"]
+
+
+def _some(shapes: Shapes, names: list[str]) -> str:
+    said = ", ".join(f"{name} {list(shapes[name])}" for name in names[:NAMED])
+    return f"{said} ({len(names)} tensors)"
+
+
+def keep(chosen: Chosen, data_dir: Path, job: str) -> str | None:
+    """Make the new job's own name for every file. Returns what is wrong with the checkpoint, having left nothing."""
+    place = start_of(data_dir, job)
+    try:
+        for name, entry in chosen.manifest.files.items():
+            source, target = chosen.directory / checkpoints.inside(name), place / name
+            found = source.lstat()
+            if not stat.S_ISREG(found.st_mode) or found.st_size != entry.bytes:
+                raise OSError(0, f"{name} is not the file of {entry.bytes} bytes that its manifest names")
+            target.parent.mkdir(parents=True, exist_ok=True)
+            _same_file(source, target)
+        (place / MANIFEST).write_bytes(msgspec.json.encode(chosen.manifest))
+        _flush(place)
+    except OSError as error:
+        shutil.rmtree(place.parent, ignore_errors=True)
+        return f"it could not be kept for the new job: {error.strerror}; {ADVICE}"
+    return None
+
+
+def _same_file(source: Path, target: Path) -> None:
+    """A second name for the file where the file system has such, a copy where it has not."""
+    try:
+        os.link(source, target)
+    except FileNotFoundError:
+        raise
+    except OSError:
+        shutil.copyfile(source, target)
+
+
+def _flush(place: Path) -> None:
+    for directory in (*(path for path in place.rglob("*") if path.is_dir()), place, place.parent):
+        descriptor = os.open(directory, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def drop(data_dir: Path, job: str) -> None:
+    """The job is over, or never was."""
+    shutil.rmtree(start_of(data_dir, job), ignore_errors=True)
+
+
+def left_over(data_dir: Path, active: set[str]) -> list[str]:
+    """Remove what is kept for jobs that are not active; a submission may be about to store its job. Returns whose."""
+    found = [path.parent.name for path in data_dir.glob("jobs/*/start") if path.parent.name not in active]
+    old = [job for job in found if time.time() - start_of(data_dir, job).stat().st_mtime > SUBMISSION_S]
+    for job in old:
+        drop(data_dir, job)
+    return old

@@ -1,0 +1,39 @@
+"""What it starts from, if not from the weights in `model.base`."""
+
+from __future__ import annotations
+
+import re
+
+from pydantic import Field, field_validator
+
+from opentinker.shared.spec.part import Part
+
+CHECKPOINT = re.compile(r"j-[a-z0-9]{10}@([0-9]{1,12}|latest)")
+
+
+class StartSpec(Part):
+    checkpoint: str = Field(alias="from")
+    """`JOB@STEP` or `JOB@latest`: begin with the weights of a checkpoint of a job of yours. Either it holds full
+    weights whose tensors are those of model.base (which gives the tokenizer) and this job trains all weights, or it
+    holds an adapter of model.base as model.lora describes. With `kl_coef` these weights are the reference. A critic in
+    it is taken over where this job trains one."""
+    optimizer: bool = False
+    """Take over the optimizer's moments too. Learning-rate schedule, step count, seeds and data order are new either
+    way."""
+
+    @field_validator("checkpoint")
+    @classmethod
+    def _named(cls, value: str) -> str:
+        if not CHECKPOINT.fullmatch(value):
+            raise ValueError("must be JOB@STEP or JOB@latest, as in j-0123456789@50")
+        return value
+
+    @property
+    def job(self) -> str:
+        return self.checkpoint.partition("@")[0]
+
+    @property
+    def step(self) -> int | None:
+        """None: the newest."""
+        step = self.checkpoint.partition("@")[2]
+        return None if step == "latest" else int(step)
