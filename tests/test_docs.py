@@ -1,0 +1,60 @@
+"""What a newcomer is told to type and to open is there, and every example is a job that would be accepted."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from opentinker.cli import app
+from opentinker.envs.registry import check
+from opentinker.shared.spec import parse_spec
+from tests.cluster import ROOT
+
+EXAMPLES = sorted((ROOT / "examples").glob("*.toml"))
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    ROOT / "Makefile",
+    *sorted((ROOT / "docs").glob("*.md")),
+    *EXAMPLES,
+]
+NAMED = re.compile(r"\b(?:examples|docs|envs|deploy|services|shared|loadtest|tests|src)/[\w./{},*-]*[\w/*}]")
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
+def test_every_example_is_a_valid_job(example: Path) -> None:
+    spec = parse_spec(tomllib.loads(example.read_text()))
+    check(spec.environment.name, spec.environment.config)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
+def test_every_file_that_is_named_exists(page: Path) -> None:
+    named = {path for match in NAMED.findall(page.read_text()) for path in spelled_out(match)}
+    assert [path for path in sorted(named) if not any(ROOT.glob(path))] == []
+
+
+def spelled_out(pattern: str) -> Iterator[str]:
+    """`{a,b}.py` as `a.py`, `b.py`."""
+    parts = [part.split(",") for part in re.split(r"[{}]", pattern)]
+    return ("".join(choice).rstrip("/") for choice in itertools.product(*parts))
+
+
+def test_every_command_of_the_readme_is_one() -> None:
+    lines = [
+        line.strip()
+        for block in re.findall(r"```sh\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+        for line in block.splitlines()
+    ]
+    targets = {line.split()[1] for line in lines if line.startswith("make ")}
+    assert "run" in targets
+    assert targets <= set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    typed = {match[1] for line in lines if (match := re.match(r"(?:[A-Z_]+=\S+ )*opentinker (\w+)", line))}
+    assert {"up", "submit"} <= typed
+    assert typed <= {
+        command.name or command.callback.__name__ for command in app.registered_commands if command.callback
+    }
