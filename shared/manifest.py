@@ -82,3 +82,11 @@ def fenced_epoch(root: Path) -> int:
         return int((root / EPOCH).read_text())
     except FileNotFoundError:
         return 0
+
+
+def instead(job: str, others: list[int]) -> str:
+    """What to do about a damaged checkpoint, given the steps of the others, the best first."""
+    if not others:
+        return "there is no other"
+    steps = ", ".join(map(str, others))
+    return f"there are others, of step {steps}: opentinker download {job} DIR --step {others[0]}"

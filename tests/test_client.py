@@ -215,9 +215,27 @@ async def test_damaged_checkpoint_is_not_accepted(client: AsyncClient, ctx: Cont
     job = (await client.submit(SPEC))["id"]
     directory = write_checkpoint(ctx, job, 1, FILES)
     (directory / "config.json").write_bytes(b"[]")
-    with pytest.raises(ApiError, match=r"checksum of config\.json"):
+    with pytest.raises(ApiError, match=r"checksum of config\.json.*; there is no other"):
         await client.download(job, tmp_path / "model")
     assert not (tmp_path / "model").exists()
+
+
+@pytest.mark.parametrize("content", [b"[]", None])
+async def test_damaged_newest_checkpoint_is_said_with_the_command_for_an_older_one(
+    client: AsyncClient, ctx: Context, tmp_path: Path, content: bytes | None
+) -> None:
+    job = (await client.submit(SPEC))["id"]
+    for step in (10, 20):
+        write_checkpoint(ctx, job, step, FILES)
+    damaged = write_checkpoint(ctx, job, 30, FILES) / "config.json"
+    if content is None:
+        damaged.unlink()
+    else:
+        damaged.write_bytes(content)
+    with pytest.raises(ApiError, match=r"of step 20, 10: opentinker download (.*) DIR --step 20$") as caught:
+        await client.download(job, tmp_path / "model")
+    assert "of step 30" in str(caught.value) and job in str(caught.value)
+    assert (await client.download(job, tmp_path / "model", 20)).is_dir()
 
 
 def make_tar(*members: tarfile.TarInfo | tuple[str, bytes]) -> io.BytesIO:

@@ -18,7 +18,7 @@ from typing import Any, BinaryIO
 import msgspec
 
 from opentinker.shared.errors import NotFound
-from opentinker.shared.manifest import MANIFEST, TRAINER_STATE, Manifest, fenced_epoch, read_manifest
+from opentinker.shared.manifest import MANIFEST, TRAINER_STATE, Manifest, fenced_epoch, instead, read_manifest
 
 CHUNK = 1 << 20
 _STEP = re.compile(r"^step-(\d{1,12})$")
@@ -110,7 +110,10 @@ def open_archive(root: Path, step: int | None, everything: bool) -> Archive:
                 archive.members.append(_open_member(directory, name, int(manifest.created)))
     except OSError as error:
         archive.close()
-        raise NotFound(f"the checkpoint of step {manifest.step} cannot be read: {error.strerror}") from None
+        others = [known.step for _, known in reversed(_committed(root)) if known.step != manifest.step]
+        raise NotFound(
+            f"the checkpoint of step {manifest.step} cannot be read: {error.strerror}; {instead(manifest.job, others)}"
+        ) from None
     return archive
 
 

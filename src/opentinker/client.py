@@ -30,6 +30,7 @@ import orjson
 
 from opentinker.archive import unpack
 from opentinker.http import ApiConflict, ApiError, ApiNotFound, Http, Json
+from opentinker.shared.manifest import instead
 from opentinker.shared.spec import JobSpec, load_spec
 from opentinker.shared.types import JobState
 
@@ -175,26 +176,30 @@ class AsyncClient:
     ) -> Path:
         """A checkpoint (default: the newest) as a directory that must not exist or be empty; checksums are compared.
 
-        `everything` also fetches optimizer and random state.
+        `everything` also fetches optimizer and random state. Raises ApiError, which names the others, if it is damaged.
         """
         target = await asyncio.to_thread(_empty_place, directory)
         path = _of(id, f"/checkpoints/{'latest' if step is None else step}/download")
         query = {"all": "1"} if everything else {}
         with tempfile.TemporaryFile(dir=target.parent) as file:
 
-            async def fetch() -> None:
+            async def fetch() -> str:
                 await asyncio.to_thread(file.seek, 0)
                 await asyncio.to_thread(file.truncate)
                 async with self._http.open(path, query, read_s=self._http.timeout_s) as response:
                     async for chunk in response.content.iter_chunked(1 << 20):
                         await asyncio.to_thread(file.write, chunk)
+                    return str(response.headers["X-Checkpoint-Step"])
 
-            await self._http.patiently(fetch)
+            sent = await self._http.patiently(fetch)
             await asyncio.to_thread(file.seek, 0)
             try:
                 await asyncio.to_thread(unpack, file, target)
             except ValueError as error:
-                raise ApiError(f"the checkpoint from {self.url} is not accepted: {error}") from None
+                others = [c["step"] for c in reversed(await self.checkpoints(id)) if str(c["step"]) != sent]
+                raise ApiError(
+                    f"the checkpoint of step {sent} from {self.url} is damaged: {error}; {instead(id, others)}"
+                ) from None
         return target
 
     async def workers(self) -> list[Json]:
