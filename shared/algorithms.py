@@ -38,6 +38,7 @@ ADVANTAGES = {
         "generalised advantage estimation with a critic",
         {"gamma": 1.0, "lam": 0.95, "critic_lr": 1e-5, "value_clip": 0.2},
     ),
+    "none": Component("0: rewards are only reported, and the teacher's word is all (distill_coef)"),
 }
 GROUP_BASELINES = ("grpo", "dr_grpo", "rloo", "maxrl", "reinforce_pp_baseline", "per_turn")
 """Estimators that compare a trajectory with the others of its group."""
@@ -90,9 +91,16 @@ SWITCHES: dict[str, Component] = {
     "drop_zero_variance": Component("dynamic sampling", {"max_zero_variance_batches": 20}),
     "overlong_shaping": Component("soft length penalty", {"overlong_length": None, "overlong_buffer": None}),
     "entropy_coef": Component("entropy bonus"),
+    "distill_coef": Component("on-policy distillation"),
 }
 """Fields that are off unless set (0 or false); their options apply when they are on."""
-OFF: Values = {"kl_coef": 0.0, "drop_zero_variance": False, "overlong_shaping": False, "entropy_coef": 0.0}
+OFF: Values = {
+    "kl_coef": 0.0,
+    "drop_zero_variance": False,
+    "overlong_shaping": False,
+    "entropy_coef": 0.0,
+    "distill_coef": 0.0,
+}
 
 
 class Preset(msgspec.Struct, frozen=True):
@@ -154,6 +162,11 @@ PRESETS = {
         "Clips the weight and never the gradient: every token learns.",
         "MiniMax-M1, arXiv 2506.13585; ScaleRL, arXiv 2510.13786",
         {"advantage": "grpo", "loss": "cispo", "aggregation": "token_mean"},
+    ),
+    "distill": Preset(
+        "On-policy distillation: every sampled token is judged by a teacher; the ratio's weight is bounded.",
+        "Thinking Machines Lab, On-Policy Distillation (2025); GKD, arXiv 2306.13649; MiniLLM, arXiv 2306.08543",
+        {"advantage": "none", "loss": "cispo", "aggregation": "token_mean", "distill_coef": 1.0},
     ),
 }
 
@@ -248,10 +261,27 @@ def _conflicts(values: Values, given: Values) -> list[Mistake]:
         )
     if values["drop_zero_variance"] and advantage == "per_turn":
         found.append(("drop_zero_variance", "per_turn: groups of equal total rewards may differ turn by turn"))
+    found += _distillation_conflicts(values)
     for low, high in (("icepop_low", "icepop_high"), ("geometric_low", "geometric_high")):
         if low in values and values[low] > values[high]:
             found.append((low, f"is larger than {high} = {values[high]}"))
     return [{"field": field, "value": given.get(field, values.get(field)), "problem": why} for field, why in found]
+
+
+def _distillation_conflicts(values: Values) -> list[tuple[str, str]]:
+    found: list[tuple[str, str]] = []
+    alone, distills = values["advantage"] == "none", values["distill_coef"] > 0
+    if alone and not distills:
+        found.append(("distill_coef", "advantage = 'none' learns from nothing but the teacher: it must be above 0"))
+    if alone and values["overlong_shaping"]:
+        found.append(("overlong_shaping", "advantage = 'none' ignores the reward, and the penalty with it"))
+    if alone and values.get("kl_in") == "reward":
+        found.append(("kl_in", "advantage = 'none' ignores the reward, and what is taken off it: take kl_in = 'loss'"))
+    if distills and values["loss"] == "gspo":
+        found.append(("distill_coef", "gspo has one advantage per trajectory, the teacher gives one per token"))
+    if distills and values["drop_zero_variance"]:
+        found.append(("drop_zero_variance", "groups of equal rewards teach too: the teacher judges their tokens"))
+    return found
 
 
 def describe(name: str) -> Values:

@@ -182,6 +182,8 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float = 0.0
     ref_logprobs_T: bytes | None = None
     """float32 logprobs of the frozen reference, added by reference-forward; 0 where mask is 0."""
+    teacher_logprobs_T: bytes | None = None
+    """float32 logprobs of the teacher, added by reference-forward; 0 where mask is 0."""
 
     @property
     def ids(self) -> I32:
@@ -200,6 +202,10 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True):
         return None if self.ref_logprobs_T is None else np.frombuffer(self.ref_logprobs_T, dtype="<f4")
 
     @property
+    def teacher_logprobs(self) -> F32 | None:
+        return None if self.teacher_logprobs_T is None else np.frombuffer(self.teacher_logprobs_T, dtype="<f4")
+
+    @property
     def oldest(self) -> WeightVersion:
         return min(span.version for span in self.spans)
 
@@ -208,11 +214,10 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True):
         T = len(self.ids_T) // 4
         if len(self.ids_T) != 4 * T or len(self.mask_T) != T or len(self.logprobs_T) != 4 * T:
             raise ValueError("ids, mask and logprobs differ in length")
-        mask, logprobs, ref_logprobs = self.mask, self.logprobs, None
-        if self.ref_logprobs_T is not None:
-            if len(self.ref_logprobs_T) != 4 * T:
-                raise ValueError("reference logprobs differ in length from ids")
-            ref_logprobs = self.ref_logprobs
+        for name, added_T in (("reference", self.ref_logprobs_T), ("teacher", self.teacher_logprobs_T)):
+            if added_T is not None and len(added_T) != 4 * T:
+                raise ValueError(f"{name} logprobs differ in length from ids")
+        mask = self.mask
         covered = np.zeros(T, dtype=np.uint8)
         at = 0
         for span in self.spans:
@@ -222,7 +227,7 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True):
             at = span.end
         if not self.spans or not np.array_equal(covered, mask):
             raise ValueError("the spans must cover the sampled tokens, at least one, and nothing else")
-        for values in (logprobs, ref_logprobs):
+        for values in (self.logprobs, self.ref_logprobs, self.teacher_logprobs):
             if values is not None and (not np.isfinite(values).all() or values[mask == 0].any()):
                 raise ValueError("logprobs must be finite, and 0 where the policy did not sample")
         if (self.ids < 0).any():

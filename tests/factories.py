@@ -30,6 +30,7 @@ def trajectory_of(
     logprobs: float | Sequence[float] = -4.0,
     version: WeightVersion = V0,
     reference: float | Sequence[float] | None = None,
+    teacher: float | Sequence[float] | None = None,
     **changes: Any,
 ) -> Trajectory:
     """A turn per run of ones in the mask. `reward`: of each turn, or of the last. One logprob stands for all tokens."""
@@ -56,6 +57,7 @@ def trajectory_of(
         "ending": Ending.ENV_DONE,
         "reward": float(sum(rewards)),
         "ref_logprobs_T": None if reference is None else spread(reference),
+        "teacher_logprobs_T": None if teacher is None else spread(teacher),
     }
     return Trajectory(**(fields | changes))
 

@@ -28,7 +28,12 @@ SMALLEST: dict[str, Any] = {
 
 
 def resolved(**fields: Any) -> AlgorithmSpec:
-    return parse_spec({**SMALLEST, "algorithm": fields}).algorithm
+    return parse_spec({**SMALLEST, **taught(**fields), "algorithm": fields}).algorithm
+
+
+def taught(**fields: Any) -> dict[str, Any]:
+    """The teacher, where the algorithm needs one."""
+    return {"teacher": {"base": "t"}} if fields.get("name") == "distill" or fields.get("distill_coef") else {}
 
 
 def refused(**fields: Any) -> dict[str, str]:
@@ -42,7 +47,7 @@ def refused(**fields: Any) -> dict[str, str]:
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_preset_gives_every_part_and_survives_storage(name: str) -> None:
-    spec = parse_spec({**SMALLEST, "algorithm": {"name": name}})
+    spec = parse_spec({**SMALLEST, **taught(name=name), "algorithm": {"name": name}})
     for part in ("advantage", "loss", "correction", "aggregation"):
         assert getattr(spec.algorithm, part) is not None
     stored = spec.model_dump(mode="json")
@@ -70,10 +75,14 @@ def test_a_given_field_overrides_the_preset_and_a_replaced_part_brings_its_own_d
     assert (with_kl.kl_in, with_kl.kl_estimator) == ("reward", "k1")
 
 
+PRESET_OF = {"gae": "ppo", "none": "distill"}
+"""Of choices that do not stand with the default preset."""
+
+
 def test_every_part_and_option_of_the_tables_is_a_field_that_takes_it() -> None:
     for part, table in (("advantage", ADVANTAGES), ("loss", LOSSES), ("aggregation", AGGREGATIONS)):
         for choice, component in table.items():
-            spec = resolved(**{part: choice, **({"name": "ppo"} if choice == "gae" else {})})
+            spec = resolved(**{part: choice, **({"name": PRESET_OF[choice]} if choice in PRESET_OF else {})})
             assert all(getattr(spec, option) == default for option, default in component.options.items())
     for correction in CORRECTIONS:
         assert resolved(loss="ppo", proximal="loglinear", correction=correction).correction == correction
@@ -102,6 +111,11 @@ def test_every_part_and_option_of_the_tables_is_a_field_that_takes_it() -> None:
         ({"name": "gspo", "advantage": "per_turn"}, "loss", "one advantage per trajectory"),
         ({"correction": "geometric", "geometric_low": 2.0}, "geometric_low", "larger than geometric_high"),
         ({"advantage": "fancy"}, "advantage", "grpo"),
+        ({"advantage": "none"}, "distill_coef", "nothing but the teacher"),
+        ({"name": "distill", "overlong_shaping": True}, "overlong_shaping", "ignores the reward"),
+        ({"name": "distill", "kl_coef": 0.1, "kl_in": "reward"}, "kl_in", "ignores the reward"),
+        ({"name": "gspo", "distill_coef": 0.1}, "distill_coef", "one advantage per trajectory"),
+        ({"name": "dapo", "distill_coef": 0.1}, "drop_zero_variance", "the teacher judges"),
     ],
 )
 def test_what_does_not_apply_is_refused_by_name_with_the_reason(fields: dict[str, Any], named: str, why: str) -> None:
@@ -118,7 +132,7 @@ def test_mistakes_of_values_and_of_choices_come_together() -> None:
     }
 
 
-@pytest.mark.parametrize("name", ["ppo", "reinforce_pp"])
+@pytest.mark.parametrize("name", ["ppo", "reinforce_pp", "distill"])
 def test_group_size_one_is_fine_without_a_group_baseline(name: str) -> None:
     assert resolved(name=name, group_size=1).group_size == 1
 
@@ -162,7 +176,7 @@ def test_every_combination_of_parts_makes_a_step(tiny: Path) -> None:
     combinations: list[dict[str, Any]] = [
         {"advantage": advantage, "loss": loss}
         for advantage, loss in itertools.product(ADVANTAGES, LOSSES)
-        if advantage != "gae" and not (advantage == "per_turn" and loss == "gspo")
+        if advantage not in PRESET_OF and not (advantage == "per_turn" and loss == "gspo")
     ]
     for loss, proximal, correction in itertools.product(
         ("ppo", "cispo", "gspo", "sapo"), ("loglinear", "recomputed"), CORRECTIONS

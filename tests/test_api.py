@@ -165,6 +165,26 @@ async def test_local_model_is_looked_at(
         assert status == 422 and problem in mistakes(body)[field]
 
 
+async def test_a_local_teacher_is_looked_at_and_its_path_made_absolute(
+    http: Http, store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    taught = {
+        **SPEC,
+        "algorithm": {"name": "distill"},
+        "train": {"steps": 1},
+        "teacher": {"base": "./models/teacher"},
+    }
+    for changes in ({}, {"train": {"steps": 0}}):  # also beside other mistakes
+        status, body = await http.submit({**taught, **changes})
+        assert status == 422 and "does not exist" in mistakes(body)["teacher.base"]
+    (tmp_path / "models" / "teacher").mkdir(parents=True)
+    (tmp_path / "models" / "teacher" / "config.json").write_text("{}")
+    status, body = await http.submit(taught)
+    assert status == 201
+    assert (await store.job(body["id"])).spec["teacher"]["base"] == str(tmp_path / "models" / "teacher")
+
+
 @pytest.mark.parametrize("base", ["~nobody-here/x", "/tmp/a\0b", "/" + "x" * 5000, "../..", "."])
 async def test_odd_model_paths_are_refused_not_crashed_on(http: Http, base: str) -> None:
     status, body = await http.submit({**SPEC, "model": {"base": base}})

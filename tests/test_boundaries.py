@@ -20,6 +20,7 @@ FOLDERS = {"services": ROOT / "services", "shared": ROOT / "shared", "envs": ROO
 TOO_HEAVY = ("torch", "vllm", "transformers", "peft", "deepspeed")
 HEAVY = {
     "opentinker.services.reference_forward.scorer",
+    "opentinker.services.reference_forward.vocabulary",
     "opentinker.services.rollout_worker.vllm_engine",
     "opentinker.services.rollout_worker.vllm_ext",
     "opentinker.services.rollout_worker.vllm_model",

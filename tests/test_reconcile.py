@@ -7,6 +7,7 @@ import time
 from collections.abc import AsyncIterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import orjson
 import pytest
@@ -75,10 +76,20 @@ async def _has(workers: Workers, id: str, lease: Lease) -> bool:
     return await workers[id].lease() == lease
 
 
-async def test_job_waits_for_an_env_worker_and_for_reference_forward(store: Store, ctx: Context) -> None:
+TAUGHT: dict[str, Any] = {
+    "algorithm": {"name": "distill"},
+    "teacher": {"base": "t"},
+    "train": {"steps": 1},
+}
+
+
+@pytest.mark.parametrize("changes", [{"algorithm__kl_coef": 0.1}, TAUGHT], ids=["reference", "teacher"])
+async def test_job_waits_for_an_env_worker_and_for_reference_forward(
+    store: Store, ctx: Context, changes: dict[str, Any]
+) -> None:
     workers = Workers(store)
     await workers.start("trainer-0", "rollout-0")
-    job = await new_job(store, "j-a", algorithm__kl_coef=0.1)
+    job = await new_job(store, "j-a", **changes)
     async with running(Reconciler(ctx).run()):
         await until(lambda: _waits_for(store, job, "env worker, reference-forward (none is running)"))
         await workers.start("env-0", "reference-0")

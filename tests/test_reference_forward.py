@@ -147,8 +147,10 @@ async def running(
         await asyncio.wait_for(task, 10)
 
 
-async def add_job(store: Store, base: str, **model: Any) -> str:
-    spec = torch_spec(base, model={"base": base, **model}, algorithm={"kl_coef": 0.1}).model_dump(mode="json")
+async def add_job(store: Store, base: str, parts: dict[str, Any] | None = None, **model: Any) -> str:
+    """`parts` of the spec; without them, one that needs the reference."""
+    changes = {"algorithm": {"kl_coef": 0.1}} if parts is None else parts
+    spec = torch_spec(base, model={"base": base, **model}, **changes).model_dump(mode="json")
     return await store.create_job(id=f"j-{uuid.uuid4().hex[:8]}", spec=spec, tenant="t")
 
 

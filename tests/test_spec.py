@@ -233,5 +233,9 @@ def test_files(tmp_path: Path) -> None:
 @pytest.mark.parametrize("learner", ["torch", "simulated"])
 @pytest.mark.parametrize("preset", PRESETS)
 def test_what_is_stored_is_valid_again_and_means_the_same(preset: str, learner: str) -> None:
-    spec = parse_spec({**SMALLEST, "algorithm": {"name": preset}, "train": {"steps": 1, "learner": learner}})
+    if preset == "distill" and learner == "simulated":
+        pytest.skip("refused")
+    teacher = {"base": "t"} if preset == "distill" else None
+    train = {"steps": 1, "learner": learner}
+    spec = parse_spec({**SMALLEST, "algorithm": {"name": preset}, "teacher": teacher, "train": train})
     assert parse_spec(spec.model_dump(mode="json")) == spec

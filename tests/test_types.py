@@ -38,6 +38,8 @@ INCONSISTENT: dict[str, dict[str, Any]] = {
     "logprob not a number": {"logprobs_T": f32(0, 0, 0, -1, float("nan"), -1)},
     "logprob infinite": {"logprobs_T": f32(0, 0, 0, -1, float("-inf"), -1)},
     "reference logprobs cut": {"ref_logprobs_T": f32(0, 0, 0, -1, -1)},
+    "teacher logprobs cut": {"teacher_logprobs_T": f32(0, 0, 0, -1, -1)},
+    "teacher logprob of the prompt": {"teacher_logprobs_T": f32(-1, 0, 0, -1, -1, -1)},
     "reference logprob of the prompt": {"ref_logprobs_T": f32(-1, 0, 0, -1, -1, -1)},
     "reference logprob not a number": {"ref_logprobs_T": f32(0, 0, 0, -1, -1, float("nan"))},
     "no span": {"spans": []},

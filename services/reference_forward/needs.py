@@ -11,6 +11,9 @@ from opentinker.shared.spec import JobSpec
 REFERENCE = "reference"
 """A role: log-probabilities of the model that the policy started from."""
 
+TEACHER = "teacher"
+"""A role: log-probabilities of the model that the policy learns from."""
+
 
 class ModelKey(msgspec.Struct, frozen=True):
     """Models of the same key are loaded once, whichever jobs want them and whatever for."""
@@ -27,6 +30,8 @@ def needs(spec: JobSpec, start: Path) -> dict[ModelKey, list[str]]:
     found: dict[ModelKey, list[str]] = {}
     if spec.algorithm.kl_coef > 0:
         found.setdefault(_reference(spec, start), []).append(REFERENCE)
+    if spec.teacher is not None:
+        found.setdefault(ModelKey(spec.teacher.base, spec.teacher.dtype), []).append(TEACHER)
     return found
 
 

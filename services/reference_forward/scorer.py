@@ -1,6 +1,6 @@
 """Frozen models, and what they say of groups that somebody else sampled. No messages here.
 
-Every call blocks: the service makes them in threads, one `score` at a time and one `load` beside it.
+Every call blocks: the service makes them in threads, one `score` at a time, beside it one `load` and any `check`.
 """
 
 from __future__ import annotations
@@ -14,11 +14,13 @@ import numpy as np
 import torch
 
 from opentinker.services.reference_forward.needs import ModelKey
+from opentinker.services.reference_forward.vocabulary import check_same_tokens
 from opentinker.shared.errors import JobFailed
 from opentinker.shared.nn.forward import layout, token_logprobs
 from opentinker.shared.nn.lora import adapter_bytes, causal_lm, with_adapter
 from opentinker.shared.nn.models import load_model, model_bytes, torch_dtype
 from opentinker.shared.nn.packing import pack
+from opentinker.shared.spec import JobSpec
 from opentinker.shared.types import F32, Group, Trajectory
 
 
@@ -33,8 +35,18 @@ class Scorer:
             raise RuntimeError("reference_device is cuda, but there is no GPU here: set it to cpu")
         self.device = device
         self.tokens_per_batch = tokens_per_batch
+        self._suited: set[tuple[str, str]] = set()
         self.computed = 0
         """Tokens that went through a model so far, shared prefixes once."""
+
+    def check(self, spec: JobSpec) -> None:
+        """What must hold between a job's models. Raises JobFailed."""
+        if spec.teacher is None:
+            return
+        pair = (spec.model.base, spec.teacher.base)
+        if pair not in self._suited:
+            check_same_tokens(*pair)
+            self._suited.add(pair)
 
     def size(self, key: ModelKey) -> int:
         """Bytes of the weights, told before they are loaded. Raises JobFailed if there is no such model."""

@@ -65,6 +65,7 @@ class ReferenceForward:
         self.ctx, self.ack_wait_s = ctx, ack_wait_s
         self._make_scorer = make_scorer
         self._scorer: Scorer | None = None
+        self._making = asyncio.Lock()
         self.desk = Desk(ctx.settings.reference_tokens_per_batch)
         self.residence = Residence(int(ctx.settings.reference_memory_gb * 1e9))
         self._bell = Bell()
@@ -201,6 +202,7 @@ class ReferenceForward:
             self.log.error("invalid_group_passed_on", job=work.group.job, group=work.group.seq, error=str(error))
             return True
         start = start_of(self.ctx.settings.data_dir, work.group.job)
+        await asyncio.to_thread((await self._get_scorer()).check, spec)
         work.temperature, work.needs = spec.rollout.temperature, needs(spec, start)
         return True
 
@@ -244,9 +246,10 @@ class ReferenceForward:
         self._measure()
 
     async def _get_scorer(self) -> Scorer:
-        if self._scorer is None:
-            self._scorer = await asyncio.to_thread(self._make_scorer)
-        return self._scorer
+        async with self._making:
+            if self._scorer is None:
+                self._scorer = await asyncio.to_thread(self._make_scorer)
+            return self._scorer
 
     # --- forward passes -----------------------------------------------------------------------------------------
 

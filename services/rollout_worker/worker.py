@@ -26,6 +26,7 @@ from opentinker.shared.errors import JobFailed
 from opentinker.shared.leasing import LeasedWorker
 from opentinker.shared.service import first_failure
 from opentinker.shared.spec import JobSpec
+from opentinker.shared.spec.frozen import is_scored
 from opentinker.shared.subjects import GROUP, SCORE, SWAP, TICKET, WAKE
 from opentinker.shared.telemetry import MetricSource
 from opentinker.shared.types import Ending, Group, Lease, SwapCommand, SwapReply, Ticket, Trajectory
@@ -56,6 +57,7 @@ class RolloutJob:
         self.worker, self.lease, self.spec = worker, lease, spec
         self.engine, self.renderer, self.sessions = engine, renderer, sessions
         self.bus: Bus = worker.ctx.bus
+        self.subject = SCORE if is_scored(spec.model_dump()) else GROUP
         self.admission = Admission(worker.ctx.store.redis, lease.job)
         self.metrics = MetricSource(self.bus, lease.job, worker.info.id)
         self.address = f"{worker.info.id}-{uuid.uuid4().hex[:12]}"
@@ -217,11 +219,10 @@ class RolloutJob:
 
     async def _publish(self, group: Group) -> None:
         """Stored durably when this returns; a full store is back-pressure. Raises JobFailed if it fits no message."""
-        subject = SCORE if self.spec.algorithm.kl_coef > 0 else GROUP
         msg_id = f"{group.key}:{group.trajectories[0].attempt}"
         while True:
             try:
-                await self.bus.publish(subject, group, msg_id, job=group.job)
+                await self.bus.publish(self.subject, group, msg_id, job=group.job)
                 if self.full:
                     self.full = False
                     log.info("stream_has_room")

@@ -29,6 +29,7 @@ from opentinker.services.scheduler.checkpoints import newest_epoch
 from opentinker.services.scheduler.cluster import Cluster
 from opentinker.shared.errors import Conflict, NotFound
 from opentinker.shared.service import Context
+from opentinker.shared.spec.frozen import is_scored
 from opentinker.shared.subjects import WAKE
 from opentinker.shared.types import JobRecord, JobState, Lease, Pool, WorkerInfo
 from opentinker.shared.waiting import set_within
@@ -270,7 +271,7 @@ def _lacking(job: JobRecord, cluster: Cluster) -> str:
         for pool in (Pool.TRAINER, Pool.ROLLOUT)
         if (cluster.free(pool) is None if queued else not cluster.working(job.id, pool))
     ]
-    shared = [Pool.ENV] + ([Pool.REFERENCE] if job.spec["algorithm"]["kl_coef"] > 0 else [])
+    shared = [Pool.ENV] + ([Pool.REFERENCE] if is_scored(job.spec) else [])
     busy = [f"a free {NAMES[pool]}" for pool in short if cluster.alive(pool)]
     absent = [NAMES[pool] for pool in short + shared if not cluster.alive(pool)]
     return "; ".join(busy + ([f"{', '.join(absent)} (none is running)"] if absent else []))

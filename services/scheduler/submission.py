@@ -47,11 +47,13 @@ async def submit(ctx: Context, data: Any, tenant: str, idempotency: str = "") ->
         [] if base is None else await asyncio.to_thread(_check_model, base, None if spec is None else spec.model)
     )
     wrong_start, chosen = await _check_start(ctx, _start(data, spec), spec, tenant)
-    mistakes += wrong_environment + wrong_model + wrong_start
+    wrong_frozen = await asyncio.to_thread(_check_frozen, data)
+    mistakes += wrong_environment + wrong_model + wrong_start + wrong_frozen
     if spec is None or mistakes:
         raise SpecError(mistakes)
     plain = spec.model_dump(mode="json")
-    plain["model"]["base"] = await asyncio.to_thread(_resolved, spec.model.base)
+    for part in _with_bases(plain):
+        part["base"] = await asyncio.to_thread(_resolved, part["base"])
     body_hash = hashlib.sha256(_canonical(plain)).hexdigest()
     new = new_job_id()
     if chosen is not None:
@@ -69,6 +71,11 @@ async def submit(ctx: Context, data: Any, tenant: str, idempotency: str = "") ->
         )
     await ctx.bus.emit(WAKE, {"job": id}, who="scheduler")
     return id, id != new
+
+
+def _with_bases(plain: dict[str, Any]) -> list[dict[str, Any]]:
+    """The parts of a stored spec that name a model."""
+    return [part for part in (plain["model"], plain["teacher"]) if part is not None]
 
 
 def _canonical(plain: dict[str, Any]) -> bytes:
@@ -166,6 +173,15 @@ def _check_model(base: str, model: ModelSpec | None) -> Mistakes:
     except OSError as error:
         return [_mistake(base, error.strerror or str(error))]
     return []
+
+
+def _check_frozen(data: Any) -> Mistakes:
+    """Blocking. Of the models that reference-forward will load, even if other parts of the spec are wrong."""
+    teacher = data.get("teacher") if isinstance(data, dict) else None
+    base = teacher.get("base") if isinstance(teacher, dict) else None
+    if not isinstance(base, str) or not base:
+        return []
+    return [{**mistake, "field": "teacher.base"} for mistake in _check_model(base, None)]
 
 
 def _lacks_template(path: Path) -> bool:

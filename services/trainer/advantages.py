@@ -136,6 +136,19 @@ def overlong_penalty(tokens: npt.ArrayLike, *, length: int, buffer: int) -> F64:
     return penalty
 
 
+def distillation(behaviour_T: F64, teacher_T: F64) -> F64:
+    """A_t = log q(y_t) - log mu(y_t) for each token y_t that mu sampled, q being the teacher; all [T].
+
+    Its mean over mu is -KL(mu || q) at the position, and where the policy pi is still mu the policy gradient of it is
+    the gradient of -KL(pi || q) there; the loss's ratio pi/mu corrects for the distance of the two. A token answers for
+    itself alone and not for those after it (discount 0).
+    Source: reverse KL on the student's own samples: MiniLLM, arXiv 2306.08543, section 2.1; on-policy GKD, arXiv
+    2306.13649, section 3; as an advantage per token, without the sum over later ones: Thinking Machines Lab,
+    "On-Policy Distillation", 2025.
+    """
+    return teacher_T - behaviour_T
+
+
 def kl_estimate(behaviour_T: F64, reference_T: F64, estimator: str) -> F64:
     """k1, k2 or k3 of KL(mu || reference) per token [T], for the reward; `losses.KL` holds the same for the loss.
 

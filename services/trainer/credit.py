@@ -1,6 +1,6 @@
 """Which token gets how much: the groups of a batch -> one advantage per sampled token. Pure numpy.
 
-rewards --overlong penalty--> --KL in the reward--> --estimator of the spec--> advantages
+rewards --overlong penalty--> --KL in the reward--> --estimator of the spec--> --what the teacher says--> advantages
 """
 
 from __future__ import annotations
@@ -55,6 +55,10 @@ def assign(groups: Sequence[Group], algorithm: AlgorithmSpec, values_S: Sequence
         advantages_S, returns_S = _estimate(groups, algorithm, outcomes + penalty, costs_S, penalty, values_S)
     except ValueError as error:
         raise JobFailed(f"advantage = {algorithm.advantage!r}: {error}") from error
+    if algorithm.distill_coef:
+        advice_S, said = _teach(trajectories)
+        advantages_S = [a + algorithm.distill_coef * advice for a, advice in zip(advantages_S, advice_S, strict=True)]
+        metrics |= said
     return Credit(advantages_S, returns_S, metrics)
 
 
@@ -70,6 +74,8 @@ def _estimate(
     name, options = algorithm.advantage, algorithm.options("advantage")
     trajectories = [t for group in groups for t in group.trajectories]
     counts = [len(costs) for costs in costs_S]
+    if name == "none":
+        return [np.zeros(count) for count in counts], None
     if name == "reinforce_pp":
         returns_S = [r - advantages.returns_to_go(costs, 1.0) for r, costs in zip(rewards, costs_S, strict=True)]
         return advantages.reinforce_pp(returns_S), None
@@ -133,6 +139,26 @@ def _turn_rewards(trajectory: Trajectory, penalty: float, costs: F64) -> F64:
 def _spread(trajectory: Trajectory, values: F64) -> F64:
     """One value per turn -> one per sampled token."""
     return values[_turn_of(trajectory)] if len(values) else np.zeros(0)
+
+
+def _teach(trajectories: list[Trajectory]) -> tuple[list[F64], dict[str, float]]:
+    """What the teacher says of each sampled token; teacher/kl and teacher/k3 (estimates of KL(mu || teacher), k1 and
+    k3), teacher/logprob."""
+    behaviour_S, teacher_S = [], []
+    for trajectory in trajectories:
+        teacher = trajectory.teacher_logprobs
+        if teacher is None:
+            raise JobFailed(f"distill_coef > 0 but trajectory {trajectory.attempt} came without teacher logprobs")
+        sampled = trajectory.mask.astype(bool)
+        behaviour_S.append(trajectory.logprobs[sampled].astype(np.float64))
+        teacher_S.append(teacher[sampled].astype(np.float64))
+    behaviour, teachers = np.concatenate(behaviour_S), np.concatenate(teacher_S)
+    metrics = {
+        "teacher/kl": float(advantages.kl_estimate(behaviour, teachers, "k1").mean()),
+        "teacher/k3": float(advantages.kl_estimate(behaviour, teachers, "k3").mean()),
+        "teacher/logprob": float(teachers.mean()),
+    }
+    return [advantages.distillation(b, t) for b, t in zip(behaviour_S, teacher_S, strict=True)], metrics
 
 
 def _kl(trajectory: Trajectory, estimator: str) -> F64:

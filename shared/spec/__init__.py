@@ -16,6 +16,7 @@ from opentinker.shared import algorithms
 from opentinker.shared.errors import SpecError
 from opentinker.shared.spec.algorithm import AlgorithmSpec
 from opentinker.shared.spec.determinism import broken_promises
+from opentinker.shared.spec.frozen import TeacherSpec, settle_frozen
 from opentinker.shared.spec.mistakes import fill, mistakes_of, unused
 from opentinker.shared.spec.model import LoraSpec, ModelSpec
 from opentinker.shared.spec.part import Part
@@ -32,6 +33,7 @@ __all__ = [
     "ResourceSpec",
     "RolloutSpec",
     "StartSpec",
+    "TeacherSpec",
     "ToySpec",
     "TrainSpec",
     "load_spec",
@@ -59,6 +61,8 @@ class JobSpec(Part):
     environment: EnvironmentSpec
     algorithm: AlgorithmSpec = AlgorithmSpec()
     rollout: RolloutSpec = RolloutSpec()
+    teacher: TeacherSpec | None = None
+    """The model that on-policy distillation learns from."""
     train: TrainSpec
     start: StartSpec | None = None
     """Begin with the checkpoint of another job instead of the weights in model.base."""
@@ -91,7 +95,7 @@ class JobSpec(Part):
                 found.append(
                     {"field": "start.optimizer", "value": True, "problem": f"does not apply to train.{SIMULATED}"}
                 )
-        return found + self._settle_overlong() + broken_promises(self)
+        return found + self._settle_overlong() + settle_frozen(self) + broken_promises(self)
 
     def _settle_overlong(self) -> list[dict[str, Any]]:
         """Overlong shaping takes its lengths from `rollout.max_tokens`."""

@@ -17,7 +17,7 @@ class AlgorithmSpec(Part):
     The parts, their options and the presets are the tables of `algorithms.py` (`opentinker algorithms` prints them).
     """
 
-    name: Literal["grpo", "dr_grpo", "dapo", "rloo", "reinforce_pp", "ppo", "gspo", "cispo"] = "grpo"
+    name: Literal["grpo", "dr_grpo", "dapo", "rloo", "reinforce_pp", "ppo", "gspo", "cispo", "distill"] = "grpo"
     """The preset: it gives every field below that is not set. See `opentinker algorithms`."""
     group_size: Positive = 8
     """Trajectories per group (same start state)."""
@@ -28,7 +28,8 @@ class AlgorithmSpec(Part):
     updates_per_batch: Positive = 1
     """Optimizer steps per batch, each on an equal share of its groups."""
     advantage: (
-        Literal["grpo", "dr_grpo", "rloo", "maxrl", "reinforce_pp", "reinforce_pp_baseline", "per_turn", "gae"] | None
+        Literal["grpo", "dr_grpo", "rloo", "maxrl", "reinforce_pp", "reinforce_pp_baseline", "per_turn", "gae", "none"]
+        | None
     ) = None
     """How rewards become advantages."""
     loss: Literal["decoupled_ppo", "ppo", "importance_sampling", "cispo", "gspo", "dppo", "sapo"] | None = None
@@ -84,6 +85,9 @@ class AlgorithmSpec(Part):
     """`loss`: a term of the loss. `reward`: taken off the reward, token by token, with mu in place of pi."""
     kl_estimator: Literal["k1", "k2", "k3"] | None = None
     """With d = log pi - log reference: k1 = d, k2 = d^2/2, k3 = exp(-d) - 1 + d."""
+    distill_coef: Annotated[float, Field(ge=0.0)] | None = None
+    """Weight of log teacher - log mu of each sampled token, which is added to its advantage: the reverse KL to the
+    [teacher] on the policy's own samples. 0: off."""
     entropy_coef: Annotated[float, Field(ge=0.0)] = 0.0
     """Weight of the mean entropy, which is added to what is maximised. 0: off."""
     drop_zero_variance: bool | None = None

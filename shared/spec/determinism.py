@@ -37,6 +37,12 @@ def broken_promises(spec: JobSpec) -> list[dict[str, Any]]:
             spec.algorithm.kl_coef == 0,
             "must be 0: reference-forward computes what comes together in one batch, and its sums depend on that",
         ),
+        (
+            "algorithm.distill_coef",
+            spec.algorithm.distill_coef,
+            not spec.algorithm.distill_coef,
+            "must be 0: reference-forward computes what comes together in one batch, and its sums depend on that",
+        ),
     ]
     return [
         {"field": field, "value": value, "problem": f"{problem} (train.deterministic)"}

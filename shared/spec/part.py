@@ -33,6 +33,7 @@ class Part(BaseModel):
     def _every_mistake(cls, data: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
         """Fields that are wrong in themselves do not hide the others' contradictions: those are judged without them."""
         wrong: list[dict[str, Any]] = []
+        names: set[Any] = set()
         try:
             part = handler(data)
         except ValidationError as error:
@@ -50,7 +51,8 @@ class Part(BaseModel):
                 )
             except ValidationError:  # a required field is wrong: the others cannot be judged
                 raise Mistakes(wrong) from None
-        mistakes = wrong + part.settle()
+        judged = part.settle()  # of what is wrong in itself, its stand-in was judged
+        mistakes = wrong + [mistake for mistake in judged if mistake["field"].partition(".")[0] not in names]
         if mistakes:
             raise Mistakes(mistakes)
         return part

@@ -1,0 +1,25 @@
+"""Whether two models mean the same tokens by the same ids. Blocking: tokenizers are read."""
+
+from __future__ import annotations
+
+from opentinker.shared.errors import JobFailed
+from opentinker.shared.nn.models import load_tokenizer
+
+
+def check_same_tokens(policy: str, teacher: str) -> None:
+    """Raises JobFailed, with the first difference, unless every token of the policy has the same id in the teacher.
+
+    The teacher is given the very ids that the policy sampled. It may know more tokens.
+    """
+    ours, theirs = (_tokens(base) for base in (policy, teacher))
+    for number in sorted(ours):
+        if ours[number] != theirs.get(number):
+            other = f"{theirs[number]!r}" if number in theirs else "no token"
+            raise JobFailed(
+                f"teacher {teacher!r} does not share the tokenizer of model {policy!r}: id {number} is "
+                f"{ours[number]!r} for the model and {other} for the teacher. Take a teacher of the same family"
+            )
+
+
+def _tokens(base: str) -> dict[int, str]:
+    return {number: token for token, number in load_tokenizer(base).get_vocab().items()}
