@@ -23,6 +23,7 @@ import msgspec
 import orjson
 
 from opentinker.shared.errors import Fenced
+from opentinker.shared.script import Script
 from opentinker.shared.types import Discard, Ending, WeightVersion
 
 # KEYS: adm, groups, op (optional). ARGV: operation, epoch (-1: anyone), arguments...
@@ -161,7 +162,7 @@ class Admission:
         self._redis = redis
         self._keys = [f"adm:{job}", f"adm:{job}:groups"]
         self._epoch = epoch
-        self._script = redis.register_script(_SCRIPT)
+        self._script = Script(redis, _SCRIPT)
 
     async def _call(self, op: str, *args: Any, once: bool = False) -> list[Any]:
         """`once`: a repetition by the client, after the connection broke, is answered and not done again."""

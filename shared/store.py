@@ -34,6 +34,7 @@ from redis.maint_notifications import MaintNotificationsConfig
 
 from opentinker.shared import codec
 from opentinker.shared.errors import Conflict, Fenced, NotFound
+from opentinker.shared.script import Script
 from opentinker.shared.types import JobRecord, JobState, Lease, WorkerInfo
 from opentinker.shared.waiting import heed
 
@@ -143,12 +144,12 @@ class Store:
     def __init__(self, redis: Any) -> None:
         # redis-py types every reply as bytes or str; ours are str (decode_responses).
         self.redis = redis
-        self._transition = redis.register_script(_TRANSITION)
-        self._update = redis.register_script(_UPDATE)
-        self._create = redis.register_script(_CREATE)
-        self._beat = redis.register_script(_BEAT)
-        self._leave = redis.register_script(_LEAVE)
-        self._workers = redis.register_script(_WORKERS)
+        self._transition = Script(redis, _TRANSITION)
+        self._update = Script(redis, _UPDATE)
+        self._create = Script(redis, _CREATE)
+        self._beat = Script(redis, _BEAT)
+        self._leave = Script(redis, _LEAVE)
+        self._workers = Script(redis, _WORKERS)
 
     @classmethod
     @asynccontextmanager

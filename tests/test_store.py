@@ -178,6 +178,26 @@ async def test_reply_lost_by_the_connection_does_not_repeat_the_change(
     assert (await store.job("j")).version == 1
 
 
+async def test_a_server_that_forgets_its_scripts_before_every_call_runs_them(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one that starts anew again and again, because its disk is full."""
+    evalsha = store.redis.evalsha
+
+    async def after_a_restart(*args: Any) -> Any:
+        await store.redis.script_flush()
+        return await evalsha(*args)
+
+    monkeypatch.setattr(store.redis, "evalsha", after_a_restart)
+    await create(store)
+    await store.update("j", step=1)
+    await store.transition("j", JobState.STARTING, epoch=1)
+    assert (await store.job("j")).step == 1
+    admission = Admission(store.redis, "j", epoch=1)
+    await admission.restore(step=0, max_staleness=0, groups_per_batch=1, total=1, discarded={})
+    assert (await admission.issue(1))[1] == [0]
+
+
 async def test_events_are_read_from_where_one_was(store: Store) -> None:
     await create(store)
     first = (await store.events("j"))[0]["id"]
