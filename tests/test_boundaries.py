@@ -19,6 +19,7 @@ ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = {"services": ROOT / "services", "shared": ROOT / "shared", "envs": ROOT / "envs"}
 TOO_HEAVY = ("torch", "vllm", "transformers", "peft", "deepspeed")
 HEAVY = {
+    "opentinker.merge",
     "opentinker.services.reference_forward.scorer",
     "opentinker.services.reference_forward.vocabulary",
     "opentinker.services.rollout_worker.vllm_engine",

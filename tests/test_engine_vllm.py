@@ -382,14 +382,18 @@ async def test_lora_adapters_change_the_output_and_versions_stay_apart(untied: P
             return [step]
 
         sampling = Sampling(max_tokens=60, seed=1, temperature=0.9)
-        outputs = []
+        outputs, named = [], set()
+        assert vllm._engine().vllm_config.lora_config.max_loras >= 2 + 2, "staleness + 2"
         for step in range(6):  # more versions than adapters fit at once
             await publish(step)
+            newest = vllm._adapters[max(vllm._adapters)].request
+            named.add((newest.lora_name, newest.lora_int_id, newest.lora_path))
             done = await vllm.generate(f"v{step}", PROMPT, sampling)
             assert done.spans == [Span(0, len(done.ids), WeightVersion(0, step))]
             assert worst(done, expected(model, PROMPT, done, sampling)) <= TOLERANCE
             outputs.append(done.logprobs)
         assert len({tuple(logprobs) for logprobs in outputs}) == 6
+        assert [len(set(column)) for column in zip(*named, strict=True)] == [6, 6, 6], "nothing is called as before"
         before = {k: v.clone() for k, v in model.state_dict().items()}
         long = Sampling(max_tokens=400, seed=2)
         running = asyncio.create_task(vllm.generate("running", PROMPT, long))

@@ -19,13 +19,14 @@ from opentinker.shared.tensors import shapes_in
 
 
 def attach_lora(model: nn.Module, lora: LoraSpec) -> PeftModel:
-    """Wrap `model` with a fresh adapter: base frozen, adapter weights float32 (A random, B zero)."""
+    """Wrap `model` with a fresh adapter: base frozen and as it was, adapter weights float32, B A = 0."""
     config = LoraConfig(
         task_type="CAUSAL_LM",
         r=lora.rank,
         lora_alpha=lora.alpha,
         lora_dropout=lora.dropout,
         target_modules=lora.target_modules,
+        init_lora_weights=True if lora.init == "kaiming" else lora.init,
     )
     try:
         return get_peft_model(model, config)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -18,6 +18,15 @@ class LoraSpec(Part):
     """Dropout before the adapter, while training."""
     target_modules: list[str] | Literal["all-linear"] = "all-linear"
     """Names of the layers that get an adapter; `all-linear` means all but the head."""
+    init: Literal["kaiming", "gaussian", "orthogonal"] = "kaiming"
+    """How A and B begin. `kaiming`: A uniform, B zero. `gaussian`: A normal with deviation 1 / rank, B zero.
+    `orthogonal`: both from one orthogonal matrix, so that their product is zero up to rounding; of an even rank. Others
+    (pissa, olora, loftq) would change the base, which is the reference and what vLLM serves the adapter on."""
+
+    def settle(self) -> list[dict[str, Any]]:
+        if self.init == "orthogonal" and self.rank % 2:
+            return [{"field": "rank", "value": self.rank, "problem": "must be even for init = 'orthogonal'"}]
+        return []
 
 
 class ModelSpec(Part):

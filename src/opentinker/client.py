@@ -29,9 +29,10 @@ import aiohttp
 import orjson
 
 from opentinker.archive import unpack
+from opentinker.given import empty_place, plain, started
 from opentinker.http import ApiConflict, ApiError, ApiNotFound, Http, Json
-from opentinker.shared.manifest import instead
-from opentinker.shared.spec import JobSpec, load_spec
+from opentinker.shared.manifest import ADAPTER, instead
+from opentinker.shared.spec import JobSpec
 from opentinker.shared.types import JobState
 
 __all__ = ["ApiConflict", "ApiError", "ApiNotFound", "AsyncClient", "Client"]
@@ -82,7 +83,7 @@ class AsyncClient:
         A `model.base` that is a directory here is sent as its whole path; the server's machine must have it too.
         `from_checkpoint`, JOB@STEP or JOB@latest, and `with_optimizer` take the place of the spec's [start].
         """
-        data = started(await asyncio.to_thread(_plain, spec), from_checkpoint, with_optimizer)
+        data = started(await asyncio.to_thread(plain, spec), from_checkpoint, with_optimizer)
         headers = {"Idempotency-Key": idempotency_key or uuid.uuid4().hex, "Content-Type": "application/json"}
         return await self._http.json("POST", "/v1/jobs", body=orjson.dumps(data), headers=headers)
 
@@ -172,13 +173,27 @@ class AsyncClient:
         return list((await self._http.json("GET", _of(id, "/checkpoints")))["checkpoints"])
 
     async def download(
-        self, id: str, directory: str | Path, step: int | None = None, *, everything: bool = False
+        self,
+        id: str,
+        directory: str | Path,
+        step: int | None = None,
+        *,
+        everything: bool = False,
+        merge: bool = False,
+        base: str | None = None,
     ) -> Path:
         """A checkpoint (default: the newest) as a directory that must not exist or be empty; checksums are compared.
 
-        `everything` also fetches optimizer and random state. Raises ApiError, which names the others, if it is damaged.
+        `everything` also fetches optimizer and random state. `merge` puts an adapter into the model it was trained on,
+        which must be within reach of this machine (`base`: elsewhere than where the job had it), and gives a plain
+        Hugging Face directory; it needs torch, transformers and peft here. Raises ApiError, which for a damaged
+        checkpoint names the others.
         """
-        target = await asyncio.to_thread(_empty_place, directory)
+        target = await asyncio.to_thread(empty_place, directory)
+        if merge:
+            return await self._download_merged(id, target, step, base)
+        if base is not None:
+            raise ApiError("a base is needed only where an adapter is merged into it")
         path = _of(id, f"/checkpoints/{'latest' if step is None else step}/download")
         query = {"all": "1"} if everything else {}
         with tempfile.TemporaryFile(dir=target.parent) as file:
@@ -202,6 +217,26 @@ class AsyncClient:
                 ) from None
         return target
 
+    async def _download_merged(self, id: str, target: Path, step: int | None, base: str | None) -> Path:
+        try:
+            from opentinker.merge import merge
+        except ImportError as error:
+            raise ApiError(
+                f"merging needs torch, transformers and peft here, and {error.name} is not installed: "
+                "pip install 'opentinker[trainer]'"
+            ) from None
+        held = [c for c in await self.checkpoints(id) if step in (None, c["step"])]
+        if held and ADAPTER not in held[-1]["files"]:
+            raise ApiError(f"the checkpoint of step {held[-1]['step']} is no adapter: download it without merging")
+        with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}-") as work:
+            adapter = await self.download(id, Path(work) / "adapter", held[-1]["step"] if held else step)
+            try:
+                await asyncio.to_thread(merge, adapter, Path(work) / "merged", base)
+            except ValueError as error:
+                raise ApiError(str(error)) from None
+            (Path(work) / "merged").replace(target)
+        return target
+
     async def workers(self) -> list[Json]:
         return list((await self._http.json("GET", "/v1/workers"))["workers"])
 
@@ -210,46 +245,6 @@ class AsyncClient:
 
 
 _FINAL = {state.value for state in JobState if state.final}
-
-
-def _plain(spec: Mapping[str, Any] | JobSpec | str | Path) -> Any:
-    match spec:
-        case JobSpec():
-            return _found_here(spec.model_dump(mode="json"))
-        case str() | Path():
-            return _found_here(load_spec(Path(spec)))
-        case _:
-            return _found_here(dict(spec))
-
-
-def started(data: Any, checkpoint: str | None, optimizer: bool) -> Any:
-    """The spec's data with another [start]. Raises ApiError."""
-    if checkpoint is None:
-        if optimizer:
-            raise ApiError("the optimizer's state comes from a checkpoint: say which one")
-        return data
-    return {**data, "start": {"from": checkpoint, "optimizer": optimizer}} if isinstance(data, dict) else data
-
-
-def _found_here(data: Any) -> Any:
-    """A model directory that is relative to here becomes absolute: the server runs elsewhere."""
-    match data:
-        case {"model": {"base": str(base)} as model} if base:
-            try:
-                path = Path(base).expanduser()
-                return {**data, "model": {**model, "base": str(path.resolve())}} if path.is_dir() else data
-            except (OSError, RuntimeError):  # no such user's home, a name too long: the server says what is wrong
-                return data
-        case _:
-            return data
-
-
-def _empty_place(directory: str | Path) -> Path:
-    target = Path(directory).expanduser().absolute()
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise ApiError(f"{target} exists and is not an empty directory")
-    target.parent.mkdir(parents=True, exist_ok=True)
-    return target
 
 
 def _of(id: str, rest: str = "") -> str:
@@ -336,8 +331,17 @@ class Client:
     def checkpoints(self, id: str) -> list[Json]:
         return self._call(self._core.checkpoints(id))
 
-    def download(self, id: str, directory: str | Path, step: int | None = None, *, everything: bool = False) -> Path:
-        return self._call(self._core.download(id, directory, step, everything=everything))
+    def download(
+        self,
+        id: str,
+        directory: str | Path,
+        step: int | None = None,
+        *,
+        everything: bool = False,
+        merge: bool = False,
+        base: str | None = None,
+    ) -> Path:
+        return self._call(self._core.download(id, directory, step, everything=everything, merge=merge, base=base))
 
     def workers(self) -> list[Json]:
         return self._call(self._core.workers())

@@ -141,11 +141,19 @@ def download(
     job_id: JobId,
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="Made if missing; must be empty.")],
     step: Annotated[int | None, typer.Option(help="Default: the newest.", min=0)] = None,
+    merge: Annotated[
+        bool, typer.Option("--merge", help="Put an adapter into its base model, here, with peft.")
+    ] = False,
+    base: Annotated[
+        str | None, typer.Option(metavar="DIR", help="Of --merge: where that model is, if not where the job had it.")
+    ] = None,
     url: Url = None,
     as_json: AsJson = False,
 ) -> None:
     """Fetch a checkpoint as a Hugging Face directory."""
-    path = client(url).download(job_id, directory, step=step)
+    if base is not None and not merge:
+        raise typer.BadParameter("--base needs --merge")
+    path = client(url).download(job_id, directory, step=step, merge=merge, base=base)
     if as_json:
         print_json({"directory": str(path)})
     else:

@@ -31,7 +31,7 @@ def register(app: typer.Typer) -> None:
 
 def read_spec(path: Path, from_checkpoint: str | None = None, with_optimizer: bool = False) -> dict[str, Any]:
     """A valid spec as plain data, with another [start] if one is given. Raises SpecError with every mistake."""
-    from opentinker.client import started
+    from opentinker.given import started
     from opentinker.shared.spec import load_spec, parse_spec
 
     if with_optimizer and from_checkpoint is None:
