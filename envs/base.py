@@ -62,7 +62,8 @@ class Step(msgspec.Struct, kw_only=True):
     components: dict[str, float] = {}
     """Named parts of `reward`, for the curves."""
     metrics: dict[str, float] = {}
-    """What is known of the episode so far, e.g. `exact`; those of the last step are kept."""
+    """What is known of the episode so far, e.g. `exact`; those of the last step are kept. One named `task/NAME` that is
+    1 says which task this was: validation reports by task."""
 
 
 class EnvironmentConfig(BaseModel):

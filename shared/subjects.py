@@ -3,6 +3,7 @@
 scheduler --TICKET--> rollout worker --ENV_OPEN/ENV_SESSION--> env worker
 rollout worker --GROUP--> trainer            (or --SCORE--> reference-forward --GROUP--> trainer)
 trainer --SWAP--> rollout worker             (the tensors travel by torch.distributed)
+trainer --EXAM--> rollout worker --EXAM_RESULT--> trainer    (validation)
 everybody --METRIC--> whoever subscribes; anybody --WAKE--> a sleeping loop
 """
 
@@ -15,7 +16,7 @@ from typing import Generic, TypeVar
 
 from nats.js.api import DiscardPolicy, PersistMode, RetentionPolicy, StorageType, StreamConfig
 
-from opentinker.shared import sessions, types
+from opentinker.shared import sessions, types, validation
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -61,6 +62,8 @@ SCORE = Subject("score.{job}", types.Group)
 """Rollout worker -> one reference-forward, for jobs that need reference logprobs. Acknowledged when passed on."""
 GROUP = Subject("group.{job}", types.Group)
 """Rollout worker or reference-forward -> the job's trainer. Kept until a checkpoint covers it."""
+EXAM = Subject("exam.{job}", validation.Exam)
+"""Trainer -> one rollout worker of the job: play a validation episode. Acknowledged when the trainer has its result."""
 METRIC = Subject("metric.{job}.{source}", types.MetricPoint, json=True)
 """Every service -> dashboards, CLI. Live and as history."""
 WAKE = Subject("wake.{who}", dict, json=True)
@@ -73,6 +76,8 @@ ENV_STEP = Call("env.step.{worker}", sessions.StepSession, sessions.SessionReply
 ENV_CLOSE = Call("env.close.{worker}", sessions.CloseSession, sessions.SessionReply)
 ENV_CHECK = Call("env.check", sessions.EnvCheck, sessions.EnvCheckReply)
 """Scheduler -> any env worker (queue group "env"), when a job is submitted."""
+EXAM_RESULT = Call("examined.{job}", validation.ExamResult, validation.Seen)
+"""Rollout worker -> the job's trainer."""
 SWAP = Call("swap.{worker}", types.SwapCommand, types.SwapReply)
 """Trainer -> one rollout worker: join the weight group, or receive a version through it."""
 
@@ -89,6 +94,13 @@ TICKETS = StreamConfig(
 SCORES = StreamConfig(
     name="SCORES",
     subjects=["score.*"],
+    retention=RetentionPolicy.WORK_QUEUE,
+    storage=StorageType.FILE,
+    duplicate_window=DEDUP_S,
+)
+EXAMS = StreamConfig(
+    name="EXAMS",
+    subjects=["exam.*"],
     retention=RetentionPolicy.WORK_QUEUE,
     storage=StorageType.FILE,
     duplicate_window=DEDUP_S,
@@ -119,4 +131,4 @@ METRICS = StreamConfig(
 """The one stream that may forget: the oldest points of all jobs go when it is full, so that history never takes the
 room of work. One worker's point a second is about 50 MB a day. The server sets `max_bytes` aside when it makes the
 stream, and makes none if its store is smaller. The trainer's steps are in the job's metrics.jsonl as well, for ever."""
-STREAMS = (TICKETS, SCORES, GROUPS, METRICS)
+STREAMS = (TICKETS, EXAMS, SCORES, GROUPS, METRICS)

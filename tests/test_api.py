@@ -134,6 +134,21 @@ async def test_every_mistake_is_told_at_once(http: Http, bus: Bus) -> None:
     assert (await http("GET", "/v1/jobs"))[1]["jobs"] == []
 
 
+async def test_settings_that_evaluations_lay_over_the_environment_s_are_checked_too(http: Http, bus: Bus) -> None:
+    async def check(request: EnvCheck) -> EnvCheckReply:
+        problem = {"field": "environment.config.digits", "value": 99, "problem": "too many"}
+        return EnvCheckReply(errors=[problem] if request.config.get("digits") == 99 else [])
+
+    await bus.serve(ENV_CHECK, check, "env")
+    await bus.nc.flush()
+    environment = {"name": "copy_digits", "config": {"digits": 3}}
+    status, body = await http.submit({**SPEC, "environment": environment, "validation": {"every": 5}})
+    assert status == 201
+    wrong = {"every": 5, "config": {"digits": 99}}
+    status, body = await http.submit({**SPEC, "environment": environment, "validation": wrong})
+    assert status == 422 and set(mistakes(body)) == {"validation.config.digits"}
+
+
 async def test_job_is_accepted_and_says_so_when_no_env_worker_can_check_it(http: Http) -> None:
     job = await http.job()
     events = (await http("GET", f"/v1/jobs/{job}/events?format=json"))[1]["events"]
@@ -284,6 +299,7 @@ async def test_cancel_may_be_repeated_but_not_after_another_end(http: Http, stor
         "/events",
         "/events?format=json",
         "/metrics",
+        "/transcripts",
         "/checkpoints",
         "/checkpoints/latest/download",
         "/checkpoints/5/download",
@@ -450,6 +466,24 @@ async def _ok(http: Http, path: str) -> bool:
     return (await http("GET", path))[0] == 200
 
 
+async def test_transcripts_are_read_by_step(http: Http, ctx: Context) -> None:
+    job = await http.job()
+    path = f"/v1/jobs/{job}/transcripts"
+    assert await http("GET", path) == (200, {"steps": [], "step": None, "transcripts": []})
+    folder = ctx.settings.data_dir / "jobs" / job / "transcripts"
+    folder.mkdir(parents=True)
+    for step in (0, 20):
+        (folder / f"step-{step:06d}.jsonl").write_bytes(orjson.dumps({"index": 0, "reward": step}) + b"\n")
+    (folder / "step-000030.tmp").write_bytes(b"half")
+    for query, shown in (("", 20), ("?step=0", 0)):
+        status, body = await http("GET", path + query)
+        assert status == 200 and body["steps"] == [0, 20]
+        assert (body["step"], body["transcripts"]) == (shown, [{"index": 0, "reward": shown}])
+    status, body = await http("GET", f"{path}?step=7")
+    assert status == 404 and "there are: 0, 20" in body["detail"]
+    assert (await http("GET", f"{path}?step=latest"))[0] == 422
+
+
 # --- checkpoints ------------------------------------------------------------------------------------------------
 
 
@@ -553,7 +587,7 @@ async def test_workers_queues_health_and_metrics(http: Http, store: Store) -> No
     _, body = await http("GET", "/v1/workers")
     assert [(w["id"], w["pool"], w["lease"]) for w in body["workers"]] == [("env-0", "env", None)]
     _, body = await http("GET", "/v1/queues")
-    assert [q["stream"] for q in body["queues"]] == ["TICKETS", "SCORES", "GROUPS", "METRICS"]
+    assert [q["stream"] for q in body["queues"]] == ["TICKETS", "EXAMS", "SCORES", "GROUPS", "METRICS"]
     assert (await http("GET", "/healthz"))[1]["status"] == "ok"
     assert (await http("GET", "/readyz"))[1] == {"ready": True, "nats": True}
     status, text = await http("GET", "/metrics")
@@ -565,7 +599,7 @@ async def test_openapi_describes_every_route_and_the_spec(http: Http) -> None:
     assert status == 200
     operations = {(method, path) for path, item in document["paths"].items() for method in item}
     assert ("post", "/v1/jobs") in operations and ("get", "/v1/jobs/{id}/checkpoints/{step}/download") in operations
-    assert len(operations) == 14
+    assert len(operations) == 15
     assert [p["name"] for p in document["paths"]["/v1/jobs"]["get"]["parameters"]] == ["before", "limit"]
     schemas = document["components"]["schemas"]
     references = [r for r in str(document).split("'") if r.startswith("#/components/schemas/")]

@@ -175,6 +175,7 @@ async def test_resumed_job_goes_on_at_the_position_of_its_checkpoint(store: Stor
         ({"rollout": {"engine": "toy"}}, "rollout.seed"),
         ({"resources": {"rollout_workers": 2}}, "resources.rollout_workers"),
         ({"algorithm": {"max_staleness": 0, "kl_coef": 0.1}}, "algorithm.kl_coef"),
+        ({"algorithm": {"name": "distill", "max_staleness": 0}, "teacher": {"base": "t"}}, "algorithm.distill_coef"),
     ],
 )
 def test_what_breaks_the_promise_is_refused_with_the_reason(changes: dict[str, Any], field: str) -> None:

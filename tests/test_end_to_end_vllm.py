@@ -219,6 +219,33 @@ async def test_job_that_starts_from_a_checkpoint_trains_samples_and_scores_with_
     assert saved[0].read_bytes() == saved[1].read_bytes()
 
 
+async def test_evaluation_is_of_the_very_weights_of_its_step(system: Cluster, tiny: Path, tmp_path: Path) -> None:
+    """Every kept answer is the greedy one of the checkpoint of that step, though training went on meanwhile."""
+    train = {"steps": 8, "lr": 1e-3, "checkpoint_every": 3, "keep_checkpoints": 9}
+    validation = {"every": 3, "episodes": 24, "transcripts": 24, "max_tokens": 2}
+    job = await system.submit(one_digit(tiny, train=train, validation=validation))
+    record = await system.wait(job, 120)
+    assert record["state"] == "succeeded", record["reason"]
+    assert lineage_faults(system, job, 8) == []
+    assert_exact_numerics(system.lines(job))
+
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    answers = []
+    for step in (0, 3, 6, 8):
+        found = await system.client.transcripts(job, step)
+        assert found["steps"] == [0, 3, 6, 8] and len(found["transcripts"]) == 24
+        source = tiny if step == 0 else await system.client.download(job, tmp_path / str(step), step=step)
+        model, tokenizer = AutoModelForCausalLM.from_pretrained(source), AutoTokenizer.from_pretrained(tiny)
+        for one in found["transcripts"]:
+            prompt, answer = (message["content"] for message in one["messages"])
+            ids = tokenizer.encode(prompt, return_tensors="pt")
+            made = model.generate(ids, max_new_tokens=2, do_sample=False)[0, ids.shape[1] :]
+            assert answer == tokenizer.decode(made, skip_special_tokens=True), (step, prompt)
+        answers.append([one["messages"][1]["content"] for one in found["transcripts"]])
+    assert len({tuple(one) for one in answers}) > 1, "the weights differ, and so do their answers"
+
+
 async def test_processes_end_well_and_the_trainer_saves_what_it_has(system: Cluster, tiny: Path) -> None:
     """SIGTERM in the middle of a job, the trainer first: its checkpoint is of the very step that it had reached."""
     algorithm = {"group_size": 16, "groups_per_batch": 8, "max_staleness": 1, "kl_coef": 0.05}

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from opentinker.cli.run import figures
 from opentinker.curves import Curves, bins, chart, short
-from opentinker.watch import LiveView, PlainView, Update, clock, duration, event_line
+from opentinker.watch import LiveView, PlainView, Update, clock, duration, event_line, facts
 
 
 def trained(step: int, *, reward: float = 0.5, time: float | None = None, **values: float) -> dict[str, Any]:
@@ -146,6 +146,20 @@ def test_figures_are_those_of_the_points() -> None:
     assert "mismatch 2e-07 on average" in lines
     assert "the trainer waited 12% of its time for trajectories" in lines
     assert figures(update(Curves(), []), began=991.0) == ["no step was trained"]
+
+
+def test_evaluations_are_shown_beside_the_steps() -> None:
+    curves = Curves()
+    curves.add([trained(step) for step in range(1, 21)])
+    for step, exact in ((0, 0.0), (10, 0.5), (20, 0.75)):
+        values = {"val/episodes": 64.0, "val/exact": exact, "val/exact/low": exact / 2, "val/exact/high": 0.9}
+        curves.add([{"source": "validation", "step": step, "time": 1000.0, "values": values}])
+    now = update(curves, [], state="succeeded")
+    assert facts(now).endswith("validation at step 20: exact 0.75 (0.38 to 0.90)")
+    assert [line for line in figures(now, began=991.0) if "validation" in line] == [
+        "validation at step 0: exact 0.00 (0.00 to 0.90), 64 episodes",
+        "validation at step 20: exact 0.75 (0.38 to 0.90), 64 episodes",
+    ]
 
 
 def test_an_event_is_one_line() -> None:

@@ -83,6 +83,8 @@ class Episode:
         self.tokens = Tokens()
         self.turns: list[Turn] = []
         self.metrics: dict[str, float] = {}
+        self.said: list[Message] = []
+        """Both sides' words so far."""
         self.state = "PENDING"
         self.done = False
         limits = [engine.context_length]
@@ -132,6 +134,7 @@ class Episode:
     async def _play(self, worker: str, messages: list[Message]) -> Ending:
         """Turns until an ending that is ordinary data."""
         rollout, tokens = self.spec.rollout, self.tokens
+        self.said += messages
         tokens.observe(self.renderer.prompt(messages))
         if not tokens.ids or len(tokens.ids) >= self.context:
             raise EpisodeFailed(
@@ -145,12 +148,14 @@ class Episode:
             tokens.sample(completion)
             self.state = "INTERACTING"
             generated = time.monotonic()
+            text = self.renderer.text(completion.ids)
+            self.said.append(Message(role="assistant", content=text))
             reply = self._good(
                 await self.sessions.step(
                     worker=worker,
                     session=self.session,
                     turn=len(self.turns),
-                    text=self.renderer.text(completion.ids),
+                    text=text,
                     stop=completion.stop,
                 )
             )
@@ -166,6 +171,7 @@ class Episode:
                 )
             )
             self.metrics = reply.metrics
+            self.said += reply.messages
             if reply.done:
                 self.done = True  # the env worker has closed the session itself
                 return Ending.ENV_DONE

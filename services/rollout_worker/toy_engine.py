@@ -1,7 +1,7 @@
 """A simulated engine: deterministic tokens, given durations, no model. For everything that is not about generation.
 
-Tokens are a function of prompt, seed and `skill` alone, never of the version or of time. With a real weight group it
-receives and verifies the bytes like any other member and throws them away.
+Tokens are a function of prompt, seed (not at temperature 0) and `skill` alone, never of the version or of time. With a
+real weight group it receives and verifies the bytes like any other member and throws them away.
 """
 
 from __future__ import annotations
@@ -146,7 +146,8 @@ class ToyEngine:
         return self.version
 
     def _answer(self, prompt_ids: list[int], sampling: Sampling) -> tuple[list[int], StopReason]:
-        digest = hashlib.blake2b(repr((prompt_ids, sampling.seed)).encode(), digest_size=8).digest()
+        seed = sampling.seed if sampling.temperature > 0 else None  # greedy: the prompt decides alone
+        digest = hashlib.blake2b(repr((prompt_ids, seed)).encode(), digest_size=8).digest()
         draw = random.Random(digest)
         if draw.random() < self._spec.skill:
             ids = [token for token in _last_run(prompt_ids, self._echo_ids)] + [self._eos_id]

@@ -4,6 +4,7 @@ claim loop    consumes TICKET; waits for free slots and for weights; woken by th
 group task    plays G episodes, retries failed ones, publishes GROUP (or SCORE), accepts, then acks the ticket
 swap handler  answers the trainer's SWAP: join the weight group, receive a version
 report loop   produces METRIC once a second
+exam loop     plays validation episodes, see `examiner.py`
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import structlog
 
 from opentinker.services.rollout_worker.engine import Engine, EngineError, EngineLost, SwapError
 from opentinker.services.rollout_worker.episode import Episode, EpisodeFailed, Sessions
+from opentinker.services.rollout_worker.examiner import Examiner
 from opentinker.services.rollout_worker.render import Renderer
 from opentinker.shared.admission import Admission
 from opentinker.shared.bus import Bus, Consumer, Delivery, StreamFull, TooLarge
@@ -90,17 +92,31 @@ class RolloutJob:
             held.push_async_callback(self._end_groups)
             await self.worker.status("ready", job=self.lease.job, epoch=self.lease.epoch, address=self.address)
             await self.bus.emit(WAKE, {"worker": self.worker.info.id}, who=f"trainer-{self.lease.job}")
-            await first_failure(
-                {
-                    "claim": self._claim_loop(tickets),
-                    "report": self._report_loop(),
-                    "groups": self._broken(),
-                    "engine": self.engine.watch(),
-                }
-            )
+            loops = {
+                "claim": self._claim_loop(tickets),
+                "report": self._report_loop(),
+                "broken": self._broken(),
+                "engine": self.engine.watch(),
+            }
+            if self.spec.validation is not None:
+                loops["exams"] = self._examiner().run()
+            await first_failure(loops)
             if self.groups:
                 log.info("draining", groups=len(self.groups))
                 await asyncio.gather(*self.groups)
+
+    def _examiner(self) -> Examiner:
+        return Examiner(
+            self.bus,
+            self.worker.info.id,
+            self.lease.job,
+            self.spec,
+            self.engine,
+            self.renderer,
+            self.sessions,
+            self.counts,
+            self.broken,
+        )
 
     async def _end_groups(self) -> None:
         for task in self.groups:
@@ -159,7 +175,7 @@ class RolloutJob:
                 alive.cancel()
 
     async def _broken(self) -> None:
-        """Raises what a group task raised: that is a failure of this service, not of an episode."""
+        """Raises what a group task or an exam raised: that is a failure of this service, not of an episode."""
         await self.broken
 
     async def _keep_alive(self, delivery: Delivery[Ticket]) -> None:

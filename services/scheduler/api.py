@@ -34,6 +34,7 @@ AFTER_POINT = Parameter("after", "query", "Only points after this cursor.", "int
 LIMIT = Parameter("limit", "query", "Points per answer.", "integer")
 SOURCE = Parameter("source", "query", "Only points of this source, e.g. `trainer`.")
 NAMES = Parameter("names", "query", "Only these values, comma separated.")
+STEP = Parameter("step", "query", "Of this evaluation; default: the newest.", "integer")
 ALL = Parameter("all", "query", "`1`: with optimizer and random state, to resume elsewhere.")
 
 
@@ -51,6 +52,7 @@ class Api:
                 "GET", get + "/events", jobs.events, "The job's log, as server-sent events", 200, (AFTER_EVENT, FORMAT)
             ),
             Route("GET", get + "/metrics", jobs.metrics, "Metrics history", 200, (AFTER_POINT, LIMIT, SOURCE, NAMES)),
+            Route("GET", get + "/transcripts", jobs.transcripts, "Kept validation episodes", 200, (STEP,)),
             Route("GET", get + "/checkpoints", jobs.checkpoints, "Committed checkpoints, oldest first"),
             Route(
                 "GET",

@@ -1,4 +1,4 @@
-"""After a job: its tickets, groups and consumers, and the checkpoint of another job that it started from, are removed
+"""After a job: its messages and consumers, and the checkpoint of another job that it started from, are removed
 once its workers have let go. The ledger's counts stay.
 
 clear loop   consumes the set of jobs that are ending; removes their messages; looks once a second
@@ -17,14 +17,14 @@ from nats.js.api import StreamConfig
 from opentinker.services.scheduler import start
 from opentinker.shared.admission import Admission
 from opentinker.shared.service import Context
-from opentinker.shared.subjects import GROUP, GROUPS, SCORE, SCORES, TICKET, TICKETS, Subject
+from opentinker.shared.subjects import EXAM, EXAMS, GROUP, GROUPS, SCORE, SCORES, TICKET, TICKETS, Subject
 from opentinker.shared.waiting import rest
 
 log = structlog.get_logger()
 
 LOOK_S = 1.0
 SWEEP_S = 30.0
-QUEUES = ((TICKETS, TICKET), (SCORES, SCORE), (GROUPS, GROUP))
+QUEUES = ((TICKETS, TICKET), (EXAMS, EXAM), (SCORES, SCORE), (GROUPS, GROUP))
 
 
 class Clearing:

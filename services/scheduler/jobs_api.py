@@ -12,7 +12,7 @@ import msgspec
 import orjson
 from aiohttp import web
 
-from opentinker.services.scheduler import checkpoints
+from opentinker.services.scheduler import checkpoints, transcripts
 from opentinker.services.scheduler.problems import json_response, read_json
 from opentinker.services.scheduler.submission import submit
 from opentinker.shared.admission import Admission
@@ -187,6 +187,13 @@ class JobsApi:
             points = [point for point in points if point["values"]]
         cursor = found[-1][0] if found else after
         return json_response({"metrics": points, "cursor": cursor, "more": len(found) == limit})
+
+    async def transcripts(self, request: web.Request) -> web.Response:
+        """Validation episodes, word by word: of one step, by default the newest that has any."""
+        job = await self._job(request)
+        step = _integer(request, "step", -1, 0, 10**12)
+        home = self._root(job).parent
+        return json_response(await asyncio.to_thread(transcripts.read, home, None if step < 0 else step))
 
     # --- checkpoints --------------------------------------------------------------------------------------------
 

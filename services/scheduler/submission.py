@@ -19,6 +19,7 @@ from opentinker.shared.errors import SpecError
 from opentinker.shared.service import Context
 from opentinker.shared.sessions import EnvCheck
 from opentinker.shared.spec import JobSpec, ModelSpec, StartSpec, parse_spec
+from opentinker.shared.spec.validation import validation_episodes
 from opentinker.shared.subjects import ENV_CHECK, WAKE
 
 ENV_CHECK_S = 2.0
@@ -42,6 +43,7 @@ async def submit(ctx: Context, data: Any, tenant: str, idempotency: str = "") ->
     except SpecError as error:
         mistakes += error.mistakes
     wrong_environment, checked = await _check_environment(ctx, _environment(data, spec), mistakes)
+    wrong_environment += await _check_validation(ctx, spec, wrong_environment)
     base = _base(data, spec)
     wrong_model = (
         [] if base is None else await asyncio.to_thread(_check_model, base, None if spec is None else spec.model)
@@ -130,6 +132,15 @@ async def _check_start(
     base = await asyncio.to_thread(_resolved, spec.model.base)
     wrong = await asyncio.to_thread(starting.mistakes_in, found, spec, base)
     return [{**mistake, "value": start.checkpoint} for mistake in wrong], found
+
+
+async def _check_validation(ctx: Context, spec: JobSpec | None, known: Mistakes) -> Mistakes:
+    """What evaluations lay over the environment's settings, unless those are wrong already."""
+    if spec is None or spec.validation is None or not spec.validation.config or known:
+        return []
+    config = validation_episodes(spec).environment.config
+    found, _ = await _check_environment(ctx, EnvCheck(name=spec.environment.name, config=config), [])
+    return [{**m, "field": m["field"].replace("environment.config", "validation.config", 1)} for m in found]
 
 
 def _base(data: Any, spec: JobSpec | None) -> str | None:

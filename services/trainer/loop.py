@@ -1,8 +1,9 @@
-"""One RL job's training, as four loops around one learner:
+"""One RL job's training, as loops around one learner:
 
     intake    consumes GROUP                produces pending groups       waits for messages        woken by the pull
     train     consumes pending groups       produces weights, METRIC      waits for a full batch    woken by intake
     publish   consumes snapshots            produces SWAP, versions       waits for a new snapshot  woken by train
+    evaluate  consumes a version            produces EXAM, val/* METRIC   see `validation.py`; it holds back snapshots
     (checkpoint: inside train, between steps; the manifest it commits is the truth about what was trained)
 
 Generation never waits for training and training never waits for a weight transfer, except when `max_staleness` says so.
@@ -20,9 +21,10 @@ import structlog
 
 from opentinker.services.trainer import checkpoint
 from opentinker.services.trainer.assembler import Assembler
-from opentinker.services.trainer.learner import Learner, NonFinite
+from opentinker.services.trainer.learner import Learner, NonFinite, SnapshotLike
 from opentinker.services.trainer.publisher import Publisher
 from opentinker.services.trainer.record import Record
+from opentinker.services.trainer.validation import Validation
 from opentinker.shared.admission import Admission
 from opentinker.shared.bus import Consumer, Delivery
 from opentinker.shared.errors import Fenced, JobFailed
@@ -70,6 +72,7 @@ class TrainerJob:
         self.record = Record(self.ctx, lease, spec, learner)
         self.admission = Admission(self.ctx.store.redis, lease.job, lease.epoch)
         self.publisher = Publisher(self.ctx, lease, learner.device, self._served)
+        self.validation = Validation(self.ctx, lease, spec.validation, self.record, self.publisher.offer)
         algorithm = spec.algorithm
         self.assembler = Assembler(
             algorithm.max_staleness,
@@ -91,6 +94,8 @@ class TrainerJob:
         """See Manifest.position."""
         self.shift = 0
         """Group numbers that were used in vain, see Admission.shift."""
+        self.unoffered: SnapshotLike | None = None
+        """The newest version, if its evaluation is due and the one before is not over: training waits."""
         self.swap: dict[str, float] = {}
         self.stepped = 0.0
         """When the last step was done, monotonic."""
@@ -105,11 +110,12 @@ class TrainerJob:
             job=self.lease.job,
         )
         try:
-            self.publisher.offer(await asyncio.to_thread(self.learner.snapshot, self._version))
+            await self.validation.offer(await asyncio.to_thread(self.learner.snapshot, self._version))
             await self.worker.status("ready", job=self.lease.job, epoch=self.lease.epoch)
-            await first_failure(
-                {"intake": self._intake(consumer), "publish": self.publisher.run(), "train": self._train()}
-            )
+            loops = {"intake": self._intake(consumer), "publish": self.publisher.run(), "train": self._train()}
+            if self.spec.validation is not None:
+                loops["evaluate"] = self.validation.run()
+            await first_failure(loops)
         except Refused:
             raise
         except (JobFailed, asyncio.CancelledError):  # failed or cancelled, or the lease is another's by now
@@ -140,6 +146,7 @@ class TrainerJob:
             discarded = {k.removeprefix("discarded/"): n for k, n in manifest.ledger.items() if "/" in k}
             self.saved = [Saved(manifest.step, manifest.stream_floor, 0)]
             self.position = manifest.position
+            await self.validation.resumed(self.step)
         self.assembler.resumed = resumed
         self.assembler.discarded.update({Discard(reason): n for reason, n in discarded.items()})
         algorithm = self.spec.algorithm
@@ -214,8 +221,12 @@ class TrainerJob:
         """Consumes pending groups. Returns when all steps are done, the target is met or the service stops."""
         steps = self.spec.train.steps
         self.stepped = time.monotonic()
-        while self.step < steps and not self.record.target_met():
+        while self.step < steps:
             began = time.monotonic()
+            if await self._target_met():
+                break
+            if self.unoffered is not None:
+                await self.validation.offer(self.unoffered)
             batch = await self._next_batch()
             if batch is None:
                 await see_through(self._save())
@@ -228,6 +239,12 @@ class TrainerJob:
             if due and self.step < steps:
                 await see_through(self._save())
         await self._finish()
+
+    async def _target_met(self) -> bool:
+        """An evaluation that may end the job is waited for: the weights that met the target shall be the last."""
+        if self.record.target_is_validated:
+            await self.validation.over()
+        return self.record.target_met()
 
     async def _step(self, batch: list[Group]) -> dict[str, float]:
         """Once begun it is done, and counts, also when the job is cancelled meanwhile. Raises Refused."""
@@ -278,7 +295,8 @@ class TrainerJob:
     async def _advance(self, batch: list[Group], values: dict[str, float], waited: float, trained: float) -> None:
         """The step counts: ledger, snapshot for the workers, metrics."""
         await self.admission.train(self.step, [group.seq for group in batch])
-        self.publisher.offer(await asyncio.to_thread(self.learner.snapshot, self._version))
+        snapshot = await asyncio.to_thread(self.learner.snapshot, self._version)
+        self.unoffered = None if self.validation.takes(snapshot) else snapshot
         ledger = await self.admission.ledger()
         now = time.monotonic()
         seconds, self.stepped = now - self.stepped, now
@@ -299,6 +317,7 @@ class TrainerJob:
     async def _served(self, version: WeightVersion, seconds: dict[str, float]) -> None:
         """The publisher got a version to the workers: admission may count on it."""
         self.swap = seconds
+        self.validation.served(version)
         await self.admission.set_version(version.step)
         await self._wake_admission()
         await self.record.running()
@@ -356,4 +375,5 @@ class TrainerJob:
 
     async def _finish(self) -> None:
         await see_through(self._save(last=True))
-        await self.record.succeed(self.step)
+        if await self.validation.finish(self.step):
+            await self.record.succeed(self.step)

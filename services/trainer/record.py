@@ -17,12 +17,14 @@ import structlog
 
 from opentinker.services.trainer import checkpoint
 from opentinker.services.trainer.alarm import WINDOW, SlopeAlarm
+from opentinker.services.trainer.evaluations import Evaluations
 from opentinker.services.trainer.learner import Learner
 from opentinker.services.trainer.step_log import StepLog, lineage
 from opentinker.shared.errors import Conflict, JobFailed
 from opentinker.shared.manifest import Manifest, start_of
 from opentinker.shared.service import Context
 from opentinker.shared.spec import JobSpec, StartSpec
+from opentinker.shared.spec.validation import PREFIX
 from opentinker.shared.subjects import WAKE
 from opentinker.shared.telemetry import MetricSource
 from opentinker.shared.types import JobState, Lease
@@ -40,6 +42,7 @@ class Record:
         self.metrics = MetricSource(ctx.bus, lease.job, "trainer")
         self._log = StepLog(self.root.parent / "metrics.jsonl")
         self._log_refused = False
+        self.evaluations = Evaluations(ctx.bus, lease.job, self.root.parent, self.event)
         self._alarm = SlopeAlarm()
         self._window: deque[dict[str, float]] = deque(maxlen=TARGET_WINDOW)
         self.saved: int | None = None
@@ -68,6 +71,8 @@ class Record:
             for line in lines[-WINDOW:]:
                 self._alarm.look(line)
         step = manifest.step if manifest else 0
+        # Without a checkpoint only the weights that the job starts from are known to be the same.
+        await asyncio.to_thread(self.evaluations.restore, manifest.resumed if manifest else {1: 0}, step)
         detail: dict[str, object] = {"step": step, "epoch": self.lease.epoch}
         start = None if manifest else self.spec.start
         if start is None:
@@ -107,7 +112,8 @@ class Record:
 
     async def step(self, step: int, values: dict[str, float], **line: object) -> None:
         """An optimizer step is done: its metrics go out, into the history and the job's log (`line` beside them)."""
-        if step == 1 and (absent := sorted(self.spec.train.target.keys() - values.keys())):
+        absent = sorted(name for name in self.spec.train.target if name not in values and not name.startswith(PREFIX))
+        if step == 1 and absent:
             log.warning("target_metric_absent", metrics=absent)
             await self.event("target_metric_absent", {"metrics": absent, "there_are": sorted(values)})
         began = self._alarm.look(values)
@@ -140,11 +146,22 @@ class Record:
             self._log_refused = True
 
     def target_met(self) -> bool:
+        """Means of the last steps have reached their values, and the last evaluation has, where it is named."""
         target = self.spec.train.target
-        if not target or len(self._window) < TARGET_WINDOW:
+        if not target or (len(self._window) < TARGET_WINDOW and not all(name.startswith(PREFIX) for name in target)):
             return False
-        means = {name: sum(v.get(name, float("-inf")) for v in self._window) / TARGET_WINDOW for name in target}
-        return all(means[name] >= wanted for name, wanted in target.items())
+        reached = {
+            name: self.evaluations.last.get(name, float("-inf"))
+            if name.startswith(PREFIX)
+            else sum(v.get(name, float("-inf")) for v in self._window) / TARGET_WINDOW
+            for name in target
+        }
+        return all(reached[name] >= wanted for name, wanted in target.items())
+
+    @property
+    def target_is_validated(self) -> bool:
+        """Whether to stop is for evaluations to say: training waits for each."""
+        return any(name.startswith(PREFIX) for name in self.spec.train.target)
 
     async def commit(self, manifest: Manifest, *, last: bool) -> bool:
         """Makes a checkpoint, and removes those that are not kept any more. True if it is there.
@@ -184,3 +201,4 @@ class Record:
 
     def close(self) -> None:
         self.metrics.close()
+        self.evaluations.close()

@@ -23,6 +23,7 @@ from opentinker.shared.spec.part import Part
 from opentinker.shared.spec.rollout import EnvironmentSpec, RolloutSpec, ToySpec
 from opentinker.shared.spec.start import StartSpec
 from opentinker.shared.spec.train import SIMULATED, ResourceSpec, TrainSpec
+from opentinker.shared.spec.validation import ValidationSpec, contradictions
 
 __all__ = [
     "AlgorithmSpec",
@@ -36,6 +37,7 @@ __all__ = [
     "TeacherSpec",
     "ToySpec",
     "TrainSpec",
+    "ValidationSpec",
     "load_spec",
     "parse_spec",
 ]
@@ -63,6 +65,8 @@ class JobSpec(Part):
     rollout: RolloutSpec = RolloutSpec()
     teacher: TeacherSpec | None = None
     """The model that on-policy distillation learns from."""
+    validation: ValidationSpec | None = None
+    """Evaluations on schedule; without it there are none."""
     train: TrainSpec
     start: StartSpec | None = None
     """Begin with the checkpoint of another job instead of the weights in model.base."""
@@ -95,7 +99,7 @@ class JobSpec(Part):
                 found.append(
                     {"field": "start.optimizer", "value": True, "problem": f"does not apply to train.{SIMULATED}"}
                 )
-        return found + self._settle_overlong() + settle_frozen(self) + broken_promises(self)
+        return found + self._settle_overlong() + settle_frozen(self) + broken_promises(self) + contradictions(self)
 
     def _settle_overlong(self) -> list[dict[str, Any]]:
         """Overlong shaping takes its lengths from `rollout.max_tokens`."""

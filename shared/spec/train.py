@@ -38,7 +38,8 @@ class TrainSpec(Part):
     keep_checkpoints: Annotated[int, Field(ge=2)] = 3
     """The newest so many stay on disk."""
     target: dict[str, float] = {}
-    """Stop early once the mean of the last 10 steps of each named metric reaches the value, e.g. {"exact" = 0.9}."""
+    """Stop early once the mean of the last 10 steps of each named metric reaches the value, e.g. {"exact" = 0.9}. Of a
+    metric of [validation], e.g. {"val/exact" = 0.9}, the last complete evaluation counts, and training waits for it."""
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
     """Of the trainer's random state: adapter initialisation, dropout."""
     deterministic: bool = False

@@ -168,6 +168,10 @@ class AsyncClient:
                 return
             await asyncio.sleep(poll_s)
 
+    async def transcripts(self, id: str, step: int | None = None) -> Json:
+        """Kept validation episodes of an evaluation (default: the newest): `step`, `transcripts`, and all `steps`."""
+        return await self._http.json("GET", _of(id, "/transcripts"), {} if step is None else {"step": str(step)})
+
     async def checkpoints(self, id: str) -> list[Json]:
         """Oldest first."""
         return list((await self._http.json("GET", _of(id, "/checkpoints")))["checkpoints"])
@@ -327,6 +331,9 @@ class Client:
 
     def watch_metrics(self, id: str, after: int = 0, *, poll_s: float = POLL_S) -> Iterator[Json]:
         return self._iterate(self._core.watch_metrics(id, after, poll_s=poll_s))
+
+    def transcripts(self, id: str, step: int | None = None) -> Json:
+        return self._call(self._core.transcripts(id, step))
 
     def checkpoints(self, id: str) -> list[Json]:
         return self._call(self._core.checkpoints(id))

@@ -22,6 +22,8 @@ class Curves:
         """The trainer's points."""
         self.times: dict[int, float] = {}
         """Unix seconds of each step."""
+        self.validations: dict[int, dict[str, float]] = {}
+        """Points of evaluations, by the step of their weights."""
         self.generated: list[float] = []
         """Tokens per second of all rollout workers together, one value per report."""
         self._rates: dict[str, tuple[float, float]] = {}
@@ -44,6 +46,8 @@ class Curves:
                     del self.steps[later], self.times[later]  # rolled back
                 self.steps[step], self.times[step] = values, point["time"]
                 changed.append(step)
+            elif "val/episodes" in values:
+                self.validations[int(point["step"])] = values
             elif "rollout/tokens_per_s" in values:
                 self._report(str(point["source"]), float(point["time"]), values)
         return changed

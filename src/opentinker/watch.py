@@ -213,7 +213,22 @@ def facts(update: Update) -> str:
         ("trainer waits", "trainer/wait_share"),
     )
     shown = [(label, curves.recent(name)) for label, name in wanted]
-    return "  ".join(f"{label} {short(value)}" for label, value in shown if value is not None)
+    parts = [f"{label} {short(value)}" for label, value in shown if value is not None]
+    if curves.validations:
+        step = max(curves.validations)
+        parts.append(f"validation at step {step}: {validated(curves.validations[step])}")
+    return "  ".join(parts)
+
+
+def validated(values: dict[str, float]) -> str:
+    """`reward 0.43 (0.35 to 0.51) exact 0.40 (0.29 to 0.52)`, with 95% intervals."""
+    parts = []
+    for label, mean, base in (("reward", "val/reward/mean", "val/reward"), ("exact", "val/exact", "val/exact")):
+        if mean in values:
+            bounds = [values[name] for name in (f"{base}/low", f"{base}/high") if name in values]
+            spread = " ({:.2f} to {:.2f})".format(*bounds) if len(bounds) == 2 else ""
+            parts.append(f"{label} {values[mean]:.2f}{spread}")
+    return " ".join(parts) or "no episode came to its end"
 
 
 def duration(seconds: float) -> str:

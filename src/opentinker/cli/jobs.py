@@ -1,4 +1,4 @@
-"""Commands about jobs: submit, jobs, job, watch, cancel, events, checkpoints, download."""
+"""Commands about jobs: submit, jobs, job, watch, cancel, events, transcripts, checkpoints, download."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ STATE_EXIT = {"succeeded": 0, "failed": 1, "cancelled": 4}
 
 
 def register(app: typer.Typer) -> None:
-    for command in (submit, jobs, job, watch, cancel, events, checkpoints, download):
+    for command in (submit, jobs, job, watch, cancel, events, transcripts, checkpoints, download):
         app.command()(command)
 
 
@@ -125,6 +125,30 @@ def events(
     else:
         for event in found:
             say(event_line(event))
+
+
+def transcripts(
+    job_id: JobId,
+    step: Annotated[
+        int | None, typer.Option(help="Of the evaluation after this step; default: the newest.", min=0)
+    ] = None,
+    url: Url = None,
+    as_json: AsJson = False,
+) -> None:
+    """Read the validation episodes that were kept, word by word."""
+    found = client(url).transcripts(job_id, step)
+    if as_json:
+        print_json(found)
+        return
+    if not found["transcripts"]:
+        say("no transcripts yet: they come with the first evaluation of a job that has [validation]")
+        return
+    say(f"step {found['step']}; there are: {', '.join(map(str, found['steps']))}")
+    for one in found["transcripts"]:
+        measured = " ".join(f"{name} {value:g}" for name, value in one["metrics"].items())
+        say(f"\n--- episode {one['index']}: reward {one['reward']:g} {measured} ({one['ending']})")
+        for message in one["messages"]:
+            say(f"[{message['role']}] {message['content']}")
 
 
 def checkpoints(job_id: JobId, url: Url = None, as_json: AsJson = False) -> None:

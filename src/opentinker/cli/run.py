@@ -196,7 +196,7 @@ def report(last: Update, home: Path, url: str, began: float, api: Client, *, kee
 def figures(last: Update, began: float) -> list[str]:
     """What was measured, in words. `began`: Unix seconds of the command's start."""
     from opentinker.curves import short
-    from opentinker.watch import duration
+    from opentinker.watch import duration, validated
 
     curves = last.curves
     order = sorted(curves.steps)
@@ -208,6 +208,10 @@ def figures(last: Update, began: float) -> list[str]:
         first, end = curves.mean(name, order[:1]), curves.recent(name)
         if first is not None and end is not None:
             lines.append(f"{label} {first:.2f} at the first step, {end:.2f} over the last 10")
+    evaluated = sorted(curves.validations)
+    for step in dict.fromkeys([*evaluated[:1], *evaluated[-1:]]):
+        values = curves.validations[step]
+        lines.append(f"validation at step {step}: {validated(values)}, {values['val/episodes']:.0f} episodes")
     if len(order) > 1:
         span = curves.times[order[-1]] - curves.times[order[0]]
         lines.append(f"training {duration(span)}, {short((order[-1] - order[0]) / span)} steps/s")

@@ -1,0 +1,181 @@
+"""Validation episodes, beside the job's groups and by the same engine and environments, but counted nowhere with them.
+
+exam loop    consumes EXAM; waits for free places, and for the version that an exam names; woken by the standing pull
+exam task    plays one episode, tries a failed one again, hands the result to the trainer, then acks the exam
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+
+import structlog
+
+from opentinker.services.rollout_worker.engine import Engine
+from opentinker.services.rollout_worker.episode import Episode, EpisodeFailed, Sessions
+from opentinker.services.rollout_worker.render import Renderer
+from opentinker.shared.bus import Bus, Consumer, Delivery, NoReply
+from opentinker.shared.spec import JobSpec
+from opentinker.shared.spec.validation import validation_episodes
+from opentinker.shared.subjects import EXAM, EXAM_RESULT
+from opentinker.shared.types import Ending, Ticket
+from opentinker.shared.validation import Exam, ExamResult
+from opentinker.shared.waiting import put_down, rest, set_within
+
+log = structlog.get_logger()
+
+EXAM_WAIT_S = 6.0
+"""An exam whose holder is silent for so long goes to another worker; holders say every third of it that they live."""
+MAX_DELIVERIES = 10
+"""An exam that comes once more counts as failed: what kills the engine at every try must have an end. Workers that had
+not the version yet gave it back, and count too."""
+ASK_S = 5.0
+AGAIN_S = 0.2
+
+
+class Examiner:
+    """`broken` gets what an exam raises that is a failure of this service."""
+
+    def __init__(
+        self,
+        bus: Bus,
+        worker: str,
+        job: str,
+        spec: JobSpec,
+        engine: Engine,
+        renderer: Renderer,
+        sessions: Sessions,
+        counts: Counter[str],
+        broken: asyncio.Future[None],
+    ) -> None:
+        assert spec.validation is not None
+        self.bus, self.worker, self.job, self.counts, self._broken = bus, worker, job, counts, broken
+        self.spec = validation_episodes(spec)
+        self.kept = spec.validation.transcripts
+        self.engine, self.renderer, self.sessions = engine, renderer, sessions
+        self.places = spec.rollout.max_concurrent_groups * spec.algorithm.group_size
+        self.tasks: set[asyncio.Task[None]] = set()
+        self.place = asyncio.Event()
+
+    async def run(self) -> None:
+        """Consumes EXAM, starts exam tasks. Never returns; what is being played when it is cancelled goes back."""
+        exams = await self.bus.consume(
+            EXAM, f"exam-{self.job}", batch=self.places, ack_wait_s=EXAM_WAIT_S, job=self.job
+        )
+        try:
+            while True:
+                free = self.places - len(self.tasks)
+                if free <= 0:
+                    self.place.clear()
+                    await set_within(self.place, 0.5)
+                    continue
+                delivery = await exams.next(0.5, limit=free)
+                if delivery is not None:
+                    await self._take(delivery, exams)
+        finally:
+            await put_down(*self.tasks)
+            await exams.close()
+
+    async def _take(self, delivery: Delivery[Exam], exams: Consumer[Exam]) -> None:
+        exam, version = delivery.noun, self.engine.version
+        if exam is None:
+            log.error("bad_exam", error=delivery.error)
+            await delivery.term()
+        elif version is None or version < exam.version:
+            await self._give_back(delivery, exams)
+        elif version > exam.version:  # nobody has these weights any more
+            await delivery.ack()
+        else:
+            task = asyncio.create_task(self._run(exam, delivery))
+            self.tasks.add(task)
+            task.add_done_callback(self._done)
+
+    async def _give_back(self, delivery: Delivery[Exam] | None, exams: Consumer[Exam]) -> None:
+        """Others may have the version. Ask for no more before the engine has another one."""
+        before = self.engine.version
+        while delivery is not None:
+            await delivery.nak(AGAIN_S)
+            delivery = await exams.next(0.0, limit=0)
+        while self.engine.version == before:
+            await rest(AGAIN_S)
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        self.tasks.discard(task)
+        self.place.set()
+        if not task.cancelled() and (error := task.exception()) is not None and not self._broken.done():
+            self._broken.set_exception(error)
+
+    async def _run(self, exam: Exam, delivery: Delivery[Exam]) -> None:
+        alive = asyncio.create_task(self._keep_alive(delivery))
+        try:
+            if delivery.deliveries > MAX_DELIVERIES:
+                tries = f"{MAX_DELIVERIES} tries came to no end, because workers or engines were lost meanwhile"
+                result = self._failed(exam, Ending.ENGINE_ERROR, tries)
+            else:
+                result = await self._play(exam)
+            await self._hand_in(result)
+            self.counts["exams"] += 1
+            await delivery.ack_sync()
+        except asyncio.CancelledError:
+            await delivery.nak()
+            raise
+        finally:
+            alive.cancel()
+
+    async def _keep_alive(self, delivery: Delivery[Exam]) -> None:
+        while True:
+            await rest(EXAM_WAIT_S / 3)
+            await delivery.in_progress()
+
+    async def _play(self, exam: Exam) -> ExamResult:
+        ticket = Ticket(job=self.job, seq=exam.index, row=exam.index, seed=exam.seed, group_size=1)
+        for tries_left in range(self.spec.rollout.retries, -1, -1):
+            episode = Episode(self.spec, ticket, 0, self.engine, self.renderer, self.sessions)
+            try:
+                with structlog.contextvars.bound_contextvars(exam=exam.index, episode=episode.session):
+                    return await self._result(exam, episode)
+            except EpisodeFailed as error:
+                log.info("exam_failed", exam=exam.index, ending=error.ending, error=error.error)
+                if tries_left == 0:
+                    return self._failed(exam, error.ending, error.error)
+        raise AssertionError("unreachable")
+
+    async def _result(self, exam: Exam, episode: Episode) -> ExamResult:
+        trajectory = await episode.run()
+        components: Counter[str] = Counter()
+        for turn in trajectory.turns:
+            components.update(turn.components)
+        return ExamResult(
+            job=exam.job,
+            version=exam.version,
+            index=exam.index,
+            worker=self.worker,
+            sampled_by=sorted({span.version for span in trajectory.spans}),
+            ending=trajectory.ending,
+            reward=trajectory.reward,
+            components=dict(components),
+            metrics=trajectory.metrics,
+            tokens=int(trajectory.mask.sum()),
+            stops=[turn.stop for turn in trajectory.turns],
+            seconds=trajectory.seconds,
+            messages=episode.said if exam.index < self.kept else [],
+        )
+
+    def _failed(self, exam: Exam, ending: Ending, error: str) -> ExamResult:
+        return ExamResult(
+            job=exam.job,
+            version=exam.version,
+            index=exam.index,
+            worker=self.worker,
+            ending=ending,
+            error=error[-500:],
+        )
+
+    async def _hand_in(self, result: ExamResult) -> None:
+        """Until a trainer has it; one that was restarted has no use for it, and says so."""
+        while True:
+            try:
+                await self.bus.request(EXAM_RESULT, result, ASK_S, job=self.job)
+                return
+            except NoReply:
+                await rest(AGAIN_S)

@@ -1,0 +1,539 @@
+"""Evaluations: what they measure, that one version of the weights plays them whole, and that they come to an end."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import uuid
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import orjson
+import pytest
+
+from opentinker.services.rollout_worker import examiner
+from opentinker.services.rollout_worker.engine import Completion, EngineError, EngineLost, Sampling
+from opentinker.services.scheduler.tickets import ticket_seed
+from opentinker.services.trainer import validation
+from opentinker.services.trainer.learner import EmptySnapshot, SimulatedLearner
+from opentinker.services.trainer.record import Record
+from opentinker.services.trainer.validation import Validation
+from opentinker.services.trainer.validation_metrics import Z95, interval, validation_metrics
+from opentinker.shared.errors import SpecError
+from opentinker.shared.service import Context
+from opentinker.shared.spec import JobSpec, parse_spec
+from opentinker.shared.spec.validation import validation_episodes
+from opentinker.shared.store import Store
+from opentinker.shared.subjects import EXAM, EXAM_RESULT
+from opentinker.shared.types import Ending, Lease, Message, Pool, StopReason, WeightVersion
+from opentinker.shared.validation import Exam, ExamResult, exam_seed
+from tests.cluster import Cluster, toy_cluster, undocumented
+from tests.conftest import Server, until
+from tests.factories import V0, make_spec
+from tests.scheduling import context, kinds, running
+from tests.test_rollout_worker import Bench, Mortal
+
+V = WeightVersion
+
+
+def result(index: int = 0, version: WeightVersion = V0, **changes: Any) -> ExamResult:
+    fields: dict[str, Any] = {
+        "job": "j-val",
+        "version": version,
+        "index": index,
+        "worker": "rollout-0",
+        "sampled_by": [version],
+        "ending": Ending.ENV_DONE,
+        "reward": 1.0,
+        "metrics": {"exact": 1.0},
+        "tokens": 3,
+        "stops": [StopReason.EOS],
+    }
+    return ExamResult(**(fields | changes))
+
+
+# --- numbers --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("right", "n"), [(0, 10), (10, 10), (3, 10), (57, 64), (1, 1)])
+def test_interval_of_a_rate_are_the_rates_that_the_sample_does_not_refute(right: int, n: int) -> None:
+    """Wilson: all p with |p_hat - p| <= z sqrt(p(1 - p)/n), here the roots of the quadratic, by numpy."""
+    share = right / n
+    roots = sorted(np.roots([1 + Z95**2 / n, -(2 * share + Z95**2 / n), share**2]).real)
+    found = interval([1.0] * right + [0.0] * (n - right))
+    assert found == pytest.approx(roots, abs=1e-9)
+
+
+def test_interval_of_other_values_is_the_normal_approximation() -> None:
+    values = [0.25, 0.5, 0.5, 1.0, 0.0, 0.75]
+    mean = sum(values) / 6
+    half = 1.959964 * math.sqrt(sum((v - mean) ** 2 for v in values) / 5 / 6)
+    assert interval(values) == pytest.approx((mean - half, mean + half))
+    assert interval([0.25]) is None
+
+
+def test_metrics_leave_failed_episodes_out_of_every_mean_and_count_them() -> None:
+    found = validation_metrics(
+        [
+            result(0, reward=1.0, metrics={"exact": 1.0, "task/easy": 1.0}, tokens=2),
+            result(1, reward=0.5, metrics={"exact": 0.0, "task/easy": 1.0, "tokens": 9.0}, tokens=4),
+            result(2, reward=0.0, metrics={"exact": 0.0, "task/hard": 1.0, "task/easy": 0.0}, components={"form": 0.5}),
+            result(3, ending=Ending.ENV_TIMEOUT, reward=0.0, metrics={}, tokens=0, stops=[]),
+        ],
+        episodes=6,
+    )
+    counts = {name: found[f"val/{name}"] for name in ("episodes", "failed", "missing", "tokens")}
+    assert counts == {"episodes": 3, "failed": 1, "missing": 2, "tokens": 9}
+    assert found["val/reward/mean"] == 0.5 and found["val/exact"] == pytest.approx(1 / 3)
+    assert found["val/env/tokens"] == 9.0, "a name of ours"
+    assert (found["val/task/easy/episodes"], found["val/task/easy/reward"], found["val/task/easy/exact"]) == (
+        2,
+        0.75,
+        0.5,
+    )
+    assert found["val/task/hard/reward"] == 0.0 and found["val/component/form"] == 0.5
+    assert (found["val/ending/env_done"], found["val/ending/env_timeout"]) == (0.75, 0.25)
+    assert found["val/exact/low"] < 1 / 3 < found["val/exact/high"]
+    assert undocumented(set(found)) == []
+
+
+def test_evaluation_without_any_episode_has_counts_only() -> None:
+    found = validation_metrics([], episodes=2)
+    assert found == {"val/episodes": 0, "val/failed": 0, "val/missing": 2, "val/tokens": 0}
+
+
+def test_start_states_are_never_those_of_training() -> None:
+    training = {ticket_seed(0, position) for position in range(20_000)}
+    assert not training & {exam_seed(0, index) for index in range(2000)}
+    assert exam_seed(0, 1) != exam_seed(1, 1)
+
+
+# --- the spec -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"validation": {"every": 5, "top_p": 0.5}}, "validation.top_p"),
+        ({"validation": {"every": 5, "top_k": 5}}, "validation.top_k"),
+        ({"validation": {"every": 0}}, "validation.every"),
+        ({"validation": {"every": 5, "temperature": 0.5}}, "validation.temperature"),
+        ({"train__target": {"val/exact": 0.5}}, "train.target.val/exact"),
+    ],
+)
+def test_settings_that_would_be_ignored_are_refused(changes: dict[str, Any], field: str) -> None:
+    with pytest.raises(SpecError) as refused:
+        make_spec(**changes)
+    assert [mistake["field"] for mistake in refused.value.mistakes] == [field]
+
+
+def test_episodes_have_their_own_sampling_and_environment_settings() -> None:
+    spec = make_spec(
+        environment={"name": "gsm8k", "config": {"format_reward": 0.2}},
+        validation={"every": 5, "config": {"split": "test", "format_reward": 0.0}, "max_tokens": 3, "seed": 4},
+        rollout__temperature=1.0,
+    )
+    played = validation_episodes(parse_spec(spec.model_dump(mode="json")))
+    assert played.environment.config == {"split": "test", "format_reward": 0.0}
+    assert (played.rollout.temperature, played.rollout.max_tokens, played.rollout.seed) == (0.0, 3, 4)
+    assert spec.environment.config == {"format_reward": 0.2} and spec.rollout.temperature == 1.0
+
+
+# --- the trainer's side ---------------------------------------------------------------------------------------------
+
+
+class Trial:
+    """A Validation over real servers; the test plays publisher and rollout workers."""
+
+    def __init__(self, ctx: Context, spec: JobSpec, job: str = "") -> None:
+        self.ctx, self.job = ctx, job or f"j-{uuid.uuid4().hex[:8]}"
+        lease = Lease(job=self.job, worker="trainer-0", incarnation="i", epoch=1, pool=Pool.TRAINER)
+        self.record = Record(ctx, lease, spec, SimulatedLearner(spec))
+        self.published: list[int] = []
+        self.it = Validation(ctx, lease, spec.validation, self.record, lambda s: self.published.append(s.version.step))
+
+    async def offer(self, step: int) -> None:
+        await self.it.offer(EmptySnapshot(version=V(1, step)))
+
+    async def exams(self) -> list[Exam]:
+        return await self.ctx.bus.stored(EXAM, job=self.job)
+
+    async def asked(self, count: int) -> list[Exam]:
+        found: list[Exam] = []
+
+        async def there() -> bool:
+            found[:] = await self.exams()
+            return len(found) >= count
+
+        await until(there)
+        return found
+
+    async def answer(self, *results: ExamResult) -> list[bool]:
+        """As rollout workers do; whether they were wanted."""
+        bus = self.ctx.bus
+        return [(await bus.request(EXAM_RESULT, one, 5.0, job=self.job)).wanted for one in results]
+
+    async def event(self, kind: str) -> dict[str, Any]:
+        async def there() -> bool:
+            return kind in await kinds(self.ctx.store, self.job)
+
+        await until(there)
+        return next(e for e in await self.ctx.store.events(self.job) if e["event"] == kind)
+
+
+@pytest.fixture
+async def ctx(nats_server: Server, valkey_server: Server, store: Store, tmp_path: Path) -> AsyncIterator[Context]:
+    async with context(nats_server, valkey_server, "trainer-0", tmp_path) as ctx:
+        yield ctx
+
+
+async def trial(ctx: Context, **plan: Any) -> Trial:
+    spec = make_spec(validation={"every": 4, "episodes": 2, "transcripts": 1, **plan})
+    made = Trial(ctx, spec)
+    await ctx.store.create_job(id=made.job, spec=spec.model_dump(mode="json"), tenant="default")
+    return made
+
+
+async def test_no_later_version_is_published_before_the_evaluation_is_over(ctx: Context) -> None:
+    t = await trial(ctx)
+    await t.offer(0)
+    await t.offer(1)
+    await t.offer(2)
+    assert t.published == [0]
+    async with running(t.it.run()):
+        t.it.served(V(1, 0))
+        exams = await t.asked(2)
+        assert [(e.version, e.index, e.seed) for e in exams] == [(V(1, 0), i, exam_seed(0, i)) for i in (0, 1)]
+        assert await t.answer(result(0, reward=1.0, messages=[Message(role="user", content="7=")])) == [True]
+        assert t.published == [0]
+        assert await t.answer(result(1, reward=0.0, metrics={"exact": 0.0})) == [True]
+        await until(lambda: t.published == [0, 2])
+        await t.offer(3)
+        assert t.published == [0, 2, 3]
+    said = await t.event("validation")
+    assert (said["step"], said["episodes"], said["reward/mean"], said["exact"]) == (0, 2, 0.5, 0.5)
+    (line,) = map(orjson.loads, (t.record.root.parent / "validation.jsonl").read_bytes().splitlines())
+    assert (line["epoch"], line["step"], line["val/exact"]) == (1, 0, 0.5)
+    kept = (t.record.root.parent / "transcripts" / "step-000000.jsonl").read_bytes().splitlines()
+    assert [orjson.loads(one)["messages"] for one in kept] == [[{"role": "user", "content": "7="}]]
+
+
+async def test_version_that_is_due_waits_for_the_evaluation_before_it(ctx: Context) -> None:
+    t = await trial(ctx, every=1)
+    async with running(t.it.run()):
+        await t.offer(0)
+        t.it.served(V(1, 0))
+        async with running(t.offer(1)) as offering:
+            await t.asked(2)
+            assert t.published == [0] and not offering.done()
+            await t.answer(result(0), result(1))
+            await asyncio.wait_for(offering, 5)
+        t.it.served(V(1, 1))
+
+        async def next_ones() -> bool:
+            return {e.version for e in await t.exams()} >= {V(1, 1)}
+
+        await until(next_ones)
+        assert t.published[-1] == 1
+
+
+async def test_results_of_other_weights_do_not_count_and_are_asked_for_again(
+    ctx: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(validation, "LOST_S", 0.05)
+    monkeypatch.setattr(validation, "LOOK_S", 0.05)
+    t = await trial(ctx)
+    async with running(t.it.run()):
+        await t.offer(0)
+        t.it.served(V(1, 0))
+        await t.asked(2)
+        await ctx.bus.purge("EXAMS", EXAM.at(job=t.job))  # as if they had been taken
+        answers = [result(0, sampled_by=[V(1, 0), V(1, 1)]), result(0, V(0, 9)), result(1), result(1)]
+        assert await t.answer(*answers) == [False, False, True, False]
+        assert [e.index for e in await t.asked(1)] == [0]
+        assert await t.answer(result(0)) == [True]
+        await t.event("validation")
+
+
+async def test_evaluation_that_takes_too_long_ends_and_says_so(ctx: Context) -> None:
+    t = await trial(ctx)
+    async with running(t.it.run()):
+        await t.offer(0)
+        t.it.served(V(1, 0))
+        await t.asked(2)
+        await t.answer(result(0))
+        await t.offer(1)
+        assert t.it.plan is not None
+        t.it.plan = t.it.plan.model_copy(update={"timeout_s": 0.0})  # the time is over
+        said = await t.event("validation_incomplete")
+        assert (said["episodes"], said["missing"]) == (1, 1)
+        await until(lambda: t.published == [0, 1])
+        assert await t.exams() == [], "nobody plays them any more"
+        assert t.record.evaluations.last == {}, "no target looks at half an evaluation"
+
+
+async def test_last_evaluation_comes_to_an_end_without_any_rollout_worker(ctx: Context) -> None:
+    t = await trial(ctx, at_start=False, timeout_s=0.2)
+    async with running(t.it.run()):
+        await t.offer(3)
+        assert await asyncio.wait_for(t.it.finish(3), 10)
+    assert (await t.event("validation_incomplete"))["missing"] == 2
+
+
+async def test_last_weights_are_evaluated_once(ctx: Context) -> None:
+    t = await trial(ctx, at_start=False)
+    async with running(t.it.run()):
+        await t.offer(5)
+        t.it.served(V(1, 5))
+        async with running(t.it.finish(5)) as finishing:
+            await t.asked(2)
+            assert not finishing.done()
+            await t.answer(result(0, V(1, 5)), result(1, V(1, 5)))
+            assert await asyncio.wait_for(finishing, 5)
+        assert await asyncio.wait_for(t.it.finish(5), 5)
+    assert (await kinds(ctx.store, t.job)).count("validation") == 1
+
+
+async def test_exams_of_an_earlier_trainer_are_withdrawn(ctx: Context) -> None:
+    t = await trial(ctx)
+    await ctx.bus.publish(EXAM, Exam(job=t.job, version=V(0, 8), index=0, seed=1), f"{t.job}/old", job=t.job)
+    async with running(t.it.run()):
+
+        async def gone() -> bool:
+            return await t.exams() == []
+
+        await until(gone)
+
+
+async def test_what_was_evaluated_on_the_way_to_a_checkpoint_is_known_after_a_restart(ctx: Context) -> None:
+    t = await trial(ctx)
+    for step in (0, 4, 8):
+        await t.record.evaluations.add(V(1, step), validation_metrics([result(0, reward=step / 8)], 1), {})
+    again = Trial(ctx, t.record.spec, t.job).record.evaluations
+    again.restore({1: 0, 2: 5}, 5)
+    assert again.steps == {0, 4} and again.last["val/reward/mean"] == 0.5
+
+
+async def test_evaluation_that_a_restart_has_cut_off_is_said(ctx: Context) -> None:
+    t = await trial(ctx)
+    await t.record.evaluations.add(V0, validation_metrics([result(0)], 1), {})
+    await t.it.resumed(4)
+    await t.it.resumed(2)
+    assert "validation_incomplete" not in await kinds(ctx.store, t.job)
+    await t.it.resumed(6)
+    assert (await t.event("validation_incomplete"))["step"] == 4
+
+
+async def test_target_of_a_validation_metric_is_its_last_value(ctx: Context) -> None:
+    t = await trial(ctx)
+    spec = make_spec(validation={"every": 4}, train__target={"val/exact": 0.9, "reward/mean": 0.1})
+    record = Trial(ctx, spec, t.job).record
+    assert record.target_is_validated and not t.record.target_is_validated
+    record._window.extend([{"reward/mean": 0.5}] * 10)
+    for exact, met in ((0.0, False), (1.0, True)):
+        values = validation_metrics([result(0, metrics={"exact": exact})], 1)
+        await record.evaluations.add(V(1, 4), values, record.spec.train.target)
+        assert record.target_met() == met
+    await record.evaluations.add(V(1, 8), validation_metrics([result(0, metrics={})], 1), {"val/exactt": 1.0})
+    assert (await t.event("target_metric_absent"))["metrics"] == ["val/exactt"]
+
+
+# --- the rollout worker's side --------------------------------------------------------------------------------------
+
+
+class Exams(Bench):
+    """A rollout worker's lives with exams in its queue; the test is the trainer."""
+
+    async def ask(self, *versions: WeightVersion) -> None:
+        self.spec = make_spec(validation={"every": 1, "transcripts": 1})
+        await self.issue(0)
+        self.results: list[ExamResult] = []
+        for index, version in enumerate(versions):
+            exam = Exam(job=self.job, version=version, index=index, seed=index)
+            await self.bus.publish(EXAM, exam, f"{self.job}/{index}", job=self.job)
+
+    async def hear(self, noun: ExamResult) -> Any:
+        from opentinker.shared.validation import Seen
+
+        self.results.append(noun)
+        return Seen(wanted=True)
+
+    async def left(self) -> int:
+        return await self.bus.count("EXAMS", EXAM.at(job=self.job))
+
+
+@pytest.fixture
+def exams(ctx: Context, store: Store, monkeypatch: pytest.MonkeyPatch) -> Exams:
+    monkeypatch.setattr(examiner, "EXAM_WAIT_S", 0.5)
+    return Exams(ctx.bus, store)
+
+
+async def test_exam_waits_for_its_version_and_is_dropped_when_it_is_past(exams: Exams) -> None:
+    await exams.ask(V(1, 0), V(1, 1))
+    engine = Mortal()
+    engine.version = None
+    serving = await exams.bus.serve(EXAM_RESULT, exams.hear, job=exams.job)
+    async with running(_forever(exams, engine)):
+        await asyncio.sleep(0)
+        engine.version = V(1, 0)
+        await until(lambda: len(exams.results) == 1)
+        engine.version = V(1, 1)
+        await until(lambda: len(exams.results) == 2)
+        past = Exam(job=exams.job, version=V(1, 0), index=9, seed=0)
+        await exams.bus.publish(EXAM, past, f"{exams.job}/9", job=exams.job)
+
+        async def done() -> bool:
+            return await exams.left() == 0
+
+        await until(done)
+    await serving.unsubscribe()
+    assert [(r.index, r.sampled_by, r.ending) for r in exams.results] == [
+        (0, [V(1, 0)], Ending.ENV_DONE),
+        (1, [V(1, 1)], Ending.ENV_DONE),
+    ]
+    first, second = (r.messages for r in exams.results)
+    assert [m.role for m in first] == ["user", "assistant"] and first[0].content == "7=" and second == []
+    ledger = await exams.admission.ledger()
+    assert (ledger.accepted, ledger.issued, ledger.running) == (0, 0, 0), "no part of the training counts"
+
+
+async def _forever(exams: Exams, engine: Mortal) -> None:
+    await exams.live(engine)
+
+
+async def test_exam_of_a_lost_engine_is_played_by_the_next(exams: Exams) -> None:
+    await exams.ask(V(1, 0))
+    serving = await exams.bus.serve(EXAM_RESULT, exams.hear, job=exams.job)
+    engine = Mortal()
+    engine.poisoned = True
+    with pytest.raises(EngineLost):
+        await asyncio.wait_for(exams.live(engine), 10)
+    async with running(_forever(exams, Mortal())):
+        await until(lambda: len(exams.results) == 1)
+    await serving.unsubscribe()
+    assert not exams.results[0].ending.failed
+
+
+async def test_episode_that_always_fails_is_a_result_with_its_reason(exams: Exams) -> None:
+    class Unlucky(Mortal):
+        async def generate(self, request: str, prompt_ids: list[int], sampling: Sampling) -> Completion:
+            raise EngineError("out of luck")
+
+    await exams.ask(V(1, 0))
+    serving = await exams.bus.serve(EXAM_RESULT, exams.hear, job=exams.job)
+    async with running(_forever(exams, Unlucky())):
+        await until(lambda: len(exams.results) == 1)
+    await serving.unsubscribe()
+    assert (exams.results[0].ending, exams.results[0].error) == (Ending.ENGINE_ERROR, "out of luck")
+
+
+async def test_greedy_toy_answers_by_the_prompt_alone() -> None:
+    engine = Mortal()
+    answers = [await engine.generate("a", [5, 6], Sampling(max_tokens=8, seed=s, temperature=0.0)) for s in range(5)]
+    assert all(answer == answers[0] for answer in answers)
+    drawn = [await engine.generate("a", [5, 6], Sampling(max_tokens=8, seed=s)) for s in range(5)]
+    assert any(answer != drawn[0] for answer in drawn)
+
+
+@pytest.mark.vllm
+@pytest.mark.filterwarnings("ignore")
+async def test_greedy_vllm_takes_the_likeliest_tokens_beside_requests_that_draw(tiny: Path) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from opentinker.services.rollout_worker.vllm_engine import VllmEngine
+    from opentinker.shared.types import SIMULATED, SwapCommand
+
+    model = AutoModelForCausalLM.from_pretrained(tiny).float().eval()
+    engine = VllmEngine(str(tiny), eos_ids=[1], context_length=256, max_concurrent=32)
+    try:
+        await engine.start()
+        fields: dict[str, Any] = {"job": "j", "epoch": 1, "generation": 0, "device": SIMULATED}
+        await engine.join(SwapCommand(action="join", **fields))
+        await engine.receive(SwapCommand(action="receive", version=V(1, 0), **fields))
+        prompts = [[5, 6 + n, 9] for n in range(6)]
+        asked = [
+            engine.generate(f"{t}{n}", prompt, Sampling(max_tokens=6, temperature=t))
+            for t in (0.0, 1.0)
+            for n, prompt in enumerate(prompts)
+        ]
+        greedy = (await asyncio.gather(*asked))[:6]
+    finally:
+        await engine.close()
+    for prompt, completion in zip(prompts, greedy, strict=True):
+        with torch.no_grad():
+            logits = model(torch.tensor([prompt + completion.ids])).logits[0, len(prompt) - 1 : -1]
+        assert completion.ids == logits.argmax(-1).tolist()
+
+
+# --- the whole system -----------------------------------------------------------------------------------------------
+
+
+def evaluated_spec(model: Path, **changes: Any) -> JobSpec:
+    fields: dict[str, Any] = {
+        "algorithm": {"group_size": 4, "groups_per_batch": 4, "max_staleness": 2},
+        "rollout": {"engine": "toy", "max_tokens": 8, "toy": {"seconds_per_token": 0.02}},
+        "train": {"learner": "simulated", "steps": 10, "simulated_step_s": 0.02, "checkpoint_every": 4},
+        "validation": {"every": 4, "episodes": 12, "transcripts": 2},
+    }
+    return make_spec(model={"base": str(model)}, **{**fields, **changes})
+
+
+def evaluations(cluster: Cluster, job: str) -> list[dict[str, Any]]:
+    path = cluster.data / "jobs" / job / "validation.jsonl"
+    return [orjson.loads(line) for line in path.read_bytes().splitlines()] if path.exists() else []
+
+
+async def test_job_is_evaluated_from_start_to_end_whoever_dies(tmp_path: Path) -> None:
+    async with toy_cluster(tmp_path, rollout_workers=2) as (cluster, model):
+        spec = evaluated_spec(model, resources={"rollout_workers": 2})
+        job = await cluster.submit(spec)
+        record = await cluster.wait(job)
+        assert record["state"] == "succeeded", record["reason"]
+        lines = evaluations(cluster, job)
+        assert [(line["step"], line["val/episodes"], line["val/missing"]) for line in lines] == [
+            (step, 12, 0) for step in (0, 4, 8, 10)
+        ]
+        assert len({line["val/reward/mean"] for line in lines}) == 1, "the same start states; the toy learns nothing"
+        assert "exam_of_other_weights" not in cluster.logs("trainer-0")
+        ledger = await cluster.ledger(job)
+        assert ledger.balanced and ledger.trained == 40 and ledger.issued == ledger.accepted
+        points = await cluster.client.metrics(job)
+        assert {p["step"] for p in points if p["source"] == "validation"} == {0, 4, 8, 10}
+        assert undocumented({name for p in points for name in p["values"]}) == []
+        assert [p["step"] for p in points if p["source"] == "trainer"] == list(range(1, 11))
+        found = await cluster.client.transcripts(job, 4)
+        assert found["steps"] == [0, 4, 8, 10] and [one["index"] for one in found["transcripts"]] == [0, 1]
+        assert [m["role"] for m in found["transcripts"][0]["messages"]] == ["user", "assistant"]
+
+        plan = {"every": 4, "episodes": 30, "at_start": False}
+        slow = {"engine": "toy", "max_tokens": 8, "toy": {"seconds_per_token": 0.1}}
+        train = {"learner": "simulated", "steps": 5, "checkpoint_every": 4, "target": {"val/reward/mean": 0.0}}
+        job = await cluster.submit(
+            evaluated_spec(model, validation=plan, rollout=slow, train=train, resources={"rollout_workers": 2})
+        )
+        await cluster.reaches(job, 4)
+        cluster.kill("rollout_worker-0")
+        record = await cluster.wait(job)
+        assert (record["state"], record["reason"], record["step"]) == ("succeeded", "target reached", 4)
+        assert [(line["step"], line["val/episodes"]) for line in evaluations(cluster, job)] == [(4, 30)]
+
+
+async def test_evaluation_of_a_step_already_done_is_not_repeated_by_the_next_trainer(tmp_path: Path) -> None:
+    async with toy_cluster(tmp_path) as (cluster, model):
+        train = {"learner": "simulated", "steps": 12, "simulated_step_s": 0.2, "checkpoint_every": 4}
+        job = await cluster.submit(evaluated_spec(model, train=train))
+        await until(lambda: [line["step"] for line in evaluations(cluster, job)] == [0, 4], 30)
+        await cluster.reaches(job, 5)
+        cluster.kill("trainer-0")
+        record = await cluster.wait(job)
+        assert record["state"] == "succeeded", record["reason"]
+        assert cluster.manifest(job).resumed[2] == 4
+        assert [(line["epoch"], line["step"]) for line in evaluations(cluster, job)] == [
+            (1, 0),
+            (1, 4),
+            (2, 8),
+            (2, 12),
+        ]
