@@ -38,6 +38,7 @@ HEAVY = {
     "opentinker.services.trainer.torch_learner",
     "opentinker.services.trainer.train_state",
     "opentinker.shared.nn.forward",
+    "opentinker.shared.nn.layers",
     "opentinker.shared.nn.lora",
     "opentinker.shared.nn.models",
     "opentinker.shared.nn.transport",

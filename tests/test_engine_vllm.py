@@ -415,6 +415,34 @@ def other_weights_of_disk(base: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(base)
 
 
+async def test_a_float32_head_samples_from_logits_that_were_never_rounded(untied: Path) -> None:
+    """The rest is bfloat16. transformers agrees with `float32_head`, and is far away with its own rounded logits."""
+    from opentinker.services.rollout_worker.vllm_engine import VllmEngine
+    from opentinker.shared.nn.layers import float32_head
+
+    vllm = VllmEngine(
+        str(untied), eos_ids=[EOS], dtype="bfloat16", fp32_head=True, context_length=256, max_concurrent=4
+    )
+    await vllm.start()
+    try:
+        trainer = await Trainer(vllm).form()
+        model = other_weights(untied, 3).bfloat16()
+        with torch.no_grad():  # layers that add nothing: only the head's rounding is left
+            for name, weight in model.named_parameters():
+                if "o_proj" in name or "down_proj" in name:
+                    weight.zero_()
+        await trainer.publish(WeightVersion(0, 0), model.named_parameters())
+        sampling = Sampling(max_tokens=200, seed=1)
+        done = await vllm.generate("r", PROMPT, sampling)
+        rounded = expected(model, PROMPT, done, sampling)
+        float32_head(model)
+        exact = expected(model, PROMPT, done, sampling)
+    finally:
+        await vllm.close()
+    said = torch.tensor(done.logprobs).double()
+    assert (said - exact).abs().mean() < 0.2 * (said - rounded).abs().mean()
+
+
 async def test_the_engine_process_holds_no_connection_of_ours_and_its_death_is_an_error(untied: Path) -> None:
     from opentinker.services.rollout_worker.vllm_engine import VllmEngine
 

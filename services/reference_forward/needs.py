@@ -23,6 +23,8 @@ class ModelKey(msgspec.Struct, frozen=True):
     dtype: str
     adapter: str = ""
     """Directory of a PEFT adapter on it; empty: none."""
+    fp32_head: bool = False
+    """Whether logits are computed in float32 although the dtype is another."""
 
 
 def needs(spec: JobSpec, start: Path) -> dict[ModelKey, list[str]]:
@@ -38,6 +40,7 @@ def needs(spec: JobSpec, start: Path) -> dict[ModelKey, list[str]]:
 def _reference(spec: JobSpec, start: Path) -> ModelKey:
     """The model at the job's start: of a LoRA job the base without an adapter, or with the one that it starts from."""
     model = spec.model
-    if spec.start is None:
-        return ModelKey(model.base, model.dtype)
-    return ModelKey(str(start), model.dtype) if model.lora is None else ModelKey(model.base, model.dtype, str(start))
+    base, adapter = model.base, ""
+    if spec.start is not None:
+        base, adapter = (str(start), "") if model.lora is None else (model.base, str(start))
+    return ModelKey(base, model.dtype, adapter, model.fp32_head)

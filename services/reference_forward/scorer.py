@@ -17,6 +17,7 @@ from opentinker.services.reference_forward.needs import ModelKey
 from opentinker.services.reference_forward.vocabulary import check_same_tokens
 from opentinker.shared.errors import JobFailed
 from opentinker.shared.nn.forward import layout, token_logprobs
+from opentinker.shared.nn.layers import float32_head
 from opentinker.shared.nn.lora import adapter_bytes, causal_lm, with_adapter
 from opentinker.shared.nn.models import load_model, model_bytes, torch_dtype
 from opentinker.shared.nn.packing import pack
@@ -56,7 +57,10 @@ class Scorer:
     def load(self, key: ModelKey) -> Any:
         """Raises JobFailed if the model is unusable."""
         model = load_model(key.base, torch_dtype(key.dtype), self.device)
-        return causal_lm(with_adapter(model, Path(key.adapter))) if key.adapter else model
+        causal = causal_lm(with_adapter(model, Path(key.adapter))) if key.adapter else model
+        if key.fp32_head:
+            float32_head(causal)
+        return causal
 
     def collect(self) -> None:
         """Give back the memory of models that were let go."""

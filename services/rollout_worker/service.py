@@ -48,6 +48,7 @@ def make_engine(spec: JobSpec, renderer: Renderer, settings: Settings) -> Engine
         spec.model.base,
         eos_ids=renderer.eos_ids,
         dtype=spec.model.dtype,
+        fp32_head=spec.model.fp32_head,
         context_length=rollout.context_length,
         max_concurrent=min(rollout.max_concurrent_groups * algorithm.group_size, MAX_SEQUENCES),
         stop_strings=bool(rollout.stop),

@@ -72,6 +72,7 @@ class VllmEngine:
         *,
         eos_ids: Collection[int],
         dtype: str = "float32",
+        fp32_head: bool = False,
         context_length: int | None = None,
         max_concurrent: int = 256,
         stop_strings: bool = False,
@@ -93,6 +94,7 @@ class VllmEngine:
         self._dtype = dtype
         self._max_concurrent = 1 if one_by_one else max_concurrent
         self._one_by_one = one_by_one
+        self._fp32_head = fp32_head
         self._stop_strings = stop_strings
         self._lora = lora
         self._max_adapters = max_staleness + 2
@@ -238,6 +240,8 @@ class VllmEngine:
         }
         if self._one_by_one:
             arguments["enable_prefix_caching"] = False  # a cached prefix makes a shorter, differently rounded prefill
+        if self._fp32_head:
+            arguments["hf_overrides"] = {"head_dtype": "float32"}
         if self._lora is not None:
             arguments |= {
                 "enable_lora": True,

@@ -23,6 +23,7 @@ from opentinker.services.trainer.micro_batch import MicroBatch
 from opentinker.shared.errors import JobFailed
 from opentinker.shared.manifest import CRITIC
 from opentinker.shared.nn.forward import token_values
+from opentinker.shared.nn.layers import recompute_layers
 from opentinker.shared.nn.lora import attach_lora, causal_lm
 from opentinker.shared.nn.models import autocast, load_model, torch_dtype
 from opentinker.shared.spec import JobSpec
@@ -36,7 +37,10 @@ class Critic:
         self.dtype = torch_dtype(spec.model.dtype)
         lora = spec.model.lora
         base = load_model(spec.model.base, torch.float32 if lora is None else self.dtype, device)
-        self.decoder = causal_lm(base if lora is None else attach_lora(base, lora)).get_decoder()
+        causal = causal_lm(base if lora is None else attach_lora(base, lora))
+        if spec.train.gradient_checkpointing:
+            recompute_layers(causal)
+        self.decoder = causal.get_decoder()
         self.head = nn.Linear(base.get_input_embeddings().weight.shape[1], 1, device=device)
         nn.init.zeros_(self.head.weight)
         nn.init.zeros_(self.head.bias)

@@ -24,6 +24,7 @@ from opentinker.services.trainer.learner import BUCKET_BYTES, NonFinite
 from opentinker.shared.errors import JobFailed
 from opentinker.shared.nn import transport
 from opentinker.shared.nn.forward import Layout, token_logprobs
+from opentinker.shared.nn.layers import float32_head, recompute_layers
 from opentinker.shared.nn.lora import attach_lora, causal_lm
 from opentinker.shared.nn.models import autocast, load_model, load_tokenizer, refuse_other_model, torch_dtype
 from opentinker.shared.spec import JobSpec
@@ -70,6 +71,10 @@ class Policy:
         else:
             self.model = attach_lora(load_model(spec.model.base, self.dtype, self.device), spec.model.lora)
         self.causal = causal_lm(self.model)
+        if spec.model.fp32_head:
+            float32_head(self.causal)
+        if spec.train.gradient_checkpointing:
+            recompute_layers(self.causal)
         self.parameters = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
         self.dropouts = [module for name, module in self.model.named_modules() if name.endswith("lora_dropout")]
         self.optimizer = self._optimizer()

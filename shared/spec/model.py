@@ -34,7 +34,16 @@ class ModelSpec(Part):
     """Directory or hub id of a Hugging Face causal language model (safetensors; no remote code)."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Of generation, and of the trainer's forward pass; master weights are float32."""
+    fp32_head: bool = False
+    """Compute logits in float32 from bfloat16 hidden states and head weights, in generation and in training alike: the
+    two then round alike where it matters most. Takes a float32 copy of the head's weights for each forward pass."""
     lora: LoraSpec | None = None
     """Train an adapter instead of all weights."""
     chat_template: Literal["model", "plain"] = "model"
     """`plain` joins message contents without any markup; `model` refuses a tokenizer that has no chat template."""
+
+    def settle(self) -> list[dict[str, Any]]:
+        if self.fp32_head and self.dtype == "float32":
+            problem = "does not apply: with dtype = 'float32' the logits are computed in float32 already"
+            return [{"field": "fp32_head", "value": True, "problem": problem}]
+        return []

@@ -33,6 +33,9 @@ class TrainSpec(Part):
     """Largest global gradient norm."""
     tokens_per_micro_batch: Positive = 8192
     """Packed tokens per forward pass; a longer trajectory gets one of its own."""
+    gradient_checkpointing: bool = False
+    """Keep only the inputs of each layer for the backward pass and compute the rest again: the same gradients with a
+    fraction of the memory, for about a third more time."""
     checkpoint_every: Positive = 50
     """Steps; the last step is always saved."""
     keep_checkpoints: Annotated[int, Field(ge=2)] = 3
