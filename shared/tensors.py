@@ -1,17 +1,31 @@
-"""Names and shapes in safetensors files, read from their headers alone: for those who compare and do not compute.
+"""Names and shapes of tensors, compared; and read from the headers of safetensors files, for those who do not compute.
 
 Format: eight bytes little-endian length, then so many bytes of JSON, {name: {dtype, shape, data_offsets}}.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
 
 Shapes = dict[str, tuple[int, ...]]
+NAMED = 3
+"""Tensors that a difference names; of all of them it gives the number."""
 LONGEST = 100_000_000
 """Bytes of a header; the format's own bound."""
+
+
+def difference(have: Mapping[str, Sequence[int]], want: Mapping[str, Sequence[int]]) -> str:
+    """Which tensors are not those wanted, in words with both shapes; empty if all are."""
+
+    def told(shapes: Mapping[str, Sequence[int]], name: str) -> str:
+        return str(list(shapes[name])) if name in shapes else "absent"
+
+    odd = sorted(name for name in have.keys() | want.keys() if told(have, name) != told(want, name))
+    some = ", ".join(f"{name} ({told(have, name)} instead of {told(want, name)})" for name in odd[:NAMED])
+    return f"{len(odd)} tensors differ, such as {some}" if odd else ""
 
 
 class _Entry(msgspec.Struct):

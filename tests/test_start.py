@@ -20,7 +20,7 @@ from opentinker.services.trainer import checkpoint
 from opentinker.shared.manifest import read_manifest, start_of
 from opentinker.shared.service import Context
 from opentinker.shared.store import Store
-from opentinker.shared.tensors import shapes_in
+from opentinker.shared.tensors import difference, shapes_in
 from tests.conftest import Server, until
 from tests.factories import make_spec
 from tests.scheduling import context, scheduler
@@ -151,9 +151,9 @@ MISFITS: list[tuple[str, dict[str, Any], str]] = [
     (
         "larger",
         {},
-        r"1 tensors differ, such as model\.embed\.weight \[41, 8\] \(\[40, 8\] in model.base\)",
+        r"1 tensors differ, such as model\.embed\.weight \(\[41, 8\] instead of \[40, 8\]\)",
     ),
-    ("deeper", {}, r"model\.layers\.1\.mlp\.weight \[8, 8\] \(absent in model.base\)"),
+    ("deeper", {}, r"model\.layers\.1\.mlp\.weight \(\[8, 8\] instead of absent\)"),
     ("cut short", {}, "could not be kept for the new job: model.safetensors is not the file of .* bytes"),
     ("garbled", {}, "cannot be read: model.safetensors is no safetensors file"),
 ]
@@ -287,3 +287,11 @@ def test_shapes_are_those_of_the_file_and_nonsense_is_refused(tiny: Path, tmp_pa
         (tmp_path / "x.safetensors").write_bytes(nonsense)
         with pytest.raises(ValueError, match="is no safetensors file"):
             shapes_in(tmp_path / "x.safetensors")
+
+
+def test_difference_names_tensors_with_both_shapes() -> None:
+    assert difference({"a": (1, 2)}, {"a": [1, 2]}) == ""
+    said = difference({"a": (1, 2), "c": ()}, {"a": (2, 1), "b": (3,), "d": (4,)})
+    assert said == "4 tensors differ, such as a ([1, 2] instead of [2, 1]), b (absent instead of [3]), " + (
+        "c ([] instead of absent)"
+    )

@@ -24,12 +24,10 @@ from opentinker.shared.errors import NotFound
 from opentinker.shared.manifest import ADAPTER, CRITIC, MANIFEST, OPTIMIZER, Manifest, start_of
 from opentinker.shared.service import Context
 from opentinker.shared.spec import JobSpec, LoraSpec, StartSpec
-from opentinker.shared.tensors import Shapes, shapes_in
+from opentinker.shared.tensors import NAMED, Shapes, difference, shapes_in
 from opentinker.shared.types import JobRecord
 
 Mistakes = list[dict[str, Any]]
-NAMED = 3
-"""Tensors that a mistake names; of the others it gives the number."""
 SUBMISSION_S = 3600.0
 """Longer than any submission takes."""
 ADVICE = "submit it again; `opentinker checkpoints JOB` lists what there is"
@@ -133,12 +131,8 @@ def _other_model(directory: Path, files: list[str], base: Path) -> list[str]:
     have, want = shapes_in(*(directory / name for name in files)), shapes_in(*base.glob("*.safetensors"))
     if not have.keys() & want.keys():
         return []  # an older way of naming tensors
-    odd = sorted(name for name, shape in have.items() if want.get(name) != shape)
-    if not odd:
-        return []
-    instead = {name: f"{list(want[name])}" if name in want else "absent" for name in odd}
-    some = ", ".join(f"{name} {list(have[name])} ({instead[name]} in model.base)" for name in odd[:NAMED])
-    return [f"it is of another model than {base}: {len(odd)} tensors differ, such as {some}"]
+    odd = difference(have, {name: want[name] for name in have if name in want})  # a tied head may be absent in one
+    return [f"it is of another model than {base}: {odd}"] if odd else []
 
 
 def _some(shapes: Shapes, names: list[str]) -> str:

@@ -27,6 +27,7 @@ from opentinker.shared.nn.layers import recompute_layers
 from opentinker.shared.nn.lora import attach_lora, causal_lm
 from opentinker.shared.nn.models import autocast, load_model, torch_dtype
 from opentinker.shared.spec import JobSpec
+from opentinker.shared.tensors import difference
 
 
 class Critic:
@@ -99,13 +100,9 @@ class Critic:
         except (OSError, SafetensorError) as error:
             raise JobFailed(f"checkpoint {checkpoint} has no usable critic: {error}") from error
         saved = {name.removeprefix("weight/"): t for name, t in tensors.items() if name.startswith("weight/")}
-        odd = sorted(
-            name
-            for name in saved.keys() | self.parameters.keys()
-            if name not in saved or name not in self.parameters or saved[name].shape != self.parameters[name].shape
-        )
-        if odd:
-            raise JobFailed(f"critic of checkpoint {checkpoint} does not fit: {len(odd)} tensors, such as {odd[0]}")
+        own = {name: p.shape for name, p in self.parameters.items()}
+        if odd := difference({name: t.shape for name, t in saved.items()}, own):
+            raise JobFailed(f"critic of checkpoint {checkpoint} does not fit: {odd}")
         with torch.no_grad():
             for name, parameter in self.parameters.items():
                 parameter.copy_(saved[name])

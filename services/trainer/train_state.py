@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from opentinker.shared.errors import JobFailed
 from opentinker.shared.manifest import ADAPTER, OPTIMIZER
 from opentinker.shared.nn.lora import causal_lm, put_adapter
+from opentinker.shared.tensors import difference
 
 Parameters = dict[str, nn.Parameter]
 MOMENTS = ("exp_avg", "exp_avg_sq", "step")
@@ -110,15 +111,8 @@ def put_moments(tensors: dict[str, Tensor], parameters: Parameters, optimizer: t
 
 def _check_fits(directory: Path, tensors: dict[str, Tensor], parameters: Parameters) -> None:
     saved = {name.removeprefix("exp_avg/"): t.shape for name, t in tensors.items() if name.startswith("exp_avg/")}
-    if saved and saved != {name: p.shape for name, p in parameters.items()}:
-        odd = sorted(name for name in saved.keys() | parameters.keys() if saved.get(name) != _shape(parameters, name))
-        raise JobFailed(
-            f"checkpoint {directory} does not fit the job's model: {len(odd)} trained tensors differ, such as {odd[0]}"
-        )
-
-
-def _shape(parameters: Parameters, name: str) -> torch.Size | None:
-    return parameters[name].shape if name in parameters else None
+    if saved and (odd := difference(saved, {name: p.shape for name, p in parameters.items()})):
+        raise JobFailed(f"checkpoint {directory} does not fit the job's model: of those trained, {odd}")
 
 
 Memory = tuple[list[Tensor], list[dict[str, Any]]]

@@ -9,13 +9,13 @@ from typing import Any
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
 from safetensors import SafetensorError
 from safetensors.torch import load_file
-from torch import Tensor, nn
+from torch import nn
 
 from opentinker.shared.errors import JobFailed
 from opentinker.shared.manifest import ADAPTER
 from opentinker.shared.nn.models import first_line
 from opentinker.shared.spec import LoraSpec
-from opentinker.shared.tensors import shapes_in
+from opentinker.shared.tensors import difference, shapes_in
 
 
 def attach_lora(model: nn.Module, lora: LoraSpec) -> PeftModel:
@@ -57,19 +57,9 @@ def put_adapter(model: PeftModel, directory: Path) -> None:
     except (OSError, SafetensorError) as error:
         raise JobFailed(f"the adapter in {directory} cannot be read: {error}") from error
     own = get_peft_model_state_dict(model, save_embedding_layers=False)
-    odd = sorted(name for name in saved.keys() | own.keys() if _shape(saved, name) != _shape(own, name))
-    if odd:
-        some = ", ".join(
-            f"{n} ({_shape(saved, n) or 'absent'} instead of {_shape(own, n) or 'absent'})" for n in odd[:3]
-        )
-        raise JobFailed(
-            f"the adapter in {directory} does not fit the job's model: {len(odd)} tensors differ, such as {some}"
-        )
+    if odd := difference({n: t.shape for n, t in saved.items()}, {n: t.shape for n, t in own.items()}):
+        raise JobFailed(f"the adapter in {directory} does not fit the job's model: {odd}")
     set_peft_model_state_dict(model, saved)
-
-
-def _shape(tensors: dict[str, Tensor], name: str) -> list[int] | None:
-    return list(tensors[name].shape) if name in tensors else None
 
 
 def causal_lm(model: nn.Module) -> Any:

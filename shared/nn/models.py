@@ -20,6 +20,7 @@ from transformers.utils import logging as transformers_logging
 
 from opentinker.shared.errors import JobFailed
 from opentinker.shared.nn.forward import PACKED, Layout, layout, token_logprobs
+from opentinker.shared.tensors import difference
 
 transformers_logging.disable_progress_bar()
 _LOADING = threading.Lock()
@@ -86,14 +87,16 @@ def refuse_other_model(base: str, wanted: str) -> None:
         config = _config(name)
         with _LOADING, torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
-        shapes.append({name: list(p.shape) for name, p in model.named_parameters()})
+        shapes.append({name: p.shape for name, p in model.named_parameters()})
         plain = config.get_text_config().to_dict()
         settings.append({name: value for name, value in plain.items() if name not in _NO_PART_OF_THE_MODEL})
-    for what, (have, want) in (("tensors", shapes), ("settings", settings)):
-        odd = sorted(name for name in have.keys() | want.keys() if have.get(name) != want.get(name))
-        if odd:
-            some = ", ".join(f"{n} ({have.get(n, 'absent')} instead of {want.get(n, 'absent')})" for n in odd[:3])
-            raise JobFailed(f"{base!r} is not of the model {wanted!r}: {len(odd)} {what} differ, such as {some}")
+    if odd := difference(*shapes):
+        raise JobFailed(f"{base!r} is not of the model {wanted!r}: {odd}")
+    have, want = settings
+    others = sorted(name for name in have.keys() | want.keys() if have.get(name) != want.get(name))
+    if others:
+        some = ", ".join(f"{n} ({have.get(n, 'absent')} instead of {want.get(n, 'absent')})" for n in others[:3])
+        raise JobFailed(f"{base!r} is not of the model {wanted!r}: {len(others)} settings differ, such as {some}")
 
 
 _NO_PART_OF_THE_MODEL = {"_name_or_path", "architectures", "dtype", "initializer_range", "max_position_embeddings"} | {
