@@ -184,6 +184,10 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True):
     """float32 logprobs of the frozen reference, added by reference-forward; 0 where mask is 0."""
     teacher_logprobs_T: bytes | None = None
     """float32 logprobs of the teacher, added by reference-forward; 0 where mask is 0."""
+    messages: list[Message] | None = None
+    """The conversation as text, of jobs with reward models: on the way to reference-forward alone."""
+    scores: dict[str, float] = {}
+    """What reward models said, by name, added by reference-forward; weight times score is part of the last reward."""
 
     @property
     def ids(self) -> I32:
@@ -241,7 +245,8 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True):
                 raise ValueError(f"turn [{turn.start}, {turn.end}) is out of order or not the policy's own")
             at = turn.end
         rewards = [turn.reward for turn in self.turns]
-        if not all(map(math.isfinite, (self.reward, self.seconds, *rewards, *self.metrics.values()))):
+        numbers = (self.reward, self.seconds, *rewards, *self.metrics.values(), *self.scores.values())
+        if not all(map(math.isfinite, numbers)):
             raise ValueError("rewards and metrics must be finite")
         if rewards and not math.isclose(self.reward, math.fsum(rewards), rel_tol=1e-6, abs_tol=1e-6):
             raise ValueError("the reward must be the sum of the turn rewards")

@@ -13,15 +13,16 @@ from opentinker.shared.types import Group, WeightVersion
 from tests.factories import group_of, make_spec, trajectory_of
 
 
-def torch_spec(base: object, **parts: dict[str, Any]) -> JobSpec:
-    """Of a job that really trains `base`, with fields of its parts replaced."""
+def torch_spec(base: object, **parts: Any) -> JobSpec:
+    """Of a job that really trains `base`, with fields of its parts (or a whole list) replaced."""
     usual: dict[str, dict[str, Any]] = {
         "model": {"base": str(base)},
         "algorithm": {"group_size": 4, "groups_per_batch": 4},
         "rollout": {},
         "train": {"steps": 100, "lr": 1e-3},
     }
-    return make_spec(**{part: {**usual.get(part, {}), **parts.get(part, {})} for part in usual | parts})
+    tables = {name: part for name, part in parts.items() if isinstance(part, dict)}
+    return make_spec(**{**parts, **{part: {**usual.get(part, {}), **tables.get(part, {})} for part in usual | tables}})
 
 
 def random_groups(

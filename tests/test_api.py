@@ -200,6 +200,32 @@ async def test_a_local_teacher_is_looked_at_and_its_path_made_absolute(
     assert (await store.job(body["id"])).spec["teacher"]["base"] == str(tmp_path / "models" / "teacher")
 
 
+@pytest.mark.parametrize(
+    ("files", "problem"),
+    [
+        (None, "does not exist"),
+        ({"config.json": '{"architectures": ["LlamaForCausalLM"]}'}, "no sequence classifier: its config.json says Ll"),
+        ({"config.json": '{"architectures": 7}'}, ""),
+        ({"config.json": '{"architectures": ["XForSequenceClassification"]}', "tokenizer_config.json": "{}"},
+         "no chat template"),
+        ({"config.json": '{"architectures": ["XForSequenceClassification"]}', "chat_template.jinja": "x"}, ""),
+    ],
+)  # fmt: skip
+async def test_a_local_reward_model_is_looked_at(
+    http: Http, store: Store, tmp_path: Path, files: dict[str, str] | None, problem: str
+) -> None:
+    judge = tmp_path / "judge"
+    if files is not None:
+        judge.mkdir()
+        for name, text in files.items():
+            (judge / name).write_text(text)
+    status, body = await http.submit({**SPEC, "train": {"steps": 1}, "reward_models": [{"base": str(judge)}]})
+    if problem:
+        assert status == 422 and problem in mistakes(body)["reward_models.0.base"]
+    else:
+        assert status == 201 and (await store.job(body["id"])).spec["reward_models"][0]["base"] == str(judge)
+
+
 @pytest.mark.parametrize("base", ["~nobody-here/x", "/tmp/a\0b", "/" + "x" * 5000, "../..", "."])
 async def test_odd_model_paths_are_refused_not_crashed_on(http: Http, base: str) -> None:
     status, body = await http.submit({**SPEC, "model": {"base": base}})

@@ -20,6 +20,7 @@ FOLDERS = {"services": ROOT / "services", "shared": ROOT / "shared", "envs": ROO
 TOO_HEAVY = ("torch", "vllm", "transformers", "peft", "deepspeed")
 HEAVY = {
     "opentinker.merge",
+    "opentinker.services.reference_forward.rewards",
     "opentinker.services.reference_forward.scorer",
     "opentinker.services.reference_forward.vocabulary",
     "opentinker.services.rollout_worker.vllm_engine",

@@ -145,7 +145,7 @@ def test_a_student_comes_to_its_teacher(student: Path, teacher: Path, tmp_path: 
         version = WeightVersion(1, step)
         groups = sampler.copy_digit(10, 8, version)
         found = scorer.score(model, groups, [1.0] * 10)
-        scored = [with_results(g, {TEACHER: results}) for g, results in zip(groups, found, strict=True)]
+        scored = [with_results(g, {TEACHER: results}, {}) for g, results in zip(groups, found, strict=True)]
         kl.append(learner.step(scored, version)["teacher/kl"])
     assert np.mean(kl[-3:]) < 0.25 * np.mean(kl[:3])
     learner.save(tmp_path / "after")

@@ -13,6 +13,7 @@ import pytest_asyncio
 import torch
 from nats.aio.msg import Msg
 
+from examples.models.make_tiny import make_tiny
 from opentinker.shared import codec
 from opentinker.shared.spec import JobSpec, load_spec, parse_spec
 from opentinker.shared.subjects import SWAP
@@ -21,6 +22,7 @@ from tests.cluster import ROOT, Cluster, undocumented
 from tests.conftest import until
 from tests.factories import make_spec
 from tests.lineage import faults
+from tests.test_reward_models import make_judge
 
 REFERENCE = ("groups", "groups_per_s", "tokens", "tokens_per_s")
 
@@ -126,6 +128,33 @@ async def test_reference_is_in_the_path_when_the_loss_needs_it(system: Cluster, 
     points = await system.client.metrics(job, source=reference)
     assert set(points[-1]["values"]) == {f"reference/{name}" for name in REFERENCE}
     assert points[-1]["values"]["reference/groups"] >= 6 * 8 - 1
+
+
+async def test_a_teacher_and_a_reward_model_judge_what_is_sampled(system: Cluster, tiny: Path, tmp_path: Path) -> None:
+    """Episodes of several turns; three frozen models look at each group."""
+    teacher = make_tiny(tmp_path / "teacher", hidden_size=64, layers=2, norm_scale=12.0, seed=7)
+    judge = make_judge(tiny, tmp_path / "judge")
+    spec = one_digit(
+        tiny,
+        environment={"name": "guess_number"},
+        algorithm={"group_size": 4, "groups_per_batch": 4, "max_staleness": 1, "kl_coef": 0.05, "distill_coef": 0.5},
+        rollout={"max_turns": 3, "max_tokens": 12, "max_tokens_per_turn": 4},
+        teacher={"base": str(teacher)},
+        reward_models=[{"base": str(judge), "weight": 0.25}],
+        train={"steps": 4, "lr": 3e-4},
+    )
+    job = await system.submit(spec)
+    record = await system.wait(job, 150)
+    assert record["state"] == "succeeded", record["reason"]
+    lines = system.lines(job)
+    assert_exact_numerics(lines)
+    assert all(line["turns/mean"] > 1 and line["teacher/kl"] > 0.5 for line in lines)
+    for line in lines:
+        assert line["reward/mean"] == pytest.approx(
+            line["reward/own"] + 0.25 * line["reward_model/judge/mean"], abs=1e-5
+        )
+        assert line["reward_model/judge/std"] > 0
+    assert undocumented({*lines[0], *lines[-1]} - {"epoch", "step", "time", "seqs", "guesses"}) == []
 
 
 async def test_adapter_is_trained_swapped_and_loads_with_peft(system: Cluster, tiny: Path, tmp_path: Path) -> None:

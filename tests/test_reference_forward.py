@@ -39,7 +39,7 @@ from tests.learning import plain_logprobs, random_groups, torch_spec
 def scored(scorer: Scorer, base: Path, groups: list[Group], temperatures: list[float]) -> list[Group]:
     model = scorer.load(ModelKey(str(base), "float32"))
     found = scorer.score(model, groups, temperatures)
-    return [with_results(group, {REFERENCE: results}) for group, results in zip(groups, found, strict=True)]
+    return [with_results(group, {REFERENCE: results}, {}) for group, results in zip(groups, found, strict=True)]
 
 
 def assert_plain(base: Path, group: Group, temperature: float) -> None:

@@ -31,6 +31,8 @@ class Work:
     temperature: float
     needs: dict[ModelKey, list[str]]
     """What is still to be done: roles by model."""
+    weights: dict[str, float] = field(default_factory=dict)
+    """Of the job's reward models, by name."""
     found: dict[str, list[Any]] = field(default_factory=dict)
     """By role, one result per trajectory."""
 

@@ -14,6 +14,9 @@ REFERENCE = "reference"
 TEACHER = "teacher"
 """A role: log-probabilities of the model that the policy learns from."""
 
+REWARD = "reward:"
+"""A role, with the name of the reward model: a score per trajectory."""
+
 
 class ModelKey(msgspec.Struct, frozen=True):
     """Models of the same key are loaded once, whichever jobs want them and whatever for."""
@@ -25,6 +28,10 @@ class ModelKey(msgspec.Struct, frozen=True):
     """Directory of a PEFT adapter on it; empty: none."""
     fp32_head: bool = False
     """Whether logits are computed in float32 although the dtype is another."""
+    judges: bool = False
+    """A reward model instead of a causal language model."""
+    label: str | None = None
+    """Of a reward model: whose probability is the score."""
 
 
 def needs(spec: JobSpec, start: Path) -> dict[ModelKey, list[str]]:
@@ -34,6 +41,9 @@ def needs(spec: JobSpec, start: Path) -> dict[ModelKey, list[str]]:
         found.setdefault(_reference(spec, start), []).append(REFERENCE)
     if spec.teacher is not None:
         found.setdefault(ModelKey(spec.teacher.base, spec.teacher.dtype), []).append(TEACHER)
+    for judge in spec.reward_models:
+        key = ModelKey(judge.base, judge.dtype, judges=True, label=judge.label)
+        found.setdefault(key, []).append(REWARD + judge.name)
     return found
 
 

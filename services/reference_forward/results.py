@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import msgspec
 import numpy as np
 
-from opentinker.services.reference_forward.needs import REFERENCE, TEACHER
-from opentinker.shared.types import Group
+from opentinker.services.reference_forward.needs import REFERENCE, REWARD, TEACHER
+from opentinker.shared.types import Group, Trajectory
 
 FIELDS = {REFERENCE: "ref_logprobs_T", TEACHER: "teacher_logprobs_T"}
 
 
-def with_results(group: Group, found: dict[str, list[Any]]) -> Group:
-    """`found`: by role, one result per trajectory; what nobody asked for stays as it is."""
+def with_results(group: Group, found: dict[str, list[Any]], weights: dict[str, float]) -> Group:
+    """`found`: by role, one result per trajectory; what nobody asked for stays as it is. `weights`: of reward models.
+
+    The trainer needs no conversations: they are taken out.
+    """
     trajectories = group.trajectories
     for role, name in FIELDS.items():
         if role in found:
@@ -22,7 +26,23 @@ def with_results(group: Group, found: dict[str, list[Any]]) -> Group:
                 msgspec.structs.replace(t, **{name: _bytes(logprobs_T)})
                 for t, logprobs_T in zip(trajectories, found[role], strict=True)
             ]
+    if weights and found:
+        scores = [{name: float(found[REWARD + name][i]) for name in weights} for i in range(len(trajectories))]
+        trajectories = [_judged(t, own, weights) for t, own in zip(trajectories, scores, strict=True)]
     return msgspec.structs.replace(group, trajectories=trajectories)
+
+
+def _judged(trajectory: Trajectory, scores: dict[str, float], weights: dict[str, float]) -> Trajectory:
+    """reward = environment's + sum of weight * score. The sum stands with the last turn, and by name in its parts."""
+    parts = {f"reward_model/{name}": weights[name] * score for name, score in scores.items()}
+    turns, reward = list(trajectory.turns), trajectory.reward + math.fsum(parts.values())
+    if turns:
+        last = turns[-1]
+        turns[-1] = msgspec.structs.replace(
+            last, reward=last.reward + math.fsum(parts.values()), components={**last.components, **parts}
+        )
+        reward = math.fsum(turn.reward for turn in turns)
+    return msgspec.structs.replace(trajectory, turns=turns, reward=reward, scores=scores, messages=None)
 
 
 def _bytes(values_T: Any) -> bytes:

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from opentinker.services.reference_forward.needs import ModelKey
+from opentinker.services.reference_forward.rewards import RewardModel
 from opentinker.services.reference_forward.vocabulary import check_same_tokens
 from opentinker.shared.errors import JobFailed
 from opentinker.shared.nn.forward import layout, token_logprobs
@@ -51,11 +52,13 @@ class Scorer:
 
     def size(self, key: ModelKey) -> int:
         """Bytes of the weights, told before they are loaded. Raises JobFailed if there is no such model."""
-        weights = model_bytes(key.base, torch_dtype(key.dtype))
+        weights = model_bytes(key.base, torch_dtype(key.dtype), classifier=key.judges)
         return weights + (adapter_bytes(Path(key.adapter)) if key.adapter else 0)
 
     def load(self, key: ModelKey) -> Any:
         """Raises JobFailed if the model is unusable."""
+        if key.judges:
+            return RewardModel.load(key.base, torch_dtype(key.dtype), self.device, key.label)
         model = load_model(key.base, torch_dtype(key.dtype), self.device)
         causal = causal_lm(with_adapter(model, Path(key.adapter))) if key.adapter else model
         if key.fp32_head:
@@ -68,7 +71,13 @@ class Scorer:
         if self.device == "cuda":
             torch.cuda.empty_cache()
 
-    def score(self, model: Any, groups: Sequence[Group], temperatures: Sequence[float]) -> list[list[F32]]:
+    def score(self, model: Any, groups: Sequence[Group], temperatures: Sequence[float]) -> list[list[Any]]:
+        """Per group and trajectory what the model says, see `logprobs` and `RewardModel.score`. Raises JobFailed."""
+        if isinstance(model, RewardModel):
+            return model.score(groups, self.tokens_per_batch)
+        return self.logprobs(model, groups, temperatures)
+
+    def logprobs(self, model: Any, groups: Sequence[Group], temperatures: Sequence[float]) -> list[list[F32]]:
         """Per group and trajectory, [T] log softmax(logits / temperature) of the sampled tokens, 0 elsewhere.
 
         Groups of several jobs share forward passes, and equal beginnings in them; `temperatures` has one per group.

@@ -204,6 +204,7 @@ class ReferenceForward:
         start = start_of(self.ctx.settings.data_dir, work.group.job)
         await asyncio.to_thread((await self._get_scorer()).check, spec)
         work.temperature, work.needs = spec.rollout.temperature, needs(spec, start)
+        work.weights = {judge.name: judge.weight for judge in spec.reward_models}
         return True
 
     # --- models -------------------------------------------------------------------------------------------------
@@ -218,12 +219,10 @@ class ReferenceForward:
                 continue
             try:
                 await self._load(key)
-            except JobFailed as error:
+            except (JobFailed, *UNABLE) as error:
+                why = str(error) if isinstance(error, JobFailed) else f"model {key.base!r}: {_said(error)}"
                 for job in self.desk.waiting_for(key):
-                    await self._fail(job, str(error))
-            except UNABLE as error:
-                for job in self.desk.waiting_for(key):
-                    await self._fail(job, f"model {key.base!r} could not be loaded: {_said(error)}")
+                    await self._fail(job, why)
             self._bell.ring()
 
     async def _load(self, key: ModelKey) -> None:
@@ -305,7 +304,7 @@ class ReferenceForward:
 
     async def _finish(self, work: Work) -> None:
         """Stored durably, then acknowledged; a redelivered group is published under the same id, so kept once."""
-        group = with_results(work.group, work.found)
+        group = with_results(work.group, work.found, work.weights)
         attempt = group.trajectories[0].attempt if group.trajectories else ""
         try:
             await self.ctx.bus.publish(GROUP, group, f"{group.key}:{attempt}", job=group.job)

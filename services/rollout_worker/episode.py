@@ -85,6 +85,8 @@ class Episode:
         self.metrics: dict[str, float] = {}
         self.said: list[Message] = []
         """Both sides' words so far."""
+        self.spoken = 0
+        """How many of these messages there are up to the policy's last."""
         self.state = "PENDING"
         self.done = False
         limits = [engine.context_length]
@@ -150,6 +152,7 @@ class Episode:
             generated = time.monotonic()
             text = self.renderer.text(completion.ids)
             self.said.append(Message(role="assistant", content=text))
+            self.spoken = len(self.said)
             reply = self._good(
                 await self.sessions.step(
                     worker=worker,
@@ -220,6 +223,7 @@ class Episode:
             reward=float(sum(turn.reward for turn in self.turns)),
             metrics=self.metrics,
             seconds=seconds,
+            messages=self.said[: self.spoken] if self.spec.reward_models else None,
         )
 
 

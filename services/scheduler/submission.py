@@ -77,7 +77,7 @@ async def submit(ctx: Context, data: Any, tenant: str, idempotency: str = "") ->
 
 def _with_bases(plain: dict[str, Any]) -> list[dict[str, Any]]:
     """The parts of a stored spec that name a model."""
-    return [part for part in (plain["model"], plain["teacher"]) if part is not None]
+    return [part for part in (plain["model"], plain["teacher"], *plain["reward_models"]) if part is not None]
 
 
 def _canonical(plain: dict[str, Any]) -> bytes:
@@ -169,7 +169,7 @@ def _resolved(base: str) -> str:
 
 def _check_model(base: str, model: ModelSpec | None) -> Mistakes:
     """Blocking. What can be seen of a local model without loading it."""
-    path = _path(base)
+    path = _path(base) if base else None
     if path is None:
         return []
     try:
@@ -188,11 +188,38 @@ def _check_model(base: str, model: ModelSpec | None) -> Mistakes:
 
 def _check_frozen(data: Any) -> Mistakes:
     """Blocking. Of the models that reference-forward will load, even if other parts of the spec are wrong."""
-    teacher = data.get("teacher") if isinstance(data, dict) else None
-    base = teacher.get("base") if isinstance(teacher, dict) else None
-    if not isinstance(base, str) or not base:
+    if not isinstance(data, dict):
         return []
-    return [{**mistake, "field": "teacher.base"} for mistake in _check_model(base, None)]
+    found = [{**mistake, "field": "teacher.base"} for mistake in _check_model(_name_in(data.get("teacher")), None)]
+    judges = data.get("reward_models")
+    for i, judge in enumerate(judges if isinstance(judges, list) else []):
+        base = _name_in(judge)
+        wrong = _check_model(base, None) or _check_classifier(base)
+        found += [{**mistake, "field": f"reward_models.{i}.base"} for mistake in wrong]
+    return found
+
+
+def _name_in(part: Any) -> str:
+    base = part.get("base") if isinstance(part, dict) else None
+    return base if isinstance(base, str) else ""
+
+
+def _check_classifier(base: str) -> Mistakes:
+    """Of a local directory that has a config.json."""
+    path = _path(base) if base else None
+    if path is None:
+        return []
+    try:
+        architectures = orjson.loads((path / "config.json").read_bytes()).get("architectures") or []
+        if not any(str(name).endswith("ForSequenceClassification") for name in architectures):
+            said = ", ".join(map(str, architectures)) or "no architecture"
+            return [_mistake(base, f"is no sequence classifier: its config.json says {said}")]
+        if _lacks_template(path):
+            problem = "has no chat template: add the one that it was trained with as chat_template.jinja"
+            return [_mistake(base, problem)]
+    except (OSError, AttributeError, TypeError, orjson.JSONDecodeError):
+        return []  # reference-forward has more to say about such a file than we
+    return []
 
 
 def _lacks_template(path: Path) -> bool:

@@ -16,11 +16,11 @@ LEARNERS = frozenset({"tokens", "entropy", "lr", "ess", "grad_norm", "clip_share
 def batch_metrics(groups: list[Group], version: WeightVersion) -> dict[str, float]:
     """Metrics of the batch trained on at `version`.
 
-    reward/{mean,std,min,max}, reward/env/NAME, zero_variance (share of groups whose rewards are all equal),
-    response_length/{mean,max} (sampled tokens), turns/mean, stop/REASON (share of turns), ending/REASON (share of
-    episodes), staleness/{min,mean,max} (versions that a trajectory's oldest token lags), spans/mean (weight versions
-    within a trajectory), and the mean of every metric that environments reported, by its own name (`env/NAME` where
-    the name is one of ours).
+    reward/{mean,std,min,max}, reward/env/NAME, reward_model/NAME/{mean,std} and reward/own (with reward models),
+    zero_variance (share of groups whose rewards are all equal), response_length/{mean,max} (sampled tokens),
+    turns/mean, stop/REASON (share of turns), ending/REASON (share of episodes), staleness/{min,mean,max} (versions that
+    a trajectory's oldest token lags), spans/mean (weight versions within a trajectory), and the mean of every metric
+    that environments reported, by its own name (`env/NAME` where the name is one of ours).
     """
     trajectories = [t for group in groups for t in group.trajectories]
     rewards = np.array([t.reward for t in trajectories])
@@ -39,6 +39,7 @@ def batch_metrics(groups: list[Group], version: WeightVersion) -> dict[str, floa
     for name in sorted({group.environment for group in groups}):
         own = [t.reward for group in groups if group.environment == name for t in group.trajectories]
         metrics[f"reward/env/{name}"] = float(np.mean(own))
+    metrics |= _scores(trajectories, rewards)
     stops = Counter(turn.stop for t in trajectories for turn in t.turns)
     metrics |= {f"stop/{reason}": stops[reason] / max(1, stops.total()) for reason in StopReason}
     endings = Counter(t.ending for t in trajectories)
@@ -46,6 +47,19 @@ def batch_metrics(groups: list[Group], version: WeightVersion) -> dict[str, floa
     for key in sorted({key for t in trajectories for key in t.metrics}):
         value = float(np.mean([t.metrics[key] for t in trajectories if key in t.metrics]))
         metrics[f"env/{key}" if key in metrics or key in LEARNERS else key] = value
+    return metrics
+
+
+def _scores(trajectories: list[Trajectory], rewards: npt.NDArray[np.generic]) -> dict[str, float]:
+    """reward_model/NAME/{mean,std}, and reward/own: the mean reward without what reward models added."""
+    metrics: dict[str, float] = {}
+    for name in sorted({name for t in trajectories for name in t.scores}):
+        scores = np.array([t.scores[name] for t in trajectories if name in t.scores])
+        metrics |= _summary(f"reward_model/{name}", scores, "mean", "std")
+    if metrics:
+        parts = [turn.components.items() for t in trajectories for turn in t.turns]
+        added = sum(value for items in parts for key, value in items if key.startswith("reward_model/"))
+        metrics["reward/own"] = float((rewards.sum() - added) / len(trajectories))
     return metrics
 
 

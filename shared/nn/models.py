@@ -10,12 +10,12 @@ import contextlib
 import json
 import threading
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from safetensors import SafetensorError
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from opentinker.shared.errors import JobFailed
@@ -44,17 +44,41 @@ def load_model(base: str, dtype: torch.dtype, device: torch.device | str = "cpu"
     Safetensors only, no remote code. Raises JobFailed for a path that is no such model, and for an architecture that
     the packed forward pass cannot compute.
     """
+    model = _from_pretrained(AutoModelForCausalLM, base, _config(base), dtype, attn_implementation="sdpa")
+    model.to(device).eval()
+    _check_packed(base, model)
+    return model
+
+
+def load_classifier(base: str, dtype: torch.dtype, device: torch.device | str = "cpu") -> nn.Module:
+    """A sequence classifier in eval mode. Raises JobFailed for a path that is no such model."""
+    model = _from_pretrained(AutoModelForSequenceClassification, base, _classifier_config(base), dtype)
+    return model.to(device).eval()
+
+
+def _classifier_config(base: str) -> Any:
     config = _config(base)
+    architectures = config.architectures or ["nothing"]
+    if not any(name.endswith("ForSequenceClassification") for name in architectures):
+        raise JobFailed(
+            f"model {base!r} is no sequence classifier (its config.json says {', '.join(architectures)}): a reward "
+            "model is an AutoModelForSequenceClassification with one label, or several of which one is named"
+        )
+    return config
+
+
+def _from_pretrained(auto: Any, base: str, config: Any, dtype: torch.dtype, **options: Any) -> nn.Module:
+    """On the CPU. Raises JobFailed."""
     try:
         with _LOADING:
-            model, info = AutoModelForCausalLM.from_pretrained(
+            model, info = auto.from_pretrained(
                 base,
                 config=config,
                 dtype=dtype,
                 use_safetensors=True,
                 trust_remote_code=False,
-                attn_implementation="sdpa",
                 output_loading_info=True,
+                **options,
             )
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise JobFailed(f"model {base!r} could not be loaded: {first_line(error)}. {_ADVICE}") from error
@@ -64,17 +88,16 @@ def load_model(base: str, dtype: torch.dtype, device: torch.device | str = "cpu"
             f"model {base!r} lacks {len(lacking)} tensors that its config asks for, such as {lacking[0]}: "
             "its weight files do not belong to its config.json"
         )
-    model.to(device).eval()
-    _check_packed(base, model)
-    return model
+    return cast(nn.Module, model)
 
 
-def model_bytes(base: str, dtype: torch.dtype) -> int:
-    """What the weights will take in memory, told by the config alone. Raises JobFailed as `load_model` does."""
-    config = _config(base)
+def model_bytes(base: str, dtype: torch.dtype, *, classifier: bool = False) -> int:
+    """What the weights will take in memory, told by the config alone. Raises JobFailed as loading it does."""
+    config = _classifier_config(base) if classifier else _config(base)
+    auto: Any = AutoModelForSequenceClassification if classifier else AutoModelForCausalLM
     try:
         with _LOADING, torch.device("meta"):
-            empty = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
+            empty = auto.from_config(config, dtype=dtype, trust_remote_code=False)
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         raise JobFailed(f"model {base!r} could not be measured: {first_line(error)}. {_ADVICE}") from error
     return sum(p.numel() * p.element_size() for p in empty.parameters())

@@ -16,7 +16,7 @@ from opentinker.shared import algorithms
 from opentinker.shared.errors import SpecError
 from opentinker.shared.spec.algorithm import AlgorithmSpec
 from opentinker.shared.spec.determinism import broken_promises
-from opentinker.shared.spec.frozen import TeacherSpec, settle_frozen
+from opentinker.shared.spec.frozen import RewardModelSpec, TeacherSpec, settle_frozen
 from opentinker.shared.spec.mistakes import fill, mistakes_of, unused
 from opentinker.shared.spec.model import LoraSpec, ModelSpec
 from opentinker.shared.spec.part import Part
@@ -32,6 +32,7 @@ __all__ = [
     "LoraSpec",
     "ModelSpec",
     "ResourceSpec",
+    "RewardModelSpec",
     "RolloutSpec",
     "StartSpec",
     "TeacherSpec",
@@ -68,6 +69,8 @@ class JobSpec(Part):
     """The model that on-policy distillation learns from."""
     validation: ValidationSpec | None = None
     """Evaluations on schedule; without it there are none."""
+    reward_models: list[RewardModelSpec] = []
+    """Models whose scores are added to the environment's rewards."""
     train: TrainSpec
     start: StartSpec | None = None
     """Begin with the checkpoint of another job instead of the weights in model.base."""

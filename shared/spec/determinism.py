@@ -38,6 +38,12 @@ def broken_promises(spec: JobSpec) -> list[dict[str, Any]]:
             "must be 0: reference-forward computes what comes together in one batch, and its sums depend on that",
         ),
         (
+            "reward_models",
+            [judge.name for judge in spec.reward_models],
+            not spec.reward_models,
+            "must be none: reference-forward computes what comes together in one batch, and its sums depend on that",
+        ),
+        (
             "algorithm.distill_coef",
             spec.algorithm.distill_coef,
             not spec.algorithm.distill_coef,

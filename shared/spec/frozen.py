@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 
+from opentinker.shared.spec.mistakes import fill
 from opentinker.shared.spec.part import Part
 
 if TYPE_CHECKING:
@@ -20,15 +22,34 @@ class TeacherSpec(Part):
     """In which it computes."""
 
 
+class RewardModelSpec(Part):
+    base: Annotated[str, Field(min_length=1)]
+    """Directory or hub id of a Hugging Face sequence classifier with a chat template; conversations are rendered by it,
+    whatever the policy's template is."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """In which it computes."""
+    label: str | None = None
+    """Whose probability is the score, of a classifier with several labels. With one label the score is its logit."""
+    weight: float = 1.0
+    """The score is multiplied by it and added to the reward of the last turn; 0: it is only reported."""
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{0,40}$")] = ""
+    """Stands in metrics; default: the last part of base."""
+
+    def settle(self) -> list[dict[str, Any]]:
+        last = re.sub(r"[^A-Za-z0-9_.-]", "-", self.base.rstrip("/").rpartition("/")[2])
+        fill(self, {"name": self.name or last[-40:] or "model"})
+        return []
+
+
 def is_scored(plain: dict[str, Any]) -> bool:
     """Whether reference-forward stands between rollout workers and trainer. `plain`: a validated spec as data."""
     algorithm = plain.get("algorithm") or {}
-    return bool(algorithm.get("kl_coef") or algorithm.get("distill_coef"))
+    return bool(algorithm.get("kl_coef") or algorithm.get("distill_coef") or plain.get("reward_models"))
 
 
 def settle_frozen(spec: JobSpec) -> list[dict[str, Any]]:
     """What is wrong between the frozen models and the rest of the spec."""
-    return _settle_teacher(spec)
+    return _settle_teacher(spec) + _settle_reward_models(spec)
 
 
 def _settle_teacher(spec: JobSpec) -> list[dict[str, Any]]:
@@ -44,3 +65,24 @@ def _settle_teacher(spec: JobSpec) -> list[dict[str, Any]]:
         problem = "is 0, so that [teacher] would be ignored: set it, or algorithm.name = 'distill'"
         return [{"field": "algorithm.distill_coef", "value": 0.0, "problem": problem}]
     return []
+
+
+def _settle_reward_models(spec: JobSpec) -> list[dict[str, Any]]:
+    judges = spec.reward_models
+    problem = ""
+    if spec.train.learner == "simulated":
+        problem = "does not apply to train.learner = 'simulated'"
+    elif spec.algorithm.advantage == "none":
+        problem = "would be ignored: algorithm.advantage = 'none' does not look at rewards"
+    if judges and problem:
+        return [{"field": "reward_models", "value": [judge.name for judge in judges], "problem": problem}]
+    names = [judge.name for judge in judges]
+    return [
+        {
+            "field": f"reward_models.{i}.name",
+            "value": name,
+            "problem": "is the name of another one too: give it another",
+        }
+        for i, name in enumerate(names)
+        if name in names[:i]
+    ]

@@ -133,6 +133,8 @@ def sections(schema: dict[str, Any]) -> list[tuple[str, list[tuple[str, str, str
             fields.append((name, _kind(field, schema), default, meaning))
             if inner is not None:
                 walk(path, inner)
+            elif (each := _table(field.get("items", {}), schema)) is not None:
+                walk(f"[{path}]", each)
 
     walk("", schema)
     return found
@@ -156,7 +158,9 @@ def _kind(field: dict[str, Any], schema: dict[str, Any]) -> str:
     if "enum" in field or "const" in field:
         return " | ".join(_toml(value) for value in field.get("enum", [field.get("const")]))
     kind = {"array": "list", "object": "table"}.get(field.get("type", ""), str(field.get("type", "any")))
-    if "items" in field and "type" in field["items"]:
+    if "items" in field and "$ref" in field["items"]:
+        kind += " of tables"
+    elif "items" in field and "type" in field["items"]:
         kind += f" of {field['items']['type']}s"
     signs = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<", "pattern": "matching"}
     limits = [f"{sign} {field[key]}" for key, sign in signs.items() if key in field]

@@ -1,0 +1,124 @@
+"""Reward models: a conversation in, one number out.
+
+A conversation is rendered by the reward model's own tokenizer and chat template, and judged as a whole, at its end.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from opentinker.shared.errors import JobFailed
+from opentinker.shared.nn.models import load_classifier, load_tokenizer
+from opentinker.shared.types import Group, Message
+
+Ids = tuple[int, ...]
+
+
+@dataclass
+class RewardModel:
+    """With one label the score is its logit; of several labels, the probability of the one that the job names."""
+
+    base: str
+    model: Any
+    tokenizer: Any
+    label: int
+    """Which of the model's outputs."""
+
+    @classmethod
+    def load(cls, base: str, dtype: torch.dtype, device: str, label: str | None) -> RewardModel:
+        """Raises JobFailed if it is no sequence classifier, has no such label, or cannot render a chat."""
+        tokenizer = load_tokenizer(base)
+        if not tokenizer.chat_template:
+            raise JobFailed(
+                f"reward model {base!r} has no chat template, and so no way to read a conversation: put the one that "
+                "it was trained with into its directory as chat_template.jinja"
+            )
+        model = load_classifier(base, dtype, device)
+        return cls(base, model, tokenizer, _label(base, model.config, label))
+
+    def score(self, groups: Sequence[Group], tokens_per_batch: int) -> list[list[float]]:
+        """Per group, of each trajectory. Raises JobFailed for what the model cannot read."""
+        rows = [[self._render(group, t.messages) for t in group.trajectories] for group in groups]
+        distinct = sorted({ids for row in rows for ids in row}, key=len, reverse=True)
+        scores: dict[Ids, float] = {}
+        for batch in _batches(distinct, tokens_per_batch):
+            scores |= dict(zip(batch, self._forward(batch), strict=True))
+        for group, row in zip(groups, rows, strict=True):
+            if not all(math.isfinite(scores[ids]) for ids in row):
+                raise JobFailed(f"group {group.seq} got a score that is no finite number")
+        return [[scores[ids] for ids in row] for row in rows]
+
+    def _render(self, group: Group, messages: list[Message] | None) -> Ids:
+        if not messages:
+            raise JobFailed(f"group {group.seq} came without its conversations")
+        chat = [{"role": message.role, "content": message.content} for message in messages]
+        try:
+            text = self.tokenizer.apply_chat_template(chat, tokenize=False)
+        except Exception as error:  # noqa: BLE001 - a template is the model's code: whatever it raises fails the job
+            roles = [message.role for message in messages]
+            raise JobFailed(f"its chat template refused the roles {roles}: {error}") from None
+        ids = tuple(self.tokenizer.encode(text, add_special_tokens=False))
+        config = self.model.config.get_text_config()
+        longest = getattr(config, "max_position_embeddings", None) or len(ids)
+        if len(ids) > longest:
+            raise JobFailed(
+                f"group {group.seq} holds a conversation of {len(ids)} tokens, and the reward model reads {longest}: "
+                "lower rollout.context_length, or take one with a longer context"
+            )
+        if not ids or max(ids) >= config.vocab_size:
+            raise JobFailed(f"its tokenizer made {len(ids)} tokens, some of which the model does not know")
+        return ids
+
+    def _forward(self, batch: list[Ids]) -> list[float]:
+        """Padded at the end. A model that names no padding token looks for the end of a row by one that is in none."""
+        config = self.model.config.get_text_config()
+        pad = config.pad_token_id if config.pad_token_id is not None else _unused(batch, config.vocab_size)
+        if pad is None:
+            return [self._logits([row], 0)[0] for row in batch]
+        named, config.pad_token_id = config.pad_token_id, pad
+        try:
+            return self._logits(batch, pad)
+        finally:
+            config.pad_token_id = named
+
+    def _logits(self, batch: list[Ids], pad: int) -> list[float]:
+        width, device = len(batch[0]), next(self.model.parameters()).device
+        ids = torch.tensor([[*row, *[pad] * (width - len(row))] for row in batch], device=device)
+        mask = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in batch], device=device)
+        with torch.inference_mode():
+            logits: Tensor = self.model(input_ids=ids, attention_mask=mask).logits.float()
+        if logits.shape[1] > 1:
+            each = getattr(self.model.config, "problem_type", None) == "multi_label_classification"
+            logits = logits.sigmoid() if each else logits.softmax(-1)
+        return logits[:, self.label].tolist()  # type: ignore[no-any-return]
+
+
+def _label(base: str, config: Any, label: str | None) -> int:
+    names = {str(name): int(number) for number, name in config.id2label.items()}
+    if label is None and len(names) == 1:
+        return 0
+    if label not in names:
+        said = "which label is the score?" if label is None else f"it has no label {label!r}."
+        raise JobFailed(f"reward model {base!r}: {said} Set `label` to one of {', '.join(sorted(names))}")
+    return names[label]
+
+
+def _batches(rows: list[Ids], tokens_per_batch: int) -> Iterator[list[Ids]]:
+    """`rows`, longest first: as many as fit at the length of the first, at least one."""
+    at = 0
+    while at < len(rows):
+        size = max(1, tokens_per_batch // len(rows[at]))
+        yield rows[at : at + size]
+        at += size
+
+
+def _unused(batch: list[Ids], vocabulary: int) -> int | None:
+    """A token that is in no row; None if every one is in some."""
+    used = {number for row in batch for number in row}
+    return next((number for number in range(vocabulary) if number not in used), None)
