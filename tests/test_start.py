@@ -267,6 +267,26 @@ async def test_copy_is_made_where_files_cannot_have_two_names(
     checkpoint.intact(start_of(ctx.settings.data_dir, second))
 
 
+async def test_checkpoint_that_is_written_anew_meanwhile_is_not_mixed_with_the_old_one(
+    client: AsyncClient, ctx: Context, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = (await client.submit(spec_of(base)))["id"]
+    write_checkpoint(ctx, first, 10, full_files(tmp_path))
+    link = os.link
+
+    def slow(source: Path, target: Path) -> None:
+        link(source, target)
+        if target.name == "config.json":
+            shutil.rmtree(source.parent)
+            write_checkpoint(ctx, first, 10, full_files(tmp_path), epoch=2)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "link", slow)
+        problems = await refused(client, spec_of(base), from_checkpoint=f"{first}@10")
+    assert "it was written anew just now; submit it again" in problems["start.from"]
+    await client.submit(spec_of(base), from_checkpoint=f"{first}@10")
+
+
 def test_what_a_broken_submission_kept_is_swept_when_it_is_old(tmp_path: Path) -> None:
     for job in ("j-active", "j-old", "j-new"):
         start_of(tmp_path, job).mkdir(parents=True)

@@ -8,6 +8,7 @@ takes it away. Functions without `async` block.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import shutil
 import stat
@@ -21,7 +22,7 @@ import orjson
 
 from opentinker.services.scheduler import checkpoints
 from opentinker.shared.errors import NotFound
-from opentinker.shared.manifest import ADAPTER, CRITIC, MANIFEST, OPTIMIZER, Manifest, start_of
+from opentinker.shared.manifest import ADAPTER, CRITIC, MANIFEST, OPTIMIZER, Manifest, read_manifest, start_of
 from opentinker.shared.service import Context
 from opentinker.shared.spec import JobSpec, LoraSpec, StartSpec
 from opentinker.shared.tensors import NAMED, Shapes, difference, shapes_in
@@ -151,12 +152,20 @@ def keep(chosen: Chosen, data_dir: Path, job: str) -> str | None:
                 raise OSError(0, f"{name} is not the file of {entry.bytes} bytes that its manifest names")
             target.parent.mkdir(parents=True, exist_ok=True)
             _same_file(source, target)
+        _refuse_replaced(chosen)
         (place / MANIFEST).write_bytes(msgspec.json.encode(chosen.manifest))
         _flush(place)
     except OSError as error:
         shutil.rmtree(place.parent, ignore_errors=True)
         return f"it could not be kept for the new job: {error.strerror}; {ADVICE}"
     return None
+
+
+def _refuse_replaced(chosen: Chosen) -> None:
+    """A trainer that resumed may write the same step again: then some of the files are those of the new one."""
+    with contextlib.suppress(FileNotFoundError, msgspec.MsgspecError):  # it is removed by now: we have it all
+        if read_manifest(chosen.directory) != chosen.manifest:
+            raise OSError(0, "it was written anew just now")
 
 
 def _same_file(source: Path, target: Path) -> None:
