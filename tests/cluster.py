@@ -268,9 +268,9 @@ class Cluster:
     async def ledger(self, job: str) -> Ledger:
         return await Admission(self.store.redis, job).ledger()
 
-    def lines(self, job: str) -> list[dict[str, Any]]:
-        """Of metrics.jsonl: one per step of every epoch, also of steps that were rolled back."""
-        path = self.data / "jobs" / job / "metrics.jsonl"
+    def lines(self, job: str, log: str = "metrics.jsonl") -> list[dict[str, Any]]:
+        """One per step (or per evaluation) of every epoch, also of steps that were rolled back."""
+        path = self.data / "jobs" / job / log
         return [orjson.loads(line) for line in path.read_bytes().splitlines()] if path.exists() else []
 
     def manifest(self, job: str) -> Manifest:

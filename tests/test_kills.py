@@ -63,6 +63,12 @@ async def check(cluster: Cluster, job: str, spec: JobSpec) -> None:
     assert WeightVersion(max(manifest.resumed), oldest) <= ledger.version <= WeightVersion(manifest.epoch, steps), (
         ledger
     )
+    if spec.validation is not None:
+        evaluated = {line["step"]: line for line in cluster.lines(job, "validation.jsonl")}
+        whole = [step for step, line in evaluated.items() if not line["val/missing"] and not line["val/failed"]]
+        assert steps in whole, evaluated
+        values = {line["val/reward/mean"] for step, line in evaluated.items() if step in whole}
+        assert len(values) == 1, "the same start states, whoever was killed, and the toy learns nothing"
 
 
 async def harm(cluster: Cluster, job: str, random_: random.Random, names: tuple[str, ...], kills: int) -> int:
@@ -95,7 +101,8 @@ async def survives(
 
 async def test_job_survives_kills_of_its_services(tmp_path: Path) -> None:
     async with toy_cluster(tmp_path) as (cluster, model):
-        await survives(cluster, toy_spec(model, steps=100), seed=seed(), kills=5, names=SERVICES)
+        spec = toy_spec(model, steps=100, validation={"every": 9, "episodes": 12})
+        await survives(cluster, spec, seed=seed(), kills=5, names=SERVICES)
 
 
 async def test_job_survives_kills_of_the_servers(tmp_path: Path) -> None:

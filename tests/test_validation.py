@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import math
+import subprocess
+import sys
 import uuid
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -29,7 +31,7 @@ from opentinker.shared.store import Store
 from opentinker.shared.subjects import EXAM, EXAM_RESULT
 from opentinker.shared.types import Ending, Lease, Message, Pool, StopReason, WeightVersion
 from opentinker.shared.validation import Exam, ExamResult, exam_seed
-from tests.cluster import Cluster, toy_cluster, undocumented
+from tests.cluster import toy_cluster, undocumented
 from tests.conftest import Server, until
 from tests.factories import V0, make_spec
 from tests.scheduling import context, kinds, running
@@ -429,6 +431,16 @@ async def test_episode_that_always_fails_is_a_result_with_its_reason(exams: Exam
     assert (exams.results[0].ending, exams.results[0].error) == (Ending.ENGINE_ERROR, "out of luck")
 
 
+def test_transcript_of_a_long_episode_is_cut_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(examiner, "TRANSCRIPT_CHARACTERS", 10)
+    said = [
+        Message(role=role, content=text) for role, text in (("user", "1234"), ("assistant", "567890ab"), ("user", "c"))
+    ]
+    assert examiner.shortened(said[:1]) == said[:1]
+    first, second = examiner.shortened(said)
+    assert first == said[0] and second.content == "567890 ... (3 more characters are left out)"
+
+
 async def test_greedy_toy_answers_by_the_prompt_alone() -> None:
     engine = Mortal()
     answers = [await engine.generate("a", [5, 6], Sampling(max_tokens=8, seed=s, temperature=0.0)) for s in range(5)]
@@ -481,18 +493,13 @@ def evaluated_spec(model: Path, **changes: Any) -> JobSpec:
     return make_spec(model={"base": str(model)}, **{**fields, **changes})
 
 
-def evaluations(cluster: Cluster, job: str) -> list[dict[str, Any]]:
-    path = cluster.data / "jobs" / job / "validation.jsonl"
-    return [orjson.loads(line) for line in path.read_bytes().splitlines()] if path.exists() else []
-
-
 async def test_job_is_evaluated_from_start_to_end_whoever_dies(tmp_path: Path) -> None:
     async with toy_cluster(tmp_path, rollout_workers=2) as (cluster, model):
         spec = evaluated_spec(model, resources={"rollout_workers": 2})
         job = await cluster.submit(spec)
         record = await cluster.wait(job)
         assert record["state"] == "succeeded", record["reason"]
-        lines = evaluations(cluster, job)
+        lines = cluster.lines(job, "validation.jsonl")
         assert [(line["step"], line["val/episodes"], line["val/missing"]) for line in lines] == [
             (step, 12, 0) for step in (0, 4, 8, 10)
         ]
@@ -507,6 +514,12 @@ async def test_job_is_evaluated_from_start_to_end_whoever_dies(tmp_path: Path) -
         found = await cluster.client.transcripts(job, 4)
         assert found["steps"] == [0, 4, 8, 10] and [one["index"] for one in found["transcripts"]] == [0, 1]
         assert [m["role"] for m in found["transcripts"][0]["messages"]] == ["user", "assistant"]
+        argv = [sys.executable, "-m", "opentinker.cli", "transcripts", job, "--url", cluster.client.url, "--step", "8"]
+        told = await asyncio.to_thread(
+            subprocess.run, argv, capture_output=True, text=True, env=cluster.env, check=True
+        )
+        for line in ("step 8; there are: 0, 4, 8, 10", "--- episode 1: reward ", "[user] ", "[assistant] "):
+            assert line in told.stdout
 
         plan = {"every": 4, "episodes": 30, "at_start": False}
         slow = {"engine": "toy", "max_tokens": 8, "toy": {"seconds_per_token": 0.1}}
@@ -518,20 +531,20 @@ async def test_job_is_evaluated_from_start_to_end_whoever_dies(tmp_path: Path) -
         cluster.kill("rollout_worker-0")
         record = await cluster.wait(job)
         assert (record["state"], record["reason"], record["step"]) == ("succeeded", "target reached", 4)
-        assert [(line["step"], line["val/episodes"]) for line in evaluations(cluster, job)] == [(4, 30)]
+        assert [(line["step"], line["val/episodes"]) for line in cluster.lines(job, "validation.jsonl")] == [(4, 30)]
 
 
 async def test_evaluation_of_a_step_already_done_is_not_repeated_by_the_next_trainer(tmp_path: Path) -> None:
     async with toy_cluster(tmp_path) as (cluster, model):
         train = {"learner": "simulated", "steps": 12, "simulated_step_s": 0.2, "checkpoint_every": 4}
         job = await cluster.submit(evaluated_spec(model, train=train))
-        await until(lambda: [line["step"] for line in evaluations(cluster, job)] == [0, 4], 30)
+        await until(lambda: [line["step"] for line in cluster.lines(job, "validation.jsonl")] == [0, 4], 30)
         await cluster.reaches(job, 5)
         cluster.kill("trainer-0")
         record = await cluster.wait(job)
         assert record["state"] == "succeeded", record["reason"]
         assert cluster.manifest(job).resumed[2] == 4
-        assert [(line["epoch"], line["step"]) for line in evaluations(cluster, job)] == [
+        assert [(line["epoch"], line["step"]) for line in cluster.lines(job, "validation.jsonl")] == [
             (1, 0),
             (1, 4),
             (2, 8),

@@ -18,7 +18,7 @@ from opentinker.shared.bus import Bus, Consumer, Delivery, NoReply
 from opentinker.shared.spec import JobSpec
 from opentinker.shared.spec.validation import validation_episodes
 from opentinker.shared.subjects import EXAM, EXAM_RESULT
-from opentinker.shared.types import Ending, Ticket
+from opentinker.shared.types import Ending, Message, Ticket
 from opentinker.shared.validation import Exam, ExamResult
 from opentinker.shared.waiting import put_down, rest, set_within
 
@@ -29,6 +29,8 @@ EXAM_WAIT_S = 6.0
 MAX_DELIVERIES = 10
 """An exam that comes once more counts as failed: what kills the engine at every try must have an end. Workers that had
 not the version yet gave it back, and count too."""
+TRANSCRIPT_CHARACTERS = 100_000
+"""Of all messages of a kept episode: they travel in one message of the bus."""
 ASK_S = 5.0
 AGAIN_S = 0.2
 
@@ -158,7 +160,7 @@ class Examiner:
             tokens=int(trajectory.mask.sum()),
             stops=[turn.stop for turn in trajectory.turns],
             seconds=trajectory.seconds,
-            messages=episode.said if exam.index < self.kept else [],
+            messages=shortened(episode.said) if exam.index < self.kept else [],
         )
 
     def _failed(self, exam: Exam, ending: Ending, error: str) -> ExamResult:
@@ -179,3 +181,17 @@ class Examiner:
                 return
             except NoReply:
                 await rest(AGAIN_S)
+
+
+def shortened(messages: list[Message]) -> list[Message]:
+    """The beginning of what was said, with a word about what is left out."""
+    left = TRANSCRIPT_CHARACTERS
+    kept: list[Message] = []
+    for message in messages:
+        if len(message.content) > left:
+            more = sum(len(m.content) for m in messages[len(kept) :]) - left
+            content = f"{message.content[:left]} ... ({more} more characters are left out)"
+            return [*kept, Message(role=message.role, content=content)]
+        kept.append(message)
+        left -= len(message.content)
+    return kept

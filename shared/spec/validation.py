@@ -39,7 +39,8 @@ class ValidationSpec(Part):
     max_tokens: Positive | None = None
     """Sampled tokens per episode; default: rollout.max_tokens."""
     transcripts: Annotated[int, Field(ge=0, le=1000)] = 8
-    """The first so many episodes of every evaluation are kept, word by word (`opentinker transcripts`)."""
+    """The first so many episodes of every evaluation are kept, word by word, up to 100,000 characters each
+    (`opentinker transcripts`)."""
     timeout_s: Annotated[float, Field(gt=0.0)] = 600.0
     """An evaluation that takes longer ends with the episodes that it has, and says so."""
 
