@@ -15,6 +15,7 @@ from opentinker.shared.types import WeightVersion
 
 MANIFEST = "manifest.json"
 EPOCH = ".epoch"
+START = "start"
 ADAPTER = "adapter_model.safetensors"
 TRAINER_STATE = "trainer/"
 """Files under it are for resuming (optimizer, random state); a model loads without them."""
@@ -24,6 +25,17 @@ OPTIMIZER, CRITIC = f"{TRAINER_STATE}optimizer.safetensors", f"{TRAINER_STATE}cr
 class FileEntry(msgspec.Struct, frozen=True, kw_only=True):
     bytes: int
     sha256: str
+
+
+class DataCursor(msgspec.Struct, frozen=True, kw_only=True):
+    """How far a job that learns from rows has come."""
+
+    position: int
+    """Rows used since the job began, in the order that the seed gives."""
+    rows: int
+    """That there are."""
+    fingerprint: str
+    """Of their tokens: the order means nothing for other ones."""
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
@@ -46,6 +58,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """The first ticket number never issued, as far as the trainer knows."""
     position: int | None = None
     """Of a deterministic job: groups issued for the steps up to this one, those of rolled-back steps left out."""
+    data: DataCursor | None = None
+    """sft, dpo."""
     files: dict[str, FileEntry] = {}
     """By path inside the directory. Filled in when the checkpoint is committed."""
     created: float = 0.0
@@ -64,7 +78,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
 def start_of(data_dir: Path, job: str) -> Path:
     """Where a job that begins with another one's checkpoint has it, from its submission to its end."""
-    return data_dir / "jobs" / job / "start"
+    return data_dir / "jobs" / job / START
 
 
 def name_of(step: int) -> str:

@@ -17,7 +17,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = {"services": ROOT / "services", "shared": ROOT / "shared", "envs": ROOT / "envs"}
-TOO_HEAVY = ("torch", "vllm", "transformers", "peft", "deepspeed")
+TOO_HEAVY = ("torch", "vllm", "transformers", "peft", "deepspeed", "pyarrow", "datasets")
 HEAVY = {
     "opentinker.merge",
     "opentinker.services.reference_forward.rewards",
@@ -29,12 +29,17 @@ HEAVY = {
     "opentinker.services.trainer.corrections",
     "opentinker.services.trainer.critic",
     "opentinker.services.trainer.gang",
+    "opentinker.services.trainer.dpo_learner",
     "opentinker.services.trainer.losses",
     "opentinker.services.trainer.micro_batch",
     "opentinker.services.trainer.objective",
     "opentinker.services.trainer.policy",
     "opentinker.services.trainer.rank",
     "opentinker.services.trainer.ranked_learner",
+    "opentinker.services.trainer.preference",
+    "opentinker.services.trainer.row_batch",
+    "opentinker.services.trainer.row_policy",
+    "opentinker.services.trainer.sft_learner",
     "opentinker.services.trainer.step_record",
     "opentinker.services.trainer.torch_learner",
     "opentinker.services.trainer.train_state",

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from examples.models.make_tiny import make_tiny
 from opentinker.services.trainer.learner import NonFinite, SimulatedLearner
+from opentinker.services.trainer.policy import Policy
 from opentinker.services.trainer.torch_learner import TorchLearner
 from opentinker.shared.errors import JobFailed
 from opentinker.shared.nn.transport import unpack
@@ -34,7 +35,7 @@ def loaded(spec: JobSpec, checkpoint: Path | None = None) -> TorchLearner:
     return learner
 
 
-def digest(learner: TorchLearner) -> str:
+def digest(learner: Policy) -> str:
     """Of weights and optimizer state, bit by bit."""
     hashed = hashlib.sha256()
     for name, parameter in learner.parameters.items():

@@ -42,6 +42,41 @@ def test_a_step_trained_again_after_a_rollback_replaces_the_old_one() -> None:
     assert curves.last_step == 3
 
 
+def test_jobs_on_rows_show_their_loss_and_validation_beside_the_step_it_is_of() -> None:
+    def point(step: int, time: float, **values: float) -> dict[str, Any]:
+        return {
+            "source": "trainer",
+            "step": step,
+            "time": time,
+            "values": {k.replace("_", "/"): v for k, v in values.items()},
+        }
+
+    curves = Curves()
+    curves.add([point(0, 1000.0, val_loss=4.0)])
+    changed = curves.add(
+        [point(n, 1000.0 + n, loss=4.0 - n, accuracy=n / 4) for n in (1, 2)] + [point(2, 1003.0, val_loss=2.5)]
+    )
+    assert changed == [1, 2] and curves.last_step == 2
+    assert curves.series("loss") == [3.0, 2.0] and curves.series("val/loss") == [4.0, 2.5]
+    out = io.StringIO()
+    PlainView(out).show(update(curves, changed, kind="sft", steps=2))
+    assert out.getvalue().splitlines() == [
+        "step 1/2 loss 3.000 accuracy 0.25",
+        "step 2/2 loss 2.000 val 2.500 accuracy 0.50",
+    ]
+    lines = figures(update(curves, changed, kind="sft", created=1000.0), began=1000.0)
+    assert "loss 3.00 at the first step, 2.50 over the last 10" in lines
+    assert "validation loss 4.00 at first, 2.50 at last" in lines
+
+
+def test_a_job_whose_length_is_not_known_yet_is_drawn() -> None:
+    console = Console(file=(out := io.StringIO()), width=100, height=40, force_terminal=True)
+    view = LiveView(console)
+    view.show(update(Curves(), [], kind="dpo", steps=0))
+    view.close()
+    assert "step 0/?" in out.getvalue() and "validation loss" in out.getvalue() and "margin" in out.getvalue()
+
+
 def test_token_rates_of_all_workers_are_added() -> None:
     curves = Curves()
     curves.add([generated("rollout-0", 1000.0), generated("rollout-1", 530.0), generated("rollout-0", 1100.0)])

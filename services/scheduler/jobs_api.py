@@ -242,7 +242,9 @@ def _summary(job: JobRecord) -> dict[str, Any]:
     shown["finished"] = job.finished or None
     shown["progress"] = orjson.loads(job.progress) if job.progress else {}
     shown["waiting_for"] = "" if job.state.final else job.waiting_for
-    shown["environment"] = job.spec["environment"]["name"]
+    for part, field in (("environment", "name"), ("data", "path")):
+        if part in job.spec:
+            shown[part] = job.spec[part][field]
     shown["model"] = job.spec["model"]["base"]
     return dict(shown)
 

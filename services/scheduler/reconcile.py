@@ -8,7 +8,7 @@ One look, oldest job first, and a job that cannot be served never holds back the
     lease of a job that is over or unknown  -> revoked
     lease of a worker that is gone          -> revoked; lost trainers and rollout workers are counted, too many in a row
                                                fail the job
-    queued, trainer + rollout worker free   -> starting, epoch + 1, both leased
+    queued, trainer + rollout worker free   -> starting, epoch + 1, both leased (sft, dpo: a trainer is all they need)
     starting/running without a trainer      -> the next free one, epoch + 1; rollout workers keep generating
     starting/running without rollout worker -> the next free one
     then, if any are left: rollout workers up to `resources.rollout_workers`
@@ -78,7 +78,7 @@ class Reconciler:
         for job in kept:
             if job.state in HELD:
                 with _over_meanwhile(job):
-                    await self._add_rollout_workers(job, cluster, job.spec["resources"]["rollout_workers"])
+                    await self._add_rollout_workers(job, cluster, _rollout_workers(job))
 
     async def _observe(self) -> Cluster:
         """Leases are read before jobs: a lease whose job is not active then is a lease of a job that is over."""
@@ -175,26 +175,27 @@ class Reconciler:
         elif job.state in HELD:
             if not cluster.leases_of(job.id, Pool.TRAINER):
                 job = await self._replace_trainer(job, cluster)
-            await self._add_rollout_workers(job, cluster, 1)
+            await self._add_rollout_workers(job, cluster, min(1, _rollout_workers(job)))
             await self._say_waiting(job, cluster)
 
     async def _start(self, job: JobRecord, cluster: Cluster) -> None:
-        trainer, rollout = cluster.free(Pool.TRAINER), cluster.free(Pool.ROLLOUT)
-        if trainer is None or rollout is None or _lacking(job, cluster):
+        if _lacking(job, cluster):
             await self._say_waiting(job, cluster)
             return
+        workers = [worker for pool in _leased(job) if (worker := cluster.free(pool)) is not None]
+        names = {LEASED[worker.pool]: worker.id for worker in workers}
         epoch = await self._next_epoch(job)
         await self.store.transition(
             job.id,
             JobState.STARTING,
             allowed=[JobState.QUEUED],
             epoch=epoch,
-            detail={"trainer": trainer.id, "rollout_worker": rollout.id},
+            detail=names,
             waiting_for="",
         )
-        log.info("job_started", job=job.id, epoch=epoch, trainer=trainer.id, rollout_worker=rollout.id)
-        await self._grant(job.id, epoch, trainer, cluster)
-        await self._grant(job.id, epoch, rollout, cluster)
+        log.info("job_started", job=job.id, epoch=epoch, **names)
+        for worker in workers:
+            await self._grant(job.id, epoch, worker, cluster)
 
     async def _replace_trainer(self, job: JobRecord, cluster: Cluster) -> JobRecord:
         trainer = cluster.free(Pool.TRAINER)
@@ -263,15 +264,29 @@ NAMES = {
 }
 
 
+LEASED = {Pool.TRAINER: "trainer", Pool.ROLLOUT: "rollout_worker"}
+"""As events name them."""
+
+
+def _leased(job: JobRecord) -> list[Pool]:
+    """The pools of which the job needs a worker of its own."""
+    return [Pool.TRAINER, Pool.ROLLOUT] if job.kind == "rl" else [Pool.TRAINER]
+
+
+def _rollout_workers(job: JobRecord) -> int:
+    """That the job asks for."""
+    return int(job.spec["resources"]["rollout_workers"]) if job.kind == "rl" else 0
+
+
 def _lacking(job: JobRecord, cluster: Cluster) -> str:
     """In words; empty if nothing is. Env workers and reference-forward serve every job and are not leased."""
     queued = job.state == JobState.QUEUED
     short = [
-        pool
-        for pool in (Pool.TRAINER, Pool.ROLLOUT)
-        if (cluster.free(pool) is None if queued else not cluster.working(job.id, pool))
+        pool for pool in _leased(job) if (cluster.free(pool) is None if queued else not cluster.working(job.id, pool))
     ]
-    shared = [Pool.ENV] + ([Pool.REFERENCE] if is_scored(job.spec) else [])
+    shared = []
+    if job.kind == "rl":
+        shared = [Pool.ENV] + ([Pool.REFERENCE] if is_scored(job.spec) else [])
     busy = [f"a free {NAMES[pool]}" for pool in short if cluster.alive(pool)]
     absent = [NAMES[pool] for pool in short + shared if not cluster.alive(pool)]
     return "; ".join(busy + ([f"{', '.join(absent)} (none is running)"] if absent else []))

@@ -13,6 +13,7 @@ import orjson
 from pydantic import ValidationError
 
 from opentinker.services.scheduler import start as starting
+from opentinker.services.scheduler.data_check import absolute, check_data
 from opentinker.shared.bus import NoReply
 from opentinker.shared.codec import WireError
 from opentinker.shared.errors import SpecError
@@ -42,7 +43,8 @@ async def submit(ctx: Context, data: Any, tenant: str, idempotency: str = "") ->
         spec = parse_spec(data)
     except SpecError as error:
         mistakes += error.mistakes
-    wrong_environment, checked = await _check_environment(ctx, _environment(data, spec), mistakes)
+    check = _environment(data, spec)
+    wrong_environment, checked = await _check_environment(ctx, check, mistakes)
     wrong_environment += await _check_validation(ctx, spec, wrong_environment)
     base = _base(data, spec)
     wrong_model = (
@@ -51,11 +53,15 @@ async def submit(ctx: Context, data: Any, tenant: str, idempotency: str = "") ->
     wrong_start, chosen = await _check_start(ctx, _start(data, spec), spec, tenant)
     wrong_frozen = await asyncio.to_thread(_check_frozen, data)
     mistakes += wrong_environment + wrong_model + wrong_start + wrong_frozen
+    if spec is not None and spec.data is not None:
+        mistakes += await asyncio.to_thread(check_data, spec.data, spec.kind)
     if spec is None or mistakes:
         raise SpecError(mistakes)
     plain = spec.model_dump(mode="json")
     for part in _with_bases(plain):
         part["base"] = await asyncio.to_thread(_resolved, part["base"])
+    if spec.data is not None:
+        plain["data"] |= await asyncio.to_thread(absolute, spec.data)
     body_hash = hashlib.sha256(_canonical(plain)).hexdigest()
     new = new_job_id()
     if chosen is not None:
@@ -65,7 +71,7 @@ async def submit(ctx: Context, data: Any, tenant: str, idempotency: str = "") ->
     id = await ctx.store.create_job(id=new, spec=plain, tenant=tenant, idempotency=idempotency, body_hash=body_hash)
     if chosen is not None and id != new:
         await asyncio.to_thread(starting.drop, ctx.settings.data_dir, new)
-    if id == new and not checked:
+    if id == new and check is not None and not checked:
         await ctx.store.update(
             id,
             event="environment_unchecked",
@@ -77,7 +83,8 @@ async def submit(ctx: Context, data: Any, tenant: str, idempotency: str = "") ->
 
 def _with_bases(plain: dict[str, Any]) -> list[dict[str, Any]]:
     """The parts of a stored spec that name a model."""
-    return [part for part in (plain["model"], plain["teacher"], *plain["reward_models"]) if part is not None]
+    named = (plain["model"], plain.get("teacher"), *plain.get("reward_models", []))
+    return [part for part in named if part is not None]
 
 
 def _canonical(plain: dict[str, Any]) -> bytes:
@@ -90,7 +97,7 @@ def _canonical(plain: dict[str, Any]) -> bytes:
 def _environment(data: Any, spec: JobSpec | None) -> EnvCheck | None:
     """What can be asked of an env worker, even if other parts of the spec are wrong."""
     if spec is not None:
-        return EnvCheck(name=spec.environment.name, config=spec.environment.config)
+        return EnvCheck(name=spec.environment.name, config=spec.environment.config) if spec.kind == "rl" else None
     part = data.get("environment") if isinstance(data, dict) else None
     if not isinstance(part, dict) or not isinstance(part.get("name"), str) or not part["name"]:
         return None

@@ -22,7 +22,7 @@ from opentinker.shared.types import WeightVersion
 
 log = structlog.get_logger()
 
-SAID = ("val/episodes", "val/reward/mean", "val/exact", "val/failed", "val/missing", "val/seconds")
+SAID = ("val/episodes", "val/reward/mean", "val/exact", "val/loss", "val/failed", "val/missing", "val/seconds")
 """What the event tells, where it is there and not 0."""
 Tell = Callable[[str, dict[str, object]], Awaitable[None]]
 
@@ -43,13 +43,13 @@ class Evaluations:
         """Blocking. What was evaluated on the way to the checkpoint of `step`: these very weights."""
         lines = lineage(self._home / "validation.jsonl", resumed, step)
         self.steps = {line["step"] for line in lines}
-        complete = [line for line in lines if not line["val/missing"]]
+        complete = [line for line in lines if not line.get("val/missing")]
         self.last = {name: value for name, value in complete[-1].items() if name.startswith("val/")} if complete else {}
 
     async def add(self, version: WeightVersion, values: dict[str, float], target: Mapping[str, float]) -> None:
         """An evaluation is over. One without all its episodes says so, and is none that a target looks at."""
         self.steps.add(version.step)
-        complete = not values["val/missing"]
+        complete = not values.get("val/missing")
         if complete:
             self.last = values
         point = await self._source.emit(version.step, values)

@@ -15,6 +15,7 @@ import numpy as np
 import orjson
 
 from opentinker.services.trainer.batch_metrics import batch_metrics
+from opentinker.services.trainer.examples import Example
 from opentinker.shared.errors import JobFailed
 from opentinker.shared.spec import JobSpec
 from opentinker.shared.types import SIMULATED, Group, TensorInfo, WeightVersion
@@ -40,14 +41,8 @@ class SnapshotLike(Protocol):
     def fingerprints(self) -> list[int]: ...
 
 
-class Learner(Protocol):
-    """Weights, optimizer and random state of one policy.
-
-    `load` or `start` first; then any order of the others. `step` raises NonFinite with nothing changed.
-    """
-
-    device: str
-    """cpu | cuda | none: what the weight transport moves from."""
+class Trainable(Protocol):
+    """Weights, optimizer and random state of one policy. `load` or `start` first; then any order of the others."""
 
     def load(self, checkpoint: Path | None) -> None:
         """The base model, or weights, optimizer and random state of a checkpoint directory."""
@@ -58,17 +53,40 @@ class Learner(Protocol):
         Raises JobFailed, naming tensors, if they are not those of the job's model.
         """
 
-    def step(self, groups: list[Group], version: WeightVersion) -> dict[str, float]:
-        """Train on one batch (`updates_per_batch` optimizer steps); `version` names the weights before it."""
-
-    def snapshot(self, version: WeightVersion) -> SnapshotLike:
-        """A copy of the weights to send: training may go on while it travels."""
-
     def save(self, directory: Path) -> None:
         """Write everything that `load` needs: Hugging Face or PEFT layout, and `trainer/` beside it."""
 
     def close(self) -> None:
         """Let go of what is outside this process, also in the middle of a step. Idempotent."""
+
+
+class RowLearner(Trainable, Protocol):
+    """Learns from rows: sft and dpo. `step` raises NonFinite with nothing changed."""
+
+    def prepare(self, examples: list[Example], home: Path) -> None:
+        """Once after `load` or `start`: what has to be known beforehand of all that will be trained or evaluated on.
+
+        `home`: the job's directory: what an earlier trainer of the job has left of it, and what the job started from.
+        """
+
+    def step(self, batch: list[Example]) -> dict[str, float]:
+        """One optimizer step."""
+
+    def evaluate(self, examples: list[Example]) -> dict[str, float]:
+        """Loss and what goes with it, under the weights as they are; changes nothing."""
+
+
+class Learner(Trainable, Protocol):
+    """Learns from groups: rl. `step` raises NonFinite with nothing changed."""
+
+    device: str
+    """cpu | cuda | none: what the weight transport moves from."""
+
+    def step(self, groups: list[Group], version: WeightVersion) -> dict[str, float]:
+        """Train on one batch (`updates_per_batch` optimizer steps); `version` names the weights before it."""
+
+    def snapshot(self, version: WeightVersion) -> SnapshotLike:
+        """A copy of the weights to send: training may go on while it travels."""
 
 
 class EmptySnapshot(msgspec.Struct, frozen=True, kw_only=True):

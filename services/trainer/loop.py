@@ -23,7 +23,7 @@ from opentinker.services.trainer import checkpoint
 from opentinker.services.trainer.assembler import Assembler
 from opentinker.services.trainer.learner import Learner, NonFinite, SnapshotLike
 from opentinker.services.trainer.publisher import Publisher
-from opentinker.services.trainer.record import Record
+from opentinker.services.trainer.record import Record, Refused
 from opentinker.services.trainer.validation import Validation
 from opentinker.shared.admission import Admission
 from opentinker.shared.bus import Consumer, Delivery
@@ -48,10 +48,6 @@ else does."""
 SETTLED_S = 2.0
 MAX_INVALID = 100
 """Groups that cannot be read or contradict themselves, over a job's life, before it fails."""
-
-
-class Refused(JobFailed):
-    """A step came out as nonsense: what was saved before is good, what there is now is in doubt."""
 
 
 class Saved(NamedTuple):

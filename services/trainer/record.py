@@ -16,9 +16,9 @@ import orjson
 import structlog
 
 from opentinker.services.trainer import checkpoint
-from opentinker.services.trainer.alarm import WINDOW, SlopeAlarm
+from opentinker.services.trainer.alarm import WATCHED, WINDOW, SlopeAlarm
 from opentinker.services.trainer.evaluations import Evaluations
-from opentinker.services.trainer.learner import Learner
+from opentinker.services.trainer.learner import Trainable
 from opentinker.services.trainer.step_log import StepLog, lineage
 from opentinker.shared.errors import Conflict, JobFailed
 from opentinker.shared.manifest import Manifest, start_of
@@ -35,8 +35,12 @@ TARGET_WINDOW = 10
 """Steps over which `train.target` looks at the mean of a metric."""
 
 
+class Refused(JobFailed):
+    """A step came out as nonsense: what was saved before is good, what there is now is in doubt."""
+
+
 class Record:
-    def __init__(self, ctx: Context, lease: Lease, spec: JobSpec, learner: Learner) -> None:
+    def __init__(self, ctx: Context, lease: Lease, spec: JobSpec, learner: Trainable) -> None:
         self.ctx, self.lease, self.spec, self.learner = ctx, lease, spec, learner
         self.root: Path = ctx.settings.data_dir / "jobs" / lease.job / "checkpoints"
         self.metrics = MetricSource(ctx.bus, lease.job, "trainer")
@@ -117,7 +121,8 @@ class Record:
             log.warning("target_metric_absent", metrics=absent)
             await self.event("target_metric_absent", {"metrics": absent, "there_are": sorted(values)})
         began = self._alarm.look(values)
-        values["mismatch/alarm"] = float(bool(self._alarm.ringing))
+        if any(name in values for name in WATCHED):
+            values["mismatch/alarm"] = float(bool(self._alarm.ringing))
         for name in began:
             log.warning("mismatch_alarm", metric=name, value=values[name])
             await self.event("mismatch_alarm", {"step": step, "metric": name, "value": values[name]})
@@ -126,7 +131,8 @@ class Record:
         await self.write_log(
             step, {"epoch": self.lease.epoch, "step": step, "time": point.time, **line, **point.values}
         )
-        shown = {name: values[name] for name in ("reward/mean", "exact", *self.spec.train.target) if name in values}
+        names = ("reward/mean", "exact", "loss", *self.spec.train.target)
+        shown = {name: values[name] for name in names if name in values}
         await self.ctx.store.update(
             self.lease.job, epoch=self.lease.epoch, step=step, progress=orjson.dumps(shown).decode()
         )

@@ -232,8 +232,27 @@ def token_logprobs(
 ) -> tuple[Tensor, Tensor]:
     """log softmax(logits / temperature) of every mask-1 token, and the entropy (nats) of its distribution.
 
-    `temperature`: one for all, or float32 [U]. The entropy has a gradient only if `entropy_gradient` says so.
-    `causal` is the Hugging Face model (PACKED attention). Both results are float32 [M], in the layout's order.
+    `temperature`: one for all, or float32 [U]. The entropy has a gradient only if `entropy_gradient` says so. See
+    `token_scores`.
+    """
+    logprobs_M, entropy_M, _ = token_scores(
+        causal, plan, temperature=temperature, logits_at_once=logits_at_once, entropy_gradient=entropy_gradient
+    )
+    return logprobs_M, entropy_M
+
+
+def token_scores(
+    causal: Any,
+    plan: Layout,
+    *,
+    temperature: float | Tensor,
+    logits_at_once: int = LOGITS_AT_ONCE,
+    entropy_gradient: bool = False,
+    hits: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As `token_logprobs`, and with `hits` whether the token is the likeliest of all (bool; else empty).
+
+    `causal` is the Hugging Face model (PACKED attention). The results are [M], in the layout's order, float32.
     The head runs at the U positions that need it; above `logits_at_once` elements it runs in chunks whose logits are
     dropped and made again in the backward pass.
     """
@@ -245,17 +264,19 @@ def token_logprobs(
     U, V = hidden_U.shape[0], head.weight.shape[0]
     wanted = U * V
     if wanted <= logits_at_once:
-        logprobs_U, entropy_U = _head_logprobs(head, hidden_U, plan.targets_U, temperature, entropy_gradient)
+        scores = _head_scores(head, hidden_U, plan.targets_U, temperature, entropy_gradient, hits)
     else:
         chunk = max(1, logits_at_once // V)
         hidden, targets = hidden_U.split(chunk), plan.targets_U.split(chunk)
         heat = temperature.split(chunk) if isinstance(temperature, Tensor) else [temperature] * len(targets)
         parts = [
-            checkpoint(_head_logprobs, head, h, t, k, entropy_gradient, use_reentrant=False)
+            checkpoint(_head_scores, head, h, t, k, entropy_gradient, hits, use_reentrant=False)
             for h, t, k in zip(hidden, targets, heat, strict=True)
         ]
-        logprobs_U, entropy_U = (torch.cat(column) for column in zip(*parts, strict=True))
-    return logprobs_U.index_select(0, plan.selected_M), entropy_U.index_select(0, plan.selected_M)
+        scores = tuple(torch.cat(column) for column in zip(*parts, strict=True))
+    logprobs_U, entropy_U, hits_U = scores
+    hits_M = hits_U.index_select(0, plan.selected_M) if hits else hits_U
+    return logprobs_U.index_select(0, plan.selected_M), entropy_U.index_select(0, plan.selected_M), hits_M
 
 
 def token_values(decoder: Any, head: Any, plan: Layout) -> Tensor:
@@ -267,9 +288,14 @@ def token_values(decoder: Any, head: Any, plan: Layout) -> Tensor:
     return cast(Tensor, values_U.index_select(0, plan.selected_M))
 
 
-def _head_logprobs(
-    head: Any, hidden_U: Tensor, targets_U: Tensor, temperature: float | Tensor, entropy_gradient: bool
-) -> tuple[Tensor, Tensor]:
+def _head_scores(
+    head: Any,
+    hidden_U: Tensor,
+    targets_U: Tensor,
+    temperature: float | Tensor,
+    entropy_gradient: bool,
+    hits: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
     logits_UV = head(hidden_U).float()
     if isinstance(temperature, Tensor):
         logits_UV = logits_UV / temperature[:, None]
@@ -280,4 +306,5 @@ def _head_logprobs(
     logprobs_U = logprobs_UV.gather(-1, targets_U[:, None])[:, 0]
     with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
         entropy_U = -torch.linalg.vecdot(logprobs_UV.exp(), logprobs_UV)
-    return logprobs_U, entropy_U
+    hits_U = logprobs_UV.argmax(-1) == targets_U if hits else torch.empty(0, dtype=torch.bool, device=targets_U.device)
+    return logprobs_U, entropy_U, hits_U

@@ -136,6 +136,11 @@ def load_tokenizer(base: str) -> Any:
         raise JobFailed(f"model {base!r} has no usable tokenizer: {first_line(error)}") from error
 
 
+def longest_context(base: str) -> int:
+    """Tokens that the model has positions for. Raises JobFailed if it has no readable config."""
+    return int(getattr(_config(base).get_text_config(), "max_position_embeddings", None) or 2**31)
+
+
 _ADVICE = (
     "Give a directory in Hugging Face layout (config.json, *.safetensors, tokenizer) that this machine can read, "
     "or a hub id that it can reach."

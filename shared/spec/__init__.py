@@ -10,23 +10,26 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 import orjson
-from pydantic import Field, ValidationError
+from pydantic import Field, SerializerFunctionWrapHandler, ValidationError, model_serializer
 
 from opentinker.shared import algorithms
 from opentinker.shared.errors import SpecError
 from opentinker.shared.spec.algorithm import AlgorithmSpec
+from opentinker.shared.spec.data import FORMATS, DataSpec, DpoSpec
 from opentinker.shared.spec.determinism import broken_promises
 from opentinker.shared.spec.frozen import RewardModelSpec, TeacherSpec, settle_frozen
 from opentinker.shared.spec.mistakes import fill, mistakes_of, unused
 from opentinker.shared.spec.model import LoraSpec, ModelSpec
 from opentinker.shared.spec.part import Part
-from opentinker.shared.spec.rollout import EnvironmentSpec, RolloutSpec, ToySpec
+from opentinker.shared.spec.rollout import NO_ENVIRONMENT, EnvironmentSpec, RolloutSpec, ToySpec
 from opentinker.shared.spec.start import StartSpec
 from opentinker.shared.spec.train import SIMULATED, ResourceSpec, TrainSpec
-from opentinker.shared.spec.validation import ValidationSpec, contradictions
+from opentinker.shared.spec.validation import PREFIX, ValidationSpec, contradictions
 
 __all__ = [
     "AlgorithmSpec",
+    "DataSpec",
+    "DpoSpec",
     "EnvironmentSpec",
     "JobSpec",
     "LoraSpec",
@@ -54,23 +57,35 @@ SIMULATED_IGNORES = {
     "resources": {"trainer_gpus", "trainer_ranks"},
 }
 """By part of the spec. Groups are still dropped for equal rewards, and scored by reference-forward."""
+RL_PARTS = {"environment", "algorithm", "rollout", "teacher", "validation", "reward_models"}
+PARTS_OF = {"rl": RL_PARTS, "sft": {"data"}, "dpo": {"data", "dpo"}}
+"""By kind: the parts that not every kind has. The others are refused where they are written, and are not stored."""
+NEEDED = {"rl": "environment", "sft": "data", "dpo": "data"}
+TARGETS = {"sft": {"accuracy"}, "dpo": {"rewards/accuracy", "rewards/margin"}}
+"""What grows as the job learns."""
 
 
 class JobSpec(Part):
     name: Annotated[str, Field(pattern=NAME)]
     """For people; ids are given by the server."""
-    kind: Literal["rl"] = "rl"
-    """Reinforcement learning."""
+    kind: Literal["rl", "sft", "dpo"] = "rl"
+    """`rl`: reinforcement learning in an environment. `sft`: supervised learning of what rows of data say. `dpo`: of
+    preferences between two completions. sft and dpo take [data], and none of [environment], [algorithm],
+    [rollout] and what goes with them."""
     model: ModelSpec
-    environment: EnvironmentSpec
+    environment: EnvironmentSpec = NO_ENVIRONMENT
     algorithm: AlgorithmSpec = AlgorithmSpec()
     rollout: RolloutSpec = RolloutSpec()
     teacher: TeacherSpec | None = None
     """The model that on-policy distillation learns from."""
     validation: ValidationSpec | None = None
-    """Evaluations on schedule; without it there are none."""
+    """Evaluations on schedule; without it there are none. sft and dpo have theirs in [data]."""
     reward_models: list[RewardModelSpec] = []
     """Models whose scores are added to the environment's rewards."""
+    data: DataSpec | None = None
+    """sft, dpo: the rows."""
+    dpo: DpoSpec | None = None
+    """dpo: the loss."""
     train: TrainSpec
     start: StartSpec | None = None
     """Begin with the checkpoint of another job instead of the weights in model.base."""
@@ -83,7 +98,31 @@ class JobSpec(Part):
         "train": {"steps": 1},
     }
 
+    @classmethod
+    def written(cls, data: dict[str, Any]) -> list[dict[str, Any]]:
+        """Parts and lengths that the kind needs or does not have."""
+        kind = data.get("kind", "rl")
+        if not isinstance(kind, str) or kind not in PARTS_OF:
+            return []
+        there = {name for name, value in data.items() if value is not None}
+        others = {part for parts in PARTS_OF.values() for part in parts} - PARTS_OF[kind]
+        found = [
+            {"field": part, "value": data[part], "problem": f"does not apply to kind = {kind!r}"}
+            for part in sorted(others & there)
+        ]
+        if NEEDED[kind] not in there:
+            found.append({"field": NEEDED[kind], "value": None, "problem": f"is needed for kind = {kind!r}"})
+        return found + _length(kind, data.get("train"), data.get("data"))
+
+    @model_serializer(mode="wrap")
+    def _own_parts(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Without the parts of other kinds."""
+        others = {part for parts in PARTS_OF.values() for part in parts} - PARTS_OF[self.kind]
+        return {name: value for name, value in handler(self).items() if name not in others}
+
     def settle(self) -> list[dict[str, Any]]:
+        if self.kind != "rl":
+            return self._settle_supervised()
         found = []
         if self.train.learner == "simulated":
             usual: dict[str, Part] = {
@@ -104,6 +143,32 @@ class JobSpec(Part):
                     {"field": "start.optimizer", "value": True, "problem": f"does not apply to train.{SIMULATED}"}
                 )
         return found + self._settle_overlong() + settle_frozen(self) + broken_promises(self) + contradictions(self)
+
+    def _settle_supervised(self) -> list[dict[str, Any]]:
+        found: list[tuple[str, Any, str]] = []
+        by = f"does not apply to kind = {self.kind!r}"
+        if self.train.learner != "torch":
+            found.append(("train.learner", self.train.learner, by))
+        if self.resources.rollout_workers != 1:
+            found.append(("resources.rollout_workers", self.resources.rollout_workers, f"{by}: nothing is generated"))
+        if self.resources.ranks > 1:
+            field = "trainer_gpus" if self.resources.trainer_gpus > 1 else "trainer_ranks"
+            found.append((f"resources.{field}", self.resources.ranks, f"kind = {self.kind!r} trains on one rank"))
+        targets = set(TARGETS[self.kind])
+        if self.data is not None and self.data.validation is not None:
+            targets |= {f"{PREFIX}{name}" for name in targets}
+        if odd := sorted(self.train.target.keys() - targets):
+            may = ", ".join(sorted(targets))
+            found.append(("train.target", self.train.target, f"{', '.join(odd)}: a target may name {may}"))
+        if self.data is not None:
+            if self.data.format is not None and self.data.format not in FORMATS[self.kind]:
+                may = " or ".join(FORMATS[self.kind])
+                found.append(("data.format", self.data.format, f"{by}, which takes {may}"))
+            if self.kind == "dpo" and self.data.mask != "completion":
+                found.append(("data.mask", self.data.mask, f"{by}: completions are compared"))
+        if self.kind == "dpo" and not found:
+            fill(self, {"dpo": self.dpo or DpoSpec()})
+        return [{"field": field, "value": value, "problem": problem} for field, value, problem in found]
 
     def _settle_overlong(self) -> list[dict[str, Any]]:
         """Overlong shaping takes its lengths from `rollout.max_tokens`."""
@@ -127,6 +192,19 @@ class JobSpec(Part):
     def _overlong(self) -> dict[str, int]:
         length = self.algorithm.overlong_length or self.rollout.max_tokens
         return {"overlong_length": length, "overlong_buffer": self.algorithm.overlong_buffer or -(-length // 5)}
+
+
+def _length(kind: str, train: Any, data: Any) -> list[dict[str, Any]]:
+    """What is wrong with how long the job is said to be. `train`, `data`: those parts as they were written."""
+    if not isinstance(train, dict) or (kind != "rl" and not isinstance(data, dict)):
+        return []
+    steps, epochs = train.get("steps", 0), None if kind == "rl" else data.get("epochs")
+    if steps == 0 and epochs is None:
+        either = " (or data.epochs)" if kind != "rl" else ""
+        return [{"field": "train.steps", "value": train.get("steps"), "problem": f"is needed{either}, 1 or more"}]
+    if steps != 0 and epochs is not None:
+        return [{"field": "data.epochs", "value": epochs, "problem": "and train.steps both say how long: give one"}]
+    return []
 
 
 def parse_spec(data: Any) -> JobSpec:

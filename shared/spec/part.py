@@ -24,6 +24,11 @@ class Part(BaseModel):
     STAND_INS: ClassVar[dict[str, Any]] = {}
     """Take the place of wrong values of required fields, so that contradictions between the others can be judged."""
 
+    @classmethod
+    def written(cls, data: dict[str, Any]) -> list[dict[str, Any]]:
+        """What is wrong with which fields were written at all."""
+        return []
+
     def settle(self) -> list[dict[str, Any]]:
         """Fills in what follows from other fields; returns what is wrong between fields right in themselves."""
         return []
@@ -32,7 +37,7 @@ class Part(BaseModel):
     @classmethod
     def _every_mistake(cls, data: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
         """Fields that are wrong in themselves do not hide the others' contradictions: those are judged without them."""
-        wrong: list[dict[str, Any]] = []
+        wrong = cls.written(data) if isinstance(data, dict) else []
         names: set[Any] = set()
         try:
             part = handler(data)
@@ -40,7 +45,7 @@ class Part(BaseModel):
             found = error.errors(include_url=False)
             if not isinstance(data, dict) or any(not item["loc"] for item in found):
                 raise
-            wrong = [mistake for item in found for mistake in mistakes_of(item)]
+            wrong += [mistake for item in found for mistake in mistakes_of(item)]
             names = {item["loc"][0] for item in found}
             try:
                 part = handler(

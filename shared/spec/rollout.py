@@ -19,6 +19,10 @@ class EnvironmentSpec(Part):
     """Passed to the environment's own config model, which refuses what it does not know."""
 
 
+NO_ENVIRONMENT = EnvironmentSpec.model_construct(name="", config={})
+"""Of a job that is not about one."""
+
+
 class ToySpec(Part):
     """The simulated engine: deterministic tokens, given durations. For tests and load tests."""
 

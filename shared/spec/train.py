@@ -17,8 +17,8 @@ class TrainSpec(Part):
     """What trains; `simulated` only takes its time, for load tests, and refuses what it would ignore."""
     simulated_step_s: Annotated[float, Field(ge=0.0)] | None = None
     """Duration of a step of the simulated learner, which takes no time by default; only with it."""
-    steps: Positive
-    """Batches to train on; each raises the weight version by one."""
+    steps: Annotated[int, Field(ge=0)] = 0
+    """Batches to train on; each raises the weight version by one. Needed, unless `data.epochs` says how long."""
     lr: Annotated[float, Field(ge=0.0)] = 1e-5
     """Learning rate of AdamW."""
     warmup_steps: Annotated[int, Field(ge=0)] = 0
@@ -44,14 +44,14 @@ class TrainSpec(Part):
     """Stop early once the mean of the last 10 steps of each named metric reaches the value, e.g. {"exact" = 0.9}. Of a
     metric of [validation], e.g. {"val/exact" = 0.9}, the last complete evaluation counts, and training waits for it."""
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
-    """Of the trainer's random state: adapter initialisation, dropout."""
+    """Of the trainer's random state: adapter initialisation, dropout, the order of [data]."""
     deterministic: bool = False
     """Two runs give the same weights, bit for bit, and so does one that was killed and resumed. What that needs and
     costs: docs/deterministic.md."""
 
     def settle(self) -> list[dict[str, Any]]:
         found = []
-        if self.warmup_steps > self.steps:
+        if self.warmup_steps > self.steps > 0:
             problem = f"is larger than steps={self.steps}"
             found.append({"field": "warmup_steps", "value": self.warmup_steps, "problem": problem})
         if self.learner == "simulated":

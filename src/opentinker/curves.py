@@ -40,7 +40,7 @@ class Curves:
         changed = []
         for point in points:
             values: dict[str, float] = point["values"]
-            if "reward/mean" in values:
+            if "reward/mean" in values or "loss" in values:
                 step = int(point["step"])
                 for later in [s for s in self.steps if s > step and self.times[s] < point["time"]]:
                     del self.steps[later], self.times[later]  # rolled back
@@ -48,6 +48,10 @@ class Curves:
                 changed.append(step)
             elif "val/episodes" in values:
                 self.validations[int(point["step"])] = values
+            elif "val/loss" in values:  # of the step's weights, not of the step
+                step = int(point["step"])
+                self.steps[step] = {**self.steps.get(step, {}), **values}
+                self.times.setdefault(step, point["time"])
             elif "rollout/tokens_per_s" in values:
                 self._report(str(point["source"]), float(point["time"]), values)
         return changed
@@ -74,15 +78,19 @@ class Curves:
 
     def series(self, name: str) -> list[float]:
         """The metric at each step that has it, in order."""
-        return [self.steps[step][name] for step in sorted(self.steps) if name in self.steps[step]]
+        return [self.steps[step][name] for step in self.having(name)]
 
     def mean(self, name: str, steps: Sequence[int]) -> float | None:
         values = [self.steps[step][name] for step in steps if step in self.steps and name in self.steps[step]]
         return sum(values) / len(values) if values else None
 
     def recent(self, name: str, steps: int = 10) -> float | None:
-        """Mean over the last steps."""
-        return self.mean(name, sorted(self.steps)[-steps:])
+        """Mean over the last steps that have it."""
+        return self.mean(name, self.having(name)[-steps:])
+
+    def having(self, name: str) -> list[int]:
+        """The steps that have the metric, in order."""
+        return [step for step in sorted(self.steps) if name in self.steps[step]]
 
     def seconds_per_step(self, steps: int = 20) -> float | None:
         """Wall clock between the last steps."""

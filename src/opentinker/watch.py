@@ -26,13 +26,30 @@ POLL_S = 0.5
 EVENTS_SHOWN = 6
 PLAIN_LINES = 40
 """A whole job makes about so many lines in a pipe."""
-CURVES = (
-    ("reward", "reward/mean", None),
-    ("exact", "exact", 0.0),
-    ("tokens/s generated", "", 0.0),
-    ("staleness (versions)", "staleness/mean", 0.0),
+Panels = tuple[tuple[str, str, float | None], ...]
+_ROWS: Panels = (("loss", "loss", None), ("validation loss", "val/loss", None))
+CURVES: dict[str, Panels] = {
+    "rl": (
+        ("reward", "reward/mean", None),
+        ("exact", "exact", 0.0),
+        ("tokens/s generated", "", 0.0),
+        ("staleness (versions)", "staleness/mean", 0.0),
+    ),
+    "sft": (*_ROWS, ("accuracy of tokens", "accuracy", 0.0), ("tokens/s trained", "trainer/tokens_per_s", 0.0)),
+    "dpo": (*_ROWS, ("accuracy of rewards", "rewards/accuracy", 0.0), ("margin of rewards", "rewards/margin", 0.0)),
+}
+"""By kind of job: title, metric, lower end of the axis."""
+LINE = (
+    ("reward", "reward/mean", ".2f"),
+    ("exact", "exact", ".2f"),
+    ("staleness", "staleness/mean", ".1f"),
+    ("loss", "loss", ".3f"),
+    ("val", "val/loss", ".3f"),
+    ("accuracy", "accuracy", ".2f"),
+    ("accuracy", "rewards/accuracy", ".2f"),
+    ("margin", "rewards/margin", ".2f"),
 )
-"""Title, metric, lower end of the axis."""
+"""Label, metric and form in a plain line."""
 
 
 @dataclass
@@ -149,12 +166,14 @@ class LiveView:
         steps, step = int(job["steps"]), max(int(job["step"]), curves.last_step)
         head = Text.assemble((str(job["name"]), "bold"), f"  {job['id']}  ", (str(job["state"]), "cyan"))
         bar = Table.grid(padding=(0, 2))
-        bar.add_row(f"step {step}/{steps}", ProgressBar(total=steps, completed=step, width=40), clock(update))
+        bar.add_row(
+            f"step {step}/{steps or '?'}", ProgressBar(total=steps or None, completed=step, width=40), clock(update)
+        )
         width = max(20, self._console.width // 2 - 3)
         height = 6 if self._console.height >= 32 else 4
         grid = Table.grid(padding=(0, 2))
         panels = []
-        for title, name, low in CURVES:
+        for title, name, low in CURVES[str(job.get("kind", "rl"))]:
             values = curves.series(name) if name else curves.generated
             latest = curves.recent(name) if name else (values[-1] if values else None)
             shown = f"{title}  {short(latest)}" if latest is not None else title
@@ -168,11 +187,11 @@ class LiveView:
 def step_line(update: Update, window: range, step: int) -> str:
     """Means over the steps since the line before."""
     curves, steps = update.curves, list(window)
-    parts = [f"step {step}/{update.job['steps']}"]
-    for label, name in (("reward", "reward/mean"), ("exact", "exact"), ("staleness", "staleness/mean")):
+    parts = [f"step {step}/{update.job['steps'] or '?'}"]
+    for label, name, form in LINE:
         value = curves.mean(name, steps)
         if value is not None:
-            parts.append(f"{label} {value:.2f}" if label != "staleness" else f"{label} {value:.1f}")
+            parts.append(f"{label} {value:{form}}")
     if curves.generated:
         parts.append(f"tok/s {curves.generated[-1]:.0f}")
     wait = curves.mean("trainer/wait_share", steps)
@@ -195,7 +214,7 @@ def clock(update: Update) -> str:
     end = float(job.get("finished") or 0) or time.time()
     text = duration(end - float(job["created"]))
     pace = curves.seconds_per_step()
-    if update.final or pace is None:
+    if update.final or pace is None or not job["steps"]:
         return text
     left = pace * (int(job["steps"]) - curves.last_step)
     early = " at most" if (job.get("spec") or {}).get("train", {}).get("target") else ""
@@ -207,6 +226,7 @@ def facts(update: Update) -> str:
     curves = update.curves
     wanted = (
         ("mismatch", "mismatch/mean"),
+        ("trained tok/s", "trainer/tokens_per_s"),
         ("entropy", "entropy"),
         ("grad norm", "grad_norm"),
         ("zero variance", "zero_variance"),

@@ -52,7 +52,8 @@ def jobs(
         print_json(found)
         return
     rows = [
-        [j["id"], j["name"], j["state"], f"{j['step']}/{j['steps']}", ago(j["created"]), j["reason"]] for j in found
+        [j["id"], j["name"], j["state"], f"{j['step']}/{j['steps'] or '?'}", ago(j["created"]), j["reason"]]
+        for j in found
     ]
     print_table(
         ["id", "name", "state", "step", "created", "reason"],

@@ -57,9 +57,10 @@ def run(
     if steps is not None:
         spec = of_length(spec, steps)
     home = (data_dir or Path("runs") / f"{spec['name']}-{time.strftime('%Y%m%d-%H%M%S')}").resolve()
-    workers = int(spec.get("resources", {}).get("rollout_workers", 1))
+    rollouts = spec.get("kind", "rl") == "rl"
+    workers = int(spec.get("resources", {}).get("rollout_workers", 1)) if rollouts else 0
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: stop the job, then the machine
-    with everything(home, port, env_workers, workers, keep=keep) as url:
+    with everything(home, port, env_workers if rollouts else 0, workers, keep=keep) as url:
         api = client(url, patience_s=RESTART_S)
         record = api.submit(spec)
         say(f"job {record['id']} on {url}, data in {home}")
@@ -83,6 +84,8 @@ def of_length(spec: dict[str, Any], steps: int) -> dict[str, Any]:
     if "warmup_steps" in train:
         train["warmup_steps"] = min(train["warmup_steps"], steps)
     changed = {**spec, "train": train}
+    if "data" in spec:
+        changed["data"] = {name: value for name, value in spec["data"].items() if name != "epochs"}
     parse_spec(changed)
     return changed
 
@@ -166,13 +169,14 @@ def report(last: Update, home: Path, url: str, began: float, api: Client, *, kee
 
     job, curves = last.job, last.curves
     say("")
-    for title, name, low in (("reward", "reward/mean", None), ("exact", "exact", 0.0)):
+    shown_at_the_end = (("reward", "reward/mean", None), ("exact", "exact", 0.0), ("loss", "loss", None))
+    for title, name, low in (*shown_at_the_end, ("validation loss", "val/loss", None)):
         values = curves.series(name)
         if len(values) > 1:
             say(f"{title} by step, 1 to {curves.last_step}")
             say("\n".join(chart(values, 76, 8, low=low)) + "\n")
     state = f"{job['state']}: {job['reason']}" if job["reason"] else str(job["state"])
-    at = f"step {curves.last_step or job['step']}/{job['steps']}"
+    at = f"step {curves.last_step or job['step']}/{job['steps'] or '?'}"
     say(f"{job['name']} {state} at {at} in {duration(time.time() - began)}")
     for line in figures(last, began):
         say("  " + line)
@@ -193,6 +197,13 @@ def report(last: Update, home: Path, url: str, began: float, api: Client, *, kee
     say("      # every setting of a job, to edit an example and run your own")
 
 
+SUPERVISED = (
+    ("loss", "loss"),
+    ("accuracy", "accuracy"),
+    ("accuracy of rewards", "rewards/accuracy"),
+)
+
+
 def figures(last: Update, began: float) -> list[str]:
     """What was measured, in words. `began`: Unix seconds of the command's start."""
     from opentinker.curves import short
@@ -203,15 +214,20 @@ def figures(last: Update, began: float) -> list[str]:
     if not order:
         return ["no step was trained"]
     first_s, created = curves.times[order[0]], float(last.job["created"])
-    lines = [f"first reward {duration(first_s - began)} after start ({duration(first_s - created)} after submission)"]
-    for label, name in (("reward", "reward/mean"), ("exact", "exact")):
-        first, end = curves.mean(name, order[:1]), curves.recent(name)
+    first_what = "reward" if curves.series("reward/mean") else "loss"
+    lines = [
+        f"first {first_what} {duration(first_s - began)} after start ({duration(first_s - created)} after submission)"
+    ]
+    for label, name in (("reward", "reward/mean"), ("exact", "exact"), *SUPERVISED):
+        first, end = curves.mean(name, curves.having(name)[:1]), curves.recent(name)
         if first is not None and end is not None:
             lines.append(f"{label} {first:.2f} at the first step, {end:.2f} over the last 10")
     evaluated = sorted(curves.validations)
     for step in dict.fromkeys([*evaluated[:1], *evaluated[-1:]]):
         values = curves.validations[step]
         lines.append(f"validation at step {step}: {validated(values)}, {values['val/episodes']:.0f} episodes")
+    if held := curves.series("val/loss"):
+        lines.append(f"validation loss {held[0]:.2f} at first, {held[-1]:.2f} at last")
     if len(order) > 1:
         span = curves.times[order[-1]] - curves.times[order[0]]
         lines.append(f"training {duration(span)}, {short((order[-1] - order[0]) / span)} steps/s")

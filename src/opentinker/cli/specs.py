@@ -45,7 +45,7 @@ def _check_environment(spec: JobSpec) -> None:
     """Built-in environments can be checked here; `module:Class` ones are known to the server alone."""
     from opentinker.envs.registry import check
 
-    if ":" not in spec.environment.name:
+    if spec.kind == "rl" and ":" not in spec.environment.name:
         check(spec.environment.name, spec.environment.config)
 
 
@@ -63,9 +63,15 @@ def validate(path: SpecFile, as_json: AsJson = False) -> None:
     if as_json:
         print_json({"valid": True, "spec": spec.model_dump(mode="json")})
         return
-    batch = spec.algorithm.group_size * spec.algorithm.groups_per_batch
-    say(f"ok: {spec.name}, {spec.kind} of {spec.model.base} on {spec.environment.name}, "
-        f"{spec.train.steps} steps of {batch} trajectories")  # fmt: skip
+    say(f"ok: {spec.name}, {spec.kind} of {spec.model.base} on {_subject(spec)}")
+
+
+def _subject(spec: JobSpec) -> str:
+    if spec.data is None:
+        batch = spec.algorithm.group_size * spec.algorithm.groups_per_batch
+        return f"{spec.environment.name}, {spec.train.steps} steps of {batch} trajectories"
+    length = f"{spec.data.epochs} epochs" if spec.data.epochs else f"{spec.train.steps} steps"
+    return f"{spec.data.path}, {length} in batches of {spec.data.batch_size} rows"
 
 
 def print_mistakes(error: SpecError) -> None:

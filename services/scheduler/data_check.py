@@ -1,0 +1,51 @@
+"""What can be seen of a job's [data] without reading it all: that it is there, and that its first row is of a format.
+
+Blocking: call these in a thread. The trainer reads every row, and data sets of a hub.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from opentinker.shared.rows import RowError, first_row, is_path
+from opentinker.shared.spec import DataSpec
+from opentinker.shared.spec.data import JSONL, NoFormat, format_of
+
+
+def check_data(data: DataSpec, kind: str) -> list[dict[str, Any]]:
+    """The mistakes in it."""
+    found = []
+    for field, value in (("path", data.path), ("validation", data.validation)):
+        if isinstance(value, str):
+            try:
+                _check(value, kind, data)
+            except NoFormat as error:
+                found.append(_mistake(error.field, getattr(data, error.field), str(error)))
+            except (RowError, OSError, ValueError, RuntimeError) as error:
+                found.append(_mistake(field, value, str(error)))
+    return [mistake for n, mistake in enumerate(found) if mistake not in found[:n]]
+
+
+def _check(name: str, kind: str, data: DataSpec) -> None:
+    """Raises RowError, NoFormat; OSError, ValueError or RuntimeError for a name that no file can have."""
+    if not is_path(name):
+        return
+    path = Path(name).expanduser()
+    if not path.exists():
+        raise RowError(f"does not exist on the server ({path.absolute()}); give a file, a directory or a hub id")
+    if path.name.endswith(JSONL):
+        format_of(first_row(path), kind, data)
+
+
+def absolute(data: DataSpec) -> dict[str, str]:
+    """The fields that name files, as the trainer will find them wherever it was started."""
+    return {
+        field: str(Path(value).expanduser().resolve())
+        for field, value in (("path", data.path), ("validation", data.validation))
+        if isinstance(value, str) and is_path(value)
+    }
+
+
+def _mistake(field: str, value: Any, problem: str) -> dict[str, Any]:
+    return {"field": f"data.{field}", "value": value, "problem": problem}

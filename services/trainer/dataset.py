@@ -1,0 +1,134 @@
+"""The rows that a job's [data] names, wherever they are: by number, each with the words for where it stands.
+
+jsonl is read here; parquet and directories saved by Hugging Face datasets through pyarrow; a hub id through `datasets`,
+which (from its version 4 on) runs no code of a data set. Blocking: call it in a thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+from opentinker.shared.errors import JobFailed
+from opentinker.shared.rows import RowError, is_path, lines, row_of
+from opentinker.shared.spec.data import JSONL, PARQUET
+
+SAVED = ("state.json", "dataset_dict.json")
+"""In a directory that was saved by Hugging Face datasets."""
+
+
+class Rows(Protocol):
+    columns: list[str]
+    """Of the first row, where rows may differ."""
+
+    def __len__(self) -> int: ...
+    def __iter__(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Where it stands, and the row. Raises JobFailed if it cannot be read."""
+        ...
+
+
+class LineRows:
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._lines = list(lines(path))
+        self.columns = list(self._row(0)) if self._lines else []
+
+    def __len__(self) -> int:
+        return len(self._lines)
+
+    def __iter__(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        for at in range(len(self)):
+            yield f"{self._path}, line {self._lines[at][0]}", self._row(at)
+
+    def _row(self, at: int) -> dict[str, Any]:
+        return row_of(self._path, *self._lines[at])
+
+
+class TableRows:
+    """`table`: a pyarrow Table."""
+
+    def __init__(self, name: str, table: Any) -> None:
+        self._name, self._table = name, table
+        self.columns: list[str] = table.column_names
+
+    def __len__(self) -> int:
+        return int(self._table.num_rows)
+
+    def __iter__(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        number = 0
+        for batch in self._table.to_batches(max_chunksize=1024):
+            for row in batch.to_pylist():
+                number += 1
+                yield f"{self._name}, row {number}", row
+
+
+def open_rows(path: str, split: str | None, default_split: str) -> Rows:
+    """Raises JobFailed if there are none."""
+    try:
+        rows = (
+            _local(Path(path).expanduser(), split, default_split)
+            if is_path(path)
+            else _hub(path, split or default_split)
+        )
+    except RowError as error:
+        raise JobFailed(f"data: {error}") from None
+    if not len(rows):
+        raise JobFailed(f"data: {path} has no rows")
+    return rows
+
+
+def _local(path: Path, split: str | None, default_split: str) -> Rows:
+    if not path.exists():
+        raise JobFailed(f"data: {path} does not exist on this machine; give a path that the trainer can read")
+    if any((path / name).is_file() for name in SAVED):
+        return _saved(path, split, default_split)
+    if split is not None:
+        raise JobFailed(f"data.split = {split!r}: {path} has no splits")
+    if path.is_file() and path.name.endswith(JSONL):
+        return LineRows(path)
+    files = sorted(path.glob(f"*{PARQUET}")) if path.is_dir() else [path] if path.suffix == PARQUET else []
+    if not files:
+        raise JobFailed(
+            f"data: {path} is neither a {', '.join(JSONL)} or {PARQUET} file, nor a directory of {PARQUET} files, nor "
+            "one saved by Hugging Face datasets (save_to_disk)"
+        )
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        tables = [pyarrow.parquet.read_table(file) for file in files]
+        return TableRows(str(path), pyarrow.concat_tables(tables, promote_options="default"))
+    except (OSError, pyarrow.ArrowException) as error:
+        raise JobFailed(f"data: {path} cannot be read: {error}") from error
+
+
+def _saved(path: Path, split: str | None, default_split: str) -> Rows:
+    import datasets
+
+    try:
+        found = datasets.load_from_disk(str(path))
+    except (OSError, ValueError, KeyError) as error:
+        raise JobFailed(f"data: {path} cannot be read: {error}") from error
+    if not isinstance(found, datasets.DatasetDict):
+        if split is not None:
+            raise JobFailed(f"data.split = {split!r}: {path} has no splits")
+        return TableRows(str(path), found.with_format("arrow")[:])
+    chosen = split or (next(iter(found)) if len(found) == 1 else default_split)
+    if chosen not in found:
+        raise JobFailed(f"data: {path} has no split {chosen!r}; there are: {', '.join(map(str, found))}")
+    return TableRows(f"{path}, split {chosen}", found[chosen].with_format("arrow")[:])
+
+
+def _hub(id: str, split: str) -> Rows:
+    import datasets
+
+    try:
+        found = datasets.load_dataset(id, split=split)
+    except (OSError, ValueError, KeyError, RuntimeError, datasets.exceptions.DatasetsError) as error:
+        said = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise JobFailed(
+            f"data: {id!r} is no path on this machine, and as a data set of the hub it could not be loaded "
+            f"(split {split!r}): {said}"
+        ) from error
+    return TableRows(f"{id}, split {split}", found.with_format("arrow")[:])

@@ -1,0 +1,24 @@
+"""Supervised fine-tuning: the likelihood of what rows say. Stands behind `learner.RowLearner`."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from opentinker.services.trainer.examples import Example
+from opentinker.services.trainer.row_batch import RowBatch, learned_tokens
+from opentinker.services.trainer.row_policy import RowPolicy
+from opentinker.shared.nn.forward import token_scores
+from opentinker.shared.nn.models import autocast
+
+
+class SftLearner(RowPolicy):
+    """L = -(1/N) sum_{s,t} log pi(x_{s,t} | x_{s,<t}) over the N learned tokens of the batch: a mean per token, not per
+    row. `accuracy` is the share of those tokens that pi finds the likeliest."""
+
+    def weight(self, batch: list[Example]) -> int:
+        return learned_tokens(batch)
+
+    def share(self, micro: RowBatch, weight: int) -> dict[str, Tensor]:
+        with autocast(self.device, self.dtype):
+            logprobs_M, _, hits_M = token_scores(self.causal, micro.plan, temperature=1.0, hits=True)
+        return {"loss": -logprobs_M.sum() / weight, "accuracy": hits_M.sum() / weight}

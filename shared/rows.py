@@ -1,0 +1,64 @@
+"""Rows of a .jsonl file, plain or compressed: line by line, so that a mistake has a line number.
+
+The scheduler looks at the first row when a job is submitted; the trainer reads all of them.
+"""
+
+from __future__ import annotations
+
+import gzip
+import lzma
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+
+import orjson
+
+from opentinker.shared.spec.data import JSONL, PARQUET
+
+
+class RowError(ValueError):
+    """What is wrong, with file and line."""
+
+
+def is_path(path: str) -> bool:
+    """A file or directory, not the id `owner/name` or `name` of a data set on a hub."""
+    return (
+        path[0] in "/.~" or path.endswith((*JSONL, PARQUET)) or path.count("/") > 1 or Path(path).expanduser().exists()
+    )
+
+
+def lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    """Number (from 1) and text of each line that is not blank. Raises RowError if the file cannot be read."""
+    try:
+        with _open(path) as file:
+            for number, line in enumerate(file, 1):
+                if line.strip():
+                    yield number, line
+    except (OSError, EOFError, lzma.LZMAError) as error:
+        raise RowError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
+
+
+def row_of(path: Path, number: int, line: bytes) -> dict[str, Any]:
+    """Raises RowError."""
+    try:
+        row = orjson.loads(line)
+    except orjson.JSONDecodeError as error:
+        raise RowError(f"{path}, line {number}: is not JSON: {error}") from None
+    if not isinstance(row, dict):
+        raise RowError(
+            f"{path}, line {number}: is not an object with named fields: {line[:100].decode('utf8', 'replace')}"
+        )
+    return row
+
+
+def first_row(path: Path) -> dict[str, Any]:
+    """Raises RowError, also if there is none."""
+    for number, line in lines(path):
+        return row_of(path, number, line)
+    raise RowError(f"{path} has no rows")
+
+
+def _open(path: Path) -> BinaryIO:
+    if path.suffix == ".xz":
+        return cast(BinaryIO, lzma.open(path))
+    return cast(BinaryIO, gzip.open(path)) if path.suffix == ".gz" else path.open("rb")

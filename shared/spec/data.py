@@ -1,0 +1,137 @@
+"""What sft and dpo learn from: rows of a file or a data set, and how they become tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from opentinker.shared.spec.part import Part, Positive
+
+Format = Literal["messages", "prompt_completion", "preference"]
+COLUMNS: dict[Format, tuple[str, ...]] = {
+    "messages": ("messages",),
+    "prompt_completion": ("prompt", "completion"),
+    "preference": ("chosen", "rejected"),
+}
+"""Columns that a row of the format must have. A preference may have a `prompt` too."""
+OPTIONAL = ("prompt",)
+FORMATS: dict[str, tuple[Format, ...]] = {"sft": ("messages", "prompt_completion"), "dpo": ("preference",)}
+"""By kind of job."""
+JSONL = (".jsonl", ".jsonl.gz", ".jsonl.xz")
+PARQUET = ".parquet"
+
+
+class DataSpec(Part):
+    path: Annotated[str, Field(min_length=1)]
+    """A .jsonl (also .jsonl.gz, .jsonl.xz) or .parquet file, a directory of .parquet files or one saved by Hugging
+    Face datasets, or a data set's hub id. No code of a data set is ever run."""
+    split: Annotated[str, Field(min_length=1)] | None = None
+    """Of a hub id, or of a saved directory that has several; default `train`."""
+    format: Format | None = None
+    """`messages`: a chat, [{role, content}, ...]. `prompt_completion`: each a list of messages, or a text, of the user
+    and of the assistant. `preference`: `chosen` and `rejected`, each a completion of `prompt`; without a prompt each is
+    a whole chat, which begins like the other. Default: what the columns say."""
+    columns: dict[str, str] = {}
+    """Where the data names the columns of the format otherwise, e.g. {prompt = "question", completion = "answer"}."""
+    mask: Literal["completion", "assistant"] = "completion"
+    """What is learned. `completion`: the assistant's turns of the completion, or the last turn of `messages`.
+    `assistant`: all of the assistant's turns. Up to and including the end-of-turn token, exactly as the chat template
+    has it: by its generation tags, else by rendering the chat turn by turn."""
+    max_length: Positive | None = None
+    """Tokens per row; default: what the model allows, at most 4096."""
+    longer: Literal["refuse", "drop", "cut"] = "refuse"
+    """What is done with longer rows: `refuse` fails the job at once, `drop` leaves them out, `cut` takes their end off.
+    How many there were is said in the job's log."""
+    batch_size: Positive = 16
+    """Rows (dpo: pairs) per step."""
+    epochs: Positive | None = None
+    """Times that every row is used: gives the number of steps, in the place of `train.steps`."""
+    shuffle: bool = True
+    """A new order in every epoch, from `train.seed`; false: the order of the file."""
+    validation: float | str | None = None
+    """Rows that are never trained on: a share of the rows, drawn by `train.seed`, or a path or hub id as above."""
+    validation_split: Annotated[str, Field(min_length=1)] | None = None
+    """As `split`, of the path in `validation`; default `validation`."""
+    validate_every: Positive | None = None
+    """Steps; with `validation` it is also done before the first step and after the last one. Default: only then."""
+
+    def settle(self) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = []
+        known = {name for columns in COLUMNS.values() for name in (*columns, *OPTIONAL)}
+        if unknown := sorted(self.columns.keys() - known):
+            problem = f"no format has {', '.join(unknown)}; there are: {', '.join(sorted(known))}"
+            found.append({"field": "columns", "value": self.columns, "problem": problem})
+        if self.validation == "" or (isinstance(self.validation, float) and not 0.0 < self.validation < 1.0):
+            problem = "must be a share, more than 0 and less than 1, or a path or hub id"
+            found.append({"field": "validation", "value": self.validation, "problem": problem})
+        if self.validate_every is not None and self.validation is None:
+            problem = "needs `validation`: rows to validate on"
+            found.append({"field": "validate_every", "value": self.validate_every, "problem": problem})
+        if self.validation_split is not None and not isinstance(self.validation, str):
+            problem = "needs a path or hub id in `validation`"
+            found.append({"field": "validation_split", "value": self.validation_split, "problem": problem})
+        for field, path in (("split", self.path), ("validation_split", self.validation)):
+            if getattr(self, field) is not None and isinstance(path, str) and path.endswith((*JSONL, PARQUET)):
+                problem = f"a file has no splits ({path})"
+                found.append({"field": field, "value": getattr(self, field), "problem": problem})
+        return found
+
+    def column(self, name: str) -> str:
+        """What the data calls it."""
+        return self.columns.get(name, name)
+
+
+class DpoSpec(Part):
+    beta: Annotated[float, Field(gt=0.0)] = 0.1
+    """How hard the policy is held to the reference, which is the model that the job starts from."""
+    loss: Literal["sigmoid", "ipo"] = "sigmoid"
+    """`sigmoid`: DPO. `ipo`: squared distance of the per-token margin from 1/(2 beta)."""
+    label_smoothing: Annotated[float, Field(ge=0.0, lt=0.5)] = 0.0
+    """sigmoid: share of pairs that are assumed to be the wrong way round."""
+
+    def settle(self) -> list[dict[str, Any]]:
+        if self.loss == "ipo" and self.label_smoothing:
+            return [{"field": "label_smoothing", "value": self.label_smoothing, "problem": "does not apply to 'ipo'"}]
+        return []
+
+
+class NoFormat(ValueError):
+    """`field`: of the spec's part `data`."""
+
+    def __init__(self, field: str, problem: str) -> None:
+        self.field = field
+        super().__init__(problem)
+
+
+def format_of(columns: Iterable[str], kind: str, data: DataSpec) -> Format:
+    """The format of rows with these columns. Raises NoFormat, naming what there is."""
+    there = list(columns)
+    said = f"the columns are: {', '.join(there) or '(none)'}"
+
+    def lacking(format: Format) -> list[str]:
+        return [data.column(name) for name in COLUMNS[format] if data.column(name) not in there]
+
+    if data.format is not None:
+        if missing := lacking(data.format):
+            raise NoFormat("format", f"{data.format} needs {' and '.join(missing)}; {said}")
+        fitting = [data.format]
+    else:
+        fitting = [format for format in FORMATS[kind] if not lacking(format)]
+    if not fitting:
+        wanted = ", or ".join(" and ".join(data.column(name) for name in COLUMNS[format]) for format in FORMATS[kind])
+        raise NoFormat("columns", f"a row needs {wanted}; {said}. Other names are given by data.columns")
+    if len(fitting) > 1:
+        raise NoFormat("format", f"must be given, the rows have what {' and '.join(fitting)} need; {said}")
+    (format,) = fitting
+    used = {*COLUMNS[format], *OPTIONAL} if format != "messages" else set(COLUMNS[format])
+    if odd := sorted(name for name in data.columns if name not in used or data.columns[name] not in there):
+        raise NoFormat("columns", f"{', '.join(odd)}: not a column that {format} rows use and these have; {said}")
+    return format
+
+
+def renamed(row: Mapping[str, Any], data: DataSpec, format: Format) -> dict[str, Any]:
+    """The row's columns that the format uses, by the names that we use."""
+    names = COLUMNS[format] if format == "messages" else (*COLUMNS[format], *OPTIONAL)
+    return {name: row.get(data.column(name)) for name in names}
