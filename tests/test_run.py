@@ -91,7 +91,14 @@ def test_one_command_trains_a_job_and_leaves_nothing_running(tmp_path: Path, mod
     data_dir = tmp_path / "data"
     done = opentinker("run", spec(tmp_path, model, 30), "--data-dir", data_dir, timeout_s=240)
     assert done.returncode == 0, done.stdout + done.stderr
-    for wanted in ("step 30/30", "reward by step, 1 to 30", "toy succeeded at step 30/30", "next:", "first reward"):
+    for wanted in (
+        "step 30/30",
+        "reward by step, 1 to 30",
+        "toy succeeded at step 30/30",
+        "next:",
+        "first reward",
+        "--from-checkpoint j-",
+    ):
         assert wanted in done.stdout
     assert orjson.loads(opentinker("status", "--data-dir", data_dir, "--json").stdout)["running"] is False
     children = orjson.loads((data_dir / "run" / "state.json").read_bytes())["children"]

@@ -193,6 +193,9 @@ def report(last: Update, home: Path, url: str, began: float, api: Client, *, kee
         say("      # the same machine again, with this job in its list; then, from another terminal:")
     say(f"  {as_typed('jobs', '--url', url)}")
     say(f"  {as_typed('download', job['id'], 'my-model', '--url', url)}")
+    newest_of_job = f"{job['id']}@{step}"
+    say(f"  {as_typed('submit', 'NEXT.toml', '--from-checkpoint', newest_of_job, '--url', url)}")
+    say("      # another job, which begins with these weights")
     say(f"  {as_typed('spec')}")
     say("      # every setting of a job, to edit an example and run your own")
 
