@@ -237,6 +237,26 @@ async def test_dpo_over_real_processes_learns(cluster: Cluster, tmp_path: Path, 
 
 @pytest.mark.timeout(240)
 @pytest.mark.asyncio(loop_scope="module")
+async def test_job_of_another_kind_goes_on_from_the_weights(cluster: Cluster, tmp_path: Path, model: Path) -> None:
+    """DPO after SFT; with a learning rate of 0 it ends with what it began with."""
+    usual = {"model": {"chat_template": "plain"}}
+    train = {"steps": 6, "lr": 3e-3, "checkpoint_every": 2, "keep_checkpoints": 3}
+    first = await cluster.submit(row_spec(model, write_rows(tmp_path / "rows.jsonl", copies(20)), train=train, **usual))
+    assert (await cluster.wait(first, 60))["state"] == "succeeded"
+    pairs = write_rows(tmp_path / "pairs.jsonl", preferences(20))
+    spec = row_spec(model, pairs, "dpo", train={"steps": 2, "lr": 0.0}, **usual)
+    second = str((await cluster.client.submit(spec, from_checkpoint=f"{first}@4"))["id"])
+    record = await cluster.wait(second, 60)
+    assert record["state"] == "succeeded", record["reason"]
+    begun, ended = weights(cluster, first, 4), weights(cluster, second, 2)
+    assert begun.keys() == ended.keys() and all(begun[name].equal(ended[name]) for name in begun)
+    assert not all(begun[name].equal(other) for name, other in weights(cluster, first, 6).items())
+    losses = [point["values"]["loss"] for point in await cluster.client.metrics(second, names=["loss"])]
+    assert losses == pytest.approx([math.log(2)] * 2, abs=1e-6), "the reference is what it began with"
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.asyncio(loop_scope="module")
 async def test_row_that_is_wrong_fails_its_job_at_once_and_the_next_one_runs(
     cluster: Cluster, tmp_path: Path, model: Path
 ) -> None:
