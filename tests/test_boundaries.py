@@ -43,6 +43,7 @@ HEAVY = {
     "opentinker.services.trainer.step_record",
     "opentinker.services.trainer.torch_learner",
     "opentinker.services.trainer.train_state",
+    "opentinker.services.trainer.zero_learner",
     "opentinker.shared.nn.forward",
     "opentinker.shared.nn.layers",
     "opentinker.shared.nn.lora",

@@ -45,9 +45,9 @@ def models(tiny: Path) -> tuple[Any, Any]:
 
 @pytest.mark.parametrize("share", [True, False])
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
-@pytest.mark.parametrize("chunked", [False, True])
+@pytest.mark.parametrize("chunked", ["", "by itself", "more than there is work"])
 def test_packed_equals_padded_in_values_and_gradients(
-    models: tuple[Any, Any], share: bool, temperature: float, chunked: bool
+    models: tuple[Any, Any], share: bool, temperature: float, chunked: str
 ) -> None:
     plain, packed = models
     ids, masks = ragged(3)
@@ -55,7 +55,9 @@ def test_packed_equals_padded_in_values_and_gradients(
     expected = padded_logprobs(plain, ids, masks, temperature)
     (expected * weights).sum().backward()
     plan = layout(ids, masks, share_prefixes=share)
-    got, entropy = token_logprobs(packed, plan, temperature=temperature, logits_at_once=64 * 7 if chunked else 1 << 24)
+    at_once = 64 * 7 if chunked else 1 << 24
+    agree = (lambda _: 1000) if chunked == "more than there is work" else None
+    got, entropy = token_logprobs(packed, plan, temperature=temperature, logits_at_once=at_once, agree=agree)
     (got * weights).sum().backward()
     torch.testing.assert_close(got, expected, atol=2e-6, rtol=0)
     assert entropy.min() > 0 and entropy.max() <= np.log(64) + 1e-5

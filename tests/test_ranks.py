@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM
 
 from opentinker.services.trainer import ranks
 from opentinker.services.trainer.learner import NonFinite
@@ -90,13 +91,24 @@ def pair(tiny: Path) -> Iterator[Pair]:
     pair.gang.close()
 
 
+SMALL_PASSES = {"lr": 1e-3, "weight_decay": 0.1, "tokens_per_micro_batch": 40}
+"""Several passes per rank and step, not equally many of them."""
 JOBS: dict[str, dict[str, Any]] = {
-    "full": {"train": {"lr": 1e-3, "weight_decay": 0.1, "tokens_per_micro_batch": 40}},
+    "full": {"train": SMALL_PASSES},
     "lora": {"model": {"lora": LORA}},
     "bfloat16": {"model": {"dtype": "bfloat16"}},
     "two updates": {"algorithm": {"updates_per_batch": 2, "proximal": "recomputed"}},
     "critic": {"algorithm": {"name": "ppo", "critic_lr": 1e-3}},
-    "sequences": {"algorithm": {"name": "gspo", "kl_coef": 0.1}},
+    "zero1": {"train": {"parallel": "zero1", **SMALL_PASSES}},
+    "zero2": {"train": {"parallel": "zero2", **SMALL_PASSES}},
+    "zero2 lora": {"train": {"parallel": "zero2", "lr": 1e-3}, "model": {"lora": LORA, "dtype": "bfloat16"}},
+    "zero3": {"train": {"parallel": "zero3", "gradient_checkpointing": True, **SMALL_PASSES}},
+    "zero3 lora": {"train": {"parallel": "zero3", "lr": 1e-3}, "model": {"lora": LORA}},
+    "zero3 bfloat16": {
+        "train": {"parallel": "zero3", "lr": 1e-3},
+        "model": {"dtype": "bfloat16", "fp32_head": True},
+        "algorithm": {"updates_per_batch": 2, "proximal": "recomputed"},
+    },
 }
 
 
@@ -105,7 +117,7 @@ def test_two_ranks_learn_what_one_does(pair: Pair, name: str) -> None:
     parts = JOBS[name]
     usual = {"group_size": 4, "groups_per_batch": 4}
     alone = pair.job(**{**parts, "algorithm": {**usual, **parts.get("algorithm", {})}})
-    for step in range(3):
+    for step in range(2):
         found = pair.both_step(alone, random_groups(step, reference=True), step)
         assert 1.0 <= found["trainer/rank_imbalance"] < 1.5
     pair.assert_same_weights(alone)
@@ -125,6 +137,24 @@ def test_two_ranks_start_from_the_checkpoint_of_another_job(pair: Pair, tmp_path
         pair.assert_same_weights(alone)
 
 
+HELD = {"data": 3.0, "zero1": 2.5, "zero2": 2.5, "zero3": 2.0}
+"""Between steps, by one of two ranks, in numbers per trained one: weights, masters where they stand apart, moments."""
+
+
+@pytest.mark.parametrize("parallel", HELD)
+def test_what_a_rank_holds_between_steps(pair: Pair, parallel: str) -> None:
+    pair.job(train={"lr": 1e-3, "parallel": parallel})
+    pair.gang.step(random_groups(0), version(0))
+    pair.gang.snapshot(version(1))
+    own = pair.gang.own
+    tensors = [*own.parameters.values(), *own.optimizer.state]
+    tensors += [p.ds_tensor for p in own.parameters.values() if hasattr(p, "ds_tensor")]
+    tensors += [value for state in own.optimizer.state.values() for value in state.values()]
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+    count = sum(p.numel() for p in AutoModelForCausalLM.from_pretrained(pair.base).parameters())
+    assert sum(storages.values()) / 4 / count == pytest.approx(HELD[parallel], rel=0.02)
+
+
 def one_answer() -> list[Group]:
     """A batch of which only one trajectory has sampled tokens."""
     spoken = trajectory_of([5, 6, 7, 8, 1], [0, 0, 1, 1, 1], reward=1.0)
@@ -132,17 +162,19 @@ def one_answer() -> list[Group]:
     return [group_of([spoken, silent])]
 
 
-def test_a_rank_may_have_nothing_to_do(pair: Pair) -> None:
-    alone = pair.job(algorithm={"group_size": 2, "groups_per_batch": 1})
+@pytest.mark.parametrize("parallel", ["data", "zero2", "zero3"])
+def test_a_rank_may_have_nothing_to_do(pair: Pair, parallel: str) -> None:
+    alone = pair.job(algorithm={"group_size": 2, "groups_per_batch": 1}, train={"lr": 1e-3, "parallel": parallel})
     found = pair.both_step(alone, one_answer(), 0)
     assert found["trainer/rank_imbalance"] == 2.0
     pair.both_step(alone, random_groups(1), 1)
     pair.assert_same_weights(alone)
 
 
-def test_a_step_that_is_not_finite_is_refused_by_all_ranks_and_changes_nothing(pair: Pair) -> None:
-    """What is not finite lies with the second rank alone."""
-    alone = pair.job()
+@pytest.mark.parametrize("parallel", ["data", "zero1", "zero3"])
+def test_a_step_that_is_not_finite_is_refused_by_all_ranks_and_changes_nothing(pair: Pair, parallel: str) -> None:
+    """What is not finite lies with the second update and the second rank alone."""
+    alone = pair.job(algorithm={"updates_per_batch": 2}, train={"lr": 1e-3, "parallel": parallel})
     pair.both_step(alone, random_groups(0), 0)
     groups = random_groups(1)
     last = groups[3].trajectories
@@ -153,7 +185,16 @@ def test_a_step_that_is_not_finite_is_refused_by_all_ranks_and_changes_nothing(p
     pair.assert_same_weights(alone)
 
 
-@pytest.mark.parametrize("parts", [{}, {"model": {"lora": LORA, "dtype": "bfloat16"}}], ids=["full", "lora"])
+CHECKPOINTS: dict[str, dict[str, Any]] = {
+    "data": {},
+    "data lora": {"model": {"lora": LORA, "dtype": "bfloat16"}},
+    "zero1 lora": {"model": {"lora": LORA}, "train": {"lr": 1e-3, "parallel": "zero1"}},
+    "zero2": {"train": {"lr": 1e-3, "parallel": "zero2"}},
+    "zero3": {"model": {"dtype": "bfloat16"}, "train": {"lr": 1e-3, "parallel": "zero3"}},
+}
+
+
+@pytest.mark.parametrize("parts", CHECKPOINTS.values(), ids=CHECKPOINTS)
 def test_a_checkpoint_fits_any_number_of_ranks(pair: Pair, tmp_path: Path, parts: dict[str, Any]) -> None:
     alone = pair.job(**parts)
     for step in range(2):
@@ -185,9 +226,11 @@ def gone(pid: int) -> bool:
     return False
 
 
-def test_a_rank_that_stops_is_noticed_and_ended(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_stops_is_noticed_and_ended_and_the_next_job_has_others(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """SIGSTOP between two steps. Its silence is noticed whatever our own part waits for."""
-    pair.job()
+    pair.job(train={"lr": 1e-3, "parallel": "zero2"})
     monkeypatch.setattr(ranks, "SILENT_S", 3.0)
     assert pair.gang.ranks is not None
     (pid,) = pair.gang.ranks.pids
@@ -197,6 +240,10 @@ def test_a_rank_that_stops_is_noticed_and_ended(pair: Pair, monkeypatch: pytest.
     pair.gang.close()
     assert gone(pid)
     pair.gang.close()
+
+    pair.gang = RankedLearner(two_ranks(pair.base), "cpu")
+    alone = pair.job(train={"lr": 1e-3, "parallel": "zero1"})
+    pair.both_step(alone, random_groups(0), 0)
 
 
 # --- which rank gets what -------------------------------------------------------------------------------------------

@@ -210,6 +210,17 @@ def test_a_rank_per_gpu_or_as_many_as_are_asked_for() -> None:
     assert set(found) == {"resources.trainer_ranks"}
 
 
+def test_ranks_share_what_they_can() -> None:
+    several = {"trainer_ranks": 2}
+    zero = {"steps": 1, "parallel": "zero3"}
+    assert parse_spec({**SMALLEST, "train": zero, "resources": several}).train.parallel == "zero3"
+    assert "trainer_ranks > 1" in mistakes({**SMALLEST, "train": zero})["train.parallel"]
+    found = mistakes({**SMALLEST, "train": zero, "resources": several, "algorithm": {"name": "ppo"}})
+    assert "critic" in found["train.parallel"]
+    simulated = {"steps": 1, "learner": "simulated", "parallel": "data"}
+    assert parse_spec({**SMALLEST, "train": simulated}).train.parallel == "data"
+
+
 def test_simulation_gives_what_it_uses_its_values() -> None:
     spec = make_spec(algorithm={"drop_zero_variance": True, "kl_coef": 0.1})
     assert spec.rollout.toy is not None and spec.rollout.toy.skill == 0.5

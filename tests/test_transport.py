@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 
@@ -110,6 +111,26 @@ def test_mixed_dtypes_keep_their_bits() -> None:
     snap = snapshot(V1, tensors, 1 << 20)
     assert len(snap.buckets) == 1
     assert all(torch.equal(a, b) for (_, a), (_, b) in zip(tensors, unpack(snap.manifest, snap.buckets), strict=True))
+
+
+def test_a_snapshot_of_what_was_announced_keeps_nothing_of_what_comes() -> None:
+    tensors = named([40, 7, 0, 90])
+    whole = snapshot(V1, tensors, 64)
+    alive: list[weakref.ref[torch.Tensor]] = []
+
+    def one_by_one() -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in tensors:
+            assert all(ref() is None for ref in alive), "the one before is still held"
+            made = tensor.clone()
+            alive.append(weakref.ref(made))
+            yield name, made
+            del made
+
+    lazy = snapshot(V1, one_by_one(), 64, whole.manifest)
+    assert lazy.fingerprints == whole.fingerprints and lazy.manifest == whole.manifest
+    for wrong in (tensors[:3], tensors[1:], [*tensors, ("more", torch.zeros(1))], []):
+        with pytest.raises(TransportError, match="announced"):
+            snapshot(V1, wrong, 64, whole.manifest)
 
 
 def test_a_snapshot_does_not_follow_the_training_weights() -> None:

@@ -8,7 +8,8 @@ it is an adapter too. It is saved in `trainer/critic.safetensors`: `weight/NAME`
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -87,6 +88,11 @@ class Critic:
             group["lr"] = float(self.spec.algorithm.critic_lr or 0.0) * warmup
         self.optimizer.step()
         self.optimizer.zero_grad()
+
+    def remember(self) -> Callable[[], None]:
+        """Returns what undoes the steps from here on."""
+        memory = train_state.remember(self.parameters, self.optimizer)
+        return partial(train_state.restore, memory, self.parameters, self.optimizer)
 
     def save(self, directory: Path) -> None:
         tensors = {f"weight/{name}": p.detach() for name, p in self.parameters.items()}

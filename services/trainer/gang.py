@@ -7,7 +7,7 @@ by device. Nothing is pickled: only tensors travel.
 from __future__ import annotations
 
 import datetime
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +26,8 @@ BUCKET_ELEMENTS = 1 << 24
 class Gang:
     def __init__(self, rank: int = 0, world: int = 1, device: str = "cpu") -> None:
         self.rank, self.world, self.device = rank, world, device
+        self.destroy: Callable[[], None] = dist.destroy_process_group
+        """A library that remembers the group has a way of its own."""
 
     @classmethod
     def join(cls, port: int, rank: int, world: int, device: str, store: dist.TCPStore | None = None) -> Gang:
@@ -43,7 +45,7 @@ class Gang:
 
     def leave(self) -> None:
         if self.world > 1 and dist.is_initialized():
-            dist.destroy_process_group()
+            self.destroy()
 
     def separate_noise(self, seed: int, step: int) -> None:
         """Dropout draws other numbers on each rank. Rank 0 goes on with the random state that checkpoints hold; that of
@@ -56,6 +58,14 @@ class Gang:
         if self.world > 1:
             dist.all_reduce(tensor)
         return tensor
+
+    def most(self, number: int) -> int:
+        """The largest of the ranks' numbers."""
+        if self.world == 1:
+            return number
+        found = torch.tensor(number, device=self.device)
+        dist.all_reduce(found, dist.ReduceOp.MAX)
+        return int(found)
 
     def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
         """Each rank has the sum of all ranks' gradients afterwards; none where no rank has one."""

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -27,7 +28,7 @@ class MicroBatch:
     """What one forward pass needs. M: mask-1 tokens, trajectory by trajectory."""
 
     members: list[int]
-    """Which trajectories of the batch these are."""
+    """Which trajectories of the batch these are. None: there is nothing to learn from it, see `_idle`."""
     plan: Layout
     behaviour_M: Tensor
     reference_M: Tensor | None
@@ -94,7 +95,26 @@ def _update(
         micro = _micro_batch([part[i] for i in members], version, spec, device, tokens, len(sampled))
         micro.members = [first + i for i in members]
         micros.append(micro)
+    if spec.train.parallel != "data":
+        shares = share([len(part[i].mask_T) for i in sampled], gang.world)
+        lengths_R = [[len(part[sampled[place]].mask_T) for place in places] for places in shares]
+        passes = max(len(pack(lengths, spec.train.tokens_per_micro_batch)) for lengths in lengths_R)
+        micros += [_idle(part[sampled[0]], version, spec, device) for _ in range(passes - len(micros))]
     return micros
+
+
+def _idle(trajectory: Trajectory, version: WeightVersion, spec: JobSpec, device: torch.device) -> MicroBatch:
+    """The smallest pass there is, for a rank that has fewer than the others: ranks that share weights or gradients go
+    through as many passes as each other."""
+    first = int(np.flatnonzero(trajectory.mask)[0])
+    short = msgspec.structs.replace(
+        trajectory,
+        ids_T=trajectory.ids[first - 1 : first + 1].tobytes(),
+        mask_T=trajectory.mask[first - 1 : first + 1].tobytes(),
+        logprobs_T=trajectory.logprobs[first - 1 : first + 1].tobytes(),
+        ref_logprobs_T=trajectory.logprobs[first - 1 : first + 1].tobytes(),
+    )
+    return _micro_batch([short], version, spec, device, 1, 1)
 
 
 def _micro_batch(
@@ -129,6 +149,8 @@ def _micro_batch(
 def give_credit(micros: Sequence[MicroBatch], credit: Credit) -> None:
     """Put the advantages of the batch, and what its critic learns, beside the tokens they belong to."""
     for micro in micros:
+        if not micro.members:
+            continue
         device = micro.behaviour_M.device
         micro.advantages_M = _tensor([credit.advantages_S[i] for i in micro.members], np.float32, device)
         if credit.returns_S is not None:
@@ -148,6 +170,7 @@ def values_of(micros: Sequence[MicroBatch], counts_S: Sequence[int], gang: Gang)
 
 def sizes(micros: Sequence[MicroBatch]) -> dict[str, Tensor]:
     """One number each per rank."""
+    micros = [micro for micro in micros if micro.members]
     return {
         "tokens": torch.tensor([sum(len(micro.behaviour_M) for micro in micros)]),
         "tokens/total": torch.tensor([sum(micro.tokens for micro in micros)]),

@@ -10,8 +10,10 @@ A learner adds up gradients with `backward()`, then `set_lr`, `clip`, `finite`, 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from peft import get_peft_model_state_dict
@@ -31,6 +33,15 @@ from opentinker.shared.spec import JobSpec
 from opentinker.shared.types import WeightVersion
 
 
+class Saved(NamedTuple):
+    """Of a checkpoint."""
+
+    weights: dict[str, Tensor]
+    """Model or adapter, in the job's dtype."""
+    state: dict[str, Tensor]
+    """See `train_state`."""
+
+
 class Policy:
     """AdamW on one model, on one device; with a gang, the same model on the devices of all its ranks."""
 
@@ -41,6 +52,11 @@ class Policy:
         self.dtype = torch_dtype(spec.model.dtype)
         self.steps = 0
         """Batches trained on, over all resumes: the position of the learning-rate schedule."""
+
+    @property
+    def loads_on(self) -> str:
+        """Where the weights go first."""
+        return self.device
 
     def load(self, checkpoint: Path | None) -> None:
         """The base model, or the state of a checkpoint directory. Raises JobFailed if either is unusable."""
@@ -67,9 +83,9 @@ class Policy:
         torch.manual_seed(spec.train.seed)
         if spec.model.lora is None:
             source = spec.model.base if checkpoint is None else str(checkpoint)
-            self.model: nn.Module = load_model(source, torch.float32, self.device)
+            self.model: nn.Module = load_model(source, torch.float32, self.loads_on)
         else:
-            self.model = attach_lora(load_model(spec.model.base, self.dtype, self.device), spec.model.lora)
+            self.model = attach_lora(load_model(spec.model.base, self.dtype, self.loads_on), spec.model.lora)
         self.causal = causal_lm(self.model)
         if spec.model.fp32_head:
             float32_head(self.causal)
@@ -132,6 +148,10 @@ class Policy:
         with autocast(self.device, self.dtype):
             return token_logprobs(self.causal, plan, temperature=temperature, entropy_gradient=entropy_gradient)
 
+    def backward(self, loss: Tensor, *, last: bool) -> None:
+        """Adds to the gradient; `last`: of this optimizer step."""
+        loss.backward()
+
     def clip(self) -> Tensor:
         """Bound the norm of the gradient, which is summed over the ranks; returns it as it was."""
         self.gang.sum_gradients(self.parameters.values())
@@ -153,6 +173,11 @@ class Policy:
     def forget(self) -> None:
         """The gradient."""
         self.optimizer.zero_grad()
+
+    def remember(self) -> Callable[[], None]:
+        """Returns what undoes the steps from here on."""
+        memory = train_state.remember(self.parameters, self.optimizer)
+        return partial(train_state.restore, memory, self.parameters, self.optimizer)
 
     @property
     def drops_out(self) -> bool:
@@ -179,11 +204,25 @@ class Policy:
 
     def save(self, directory: Path) -> None:
         """Model (or adapter) and tokenizer at the top, trainer state below `trainer/`."""
+        self.write(directory, self.collect())
+
+    def collect(self) -> Saved:
+        """What a checkpoint holds."""
+        tensors = train_state.moments(self.parameters, self.optimizer)
+        if self.has_masters:
+            tensors |= {f"master/{name}": parameter.detach() for name, parameter in self.parameters.items()}
+        return Saved(dict(self.named_weights()), tensors)
+
+    def write(self, directory: Path, saved: Saved) -> None:
         directory.mkdir(parents=True, exist_ok=True)
-        train_state.save_model(directory, self.model, dict(self.named_weights()), self.dtype)
+        train_state.save_model(directory, self.model, saved.weights, self.dtype)
         self.tokenizer.save_pretrained(directory)
-        masters = self.dtype != torch.float32
-        train_state.save(directory, self.parameters, self.optimizer, self.steps, masters=masters)
+        train_state.save(directory, saved.state, self.steps, cuda=self.device == "cuda")
+
+    @property
+    def has_masters(self) -> bool:
+        """What is saved as the model is narrower than what is trained."""
+        return bool(self.dtype != torch.float32)
 
     def close(self) -> None:
         """There is nothing outside this process; a gang is left by whoever joined it."""

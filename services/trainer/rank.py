@@ -28,6 +28,7 @@ from opentinker.services.trainer.rank_wire import (
     Command,
     Done,
     FromRank,
+    Gather,
     Join,
     Load,
     Refused,
@@ -38,7 +39,7 @@ from opentinker.services.trainer.rank_wire import (
 from opentinker.services.trainer.torch_learner import TorchLearner
 from opentinker.shared import codec
 from opentinker.shared.errors import JobFailed
-from opentinker.shared.spec import parse_spec
+from opentinker.shared.spec import JobSpec, parse_spec
 
 PR_SET_PDEATHSIG = 1
 BEAT_S = 1.0
@@ -64,6 +65,15 @@ def end_with_trainer() -> None:
         signal.signal(ignored, signal.SIG_IGN)
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def make(spec: JobSpec, gang: Gang) -> TorchLearner:
+    """One rank's learner."""
+    if spec.train.parallel == "data":
+        return TorchLearner(spec, gang.device, gang)
+    from opentinker.services.trainer.zero_learner import ZeroLearner  # deepspeed is for those who ask for it
+
+    return ZeroLearner(spec, gang.device, gang)
 
 
 class Rank:
@@ -93,16 +103,27 @@ class Rank:
             case Join(device=device, port=port, world=world):
                 self._gang = Gang.join(port, self._rank, world, device)
             case Load(spec=spec, checkpoint=checkpoint, resume=resume, optimizer=optimizer):
+                if self._learner is not None:
+                    self._learner.close()
                 self._learner = None  # its memory is needed
-                learner = TorchLearner(parse_spec(orjson.loads(spec)), self._gang.device, self._gang)
+                learner = make(parse_spec(orjson.loads(spec)), self._gang)
                 if checkpoint is None or resume:
                     learner.load(None if checkpoint is None else Path(checkpoint))
                 else:
                     learner.start(Path(checkpoint), optimizer=optimizer)
                 self._learner = learner
             case Step(groups=groups, version=version):
-                assert self._learner is not None, "Load comes first"
-                self._learner.step(groups, version)
+                self._own.step(groups, version)
+            case Gather(checkpoint=True):
+                self._own.collect()
+            case Gather():
+                for _ in self._own.named_weights():
+                    pass
+
+    @property
+    def _own(self) -> TorchLearner:
+        assert self._learner is not None, "Load comes first"
+        return self._learner
 
     def _beat(self) -> None:
         pause = threading.Event()

@@ -36,6 +36,12 @@ class Step(msgspec.Struct, frozen=True, tag=True):
     version: WeightVersion
 
 
+class Gather(msgspec.Struct, frozen=True, tag=True):
+    """Help rank 0 to gather what is shared: the weights, for a checkpoint the optimizer's state too."""
+
+    checkpoint: bool
+
+
 class Done(msgspec.Struct, frozen=True, tag=True):
     pass
 
@@ -51,7 +57,7 @@ class Beat(msgspec.Struct, frozen=True, tag=True):
     """Once a second: this process runs."""
 
 
-Command = Join | Load | Step
+Command = Join | Load | Step | Gather
 Answer = Done | Refused | Beat
 
 

@@ -3,7 +3,7 @@
                     rank 0, in the trainer             rank 1 ... N-1, processes of `rank.py`
     load, start,
     step            TorchLearner  <--collectives-->    TorchLearner
-    snapshot, save  TorchLearner                       -
+    snapshot, save  TorchLearner  <--collectives-->    TorchLearner      where the ranks share weights or optimizer
 
 Each rank computes its part of every batch; what the batch is worth and what it weighs is settled over the whole of it,
 so that the result does not depend on the number of ranks. Stands behind `learner.Learner`.
@@ -21,7 +21,8 @@ from typing import TypeVar
 import torch
 
 from opentinker.services.trainer.gang import HOST, PATIENCE_S, Gang
-from opentinker.services.trainer.rank_wire import Command, Join, Load, Step
+from opentinker.services.trainer.rank import make
+from opentinker.services.trainer.rank_wire import Command, Gather, Join, Load, Step
 from opentinker.services.trainer.ranks import Ranks
 from opentinker.services.trainer.torch_learner import TorchLearner
 from opentinker.shared.errors import JobFailed
@@ -53,24 +54,34 @@ class RankedLearner:
     def _prepare(self, checkpoint: str | None, *, resume: bool, optimizer: bool = False) -> Load:
         if self.ranks is None:
             self._start_ranks()
-        self.own = TorchLearner(self.spec, self.device, self.own.gang)
+        self.own.close()
+        self.own = make(self.spec, self.own.gang)
         return Load(self.spec.model_dump_json().encode(), checkpoint, resume, optimizer)
 
     def step(self, groups: list[Group], version: WeightVersion) -> dict[str, float]:
         return self._run(Step(groups, version), lambda: self.own.step(groups, version))
 
     def snapshot(self, version: WeightVersion) -> transport.Snapshot:
-        return self.own.snapshot(version)
+        if self.spec.train.parallel != "zero3":  # the others hold all of it
+            return self.own.snapshot(version)
+        return self._run(Gather(checkpoint=False), lambda: self.own.snapshot(version))
 
     def save(self, directory: Path) -> None:
-        self.own.save(directory)
+        if self.spec.train.parallel == "data":
+            self.own.save(directory)
+        else:  # a disk that refuses is not the other ranks' affair
+            self.own.write(directory, self._run(Gather(checkpoint=True), self.own.collect))
 
     def close(self) -> None:
         """Ends the other ranks; from another thread also in the middle of a step. Raises OpenTinkerError: see Ranks."""
         ranks, self.ranks = self.ranks, None
         if ranks is not None:
-            ranks.close(self.own.gang.leave)
+            ranks.close(self._leave)
             torch.set_num_threads(self._threads)
+
+    def _leave(self) -> None:
+        self.own.close()
+        self.own.gang.leave()
 
     def _start_ranks(self) -> None:
         if self.device == "cuda" and torch.cuda.device_count() < self.world:

@@ -6,13 +6,12 @@ Weights, optimizer and random state are those of `policy.Policy`; here is what R
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from opentinker.services.trainer import train_state
 from opentinker.services.trainer.batch_metrics import batch_metrics
 from opentinker.services.trainer.credit import Credit, assign
 from opentinker.services.trainer.critic import Critic, critic_columns, critic_metrics
@@ -61,12 +60,12 @@ class TorchLearner(Policy):
             self._measure_start(micros)
         lr = self.set_lr()
         record = StepRecord()
-        before = self._remember() if len(batches) > 1 else []
+        undo = self._remember() if len(batches) > 1 else []
         try:
             results = [self._update(update, record, warmup, first=u == 0) for u, update in enumerate(batches)]
         except NonFinite:
-            for memory in before:
-                train_state.restore(*memory)
+            for back in undo:
+                back()
             raise
         self.steps += 1
         found = self.gang.gather({**record.columns(), **sizes(micros), **critic_columns(micros)})
@@ -92,9 +91,8 @@ class TorchLearner(Policy):
         give_credit(micros, credit)
         return credit
 
-    def _remember(self) -> list[tuple[Any, Any, Any]]:
-        owners: list[Any] = [self, *([self.critic] if self.critic else [])]
-        return [(train_state.remember(o.parameters, o.optimizer), o.parameters, o.optimizer) for o in owners]
+    def _remember(self) -> list[Callable[[], None]]:
+        return [self.remember(), *([self.critic.remember()] if self.critic else [])]
 
     def _update(self, micros: list[MicroBatch], record: StepRecord, warmup: float, *, first: bool) -> dict[str, float]:
         """One optimizer step: losses and gradient norms before clipping. Raises NonFinite instead of stepping.
@@ -105,10 +103,14 @@ class TorchLearner(Policy):
         self.dropout(on=True)
         for micro in micros:
             logprobs_M, entropy_M = self._forward(micro)
+            last = micro is micros[-1]
+            if not micro.members:
+                self.backward(logprobs_M.sum() * 0.0, last=last)
+                continue
             if micro.start_M is None and first:
                 micro.start_M = logprobs_M.detach()
             found = objective(logprobs_M, entropy_M, micro, self.spec.algorithm)
-            found.loss.backward()
+            self.backward(found.loss, last=last)
             sums["policy"] += found.policy
             sums["total"] += found.loss.detach()
             record.add(micro, logprobs_M, entropy_M, found)

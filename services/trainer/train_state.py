@@ -41,15 +41,11 @@ def save_model(directory: Path, model: nn.Module, weights: dict[str, Tensor], dt
     )
 
 
-def save(
-    directory: Path, parameters: Parameters, optimizer: torch.optim.Optimizer, steps: int, *, masters: bool
-) -> None:
-    tensors = moments(parameters, optimizer)
-    tensors["rng/cpu"] = torch.get_rng_state()
-    if next(iter(parameters.values())).is_cuda:
+def save(directory: Path, state: dict[str, Tensor], steps: int, *, cuda: bool) -> None:
+    """`state`: moments and masters; the random state is that of now."""
+    tensors = {**state, "rng/cpu": torch.get_rng_state()}
+    if cuda:
         tensors["rng/cuda"] = torch.cuda.get_rng_state()
-    if masters:
-        tensors |= {f"master/{name}": parameter.detach() for name, parameter in parameters.items()}
     (directory / "trainer").mkdir(exist_ok=True)
     save_file({name: t.contiguous() for name, t in tensors.items()}, directory / OPTIMIZER)
     (directory / "trainer" / "state.json").write_bytes(orjson.dumps({"steps": steps}))
@@ -66,7 +62,7 @@ def load(directory: Path, model: nn.Module, parameters: Parameters, optimizer: t
     except (OSError, ValueError) as error:
         raise JobFailed(f"checkpoint {directory} cannot be resumed: {error}") from error
     torch.set_rng_state(tensors["rng/cpu"])
-    if "rng/cuda" in tensors and next(iter(parameters.values())).is_cuda:
+    if "rng/cuda" in tensors and torch.cuda.is_available():
         torch.cuda.set_rng_state(tensors["rng/cuda"])
     return int(state["steps"])
 

@@ -13,7 +13,7 @@ distinct sequence, sorted by length and cut into buckets of nearly equal length,
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, cast
 
@@ -229,6 +229,7 @@ def token_logprobs(
     temperature: float | Tensor,
     logits_at_once: int = LOGITS_AT_ONCE,
     entropy_gradient: bool = False,
+    agree: Callable[[int], int] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """log softmax(logits / temperature) of every mask-1 token, and the entropy (nats) of its distribution.
 
@@ -236,7 +237,12 @@ def token_logprobs(
     `token_scores`.
     """
     logprobs_M, entropy_M, _ = token_scores(
-        causal, plan, temperature=temperature, logits_at_once=logits_at_once, entropy_gradient=entropy_gradient
+        causal,
+        plan,
+        temperature=temperature,
+        logits_at_once=logits_at_once,
+        entropy_gradient=entropy_gradient,
+        agree=agree,
     )
     return logprobs_M, entropy_M
 
@@ -248,27 +254,30 @@ def token_scores(
     temperature: float | Tensor,
     logits_at_once: int = LOGITS_AT_ONCE,
     entropy_gradient: bool = False,
+    agree: Callable[[int], int] | None = None,
     hits: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As `token_logprobs`, and with `hits` whether the token is the likeliest of all (bool; else empty).
 
     `causal` is the Hugging Face model (PACKED attention). The results are [M], in the layout's order, float32.
     The head runs at the U positions that need it; above `logits_at_once` elements it runs in chunks whose logits are
-    dropped and made again in the backward pass.
+    dropped and made again in the backward pass. `agree` may ask for more chunks: processes that hold the head's weights
+    together call it equally often.
     """
     hidden_1N = causal.get_decoder()(
         input_ids=plan.ids_N[None], position_ids=plan.positions_N[None], use_cache=False, plan=plan
     ).last_hidden_state
     hidden_U = hidden_1N[0].index_select(0, plan.predictors_U)
     head = causal.get_output_embeddings()
-    U, V = hidden_U.shape[0], head.weight.shape[0]
-    wanted = U * V
-    if wanted <= logits_at_once:
+    U, V = hidden_U.shape[0], head.out_features
+    chunks = -(-U // max(1, logits_at_once // V))
+    if agree is not None:
+        chunks = agree(chunks)
+    if chunks <= 1:
         scores = _head_scores(head, hidden_U, plan.targets_U, temperature, entropy_gradient, hits)
     else:
-        chunk = max(1, logits_at_once // V)
-        hidden, targets = hidden_U.split(chunk), plan.targets_U.split(chunk)
-        heat = temperature.split(chunk) if isinstance(temperature, Tensor) else [temperature] * len(targets)
+        hidden, targets = hidden_U.tensor_split(chunks), plan.targets_U.tensor_split(chunks)
+        heat = temperature.tensor_split(chunks) if isinstance(temperature, Tensor) else [temperature] * chunks
         parts = [
             checkpoint(_head_scores, head, h, t, k, entropy_gradient, hits, use_reentrant=False)
             for h, t, k in zip(hidden, targets, heat, strict=True)

@@ -96,19 +96,37 @@ def unpack(manifest: Sequence[TensorInfo], buckets: Sequence[torch.Tensor]) -> I
         offset = start + size if size else offset
 
 
-def snapshot(version: WeightVersion, named: Iterable[tuple[str, torch.Tensor]], bucket_bytes: int) -> Snapshot:
-    """Copy tensors into buckets on their device: training goes on while they travel."""
-    tensors = [(name, tensor.detach()) for name, tensor in named]
-    if not tensors:
+def snapshot(
+    version: WeightVersion,
+    named: Iterable[tuple[str, torch.Tensor]],
+    bucket_bytes: int,
+    manifest: list[TensorInfo] | None = None,
+) -> Snapshot:
+    """Copy tensors into buckets on their device: training goes on while they travel.
+
+    With a `manifest`, which says what will come, `named` is consumed one by one and nothing of it is kept.
+    """
+    if manifest is None:
+        named = [(name, tensor.detach()) for name, tensor in named]
+        manifest = [
+            TensorInfo(name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)) for name, tensor in named
+        ]
+    if not manifest:
         raise TransportError("there are no tensors to send")
-    manifest = [
-        TensorInfo(name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)) for name, tensor in tensors
-    ]
     sizes = bucket_sizes(manifest, bucket_bytes)
-    device = tensors[0][1].device
-    buckets = [torch.empty(size, dtype=torch.uint8, device=device) for size in sizes]
-    for (_, target), (_, tensor) in zip(unpack(manifest, buckets), tensors, strict=True):
+    buckets: list[torch.Tensor] = []
+    targets: Iterator[tuple[str, torch.Tensor]] = iter(())
+    for name, tensor in named:
+        if not buckets:
+            buckets = [torch.empty(size, dtype=torch.uint8, device=tensor.device) for size in sizes]
+            targets = unpack(manifest, buckets)
+        announced, target = next(targets, ("nothing", tensor))
+        if announced != name or target.shape != tensor.shape or target.dtype != tensor.dtype:
+            raise TransportError(f"tensor {name} came where {announced} was announced")
         target.copy_(tensor)
+        del tensor  # it may go before the next one is made
+    if (missing := next(targets, None)) is not None or not buckets:
+        raise TransportError(f"tensor {missing[0] if missing else manifest[0].name} was announced and did not come")
     return Snapshot(version, manifest, buckets, [fingerprint(bucket) for bucket in buckets])
 
 

@@ -21,6 +21,7 @@ from opentinker.shared.spec.frozen import RewardModelSpec, TeacherSpec, settle_f
 from opentinker.shared.spec.mistakes import fill, mistakes_of, unused
 from opentinker.shared.spec.model import LoraSpec, ModelSpec
 from opentinker.shared.spec.part import Part
+from opentinker.shared.spec.ranks import settle_parallel
 from opentinker.shared.spec.rollout import NO_ENVIRONMENT, EnvironmentSpec, RolloutSpec, ToySpec
 from opentinker.shared.spec.start import StartSpec
 from opentinker.shared.spec.train import SIMULATED, ResourceSpec, TrainSpec
@@ -52,8 +53,8 @@ SIMULATED_IGNORES = {
     "algorithm": set(AlgorithmSpec.model_fields)
     - {"group_size", "groups_per_batch", "max_staleness", "drop_zero_variance", "max_zero_variance_batches"}
     - {"name", "kl_coef", "kl_in", "kl_estimator"},
-    "train": {"lr", "warmup_steps", "beta1", "beta2", "weight_decay", "grad_clip", "tokens_per_micro_batch", "seed"}
-    | {"gradient_checkpointing"},
+    "train": {"lr", "warmup_steps", "beta1", "beta2", "weight_decay", "grad_clip", "tokens_per_micro_batch"}
+    | {"gradient_checkpointing", "parallel", "seed"},
     "resources": {"trainer_gpus", "trainer_ranks"},
 }
 """By part of the spec. Groups are still dropped for equal rewards, and scored by reference-forward."""
@@ -142,7 +143,8 @@ class JobSpec(Part):
                 found.append(
                     {"field": "start.optimizer", "value": True, "problem": f"does not apply to train.{SIMULATED}"}
                 )
-        return found + self._settle_overlong() + settle_frozen(self) + broken_promises(self) + contradictions(self)
+        found += self._settle_overlong() + settle_frozen(self) + settle_parallel(self)
+        return found + broken_promises(self) + contradictions(self)
 
     def _settle_supervised(self) -> list[dict[str, Any]]:
         found: list[tuple[str, Any, str]] = []

@@ -31,6 +31,10 @@ class TrainSpec(Part):
     """AdamW: decoupled decay."""
     grad_clip: Annotated[float, Field(gt=0.0)] = 1.0
     """Largest global gradient norm."""
+    parallel: Literal["data", "zero1", "zero2", "zero3"] = "data"
+    """What the ranks of resources.trainer_ranks share. `data`: the batch. `zero1`: the optimizer's state too; `zero2`:
+    gradients too; `zero3`: weights too (DeepSpeed's ZeRO). Each needs less memory than the one before and more
+    traffic."""
     tokens_per_micro_batch: Positive = 8192
     """Packed tokens per forward pass; a longer trajectory gets one of its own."""
     gradient_checkpointing: bool = False

@@ -1,0 +1,21 @@
+"""What several ranks can share, and what they cannot."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from opentinker.shared.spec import JobSpec
+
+
+def settle_parallel(spec: JobSpec) -> list[dict[str, Any]]:
+    """Mistakes in `train.parallel`."""
+    parallel = spec.train.parallel
+    if parallel == "data":
+        return []
+    found = []
+    if spec.resources.ranks == 1:
+        found.append("needs resources.trainer_ranks > 1: a single rank shares with nobody")
+    if spec.algorithm.advantage == "gae":
+        found.append("does not go with algorithm.advantage = 'gae', whose critic is whole on every rank; take 'data'")
+    return [{"field": "train.parallel", "value": parallel, "problem": problem} for problem in found]
