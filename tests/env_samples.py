@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import random
 import re
 import sys
 import time
@@ -119,7 +120,7 @@ class Moody(Misbehaving):
 
 
 class BrokenRows(CopyDigits):
-    """As `copy_digits`, but tasks whose row is a multiple of `every` cannot be opened."""
+    """As `copy_digits`, but tasks whose row is a multiple of `every` cannot be opened. Who comes first is chance."""
 
     class Config(CopyDigits.Config):
         every: int = 5
@@ -129,6 +130,7 @@ class BrokenRows(CopyDigits):
     async def open(self, row: int, seed: int) -> list[Message]:
         if row % self.config.every == 0:
             raise RuntimeError(f"row {row} is broken")
+        await asyncio.sleep(random.SystemRandom().uniform(0, 0.1))
         return await super().open(row, seed)
 
 

@@ -32,7 +32,8 @@ def deterministic(model: Path, **changes: Any) -> JobSpec:
     fields: dict[str, Any] = {
         "model": {"base": str(model)},
         "environment": {"name": "tests.env_samples:BrokenRows", "config": {"digits": 2, "every": 5}},
-        "algorithm": {"group_size": 4, "groups_per_batch": 4, "max_staleness": 0},
+        # Two updates: the order of groups decides which of them are in the first.
+        "algorithm": {"group_size": 4, "groups_per_batch": 4, "max_staleness": 0, "updates_per_batch": 2},
         "rollout": {"engine": "toy", "max_tokens": 8, "toy": {"seconds_per_token": 0.03}, "seed": 7, "retries": 0},
         "train": {"steps": STEPS, "lr": 1e-3, "checkpoint_every": 3, "deterministic": True},
     }
