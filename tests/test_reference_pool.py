@@ -21,7 +21,7 @@ from opentinker.shared.errors import JobFailed
 from opentinker.shared.store import Store
 from opentinker.shared.subjects import GROUP, SCORE
 from opentinker.shared.types import F32, Group, JobState
-from tests.conftest import Server, until
+from tests.conftest import Server, start_nats, until
 from tests.factories import make_group
 from tests.test_reference_forward import add_job, failed, launch, of_job, passed, running
 
@@ -294,6 +294,33 @@ async def test_work_of_an_instance_killed_in_a_forward_pass_is_done_by_another(
         await until(lambda: other.groups == 6 and not other.desk.hand)
     for job in jobs:
         assert await bus.count("SCORES", SCORE.at(job=job)) == 0
+
+
+async def test_a_restarted_nats_server_costs_no_group(store: Store, tiny: Path, tmp_path: Path) -> None:
+    """It goes away while a pass is under way, and comes back before that has ended."""
+    server, scorer = start_nats(tmp_path), Recording(lambda: released.wait(20))
+    released = threading.Event()
+    try:
+        async with Bus.connect(server.url, "test") as bus:
+            await bus.ensure_streams()
+            job = await add_job(store, str(tiny))
+            groups = of_job(job, 6)
+            await send(bus, *groups[:4])
+            async with running(bus, store, make_scorer=lambda: scorer) as service:
+                await until(lambda: scorer.entered)
+                server.kill()
+                await until(lambda: not bus.nc.is_connected)
+                server.start()
+                await until(lambda: bus.nc.is_connected)
+                released.set()
+                await send(bus, *groups[4:])
+                await passed(bus, job, 6)
+                await until(lambda: not service.desk.hand)
+            assert await keys_of(bus, job) == Counter(group.key for group in groups)
+            assert await bus.count("SCORES", SCORE.at(job=job)) == 0
+    finally:
+        released.set()
+        server.kill()
 
 
 async def test_what_was_scored_twice_is_kept_once(bus: Bus, store: Store, tiny: Path) -> None:
