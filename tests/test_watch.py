@@ -69,6 +69,21 @@ def test_jobs_on_rows_show_their_loss_and_validation_beside_the_step_it_is_of() 
     assert "validation loss 4.00 at first, 2.50 at last" in lines
 
 
+def test_a_job_with_a_teacher_shows_how_near_it_is() -> None:
+    curves = Curves()
+    changed = curves.add([trained(step, **{"teacher/kl": 2.0 / step}) for step in (1, 2)])
+    out = io.StringIO()
+    PlainView(out).show(update(curves, changed, steps=2))
+    assert ["teacher kl 2.000" in line for line in out.getvalue().splitlines()] == [True, False]
+    assert "teacher kl 2.00 at the first step, 1.50 over the last 10" in figures(update(curves, changed), began=1000.0)
+    for seen, title in ((curves, "KL to the teacher  1.50"), (Curves(), "exact")):
+        console = Console(file=(drawn := io.StringIO()), width=100, height=40, force_terminal=True)
+        view = LiveView(console)
+        view.show(update(seen, []))
+        view.close()
+        assert title in drawn.getvalue()
+
+
 def test_a_job_whose_length_is_not_known_yet_is_drawn() -> None:
     console = Console(file=(out := io.StringIO()), width=100, height=40, force_terminal=True)
     view = LiveView(console)

@@ -39,9 +39,12 @@ CURVES: dict[str, Panels] = {
     "dpo": (*_ROWS, ("accuracy of rewards", "rewards/accuracy", 0.0), ("margin of rewards", "rewards/margin", 0.0)),
 }
 """By kind of job: title, metric, lower end of the axis."""
+TAUGHT = ("KL to the teacher", "teacher/kl", 0.0)
+"""Stands in the place of `exact` where there is a teacher."""
 LINE = (
     ("reward", "reward/mean", ".2f"),
     ("exact", "exact", ".2f"),
+    ("teacher kl", "teacher/kl", ".3f"),
     ("staleness", "staleness/mean", ".1f"),
     ("loss", "loss", ".3f"),
     ("val", "val/loss", ".3f"),
@@ -173,7 +176,8 @@ class LiveView:
         height = 6 if self._console.height >= 32 else 4
         grid = Table.grid(padding=(0, 2))
         panels = []
-        for title, name, low in CURVES[str(job.get("kind", "rl"))]:
+        for panel in CURVES[str(job.get("kind", "rl"))]:
+            title, name, low = TAUGHT if panel[1] == "exact" and curves.series("teacher/kl") else panel
             values = curves.series(name) if name else curves.generated
             latest = curves.recent(name) if name else (values[-1] if values else None)
             shown = f"{title}  {short(latest)}" if latest is not None else title

@@ -165,12 +165,12 @@ def finish(api: Client, job_id: str) -> Update:
 def report(last: Update, home: Path, url: str, began: float, api: Client, *, keep: bool) -> None:
     """The curve, the figures, and what to type next. `began`: Unix seconds of the command's start."""
     from opentinker.curves import chart
-    from opentinker.watch import duration
+    from opentinker.watch import TAUGHT, duration
 
     job, curves = last.job, last.curves
     say("")
     shown_at_the_end = (("reward", "reward/mean", None), ("exact", "exact", 0.0), ("loss", "loss", None))
-    for title, name, low in (*shown_at_the_end, ("validation loss", "val/loss", None)):
+    for title, name, low in (*shown_at_the_end, TAUGHT, ("validation loss", "val/loss", None)):
         values = curves.series(name)
         if len(values) > 1:
             say(f"{title} by step, 1 to {curves.last_step}")
@@ -221,7 +221,7 @@ def figures(last: Update, began: float) -> list[str]:
     lines = [
         f"first {first_what} {duration(first_s - began)} after start ({duration(first_s - created)} after submission)"
     ]
-    for label, name in (("reward", "reward/mean"), ("exact", "exact"), *SUPERVISED):
+    for label, name in (("reward", "reward/mean"), ("exact", "exact"), ("teacher kl", "teacher/kl"), *SUPERVISED):
         first, end = curves.mean(name, curves.having(name)[:1]), curves.recent(name)
         if first is not None and end is not None:
             lines.append(f"{label} {first:.2f} at the first step, {end:.2f} over the last 10")
