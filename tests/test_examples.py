@@ -97,6 +97,21 @@ def test_what_is_not_there_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
             make(path, **({"split": split} if split else {}))
 
 
+def test_hub_ids_are_loaded_by_subset_and_split(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def load_dataset(*names: Any, split: str) -> datasets.Dataset:
+        asked.append((*names, split))
+        return datasets.Dataset.from_list(ROWS)
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    examples = make("owner/set", subset="main", split="test", validation="owner/set")
+    assert said(examples.train) == said(examples.validation) == [f"{n}{END}" for n in range(3)]
+    assert asked == [("owner/set", "main", "test"), ("owner/set", "main", "validation")]
+    with pytest.raises(JobFailed, match="only hub ids have subsets"):
+        make(tmp_path, subset="main")
+
+
 # --- what becomes of a row --------------------------------------------------------------------------------------------
 
 

@@ -67,6 +67,7 @@ def mistakes(**changes: Any) -> dict[str, str]:
         ({"data": {"path": "a", "format": "preference"}}, {"data.format"}),
         ({"data": {"path": "a.jsonl", "split": "train", "validation": "b.parquet", "validation_split": "test"}},
          {"data.split", "data.validation_split"}),
+        ({"data": {"path": "a.jsonl", "subset": "main"}}, {"data.subset"}),
         ({"data": {"path": "a", "validation": 0.5, "validation_split": "test"}}, {"data.validation_split"}),
         ({"data": {"path": "a", "validation": 1.0}}, {"data.validation"}),
         ({"data": {"path": "a", "validation": ""}}, {"data.validation"}),

@@ -63,14 +63,17 @@ class TableRows:
                 yield f"{self._name}, row {number}", row
 
 
-def open_rows(path: str, split: str | None, default_split: str) -> Rows:
-    """Raises JobFailed if there are none."""
+def open_rows(path: str, split: str | None, default_split: str, subset: str | None = None) -> Rows:
+    """`subset`: of a hub id. Raises JobFailed if there are no rows."""
     try:
-        rows = (
-            _local(Path(path).expanduser(), split, default_split)
-            if is_path(path)
-            else _hub(path, split or default_split)
-        )
+        if is_path(path):
+            if subset is not None:
+                raise JobFailed(
+                    f"data.subset = {subset!r}: {path} is a path on this machine, only hub ids have subsets"
+                )
+            rows = _local(Path(path).expanduser(), split, default_split)
+        else:
+            rows = _hub(path, subset, split or default_split)
     except RowError as error:
         raise JobFailed(f"data: {error}") from None
     if not len(rows):
@@ -120,11 +123,11 @@ def _saved(path: Path, split: str | None, default_split: str) -> Rows:
     return TableRows(f"{path}, split {chosen}", found[chosen].with_format("arrow")[:])
 
 
-def _hub(id: str, split: str) -> Rows:
+def _hub(id: str, subset: str | None, split: str) -> Rows:
     import datasets
 
     try:
-        found = datasets.load_dataset(id, split=split)
+        found = datasets.load_dataset(id, subset, split=split)
     except (OSError, ValueError, KeyError, RuntimeError, datasets.exceptions.DatasetsError) as error:
         said = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise JobFailed(

@@ -72,10 +72,11 @@ class Maker:
 
     def make(self) -> Examples:
         data = self.data
-        made = self.all_of(open_rows(data.path, data.split, "train"))
+        made = self.all_of(open_rows(data.path, data.split, "train", data.subset))
         validation: list[Example] = []
         if isinstance(data.validation, str):
-            validation = self.all_of(open_rows(data.validation, data.validation_split, "validation"))
+            subset = data.subset if data.validation == data.path else None
+            validation = self.all_of(open_rows(data.validation, data.validation_split, "validation", subset))
         return Examples(made, validation, self.counts, self.longest)
 
     def all_of(self, rows: Rows) -> list[Example]:

@@ -29,6 +29,9 @@ class DataSpec(Part):
     Face datasets, or a data set's hub id. No code of a data set is ever run."""
     split: Annotated[str, Field(min_length=1)] | None = None
     """Of a hub id, or of a saved directory that has several; default `train`."""
+    subset: Annotated[str, Field(min_length=1)] | None = None
+    """Of a hub id that has several (the hub calls it a configuration), e.g. `main` of openai/gsm8k; for `validation`
+    too where that is the same id."""
     format: Format | None = None
     """`messages`: a chat, [{role, content}, ...]. `prompt_completion`: each a list of messages, or a text, of the user
     and of the assistant. `preference`: `chosen` and `rejected`, each a completion of `prompt`; without a prompt each is
@@ -72,9 +75,13 @@ class DataSpec(Part):
         if self.validation_split is not None and not isinstance(self.validation, str):
             problem = "needs a path or hub id in `validation`"
             found.append({"field": "validation_split", "value": self.validation_split, "problem": problem})
-        for field, path in (("split", self.path), ("validation_split", self.validation)):
+        for field, path in (
+            ("split", self.path),
+            ("subset", self.path),
+            ("validation_split", self.validation),
+        ):
             if getattr(self, field) is not None and isinstance(path, str) and path.endswith((*JSONL, PARQUET)):
-                problem = f"a file has no splits ({path})"
+                problem = f"does not apply to a file ({path})"
                 found.append({"field": field, "value": getattr(self, field), "problem": problem})
         return found
 

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 START_S = 120.0
 STOP_S = 120.0
+NO_ROLLOUTS = {"env-workers": 0, "rollout-workers": 0, "reference": 0}
+"""A job that learns from rows needs a trainer alone."""
 RESTART_S = 30.0
 """How long the HTTP API may be away, while its supervisor starts it again."""
 
@@ -58,9 +60,10 @@ def run(
         spec = of_length(spec, steps)
     home = (data_dir or Path("runs") / f"{spec['name']}-{time.strftime('%Y%m%d-%H%M%S')}").resolve()
     rollouts = spec.get("kind", "rl") == "rl"
-    workers = int(spec.get("resources", {}).get("rollout_workers", 1)) if rollouts else 0
+    workers = int(spec.get("resources", {}).get("rollout_workers", 1))
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: stop the job, then the machine
-    with everything(home, port, env_workers if rollouts else 0, workers, keep=keep) as url:
+    needed = {"env-workers": env_workers, "rollout-workers": workers, "reference": 1} if rollouts else NO_ROLLOUTS
+    with everything(home, port, needed, keep=keep) as url:
         api = client(url, patience_s=RESTART_S)
         record = api.submit(spec)
         say(f"job {record['id']} on {url}, data in {home}")
@@ -91,8 +94,11 @@ def of_length(spec: dict[str, Any], steps: int) -> dict[str, Any]:
 
 
 @contextmanager
-def everything(home: Path, port: int, env_workers: int, rollout_workers: int, *, keep: bool) -> Iterator[str]:
-    """`opentinker up` as a process of its own; yields the API's URL once it answers. Raises OpenTinkerError."""
+def everything(home: Path, port: int, workers: dict[str, int], *, keep: bool) -> Iterator[str]:
+    """`opentinker up` as a process of its own, with so many `workers` by option; yields the API's URL once it answers.
+
+    Raises OpenTinkerError.
+    """
     from opentinker.processes import LEASH, tail
     from opentinker.up import AlreadyRunning, is_running, read_state
 
@@ -101,7 +107,8 @@ def everything(home: Path, port: int, env_workers: int, rollout_workers: int, *,
         raise AlreadyRunning(f"something runs on {home} already; submit to it with: {with_it}")
     log = home / "logs" / "up.log"
     log.parent.mkdir(parents=True, exist_ok=True)
-    options = ["--data-dir", home, "--port", port, "--env-workers", env_workers, "--rollout-workers", rollout_workers]
+    counts = [word for option, count in workers.items() for word in (f"--{option}", count)]
+    options = ["--data-dir", home, "--port", port, *counts]
     argv = [sys.executable, "-m", "opentinker.cli", "up", *map(str, options)]
     if not keep:  # on a leash: it ends with us, even if we are killed
         argv = [sys.executable, "-I", "-S", LEASH, "hold", str(os.getpid()), *argv]
