@@ -12,6 +12,10 @@ import asyncio
 from collections.abc import Awaitable
 from typing import Any, TypeVar
 
+import structlog
+
+log = structlog.get_logger()
+
 T = TypeVar("T")
 AGAIN_S = 10.0
 """The last resort of `put_down`; longer than any cleanup, which a second cancellation would cut short."""
@@ -67,7 +71,10 @@ async def rest(seconds: float) -> None:
 
 
 async def see_through(work: Awaitable[T]) -> T:
-    """Await what must not be left halfway, however often we are cancelled meanwhile; that counts when it has ended."""
+    """Await what must not be left halfway, however often we are cancelled meanwhile; that counts when it has ended.
+
+    Raises what the work raised, CancelledError if it went well and we were cancelled.
+    """
     task = asyncio.ensure_future(work)
     cancelled = False
     while not task.done():
@@ -75,11 +82,10 @@ async def see_through(work: Awaitable[T]) -> T:
             await asyncio.wait([task])
         except asyncio.CancelledError:
             cancelled = True
+    result = task.result()
     if cancelled:
-        if not task.cancelled():
-            task.exception()  # seen
         raise asyncio.CancelledError
-    return task.result()
+    return result
 
 
 async def put_down(*tasks: asyncio.Task[Any] | None) -> None:
@@ -100,7 +106,7 @@ async def put_down(*tasks: asyncio.Task[Any] | None) -> None:
             running = {task for task in running if not task.done()}
             cancelled, ask = True, False
     for ended in tasks:
-        if ended is not None and not ended.cancelled():
-            ended.exception()  # seen
+        if ended is not None and not ended.cancelled() and (error := ended.exception()) is not None:
+            log.info("failed_while_put_down", task=ended.get_name(), error=f"{type(error).__name__}: {error}")
     if cancelled:
         raise asyncio.CancelledError

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import pytest
 from opentinker.services.trainer import checkpoint
 from opentinker.services.trainer.chat import Tokens
 from opentinker.services.trainer.examples import Example, Examples
-from opentinker.services.trainer.learner import NonFinite
+from opentinker.services.trainer.learner import Interrupted, NonFinite
 from opentinker.services.trainer.supervised import SupervisedJob
 from opentinker.shared.errors import JobFailed
 from opentinker.shared.leasing import LeasedWorker
@@ -23,6 +24,7 @@ from opentinker.shared.service import Context
 from opentinker.shared.spec import JobSpec
 from opentinker.shared.store import Store
 from opentinker.shared.types import JobState, Lease, Pool
+from opentinker.shared.waiting import put_down
 from tests.conftest import Server, until
 from tests.row_samples import row_spec
 from tests.scheduling import context, kinds
@@ -47,6 +49,10 @@ class Student:
         self.evaluated: list[int] = []
         """Steps done at each evaluation."""
         self.prepared = 0
+        self.waits = threading.Event()
+        """Set while `evaluate` goes on until it is interrupted."""
+        self.endless = False
+        self.interrupted = threading.Event()
 
     def load(self, checkpoint: Path | None) -> None:
         self.seen = [] if checkpoint is None else orjson.loads((checkpoint / "seen.json").read_bytes())
@@ -65,6 +71,9 @@ class Student:
     def prepare(self, examples: list[Example], home: Path) -> None:
         self.prepared = len(examples)
 
+    def interrupt(self) -> None:
+        self.interrupted.set()
+
     def step(self, batch: list[Example]) -> dict[str, float]:
         if len(self.seen) + 1 == self.nan_at:
             raise NonFinite("the loss is nan")
@@ -73,6 +82,10 @@ class Student:
 
     def evaluate(self, examples: list[Example]) -> dict[str, float]:
         self.evaluated.append(len(self.seen))
+        if self.endless and self.seen:
+            self.waits.set()
+            assert self.interrupted.wait(20)
+            raise Interrupted("asked")
         return {"loss": 2.0, "accuracy": 0.5, "tokens": float(len(examples))}
 
 
@@ -266,3 +279,17 @@ async def test_what_was_left_out_is_said(ctx: Context) -> None:
     await (await prepare(ctx, Student(), spec_of(), examples)).run()
     (said,) = [event for event in await ctx.store.events(JOB) if event["event"] == "data_loaded"]
     assert (said["rows"], said["longer"], said["dropped"], said["steps"]) == (10, 2, 2, 6) and "cut" not in said
+
+
+async def test_cancelled_job_gives_up_its_evaluation_and_saves_the_weights(ctx: Context) -> None:
+    student = Student()
+    student.endless = True
+    job = await prepare(
+        ctx, student, spec_of(data={"validate_every": 3, "validation": "more.jsonl"}), rows(10, validation=2)
+    )
+    training = asyncio.create_task(job.run())
+    await until(student.waits.is_set)
+    await put_down(training)
+    assert training.cancelled() and student.interrupted.is_set()
+    found = checkpoint.newest(job.record.root)
+    assert found is not None and found[1].step == 3

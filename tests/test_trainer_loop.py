@@ -61,17 +61,26 @@ async def ctx(nats_server: Server, valkey_server: Server, store: Store, tmp_path
 
 
 async def prepare(
-    ctx: Context, target: str = "", steps: int = 6, start: dict[str, Any] | None = None, **faults: Any
+    ctx: Context,
+    target: str = "",
+    steps: int = 6,
+    start: dict[str, Any] | None = None,
+    staleness: int = 10,
+    **faults: Any,
 ) -> TrainerJob:
     """6 steps of 2 groups, a checkpoint after every second one."""
     train = {"learner": "simulated", "steps": steps, "simulated_step_s": 0.0, "checkpoint_every": 2}
     train |= {"target": {target: 0.5}} if target else {}
-    spec = make_spec(algorithm__max_staleness=10, train=train, start=start)
+    spec = make_spec(algorithm__max_staleness=staleness, train=train, start=start)
     await ctx.store.create_job(id=JOB, spec=spec.model_dump(mode="json"), tenant="default")
     await ctx.store.transition(JOB, JobState.STARTING, epoch=1)
     await ctx.bus.purge("GROUPS", GROUP.at(job=JOB))
+    return lease_of(ctx, spec, 1, **faults)
+
+
+def lease_of(ctx: Context, spec: JobSpec, epoch: int, **faults: Any) -> TrainerJob:
     worker = LeasedWorker(ctx, Pool.TRAINER, _not_called)
-    lease = Lease(job=JOB, worker=ctx.worker, incarnation=worker.info.incarnation, epoch=1, pool=Pool.TRAINER)
+    lease = Lease(job=JOB, worker=ctx.worker, incarnation=worker.info.incarnation, epoch=epoch, pool=Pool.TRAINER)
     return TrainerJob(worker, lease, spec, Clumsy(spec, **faults))
 
 
@@ -95,6 +104,7 @@ async def feed(job: TrainerJob) -> None:
     """As rollout workers do: room becomes groups."""
     admission = Admission(job.ctx.store.redis, JOB)
     while True:
+        await admission.set_version(job.step)
         version, seqs = await admission.issue(100)
         for seq in seqs:
             group = make_group(job=JOB, seq=seq, versions=[version])
@@ -270,6 +280,17 @@ async def test_job_that_is_cancelled_in_the_middle_of_a_step_keeps_that_step(
     ctx: Context, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job = await prepare(ctx)
+    await cancel_in_third_step(job, monkeypatch)
+    found = checkpoint.newest(job.record.root)
+    assert found is not None
+    assert (found[1].step, found[1].version, found[1].ledger["trained"]) == (3, WeightVersion(1, 3), 6)
+    assert (await ctx.store.job(JOB)).state != JobState.SUCCEEDED
+
+
+async def cancel_in_third_step(
+    job: TrainerJob, monkeypatch: pytest.MonkeyPatch, error: Exception | None = None
+) -> None:
+    """The step ends, or raises, after the job was cancelled."""
     began, go_on = threading.Event(), threading.Event()
     step = job.learner.step
 
@@ -277,6 +298,8 @@ async def test_job_that_is_cancelled_in_the_middle_of_a_step_keeps_that_step(
         if version.step == 2:
             began.set()
             go_on.wait(10)
+            if error is not None:
+                raise error
         return step(groups, version)
 
     monkeypatch.setattr(job.learner, "step", third_step_waits)
@@ -289,11 +312,31 @@ async def test_job_that_is_cancelled_in_the_middle_of_a_step_keeps_that_step(
             training.cancel()  # a worker that has waited long enough asks again
         go_on.set()
         await ending
-    assert training.cancelled()
+    assert training.done()
+
+
+@pytest.mark.parametrize("staleness", [0, 2])
+async def test_job_goes_on_after_a_step_that_it_was_stopped_in(
+    ctx: Context, monkeypatch: pytest.MonkeyPatch, staleness: int
+) -> None:
+    """The step counts, in the ledger and in the record: no group is waited for that was trained already."""
+    job = await prepare(ctx, staleness=staleness)
+    await cancel_in_third_step(job, monkeypatch)
+    await ctx.store.transition(JOB, JobState.STARTING, epoch=2)
+    await train(lease_of(ctx, job.spec, 2))
+    assert (await ctx.store.job(JOB)).state == JobState.SUCCEEDED
+    assert steps_of(job.record.root.parent / "metrics.jsonl") == [1, 2, 3, 4, 5, 6]
+    ledger = await Admission(ctx.store.redis, JOB).ledger()
+    assert ledger.balanced and (ledger.trained, ledger.pending) == (12, 0)
+
+
+async def test_weights_in_doubt_are_not_saved_when_the_job_is_cancelled(
+    ctx: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = await prepare(ctx)
+    await cancel_in_third_step(job, monkeypatch, error=RuntimeError("out of memory"))
     found = checkpoint.newest(job.record.root)
-    assert found is not None
-    assert (found[1].step, found[1].version, found[1].ledger["trained"]) == (3, WeightVersion(1, 3), 6)
-    assert (await ctx.store.job(JOB)).state != JobState.SUCCEEDED
+    assert found is not None and found[1].step == 2
 
 
 async def test_job_that_fails_keeps_its_last_step(ctx: Context) -> None:

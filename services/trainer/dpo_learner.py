@@ -102,6 +102,7 @@ class DpoLearner(RowPolicy):
         found = []
         with torch.no_grad():
             for micro in row_batches(examples, self.spec.train.tokens_per_micro_batch, torch.device(self.device)):
+                self.go_on()
                 found.append(micro.sums_S(policy.forward(micro.plan)[0]).cpu())
         measured: F32 = torch.cat(found).view(-1, 2).numpy()
         return measured

@@ -16,7 +16,7 @@ import orjson
 
 from opentinker.services.trainer.batch_metrics import batch_metrics
 from opentinker.services.trainer.examples import Example
-from opentinker.shared.errors import JobFailed
+from opentinker.shared.errors import JobFailed, OpenTinkerError
 from opentinker.shared.spec import JobSpec
 from opentinker.shared.types import SIMULATED, Group, TensorInfo, WeightVersion
 
@@ -26,6 +26,10 @@ BUCKET_BYTES = 64 * 2**20
 
 class NonFinite(JobFailed):
     """A loss or gradient norm is NaN or infinite: the step was refused, weights and optimizer are as before it."""
+
+
+class Interrupted(OpenTinkerError):
+    """The work was given up, as asked."""
 
 
 class SnapshotLike(Protocol):
@@ -68,6 +72,9 @@ class RowLearner(Trainable, Protocol):
 
         `home`: the job's directory: what an earlier trainer of the job has left of it, and what the job started from.
         """
+
+    def interrupt(self) -> None:
+        """From another thread: `prepare` or `evaluate`, now or later, raise Interrupted soon."""
 
     def step(self, batch: list[Example]) -> dict[str, float]:
         """One optimizer step."""

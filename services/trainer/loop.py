@@ -12,7 +12,6 @@ Generation never waits for training and training never waits for a weight transf
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import re
 import time
 from typing import NamedTuple
@@ -21,13 +20,13 @@ import structlog
 
 from opentinker.services.trainer import checkpoint
 from opentinker.services.trainer.assembler import Assembler
-from opentinker.services.trainer.learner import Learner, NonFinite, SnapshotLike
+from opentinker.services.trainer.learner import Learner, SnapshotLike
 from opentinker.services.trainer.publisher import Publisher
-from opentinker.services.trainer.record import Record, Refused
+from opentinker.services.trainer.record import Record
 from opentinker.services.trainer.validation import Validation
 from opentinker.shared.admission import Admission
 from opentinker.shared.bus import Consumer, Delivery
-from opentinker.shared.errors import Fenced, JobFailed
+from opentinker.shared.errors import JobFailed
 from opentinker.shared.leasing import LeasedWorker
 from opentinker.shared.manifest import Manifest
 from opentinker.shared.service import first_failure
@@ -111,17 +110,10 @@ class TrainerJob:
             loops = {"intake": self._intake(consumer), "publish": self.publisher.run(), "train": self._train()}
             if self.spec.validation is not None:
                 loops["evaluate"] = self.validation.run()
-            await first_failure(loops)
-        except Refused:
-            raise
-        except (JobFailed, asyncio.CancelledError):  # failed or cancelled, or the lease is another's by now
-            if self.step:
-                with contextlib.suppress(Fenced):
-                    await see_through(self._save())
-            raise
+            async with self.record.saving(self._save):
+                await first_failure(loops)
         finally:
             await consumer.close()
-            self.record.close()
 
     @property
     def _version(self) -> WeightVersion:
@@ -228,9 +220,7 @@ class TrainerJob:
                 await see_through(self._save())
                 return
             waited = time.monotonic() - began
-            values = await self._step(batch)
-            trained = time.monotonic() - began - waited
-            await self._advance(batch, values, waited, trained)
+            await see_through(self._advance(batch, waited))
             due = self.step % self.spec.train.checkpoint_every == 0 or self.received - self.tried > UNSAVED_BYTES
             if due and self.step < steps:
                 await see_through(self._save())
@@ -241,19 +231,6 @@ class TrainerJob:
         if self.record.target_is_validated:
             await self.validation.over()
         return self.record.target_met()
-
-    async def _step(self, batch: list[Group]) -> dict[str, float]:
-        """Once begun it is done, and counts, also when the job is cancelled meanwhile. Raises Refused."""
-        computing = asyncio.ensure_future(asyncio.to_thread(self.learner.step, batch, self._version))
-        try:
-            return await see_through(computing)
-        except NonFinite as error:
-            raise Refused(f"step {self.step + 1} was refused: {error}; {self.record.last_good()}") from None
-        finally:
-            if computing.exception() is None:
-                self.step += 1
-                if self.position is not None:  # nothing is issued between the batch's last group and the next version
-                    self.position = max(group.seq for group in batch) + 1 - self.shift
 
     async def _next_batch(self) -> list[Group] | None:
         """The next batch, or None when the service is told to stop."""
@@ -288,8 +265,15 @@ class TrainerJob:
                 f"{self.record.last_good()}"
             )
 
-    async def _advance(self, batch: list[Group], values: dict[str, float], waited: float, trained: float) -> None:
-        """The step counts: ledger, snapshot for the workers, metrics."""
+    async def _advance(self, batch: list[Group], waited: float) -> None:
+        """One step, and all that makes it count: ledger, snapshot for the workers, metrics. Once begun it is done, also
+        when the job is cancelled meanwhile."""
+        began = time.monotonic()
+        values = await self.record.compute(self.step + 1, lambda: self.learner.step(batch, self._version))
+        trained = time.monotonic() - began
+        self.step += 1
+        if self.position is not None:  # nothing is issued between the batch's last group and the next version
+            self.position = max(group.seq for group in batch) + 1 - self.shift
         await self.admission.train(self.step, [group.seq for group in batch])
         snapshot = await asyncio.to_thread(self.learner.snapshot, self._version)
         self.unoffered = None if self.validation.takes(snapshot) else snapshot

@@ -10,7 +10,9 @@ import contextlib
 import functools
 import time
 from collections import deque
+from collections.abc import AsyncIterator, Callable, Coroutine
 from pathlib import Path
+from typing import Any
 
 import orjson
 import structlog
@@ -18,9 +20,9 @@ import structlog
 from opentinker.services.trainer import checkpoint
 from opentinker.services.trainer.alarm import WATCHED, WINDOW, SlopeAlarm
 from opentinker.services.trainer.evaluations import Evaluations
-from opentinker.services.trainer.learner import Trainable
+from opentinker.services.trainer.learner import NonFinite, Trainable
 from opentinker.services.trainer.step_log import StepLog, lineage
-from opentinker.shared.errors import Conflict, JobFailed
+from opentinker.shared.errors import Conflict, Fenced, JobFailed
 from opentinker.shared.manifest import Manifest, start_of
 from opentinker.shared.service import Context
 from opentinker.shared.spec import JobSpec, StartSpec
@@ -28,15 +30,12 @@ from opentinker.shared.spec.validation import PREFIX
 from opentinker.shared.subjects import WAKE
 from opentinker.shared.telemetry import MetricSource
 from opentinker.shared.types import JobState, Lease
+from opentinker.shared.waiting import see_through
 
 log = structlog.get_logger()
 
 TARGET_WINDOW = 10
 """Steps over which `train.target` looks at the mean of a metric."""
-
-
-class Refused(JobFailed):
-    """A step came out as nonsense: what was saved before is good, what there is now is in doubt."""
 
 
 class Record:
@@ -52,6 +51,8 @@ class Record:
         self.saved: int | None = None
         """Step of the newest good checkpoint."""
         self._running = False
+        self._sound = False
+        """The weights are those of a step that came out well."""
 
     async def restore(self) -> Manifest | None:
         """Puts the newest good checkpoint into the learner; when there is none, what the job starts from.
@@ -80,9 +81,9 @@ class Record:
         detail: dict[str, object] = {"step": step, "epoch": self.lease.epoch}
         start = None if manifest else self.spec.start
         if start is None:
-            await asyncio.to_thread(self.learner.load, path)
+            await see_through(asyncio.to_thread(self.learner.load, path))
         else:
-            await asyncio.to_thread(self._start, start)
+            await see_through(asyncio.to_thread(self._start, start))
             detail |= {"from": start.checkpoint, "optimizer": start.optimizer}
         event = "resumed" if manifest else "model_loaded"
         await self.ctx.store.update(self.lease.job, epoch=self.lease.epoch, step=step, event=event, detail=detail)
@@ -113,6 +114,33 @@ class Record:
                 allowed=(JobState.STARTING, JobState.RUNNING),
                 epoch=self.lease.epoch,
             )
+
+    async def compute(self, step: int, work: Callable[[], dict[str, float]]) -> dict[str, float]:
+        """What makes `step`, in a thread. Raises JobFailed when it came out as nonsense.
+
+        Whatever it raises, the weights are in doubt from then on and will not be saved.
+        """
+        self._sound = False
+        try:
+            values = await asyncio.to_thread(work)
+        except NonFinite as error:
+            raise JobFailed(f"step {step} was refused: {error}; {self.last_good()}") from None
+        self._sound = True
+        return values
+
+    @contextlib.asynccontextmanager
+    async def saving(self, save: Callable[[], Coroutine[Any, Any, None]]) -> AsyncIterator[None]:
+        """However the job ends before its time, what was trained is saved: it failed or was cancelled, or the lease is
+        another's by now."""
+        try:
+            yield
+        except (JobFailed, asyncio.CancelledError):
+            if self._sound:
+                with contextlib.suppress(Fenced):
+                    await see_through(save())
+            raise
+        finally:
+            self.close()
 
     async def step(self, step: int, values: dict[str, float], **line: object) -> None:
         """An optimizer step is done: its metrics go out, into the history and the job's log (`line` beside them)."""

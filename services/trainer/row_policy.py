@@ -6,6 +6,7 @@ is the same however the batch is packed.
 
 from __future__ import annotations
 
+import threading
 import time
 from pathlib import Path
 
@@ -13,14 +14,27 @@ import torch
 from torch import Tensor
 
 from opentinker.services.trainer.examples import Example
-from opentinker.services.trainer.learner import NonFinite
+from opentinker.services.trainer.learner import Interrupted, NonFinite
 from opentinker.services.trainer.policy import Policy
 from opentinker.services.trainer.row_batch import RowBatch, learned_tokens, row_batches
+from opentinker.shared.spec import JobSpec
 
 
 class RowPolicy(Policy):
     advice = "a lower lr"
     """To whom a step is refused."""
+
+    def __init__(self, spec: JobSpec, device: str = "cpu") -> None:
+        super().__init__(spec, device)
+        self._interrupted = threading.Event()
+
+    def interrupt(self) -> None:
+        self._interrupted.set()
+
+    def go_on(self) -> None:
+        """Asked between micro-batches of long work. Raises Interrupted."""
+        if self._interrupted.is_set():
+            raise Interrupted("the job was cancelled")
 
     def prepare(self, examples: list[Example], home: Path) -> None:
         """Nothing has to be known beforehand."""
@@ -60,6 +74,8 @@ class RowPolicy(Policy):
         sums: dict[str, Tensor] = {}
         counts = {"tokens": float(learned_tokens(batch)), "tokens/total": 0.0, "tokens/computed": 0.0}
         for micro in row_batches(batch, self.spec.train.tokens_per_micro_batch, torch.device(self.device)):
+            if not backward:
+                self.go_on()
             found = self.share(micro, weight)
             if backward:
                 found["loss"].backward()

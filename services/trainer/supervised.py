@@ -12,13 +12,14 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Callable
+from typing import TypeVar
 
 import structlog
 
-from opentinker.services.trainer.examples import Example, Examples, fingerprint, load_examples, places
-from opentinker.services.trainer.learner import NonFinite, RowLearner
-from opentinker.services.trainer.record import Record, Refused
-from opentinker.shared.errors import Fenced, JobFailed
+from opentinker.services.trainer.examples import Examples, fingerprint, load_examples, places
+from opentinker.services.trainer.learner import Interrupted, RowLearner
+from opentinker.services.trainer.record import Record
+from opentinker.shared.errors import JobFailed
 from opentinker.shared.leasing import LeasedWorker
 from opentinker.shared.manifest import DataCursor, Manifest
 from opentinker.shared.spec import JobSpec
@@ -27,6 +28,7 @@ from opentinker.shared.types import Lease, WeightVersion
 from opentinker.shared.waiting import check_cancelled, see_through
 
 log = structlog.get_logger()
+T = TypeVar("T")
 
 
 class SupervisedJob:
@@ -53,21 +55,12 @@ class SupervisedJob:
         """All that the job will do; with data.epochs it is known once the rows are."""
 
     async def run(self) -> None:
-        try:
+        async with self.record.saving(self._save):
             await self._read()
             await self._restore()
             await self.worker.status("ready", job=self.lease.job, epoch=self.lease.epoch)
             await self.record.running()
             await self._train()
-        except Refused:
-            raise
-        except (JobFailed, asyncio.CancelledError):  # failed or cancelled, or the lease is another's by now
-            if self.step:
-                with contextlib.suppress(Fenced):
-                    await see_through(self._save())
-            raise
-        finally:
-            self.record.close()
 
     # --- start and resume ---------------------------------------------------------------------------------------
 
@@ -108,7 +101,18 @@ class SupervisedJob:
                     "has changed since, so that the job cannot go on where it was"
                 )
         examples = [*self.examples.train, *self.examples.validation]
-        await asyncio.to_thread(self.learner.prepare, examples, self.record.root.parent)
+        await self._unless_cancelled(lambda: self.learner.prepare(examples, self.record.root.parent))
+
+    async def _unless_cancelled(self, work: Callable[[], T]) -> T:
+        """Long work of the learner in a thread, which is given up when the job is cancelled."""
+        working = asyncio.ensure_future(asyncio.to_thread(work))
+        try:
+            return await asyncio.shield(working)
+        except asyncio.CancelledError:
+            self.learner.interrupt()
+            with contextlib.suppress(Interrupted):
+                await see_through(working)
+            raise
 
     @property
     def _cursor(self) -> DataCursor:
@@ -130,7 +134,7 @@ class SupervisedJob:
             if self.ctx.stopping.is_set():
                 await see_through(self._save())
                 return
-            await self._advance()
+            await see_through(self._advance())
             every = self.data.validate_every
             if every is not None and self.step % every == 0:
                 await self._validate()
@@ -141,7 +145,7 @@ class SupervisedJob:
         await self.record.succeed(self.step)
 
     async def _advance(self) -> None:
-        """One step, and what it is reported with."""
+        """One step, and what it is reported with; once begun it is done, also when the job is cancelled meanwhile."""
         began = time.monotonic()
         first, rows = self._used(self.step), self.examples.train
         chosen = places(
@@ -151,30 +155,21 @@ class SupervisedJob:
             seed=self.spec.train.seed,
             shuffle=self.data.shuffle,
         )
-        values = await self._step([rows[place] for place in chosen])
+        batch = [rows[place] for place in chosen]
+        values = await self.record.compute(self.step + 1, lambda: self.learner.step(batch))
+        self.step += 1
         values["train_seconds"] = values.pop("step_seconds", time.monotonic() - began)
         values |= {"rows": float(len(chosen)), "epochs": self._used(self.step) / len(rows)}
         values["step_seconds"] = time.monotonic() - began
         values["trainer/tokens_per_s"] = values["tokens"] / values["step_seconds"]
         await self.record.step(self.step, values, data=chosen)
 
-    async def _step(self, batch: list[Example]) -> dict[str, float]:
-        """Once begun it is done, and counts, also when the job is cancelled meanwhile. Raises Refused."""
-        computing = asyncio.ensure_future(asyncio.to_thread(self.learner.step, batch))
-        try:
-            return await see_through(computing)
-        except NonFinite as error:
-            raise Refused(f"step {self.step + 1} was refused: {error}; {self.record.last_good()}") from None
-        finally:
-            if computing.exception() is None:
-                self.step += 1
-
     async def _validate(self) -> None:
         """Of the weights as they are, unless it was done before."""
         if not self.examples.validation or self.step in self.record.evaluations.steps:
             return
         began = time.monotonic()
-        found = await asyncio.to_thread(self.learner.evaluate, self.examples.validation)
+        found = await self._unless_cancelled(lambda: self.learner.evaluate(self.examples.validation))
         values = {f"{PREFIX}{name}": value for name, value in found.items()}
         values[f"{PREFIX}seconds"] = time.monotonic() - began
         version = WeightVersion(self.lease.epoch, self.step)
