@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import structlog
 
-from opentinker.services.rollout_worker.engine import Completion, EngineLost, Sampling
+from opentinker.services.rollout_worker.engine import Completion, EngineError, EngineLost, Sampling
 from opentinker.services.rollout_worker.episode import Sessions
 from opentinker.services.rollout_worker.render import Renderer
 from opentinker.services.rollout_worker.toy_engine import ToyEngine
@@ -154,6 +154,64 @@ async def test_tickets_of_a_lost_engine_are_played_by_the_next(bench: Bench) -> 
     life.cancel()
     await asyncio.wait([life])
     assert (await bench.admission.ledger()).failed == {}
+
+
+class Uneven(Mortal):
+    """Requests of some samples never end, those of others fail."""
+
+    def __init__(self, *, hanging: set[int], failing: set[int]) -> None:
+        super().__init__()
+        self.hanging, self.failing = hanging, failing
+        self.freed: list[int] = []
+
+    async def generate(self, request: str, prompt_ids: list[int], sampling: Sampling) -> Completion:
+        index = int(request.split("-")[-3])
+        if index in self.failing:
+            raise EngineError("this one never works")
+        if index in self.hanging:
+            try:
+                await asyncio.Event().wait()
+            finally:
+                self.freed.append(index)
+        return await super().generate(request, prompt_ids, sampling)
+
+
+async def test_an_oversampled_group_is_closed_when_enough_episodes_have_ended(bench: Bench) -> None:
+    """Two of five are wanted: one hangs, one fails for good, and the group is whole and numbered from 0."""
+    bench.spec = make_spec(rollout__engine="toy", rollout__oversample=3, rollout__retries=0)
+    await bench.issue(1)
+    engine = Uneven(hanging={0}, failing={2})
+    life = bench.live(engine)
+
+    async def played() -> bool:
+        return await bench.tickets() == 0
+
+    await until(played)
+    consumer = await bench.bus.consume(GROUP, "look", batch=1, start_seq=1, job=bench.job)
+    delivery = await consumer.next(5.0)
+    assert delivery is not None and delivery.noun is not None
+    assert [t.index for t in delivery.noun.trajectories] == [0, 1]
+    delivery.noun.check()
+    await consumer.close(delete=True)
+    assert engine.freed == [0], "what is cut off is cancelled"
+    ledger = await bench.admission.ledger()
+    assert (ledger.accepted, ledger.failed) == (1, {})
+    life.cancel()
+    await asyncio.wait([life])
+
+
+async def test_an_oversampled_group_fails_when_too_few_are_left(bench: Bench) -> None:
+    bench.spec = make_spec(rollout__engine="toy", rollout__oversample=1, rollout__retries=0)
+    await bench.issue(1)
+    life = bench.live(Uneven(hanging={1}, failing={0, 2}))
+
+    async def over() -> bool:
+        return await bench.tickets() == 0
+
+    await until(over)
+    assert (await bench.admission.ledger()).failed == {"engine_error": 1}
+    life.cancel()
+    await asyncio.wait([life])
 
 
 async def test_groups_wait_while_the_store_is_full_and_go_on_with_nothing_lost(

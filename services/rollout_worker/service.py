@@ -44,13 +44,14 @@ def make_engine(spec: JobSpec, renderer: Renderer, settings: Settings) -> Engine
     from opentinker.services.rollout_worker.vllm_engine import VllmEngine
 
     rollout, algorithm = spec.rollout, spec.algorithm
+    group_size = algorithm.group_size + rollout.oversample
     return VllmEngine(
         spec.model.base,
         eos_ids=renderer.eos_ids,
         dtype=spec.model.dtype,
         fp32_head=spec.model.fp32_head,
         context_length=rollout.context_length,
-        max_concurrent=min(rollout.max_concurrent_groups * algorithm.group_size, MAX_SEQUENCES),
+        max_concurrent=min(rollout.max_concurrent_groups * group_size, MAX_SEQUENCES),
         stop_strings=bool(rollout.stop),
         lora=spec.model.lora,
         max_staleness=algorithm.max_staleness,

@@ -13,9 +13,10 @@ import asyncio
 import time
 import uuid
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 
+import msgspec
 import structlog
 
 from opentinker.services.rollout_worker.engine import Engine, EngineError, EngineLost, SwapError
@@ -184,9 +185,12 @@ class RolloutJob:
             await delivery.in_progress()
 
     async def _play_group(self, ticket: Ticket) -> None:
-        samples = [asyncio.create_task(self._play_sample(ticket, index)) for index in range(ticket.group_size)]
+        """Starts `rollout.oversample` samples more than the group needs, and cuts off those that are last."""
+        started = ticket.group_size + self.spec.rollout.oversample
+        samples = [asyncio.create_task(self._play_sample(ticket, index)) for index in range(started)]
         try:
-            trajectories = await asyncio.gather(*samples)
+            trajectories = await first_to_end(samples, ticket.group_size)
+            self.counts["episodes_cut"] += sum(not sample.done() for sample in samples)
         except EpisodeFailed as error:
             await self._fail(ticket, error)
             return
@@ -199,7 +203,7 @@ class RolloutJob:
             seq=ticket.seq,
             environment=self.spec.environment.name,
             worker=self.worker.info.id,
-            trajectories=list(trajectories),
+            trajectories=[msgspec.structs.replace(t, index=index) for index, t in enumerate(trajectories)],
         )
         await self._publish(group)
         await self.admission.accept(ticket.seq)  # the trainer may have seen it first: either way it counts once
@@ -336,6 +340,23 @@ class RolloutJob:
                 values["rollout/running_groups"] = float(len(self.groups))
                 await self.metrics.emit(0 if self.engine.version is None else self.engine.version.step, values)
                 last, then = counts, now  # a silent second counts for the next report
+
+
+async def first_to_end(samples: Sequence[asyncio.Task[Trajectory]], wanted: int) -> list[Trajectory]:
+    """The first `wanted` to end well, in the order of `samples`. Raises EpisodeFailed once fewer are left that could,
+    and at once what is no failed episode."""
+    pending: set[asyncio.Task[Trajectory]] = set(samples)
+    while True:
+        finished, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+        failures = [error for sample in finished if (error := sample.exception()) is not None]
+        for error in failures:
+            if not isinstance(error, EpisodeFailed):
+                raise error
+        ended = [sample for sample in samples if sample.done() and sample.exception() is None]
+        if len(ended) >= wanted:
+            return [sample.result() for sample in ended[:wanted]]
+        if len(ended) + len(pending) < wanted:
+            raise failures[-1]
 
 
 MakeEngine = Callable[[JobSpec, Renderer], Engine]

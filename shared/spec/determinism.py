@@ -26,6 +26,12 @@ def broken_promises(spec: JobSpec) -> list[dict[str, Any]]:
             "must be set: without it nothing fixes what requests sample",
         ),
         (
+            "rollout.oversample",
+            spec.rollout.oversample,
+            spec.rollout.oversample == 0,
+            "must be 0: timing decides which episodes end first",
+        ),
+        (
             "resources.rollout_workers",
             spec.resources.rollout_workers,
             spec.resources.rollout_workers == 1,

@@ -57,6 +57,9 @@ class RolloutSpec(Part):
     """A turn ends when one of these strings appears; it stays in the text."""
     max_concurrent_groups: Positive = 32
     """Per rollout worker."""
+    oversample: Annotated[int, Field(ge=0, le=1024)] = 0
+    """Episodes that a group starts beyond algorithm.group_size: when group_size have ended, it is closed and the rest
+    is cut off. Nobody waits for the slowest, but what is slow is left out: the sample leans towards short episodes."""
     episode_timeout_s: Annotated[float, Field(gt=0.0)] = 120.0
     """Wall clock over open, all steps and close."""
     retries: Annotated[int, Field(ge=0, le=10)] = 3
