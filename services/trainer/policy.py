@@ -9,7 +9,6 @@ A learner adds up gradients with `backward()`, then `set_lr`, `clip`, `finite`, 
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -103,8 +102,6 @@ class Policy:
 
     def _set_determinism(self) -> None:
         """Of the whole process, which trains one job at a time. An operation that has no such kernel raises."""
-        if self.spec.train.deterministic:
-            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it with its first handle
         torch.use_deterministic_algorithms(self.spec.train.deterministic)
 
     def _take_over(self, checkpoint: Path, *, moments: bool) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
 from typing import Any
 
 from opentinker.services.trainer.learner import SimulatedLearner
@@ -16,6 +17,8 @@ from opentinker.shared.types import Lease, Pool
 
 
 async def serve(ctx: Context) -> None:
+    # For deterministic jobs; cuBLAS reads it with its first handle, be that an earlier job's. Ranks inherit it.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     if ctx.settings.preload:
         # Before the first heartbeat: imports hold the interpreter for seconds, and a silent worker counts as dead.
         await asyncio.to_thread(_learners, 1)
