@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import os
 import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -25,8 +27,11 @@ from opentinker.shared.nn.packing import share
 from opentinker.shared.nn.transport import unpack
 from opentinker.shared.spec import JobSpec
 from opentinker.shared.types import Group, Span, WeightVersion
+from tests.conftest import until
 from tests.factories import V0, group_of, trajectory_of
 from tests.learning import random_groups, torch_spec
+
+pytestmark = pytest.mark.timeout(300)
 
 LORA = {"rank": 4, "alpha": 8.0}
 OF_TIME_OR_PLACE = {"step_seconds", "tokens/computed", "trainer/rank_imbalance"}
@@ -244,6 +249,22 @@ def test_a_rank_that_stops_is_noticed_and_ended_and_the_next_job_has_others(
     pair.gang = RankedLearner(two_ranks(pair.base), "cpu")
     alone = pair.job(train={"lr": 1e-3, "parallel": "zero1"})
     pair.both_step(alone, random_groups(0), 0)
+
+
+async def test_ranks_end_with_a_trainer_that_is_killed() -> None:
+    code = (
+        "import sys; from opentinker.services.trainer.ranks import Ranks\n"
+        "print(*Ranks(2, lambda rank: {}).pids, flush=True); sys.stdin.read()"
+    )
+    trainer = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", code, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE
+    )
+    assert trainer.stdout is not None
+    pid = int(await trainer.stdout.readline())
+    assert not gone(pid)
+    trainer.kill()
+    await trainer.wait()
+    await until(lambda: gone(pid), 60)
 
 
 # --- which rank gets what -------------------------------------------------------------------------------------------

@@ -35,7 +35,7 @@ OURS = "OPENTINKER_"
 """Settings of this service, the addresses of NATS and Redis among them, are not for the ranks."""
 START_S = 120.0
 """From the start of a process to its first sign of life: it imports torch meanwhile."""
-SILENT_S = 10.0
+SILENT_S = 20.0
 """A rank that has not beaten for so long is stopped, or hangs."""
 LOOK_S = 0.5
 GRACE_S = 3.0
@@ -79,7 +79,10 @@ class _Process:
             end = HEAD.size + HEAD.unpack(self._bytes[: HEAD.size])[0]
             if len(self._bytes) < end:
                 break
-            answer = codec.decode(FromRank, bytes(self._bytes[HEAD.size : end])).answer
+            try:
+                answer = codec.decode(FromRank, bytes(self._bytes[HEAD.size : end])).answer
+            except codec.WireError as error:
+                return f"does not speak our language: {error}"
             del self._bytes[:end]
             if not isinstance(answer, Beat):
                 self.answer = answer
