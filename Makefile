@@ -1,4 +1,5 @@
-# The whole menu: setup run test check load docs clean. A clean machine needs python3 (3.11 to 3.13) with pip and venv.
+# The whole menu: setup run test check load learning docs clean.
+# A clean machine needs python3 (3.11 to 3.13) with pip and venv.
 
 PYTHON ?= python3
 VENV   := .venv
@@ -7,7 +8,7 @@ STAMP  := $(VENV)/.installed
 TINY   := runs/models/tiny
 CHECKED := src tests loadtest examples
 
-.PHONY: setup run run-gsm8k test check load docs clean
+.PHONY: setup run run-gsm8k test check load learning docs clean
 
 setup: $(STAMP)
 
@@ -49,6 +50,10 @@ check: setup
 load: setup
 	@missed=0; for script in loadtest/[!_]*.py; do echo "== $$script"; \
 	$(BIN)/python -m loadtest.$$(basename $$script .py) || missed=1; done; exit $$missed
+
+# Every preset on three small tasks; about an hour of CPU time. A second call goes on where the first one was stopped.
+learning: setup
+	$(BIN)/python -m examples.learning_table --results runs/learning.jsonl
 
 docs: setup
 	$(BIN)/opentinker spec --markdown > docs/job-spec.md

@@ -1,0 +1,375 @@
+"""Does every preset learn? Three tasks, all presets, several seeds, on policy and two versions behind: a table.
+
+    python -m examples.learning_table [--presets grpo ppo] [--tasks bandit] [--seeds 3] [--lags 0 2] [--results FILE]
+
+The real learner, the real episodes (renderer, environment, masks, version spans) and the real algorithms in one process
+per run; instead of the messages between services and of vLLM there is a sampler that draws all episodes of a batch at
+once from the learner's own weights. With lag L a batch is trained when the weights are L versions newer than those
+that sampled it: the most that `max_staleness = L` allows. Every run makes all its steps; "to 0.5" is where the mean
+share of exact answers of ten steps reaches it, for each seed, and in CPU seconds of the run's one thread for the
+median one. Exit status 1 if a preset does not learn a task (0.5, every seed), or learns it worse behind than on policy
+by more than the seeds differ.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections import deque
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import torch
+
+from examples.models.make_tiny import make_tiny
+from opentinker.services.env_worker.player import LocalPlayer
+from opentinker.services.rollout_worker.engine import Completion, Sampling
+from opentinker.services.rollout_worker.episode import Episode
+from opentinker.services.rollout_worker.render import Renderer
+from opentinker.services.trainer.torch_learner import TorchLearner
+from opentinker.shared.nn.forward import PACKED
+from opentinker.shared.sessions import OpenSession, SessionReply, StepSession
+from opentinker.shared.spec import JobSpec, parse_spec
+from opentinker.shared.types import Group, Span, StopReason, Ticket, WeightVersion
+
+PRESETS = ("grpo", "dr_grpo", "rloo", "reinforce_pp", "ppo", "dapo", "cispo", "gspo")
+"""Those that learn from rewards alone."""
+MODEL = {"hidden_size": 128, "layers": 2}
+CONTEXT = 64
+WINDOW = 10
+GROUPS, GROUP_SIZE = 8, 16
+NOISE = 0.05
+"""Share of exact answers, as a mean over all steps, that no difference is made of."""
+
+TASKS: dict[str, dict[str, Any]] = {
+    "copy_digits": {
+        "environment": {"name": "copy_digits", "config": {"digits": 1}},
+        "rollout": {"max_tokens": 4},
+        "train": {"steps": 220, "lr": 5e-4},
+    },
+    "two_turns": {
+        "environment": {"name": "guess_number", "config": {"low": 1, "high": 3, "max_guesses": 2}},
+        "rollout": {"max_turns": 2, "max_tokens": 8, "max_tokens_per_turn": 2},
+        "train": {"steps": 120, "lr": 1e-3},
+    },
+    "bandit": {
+        "environment": {"name": "bandit", "config": {"contexts": 8, "arms": 4}},
+        "rollout": {"max_tokens": 1},
+        "train": {"steps": 90, "lr": 1e-3},
+    },
+}
+TRAIN = {"warmup_steps": 10, "tokens_per_micro_batch": 1 << 20}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "ppo": {"critic_lr": 1e-3},
+    "gspo": {"clip_low": 0.2, "clip_high": 0.2},
+}
+"""Where a preset's own values are for another size: the default critic_lr goes with the default lr, and GSPO's clip
+range of a few ten-thousandths with steps so small that a whole sequence's ratio stays inside."""
+
+
+class Run(NamedTuple):
+    preset: str
+    task: str
+    lag: int
+    seed: int
+
+
+class Curve(msgspec.Struct):
+    """One run, step by step."""
+
+    exact: list[float]
+    cpu_s: list[float]
+    """Since the run's first sample."""
+
+    def first(self, level: float) -> tuple[int, float] | None:
+        """(step, CPU seconds) at which the mean of the last WINDOW steps reaches `level`."""
+        for step in range(WINDOW, len(self.exact) + 1):
+            if statistics.fmean(self.exact[step - WINDOW : step]) >= level:
+                return step, self.cpu_s[step - 1]
+        return None
+
+    @property
+    def final(self) -> float:
+        return statistics.fmean(self.exact[-WINDOW:])
+
+
+class BatchSampler:
+    """Stands in for the engine: whatever asks in the same turn of the event loop is drawn in one batch.
+
+    Padded on the left, and computed anew for each token, but what is alike only once: the sequences are a few tokens
+    long, and siblings begin alike.
+    """
+
+    context_length = CONTEXT
+
+    def __init__(self, causal: Any, eos: int, seed: int) -> None:
+        self.causal, self.eos = causal, eos
+        self.noise = torch.Generator().manual_seed(seed)
+        self.version = WeightVersion(1, 0)
+        self.asked: list[tuple[list[int], Sampling, asyncio.Future[Completion]]] = []
+
+    async def generate(self, request: str, prompt_ids: list[int], sampling: Sampling) -> Completion:
+        loop = asyncio.get_running_loop()
+        if not self.asked:
+            loop.call_soon(self._draw)  # after the other episodes that are about to ask
+        answer: asyncio.Future[Completion] = loop.create_future()
+        self.asked.append((prompt_ids, sampling, answer))
+        return await answer
+
+    def _draw(self) -> None:
+        asked, self.asked = self.asked, []
+        longest = max(len(ids) for ids, _, _ in asked)
+        ids = torch.tensor([[0] * (longest - len(ids)) + ids for ids, _, _ in asked])
+        seen = torch.tensor([[0] * (longest - len(ids)) + [1] * len(ids) for ids, _, _ in asked])
+        limits = torch.tensor([sampling.max_tokens for _, sampling, _ in asked])
+        going, columns = torch.ones(len(asked), dtype=torch.bool), []
+        self.causal.set_attn_implementation("sdpa")
+        with torch.no_grad():
+            while going.any():
+                distinct, same = torch.stack([ids, seen], 2).unique(dim=0, return_inverse=True)
+                places = (distinct[..., 1].cumsum(1) - 1).clamp(min=0)
+                logits = self.causal(
+                    input_ids=distinct[..., 0],
+                    attention_mask=distinct[..., 1],
+                    position_ids=places,
+                    use_cache=False,
+                    logits_to_keep=1,
+                ).logits[:, -1]
+                now = (logits / asked[0][1].temperature).log_softmax(-1)[same]
+                chosen = torch.multinomial(now.exp(), 1, generator=self.noise)
+                chosen[~going] = self.eos  # of what has ended nothing more is read
+                columns.append((chosen[:, 0], now.gather(1, chosen)[:, 0]))
+                ids, seen = torch.cat([ids, chosen], 1), torch.cat([seen, torch.ones_like(chosen)], 1)
+                going &= (chosen[:, 0] != self.eos) & (limits > len(columns))
+        self.causal.set_attn_implementation(PACKED)
+        tokens = torch.stack([column for column, _ in columns], 1).tolist()
+        logprobs = torch.stack([column for _, column in columns], 1).tolist()
+        for (_, sampling, answer), row, values in zip(asked, tokens, logprobs, strict=True):
+            said = row[: sampling.max_tokens]
+            ended = self.eos in said
+            said = said[: said.index(self.eos) + 1] if ended else said
+            answer.set_result(
+                Completion(
+                    ids=said,
+                    logprobs=values[: len(said)],
+                    spans=[Span(0, len(said), self.version)],
+                    stop=StopReason.EOS if ended else StopReason.LENGTH,
+                )
+            )
+
+
+class LocalSessions:
+    """Environments in this process, behind the calls that a rollout worker makes."""
+
+    def __init__(self) -> None:
+        self.players: dict[str, LocalPlayer] = {}
+
+    async def open(self, **request: Any) -> SessionReply:
+        player = self.players[request["session"]] = LocalPlayer("here", modules=False)
+        return await player.open(OpenSession(**request, answer_within_s=request["deadline_s"]))
+
+    async def step(self, *, worker: str, session: str, turn: int, text: str, stop: StopReason) -> SessionReply:
+        request = StepSession(session=session, turn=turn, text=text, stop=stop)
+        reply = await self.players[session].step(request)
+        if reply.done:
+            await self.close(worker=worker, session=session)
+        return reply
+
+    async def close(self, *, worker: str, session: str) -> None:
+        await self.players.pop(session).close()
+
+
+def spec_of(run: Run, model: Path) -> JobSpec:
+    task = TASKS[run.task]
+    return parse_spec(
+        {
+            "name": "learning",
+            "model": {"base": str(model), "chat_template": "plain"},
+            "environment": task["environment"],
+            "algorithm": {
+                "name": run.preset,
+                "group_size": GROUP_SIZE,
+                "groups_per_batch": GROUPS,
+                "max_staleness": run.lag,
+                **SETTINGS.get(run.preset, {}),
+            },
+            "rollout": task["rollout"],
+            "train": {**TRAIN, **task["train"], "seed": run.seed},
+        }
+    )
+
+
+class Sampled(NamedTuple):
+    groups: list[Group]
+    """What the learner gets."""
+    exact: float
+    """Mean over all that was sampled for it, dropped groups included."""
+
+
+class Rollouts:
+    """Batches of whole groups from the weights as they are now."""
+
+    def __init__(self, spec: JobSpec, learner: TorchLearner, seed: int) -> None:
+        self.spec, self.seed = spec, seed
+        self.renderer = Renderer.load_light(spec.model.base, "plain")
+        self.engine = BatchSampler(learner.causal, learner.tokenizer.eos_token_id, seed)
+        self.sessions = LocalSessions()
+        self.started = 0
+
+    async def batch(self) -> Sampled | None:
+        """None: nothing but groups of equal rewards for as long as the spec allows."""
+        algorithm = self.spec.algorithm
+        kept: list[Group] = []
+        seen: list[float] = []
+        tries = algorithm.max_zero_variance_batches if algorithm.drop_zero_variance else 1
+        for _ in range(tries or 1):
+            made = await asyncio.gather(*(self._group() for _ in range(algorithm.groups_per_batch - len(kept))))
+            seen += [t.metrics["exact"] for group in made for t in group.trajectories]
+            kept += [g for g in made if not algorithm.drop_zero_variance or len({t.reward for t in g.trajectories}) > 1]
+            if len(kept) == algorithm.groups_per_batch:
+                return Sampled(kept, statistics.fmean(seen))
+        return None
+
+    async def _group(self) -> Group:
+        size, seq = self.spec.algorithm.group_size, self.started
+        self.started += 1
+        ticket = Ticket(job="learning", seq=seq, row=seq, seed=self.seed, group_size=size)
+        engine: Any = self.engine  # the one method of the protocol that an episode calls
+        episodes = [Episode(self.spec, ticket, i, engine, self.renderer, self.sessions) for i in range(size)]
+        made = await asyncio.gather(*(episode.run() for episode in episodes))
+        name = self.spec.environment.name
+        return Group(job="learning", seq=seq, environment=name, worker="here", trajectories=list(made))
+
+
+async def learn(run: Run, model: Path, steps: int | None = None) -> Curve:
+    """Sample, train, sample, ... as many steps as the task has; with a lag, batches wait in a queue."""
+    spec = spec_of(run, model)
+    learner = TorchLearner(spec)
+    learner.load(None)
+    rollouts = Rollouts(spec, learner, run.seed)
+    curve, waiting, began = Curve([], []), deque[Sampled](), time.process_time()
+    for step in range(steps or spec.train.steps):
+        rollouts.engine.version = version = WeightVersion(1, step)
+        while len(waiting) <= run.lag:
+            sampled = await rollouts.batch()
+            if sampled is None:
+                return curve  # where a job with a target has long ended
+            waiting.append(sampled)
+        groups, exact = waiting.popleft()
+        metrics = learner.step(groups, version)
+        if run.lag == 0 and metrics["mismatch/max"] > 1e-4:
+            raise AssertionError(f"sampler and learner disagree by {metrics['mismatch/max']} nats")
+        curve.exact.append(exact)
+        curve.cpu_s.append(time.process_time() - began)
+    return curve
+
+
+def work(run: Run, model: str) -> tuple[Run, Curve]:
+    torch.set_num_threads(1)
+    return run, asyncio.run(learn(run, Path(model)))
+
+
+# --- the table ------------------------------------------------------------------------------------------------------
+
+WIDTHS = (11, 12, 3, 13, 13, 8, 8, 14)
+HEAD = ("task", "preset", "lag", "steps to 0.5", "steps to 0.9", "s to 0.5", "s to 0.9", "final exact")
+
+
+def cells(task: str, preset: str, lag: int, curves: list[Curve]) -> tuple[str, ...]:
+    """Steps of each seed, seconds of the median seed, mean and deviation of the end."""
+    steps, seconds = [], []
+    for level in (0.5, 0.9):
+        reached = [curve.first(level) for curve in curves]
+        steps.append(" ".join(str(r[0]) if r else "-" for r in reached))
+        times = sorted(r[1] if r else float("inf") for r in reached)
+        median = times[len(times) // 2]
+        seconds.append(f"{median:.1f}" if median < float("inf") else "-")
+    finals = [curve.final for curve in curves]
+    spread = statistics.stdev(finals) if len(finals) > 1 else 0.0
+    return task, preset, str(lag), *steps, *seconds, f"{statistics.fmean(finals):.2f} +- {spread:.2f}"
+
+
+def row(columns: tuple[str, ...]) -> str:
+    return "| " + " | ".join(f"{text:<{width}}" for text, width in zip(columns, WIDTHS, strict=True)) + " |"
+
+
+def verdict(found: dict[Run, Curve]) -> bool:
+    """Says who does not learn, and who learns less when behind than the seeds' spread explains."""
+    good = True
+    by_seed: dict[tuple[str, str, int], list[Curve]] = {}
+    for run, curve in sorted(found.items()):
+        by_seed.setdefault((run.preset, run.task, run.lag), []).append(curve)
+    for (preset, task, lag), curves in by_seed.items():
+        if any(curve.first(0.5) is None for curve in curves):
+            print(f"NOT LEARNT: {task} by {preset} at lag {lag}")
+            good = False
+        on_policy = by_seed.get((preset, task, 0))
+        if lag and on_policy:
+            means = [[statistics.fmean(curve.exact) for curve in part] for part in (on_policy, curves)]
+            spread = max(statistics.stdev(part) if len(part) > 1 else 0.0 for part in means)
+            loss = statistics.fmean(means[0]) - statistics.fmean(means[1])
+            if loss > 2 * spread + NOISE:
+                print(f"WORSE BEHIND: {task} by {preset}: {loss:.2f} less exact per step at lag {lag}")
+                good = False
+    print(f"target: every preset learns, and no worse behind than on policy: {'met' if good else 'MISSED'}")
+    return good
+
+
+def kept(path: Path | None) -> dict[Run, Curve]:
+    """Runs that an earlier call has made."""
+    if path is None or not path.exists():
+        return {}
+    lines = [msgspec.json.decode(line, type=tuple[Run, Curve]) for line in path.read_bytes().splitlines()]
+    return dict(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--presets", nargs="+", default=list(PRESETS), choices=PRESETS)
+    parser.add_argument("--tasks", nargs="+", default=list(TASKS), choices=list(TASKS))
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--lags", type=int, nargs="+", default=[0, 2])
+    parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--results", type=Path, help="file of finished runs: those in it are not made again")
+    options = parser.parse_args()
+    wanted = [
+        Run(preset, task, lag, seed)
+        for seed in range(options.seeds)
+        for lag in options.lags
+        for task in options.tasks
+        for preset in options.presets
+    ]
+    found = kept(options.results)
+    with (
+        tempfile.TemporaryDirectory() as directory,
+        ProcessPoolExecutor(options.processes, mp_context=get_context("spawn")) as pool,
+    ):
+        model = make_tiny(Path(directory) / "model", **MODEL, context_length=CONTEXT)
+        for future in as_completed([pool.submit(work, run, str(model)) for run in wanted if run not in found]):
+            run, curve = future.result()
+            found[run] = curve
+            print(f"{run.task} {run.preset} lag {run.lag} seed {run.seed}: {curve.final:.2f}", file=sys.stderr)
+            if options.results:
+                options.results.parent.mkdir(parents=True, exist_ok=True)
+                with options.results.open("ab") as file:
+                    file.write(msgspec.json.encode((run, curve)) + b"\n")
+    print(row(HEAD))
+    print("|" + "|".join("-" * (width + 2) for width in WIDTHS) + "|")
+    for task in options.tasks:
+        for preset in options.presets:
+            for lag in options.lags:
+                curves = [found[Run(preset, task, lag, seed)] for seed in range(options.seeds)]
+                print(row(cells(task, preset, lag, curves)))
+    sys.exit(0 if verdict({run: found[run] for run in wanted}) else 1)
+
+
+if __name__ == "__main__":
+    main()
