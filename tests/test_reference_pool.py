@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -146,6 +147,33 @@ async def test_a_model_too_large_fails_its_job_and_others_go_on(bus: Bus, store:
         assert f"model {str(tiny)!r} takes 0.00951 GB in float32" in await failed(store, large)
         await passed(bus, small, 1)
         assert 0 < service.residence.used_bytes <= 5_000_000
+
+
+class Watching(Scorer):
+    """Counts, whenever it loads a model, those of before that are still in memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.models: list[weakref.ref[Any]] = []
+        self.alive: list[int] = []
+
+    def load(self, key: ModelKey) -> Any:
+        self.alive.append(sum(model() is not None for model in self.models))
+        model = super().load(key)
+        self.models.append(weakref.ref(model))
+        return model
+
+
+async def test_a_model_has_left_the_memory_before_the_next_one_is_loaded(bus: Bus, store: Store, tiny: Path) -> None:
+    """Room for one: one after another in turn, each of which has scored a group."""
+    scorer = Watching()
+    one, other = await add_job(store, str(tiny)), await add_job(store, str(tiny), dtype="bfloat16")
+    groups = {job: of_job(job, 2) for job in (one, other)}
+    async with running(bus, store, make_scorer=lambda: scorer, reference_memory_gb=0.01):
+        for turn, job in enumerate((one, other, one, other)):
+            await send(bus, groups[job][turn // 2])
+            await passed(bus, job, 1 + turn // 2)
+    assert scorer.alive == [0, 0, 0, 0]
 
 
 # --- forward passes -------------------------------------------------------------------------------------------------

@@ -75,8 +75,7 @@ class ReferenceForward:
         self._full_until: dict[str, float] = {}
         """Jobs for whose last group the stream had no room."""
         self.log = structlog.get_logger()
-        self.groups = 0
-        self.tokens = 0
+        self.groups = self.tokens = 0
         self.meters = Meters()
         self.info = WorkerInfo(
             id=ctx.worker,
@@ -213,8 +212,7 @@ class ReferenceForward:
         """Consumes wishes for models, produces residents; scoring goes on beside it."""
         while True:
             changed = self._bell.listen()
-            key = self.desk.wanted(self.residence)
-            if key is None:
+            if (key := self.desk.wanted(self.residence)) is None:
                 await set_within(changed, 1.0)
                 continue
             try:
@@ -256,14 +254,16 @@ class ReferenceForward:
         """Consumes what waits for resident models, produces scored groups."""
         while True:
             changed = self._bell.listen()
-            batch = self.desk.take(self.residence)
-            if batch is None:
+            if (batch := self.desk.take(self.residence)) is None:
                 await set_within(changed, 1.0)
                 continue
-            key, works = batch
-            with self.residence.using(key) as model:
-                await self._forward(key, model, works)
+            await self._pass(*batch)
             self._bell.ring()
+
+    async def _pass(self, key: ModelKey, works: list[Work]) -> None:
+        """In a frame of its own: a loop would keep hold of the model, and the next one would load beside it."""
+        with self.residence.using(key) as model:
+            await self._forward(key, model, works)
 
     async def _forward(self, key: ModelKey, model: Any, works: list[Work]) -> None:
         """One pass. If it fails, whose fault it was is found out one by one, and only that job fails."""
