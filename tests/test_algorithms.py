@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from opentinker.services.trainer.learner import NonFinite
+from opentinker.services.trainer.micro_batch import micro_batches
 from opentinker.services.trainer.torch_learner import TorchLearner
 from opentinker.shared.algorithms import ADVANTAGES, AGGREGATIONS, CORRECTIONS, LOSSES, OPTIONS, PRESETS
 from opentinker.shared.errors import JobFailed, SpecError
@@ -250,6 +251,27 @@ def test_a_critic_learns_the_returns(tiny: Path) -> None:
     assert metrics[0]["critic/explained_variance"] == pytest.approx(0.0)
     assert metrics[-1]["critic/explained_variance"] > 0.9
     assert metrics[-1]["loss/value"] < 0.1 * metrics[0]["loss/value"]
+
+
+def test_values_before_the_batch_have_no_dropout_and_its_gradient_has(tiny: Path) -> None:
+    learner = loaded(tiny, algorithm=PPO, model={"lora": {"rank": 4, "dropout": 0.5}})
+    critic = learner.critic
+    assert critic is not None
+    for step in range(2):  # neither the adapter nor the head is zero any more
+        learner.step(random_groups(step), version(step))
+    micros = [m for u in micro_batches(random_groups(2), version(2), learner.spec, torch.device("cpu")) for m in u]
+
+    def measured() -> torch.Tensor:
+        critic.measure(micros)
+        return torch.cat([micro.values_M for micro in micros if micro.values_M is not None])
+
+    before = measured()
+    assert before.abs().max() > 0.01 and torch.equal(measured(), before)
+    for micro in micros:
+        assert micro.values_M is not None
+        micro.returns_M = micro.values_M  # without dropout there is nothing to learn
+        assert critic.accumulate(micro) > 0
+    assert torch.equal(measured(), before)
 
 
 def test_a_refused_step_leaves_the_critic_alone(tiny: Path) -> None:

@@ -25,7 +25,7 @@ from opentinker.shared.errors import JobFailed
 from opentinker.shared.manifest import CRITIC
 from opentinker.shared.nn.forward import token_values
 from opentinker.shared.nn.layers import recompute_layers
-from opentinker.shared.nn.lora import attach_lora, causal_lm
+from opentinker.shared.nn.lora import attach_lora, causal_lm, lora_dropouts
 from opentinker.shared.nn.models import autocast, load_model, torch_dtype
 from opentinker.shared.spec import JobSpec
 from opentinker.shared.tensors import difference
@@ -39,7 +39,9 @@ class Critic:
         self.dtype = torch_dtype(spec.model.dtype)
         lora = spec.model.lora
         base = load_model(spec.model.base, torch.float32 if lora is None else self.dtype, device)
-        causal = causal_lm(base if lora is None else attach_lora(base, lora))
+        model = base if lora is None else attach_lora(base, lora)
+        self.dropouts = lora_dropouts(model)
+        causal = causal_lm(model)
         if spec.train.gradient_checkpointing:
             recompute_layers(causal)
         self.decoder = causal.get_decoder()
@@ -63,14 +65,20 @@ class Critic:
         with autocast(self.device, self.dtype):
             return token_values(self.decoder, self.head, micro.plan)
 
+    def dropout(self, *, on: bool) -> None:
+        for module in self.dropouts:
+            module.train(on)
+
     def measure(self, micros: list[MicroBatch]) -> None:
-        """The values before the batch."""
+        """The values before the batch, without dropout."""
+        self.dropout(on=False)
         with torch.no_grad():
             for micro in micros:
                 micro.values_M = self.values(micro)
 
     def accumulate(self, micro: MicroBatch) -> Tensor:
-        """Add the gradient of one micro-batch; returns its share of the step's value loss."""
+        """Add the gradient of one micro-batch, with dropout; returns its share of the step's value loss."""
+        self.dropout(on=True)
         assert micro.values_M is not None and micro.returns_M is not None
         clip = float(self.spec.algorithm.value_clip or 0.0)
         loss_M = value_loss(self.values(micro), micro.values_M, micro.returns_M, value_clip=clip)

@@ -34,6 +34,11 @@ def attach_lora(model: nn.Module, lora: LoraSpec) -> PeftModel:
         raise JobFailed(f"LoRA target_modules={lora.target_modules!r}: {first_line(error)}") from error
 
 
+def lora_dropouts(model: nn.Module) -> list[nn.Module]:
+    """They are on in a fresh adapter, whatever mode the model is in."""
+    return [module for name, module in model.named_modules() if name.endswith("lora_dropout")]
+
+
 def with_adapter(model: nn.Module, directory: Path) -> PeftModel:
     """`model` with a frozen adapter as its PEFT directory describes it, in float32. Raises JobFailed."""
     try:
