@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import orjson
 import pytest
+from nats.js.errors import NotFoundError
 
 from opentinker.services.rollout_worker import examiner
 from opentinker.services.rollout_worker.engine import Completion, EngineError, EngineLost, Sampling
@@ -399,6 +400,38 @@ async def test_exam_waits_for_its_version_and_is_dropped_when_it_is_past(exams: 
     assert [m.role for m in first] == ["user", "assistant"] and first[0].content == "7=" and second == []
     ledger = await exams.admission.ledger()
     assert (ledger.accepted, ledger.issued, ledger.running) == (0, 0, 0), "no part of the training counts"
+
+
+async def test_exams_that_come_while_the_version_is_lacking_are_left_to_others(
+    exams: Exams, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever is asked for meanwhile is neither held nor delivered again and again, which would use up its tries."""
+    monkeypatch.setattr(examiner, "EXAM_WAIT_S", 60.0)
+    await exams.ask(V(1, 0))
+    engine = Mortal()
+    engine.version = None
+
+    async def delivered() -> int | None:
+        """So many times; None while more may come."""
+        try:
+            info = await exams.bus.js.consumer_info("EXAMS", f"exam-{exams.job}")
+        except NotFoundError:
+            return None
+        return None if info.num_waiting or info.delivered is None else info.delivered.consumer_seq
+
+    async def given_back() -> bool:
+        return await delivered() == 1
+
+    serving = await exams.bus.serve(EXAM_RESULT, exams.hear, job=exams.job)
+    async with running(_forever(exams, engine)):
+        await until(given_back)
+        exam = Exam(job=exams.job, version=V(1, 0), index=1, seed=1)
+        await exams.bus.publish(EXAM, exam, f"{exams.job}/1", job=exams.job)
+        assert await delivered() == 1
+        engine.version = V(1, 0)
+        await until(lambda: len(exams.results) == 2)
+        assert (await exams.bus.js.consumer_info("EXAMS", f"exam-{exams.job}")).delivered.consumer_seq == 3
+    await serving.unsubscribe()
 
 
 async def _forever(exams: Exams, engine: Mortal) -> None:

@@ -14,11 +14,11 @@ import structlog
 from opentinker.services.rollout_worker.engine import Engine
 from opentinker.services.rollout_worker.episode import Episode, EpisodeFailed, Sessions
 from opentinker.services.rollout_worker.render import Renderer
-from opentinker.shared.bus import Bus, Consumer, Delivery, NoReply
+from opentinker.shared.bus import Bus, Delivery, NoReply
 from opentinker.shared.spec import JobSpec
 from opentinker.shared.spec.validation import validation_episodes
 from opentinker.shared.subjects import EXAM, EXAM_RESULT
-from opentinker.shared.types import Ending, Message, Ticket
+from opentinker.shared.types import Ending, Message, Ticket, WeightVersion
 from opentinker.shared.validation import Exam, ExamResult
 from opentinker.shared.waiting import put_down, rest, set_within
 
@@ -60,7 +60,18 @@ class Examiner:
         self.place = asyncio.Event()
 
     async def run(self) -> None:
-        """Consumes EXAM, starts exam tasks. Never returns; what is being played when it is cancelled goes back."""
+        """Never returns; what is being played when it is cancelled goes back."""
+        try:
+            while True:
+                too_old = await self._consume()
+                while self.engine.version == too_old:
+                    await rest(AGAIN_S)
+        finally:
+            await put_down(*self.tasks)
+
+    async def _consume(self) -> WeightVersion | None:
+        """Consumes EXAM, starts exam tasks. Returns at an exam of a version that the engine has not got yet: which one
+        it has. Others may have the other, so nothing is on its way to us from then on."""
         exams = await self.bus.consume(
             EXAM, f"exam-{self.job}", batch=self.places, ack_wait_s=EXAM_WAIT_S, job=self.job
         )
@@ -72,34 +83,28 @@ class Examiner:
                     await set_within(self.place, 0.5)
                     continue
                 delivery = await exams.next(0.5, limit=free)
-                if delivery is not None:
-                    await self._take(delivery, exams)
+                version = self.engine.version
+                if delivery is not None and not await self._take(delivery, version):
+                    return version
         finally:
-            await put_down(*self.tasks)
             await exams.close()
 
-    async def _take(self, delivery: Delivery[Exam], exams: Consumer[Exam]) -> None:
-        exam, version = delivery.noun, self.engine.version
+    async def _take(self, delivery: Delivery[Exam], version: WeightVersion | None) -> bool:
+        """False if it was given back, because the engine's version is older."""
+        exam = delivery.noun
         if exam is None:
             log.error("bad_exam", error=delivery.error)
             await delivery.term()
         elif version is None or version < exam.version:
-            await self._give_back(delivery, exams)
+            await delivery.nak(AGAIN_S)
+            return False
         elif version > exam.version:  # nobody has these weights any more
             await delivery.ack()
         else:
             task = asyncio.create_task(self._run(exam, delivery))
             self.tasks.add(task)
             task.add_done_callback(self._done)
-
-    async def _give_back(self, delivery: Delivery[Exam] | None, exams: Consumer[Exam]) -> None:
-        """Others may have the version. Ask for no more before the engine has another one."""
-        before = self.engine.version
-        while delivery is not None:
-            await delivery.nak(AGAIN_S)
-            delivery = await exams.next(0.0, limit=0)
-        while self.engine.version == before:
-            await rest(AGAIN_S)
+        return True
 
     def _done(self, task: asyncio.Task[None]) -> None:
         self.tasks.discard(task)
