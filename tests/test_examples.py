@@ -207,8 +207,22 @@ def test_columns_that_do_not_fit_are_listed(tmp_path: Path) -> None:
         make(path, format="messages", columns={"prompt": "question"})
     with pytest.raises(JobFailed, match=r"prompt_completion needs prompt and completion"):
         make(write_rows(path, ROWS), format="prompt_completion")
-    with pytest.raises(JobFailed, match=r"rows with tools cannot be trained on"):
-        make(write_rows(path, [{**ROWS[0], "tools": []}]))
+
+
+def test_a_row_with_tools_or_images_is_refused_wherever_it_stands(tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "a.jsonl", [ROWS[0], {**ROWS[1], "tools": [], "image": None}])
+    assert len(make(path).train) == 2, "an empty column says nothing"
+    write_rows(path, [*ROWS, {**ROWS[0], "tools": [{"name": "f"}], "images": ["x.png"]}])
+    with pytest.raises(JobFailed, match=r"a\.jsonl, line 4: tools, images: rows with this cannot be trained on"):
+        make(path)
+    pyarrow.parquet.write_table(
+        pyarrow.Table.from_pylist(
+            [{**row, "tools": tools} for row, tools in zip(ROWS, (None, [], ["f"]), strict=True)]
+        ),
+        tmp_path / "a.parquet",
+    )
+    with pytest.raises(JobFailed, match=r"a\.parquet, row 3: tools: "):
+        make(tmp_path / "a.parquet")
 
 
 # --- rows that are too long -------------------------------------------------------------------------------------------

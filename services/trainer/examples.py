@@ -84,12 +84,11 @@ class Maker:
             format = format_of(rows.columns, self.kind, self.data)
         except NoFormat as error:
             raise JobFailed(f"data.{error.field}: {error}") from None
-        if odd := [name for name in UNSUPPORTED if name in rows.columns]:
-            raise JobFailed(f"data: rows with {', '.join(odd)} cannot be trained on; take them out of the data")
         made, longer = [], []
         try:
             for where, row in rows:
                 try:
+                    _refuse_unsupported(row)
                     example = self.example(renamed(row, self.data, format), format)
                 except Unrenderable as error:
                     raise JobFailed(f"data: {where}: {error}") from None
@@ -198,6 +197,12 @@ class Maker:
 
     def _wrong(self, field: str, problem: str) -> Unrenderable:
         return Unrenderable(f"{self.data.column(field)}: {problem}")
+
+
+def _refuse_unsupported(row: dict[str, Any]) -> None:
+    """Raises Unrenderable. Rows of one file may differ, and an empty column says nothing."""
+    if odd := [name for name in UNSUPPORTED if row.get(name)]:
+        raise Unrenderable(f"{', '.join(odd)}: rows with this cannot be trained on; take it out of the data")
 
 
 def _said(value: Any) -> str:
