@@ -20,6 +20,7 @@ from opentinker.services.rollout_worker import examiner
 from opentinker.services.rollout_worker.engine import Completion, EngineError, EngineLost, Sampling
 from opentinker.services.scheduler.tickets import ticket_seed
 from opentinker.services.trainer import validation
+from opentinker.services.trainer.batch_metrics import batch_metrics
 from opentinker.services.trainer.learner import EmptySnapshot, SimulatedLearner
 from opentinker.services.trainer.record import Record
 from opentinker.services.trainer.validation import Validation
@@ -34,7 +35,7 @@ from opentinker.shared.types import Ending, Lease, Message, Pool, StopReason, We
 from opentinker.shared.validation import Exam, ExamResult, exam_seed
 from tests.cluster import toy_cluster, undocumented
 from tests.conftest import Server, until
-from tests.factories import V0, make_spec
+from tests.factories import V0, group_of, make_spec, trajectory_of
 from tests.scheduling import context, kinds, running
 from tests.test_rollout_worker import Bench, Mortal
 
@@ -100,6 +101,29 @@ def test_metrics_leave_failed_episodes_out_of_every_mean_and_count_them() -> Non
     assert (found["val/ending/env_done"], found["val/ending/env_timeout"]) == (0.75, 0.25)
     assert found["val/exact/low"] < 1 / 3 < found["val/exact/high"]
     assert undocumented(set(found)) == []
+
+
+def test_metrics_of_an_environment_overwrite_none_of_ours() -> None:
+    ours = {"task/easy": 1.0, "task/easy/b": 1.0, "exact": 1.0}
+    names = [
+        *("reward/mean", "reward/low", "episodes", "turns/mean", "ending/env_done", "component/form", "env/exact"),
+        *("exact/low", "reward", "b/episodes", "response_length/median"),
+    ]
+    plain = validation_metrics([result(0, metrics=ours, components={"form": 1.0})], 1)
+    odd = {**ours, **dict.fromkeys(names, -9.0)}
+    found = validation_metrics([result(0, metrics=odd, components={"form": 1.0})], 1)
+    assert {name: found[name] for name in plain} == plain
+    assert all(found[f"val/env/{name}"] == -9.0 for name in names if name != "b/episodes")
+    assert found["val/b/episodes"] == found["val/task/easy/env/b/episodes"] == -9.0
+    assert found["val/task/easy/env/reward"] == found["val/task/easy/env/episodes"] == -9.0
+
+
+def test_metrics_of_an_environment_overwrite_none_of_a_batch() -> None:
+    odd = {"loss/policy": -9.0, "reward/median": -9.0, "swap/seconds": -9.0, "exact": 0.5, "grid/exact": 0.25}
+    found = batch_metrics([group_of([trajectory_of([7, 8], [0, 1], metrics=odd)])], V0)
+    for name in ("loss/policy", "reward/median", "swap/seconds"):
+        assert found[f"env/{name}"] == -9.0 and name not in found
+    assert (found["exact"], found["grid/exact"]) == (0.5, 0.25)
 
 
 def test_evaluation_without_any_episode_has_counts_only() -> None:

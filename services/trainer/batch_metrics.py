@@ -11,6 +11,12 @@ from opentinker.shared.types import Ending, Group, StopReason, Trajectory, Weigh
 
 LEARNERS = frozenset({"tokens", "entropy", "lr", "ess", "grad_norm", "clip_share", "step_seconds"})
 """Bare names that the learner reports beside these."""
+FAMILIES = frozenset(
+    {"reward", "reward_model", "response_length", "staleness", "turns", "spans", "stop", "ending", "env"}
+    | {"loss", "teacher", "critic", "masked", "ratio", "mismatch", "drift", "tokens"}
+    | {"trainer", "queue", "dropped", "failed", "swap", "val"}
+)
+"""First parts of names of ours that have several: an environment's metric must not begin with them."""
 
 
 def batch_metrics(groups: list[Group], version: WeightVersion) -> dict[str, float]:
@@ -46,7 +52,9 @@ def batch_metrics(groups: list[Group], version: WeightVersion) -> dict[str, floa
     metrics |= {f"ending/{end}": endings[end] / len(trajectories) for end in Ending if not end.failed}
     for key in sorted({key for t in trajectories for key in t.metrics}):
         value = float(np.mean([t.metrics[key] for t in trajectories if key in t.metrics]))
-        metrics[f"env/{key}" if key in metrics or key in LEARNERS else key] = value
+        first, more, _ = key.partition("/")
+        ours = key in metrics or key in LEARNERS or (more and first in FAMILIES)
+        metrics[f"env/{key}" if ours else key] = value
     return metrics
 
 

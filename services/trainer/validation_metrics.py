@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 
 import numpy as np
 
@@ -14,16 +14,21 @@ from opentinker.shared.validation import ExamResult
 Z95 = 1.959964
 """Quantile of the standard normal distribution at 0.975."""
 TASK = "task/"
-OWN = frozenset({"episodes", "failed", "missing", "seconds", "tokens", "reward", "response_length", "turns"})
-"""Names of ours below val/, which an environment's metric must not take."""
+OWN = frozenset(
+    {"episodes", "failed", "missing", "seconds", "tokens", "reward", "response_length", "turns"}
+    | {"ending", "component", "task", "env"}
+)
+"""First parts of names of ours below val/, which an environment's metric must not take."""
+TASKS_OWN = frozenset({"episodes", "reward", "env"})
+"""The same below val/task/NAME/."""
 
 
 def validation_metrics(results: Sequence[ExamResult], episodes: int) -> dict[str, float]:
     """Metrics of an evaluation of `episodes` start states, of which these have a result.
 
     val/reward/{mean,std}, and val/NAME for every metric that the environment reported (`val/env/NAME` where the name is
-    ours), each with `low` and `high` of `interval`; val/component/NAME (mean part of the reward),
-    val/response_length/{mean,max}, val/turns/mean, val/ending/REASON (share, failed ones included),
+    taken, or begins with a part of ours), each with `low` and `high` of `interval`; val/component/NAME (mean part of
+    the reward), val/response_length/{mean,max}, val/turns/mean, val/ending/REASON (share, failed ones included),
     val/task/NAME/{episodes,reward,METRIC} by task, val/{episodes,failed,missing,tokens}.
     Failed episodes are in none of the means.
     """
@@ -49,17 +54,20 @@ def validation_metrics(results: Sequence[ExamResult], episodes: int) -> dict[str
     values |= {"val/response_length/mean": float(np.mean(lengths)), "val/response_length/max": float(max(lengths))}
     values["val/turns/mean"] = float(np.mean([len(r.stops) for r in played]))
     for name, found in _by_name([r.metrics for r in played]).items():
-        place = f"val/env/{name}" if name in OWN else f"val/{name}"
+        place = _place("val", name, values, OWN)
         values[place] = float(np.mean(found))
         values |= _bounds(place, found)
     for name, found in _by_name([r.components for r in played]).items():
         values[f"val/component/{name}"] = float(np.mean(found))
-    for task in sorted({task for r in played for task in _tasks(r)}):
-        own = [r for r in played if task in _tasks(r)]
+    by_task = {
+        task: [r for r in played if task in _tasks(r)] for task in sorted({t for r in played for t in _tasks(r)})
+    }
+    for task, own in by_task.items():
         values[f"val/{task}/episodes"] = float(len(own))
         values[f"val/{task}/reward"] = float(np.mean([r.reward for r in own]))
+    for task, own in by_task.items():
         for name, found in _by_name([r.metrics for r in own]).items():
-            values[f"val/{task}/{name}"] = float(np.mean(found))
+            values[_place(f"val/{task}", name, values, TASKS_OWN)] = float(np.mean(found))
     return values
 
 
@@ -80,6 +88,12 @@ def interval(values: Sequence[float]) -> tuple[float, float] | None:
         return None
     half = Z95 * float(np.std(values, ddof=1)) / math.sqrt(n)
     return mean - half, mean + half
+
+
+def _place(below: str, name: str, taken: Container[str], own: Container[str]) -> str:
+    """Where an environment's metric stands, so that nothing of ours is overwritten."""
+    place = f"{below}/{name}"
+    return f"{below}/env/{name}" if place in taken or name.partition("/")[0] in own else place
 
 
 def _bounds(name: str, values: Sequence[float]) -> dict[str, float]:
