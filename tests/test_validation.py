@@ -156,6 +156,16 @@ def test_settings_that_would_be_ignored_are_refused(changes: dict[str, Any], fie
     assert [mistake["field"] for mistake in refused.value.mistakes] == [field]
 
 
+@pytest.mark.parametrize("name", ["val/reward/mean", "val/reward/low", "val/task/easy/reward"])
+def test_no_target_is_a_reward_of_evaluations_that_reward_models_do_not_judge(name: str) -> None:
+    train = {"steps": 5, "target": {name: 0.5, "val/exact": 0.5}}
+    plan: dict[str, Any] = {"rollout": {}, "validation": {"every": 5}, "train": train}
+    assert make_spec(**plan).train.target[name] == 0.5
+    with pytest.raises(SpecError, match=r"no evaluation is judged by \[\[reward_models\]\] \(help\)") as refused:
+        make_spec(**plan, reward_models=[{"name": "help", "base": "judge"}])
+    assert [mistake["field"] for mistake in refused.value.mistakes] == [f"train.target.{name}"]
+
+
 def test_episodes_have_their_own_sampling_and_environment_settings() -> None:
     spec = make_spec(
         environment={"name": "gsm8k", "config": {"format_reward": 0.2}},

@@ -82,7 +82,7 @@ class JobSpec(Part):
     validation: ValidationSpec | None = None
     """Evaluations on schedule; without it there are none. sft and dpo have theirs in [data]."""
     reward_models: list[RewardModelSpec] = []
-    """Models whose scores are added to the environment's rewards."""
+    """Models whose scores are added to the environment's rewards, but for the episodes of [validation]."""
     data: DataSpec | None = None
     """sft, dpo: the rows."""
     dpo: DpoSpec | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
@@ -13,12 +14,15 @@ if TYPE_CHECKING:
 
 PREFIX = "val/"
 """Of every metric of an evaluation."""
+REWARD = re.compile(r"val/(task/.+/)?reward(/|$)")
+"""Metrics of an evaluation that are made of rewards."""
 TOY_IGNORES = ("temperature", "top_p", "top_k")
 
 
 class ValidationSpec(Part):
     """An evaluation plays its episodes with one version of the weights. No later version is published meanwhile;
-    training goes on as far as max_staleness lets it. The last weights are always evaluated."""
+    training goes on as far as max_staleness lets it. The last weights are always evaluated. Reward models judge no
+    evaluation: its rewards are the environment's alone."""
 
     every: Positive
     """Optimizer steps from one evaluation to the next; training waits where an evaluation takes longer."""
@@ -63,7 +67,13 @@ def contradictions(spec: JobSpec) -> list[dict[str, Any]]:
             {"field": f"train.target.{name}", "value": spec.train.target[name], "problem": "needs [validation]"}
             for name in named
         ]
-    found = []
+    judged = sorted(name for name in spec.train.target if REWARD.match(name)) if spec.reward_models else []
+    judges = ", ".join(judge.name for judge in spec.reward_models)
+    problem = (
+        f"is the environment's reward alone: no evaluation is judged by [[reward_models]] ({judges}). Name a metric "
+        "that the environment reports, or reward/mean"
+    )
+    found = [{"field": f"train.target.{name}", "value": spec.train.target[name], "problem": problem} for name in judged]
     if spec.rollout.engine == "toy":
         usual = {"temperature": (0.0, 1.0), "top_p": (1.0,), "top_k": (0,)}
         found += [
