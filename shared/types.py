@@ -101,6 +101,12 @@ class Ending(StrEnum):
     def failed(self) -> bool:
         return self not in (Ending.ENV_DONE, Ending.MAX_TURNS, Ending.MAX_TOKENS, Ending.CONTEXT)
 
+    @property
+    def repeats(self) -> bool:
+        """Whether it comes again with the same start state, seeds and weights; other failures depend on time and on
+        machines."""
+        return not self.failed or self in (Ending.ENV_ERROR, Ending.ENV_BAD_REPLY, Ending.PROMPT)
+
 
 class Discard(StrEnum):
     """Why an accepted group was not trained."""

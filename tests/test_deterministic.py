@@ -169,6 +169,10 @@ async def test_resumed_job_goes_on_at_the_position_of_its_checkpoint(store: Stor
     assert await resumed.accept(2) == "unknown", "a group of before is of the past"
 
 
+def of_time(metric: str) -> dict[str, Any]:
+    return {"train": {"steps": 3, "deterministic": True, "target": {metric: 0.5, "exact": 0.9}}}
+
+
 @pytest.mark.parametrize(
     ("changes", "field"),
     [
@@ -177,6 +181,10 @@ async def test_resumed_job_goes_on_at_the_position_of_its_checkpoint(store: Stor
         ({"resources": {"rollout_workers": 2}}, "resources.rollout_workers"),
         ({"algorithm": {"max_staleness": 0, "kl_coef": 0.1}}, "algorithm.kl_coef"),
         ({"algorithm": {"name": "distill", "max_staleness": 0}, "teacher": {"base": "t"}}, "algorithm.distill_coef"),
+        (of_time("step_seconds"), "train.target.step_seconds"),
+        (of_time("trainer/tokens_per_s"), "train.target.trainer/tokens_per_s"),
+        (of_time("swap/pause_s"), "train.target.swap/pause_s"),
+        ({**of_time("val/seconds"), "validation": {"every": 3}}, "train.target.val/seconds"),
     ],
 )
 def test_what_breaks_the_promise_is_refused_with_the_reason(changes: dict[str, Any], field: str) -> None:

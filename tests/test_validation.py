@@ -25,7 +25,7 @@ from opentinker.services.trainer.learner import EmptySnapshot, SimulatedLearner
 from opentinker.services.trainer.record import Record
 from opentinker.services.trainer.validation import Validation
 from opentinker.services.trainer.validation_metrics import Z95, interval, validation_metrics
-from opentinker.shared.errors import SpecError
+from opentinker.shared.errors import JobFailed, SpecError
 from opentinker.shared.service import Context
 from opentinker.shared.spec import JobSpec, parse_spec
 from opentinker.shared.spec.validation import validation_episodes
@@ -309,6 +309,53 @@ async def test_evaluation_that_takes_too_long_ends_and_says_so(ctx: Context) -> 
         await until(lambda: t.published == [0, 1])
         assert await t.exams() == [], "nobody plays them any more"
         assert t.record.evaluations.last == {}, "no target looks at half an evaluation"
+
+
+@pytest.mark.parametrize(
+    ("answers", "why"),
+    [
+        ([result(0)], r"step 0: 1 of 2 episodes .* validation\.timeout_s was over"),
+        ([result(0), result(1, ending=Ending.ENV_TIMEOUT, error="30 s")], r"step 0: episode 1 .*env_timeout: 30 s"),
+        ([result(0), result(1, ending=Ending.ENV_ERROR, error="it raised")], ""),
+    ],
+    ids=["timed out", "failed by luck", "fails always"],
+)
+async def test_deterministic_job_does_not_end_by_an_evaluation_that_timing_had_a_part_in(
+    ctx: Context, answers: list[ExamResult], why: str
+) -> None:
+    sure: dict[str, Any] = {"algorithm__max_staleness": 0, "rollout__seed": 1, "train__deterministic": True}
+    spec = make_spec(
+        **sure, train__learner="torch", train__target={"val/exact": 0.9}, validation={"every": 4, "episodes": 2}
+    )
+    t = Trial(ctx, spec)
+    await ctx.store.create_job(id=t.job, spec=spec.model_dump(mode="json"), tenant="default")
+    evaluating = asyncio.create_task(t.it.run())
+    await t.offer(0)
+    t.it.served(V(1, 0))
+    await t.asked(2)
+    await t.answer(*answers)
+    assert t.it.plan is not None
+    if len(answers) < 2:
+        t.it.plan = t.it.plan.model_copy(update={"timeout_s": 0.0})  # the time is over
+    if why:
+        with pytest.raises(JobFailed, match=why):
+            await asyncio.wait_for(evaluating, 10)
+    else:
+        assert await asyncio.wait_for(t.it.over(), 10) and not evaluating.done()
+    evaluating.cancel()
+    await asyncio.wait([evaluating])
+
+
+async def test_last_evaluation_of_a_deterministic_job_may_be_incomplete(ctx: Context) -> None:
+    """Nothing depends on it any more."""
+    sure: dict[str, Any] = {"algorithm__max_staleness": 0, "rollout__seed": 1, "train__deterministic": True}
+    plan = {"every": 4, "episodes": 2, "at_start": False, "timeout_s": 0.2}
+    t = Trial(ctx, make_spec(**sure, train__learner="torch", train__target={"val/exact": 0.9}, validation=plan))
+    await ctx.store.create_job(id=t.job, spec=t.record.spec.model_dump(mode="json"), tenant="default")
+    async with running(t.it.run()):
+        await t.offer(3)
+        assert await asyncio.wait_for(t.it.finish(3), 10)
+    assert (await t.event("validation_incomplete"))["missing"] == 2
 
 
 async def test_last_evaluation_comes_to_an_end_without_any_rollout_worker(ctx: Context) -> None:

@@ -46,9 +46,6 @@ MAX_DELIVERIES = 5
 """A ticket that comes once more fails its group: what kills the engine at every try must have an end. Tickets that were
 under way beside it count too; their groups are replaced, and `rollout.max_failed_share` judges."""
 FULL_PAUSE_S = 0.5
-REPEATABLE = (Ending.ENV_ERROR, Ending.ENV_BAD_REPLY, Ending.PROMPT)
-"""Failures that come again with the same start state and seeds: a deterministic job replaces such groups, always the
-same ones. The others depend on time and on machines."""
 
 
 class RolloutJob:
@@ -270,7 +267,7 @@ class RolloutJob:
     async def _fail(self, ticket: Ticket, error: EpisodeFailed) -> None:
         if await self.admission.fail(ticket.seq, error.ending) is None:
             return
-        if self.spec.train.deterministic and error.ending not in REPEATABLE:
+        if self.spec.train.deterministic and not error.ending.repeats:
             raise JobFailed(
                 f"group {ticket.seq} could not be played ({error.ending}: {error.error[-300:]}), and in a "
                 "deterministic job no other group may take its place. Raise rollout.retries or "

@@ -21,6 +21,7 @@ from opentinker.services.trainer.learner import SnapshotLike
 from opentinker.services.trainer.record import Record
 from opentinker.services.trainer.validation_metrics import validation_metrics
 from opentinker.shared.bus import NoReply, StreamFull
+from opentinker.shared.errors import JobFailed
 from opentinker.shared.service import Context
 from opentinker.shared.spec import ValidationSpec
 from opentinker.shared.subjects import EXAM, EXAM_RESULT, EXAMS
@@ -119,7 +120,7 @@ class Validation:
     # --- the loop -------------------------------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Never returns."""
+        """Never returns. Raises JobFailed."""
         serving = await self.ctx.bus.serve(EXAM_RESULT, self._receive, job=self.lease.job)
         try:
             await self._withdraw()  # what an earlier trainer has asked
@@ -152,6 +153,25 @@ class Validation:
         values = validation_metrics(results, self.plan.episodes) | {"val/seconds": time.monotonic() - began}
         await self.record.evaluations.keep(version.step, [_transcript(r) for r in results if r.messages])
         await self.record.evaluations.add(version, values, self.record.spec.train.target)
+        if self.record.spec.train.deterministic and self.record.target_is_validated:
+            self._refuse_luck(version, results)
+
+    def _refuse_luck(self, version: WeightVersion, results: list[ExamResult]) -> None:
+        """Raises JobFailed if timing had a part in what says whether a deterministic job ends before its last step."""
+        assert self.plan is not None
+        if version.step >= self.record.spec.train.steps:
+            return
+        failed = [result for result in results if not result.ending.repeats]
+        if len(results) < self.plan.episodes:
+            why = f"{len(results)} of {self.plan.episodes} episodes were played when validation.timeout_s was over"
+        elif failed:
+            why = f"episode {failed[0].index} could not be played ({failed[0].ending}: {failed[0].error})"
+        else:
+            return
+        raise JobFailed(
+            f"evaluation of step {version.step}: {why}, and in a deterministic job no train.target may depend on that. "
+            "Raise validation.timeout_s, rollout.retries or rollout.episode_timeout_s, or see to the environment"
+        )
 
     async def _until_served(self, version: WeightVersion) -> bool:
         """Training waits for rollout workers too, so there is no limit, but at the end: then nobody else waits."""

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from opentinker.shared.spec import JobSpec
+
+
+TIMED = re.compile(
+    r"step_seconds|train_seconds|trainer/(wait_share|tokens_per_s)|rollout_workers|val/seconds"
+    r"|(queue|swap|dropped|failed)/.*"
+)
+"""Metrics that say how long something took, or what was lost on the way."""
 
 
 def broken_promises(spec: JobSpec) -> list[dict[str, Any]]:
@@ -55,6 +63,11 @@ def broken_promises(spec: JobSpec) -> list[dict[str, Any]]:
             not spec.algorithm.distill_coef,
             "must be 0: reference-forward computes what comes together in one batch, and its sums depend on that",
         ),
+    ]
+    found += [
+        (f"train.target.{name}", value, False, "depends on timing, and with it when the job would end")
+        for name, value in spec.train.target.items()
+        if TIMED.fullmatch(name)
     ]
     return [
         {"field": field, "value": value, "problem": f"{problem} (train.deterministic)"}
