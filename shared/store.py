@@ -208,26 +208,22 @@ class Store:
             "steps": spec["train"]["steps"],
             "reason": "",
         }
+        queued = _event("queued", now, state=JobState.QUEUED.value)
+        idem = f"idem:{tenant}:{idempotency or id}"
         answer = await self._create(
-            keys=[
-                f"job:{id}",
-                f"job:{id}:events",
-                _jobs_of(tenant),
-                "jobs:active",
-                f"idem:{tenant}:{idempotency or id}",
-            ],
-            args=[
-                id,
-                now,
-                orjson.dumps(fields).decode(),
-                _event("queued", now, state=JobState.QUEUED.value),
-                body_hash if idempotency else "",
-                86400,
-            ],
+            keys=[f"job:{id}", f"job:{id}:events", _jobs_of(tenant), "jobs:active", idem],
+            args=[id, now, orjson.dumps(fields).decode(), queued, body_hash if idempotency else "", 86400],
         )
         if answer[0] == "differs":
-            raise Conflict(f"the Idempotency-Key was used for job {answer[1]} with another body; use a new key")
+            raise _other_body(answer[1])
         return str(answer[1])
+
+    async def made_before(self, tenant: str, idempotency: str, body_hash: str) -> str | None:
+        """The job that an equal request made. Raises Conflict as `create_job` does."""
+        job, body = await self.redis.hmget(f"idem:{tenant}:{idempotency}", "job", "body")
+        if job is not None and body != body_hash:
+            raise _other_body(job)
+        return None if job is None else str(job)
 
     async def job(self, id: str) -> JobRecord:
         """Raises NotFound."""
@@ -362,6 +358,10 @@ class Store:
 
 def _record(id: str, fields: dict[str, str]) -> JobRecord:
     return msgspec.convert({**fields, "id": id, "spec": orjson.loads(fields["spec"])}, JobRecord, strict=False)
+
+
+def _other_body(job: str) -> Conflict:
+    return Conflict(f"the Idempotency-Key was used for job {job} with another body; use a new key")
 
 
 def _jobs_of(tenant: str) -> str:

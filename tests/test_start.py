@@ -253,6 +253,22 @@ async def test_repeated_submission_makes_one_job_and_keeps_one_checkpoint(
     assert (await client.job(second))["spec"]["start"]["from"] == f"{first}@10"
 
 
+async def test_repeated_submission_is_answered_when_what_it_named_is_gone(
+    client: AsyncClient, ctx: Context, base: Path, tmp_path: Path
+) -> None:
+    first = (await client.submit(spec_of(base)))["id"]
+    source = write_checkpoint(ctx, first, 10, full_files(tmp_path))
+    spec = spec_of(base) | {"start": {"from": f"{first}@10"}}
+    second = (await client.submit(spec, idempotency_key="once"))["id"]
+    shutil.rmtree(source)
+    shutil.rmtree(base)
+    assert (await client.submit(spec, idempotency_key="once"))["id"] == second
+    with pytest.raises(ApiError) as other:
+        await client.submit(spec | {"name": "other"}, idempotency_key="once")
+    assert other.value.status == 409
+    assert "none yet" in (await refused(client, spec, idempotency_key="twice"))["start.from"]
+
+
 async def test_copy_is_made_where_files_cannot_have_two_names(
     client: AsyncClient, ctx: Context, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

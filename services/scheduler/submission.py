@@ -35,14 +35,22 @@ def new_job_id() -> str:
 async def submit(ctx: Context, data: Any, tenant: str, idempotency: str = "") -> tuple[str, bool]:
     """Returns the job's id and whether an equal request with the same key had made it before.
 
+    Equal is what is written, with its defaults: what the checks look at may have changed or gone since then.
     Raises SpecError with every mistake, Conflict if the key was used for another spec.
     """
     mistakes: Mistakes = []
     spec: JobSpec | None = None
+    body_hash = ""
     try:
         spec = parse_spec(data)
+        body_hash = _hash(spec)
     except SpecError as error:
         mistakes += error.mistakes
+    if spec is not None and idempotency and not mistakes:
+        made = await ctx.store.made_before(tenant, idempotency, body_hash)
+        if made is not None:
+            await ctx.bus.emit(WAKE, {"job": made}, who="scheduler")
+            return made, True
     check = _environment(data, spec)
     wrong_environment, checked = await _check_environment(ctx, check, mistakes)
     wrong_environment += await _check_validation(ctx, spec, wrong_environment)
@@ -62,7 +70,6 @@ async def submit(ctx: Context, data: Any, tenant: str, idempotency: str = "") ->
         part["base"] = await asyncio.to_thread(_resolved, part["base"])
     if spec.data is not None:
         plain["data"] |= await asyncio.to_thread(absolute, spec.data)
-    body_hash = hashlib.sha256(_canonical(plain)).hexdigest()
     new = new_job_id()
     if chosen is not None:
         plain["start"]["from"] = chosen.name
@@ -87,9 +94,10 @@ def _with_bases(plain: dict[str, Any]) -> list[dict[str, Any]]:
     return [part for part in named if part is not None]
 
 
-def _canonical(plain: dict[str, Any]) -> bytes:
+def _hash(spec: JobSpec) -> str:
+    """Raises SpecError."""
     try:
-        return orjson.dumps(plain, option=orjson.OPT_SORT_KEYS)
+        return hashlib.sha256(orjson.dumps(spec.model_dump(mode="json"), option=orjson.OPT_SORT_KEYS)).hexdigest()
     except TypeError as error:
         raise SpecError([{"field": "(whole spec)", "value": None, "problem": f"cannot be stored: {error}"}]) from None
 
