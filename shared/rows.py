@@ -13,6 +13,7 @@ from typing import Any, BinaryIO, cast
 
 import orjson
 
+from opentinker.shared.paths import local_path
 from opentinker.shared.spec.data import JSONL, PARQUET
 
 
@@ -20,11 +21,9 @@ class RowError(ValueError):
     """What is wrong, with file and line."""
 
 
-def is_path(path: str) -> bool:
-    """A file or directory, not the id `owner/name` or `name` of a data set on a hub."""
-    return (
-        path[0] in "/.~" or path.endswith((*JSONL, PARQUET)) or path.count("/") > 1 or Path(path).expanduser().exists()
-    )
+def rows_path(name: str) -> Path | None:
+    """The file or directory of rows that `name` means; None if it is the id of a data set on a hub."""
+    return local_path(name, (*JSONL, PARQUET))
 
 
 def lines(path: Path) -> Iterator[tuple[int, bytes]]:

@@ -5,10 +5,9 @@ Blocking: call these in a thread. The trainer reads every row, and data sets of 
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
-from opentinker.shared.rows import RowError, first_row, is_path
+from opentinker.shared.rows import RowError, first_row, rows_path
 from opentinker.shared.spec import DataSpec
 from opentinker.shared.spec.data import JSONL, NoFormat, format_of
 
@@ -22,16 +21,16 @@ def check_data(data: DataSpec, kind: str) -> list[dict[str, Any]]:
                 _check(value, kind, data)
             except NoFormat as error:
                 found.append(_mistake(error.field, getattr(data, error.field), str(error)))
-            except (RowError, OSError, ValueError, RuntimeError) as error:
+            except (RowError, OSError) as error:
                 found.append(_mistake(field, value, str(error)))
     return [mistake for n, mistake in enumerate(found) if mistake not in found[:n]]
 
 
 def _check(name: str, kind: str, data: DataSpec) -> None:
-    """Raises RowError, NoFormat; OSError, ValueError or RuntimeError for a name that no file can have."""
-    if not is_path(name):
+    """Raises RowError, NoFormat; OSError for a place that may not be looked at."""
+    path = rows_path(name)
+    if path is None:
         return
-    path = Path(name).expanduser()
     if not path.exists():
         raise RowError(f"does not exist on the server ({path.absolute()}); give a file, a directory or a hub id")
     if path.name.endswith(JSONL):
@@ -41,9 +40,9 @@ def _check(name: str, kind: str, data: DataSpec) -> None:
 def absolute(data: DataSpec) -> dict[str, str]:
     """The fields that name files, as the trainer will find them wherever it was started."""
     return {
-        field: str(Path(value).expanduser().resolve())
+        field: str(path.resolve())
         for field, value in (("path", data.path), ("validation", data.validation))
-        if isinstance(value, str) and is_path(value)
+        if isinstance(value, str) and (path := rows_path(value)) is not None
     }
 
 

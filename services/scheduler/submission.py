@@ -17,6 +17,7 @@ from opentinker.services.scheduler.data_check import absolute, check_data
 from opentinker.shared.bus import NoReply
 from opentinker.shared.codec import WireError
 from opentinker.shared.errors import SpecError
+from opentinker.shared.paths import local_path
 from opentinker.shared.service import Context
 from opentinker.shared.sessions import EnvCheck
 from opentinker.shared.spec import JobSpec, ModelSpec, StartSpec, parse_spec
@@ -166,25 +167,14 @@ def _base(data: Any, spec: JobSpec | None) -> str | None:
     return base if isinstance(base, str) and base else None
 
 
-def _path(base: str) -> Path | None:
-    """The directory that `base` means; None if it is the id of a model hub: `name` or `owner/name`."""
-    if "\0" in base:
-        return Path("(a name with a NUL byte)")
-    try:
-        path = Path(base).expanduser()
-        return path if base[0] in "/.~" or base.count("/") > 1 or path.exists() else None
-    except (OSError, RuntimeError):  # no such user's home, a name longer than the file system takes
-        return Path(base)
-
-
 def _resolved(base: str) -> str:
-    path = _path(base)
+    path = local_path(base)
     return base if path is None else str(path.resolve())
 
 
 def _check_model(base: str, model: ModelSpec | None) -> Mistakes:
     """Blocking. What can be seen of a local model without loading it."""
-    path = _path(base) if base else None
+    path = local_path(base) if base else None
     if path is None:
         return []
     try:
@@ -221,7 +211,7 @@ def _name_in(part: Any) -> str:
 
 def _check_classifier(base: str) -> Mistakes:
     """Of a local directory that has a config.json."""
-    path = _path(base) if base else None
+    path = local_path(base) if base else None
     if path is None:
         return []
     try:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from opentinker.shared.errors import JobFailed
-from opentinker.shared.rows import RowError, is_path, lines, row_of
+from opentinker.shared.rows import RowError, lines, row_of, rows_path
 from opentinker.shared.spec.data import JSONL, PARQUET
 
 SAVED = ("state.json", "dataset_dict.json")
@@ -66,12 +66,12 @@ class TableRows:
 def open_rows(path: str, split: str | None, default_split: str, subset: str | None = None) -> Rows:
     """`subset`: of a hub id. Raises JobFailed if there are no rows."""
     try:
-        if is_path(path):
+        if (place := rows_path(path)) is not None:
             if subset is not None:
                 raise JobFailed(
                     f"data.subset = {subset!r}: {path} is a path on this machine, only hub ids have subsets"
                 )
-            rows = _local(Path(path).expanduser(), split, default_split)
+            rows = _local(place, split, default_split)
         else:
             rows = _hub(path, subset, split or default_split)
     except RowError as error:

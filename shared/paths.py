@@ -1,0 +1,24 @@
+"""What a user's text for a model or a data set means: a place on this machine, or an id of a hub."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+IMPOSSIBLE = Path("(a name that no file can have)")
+
+
+def local_path(name: str, files: tuple[str, ...] = ()) -> Path | None:
+    """The file or directory that `name` means, there or not; None if it is the id of a hub: `name` or `owner/name`.
+
+    `files`: endings that only files have. Never raises; nothing is at the path of a name that no file can have.
+    """
+    if "\0" in name:
+        return IMPOSSIBLE
+    try:
+        path = Path(name).expanduser()
+        there = path.exists()
+    except RuntimeError:  # no such user's home
+        return Path(name)
+    except OSError:  # longer than the file system takes
+        return IMPOSSIBLE
+    return path if there or name.startswith(("/", ".", "~")) or name.endswith(files) or name.count("/") > 1 else None

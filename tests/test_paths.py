@@ -1,0 +1,36 @@
+"""What the text for a model or a data set means: one rule for both."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from opentinker.services.scheduler.data_check import check_data
+from opentinker.shared.paths import local_path
+from opentinker.shared.rows import rows_path
+from opentinker.shared.spec import DataSpec
+
+ODD = ("a\0b", "a/b\0", "/" + "x" * 5000, "x" * 5000, "~nobody-here/x", "~nobody-here")
+"""Names that no file can have, or that no home directory has."""
+
+
+def test_ids_of_a_hub_are_told_from_places_on_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "mine" / "model").mkdir(parents=True)
+    for id in ("gpt2", "owner/name", "other/model"):
+        assert local_path(id) is None and rows_path(id) is None
+    for name in ("/a", "./a", "../a", "a/b/c", "mine/model", "mine"):
+        assert local_path(name) == rows_path(name) == Path(name)
+    assert local_path("~/mine") == tmp_path / "mine"
+    for name in ("a.jsonl", "owner/a.jsonl.gz", "a.parquet"):
+        assert local_path(name) is None and rows_path(name) == Path(name)
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_a_name_that_no_file_can_have_is_a_place_where_nothing_is(name: str) -> None:
+    for path in (local_path(name), rows_path(name)):
+        assert path is not None and not path.exists()
+    (mistake,) = check_data(DataSpec(path=name), "sft")
+    assert mistake["field"] == "data.path" and "does not exist on the server" in mistake["problem"]
