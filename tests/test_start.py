@@ -178,6 +178,29 @@ async def test_checkpoint_that_does_not_fit_is_refused_with_the_tensors(
     assert sorted((ctx.settings.data_dir / "jobs").iterdir()) == before, "nothing is left of the try"
 
 
+@pytest.mark.parametrize("lora", [None, LORA], ids=["full", "adapter"])
+async def test_reference_is_not_taken_from_files_that_are_narrower_than_what_the_trainer_begins_with(
+    client: AsyncClient, ctx: Context, base: Path, tmp_path: Path, lora: dict[str, Any] | None
+) -> None:
+    def spec(dtype: str, kl_coef: float) -> dict[str, Any]:
+        algorithm = {"group_size": 2, "groups_per_batch": 2, "kl_coef": kl_coef}
+        model = {"base": str(base), "chat_template": "plain", "lora": lora, "dtype": dtype}
+        return spec_of(base, model=model, algorithm=algorithm)
+
+    files = adapter_files(tmp_path) if lora else full_files(tmp_path)
+    jobs = {}
+    for dtype in ("float32", "bfloat16"):
+        jobs[dtype] = (await client.submit(spec(dtype, 0.0)))["id"]
+        write_checkpoint(ctx, jobs[dtype], 10, files)
+    problems = await refused(client, spec("float32", 0.1), from_checkpoint=f"{jobs['bfloat16']}@10")
+    advice = f"download{' --merge' if lora else ''}` makes a directory"
+    assert set(problems) == {"start.from"} and "algorithm.kl_coef = 0.1" in problems["start.from"]
+    assert advice in problems["start.from"]
+    await client.submit(spec("float32", 0.0), from_checkpoint=f"{jobs['bfloat16']}@10")
+    for held, dtype in (("bfloat16", "bfloat16"), ("float32", "float32"), ("float32", "bfloat16")):
+        await client.submit(spec(dtype, 0.1), from_checkpoint=f"{jobs[held]}@10")
+
+
 async def first_job(client: AsyncClient, ctx: Context, base: Path, tmp_path: Path, held: str) -> str:
     """A job whose checkpoint of step 10 holds what is named."""
     lora = held in ("adapter", "other base")

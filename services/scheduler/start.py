@@ -74,7 +74,7 @@ def mistakes_in(chosen: Chosen, spec: JobSpec, base: str) -> Mistakes:
             problems = _other_model(chosen.directory, weights, Path(base)) if weights else []
     except (OSError, ValueError) as error:
         problems = [f"it cannot be read: {error}"]
-    return [_wrong(problem) for problem in problems] + _lacking_state(chosen, spec)
+    return [_wrong(problem) for problem in problems] + _rounded_reference(chosen, spec) + _lacking_state(chosen, spec)
 
 
 _KINDS = {"nothing": "no weights (learner = 'simulated')", "full weights": "full weights", "an adapter": "an adapter"}
@@ -97,6 +97,22 @@ def _lacking_state(chosen: Chosen, spec: JobSpec) -> Mistakes:
         problem = "this job trains a critic and the checkpoint has none, so only the weights can be taken over"
         return [_wrong(problem, "optimizer")]
     return []
+
+
+def _rounded_reference(chosen: Chosen, spec: JobSpec) -> Mistakes:
+    """A bfloat16 job's trainer state has the float32 weights that a float32 job begins with; its model files, which
+    reference-forward reads, have them rounded. A bfloat16 job rounds them itself."""
+    narrow = chosen.job.spec["model"]["dtype"] == "bfloat16" and spec.model.dtype == "float32"
+    if spec.kind != "rl" or spec.algorithm.kl_coef == 0 or not narrow or spec.train.learner == "simulated":
+        return []
+    merge = "" if spec.model.lora is None else " --merge"
+    return [
+        _wrong(
+            "it is of a bfloat16 job: a float32 one begins with its float32 weights, and the reference of "
+            f"algorithm.kl_coef = {spec.algorithm.kl_coef:g} would be the rounded ones. Set model.dtype = 'bfloat16', "
+            f"or begin with the rounded ones too: `opentinker download{merge}` makes a directory for model.base"
+        )
+    ]
 
 
 def _other_adapter(chosen: Chosen, lora: LoraSpec, base: str) -> list[str]:

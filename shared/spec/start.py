@@ -15,8 +15,9 @@ class StartSpec(Part):
     checkpoint: str = Field(alias="from")
     """`JOB@STEP` or `JOB@latest`: begin with the weights of a checkpoint of a job of yours. Either it holds full
     weights whose tensors are those of model.base (which gives the tokenizer) and this job trains all weights, or it
-    holds an adapter of model.base as model.lora describes. With `kl_coef` these weights are the reference. A critic in
-    it is taken over where this job trains one."""
+    holds an adapter of model.base as model.lora describes. With `kl_coef` these weights are the reference; a
+    float32 job with `kl_coef` cannot begin with a checkpoint of a bfloat16 one, whose files are rounded. A critic in it
+    is taken over where this job trains one."""
     optimizer: bool = False
     """Take over the optimizer's moments too. Learning-rate schedule, step count, seeds and data order are new either
     way."""
