@@ -26,7 +26,7 @@ from opentinker.shared.errors import JobFailed
 from opentinker.shared.nn import transport
 from opentinker.shared.nn.forward import Layout, token_logprobs
 from opentinker.shared.nn.layers import float32_head, recompute_layers
-from opentinker.shared.nn.lora import attach_lora, causal_lm
+from opentinker.shared.nn.lora import attach_lora, causal_lm, lora_dropouts
 from opentinker.shared.nn.models import autocast, load_model, load_tokenizer, refuse_other_model, torch_dtype
 from opentinker.shared.spec import JobSpec
 from opentinker.shared.types import WeightVersion
@@ -91,7 +91,7 @@ class Policy:
         if spec.train.gradient_checkpointing:
             recompute_layers(self.causal)
         self.parameters = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
-        self.dropouts = [module for name, module in self.model.named_modules() if name.endswith("lora_dropout")]
+        self.dropouts = lora_dropouts(self.model)
         self.optimizer = self._optimizer()
 
     def _resume(self, checkpoint: Path | None) -> None:
