@@ -28,7 +28,7 @@ from opentinker.shared.spec import JobSpec
 from opentinker.shared.store import Store
 from opentinker.shared.subjects import GROUP
 from opentinker.shared.types import Group, JobState, Lease, Pool, WeightVersion
-from opentinker.shared.waiting import put_down
+from opentinker.shared.waiting import put_down, see_through
 from tests.conftest import Server, until
 from tests.factories import make_group, make_spec
 from tests.scheduling import context, kinds, running
@@ -101,15 +101,19 @@ async def train(job: TrainerJob) -> None:
 
 
 async def feed(job: TrainerJob) -> None:
-    """As rollout workers do: room becomes groups."""
-    admission = Admission(job.ctx.store.redis, JOB)
+    """As rollout workers do: room becomes groups, and none is lost when a worker is stopped."""
     while True:
-        await admission.set_version(job.step)
-        version, seqs = await admission.issue(100)
-        for seq in seqs:
-            group = make_group(job=JOB, seq=seq, versions=[version])
-            await job.ctx.bus.publish(GROUP, group, f"{group.key}:{id(job)}", job=JOB)
+        await see_through(_feed(job))
         await asyncio.sleep(0.02)
+
+
+async def _feed(job: TrainerJob) -> None:
+    admission = Admission(job.ctx.store.redis, JOB)
+    await admission.set_version(job.step)
+    version, seqs = await admission.issue(100)
+    for seq in seqs:
+        group = make_group(job=JOB, seq=seq, versions=[version])
+        await job.ctx.bus.publish(GROUP, group, f"{group.key}:{id(job)}", job=JOB)
 
 
 def steps_of(path: Path) -> list[int]:
