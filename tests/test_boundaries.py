@@ -5,10 +5,10 @@ from __future__ import annotations
 import ast
 import os
 import re
+import resource
 import shutil
 import subprocess
 import sys
-import time
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -101,9 +101,11 @@ def test_the_command_line_answers_quickly() -> None:
     code = "import sys; sys.argv = ['opentinker', '--help']; from opentinker.cli import main; main()"
 
     def seconds() -> float:
-        began = time.perf_counter()
+        """Of a processor: what else runs on the machine has no part in it."""
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
         assert "submit" in fresh(code)
-        return time.perf_counter() - began
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
     assert min(seconds() for _ in range(3)) < 0.7
 
