@@ -51,9 +51,9 @@ load: setup
 	@missed=0; for script in loadtest/[!_]*.py; do echo "== $$script"; \
 	$(BIN)/python -m loadtest.$$(basename $$script .py) || missed=1; done; exit $$missed
 
-# Every preset on three small tasks; about an hour of CPU time. A second call goes on where the first one was stopped.
+# Every preset on three small tasks; half an hour of CPU time.
 learning: setup
-	$(BIN)/python -m examples.learning_table --results runs/learning.jsonl
+	$(BIN)/python -m examples.learning_table
 
 docs: setup
 	$(BIN)/opentinker spec --markdown > docs/job-spec.md

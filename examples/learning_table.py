@@ -5,16 +5,18 @@
 The real learner, the real episodes (renderer, environment, masks, version spans) and the real algorithms in one process
 per run; instead of the messages between services and of vLLM there is a sampler that draws all episodes of a batch at
 once from the learner's own weights. With lag L a batch is trained when the weights are L versions newer than those
-that sampled it: the most that `max_staleness = L` allows. Every run makes all its steps; "to 0.5" is where the mean
-share of exact answers of ten steps reaches it, for each seed, and in CPU seconds of the run's one thread for the
-median one. Exit status 1 if a preset does not learn a task (0.5, every seed), or learns it worse behind than on policy
-by more than the seeds differ.
+that sampled it: the most that `max_staleness = L` allows. Every run makes all its steps, unless dapo finds nothing but
+groups of equal rewards any more: the task is learnt then, and its table row says so with a `*`. "To 0.5" is where the
+mean share of exact answers of ten steps reaches it, for each seed, and in CPU seconds of the run's one thread for the
+median one. Exit status 1 if a preset does not learn a task (0.5, every seed), or if its mean share of exact answers
+over all steps is lower behind than on policy by more than 0.05 and twice the larger deviation of the seeds.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import hashlib
 import os
 import statistics
 import sys
@@ -187,6 +189,12 @@ class LocalSessions:
         await self.players.pop(session).close()
 
 
+def settings_of(run: Run) -> str:
+    """Digest of all that a run depends on but the code."""
+    plain = spec_of(run, Path("model")).model_dump_json()
+    return hashlib.sha256(f"{plain} {MODEL} {CONTEXT}".encode()).hexdigest()[:16]
+
+
 def spec_of(run: Run, model: Path) -> JobSpec:
     task = TASKS[run.task]
     return parse_spec(
@@ -261,6 +269,8 @@ async def learn(run: Run, model: Path, steps: int | None = None) -> Curve:
         while len(waiting) <= run.lag:
             sampled = await rollouts.batch()
             if sampled is None:
+                if not curve.exact:
+                    raise AssertionError(f"{run}: nothing but groups of equal rewards from the first step")
                 return curve  # where a job with a target has long ended
             waiting.append(sampled)
         groups, exact = waiting.popleft()
@@ -294,7 +304,8 @@ def cells(task: str, preset: str, lag: int, curves: list[Curve]) -> tuple[str, .
         seconds.append(f"{median:.1f}" if median < float("inf") else "-")
     finals = [curve.final for curve in curves]
     spread = statistics.stdev(finals) if len(finals) > 1 else 0.0
-    return task, preset, str(lag), *steps, *seconds, f"{statistics.fmean(finals):.2f} +- {spread:.2f}"
+    early = "*" if len({len(curve.exact) for curve in curves} | {TASKS[task]["train"]["steps"]}) > 1 else ""
+    return task, preset, str(lag), *steps, *seconds, f"{statistics.fmean(finals):.2f} +- {spread:.2f}{early}"
 
 
 def row(columns: tuple[str, ...]) -> str:
@@ -313,7 +324,8 @@ def verdict(found: dict[Run, Curve]) -> bool:
             good = False
         on_policy = by_seed.get((preset, task, 0))
         if lag and on_policy:
-            means = [[statistics.fmean(curve.exact) for curve in part] for part in (on_policy, curves)]
+            common = min(len(curve.exact) for curve in (*on_policy, *curves))
+            means = [[statistics.fmean(curve.exact[:common]) for curve in part] for part in (on_policy, curves)]
             spread = max(statistics.stdev(part) if len(part) > 1 else 0.0 for part in means)
             loss = statistics.fmean(means[0]) - statistics.fmean(means[1])
             if loss > 2 * spread + NOISE:
@@ -324,11 +336,11 @@ def verdict(found: dict[Run, Curve]) -> bool:
 
 
 def kept(path: Path | None) -> dict[Run, Curve]:
-    """Runs that an earlier call has made."""
+    """Runs that an earlier call has made with the settings of today."""
     if path is None or not path.exists():
         return {}
-    lines = [msgspec.json.decode(line, type=tuple[Run, Curve]) for line in path.read_bytes().splitlines()]
-    return dict(lines)
+    lines = [msgspec.json.decode(line, type=tuple[str, Run, Curve]) for line in path.read_bytes().splitlines()]
+    return {run: curve for settings, run, curve in lines if settings == settings_of(run)}
 
 
 def main() -> None:
@@ -347,7 +359,8 @@ def main() -> None:
         for task in options.tasks
         for preset in options.presets
     ]
-    found = kept(options.results)
+    found = {run: curve for run, curve in kept(options.results).items() if run in wanted}
+    print(f"{len(wanted)} runs, {len(found)} of them from {options.results}", file=sys.stderr)
     with (
         tempfile.TemporaryDirectory() as directory,
         ProcessPoolExecutor(options.processes, mp_context=get_context("spawn")) as pool,
@@ -360,7 +373,7 @@ def main() -> None:
             if options.results:
                 options.results.parent.mkdir(parents=True, exist_ok=True)
                 with options.results.open("ab") as file:
-                    file.write(msgspec.json.encode((run, curve)) + b"\n")
+                    file.write(msgspec.json.encode((settings_of(run), run, curve)) + b"\n")
     print(row(HEAD))
     print("|" + "|".join("-" * (width + 2) for width in WIDTHS) + "|")
     for task in options.tasks:

@@ -12,7 +12,8 @@ One GRPO step (clipped ratio, AdamW, gradient clipping) on the same batch and th
 Lengths are those of GSM8K's training rows, four characters a token: a group has one question, and as answers the
 worked solutions of other questions. Prints tokens of the batch per CPU-second (per second on a GPU, synchronised),
 medians over interleaved repetitions, and their ratios; exit status 1 if a target is missed. All of them get the same
-loss and gradient norm, or the script fails.
+gradient norm (to a thousandth; to a tenth in bfloat16), and losses that differ by no more than that, or the script
+fails.
 """
 
 from __future__ import annotations

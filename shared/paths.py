@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 
 IMPOSSIBLE = Path("(a name that no file can have)")
@@ -19,6 +20,8 @@ def local_path(name: str, files: tuple[str, ...] = ()) -> Path | None:
         there = path.exists()
     except RuntimeError:  # no such user's home
         return Path(name)
-    except OSError:  # longer than the file system takes
-        return IMPOSSIBLE
+    except OSError as error:
+        if error.errno == errno.ENAMETOOLONG:
+            return IMPOSSIBLE
+        return Path(name).expanduser()  # a place that may not be looked at: whoever looks will say so
     return path if there or name.startswith(("/", ".", "~")) or name.endswith(files) or name.count("/") > 1 else None

@@ -8,7 +8,20 @@ import msgspec
 import pytest
 
 from examples import learning_table
-from examples.learning_table import CONTEXT, MODEL, PRESETS, TASKS, Curve, Rollouts, Run, kept, learn, spec_of, verdict
+from examples.learning_table import (
+    CONTEXT,
+    MODEL,
+    PRESETS,
+    TASKS,
+    Curve,
+    Rollouts,
+    Run,
+    kept,
+    learn,
+    settings_of,
+    spec_of,
+    verdict,
+)
 from examples.models.make_tiny import make_tiny
 from opentinker.services.trainer.torch_learner import TorchLearner
 from opentinker.shared.types import WeightVersion
@@ -81,6 +94,8 @@ def test_finished_runs_are_read_back(tmp_path: Path) -> None:
     path = tmp_path / "results"
     assert kept(None) == kept(path) == {}
     run = Run("grpo", "bandit", 2, 1)
-    path.write_bytes(msgspec.json.encode((run, curve(0.5))) + b"\n")
+    path.write_bytes(msgspec.json.encode((settings_of(run), run, curve(0.5))) + b"\n")
     assert kept(path) == {run: curve(0.5)}
+    path.write_bytes(msgspec.json.encode(("other settings", run, curve(0.5))) + b"\n")
+    assert kept(path) == {}
     assert learning_table.row(learning_table.cells("bandit", "grpo", 2, [curve(0.5, 0.9)])).count("|") == 9

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 
 import pytest
@@ -34,3 +35,13 @@ def test_a_name_that_no_file_can_have_is_a_place_where_nothing_is(name: str) -> 
         assert path is not None and not path.exists()
     (mistake,) = check_data(DataSpec(path=name), "sft")
     assert mistake["field"] == "data.path" and "does not exist on the server" in mistake["problem"]
+
+
+def test_a_place_that_may_not_be_looked_at_is_said_to_be_that(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_: Path) -> bool:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(Path, "exists", refuse)
+    assert local_path("secret/rows") == Path("secret/rows")
+    (mistake,) = check_data(DataSpec(path="secret/rows.jsonl"), "sft")
+    assert "Permission denied" in mistake["problem"]

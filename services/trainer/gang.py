@@ -18,7 +18,7 @@ from torch import Tensor, nn
 HOST = "127.0.0.1"
 """All ranks of a job are on one machine."""
 PATIENCE_S = 1800.0
-"""A collective that takes longer has failed. A rank that dies or hangs is noticed long before, see `ranks.py`."""
+"""A collective that takes longer has failed. A rank that dies or is stopped is noticed long before, see `ranks.py`."""
 BUCKET_ELEMENTS = 1 << 24
 """Gradients are summed in flat buckets of about so many numbers."""
 

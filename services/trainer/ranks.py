@@ -36,7 +36,7 @@ OURS = "OPENTINKER_"
 START_S = 120.0
 """From the start of a process to its first sign of life: it imports torch meanwhile."""
 SILENT_S = 20.0
-"""A rank that has not beaten for so long is stopped, or hangs."""
+"""A rank that has not beaten for so long is stopped. One that waits for a disk beats on, and is waited for."""
 LOOK_S = 0.5
 GRACE_S = 3.0
 """When one part of a command has failed, the others have so long to say why."""

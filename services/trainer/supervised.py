@@ -67,8 +67,8 @@ class SupervisedJob:
     async def _read(self) -> None:
         """The rows, before the model: what is wrong with them is found at once."""
         began = time.monotonic()
-        self.examples = examples = await asyncio.to_thread(self._load, self.spec)
-        self.fingerprint = await asyncio.to_thread(fingerprint, examples.train)
+        self.examples = examples = await see_through(asyncio.to_thread(self._load, self.spec))
+        self.fingerprint = await see_through(asyncio.to_thread(fingerprint, examples.train))
         if self.data.epochs is not None:
             self.steps = -(-self.data.epochs * len(examples.train) // self.data.batch_size)
             if self.spec.train.warmup_steps > self.steps:

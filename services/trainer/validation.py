@@ -151,10 +151,10 @@ class Validation:
             await self._withdraw()
         results = [self._results[index] for index in sorted(self._results)]
         values = validation_metrics(results, self.plan.episodes) | {"val/seconds": time.monotonic() - began}
+        if self.record.spec.train.deterministic and self.record.target_is_validated:
+            self._refuse_luck(version, results)  # before anything of it is kept
         await self.record.evaluations.keep(version.step, [_transcript(r) for r in results if r.messages])
         await self.record.evaluations.add(version, values, self.record.spec.train.target)
-        if self.record.spec.train.deterministic and self.record.target_is_validated:
-            self._refuse_luck(version, results)
 
     def _refuse_luck(self, version: WeightVersion, results: list[ExamResult]) -> None:
         """Raises JobFailed if timing had a part in what says whether a deterministic job ends before its last step."""
