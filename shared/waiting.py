@@ -88,6 +88,12 @@ async def see_through(work: Awaitable[T]) -> T:
     return result
 
 
+def hand_on(task: asyncio.Task[Any], broken: asyncio.Future[None]) -> None:
+    """What a task in the background has raised, to whoever waits for `broken`; the first one stays."""
+    if not task.cancelled() and (error := task.exception()) is not None and not broken.done():
+        broken.set_exception(error)
+
+
 async def put_down(*tasks: asyncio.Task[Any] | None) -> None:
     """Cancel tasks and wait until they have ended, whatever they raise; ask again while one goes on.
 

@@ -20,7 +20,7 @@ from opentinker.shared.spec.validation import validation_episodes
 from opentinker.shared.subjects import EXAM, EXAM_RESULT
 from opentinker.shared.types import Ending, Message, Ticket, WeightVersion
 from opentinker.shared.validation import Exam, ExamResult
-from opentinker.shared.waiting import put_down, rest, set_within
+from opentinker.shared.waiting import hand_on, put_down, rest, set_within
 
 log = structlog.get_logger()
 
@@ -109,8 +109,7 @@ class Examiner:
     def _done(self, task: asyncio.Task[None]) -> None:
         self.tasks.discard(task)
         self.place.set()
-        if not task.cancelled() and (error := task.exception()) is not None and not self._broken.done():
-            self._broken.set_exception(error)
+        hand_on(task, self._broken)
 
     async def _run(self, exam: Exam, delivery: Delivery[Exam]) -> None:
         alive = asyncio.create_task(self._keep_alive(delivery))

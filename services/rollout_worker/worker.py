@@ -33,7 +33,7 @@ from opentinker.shared.spec.frozen import is_scored
 from opentinker.shared.subjects import GROUP, SCORE, SWAP, TICKET, WAKE
 from opentinker.shared.telemetry import MetricSource
 from opentinker.shared.types import Ending, Group, Lease, SwapCommand, SwapReply, Ticket, Trajectory
-from opentinker.shared.waiting import rest, set_within
+from opentinker.shared.waiting import hand_on, rest, set_within
 
 log = structlog.get_logger()
 
@@ -150,8 +150,7 @@ class RolloutJob:
     def _group_done(self, task: asyncio.Task[None]) -> None:
         self.groups.discard(task)
         self.slot.set()
-        if not task.cancelled() and (error := task.exception()) is not None and not self.broken.done():
-            self.broken.set_exception(error)
+        hand_on(task, self.broken)
 
     async def _run_group(self, ticket: Ticket, delivery: Delivery[Ticket]) -> None:
         """One ticket to its end: group stored and accepted, or failed with a reason; then the ticket is acked."""

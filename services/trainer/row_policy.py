@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
+from abc import ABC, abstractmethod
 from pathlib import Path
 
 import torch
@@ -20,7 +21,7 @@ from opentinker.services.trainer.row_batch import RowBatch, learned_tokens, row_
 from opentinker.shared.spec import JobSpec
 
 
-class RowPolicy(Policy):
+class RowPolicy(Policy, ABC):
     advice = "a lower lr"
     """To whom a step is refused."""
 
@@ -39,13 +40,13 @@ class RowPolicy(Policy):
     def prepare(self, examples: list[Example], home: Path) -> None:
         """Nothing has to be known beforehand."""
 
+    @abstractmethod
     def weight(self, batch: list[Example]) -> int:
         """What the shares of micro-batches are shares of."""
-        raise NotImplementedError
 
+    @abstractmethod
     def share(self, micro: RowBatch, weight: int) -> dict[str, Tensor]:
         """`loss`, with a gradient, and the metrics that go with it: what the micro-batch adds to those of its batch."""
-        raise NotImplementedError
 
     def step(self, batch: list[Example]) -> dict[str, float]:
         began = time.perf_counter()
