@@ -121,7 +121,7 @@ async def test_dead_trainer_is_replaced_with_a_higher_epoch_and_rollouts_keep_th
 ) -> None:
     job = await new_job(store, "j-a")
     await workers.start("trainer-0", "rollout-0")
-    await until(lambda: started(store, job))
+    await until(lambda: _leased(workers, "rollout-0", job, 1))
     await store.transition(job, JobState.RUNNING, epoch=1)
     rollout = await workers["rollout-0"].lease()
     # The scheduler has just started: it gives everybody one ttl to be seen.
@@ -149,9 +149,11 @@ async def test_restarted_trainer_process_gets_its_job_back_at_once(
     await workers.start("trainer-0", "rollout-0")
     await until(lambda: started(store, job))
     await workers.start("trainer-0")  # same slot, new incarnation
-    await until(lambda: started(store, job, epoch=2), 1.5)
-    lease = await workers["trainer-0"].lease()
-    assert lease is not None and lease.incarnation == workers["trainer-0"].info.incarnation
+    again = Lease(
+        job=job, worker="trainer-0", incarnation=workers["trainer-0"].info.incarnation, epoch=2, pool=Pool.TRAINER
+    )
+    await until(partial(_has, workers, "trainer-0", again), 1.5)
+    assert (await store.job(job)).epoch == 2
 
 
 async def test_job_whose_trainer_died_says_what_it_waits_for(
@@ -172,7 +174,7 @@ async def test_dead_rollout_worker_is_replaced_under_the_same_epoch(
 ) -> None:
     job = await new_job(store, "j-a")
     await workers.start("trainer-0", "rollout-0")
-    await until(lambda: started(store, job))
+    await until(lambda: _leased(workers, "trainer-0", job, 1))
     trainer = await workers["trainer-0"].lease()
     await workers["rollout-0"].die()
     await workers.start("rollout-1")
