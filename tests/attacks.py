@@ -1,0 +1,205 @@
+"""What hostile code tries. It runs where nothing of ours is at hand, so it imports the standard library alone.
+
+    python attacks.py NAME... [KEY=VALUE...]     prints {NAME: what came of it} as JSON
+
+An attack that gets what it wants says so; one that fails gives the error. All of them are bounded: where nothing holds
+them they do no more harm than a test may.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+CLONE_NEWUSER = 0x10000000
+Known = dict[str, str]
+"""What an attacker may have learned: paths, ports, process ids."""
+
+
+def memory(known: Known) -> str:
+    held = [bytearray(64 << 20) for _ in range(64)]
+    return f"got {len(held)} times 64 MB"
+
+
+def memory_behind_descriptors(known: Known) -> str:
+    """That no limit of a process counts."""
+    return f"got descriptor {os.memfd_create('hidden')}"
+
+
+def shared_memory(known: Known) -> str:
+    return _called("shmget", ctypes.CDLL(None, use_errno=True).shmget(0, 1 << 20, 0o1600))
+
+
+def memory_of_many(known: Known) -> str:
+    """Each process stays below its own limit."""
+    for _ in range(6):
+        if os.fork() == 0:
+            held = bytearray(100 << 20)
+            held[::4096] = b"x" * len(held[::4096])
+            time.sleep(30)
+            os._exit(0)
+    time.sleep(30)
+    return "six processes held 600 MB"
+
+
+def forks(known: Known) -> str:
+    children = []
+    try:
+        for _ in range(64):
+            child = os.fork()
+            if child == 0:
+                time.sleep(30)
+                os._exit(0)
+            children.append(child)
+    finally:
+        for child in children:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+    return f"forked {len(children)} times"
+
+
+def disk(known: Known) -> str:
+    for number in range(64):
+        Path(f"/tmp/large{number}").write_bytes(b"x" * (16 << 20))
+    return "wrote 1 GB"
+
+
+def many_files(known: Known) -> str:
+    for number in range(60_000):
+        Path(f"/tmp/small{number}").touch()
+    time.sleep(30)
+    return "made 60,000 files"
+
+
+def network(known: Known) -> str:
+    with socket.create_connection(("127.0.0.1", int(known["port"])), 2.0):
+        return "reached a server of the machine"
+
+
+def outside_network(known: Known) -> str:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sender:
+        return f"sent {sender.sendto(b'x', ('192.0.2.1', 9))} byte"
+
+
+def shadow(known: Known) -> str:
+    return Path("/etc/shadow").read_text()[:20]
+
+
+def host_file(known: Known) -> str:
+    return Path(known["secret"]).read_text()
+
+
+def other_processes(known: Known) -> str:
+    return Path(f"/proc/{known['service']}/environ").read_bytes().decode()
+
+
+def service_variables(known: Known) -> str:
+    """Of every process that can be seen here."""
+    seen = str(os.environ)
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):
+            seen += path.read_bytes().decode(errors="replace")
+    if "OPENTINKER" not in seen:
+        raise PermissionError("no process here has variables of the service")
+    return "found variables of the service"
+
+
+def mount(known: Known) -> str:
+    return _called("mount", ctypes.CDLL(None, use_errno=True).mount(b"none", b"/tmp", b"tmpfs", 0, None))
+
+
+def unshare_user(known: Known) -> str:
+    return _called("unshare", ctypes.CDLL(None, use_errno=True).unshare(CLONE_NEWUSER))
+
+
+def clone_user(known: Known) -> str:
+    """As bubblewrap itself does it."""
+    number = {"x86_64": 56, "aarch64": 220}[os.uname().machine]
+    pid = ctypes.CDLL(None, use_errno=True).syscall(number, CLONE_NEWUSER | signal.SIGCHLD, 0, 0, 0, 0)
+    if pid == 0:
+        os._exit(0)
+    return _called("clone", pid)
+
+
+def become_root(known: Known) -> str:
+    os.setuid(0)
+    return "is root"
+
+
+def write_usr(known: Known) -> str:
+    return str(Path("/usr/lib/x").write_text("x"))
+
+
+def write_root(known: Known) -> str:
+    return str(Path("/x").write_text("x"))
+
+
+def write_interpreter(known: Known) -> str:
+    return str(Path(os.__file__).write_text("x"))
+
+
+def kill_service(known: Known) -> str:
+    os.kill(int(known["service"]), signal.SIGKILL)
+    return "killed it"
+
+
+def kill_everybody(known: Known) -> str:
+    os.kill(-1, signal.SIGKILL)
+    return "killed whatever it saw"
+
+
+def kill_parent(known: Known) -> str:
+    os.kill(os.getppid(), signal.SIGKILL)
+    return "killed its parent"
+
+
+def flood(known: Known) -> str:
+    for _ in range(3000):
+        os.write(1, b"x" * (1 << 20))
+    return "wrote 3 GB"
+
+
+def endless(known: Known) -> str:
+    while True:
+        pass
+
+
+def _called(name: str, result: int) -> str:
+    if result < 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"{name}: {os.strerror(number)}")
+    return f"{name} gave {result}"
+
+
+ATTACKS: dict[str, Callable[[Known], str]] = {
+    attack.__name__: attack
+    for attack in (
+        memory, memory_behind_descriptors, shared_memory, memory_of_many, forks, disk, many_files, network,
+        outside_network, shadow, host_file, other_processes, service_variables, mount, unshare_user, clone_user,
+        become_root, write_usr, write_root, write_interpreter, kill_service, kill_everybody, kill_parent, flood,
+        endless,
+    )
+}  # fmt: skip
+
+
+def outcome(name: str, known: Known) -> str:
+    try:
+        return f"SUCCEEDED: {ATTACKS[name](known)}"
+    except (OSError, MemoryError) as error:
+        return f"{type(error).__name__}: {error}"
+
+
+if __name__ == "__main__":
+    words = [word.partition("=") for word in sys.argv[1:]]
+    told = {
+        name: outcome(name, {key: value for key, sign, value in words if sign}) for name, sign, _ in words if not sign
+    }
+    sys.stdout.write(json.dumps(told))

@@ -1,0 +1,225 @@
+"""The sandbox itself: what programs in it can do, and that every attack of the list fails (attacks.py)."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from asyncio.subprocess import PIPE
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+
+from opentinker.shared import sandbox as module
+from opentinker.shared import seccomp
+from opentinker.shared.config import Settings
+from opentinker.shared.sandbox import Limits, Sandbox, Sandboxed, Unavailable, own_packages
+from tests import attacks
+from tests.conftest import until
+
+ATTACKS = Path(attacks.__file__)
+DEADLY = {"kill_everybody", "kill_parent", "memory_of_many", "many_files", "flood", "endless"}
+"""They end their own sandbox, or are ended from outside; the others get an error and their program goes on."""
+
+
+@pytest.fixture
+async def sandbox() -> AsyncIterator[Sandbox]:
+    yield await Sandbox.open(Settings(sandbox_memory_mb=512, sandbox_disk_mb=32))
+
+
+@pytest.fixture
+def listening() -> Iterator[str]:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield str(server.getsockname()[1])
+
+
+async def attack(sandbox: Sandbox, *words: str) -> Sandboxed:
+    argv = [sandbox.python, "-I", "-S", "/run/attacks.py", *words]
+    return await sandbox.start(argv, binds={"/run/attacks.py": ATTACKS}, stdout=PIPE, stderr=PIPE)
+
+
+async def output(running: Sandboxed) -> str:
+    out, err = await asyncio.wait_for(running.process.communicate(), 30.0)
+    assert await running.wait() == 0, err.decode()
+    return out.decode()
+
+
+async def test_programs_get_an_interpreter_a_home_and_the_variables_they_are_given(sandbox: Sandbox) -> None:
+    code = (
+        "import os; open('x', 'w').write('y'); print(os.getcwd(), sorted(os.environ), os.listdir('/'), os.environ['A'])"
+    )
+    running = await sandbox.start([sandbox.python, "-I", "-c", code], variables={"A": "b"}, stdout=PIPE, stderr=PIPE)
+    told = await output(running)
+    assert told.startswith("/tmp ['A', 'HOME', 'LANG', 'PATH', 'PWD', 'USER']")
+    assert told.endswith("b\n")
+    assert "'etc'" not in told
+    assert "'home'" not in told
+
+
+async def test_the_packages_of_the_service_can_be_lent(sandbox: Sandbox) -> None:
+    argv = [sys.executable, "-c", "import numpy; print(int(numpy.ones(3).sum()))"]
+    variables = {"OPENBLAS_NUM_THREADS": "1"}
+    running = await sandbox.start(argv, binds=own_packages(), variables=variables, stdout=PIPE, stderr=PIPE)
+    assert await output(running) == "3\n"
+
+
+async def test_a_program_is_no_user_of_this_machine(sandbox: Sandbox) -> None:
+    running = await sandbox.start([sandbox.python, "-I", "-c", "import time; time.sleep(60)"])
+    await until(lambda: len(_users(running)) > 2)
+    processes = module._descendants(running.process.pid)
+    assert _users(running) == [running.uid] * len(processes)
+    assert running.uid != 0
+    running.kill("the test is over")
+    assert await running.wait() == -signal.SIGKILL
+    await until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in processes))
+
+
+def _users(running: Sandboxed) -> list[int]:
+    """Of each of its processes; the first is there before it has changed its user, and is alone then."""
+    return [Path(f"/proc/{pid}").stat().st_uid for pid in module._descendants(running.process.pid)]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give uids")
+async def test_every_sandbox_of_root_has_a_uid_of_its_own() -> None:
+    sandbox = await Sandbox.open(Settings(sandbox_first_uid=1_000_000 + 256 * os.getpid()))
+    argv = [sandbox.python, "-I", "-c", "import time; time.sleep(60)"]
+    first, second = await sandbox.start(argv), await sandbox.start(argv)
+    assert first.uid != second.uid
+    first.kill("the test is over")
+    await first.wait()
+    third = await sandbox.start(argv)
+    assert third.uid == first.uid
+    for running in (second, third):
+        running.kill("the test is over")
+        await running.wait()
+
+
+async def test_attacks_that_leave_their_program_running_get_errors(
+    sandbox: Sandbox, listening: str, tmp_path: Path
+) -> None:
+    secret = tmp_path / "secret"
+    secret.write_text("of another tenant")
+    names = [name for name in attacks.ATTACKS if name not in DEADLY]
+    words = [*names, f"secret={secret}", f"service={os.getpid()}", f"port={listening}"]
+    told = json.loads(await output(await attack(sandbox, *words)))
+    assert set(told) == set(names)
+    assert {name: came for name, came in told.items() if came.startswith("SUCCEEDED")} == {}
+    assert "Resource temporarily unavailable" in told["forks"]
+    assert "No such file" in told["host_file"]
+    assert "MemoryError" in told["memory"]
+
+
+def test_the_attacks_succeed_where_nothing_holds_them(listening: str, tmp_path: Path) -> None:
+    """So that an error in the test above means that the sandbox held, and not that the attack is broken."""
+    secret = tmp_path / "secret"
+    secret.write_text("of another tenant")
+    names = ["memory_behind_descriptors", "shared_memory", "forks", "network", "host_file", "other_processes"]
+    words = [*names, "service_variables", f"secret={secret}", f"service={os.getpid()}", f"port={listening}"]
+    environ = {**os.environ, "OPENTINKER_NATS_URL": "nats://secret"}
+    argv = [sys.executable, str(ATTACKS), *words]
+    done = subprocess.run(argv, env=environ, capture_output=True, text=True, timeout=60, check=True)
+    assert {came.partition(":")[0] for came in json.loads(done.stdout).values()} == {"SUCCEEDED"}
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"), [("memory_of_many", "MB of memory; at most 512"), ("many_files", "files in /tmp")]
+)
+async def test_what_processes_hold_together_is_limited_from_outside(sandbox: Sandbox, name: str, reason: str) -> None:
+    running = await attack(sandbox, name)
+    await asyncio.wait_for(running.wait(), 30.0)
+    assert reason in running.reason
+
+
+@pytest.mark.parametrize("name", ["kill_everybody", "kill_parent"])
+async def test_who_kills_everybody_ends_its_own_sandbox_alone(sandbox: Sandbox, name: str) -> None:
+    other = await sandbox.start(
+        [sandbox.python, "-I", "-c", "import time; print(1, flush=True); time.sleep(60)"], stdout=PIPE
+    )
+    assert other.process.stdout is not None
+    assert await other.process.stdout.readline() == b"1\n"
+    running = await attack(sandbox, name)
+    await asyncio.wait_for(running.process.communicate(), 30.0)
+    await running.wait()
+    assert other.process.returncode is None
+    other.kill("the test is over")
+    await other.wait()
+
+
+@pytest.mark.parametrize("name", ["endless", "flood"])
+async def test_what_never_ends_is_killed_from_outside(sandbox: Sandbox, name: str) -> None:
+    running = await attack(sandbox, name)
+    await until(lambda: len(module._descendants(running.process.pid)) > 2)
+    processes = module._descendants(running.process.pid)
+    running.kill("it took too long")
+    assert await asyncio.wait_for(running.wait(), 10.0) == -signal.SIGKILL
+    assert running.reason == "it took too long"
+    await until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in processes))
+
+
+async def test_a_sandbox_ends_with_the_service() -> None:
+    code = (
+        "import asyncio, sys\n"
+        "from opentinker.shared.config import Settings\n"
+        "from opentinker.shared import sandbox as module\n"
+        "async def main():\n"
+        "    box = await module.Sandbox.open(Settings())\n"
+        "    running = await box.start([box.python, '-I', '-c', 'import time; time.sleep(60)'])\n"
+        "    while len(found := module._descendants(running.process.pid)) < 3:\n"
+        "        await asyncio.sleep(0.01)\n"
+        "    print(*found, flush=True)\n"
+        "    await asyncio.sleep(60)\n"
+        "asyncio.run(main())\n"
+    )
+    service = await asyncio.create_subprocess_exec(sys.executable, "-c", code, stdout=PIPE)
+    assert service.stdout is not None
+    processes = (await asyncio.wait_for(service.stdout.readline(), 30.0)).split()
+    assert len(processes) > 2
+    service.kill()
+    await service.wait()
+    await until(lambda: not any(_runs(int(pid)) for pid in processes))
+
+
+def _runs(pid: int) -> bool:
+    """A zombie whose parent is slow to look does not run."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+async def test_a_level_that_cannot_be_had_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(Unavailable, match="names '/no/bwrap'"):
+        await Sandbox.open(Settings(sandbox_bwrap="/no/bwrap"))
+    broken = tmp_path / "bwrap"
+    broken.write_text("#!/bin/sh\necho 'No permissions to create new namespace' >&2\nexit 1\n")
+    broken.chmod(0o755)
+    with pytest.raises(
+        Unavailable, match=r"(?s)No permissions to create new namespace.*allow unprivileged user namesp"
+    ):
+        await Sandbox.open(Settings(sandbox_bwrap=str(broken)))
+    monkeypatch.setattr(module, "UIDS", 0)
+    if os.geteuid() == 0:
+        with pytest.raises(Unavailable, match="run on this machine already"):
+            await Sandbox.open(Settings())
+
+
+async def test_limits_are_the_operators(sandbox: Sandbox) -> None:
+    code = "import resource; print(*(resource.getrlimit(getattr(resource, n))[1] for n in ('RLIMIT_AS', 'RLIMIT_NPROC',\
+ 'RLIMIT_CPU', 'RLIMIT_FSIZE', 'RLIMIT_NOFILE')))"
+    limits = Limits(memory_mb=256, processes=9, cpu_s=11, disk_mb=3, open_files=33)
+    running = await sandbox.start([sandbox.python, "-I", "-c", code], limits=limits, stdout=PIPE, stderr=PIPE)
+    assert await output(running) == f"{256 << 20} 9 11 {3 << 20} 33\n"
+
+
+def test_the_filter_is_a_program_of_the_kernels_form() -> None:
+    for machine, numbers in seccomp.DENIED.items():
+        denied = [number for group in numbers.values() for number in group]
+        assert len(set(denied)) == len(denied)
+        assert len(seccomp.program(machine)) == 8 * (len(denied) + 7)
+    with pytest.raises(KeyError):
+        seccomp.program("vax")
