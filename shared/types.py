@@ -190,6 +190,9 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True):
     """float32 logprobs of the frozen reference, added by reference-forward; 0 where mask is 0."""
     teacher_logprobs_T: bytes | None = None
     """float32 logprobs of the teacher, added by reference-forward; 0 where mask is 0."""
+    values_T: bytes | None = None
+    """float32 values of the frozen value model, added by reference-forward: the return it expects where the token is
+    about to be chosen; 0 where mask is 0."""
     messages: list[Message] | None = None
     """The conversation as text, of jobs with reward models: on the way to reference-forward alone."""
     scores: dict[str, float] = {}
@@ -216,6 +219,10 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True):
         return None if self.teacher_logprobs_T is None else np.frombuffer(self.teacher_logprobs_T, dtype="<f4")
 
     @property
+    def values(self) -> F32 | None:
+        return None if self.values_T is None else np.frombuffer(self.values_T, dtype="<f4")
+
+    @property
     def oldest(self) -> WeightVersion:
         return min(span.version for span in self.spans)
 
@@ -224,9 +231,14 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True):
         T = len(self.ids_T) // 4
         if len(self.ids_T) != 4 * T or len(self.mask_T) != T or len(self.logprobs_T) != 4 * T:
             raise ValueError("ids, mask and logprobs differ in length")
-        for name, added_T in (("reference", self.ref_logprobs_T), ("teacher", self.teacher_logprobs_T)):
+        added = {
+            "reference logprobs": self.ref_logprobs_T,
+            "teacher logprobs": self.teacher_logprobs_T,
+            "values": self.values_T,
+        }
+        for name, added_T in added.items():
             if added_T is not None and len(added_T) != 4 * T:
-                raise ValueError(f"{name} logprobs differ in length from ids")
+                raise ValueError(f"{name} differ in length from ids")
         mask = self.mask
         covered = np.zeros(T, dtype=np.uint8)
         at = 0
@@ -237,9 +249,9 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True):
             at = span.end
         if not self.spans or not np.array_equal(covered, mask):
             raise ValueError("the spans must cover the sampled tokens, at least one, and nothing else")
-        for values in (self.logprobs, self.ref_logprobs, self.teacher_logprobs):
-            if values is not None and (not np.isfinite(values).all() or values[mask == 0].any()):
-                raise ValueError("logprobs must be finite, and 0 where the policy did not sample")
+        for numbers in (self.logprobs, self.ref_logprobs, self.teacher_logprobs, self.values):
+            if numbers is not None and (not np.isfinite(numbers).all() or numbers[mask == 0].any()):
+                raise ValueError("logprobs and values must be finite, and 0 where the policy did not sample")
         if (self.ids < 0).any():
             raise ValueError("token ids must not be negative")
         self._check_rewards(mask)

@@ -22,6 +22,7 @@ HEAVY = {
     "opentinker.merge",
     "opentinker.services.reference_forward.rewards",
     "opentinker.services.reference_forward.scorer",
+    "opentinker.services.reference_forward.values",
     "opentinker.services.reference_forward.vocabulary",
     "opentinker.services.rollout_worker.vllm_engine",
     "opentinker.services.rollout_worker.vllm_ext",

@@ -172,9 +172,9 @@ def other_tokenizer(model: Path, made: Path) -> Path:
 def test_a_teacher_with_another_vocabulary_is_refused_with_the_first_difference(teacher: Path, tmp_path: Path) -> None:
     number = AutoTokenizer.from_pretrained(teacher).get_vocab()["7"]
     other = other_tokenizer(teacher, tmp_path / "other")
-    check_same_tokens(str(teacher), str(teacher))
+    check_same_tokens(str(teacher), str(teacher), "teacher")
     with pytest.raises(JobFailed, match=f"id {number} is '7' for the model and '8' for the teacher"):
-        check_same_tokens(str(teacher), str(other))
+        check_same_tokens(str(teacher), str(other), "teacher")
 
 
 def test_a_teacher_may_know_more_tokens_and_not_fewer(teacher: Path, tmp_path: Path) -> None:
@@ -182,9 +182,9 @@ def test_a_teacher_may_know_more_tokens_and_not_fewer(teacher: Path, tmp_path: P
     more.add_tokens(["<call>"])
     more.save_pretrained(tmp_path / "more")
     shutil.copy(teacher / "config.json", tmp_path / "more")
-    check_same_tokens(str(teacher), str(tmp_path / "more"))
+    check_same_tokens(str(teacher), str(tmp_path / "more"), "teacher")
     with pytest.raises(JobFailed, match="is '<call>' for the model and no token for the teacher"):
-        check_same_tokens(str(tmp_path / "more"), str(teacher))
+        check_same_tokens(str(tmp_path / "more"), str(teacher), "teacher")
 
 
 async def test_teacher_and_reference_logprobs_come_with_the_groups(

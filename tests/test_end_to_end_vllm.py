@@ -23,6 +23,7 @@ from tests.conftest import until
 from tests.factories import make_spec
 from tests.lineage import faults
 from tests.test_reward_models import make_judge
+from tests.test_value_models import make_value_model
 
 REFERENCE = ("groups", "groups_per_s", "tokens", "tokens_per_s")
 
@@ -155,6 +156,23 @@ async def test_a_teacher_and_a_reward_model_judge_what_is_sampled(system: Cluste
         )
         assert line["reward_model/judge/std"] > 0
     assert undocumented({*lines[0], *lines[-1]} - {"epoch", "step", "time", "seqs", "guesses"}) == []
+
+
+async def test_a_frozen_value_model_takes_the_place_of_the_critic(system: Cluster, tiny: Path, tmp_path: Path) -> None:
+    model = make_value_model(tiny, tmp_path / "values")
+    algorithm = {"name": "ppo", "group_size": 8, "groups_per_batch": 4, "max_staleness": 1}
+    spec = one_digit(
+        tiny, algorithm=algorithm, value_model={"base": str(model)}, train={"steps": 4, "lr": 3e-4, "warmup_steps": 2}
+    )
+    job = await system.submit(spec)
+    record = await system.wait(job, 120)
+    assert record["state"] == "succeeded", record["reason"]
+    lines = system.lines(job)
+    assert_exact_numerics(lines)
+    assert all("loss/value" not in line and line["value/mean"] != 0 for line in lines)
+    assert all(line["value/explained_variance"] < 1 for line in lines if "value/explained_variance" in line)
+    assert undocumented({*lines[0], *lines[-1]} - {"epoch", "step", "time", "seqs"}) == []
+    assert not any(name.endswith("critic.safetensors") for name in system.manifest(job).files)
 
 
 async def test_adapter_is_trained_swapped_and_loads_with_peft(system: Cluster, tiny: Path, tmp_path: Path) -> None:

@@ -87,7 +87,7 @@ GROUPS = [
 
 
 def key(base: Path, label: str | None = None) -> ModelKey:
-    return ModelKey(str(base), "float32", judges=True, label=label)
+    return ModelKey(str(base), "float32", head="sequence", label=label)
 
 
 def plain_score(base: Path, chat: list[Message], label: int) -> float:

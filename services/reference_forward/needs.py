@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 
@@ -13,6 +14,9 @@ REFERENCE = "reference"
 
 TEACHER = "teacher"
 """A role: log-probabilities of the model that the policy learns from."""
+
+VALUES = "values"
+"""A role: the return expected before each sampled token."""
 
 REWARD = "reward:"
 """A role, with the name of the reward model: a score per trajectory."""
@@ -28,8 +32,8 @@ class ModelKey(msgspec.Struct, frozen=True):
     """Directory of a PEFT adapter on it; empty: none."""
     fp32_head: bool = False
     """Whether logits are computed in float32 although the dtype is another."""
-    judges: bool = False
-    """A reward model instead of a causal language model."""
+    head: Literal["language", "sequence", "token"] = "language"
+    """Of a reward model `sequence`, of a value model `token`."""
     label: str | None = None
     """Of a reward model: whose probability is the score."""
 
@@ -41,8 +45,10 @@ def needs(spec: JobSpec, start: Path) -> dict[ModelKey, list[str]]:
         found.setdefault(_reference(spec, start), []).append(REFERENCE)
     if spec.teacher is not None:
         found.setdefault(ModelKey(spec.teacher.base, spec.teacher.dtype), []).append(TEACHER)
+    if spec.value_model is not None:
+        found.setdefault(ModelKey(spec.value_model.base, spec.value_model.dtype, head="token"), []).append(VALUES)
     for judge in spec.reward_models:
-        key = ModelKey(judge.base, judge.dtype, judges=True, label=judge.label)
+        key = ModelKey(judge.base, judge.dtype, head="sequence", label=judge.label)
         found.setdefault(key, []).append(REWARD + judge.name)
     return found
 

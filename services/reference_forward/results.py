@@ -8,10 +8,10 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from opentinker.services.reference_forward.needs import REFERENCE, REWARD, TEACHER
+from opentinker.services.reference_forward.needs import REFERENCE, REWARD, TEACHER, VALUES
 from opentinker.shared.types import Group, Trajectory
 
-FIELDS = {REFERENCE: "ref_logprobs_T", TEACHER: "teacher_logprobs_T"}
+FIELDS = {REFERENCE: "ref_logprobs_T", TEACHER: "teacher_logprobs_T", VALUES: "values_T"}
 
 
 def with_results(group: Group, found: dict[str, list[Any]], weights: dict[str, float]) -> Group:
@@ -23,8 +23,8 @@ def with_results(group: Group, found: dict[str, list[Any]], weights: dict[str, f
     for role, name in FIELDS.items():
         if role in found:
             trajectories = [
-                msgspec.structs.replace(t, **{name: _bytes(logprobs_T)})
-                for t, logprobs_T in zip(trajectories, found[role], strict=True)
+                msgspec.structs.replace(t, **{name: _bytes(found_T)})
+                for t, found_T in zip(trajectories, found[role], strict=True)
             ]
     if weights and found:
         scores = [{name: float(found[REWARD + name][i]) for name in weights} for i in range(len(trajectories))]

@@ -6,24 +6,26 @@ Every call blocks: the service makes them in threads, one `score` at a time, bes
 from __future__ import annotations
 
 import gc
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from opentinker.services.reference_forward.needs import ModelKey
 from opentinker.services.reference_forward.rewards import RewardModel
+from opentinker.services.reference_forward.values import ValueModel
 from opentinker.services.reference_forward.vocabulary import check_same_tokens
 from opentinker.shared.errors import JobFailed
-from opentinker.shared.nn.forward import layout, token_logprobs
+from opentinker.shared.nn.forward import Layout, layout, token_logprobs
 from opentinker.shared.nn.layers import float32_head
 from opentinker.shared.nn.lora import adapter_bytes, causal_lm, with_adapter
 from opentinker.shared.nn.models import load_model, model_bytes, torch_dtype
 from opentinker.shared.nn.packing import pack
 from opentinker.shared.spec import JobSpec
-from opentinker.shared.types import F32, Group, Trajectory
+from opentinker.shared.types import F32, Group
 
 
 class Scorer:
@@ -37,28 +39,28 @@ class Scorer:
             raise RuntimeError("reference_device is cuda, but there is no GPU here: set it to cpu")
         self.device = device
         self.tokens_per_batch = tokens_per_batch
-        self._suited: set[tuple[str, str]] = set()
+        self._suited: set[tuple[str, str, str]] = set()
         self.computed = 0
         """Tokens that went through a model so far, shared prefixes once."""
 
     def check(self, spec: JobSpec) -> None:
         """What must hold between a job's models. Raises JobFailed."""
-        if spec.teacher is None:
-            return
-        pair = (spec.model.base, spec.teacher.base)
-        if pair not in self._suited:
-            check_same_tokens(*pair)
-            self._suited.add(pair)
+        for role, part in (("teacher", spec.teacher), ("value model", spec.value_model)):
+            if part is not None and (pair := (spec.model.base, part.base, role)) not in self._suited:
+                check_same_tokens(*pair)
+                self._suited.add(pair)
 
     def size(self, key: ModelKey) -> int:
         """Bytes of the weights, told before they are loaded. Raises JobFailed if there is no such model."""
-        weights = model_bytes(key.base, torch_dtype(key.dtype), classifier=key.judges)
+        weights = model_bytes(key.base, torch_dtype(key.dtype), head=key.head)
         return weights + (adapter_bytes(Path(key.adapter)) if key.adapter else 0)
 
     def load(self, key: ModelKey) -> Any:
         """Raises JobFailed if the model is unusable."""
-        if key.judges:
+        if key.head == "sequence":
             return RewardModel.load(key.base, torch_dtype(key.dtype), self.device, key.label)
+        if key.head == "token":
+            return ValueModel.load(key.base, torch_dtype(key.dtype), self.device)
         model = load_model(key.base, torch_dtype(key.dtype), self.device)
         causal = causal_lm(with_adapter(model, Path(key.adapter))) if key.adapter else model
         if key.fp32_head:
@@ -72,9 +74,11 @@ class Scorer:
             torch.cuda.empty_cache()
 
     def score(self, model: Any, groups: Sequence[Group], temperatures: Sequence[float]) -> list[list[Any]]:
-        """Per group and trajectory what the model says, see `logprobs` and `RewardModel.score`. Raises JobFailed."""
+        """`logprobs`, `values` or `RewardModel.score`, as the model is: per group and trajectory. Raises JobFailed."""
         if isinstance(model, RewardModel):
             return model.score(groups, self.tokens_per_batch)
+        if isinstance(model, ValueModel):
+            return self.values(model, groups)
         return self.logprobs(model, groups, temperatures)
 
     def logprobs(self, model: Any, groups: Sequence[Group], temperatures: Sequence[float]) -> list[list[F32]]:
@@ -83,27 +87,39 @@ class Scorer:
         Groups of several jobs share forward passes, and equal beginnings in them; `temperatures` has one per group.
         Raises JobFailed for tokens that the model does not know.
         """
+        heat_S = [heat for group, heat in zip(groups, temperatures, strict=True) for _ in group.trajectories]
+
+        def compute(plan: Layout) -> Tensor:
+            assert plan.temperatures_U is not None
+            return token_logprobs(model, plan, temperature=plan.temperatures_U)[0]
+
+        return self._per_token(model, groups, compute, heat_S)
+
+    def values(self, model: ValueModel, groups: Sequence[Group]) -> list[list[F32]]:
+        """Per group and trajectory, [T] the value where each sampled token was about to be chosen, 0 elsewhere."""
+        return self._per_token(model.model, groups, model.values, None)
+
+    def _per_token(
+        self, model: Any, groups: Sequence[Group], compute: Callable[[Layout], Tensor], heat_S: list[float] | None
+    ) -> list[list[F32]]:
+        """`compute`: a number for every sampled token of a packed batch."""
         for group in groups:
             _check_vocabulary(model, group)
-        rows = [(t, heat) for group, heat in zip(groups, temperatures, strict=True) for t in group.trajectories]
-        logprobs_S = [np.zeros(len(t.mask_T), dtype=np.float32) for t, _ in rows]
-        sampled = [s for s, (t, _) in enumerate(rows) if t.mask.any()]
-        for members in pack([len(rows[s][0].mask_T) for s in sampled], self.tokens_per_batch):
+        rows = [t for group in groups for t in group.trajectories]
+        found_S = [np.zeros(len(t.mask_T), dtype=np.float32) for t in rows]
+        sampled = [s for s, t in enumerate(rows) if t.mask.any()]
+        for members in pack([len(rows[s].mask_T) for s in sampled], self.tokens_per_batch):
             batch = [sampled[m] for m in members]
-            found = self._logprobs(model, [rows[s][0] for s in batch], [rows[s][1] for s in batch])
-            for s, logprobs_M in zip(batch, found, strict=True):
-                logprobs_S[s][rows[s][0].mask.astype(bool)] = logprobs_M
-        each = iter(logprobs_S)
+            heat = None if heat_S is None else [heat_S[s] for s in batch]
+            plan = layout([rows[s].ids for s in batch], [rows[s].mask for s in batch], temperatures=heat)
+            self.computed += len(plan.ids_N)
+            with torch.inference_mode():
+                found_M = compute(plan.to(self.device)).float().cpu().numpy()
+            counts = [int(np.count_nonzero(rows[s].mask)) for s in batch]
+            for s, part_M in zip(batch, np.split(found_M, np.cumsum(counts)[:-1]), strict=True):
+                found_S[s][rows[s].mask.astype(bool)] = part_M
+        each = iter(found_S)
         return [[next(each) for _ in group.trajectories] for group in groups]
-
-    def _logprobs(self, model: Any, batch: list[Trajectory], temperatures: list[float]) -> list[F32]:
-        plan = layout([t.ids for t in batch], [t.mask for t in batch], temperatures=temperatures).to(self.device)
-        self.computed += len(plan.ids_N)
-        assert plan.temperatures_U is not None
-        with torch.inference_mode():
-            logprobs_M, _ = token_logprobs(model, plan, temperature=plan.temperatures_U)
-        counts = [int(np.count_nonzero(t.mask)) for t in batch]
-        return np.split(logprobs_M.float().cpu().numpy(), np.cumsum(counts)[:-1])
 
 
 def _check_vocabulary(model: Any, group: Group) -> None:

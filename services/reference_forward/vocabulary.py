@@ -6,18 +6,18 @@ from opentinker.shared.errors import JobFailed
 from opentinker.shared.nn.models import load_tokenizer
 
 
-def check_same_tokens(policy: str, teacher: str) -> None:
-    """Raises JobFailed, with the first difference, unless every token of the policy has the same id in the teacher.
+def check_same_tokens(policy: str, other: str, role: str) -> None:
+    """Raises JobFailed, with the first difference, unless every token of the policy has the same id in the other model.
 
-    The teacher is given the very ids that the policy sampled. It may know more tokens.
+    That one is given the very ids that the policy sampled. It may know more tokens. `role`: what it is called.
     """
-    ours, theirs = (_tokens(base) for base in (policy, teacher))
+    ours, theirs = (_tokens(base) for base in (policy, other))
     for number in sorted(ours):
         if ours[number] != theirs.get(number):
-            other = f"{theirs[number]!r}" if number in theirs else "no token"
+            said = f"{theirs[number]!r}" if number in theirs else "no token"
             raise JobFailed(
-                f"teacher {teacher!r} does not share the tokenizer of model {policy!r}: id {number} is "
-                f"{ours[number]!r} for the model and {other} for the teacher. Take a teacher of the same family"
+                f"{role} {other!r} does not share the tokenizer of model {policy!r}: id {number} is "
+                f"{ours[number]!r} for the model and {said} for the {role}. Take a {role} of the same family"
             )
 
 

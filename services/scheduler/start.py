@@ -93,7 +93,8 @@ def _lacking_state(chosen: Chosen, spec: JobSpec) -> Mistakes:
         return []
     if OPTIMIZER not in chosen.manifest.files:
         return [_wrong("the checkpoint has no optimizer state", "optimizer")]
-    if spec.algorithm.advantage == "gae" and CRITIC not in chosen.manifest.files:
+    trains_critic = spec.algorithm.advantage == "gae" and spec.value_model is None
+    if trains_critic and CRITIC not in chosen.manifest.files:
         problem = "this job trains a critic and the checkpoint has none, so only the weights can be taken over"
         return [_wrong(problem, "optimizer")]
     return []

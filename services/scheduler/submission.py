@@ -91,7 +91,7 @@ async def submit(ctx: Context, data: Any, tenant: str, idempotency: str = "") ->
 
 def _with_bases(plain: dict[str, Any]) -> list[dict[str, Any]]:
     """The parts of a stored spec that name a model."""
-    named = (plain["model"], plain.get("teacher"), *plain.get("reward_models", []))
+    named = (plain["model"], plain.get("teacher"), plain.get("value_model"), *plain.get("reward_models", []))
     return [part for part in named if part is not None]
 
 
@@ -196,10 +196,13 @@ def _check_frozen(data: Any) -> Mistakes:
     if not isinstance(data, dict):
         return []
     found = [{**mistake, "field": "teacher.base"} for mistake in _check_model(_name_in(data.get("teacher")), None)]
+    base = _name_in(data.get("value_model"))
+    wrong = _check_model(base, None) or _check_classifier(base, "token")
+    found += [{**mistake, "field": "value_model.base"} for mistake in wrong]
     judges = data.get("reward_models")
     for i, judge in enumerate(judges if isinstance(judges, list) else []):
         base = _name_in(judge)
-        wrong = _check_model(base, None) or _check_classifier(base)
+        wrong = _check_model(base, None) or _check_classifier(base, "sequence") or _check_template(base)
         found += [{**mistake, "field": f"reward_models.{i}.base"} for mistake in wrong]
     return found
 
@@ -209,22 +212,27 @@ def _name_in(part: Any) -> str:
     return base if isinstance(base, str) else ""
 
 
-def _check_classifier(base: str) -> Mistakes:
-    """Of a local directory that has a config.json."""
+def _check_classifier(base: str, kind: str) -> Mistakes:
+    """Of a local directory that has a config.json. `kind`: what the model classifies."""
     path = local_path(base) if base else None
     if path is None:
         return []
     try:
         architectures = orjson.loads((path / "config.json").read_bytes()).get("architectures") or []
-        if not any(str(name).endswith("ForSequenceClassification") for name in architectures):
+        if not any(str(name).endswith(f"For{kind.title()}Classification") for name in architectures):
             said = ", ".join(map(str, architectures)) or "no architecture"
-            return [_mistake(base, f"is no sequence classifier: its config.json says {said}")]
-        if _lacks_template(path):
-            problem = "has no chat template: add the one that it was trained with as chat_template.jinja"
-            return [_mistake(base, problem)]
+            return [_mistake(base, f"is no {kind} classifier: its config.json says {said}")]
     except (OSError, AttributeError, TypeError, orjson.JSONDecodeError):
         return []  # reference-forward has more to say about such a file than we
     return []
+
+
+def _check_template(base: str) -> Mistakes:
+    """Of a local directory."""
+    path = local_path(base) if base else None
+    if path is None or not _lacks_template(path):
+        return []
+    return [_mistake(base, "has no chat template: add the one that it was trained with as chat_template.jinja")]
 
 
 def _lacks_template(path: Path) -> bool:

@@ -26,14 +26,15 @@ class Credit:
 
     advantages_S: list[F64]
     returns_S: list[F64] | None
-    """What the critic learns; None without one."""
+    """What the critic learns; None without one that is trained."""
     metrics: dict[str, float]
 
 
 def assign(groups: Sequence[Group], algorithm: AlgorithmSpec, values_S: Sequence[F64] | None = None) -> Credit:
-    """Advantages of a whole batch. `values_S`: the critic's values per trajectory, for gae.
+    """Advantages of a whole batch. `values_S`: for gae, the values per trajectory of a critic that is trained; without
+    it those that came with the trajectories.
 
-    Raises JobFailed where rewards or reference logprobs do not suit the algorithm.
+    Raises JobFailed where rewards, reference logprobs or values do not suit the algorithm.
     """
     trajectories = [t for group in groups for t in group.trajectories]
     counts = [int(np.count_nonzero(t.mask)) for t in trajectories]
@@ -51,10 +52,16 @@ def assign(groups: Sequence[Group], algorithm: AlgorithmSpec, values_S: Sequence
         kl_S = [_kl(t, algorithm.kl_estimator or "k1") for t in trajectories]
         costs_S = [algorithm.kl_coef * kl for kl in kl_S]
         metrics["reward/kl"] = float(np.concatenate(kl_S).mean())
+    frozen_S = [_value(t) for t in trajectories] if algorithm.advantage == "gae" and values_S is None else None
     try:
-        advantages_S, returns_S = _estimate(groups, algorithm, outcomes + penalty, costs_S, penalty, values_S)
+        advantages_S, returns_S = _estimate(
+            groups, algorithm, outcomes + penalty, costs_S, penalty, values_S or frozen_S
+        )
     except ValueError as error:
         raise JobFailed(f"advantage = {algorithm.advantage!r}: {error}") from error
+    if frozen_S is not None and returns_S is not None:
+        metrics |= _foresight(np.concatenate(frozen_S), np.concatenate(returns_S))
+        returns_S = None
     if algorithm.distill_coef:
         advice_S, said = _teach(trajectories)
         advantages_S = [a + algorithm.distill_coef * advice for a, advice in zip(advantages_S, advice_S, strict=True)]
@@ -159,6 +166,23 @@ def _teach(trajectories: list[Trajectory]) -> tuple[list[F64], dict[str, float]]
         "teacher/logprob": float(teachers.mean()),
     }
     return [advantages.distillation(b, t) for b, t in zip(behaviour_S, teacher_S, strict=True)], metrics
+
+
+def _value(trajectory: Trajectory) -> F64:
+    values = trajectory.values
+    if values is None:
+        raise JobFailed(f"advantage = 'gae' but trajectory {trajectory.attempt} came without values")
+    found: F64 = values[trajectory.mask.astype(bool)].astype(np.float64)
+    return found
+
+
+def _foresight(values: F64, returns: F64) -> dict[str, float]:
+    """Of a frozen value model: value/mean and value/explained_variance = 1 - Var(R - V) / Var(R), absent if all returns
+    are equal."""
+    metrics, spread = {"value/mean": float(values.mean())}, float(returns.var())
+    if spread > 0:
+        metrics["value/explained_variance"] = 1.0 - float((returns - values).var()) / spread
+    return metrics
 
 
 def _kl(trajectory: Trajectory, estimator: str) -> F64:

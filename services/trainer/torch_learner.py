@@ -36,7 +36,8 @@ class TorchLearner(Policy):
 
     def _build(self, checkpoint: Path | None) -> None:
         super()._build(checkpoint)
-        self.critic = Critic(self.spec, self.device) if self.spec.algorithm.advantage == "gae" else None
+        trains_critic = self.spec.algorithm.advantage == "gae" and self.spec.value_model is None
+        self.critic = Critic(self.spec, self.device) if trains_critic else None
 
     def _resume(self, checkpoint: Path | None) -> None:
         if checkpoint is not None and self.critic is not None:
@@ -82,7 +83,7 @@ class TorchLearner(Policy):
         }
 
     def _give_credit(self, groups: list[Group], micros: list[MicroBatch]) -> Credit:
-        """Advantages of the whole batch; with a critic, from its values before the batch."""
+        """Advantages of the whole batch; with a critic, from its values before the batch; a frozen one's are in it."""
         values_S = None
         if self.critic is not None:
             self.critic.measure(micros)

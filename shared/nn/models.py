@@ -1,4 +1,4 @@
-"""Causal language models: from a path or hub id into memory, safely, ready for the packed forward pass.
+"""Causal language models and classifiers: from a path or hub id into memory, safely, ready for the packed forward pass.
 
 Used by the trainer and by reference-forward. Everything that is wrong with the user's model is a `JobFailed` that says
 what to do about it.
@@ -9,22 +9,35 @@ from __future__ import annotations
 import contextlib
 import json
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 from safetensors import SafetensorError
-from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+from torch import Tensor, nn
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    AutoTokenizer,
+)
 from transformers.utils import logging as transformers_logging
 
 from opentinker.shared.errors import JobFailed
-from opentinker.shared.nn.forward import PACKED, Layout, layout, token_logprobs
+from opentinker.shared.nn.forward import PACKED, Layout, layout, token_logprobs, token_values
 from opentinker.shared.tensors import difference
 
 transformers_logging.disable_progress_bar()
 _LOADING = threading.Lock()
 """transformers switches process-wide flags while it loads: two loads at once lose tied weights."""
+HEADS: dict[str, Any] = {
+    "language": AutoModelForCausalLM,
+    "sequence": AutoModelForSequenceClassification,
+    "token": AutoModelForTokenClassification,
+}
+"""What a model ends with."""
 
 
 def torch_dtype(name: str) -> torch.dtype:
@@ -46,24 +59,74 @@ def load_model(base: str, dtype: torch.dtype, device: torch.device | str = "cpu"
     """
     model = _from_pretrained(AutoModelForCausalLM, base, _config(base), dtype, attn_implementation="sdpa")
     model.to(device).eval()
-    _check_packed(base, model)
+
+    def plain(ids_1T: Tensor) -> Tensor:
+        logprobs_TV = model(input_ids=ids_1T, use_cache=False).logits[0].float().log_softmax(-1)
+        return logprobs_TV[:-1].gather(-1, ids_1T[0, 1:, None])[:, 0]
+
+    tolerance = 1e-3 if dtype == torch.float32 else 0.5
+    apart, _ = _packed_difference(base, model, plain, lambda plan: token_logprobs(model, plan, temperature=1.0)[0])
+    if not apart <= tolerance:
+        raise JobFailed(
+            f"model {base!r} ({type(model).__name__}) cannot be trained here: its packed logprobs differ from its "
+            f"plain forward by {apart:.3g} (attention or output head of a kind that is not supported)"
+        )
     return model
 
 
 def load_classifier(base: str, dtype: torch.dtype, device: torch.device | str = "cpu") -> nn.Module:
     """A sequence classifier in eval mode. Raises JobFailed for a path that is no such model."""
-    model = _from_pretrained(AutoModelForSequenceClassification, base, _classifier_config(base), dtype)
+    model = _from_pretrained(HEADS["sequence"], base, _headed_config(base, "sequence"), dtype)
     return model.to(device).eval()
 
 
-def _classifier_config(base: str) -> Any:
-    config = _config(base)
-    architectures = config.architectures or ["nothing"]
-    if not any(name.endswith("ForSequenceClassification") for name in architectures):
+def load_value_model(
+    base: str, dtype: torch.dtype, device: torch.device | str = "cpu"
+) -> tuple[nn.Module, nn.Module, nn.Linear]:
+    """A token classifier with one label in eval mode, its decoder and its head, for `token_values`.
+
+    Proven to agree with its own plain forward. Raises JobFailed for a path that is no such model, and for one that is
+    not causal.
+    """
+    model = _from_pretrained(HEADS["token"], base, _headed_config(base, "token"), dtype, attn_implementation="sdpa")
+    model.to(device).eval()
+    decoder = cast(Any, model).base_model
+    head = next((child for child in model.children() if isinstance(child, nn.Linear)), None)
+    if head is None or head.out_features != 1:
+        raise JobFailed(f"value model {base!r} ({type(model).__name__}) does not end in one linear layer of one number")
+
+    def plain(ids_1T: Tensor) -> Tensor:
+        return cast(Tensor, model(input_ids=ids_1T).logits[0, :-1, 0].float())
+
+    apart, largest = _packed_difference(base, model, plain, lambda plan: token_values(decoder, head, plan))
+    tolerance = 1e-3 if dtype == torch.float32 else 0.1
+    if not apart <= tolerance * max(1.0, largest):
         raise JobFailed(
-            f"model {base!r} is no sequence classifier (its config.json says {', '.join(architectures)}): a reward "
-            "model is an AutoModelForSequenceClassification with one label, or several of which one is named"
+            f"value model {base!r} ({type(model).__name__}) cannot be used here: its packed values differ from its "
+            f"plain forward by {apart:.3g} (it looks ahead, or has attention of a kind that is not supported)"
         )
+    return model, decoder, head
+
+
+_HEADED = {
+    "sequence": "a reward model is an AutoModelForSequenceClassification with one label, or several of which one is "
+    "named",
+    "token": "a value model is an AutoModelForTokenClassification with one label",
+}
+
+
+def _headed_config(base: str, head: str) -> Any:
+    """Raises JobFailed unless the model ends with that."""
+    config = _config(base)
+    if head == "language":
+        return config
+    architectures = config.architectures or ["nothing"]
+    if not any(name.endswith(f"For{head.title()}Classification") for name in architectures):
+        raise JobFailed(
+            f"model {base!r} is no {head} classifier (its config.json says {', '.join(architectures)}): {_HEADED[head]}"
+        )
+    if head == "token" and config.num_labels != 1:
+        raise JobFailed(f"value model {base!r} has {config.num_labels} labels: it must have one, the value")
     return config
 
 
@@ -91,13 +154,12 @@ def _from_pretrained(auto: Any, base: str, config: Any, dtype: torch.dtype, **op
     return cast(nn.Module, model)
 
 
-def model_bytes(base: str, dtype: torch.dtype, *, classifier: bool = False) -> int:
+def model_bytes(base: str, dtype: torch.dtype, *, head: str = "language") -> int:
     """What the weights will take in memory, told by the config alone. Raises JobFailed as loading it does."""
-    config = _classifier_config(base) if classifier else _config(base)
-    auto: Any = AutoModelForSequenceClassification if classifier else AutoModelForCausalLM
+    config = _headed_config(base, head)
     try:
         with _LOADING, torch.device("meta"):
-            empty = auto.from_config(config, dtype=dtype, trust_remote_code=False)
+            empty = HEADS[head].from_config(config, dtype=dtype, trust_remote_code=False)
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         raise JobFailed(f"model {base!r} could not be measured: {first_line(error)}. {_ADVICE}") from error
     return sum(p.numel() * p.element_size() for p in empty.parameters())
@@ -190,32 +252,28 @@ def check_window(base: str, config: Any, context_length: int) -> None:
         )
 
 
-def _check_packed(base: str, model: Any) -> None:
-    """Compare the packed logprobs of a few tokens with the model's plain forward, then leave it in packed mode."""
+def _packed_difference(
+    base: str, model: Any, plain: Callable[[Tensor], Tensor], packed: Callable[[Layout], Tensor]
+) -> tuple[float, float]:
+    """How far both are apart for a few tokens at most, and the largest number of `plain`; the model stays in packed
+    mode.
+
+    `plain`: [1, T] token ids -> [T - 1] what the model says of the tokens after the first.
+    """
     vocabulary = model.config.get_text_config().vocab_size
     rows = [[i * 7919 % vocabulary for i in range(1, 7)], [i * 7919 % vocabulary for i in (1, 2, 3, 11)]]
     device = next(model.parameters()).device
     with torch.no_grad():
-        plain = []
-        for row in rows:
-            logits = model(input_ids=torch.tensor([row], device=device), use_cache=False).logits[0].float()
-            targets = torch.tensor(row[1:], device=device)
-            plain.append(logits.log_softmax(-1)[:-1].gather(-1, targets[:, None])[:, 0])
+        expected_M = torch.cat([plain(torch.tensor([row], device=device)) for row in rows])
         try:
             model.set_attn_implementation(PACKED)
-            plan: Layout = layout(rows, [[0] + [1] * (len(row) - 1) for row in rows])
-            packed, _ = token_logprobs(model, plan.to(device), temperature=1.0)
+            plan = layout(rows, [[0] + [1] * (len(row) - 1) for row in rows])
+            found_M = packed(plan.to(device))
         except (TypeError, ValueError, KeyError, AttributeError, NotImplementedError) as error:
             raise JobFailed(
                 f"model {base!r} ({type(model).__name__}) cannot be trained here: {first_line(error)}"
             ) from error
-    difference = (packed - torch.cat(plain)).abs().max().item()
-    tolerance = 1e-3 if packed.dtype == torch.float32 and next(model.parameters()).dtype == torch.float32 else 0.5
-    if not difference <= tolerance:
-        raise JobFailed(
-            f"model {base!r} ({type(model).__name__}) cannot be trained here: its packed logprobs differ from its "
-            f"plain forward by {difference:.3g} (attention or output head of a kind that is not supported)"
-        )
+    return (found_M - expected_M).abs().max().item(), expected_M.abs().max().item()
 
 
 def first_line(error: Exception) -> str:

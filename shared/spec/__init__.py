@@ -17,7 +17,13 @@ from opentinker.shared.errors import SpecError
 from opentinker.shared.spec.algorithm import AlgorithmSpec
 from opentinker.shared.spec.data import FORMATS, DataSpec, DpoSpec
 from opentinker.shared.spec.determinism import broken_promises
-from opentinker.shared.spec.frozen import RewardModelSpec, TeacherSpec, settle_frozen
+from opentinker.shared.spec.frozen import (
+    RewardModelSpec,
+    TeacherSpec,
+    ValueModelSpec,
+    misplaced_critic,
+    settle_frozen,
+)
 from opentinker.shared.spec.mistakes import fill, mistakes_of, unused
 from opentinker.shared.spec.model import LoraSpec, ModelSpec
 from opentinker.shared.spec.part import Part
@@ -43,6 +49,7 @@ __all__ = [
     "ToySpec",
     "TrainSpec",
     "ValidationSpec",
+    "ValueModelSpec",
     "load_spec",
     "parse_spec",
 ]
@@ -58,7 +65,7 @@ SIMULATED_IGNORES = {
     "resources": {"trainer_gpus", "trainer_ranks"},
 }
 """By part of the spec. Groups are still dropped for equal rewards, and scored by reference-forward."""
-RL_PARTS = {"environment", "algorithm", "rollout", "teacher", "validation", "reward_models"}
+RL_PARTS = {"environment", "algorithm", "rollout", "teacher", "validation", "reward_models", "value_model"}
 PARTS_OF = {"rl": RL_PARTS, "sft": {"data"}, "dpo": {"data", "dpo"}}
 """By kind: the parts that not every kind has. The others are refused where they are written, and are not stored."""
 NEEDED = {"rl": "environment", "sft": "data", "dpo": "data"}
@@ -83,6 +90,8 @@ class JobSpec(Part):
     """Evaluations on schedule; without it there are none. sft and dpo have theirs in [data]."""
     reward_models: list[RewardModelSpec] = []
     """Models whose scores are added to the environment's rewards, but for the episodes of [validation]."""
+    value_model: ValueModelSpec | None = None
+    """The frozen model that says the values of algorithm.advantage = "gae", in place of a critic that is trained."""
     data: DataSpec | None = None
     """sft, dpo: the rows."""
     dpo: DpoSpec | None = None
@@ -113,7 +122,7 @@ class JobSpec(Part):
         ]
         if NEEDED[kind] not in there:
             found.append({"field": NEEDED[kind], "value": None, "problem": f"is needed for kind = {kind!r}"})
-        return found + _length(kind, data.get("train"), data.get("data"))
+        return found + misplaced_critic(data) + _length(kind, data.get("train"), data.get("data"))
 
     @model_serializer(mode="wrap")
     def _own_parts(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:

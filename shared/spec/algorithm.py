@@ -45,9 +45,10 @@ class AlgorithmSpec(Part):
     lam: Fraction | None = None
     """gae: 1 trusts the returns, 0 the critic."""
     critic_lr: Annotated[float, Field(ge=0.0)] | None = None
-    """gae: learning rate of the critic, which starts from model.base."""
+    """gae without a [value_model]: learning rate of the critic, which starts from model.base."""
     value_clip: Annotated[float, Field(gt=0.0)] | None = None
-    """gae: how far a value may move from the one at the batch's start before its gradient stops."""
+    """gae without a [value_model]: how far a value may move from the one at the batch's start before its gradient
+    stops."""
     clip_low: Fraction | None = None
     """See clip_high."""
     clip_high: Annotated[float, Field(ge=0.0)] | None = None

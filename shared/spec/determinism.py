@@ -58,6 +58,12 @@ def broken_promises(spec: JobSpec) -> list[dict[str, Any]]:
             "must be none: reference-forward computes what comes together in one batch, and its sums depend on that",
         ),
         (
+            "value_model",
+            None if spec.value_model is None else spec.value_model.base,
+            spec.value_model is None,
+            "must be none: reference-forward computes what comes together in one batch, and its sums depend on that",
+        ),
+        (
             "algorithm.distill_coef",
             spec.algorithm.distill_coef,
             not spec.algorithm.distill_coef,

@@ -41,15 +41,43 @@ class RewardModelSpec(Part):
         return []
 
 
+class ValueModelSpec(Part):
+    base: Annotated[str, Field(min_length=1)]
+    """Directory or hub id of a Hugging Face token classifier (AutoModelForTokenClassification) with one label: the
+    return that is expected where the next token is about to be chosen, in units of the job's rewards, with
+    reward models' scores and what kl_in = 'reward' takes off. It reads causally, and every token of model.base must
+    have the same id in it."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """In which it computes."""
+
+
+TRAINS_CRITIC = ("critic_lr", "value_clip")
+"""Options of `advantage = "gae"` for the critic that is trained where there is no value model."""
+
+
 def is_scored(plain: dict[str, Any]) -> bool:
     """Whether reference-forward stands between rollout workers and trainer. `plain`: a validated spec as data."""
     algorithm = plain.get("algorithm") or {}
-    return bool(algorithm.get("kl_coef") or algorithm.get("distill_coef") or plain.get("reward_models"))
+    asked = algorithm.get("kl_coef") or algorithm.get("distill_coef")
+    return bool(asked or plain.get("reward_models") or plain.get("value_model"))
+
+
+def misplaced_critic(data: dict[str, Any]) -> list[dict[str, Any]]:
+    """Options of a critic that are written beside a value model. `data`: the spec as it was written."""
+    algorithm = data.get("algorithm")
+    if data.get("value_model") is None or not isinstance(algorithm, dict):
+        return []
+    problem = "does not apply with [value_model], which is frozen: no critic is trained"
+    return [
+        {"field": f"algorithm.{name}", "value": algorithm[name], "problem": problem}
+        for name in TRAINS_CRITIC
+        if algorithm.get(name) is not None
+    ]
 
 
 def settle_frozen(spec: JobSpec) -> list[dict[str, Any]]:
     """What is wrong between the frozen models and the rest of the spec."""
-    return _settle_teacher(spec) + _settle_reward_models(spec)
+    return _settle_teacher(spec) + _settle_reward_models(spec) + _settle_value_model(spec)
 
 
 def _settle_teacher(spec: JobSpec) -> list[dict[str, Any]]:
@@ -86,3 +114,18 @@ def _settle_reward_models(spec: JobSpec) -> list[dict[str, Any]]:
         for i, name in enumerate(names)
         if name in names[:i]
     ]
+
+
+def _settle_value_model(spec: JobSpec) -> list[dict[str, Any]]:
+    if spec.value_model is None:
+        return []
+    problem = ""
+    if spec.train.learner == "simulated":
+        problem = "does not apply to train.learner = 'simulated'"
+    elif spec.algorithm.advantage != "gae":
+        problem = f"would be ignored: algorithm.advantage = {spec.algorithm.advantage!r} takes no values, 'gae' does"
+    if problem:
+        return [{"field": "value_model", "value": spec.value_model.model_dump(), "problem": problem}]
+    without = spec.algorithm.model_copy(update=dict.fromkeys(TRAINS_CRITIC))
+    fill(spec, {"algorithm": without})
+    return []

@@ -16,6 +16,6 @@ def settle_parallel(spec: JobSpec) -> list[dict[str, Any]]:
     found = []
     if spec.resources.ranks == 1:
         found.append("needs resources.trainer_ranks > 1: a single rank shares with nobody")
-    if spec.algorithm.advantage == "gae":
+    if spec.algorithm.advantage == "gae" and spec.value_model is None:
         found.append("does not go with algorithm.advantage = 'gae', whose critic is whole on every rank; take 'data'")
     return [{"field": "train.parallel", "value": parallel, "problem": problem} for problem in found]
