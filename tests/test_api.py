@@ -226,6 +226,29 @@ async def test_a_local_reward_model_is_looked_at(
         assert status == 201 and (await store.job(body["id"])).spec["reward_models"][0]["base"] == str(judge)
 
 
+@pytest.mark.parametrize(
+    ("config", "problem"),
+    [
+        ("", "no config.json"),
+        ('{"architectures": ["Qwen3ForSequenceClassification"]}', "no token classifier: its config.json says Qwen3For"),
+        ('{"architectures": ["Qwen3ForTokenClassification"]}', ""),
+    ],
+)
+async def test_a_local_value_model_is_looked_at(
+    http: Http, store: Store, tmp_path: Path, config: str, problem: str
+) -> None:
+    (values := tmp_path / "values").mkdir()
+    if config:
+        (values / "config.json").write_text(config)
+    algorithm = {"name": "ppo", "group_size": 2, "groups_per_batch": 2}
+    spec = {**SPEC, "train": {"steps": 1}, "algorithm": algorithm, "value_model": {"base": str(values)}}
+    status, body = await http.submit(spec)
+    if problem:
+        assert status == 422 and problem in mistakes(body)["value_model.base"]
+    else:
+        assert status == 201 and (await store.job(body["id"])).spec["value_model"]["base"] == str(values)
+
+
 @pytest.mark.parametrize("base", ["~nobody-here/x", "/tmp/a\0b", "/" + "x" * 5000, "../..", "."])
 async def test_odd_model_paths_are_refused_not_crashed_on(http: Http, base: str) -> None:
     status, body = await http.submit({**SPEC, "model": {"base": base}})

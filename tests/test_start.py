@@ -234,6 +234,10 @@ async def test_optimizer_state_must_be_there(client: AsyncClient, ctx: Context, 
     lacking = await refused(client, critic, from_checkpoint=f"{first}@2", with_optimizer=True)
     assert "trains a critic and the checkpoint has none" in lacking["start.optimizer"]
     await client.submit(critic, from_checkpoint=f"{first}@2")
+    frozen = spec_of(
+        base, algorithm={"name": "ppo", "group_size": 2, "groups_per_batch": 2}, value_model={"base": "some/values"}
+    )
+    await client.submit(frozen, from_checkpoint=f"{first}@2", with_optimizer=True)
     await client.submit(critic, from_checkpoint=f"{first}@3", with_optimizer=True)
     await client.submit(spec, from_checkpoint=f"{first}@3", with_optimizer=True)
     with pytest.raises(ApiError, match="say which one"):
