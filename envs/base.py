@@ -27,6 +27,10 @@ What an environment owes: its own random generator (never the global one), finit
 the event loop: set `blocking = True` if it works or waits for more than a millisecond; it then runs in a child process,
 which is killed at the episode's deadline. One that blocks the loop all the same holds up every session of its env
 worker; after twice `worker_ttl_s` the worker names it in its log and ends, and its sessions are played elsewhere.
+
+An environment with several seats names them in `seats` and is the referee: `open` and every `step` say who acts next
+(`Opening.seat`, `Step.seat`), and the messages are for that seat alone. Every seat has tokens of its own and sees only
+what was said to it. `Step.reward` is that of the seat that has just acted, `Step.rewards` names what the others get.
 """
 
 from __future__ import annotations
@@ -37,7 +41,7 @@ from typing import ClassVar
 import msgspec
 from pydantic import BaseModel, ConfigDict
 
-from opentinker.shared.types import Message, StopReason
+from opentinker.shared.types import Message, StopReason, Tool, ToolCall
 
 
 class Action(msgspec.Struct, frozen=True, kw_only=True):
@@ -48,7 +52,35 @@ class Action(msgspec.Struct, frozen=True, kw_only=True):
     stop: StopReason
     """Why sampling ended; `length` and `context` mean that the text was cut."""
     turn: int
-    """0, 1, 2..."""
+    """0, 1, 2... over all seats."""
+    seat: str = ""
+    """Who acts; empty where there is only one seat."""
+    tool_calls: list[ToolCall] = []
+    """What the text asks tools for, in an environment that offers any."""
+    problem: str = ""
+    """Why something that looks like a tool call is none; tell the policy."""
+    ids: list[int] = []
+    """The sampled tokens, if the environment `wants_tokens`."""
+    logprobs: list[float] = []
+    """Of `ids`, under the distribution that they were drawn from."""
+
+
+class Opening(msgspec.Struct, kw_only=True):
+    """What `open` gives where a list of messages is not enough."""
+
+    messages: list[Message]
+    seat: str = ""
+    """Who acts first."""
+    stream: str = ""
+    """As in Step."""
+    tools: list[Tool] = []
+    """What the first seat may call; the others' come with their first Step."""
+    prompt_ids: list[int] | None = None
+    """In place of messages: the prompt as token ids."""
+    max_tokens: int | None = None
+    """As in Step."""
+    stop: list[str] = []
+    """As in Step."""
 
 
 class Step(msgspec.Struct, kw_only=True):
@@ -61,6 +93,20 @@ class Step(msgspec.Struct, kw_only=True):
     done: bool = False
     components: dict[str, float] = {}
     """Named parts of `reward`, for the curves."""
+    seat: str = ""
+    """Who acts next, in an environment with several seats."""
+    stream: str = ""
+    """In which of the seat's contexts: a new name begins a new one, of which `messages` are the whole prompt."""
+    tools: list[Tool] = []
+    """With the first messages of a stream: what may be called in it."""
+    rewards: dict[str, dict[str, float]] = {}
+    """What other seats get now: named parts, which are summed."""
+    prompt_ids: list[int] | None = None
+    """In place of messages: the whole prompt of the next turn as token ids, the stream's tokens so far first."""
+    max_tokens: int | None = None
+    """Of the next turn, where that is less than the job allows."""
+    stop: list[str] = []
+    """Strings that end the next turn, beside the job's own."""
     metrics: dict[str, float] = {}
     """What is known of the episode so far, e.g. `exact`; those of the last step are kept. One named `task/NAME` that is
     1 says which task this was: validation reports by task."""
@@ -77,12 +123,16 @@ class Environment(ABC):
     """The settings a job may give under `environment.config`."""
     blocking: ClassVar[bool] = False
     """True: run in a child process, because `open` or `step` compute or wait without giving the loop back."""
+    seats: tuple[str, ...] = ("",)
+    """Who plays; set it in __init__ where that depends on the config."""
+    wants_tokens: ClassVar[bool] = False
+    """True: actions carry the sampled token ids and their logprobs."""
 
     def __init__(self, config: BaseModel) -> None:
         self.config = config
 
     @abstractmethod
-    async def open(self, row: int, seed: int) -> list[Message]:
+    async def open(self, row: int, seed: int) -> list[Message] | Opening:
         """Start the episode; the messages are the prompt. `row` may exceed the number of rows: take it modulo."""
 
     @abstractmethod
@@ -106,26 +156,33 @@ class Played(msgspec.Struct, kw_only=True):
 
     messages: list[Message]
     reward: float
+    """Of the first seat, where there are several."""
     turns: int
     metrics: dict[str, float]
+    rewards: dict[str, float] = {}
+    """By seat."""
 
 
 async def play_gold(environment: Environment, row: int, seed: int, max_turns: int = 1000) -> Played:
     """Play one episode with the environment's own expert. Raises ValueError if it has none or never ends."""
-    messages = list(await environment.open(row, seed))
-    reward = 0.0
-    metrics: dict[str, float] = {}
+    opened = await environment.open(row, seed)
+    opening = opened if isinstance(opened, Opening) else Opening(messages=opened, seat=environment.seats[0])
+    messages, seat = list(opening.messages), opening.seat
+    rewards = dict.fromkeys(environment.seats, 0.0)
     try:
         for turn in range(max_turns):
             text = environment.gold()
             if text is None:
                 raise ValueError(f"{type(environment).__name__} has no expert: gold() gave None in turn {turn}")
-            step = await environment.step(Action(text=text, stop=StopReason.EOS, turn=turn))
+            step = await environment.step(Action(text=text, stop=StopReason.EOS, turn=turn, seat=seat))
             messages += [Message(role="assistant", content=text), *step.messages]
-            reward += step.reward
-            metrics = step.metrics
+            rewards[seat] += step.reward
+            for other, parts in step.rewards.items():
+                rewards[other] += sum(parts.values())
             if step.done:
-                return Played(messages=messages, reward=reward, turns=turn + 1, metrics=metrics)
+                first = rewards[environment.seats[0]]
+                return Played(messages=messages, reward=first, turns=turn + 1, metrics=step.metrics, rewards=rewards)
+            seat = step.seat
     finally:
         await environment.close()
     raise ValueError(f"{type(environment).__name__} was not done after {max_turns} turns of its expert")

@@ -178,11 +178,10 @@ class LocalSessions:
         player = self.players[request["session"]] = LocalPlayer("here", modules=False)
         return await player.open(OpenSession(**request, answer_within_s=request["deadline_s"]))
 
-    async def step(self, *, worker: str, session: str, turn: int, text: str, stop: StopReason) -> SessionReply:
-        request = StepSession(session=session, turn=turn, text=text, stop=stop)
-        reply = await self.players[session].step(request)
+    async def step(self, worker: str, request: StepSession) -> SessionReply:
+        reply = await self.players[request.session].step(request)
         if reply.done:
-            await self.close(worker=worker, session=session)
+            await self.close(worker=worker, session=request.session)
         return reply
 
     async def close(self, *, worker: str, session: str) -> None:
@@ -254,7 +253,13 @@ class Rollouts:
         episodes = [Episode(self.spec, ticket, i, engine, self.renderer, self.sessions) for i in range(size)]
         made = await asyncio.gather(*(episode.run() for episode in episodes))
         name = self.spec.environment.name
-        return Group(job="learning", seq=seq, environment=name, worker="here", trajectories=list(made))
+        return Group(
+            job="learning",
+            seq=seq,
+            environment=name,
+            worker="here",
+            trajectories=[t for sample in made for t in sample],
+        )
 
 
 async def learn(run: Run, model: Path, steps: int | None = None) -> Curve:

@@ -27,6 +27,7 @@ from opentinker.embedded import EmbeddedServers
 from opentinker.envs.base import Action, Environment, Step, user
 from opentinker.shared.bus import Bus
 from opentinker.shared.env_client import EnvClient
+from opentinker.shared.sessions import StepSession
 from opentinker.shared.types import Message, StopReason
 
 ACTION, OBSERVATION = "a" * 64, "o" * 200
@@ -71,7 +72,7 @@ class Client:
             for turn in range(self.turns):
                 began = time.perf_counter()
                 step = await self.sessions.step(
-                    worker=reply.worker, session=session, turn=turn, text=ACTION, stop=StopReason.EOS
+                    reply.worker, StepSession(session=session, turn=turn, text=ACTION, stop=StopReason.EOS)
                 )
                 assert step.failure is None, step.error
                 if self.counting:

@@ -82,7 +82,7 @@ class EnvClient:
         """What the open came to on the worker that has begun it; a session given up is closed there."""
         try:
             async with asyncio.timeout(within_s):
-                return await self.step(worker=worker, session=session, turn=OPEN, text="", stop=StopReason.EOS)
+                return await self.step(worker, StepSession(session=session, turn=OPEN, text="", stop=StopReason.EOS))
         except TimeoutError:
             await self.close(worker=worker, session=session)
             return _failed(worker, Ending.ENV_LOST, "it did not answer in time")
@@ -90,9 +90,8 @@ class EnvClient:
             await self.close(worker=worker, session=session)
             raise
 
-    async def step(self, *, worker: str, session: str, turn: int, text: str, stop: StopReason) -> SessionReply:
+    async def step(self, worker: str, request: StepSession) -> SessionReply:
         """Waits as long as the worker is there; the caller's deadline, and the worker's own, bound it."""
-        request = StepSession(session=session, turn=turn, text=text, stop=stop)
         gone_since: float | None = None
         while True:
             try:
@@ -105,7 +104,7 @@ class EnvClient:
                 await asyncio.sleep(0.1)
             except NoReply as error:
                 gone_since = None
-                log.info("step_asked_again", episode=session, turn=turn, reason=str(error))
+                log.info("step_asked_again", episode=request.session, turn=request.turn, reason=str(error))
                 await asyncio.sleep(0.1)
             except WireError as error:
                 return _failed(worker, Ending.ENV_BAD_REPLY, str(error))

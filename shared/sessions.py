@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from opentinker.shared.types import Ending, Message, StopReason
+from opentinker.shared.types import Ending, Message, StopReason, Tool, ToolCall
 
 OPEN = -1
 
@@ -32,9 +32,20 @@ class StepSession(msgspec.Struct, frozen=True, kw_only=True):
 
     session: str
     turn: int
-    """0, 1, 2...: a repeated turn is answered from memory, never played twice. OPEN: what the open came to."""
+    """0, 1, 2... over all seats: a repeated turn is answered from memory, never played twice. OPEN: what the open came
+    to."""
+    seat: str = ""
+    """Who acts: the seat that the last reply named."""
     text: str
     stop: StopReason
+    tool_calls: list[ToolCall] = []
+    """That the text holds, where the seat has tools."""
+    problem: str = ""
+    """What is wrong with a tool call that the text tries to make; the policy should hear of it."""
+    ids: list[int] = []
+    """The sampled tokens, where the environment wants them."""
+    logprobs: list[float] = []
+    """Of `ids`."""
 
 
 class CloseSession(msgspec.Struct, frozen=True, kw_only=True):
@@ -46,10 +57,27 @@ class SessionReply(msgspec.Struct, frozen=True, kw_only=True):
 
     worker: str
     """Where the following steps go."""
+    seat: str = ""
+    """Who acts next."""
+    stream: str = ""
+    """In which of the seat's contexts; a new name begins a new one."""
     messages: list[Message] = []
-    """What the policy sees next."""
+    """What that seat sees next in that stream."""
+    prompt_ids: list[int] | None = None
+    """In place of messages: the whole prompt of the next turn, which must begin with the stream's tokens so far."""
+    tools: list[Tool] = []
+    """In the first reply to a stream: what the seat may call in it."""
+    max_tokens: int | None = None
+    """Of the next turn, where the environment says less than the job."""
+    stop: list[str] = []
+    """Strings that end the next turn, beside the job's own."""
+    wants_tokens: bool = False
+    """In the reply to open: steps carry token ids and logprobs."""
     reward: float = 0.0
+    """Of the seat that has just acted."""
     components: dict[str, float] = {}
+    rewards: dict[str, dict[str, float]] = {}
+    """Of other seats: named parts, whose sum is the seat's reward."""
     done: bool = False
     metrics: dict[str, float] = {}
     failure: Ending | None = None

@@ -134,11 +134,56 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True):
     group_size: int
 
 
+class Text(msgspec.Struct, frozen=True, tag_field="type", tag="text"):
+    text: str
+
+
+class Image(msgspec.Struct, frozen=True, tag_field="type", tag="image"):
+    data: bytes
+    """PNG or JPEG."""
+    media_type: str = "image/png"
+
+
+class ToolCall(msgspec.Struct, frozen=True, kw_only=True):
+    """What an assistant asks a tool for."""
+
+    id: str
+    name: str
+    arguments: dict[str, Any]
+
+
+class Tool(msgspec.Struct, frozen=True, kw_only=True):
+    """What a policy may call, as chat templates describe it."""
+
+    name: str
+    description: str
+    parameters: dict[str, Any]
+    """JSON schema of the arguments: an object."""
+
+
 class Message(msgspec.Struct, frozen=True, kw_only=True):
-    """One chat message. `content` is text; parts for images and tool calls come with the richer environments."""
+    """One chat message: text, or parts; what an assistant asked tools for; or what the tool of one such call said."""
 
     role: str
-    content: str
+    """system | user | assistant | tool"""
+    content: str | list[Text | Image] = ""
+    tool_calls: list[ToolCall] = []
+    """Of an assistant."""
+    tool_call_id: str = ""
+    """Of a tool: the call that it answers."""
+    name: str = ""
+    """Of a tool: its own."""
+
+    @property
+    def text(self) -> str:
+        """The text alone, parts joined."""
+        if isinstance(self.content, str):
+            return self.content
+        return "".join(part.text for part in self.content if isinstance(part, Text))
+
+    @property
+    def images(self) -> list[Image]:
+        return [] if isinstance(self.content, str) else [part for part in self.content if isinstance(part, Image)]
 
 
 class Span(msgspec.Struct, frozen=True, array_like=True):
@@ -162,15 +207,22 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Trajectory(msgspec.Struct, frozen=True, kw_only=True):
-    """What one policy saw and did in one episode. Arrays are little-endian bytes, all of length T.
+    """What one policy saw and did in one episode, in one stream of tokens. Arrays are little-endian bytes of length T.
+
+    An episode has a trajectory per seat, and per stream of a seat whose context was begun anew. The reward of a seat is
+    the sum over its streams; samples of a group are compared seat by seat.
 
     Example: prompt "7=" answered "7<eos>": ids [7, 13, 7, 1], mask [0, 0, 1, 1], logprobs [0, 0, -2.1, -0.3].
     """
 
     index: int
-    """Place in its group, 0..G-1."""
+    """Place of its sample in the group, 0..G-1."""
     attempt: str
     """Differs per try of the same sample."""
+    seat: str = ""
+    """Whose view it is, in an environment with several."""
+    stream: str = ""
+    """Which of the seat's contexts."""
     ids_T: bytes
     """int32 token ids: prompt, outputs and observations in order, exactly as the engine saw and sampled them."""
     mask_T: bytes
@@ -271,7 +323,10 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Group(msgspec.Struct, frozen=True, kw_only=True):
-    """The G finished trajectories of one ticket: from a rollout worker, to reference-forward and the trainer."""
+    """What came of one ticket: from a rollout worker, to reference-forward and the trainer.
+
+    The trajectories of its G samples, ordered by sample; one each, or one per seat and stream that had a turn.
+    """
 
     job: str
     seq: int
@@ -288,9 +343,12 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
         return f"{self.job}/{self.seq}"
 
     def check(self) -> None:
-        """Raise ValueError if a trajectory is inconsistent, or if they are not numbered 0..G-1."""
-        if not self.trajectories or [t.index for t in self.trajectories] != list(range(len(self.trajectories))):
-            raise ValueError("the trajectories of a group must be numbered 0, 1, 2...")
+        """Raise ValueError if a trajectory is inconsistent, or if the samples are not numbered 0..G-1."""
+        indices = [t.index for t in self.trajectories]
+        if not indices or indices != sorted(indices) or set(indices) != set(range(indices[-1] + 1)):
+            raise ValueError("the samples of a group must be numbered 0, 1, 2...")
+        if len({(t.index, t.seat, t.stream) for t in self.trajectories}) != len(indices):
+            raise ValueError("a sample has one trajectory per seat and stream")
         for trajectory in self.trajectories:
             trajectory.check()
 

@@ -33,6 +33,7 @@ class ExamResult(msgspec.Struct, frozen=True, kw_only=True):
     ending: Ending
     error: str = ""
     reward: float = 0.0
+    """Of the seat that began, where there are several."""
     components: dict[str, float] = {}
     """Of the reward, summed over turns."""
     metrics: dict[str, float] = {}

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from opentinker.envs.base import Action, Environment, EnvironmentConfig, Step, user
+from opentinker.envs.base import Action, Environment, EnvironmentConfig, Opening, Step, user
 from opentinker.envs.copy_digits import CopyDigits
 from opentinker.shared.types import Message
 
@@ -200,3 +200,25 @@ class Blocking(Environment):
             return Step(messages=[user(" ".join(sorted(os.environ)))])
         time.sleep(self.config.block_s)  # noqa: ASYNC251
         return Step(messages=[user("done")], reward=1.0)
+
+
+class Race(Environment):
+    """Two seats in turn; whoever first says `win` wins, and the other loses."""
+
+    class Config(EnvironmentConfig):
+        next: str = ""
+        """Who is said to act next, where that is not the other one."""
+        rewarded: str = ""
+        """Who gets what the loser should get."""
+
+    config: Config
+    seats = ("first", "second")
+
+    async def open(self, row: int, seed: int) -> Opening:
+        return Opening(messages=[user("go")], seat="first", stream="s", max_tokens=3, stop=["."])
+
+    async def step(self, action: Action) -> Step:
+        other = "second" if action.seat == "first" else "first"
+        if action.text == "win":
+            return Step(reward=1.0, done=True, rewards={self.config.rewarded or other: {"lost": -1.0}})
+        return Step(messages=[user(f"{action.seat} said {action.text}")], seat=self.config.next or other)

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from opentinker.envs.registry import BUILT_IN
 from opentinker.shared.bus import Bus
 from opentinker.shared.env_client import EnvClient
-from opentinker.shared.sessions import EnvCheck, SessionReply
+from opentinker.shared.sessions import EnvCheck, SessionReply, StepSession
 from opentinker.shared.store import Store
 from opentinker.shared.subjects import ENV_CHECK, ENV_CLOSE, ENV_OPEN, ENV_STEP
 from opentinker.shared.types import Ending, Pool, StopReason, WorkerInfo
@@ -104,8 +104,8 @@ def opening(session: str, environment: str = "guess_number", deadline_s: float =
     }
 
 
-def guess(reply: SessionReply, session: str, turn: int = 0, text: str = "?") -> dict[str, Any]:
-    return {"worker": reply.worker, "session": session, "turn": turn, "text": text, "stop": StopReason.EOS}
+def guess(reply: SessionReply, session: str, turn: int = 0, text: str = "?") -> tuple[str, StepSession]:
+    return reply.worker, StepSession(session=session, turn=turn, text=text, stop=StopReason.EOS)
 
 
 async def test_two_workers_share_the_opens_and_one_that_dies_costs_only_its_own(
@@ -118,7 +118,7 @@ async def test_two_workers_share_the_opens_and_one_that_dies_costs_only_its_own(
     assert min(len(held) for held in of.values()) >= 5
     workers.signal("env-0", signal.SIGKILL)
     await workers.end("env-0")
-    steps = await asyncio.gather(*(client.step(**guess(replies[name], name)) for name in names))
+    steps = await asyncio.gather(*(client.step(*guess(replies[name], name)) for name in names))
     for name, step in zip(names, steps, strict=True):
         assert step.failure == (Ending.ENV_LOST if name in of["env-0"] else None), step.error
     again = await client.open(**opening("again"))
@@ -141,12 +141,12 @@ async def test_stopped_worker_finishes_its_sessions_while_opens_go_elsewhere(
     others = await asyncio.gather(*(client.open(**opening(f"o{i}")) for i in range(10)))
     assert all(other.worker.startswith("env-1") for other in others)
     turn = 0
-    while not (step := await client.step(**guess(held, "held", turn))).done:
+    while not (step := await client.step(*guess(held, "held", turn))).done:
         assert step.failure is None
         turn += 1
     assert await workers.end("env-0") == 0
     assert await gone(workers, "env-0")
-    assert (await client.step(**guess(others[0], "o0"))).failure is None
+    assert (await client.step(*guess(others[0], "o0"))).failure is None
 
 
 async def draining(workers: Workers, name: str) -> bool:
@@ -159,7 +159,7 @@ async def test_drain_ends_in_time_and_the_session_left_is_lost(workers: Workers,
     held = await client.open(**opening("held"))
     workers.signal("env-0", signal.SIGTERM)
     assert await workers.end("env-0") == 0
-    assert (await client.step(**guess(held, "held"))).failure == Ending.ENV_LOST
+    assert (await client.step(*guess(held, "held"))).failure == Ending.ENV_LOST
 
 
 async def test_open_waits_for_a_worker_and_for_room(workers: Workers, client: EnvClient) -> None:
@@ -221,7 +221,7 @@ async def test_slow_open_takes_one_place_on_one_worker(slow: Slow) -> None:
     reply = await opened
     assert len(slow.opens.read_text().split()) == 1
     assert reply.worker.startswith(slow.holder())
-    assert (await slow.client.step(**guess(reply, "s"))).reward == 1.0
+    assert (await slow.client.step(*guess(reply, "s"))).reward == 1.0
 
 
 async def test_slow_open_on_a_worker_that_dies_is_made_on_another(slow: Slow, workers: Workers) -> None:
@@ -251,9 +251,9 @@ async def test_hanging_environment_is_answered_at_its_deadline_and_blocks_nobody
     await workers.start("env-0")
     hung = await client.open(**opening("hung", MISBEHAVING, deadline_s=2.5, how="hang"))
     other = await client.open(**opening("other"))
-    waiting = asyncio.create_task(client.step(**guess(hung, "hung")))
+    waiting = asyncio.create_task(client.step(*guess(hung, "hung")))
     began = time.monotonic()
-    assert (await client.step(**guess(other, "other"))).failure is None
+    assert (await client.step(*guess(other, "other"))).failure is None
     assert time.monotonic() - began < 1.0
     reply = await waiting  # asked more than once meanwhile: ask_s is 1
     assert reply.failure == Ending.ENV_TIMEOUT
@@ -268,7 +268,7 @@ async def test_environment_that_blocks_the_loop_is_named_and_its_worker_ends(
     await workers.start("env-0", log, OPENTINKER_WORKER_TTL_S="1")
     stuck = await client.open(**opening("stuck", "tests.env_samples:Stuck", how=how))
     other = await client.open(**opening("other"))
-    replies = await asyncio.gather(client.step(**guess(stuck, "stuck")), client.step(**guess(other, "other")))
+    replies = await asyncio.gather(client.step(*guess(stuck, "stuck")), client.step(*guess(other, "other")))
     assert replies[0].failure == Ending.ENV_LOST
     assert await workers.end("env-0") == 1
     said = read(log)
@@ -277,7 +277,7 @@ async def test_environment_that_blocks_the_loop_is_named_and_its_worker_ends(
         assert "event_loop_blocked" in said and "tests.env_samples:Stuck in episode stuck of job j" in said
     await workers.start("env-0")
     again = await client.open(**opening("again"))
-    assert (await client.step(**guess(again, "again"))).failure is None
+    assert (await client.step(*guess(again, "again"))).failure is None
 
 
 def read(path: Path) -> str:
@@ -294,13 +294,13 @@ async def test_nats_restart_in_the_middle_of_a_session_loses_nothing(
             client = EnvClient(bus, ask_s=0.5, gone_s=3.0)
             await workers.start("env-0")
             held = await client.open(**opening("held", "tests.env_samples:Counting"))
-            assert (await client.step(**guess(held, "held", 0))).reward == 1.0
+            assert (await client.step(*guess(held, "held", 0))).reward == 1.0
             nats.kill()
-            during = asyncio.create_task(client.step(**guess(held, "held", 1)))
+            during = asyncio.create_task(client.step(*guess(held, "held", 1)))
             await until(lambda: not bus.nc.is_connected)
             nats.start()
             assert (await during).reward == 1.0
-            assert (await client.step(**guess(held, "held", 2))).done
+            assert (await client.step(*guess(held, "held", 2))).done
     finally:
         workers.close()
         nats.kill()
@@ -356,5 +356,5 @@ async def test_garbage_never_crashes_the_worker(workers: Workers, client: EnvCli
         asyncio.run_coroutine_threadsafe(bus.nc.publish(subject, payload, reply=bus.nc.new_inbox()), loop).result()
 
     await asyncio.to_thread(send)
-    assert (await client.step(**guess(held, "held"))).failure is None
+    assert (await client.step(*guess(held, "held"))).failure is None
     assert workers.processes["env-0"].poll() is None

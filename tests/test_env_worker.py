@@ -75,7 +75,7 @@ def called(tag: str = "") -> list[str]:
 
 async def test_episode_is_played_and_closed(sessions: Sessions) -> None:
     opened = await sessions.open(opening(turns=2))
-    assert opened.messages[0].content == "row 3 seed 4"
+    assert opened.messages[0].text == "row 3 seed 4"
     assert opened.worker == "w"
     assert sessions.active == 1
     first, last = await sessions.step(step(0)), await sessions.step(step(1))
@@ -259,9 +259,9 @@ async def test_slow_open_is_answered_in_time_and_its_observation_is_had_by_askin
         assert await sessions.open(request) == SessionReply(worker="w", opening=True)
     asked = [asyncio.create_task(sessions.step(step(OPEN))) for _ in range(2)]
     await asyncio.to_thread(Path(files["gate"]).touch)
-    assert [reply.messages[0].content for reply in await asyncio.gather(*asked)] == ["row 3 seed 4"] * 2
+    assert [reply.messages[0].text for reply in await asyncio.gather(*asked)] == ["row 3 seed 4"] * 2
     assert (await sessions.step(step(0))).reward == 1.0
-    assert (await sessions.step(step(OPEN))).messages[0].content == "row 3 seed 4"
+    assert (await sessions.step(step(OPEN))).messages[0].text == "row 3 seed 4"
     assert (await sessions.step(step(OPEN, session="other"))).failure == Ending.ENV_LOST
 
 
@@ -342,7 +342,7 @@ def write_module(directory: Path, name: str, code: str) -> None:
 
 async def test_blocking_environment_runs_in_a_child_and_blocks_nobody(sessions: Sessions) -> None:
     opened = await sessions.open(opening(environment=BLOCKING, block_s=1.5))
-    child = int(opened.messages[0].content)
+    child = int(opened.messages[0].text)
     await sessions.open(opening(session="other"))
     blocked = asyncio.create_task(sessions.step(step(0)))
     await asyncio.sleep(0)
@@ -360,7 +360,7 @@ async def test_hung_child_is_killed_and_others_are_unharmed(sessions: Sessions) 
     reply = await sessions.step(step(0))
     assert reply.failure == Ending.ENV_TIMEOUT
     assert (await sessions.step(step(0, session="n"))).reward == 1.0
-    await until(lambda: not alive(int(hung.messages[0].content)))
+    await until(lambda: not alive(int(hung.messages[0].text)))
     again = await sessions.open(opening(session="again", environment=BLOCKING))
     assert again.failure is None
 
@@ -401,13 +401,13 @@ async def test_what_user_code_prints_stays_out_of_the_protocol(sessions: Session
 async def test_children_do_not_see_the_service_variables(sessions: Sessions, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OPENTINKER_REDIS_URL", "redis://user:secret@host")
     await sessions.open(opening(environment=BLOCKING, how="variables"))
-    assert "OPENTINKER" not in (await sessions.step(step(0))).messages[0].content
+    assert "OPENTINKER" not in (await sessions.step(step(0))).messages[0].text
 
 
 async def test_children_end_with_the_worker(sessions: Sessions, host: Host) -> None:
     opened = await sessions.open(opening(environment=BLOCKING))
     await host.close()
-    assert not alive(int(opened.messages[0].content))
+    assert not alive(int(opened.messages[0].text))
 
 
 def alive(pid: int) -> bool:

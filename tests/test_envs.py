@@ -13,7 +13,7 @@ from opentinker.envs import base, gsm8k
 from opentinker.envs.base import Action, Environment, Step, play_gold
 from opentinker.envs.registry import BUILT_IN, check, find, make
 from opentinker.shared.errors import SpecError
-from opentinker.shared.types import StopReason
+from opentinker.shared.types import Message, StopReason
 
 PAIRS = [(row, seed) for row in (0, 1, 999, 123_456) for seed in (0, 7)]
 EOS, LENGTH = StopReason.EOS, StopReason.LENGTH
@@ -98,10 +98,16 @@ async def test_copy_digits_pays_right_tokens_by_position(text: str, stop: StopRe
     assert step.metrics["exact"] == float(reward == 1.0)
 
 
+async def asked(environment: Environment, row: int, seed: int) -> list[Message]:
+    opened = await environment.open(row, seed)
+    assert isinstance(opened, list)
+    return opened
+
+
 async def test_copy_digits_asks_for_as_many_digits_as_configured() -> None:
     environment = make("copy_digits", {"digits": 5})
-    (message,) = await environment.open(12, 34)
-    assert re.fullmatch(r"\d{5}=", message.content)
+    (message,) = await asked(environment, 12, 34)
+    assert re.fullmatch(r"\d{5}=", message.text)
 
 
 async def test_copy_digits_has_a_thousand_rows() -> None:
@@ -153,7 +159,7 @@ async def test_guess_number_ends_when_guesses_are_used_up() -> None:
     await environment.open(0, 0)
     first = await environment.step(Action(text="hm", stop=EOS, turn=0))
     assert not first.done
-    assert first.messages[0].content == "number="
+    assert first.messages[0].text == "number="
     last = await environment.step(Action(text=str(environment.secret + 1), stop=EOS, turn=1))
     assert last.done
     assert last.reward == 0.0
@@ -212,8 +218,8 @@ def test_gsm8k_finds_no_number(text: str) -> None:
 
 async def test_gsm8k_instruction_can_be_left_out() -> None:
     environment = make("gsm8k", {"split": "test", "instruction": ""})
-    (message,) = await environment.open(0, 0)
-    assert message.content.endswith("farmers' market?")
+    (message,) = await asked(environment, 0, 0)
+    assert message.text.endswith("farmers' market?")
 
 
 def test_unknown_name_lists_near_ones() -> None:

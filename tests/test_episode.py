@@ -18,8 +18,8 @@ from opentinker.services.rollout_worker.engine import Completion, EngineError, S
 from opentinker.services.rollout_worker.episode import Episode, EpisodeFailed, merge, turn_seed
 from opentinker.services.rollout_worker.render import Renderer
 from opentinker.shared.errors import JobFailed
-from opentinker.shared.sessions import SessionReply
-from opentinker.shared.types import Ending, Message, Span, StopReason, WeightVersion
+from opentinker.shared.sessions import SessionReply, StepSession
+from opentinker.shared.types import Ending, Image, Message, Span, StopReason, Text, Tool, ToolCall, WeightVersion
 from tests.factories import V0, make_spec, make_ticket
 
 EOS = 1
@@ -63,14 +63,16 @@ class Script:
 class Env:
     replies: list[SessionReply]
     steps: list[tuple[int, str, StopReason]] = field(default_factory=list)
+    requests: list[StepSession] = field(default_factory=list)
     closed: int = 0
     hang: bool = False
 
     async def open(self, **_: object) -> SessionReply:
         return self.replies.pop(0)
 
-    async def step(self, *, worker: str, session: str, turn: int, text: str, stop: StopReason) -> SessionReply:
-        self.steps.append((turn, text, stop))
+    async def step(self, worker: str, request: StepSession) -> SessionReply:
+        self.steps.append((request.turn, request.text, request.stop))
+        self.requests.append(request)
         if self.hang:
             await asyncio.Event().wait()
         return self.replies.pop(0)
@@ -101,7 +103,7 @@ def episode(engine: Script, env: Env, mode: str = "model", **spec: Any) -> Episo
 async def test_two_turns_have_the_template_s_tokens_and_exact_masks() -> None:
     env = Env([reply("hi"), reply("more", reward=0.25), reply(reward=1.0, done=True, metrics={"exact": 1.0})])
     engine = Script([say("ab$"), say("c$")])
-    trajectory = await episode(engine, env).run()
+    (trajectory,) = await episode(engine, env).run()
     text = "<u>hi$\n<a>ab$\n<u>more$\n<a>c$"
     assert trajectory.ids.tolist() == Chars().encode(text)
     assert "".join(c for c, m in zip(text, trajectory.mask, strict=True) if m) == "ab$c$"
@@ -116,7 +118,7 @@ async def test_two_turns_have_the_template_s_tokens_and_exact_masks() -> None:
 async def test_turn_cut_by_its_budget_is_stepped_and_closed_by_the_template() -> None:
     env = Env([reply("q"), reply("again"), reply(done=True)])
     engine = Script([say("abc", StopReason.LENGTH), say("d$")])
-    trajectory = await episode(engine, env, rollout__max_tokens_per_turn=3).run()
+    (trajectory,) = await episode(engine, env, rollout__max_tokens_per_turn=3).run()
     assert trajectory.ids.tolist() == Chars().encode("<u>q$\n<a>abc$\n<u>again$\n<a>d$")
     assert env.steps[0] == (0, "abc", StopReason.LENGTH)
     assert [s.max_tokens for _, s in engine.asked] == [3, 3]
@@ -124,7 +126,7 @@ async def test_turn_cut_by_its_budget_is_stepped_and_closed_by_the_template() ->
 
 async def test_plain_mode_adds_no_markup() -> None:
     env = Env([reply("472="), reply("8="), reply(done=True)])
-    trajectory = await episode(Script([say("472$"), say("8$")]), env, mode="plain").run()
+    (trajectory,) = await episode(Script([say("472$"), say("8$")]), env, mode="plain").run()
     assert trajectory.ids.tolist() == Chars().encode("472=472$8=8$")
 
 
@@ -153,7 +155,7 @@ async def test_sampling_settings_of_the_spec_reach_the_engine() -> None:
 )
 async def test_ordinary_endings(spec: dict[str, Any], answers: list[str], context: int, ending: Ending) -> None:
     env = Env([reply("q"), reply("next", reward=0.5), reply()])
-    trajectory = await episode(Script([say(a) for a in answers], context_length=context), env, **spec).run()
+    (trajectory,) = await episode(Script([say(a) for a in answers], context_length=context), env, **spec).run()
     assert (trajectory.ending, trajectory.reward, len(env.steps)) == (ending, 0.5, 1)
     assert env.closed == 1
 
@@ -161,7 +163,7 @@ async def test_ordinary_endings(spec: dict[str, Any], answers: list[str], contex
 async def test_output_cut_by_the_context_says_so() -> None:
     env = Env([reply("q"), reply()])
     engine = Script([say("abc", StopReason.LENGTH)], context_length=len("<u>q$\n<a>") + 3)
-    trajectory = await episode(engine, env).run()
+    (trajectory,) = await episode(engine, env).run()
     assert trajectory.turns[0].stop == StopReason.CONTEXT
     assert engine.asked[0][1].max_tokens == 3
 
@@ -196,7 +198,7 @@ async def test_hanging_environment_ends_at_the_deadline() -> None:
 async def test_spans_are_shifted_to_the_trajectory_and_cover_every_sampled_token() -> None:
     env = Env([reply("q"), reply("r"), reply(done=True)])
     crossing = say("abcd$", spans=[Span(0, 2, V0), Span(2, 5, V1)])
-    trajectory = await episode(Script([crossing, say("e$", spans=[Span(0, 2, V1)])]), env).run()
+    (trajectory,) = await episode(Script([crossing, say("e$", spans=[Span(0, 2, V1)])]), env).run()
     first = len("<u>q$\n<a>")
     second = first + len("abcd$\n<u>r$\n<a>")
     assert trajectory.spans == [
@@ -245,3 +247,130 @@ def test_prompt_is_a_fresh_list_each_time() -> None:
     messages = [Message(role="user", content="q")]
     one.prompt(messages).append(0)
     assert np.array_equal(one.prompt(messages), Chars().encode("<u>q$\n<a>"))
+
+
+def move(seat: str, *texts: str, stream: str = "", **changes: Any) -> SessionReply:
+    return reply(*texts, seat=seat, stream=stream, **changes)
+
+
+async def test_each_seat_has_its_own_tokens_and_its_own_reward() -> None:
+    env = Env(
+        [
+            move("black", "you begin"),
+            move("white", "black played a"),
+            move("black", "white played b", reward=0.5),
+            move("", done=True, reward=1.0, components={"win": 1.0}, rewards={"white": {"win": -1.0}}),
+        ]
+    )
+    black, white = await episode(Script([say("a$"), say("b$"), say("c$")]), env).run()
+    assert [(t.index, t.seat, t.reward) for t in (black, white)] == [(0, "black", 1.0), (0, "white", -0.5)]
+    assert black.ids.tolist() == Chars().encode("<u>you begin$\n<a>a$\n<u>white played b$\n<a>c$")
+    assert white.ids.tolist() == Chars().encode("<u>black played a$\n<a>b$")
+    assert white.turns[0].components == {"win": -1.0} and [t.reward for t in black.turns] == [0.0, 1.0]
+    assert [(r.turn, r.seat) for r in env.requests] == [(0, "black"), (1, "white"), (2, "black")]
+    for trajectory in (black, white):
+        trajectory.check()
+
+
+async def test_a_seat_that_has_not_acted_yet_gets_its_reward_with_its_first_turn() -> None:
+    env = Env(
+        [
+            move("black", "go"),
+            move("white", "go", rewards={"white": {"gift": 0.25}}),
+            move("", done=True, reward=1.0),
+        ]
+    )
+    black, white = await episode(Script([say("a$"), say("b$")]), env).run()
+    assert (black.reward, white.reward) == (0.0, 1.25)
+    alone = Env([move("black", "go"), move("", done=True, reward=1.0, rewards={"white": {"gift": 1.0}})])
+    (only,) = await episode(Script([say("a$")]), alone).run()
+    assert only.seat == "black"
+
+
+async def test_turns_count_per_seat() -> None:
+    replies = [move("a", "go"), move("b", "go"), move("a", "1"), move("b", "2"), move("a", "3")]
+    first, second = await episode(Script([say("x$")] * 4), Env(replies), rollout__max_turns=2).run()
+    assert (len(first.turns), len(second.turns), first.ending) == (2, 2, Ending.MAX_TURNS)
+
+
+async def test_a_new_stream_begins_a_new_context_and_an_old_one_goes_on() -> None:
+    env = Env(
+        [
+            reply("plan", stream="main"),
+            reply("look up x", stream="helper"),
+            reply("the helper says y", stream="main"),
+            reply(done=True, reward=1.0),
+        ]
+    )
+    main, helper = await episode(Script([say("a$"), say("y$"), say("b$")]), env).run()
+    assert main.ids.tolist() == Chars().encode("<u>plan$\n<a>a$\n<u>the helper says y$\n<a>b$")
+    assert helper.ids.tolist() == Chars().encode("<u>look up x$\n<a>y$")
+    assert (main.stream, helper.stream, main.reward, helper.reward) == ("main", "helper", 1.0, 0.0)
+
+
+async def test_a_prompt_of_token_ids_is_taken_as_it_is_and_answered_with_tokens() -> None:
+    first = Chars().encode("raw>")
+    more = [*first, *Chars().encode("a$"), *Chars().encode("more>")]
+    env = Env(
+        [
+            SessionReply(worker="env-0", prompt_ids=first, wants_tokens=True, max_tokens=7, stop=["!"]),
+            SessionReply(worker="env-0", prompt_ids=more),
+            SessionReply(worker="env-0", done=True),
+        ]
+    )
+    engine = Script([say("a$"), say("b$")])
+    (trajectory,) = await episode(engine, env).run()
+    assert trajectory.ids.tolist() == [*more, *Chars().encode("b$")]
+    assert (env.requests[0].ids, env.requests[0].logprobs) == (Chars().encode("a$"), [-0.5, -0.5])
+    assert (engine.asked[0][1].max_tokens, engine.asked[0][1].stop) == (7, ["!"])
+    assert engine.asked[1][1].stop == []
+
+
+@pytest.mark.parametrize(
+    "second",
+    [
+        SessionReply(worker="env-0", prompt_ids=[5, 6, 7]),
+        SessionReply(worker="env-0", stream="new"),
+        reply("x", tools=[Tool(name="t", description="", parameters={})]),
+    ],
+)
+async def test_what_does_not_continue_the_stream_is_the_environment_s_fault(second: SessionReply) -> None:
+    empty = Chars()
+    empty.apply_chat_template = lambda chat, **_: "".join(m["content"] for m in chat)  # type: ignore[method-assign]
+    played = episode(Script([say("a$")]), Env([reply("hi"), second]))
+    played.renderer = Renderer(empty, "model", frozenset({EOS}))
+    with pytest.raises(EpisodeFailed) as failed:
+        await played.run()
+    assert failed.value.ending == Ending.ENV_BAD_REPLY
+
+
+def test_what_tools_said_and_what_may_be_called_reach_the_template() -> None:
+    seen: list[Any] = []
+
+    class Template(Chars):
+        def apply_chat_template(self, chat: Any, tokenize: bool, add_generation_prompt: bool, tools: Any = None) -> str:
+            seen.extend([chat, tools])
+            return "x"
+
+    call = ToolCall(id="c1", name="add", arguments={"a": 1})
+    tool = Tool(name="add", description="adds", parameters={"type": "object"})
+    chat = [
+        Message(role="assistant", tool_calls=[call]),
+        Message(role="tool", content=[Text("3")], tool_call_id="c1", name="add"),
+    ]
+    Renderer(Template(), "model", frozenset({EOS})).prompt(chat, [tool])
+    function = {"name": "add", "arguments": {"a": 1}}
+    assert seen[0] == [
+        {"role": "assistant", "content": "", "tool_calls": [{"id": "c1", "type": "function", "function": function}]},
+        {"role": "tool", "content": "3", "tool_call_id": "c1", "name": "add"},
+    ]
+    described = {"name": "add", "description": "adds", "parameters": {"type": "object"}}
+    assert seen[1] == [{"type": "function", "function": described}]
+
+
+def test_images_and_tools_that_a_model_cannot_be_shown_fail_the_job() -> None:
+    picture = Message(role="user", content=[Text("what is this?"), Image(b"\x89PNG")])
+    with pytest.raises(JobFailed, match="shows images"):
+        renderer().prompt([picture])
+    with pytest.raises(JobFailed, match="tools need a chat template"):
+        renderer("plain").prompt([picture], [Tool(name="t", description="", parameters={})])

@@ -199,9 +199,10 @@ async def test_an_episode_keeps_its_conversation_for_those_who_read_it() -> None
         return Script([say("ab$"), say("c$")]), Env(replies)
 
     judged: dict[str, Any] = {"reward_models": [{"base": "some/judge"}], "train": {"steps": 1}}
-    trajectory = await episode(*play(), **judged).run()
+    (trajectory,) = await episode(*play(), **judged).run()
     assert trajectory.messages == said("hi", "ab", "more", "c")
-    assert (await episode(*play()).run()).messages is None
+    (trajectory,) = await episode(*play()).run()
+    assert trajectory.messages is None
 
 
 async def test_scores_come_with_the_groups_and_a_bad_judge_fails_its_job_alone(

@@ -20,7 +20,7 @@ from opentinker.shared.bus import Bus, StreamFull
 from opentinker.shared.config import Settings
 from opentinker.shared.leasing import LeasedWorker
 from opentinker.shared.service import Context
-from opentinker.shared.sessions import SessionReply
+from opentinker.shared.sessions import SessionReply, StepSession
 from opentinker.shared.spec import ToySpec
 from opentinker.shared.store import Store
 from opentinker.shared.subjects import GROUP, GROUPS, TICKET, TICKETS, Subject
@@ -38,7 +38,7 @@ class Asking:
     async def open(self, **_: Any) -> SessionReply:
         return SessionReply(worker="env-0", messages=[Message(role="user", content="7=")])
 
-    async def step(self, **_: Any) -> SessionReply:
+    async def step(self, worker: str, request: StepSession) -> SessionReply:
         return SessionReply(worker="env-0", reward=1.0, done=True)
 
     async def close(self, **_: Any) -> None:

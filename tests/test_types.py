@@ -90,9 +90,17 @@ def test_any_single_flip_of_the_mask_is_refused(data: st.DataObject) -> None:
         msgspec.structs.replace(good, mask_T=bytes(mask)).check()
 
 
+def test_a_sample_has_a_trajectory_per_seat_and_stream() -> None:
+    views = [make_trajectory(index=0, seat=seat, stream=stream) for seat in "ab" for stream in ("", "s")]
+    group = make_group(size=1)
+    msgspec.structs.replace(group, trajectories=views).check()
+    with pytest.raises(ValueError, match="one trajectory per seat and stream"):
+        msgspec.structs.replace(group, trajectories=[*views, views[0]]).check()
+
+
 def test_group_is_numbered_from_zero() -> None:
     make_group(size=3).check()
-    for bad in ([], [make_trajectory(index=1)], [make_trajectory(index=0), make_trajectory(index=0)]):
+    for bad in ([], [make_trajectory(index=1)], [make_trajectory(index=0), make_trajectory(index=2)]):
         with pytest.raises(ValueError, match="numbered"):
             msgspec.structs.replace(make_group(), trajectories=bad).check()
     broken: Group = make_group(mask_T=b"")

@@ -14,14 +14,15 @@ from typing import Any, Protocol
 
 import msgspec
 
-from opentinker.envs.base import Action, Environment, Step
+from opentinker.envs.base import Action, Environment, Opening, Step
 from opentinker.envs.registry import make
 from opentinker.shared.errors import SpecError
 from opentinker.shared.sessions import OpenSession, SessionReply, StepSession
-from opentinker.shared.types import Ending, Message
+from opentinker.shared.types import Ending, Image, Message, Text, Tool, ToolCall
 
 OBSERVATION_BYTES = 256 * 1024
 """All messages of one reply together."""
+NAME_CHARACTERS = 100
 NAMED_NUMBERS = 64
 """Components, and metrics, of one reply."""
 ERROR_CHARACTERS = 2000
@@ -39,6 +40,10 @@ class BadReply(Exception):
     """The environment answered with something that is not an observation and finite numbers."""
 
 
+class OutOfTurn(Exception):
+    """The caller's mistake, not the environment's."""
+
+
 def failure(worker: str, ending: Ending, error: str) -> SessionReply:
     """`error` is cut to its end, where a traceback says what happened, and made fit to be sent."""
     text = error[-ERROR_CHARACTERS:].encode(errors="replace").decode()
@@ -52,6 +57,8 @@ class LocalPlayer:
         self._worker = worker
         self._modules = modules
         self._environment: Environment | None = None
+        self._seat = self._stream = ""
+        """Who acts next, and where."""
 
     async def open(self, request: OpenSession) -> SessionReply:
         return await contain(self._worker, self._open(request))
@@ -66,16 +73,28 @@ class LocalPlayer:
 
     async def _open(self, request: OpenSession) -> SessionReply:
         self._environment = make(request.environment, request.config, modules=self._modules)
-        messages = await self._environment.open(request.row, request.seed)
-        checked = checked_messages(messages, "open()")
-        if not checked:
-            raise BadReply("open() gave no message: the policy needs a prompt")
-        return SessionReply(worker=self._worker, messages=checked)
+        opened = await self._environment.open(request.row, request.seed)
+        reply = opening_of(self._worker, self._environment, opened)
+        self._seat, self._stream = reply.seat, reply.stream
+        return reply
 
     async def _step(self, request: StepSession) -> SessionReply:
         assert self._environment is not None
-        step = await self._environment.step(Action(text=request.text, stop=request.stop, turn=request.turn))
-        return reply_of(self._worker, step)
+        if request.seat != self._seat:
+            raise OutOfTurn(f"turn {request.turn} is for seat {self._seat!r}, not {request.seat!r}")
+        action = Action(
+            text=request.text,
+            stop=request.stop,
+            turn=request.turn,
+            seat=request.seat,
+            tool_calls=request.tool_calls,
+            problem=request.problem,
+            ids=request.ids,
+            logprobs=request.logprobs,
+        )
+        reply = reply_of(self._worker, self._environment, await self._environment.step(action))
+        self._seat, self._stream = reply.seat, reply.stream
+        return reply
 
     async def _close(self, environment: Environment) -> SessionReply:
         await environment.close()
@@ -90,7 +109,7 @@ async def contain(worker: str, call: Awaitable[SessionReply]) -> SessionReply:
         raise
     except BadReply as error:
         return failure(worker, Ending.ENV_BAD_REPLY, str(error))
-    except SpecError as error:
+    except (SpecError, OutOfTurn) as error:
         return failure(worker, Ending.ENV_ERROR, str(error))
     except BaseException as error:  # noqa: BLE001 - user code: sys.exit() in it ends its episode, not the worker
         return failure(worker, Ending.ENV_ERROR, short_traceback(error))
@@ -101,20 +120,61 @@ def short_traceback(error: BaseException) -> str:
     return "".join(traceback.format_exception(error, limit=-4))[-ERROR_CHARACTERS:].rstrip()
 
 
-def reply_of(worker: str, step: object) -> SessionReply:
+def opening_of(worker: str, environment: Environment, opened: object) -> SessionReply:
+    """Raises BadReply unless every field is what it should be."""
+    if not isinstance(opened, Opening):
+        opened = Opening(messages=checked_messages(opened, "open()"), seat=environment.seats[0])
+    reply = SessionReply(
+        worker=worker, wants_tokens=environment.wants_tokens, **_next_turn(environment, opened, "open()")
+    )
+    if not reply.messages and not reply.prompt_ids:
+        raise BadReply("open() gave no message: the policy needs a prompt")
+    return reply
+
+
+def reply_of(worker: str, environment: Environment, step: object) -> SessionReply:
     """Raises BadReply unless every field is what it should be."""
     if not isinstance(step, Step):
         raise BadReply(f"step() must return a Step, not {_kind(step)}")
     if type(step.done) is not bool:
         raise BadReply(f"done must be True or False, not {_kind(step.done)}")
+    if not isinstance(step.rewards, dict) or not set(step.rewards) <= set(environment.seats):
+        raise BadReply(f"rewards must be a dict by seat; the seats are: {', '.join(environment.seats) or '(one)'}")
     return SessionReply(
         worker=worker,
-        messages=[] if step.done else checked_messages(step.messages, "step()"),
+        **({} if step.done else _next_turn(environment, step, "step()")),
         reward=checked_number("reward", step.reward),
         components=checked_numbers("components", step.components),
+        rewards={seat: checked_numbers(f"rewards[{seat!r}]", parts) for seat, parts in step.rewards.items()},
         done=step.done,
         metrics=checked_numbers("metrics", step.metrics),
     )
+
+
+def _next_turn(environment: Environment, said: Opening | Step, source: str) -> dict[str, Any]:
+    """What `open` and `step` have in common: who acts next, and on what."""
+    if type(said.seat) is not str or said.seat not in environment.seats:
+        seats = ", ".join(map(repr, environment.seats))
+        raise BadReply(f"{source} says that seat {said.seat!r:.60} acts next; the seats are: {seats}")
+    if type(said.stream) is not str or len(said.stream) > NAME_CHARACTERS:
+        raise BadReply(f"{source}: stream must be a str of at most {NAME_CHARACTERS} characters")
+    if said.max_tokens is not None and (type(said.max_tokens) is not int or said.max_tokens < 1):
+        raise BadReply(f"{source}: max_tokens must be a positive int or None, not {_kind(said.max_tokens)}")
+    return {
+        "seat": said.seat,
+        "stream": said.stream,
+        "messages": checked_messages(said.messages, source),
+        "tools": _checked_list("tools", said.tools, Tool),
+        "prompt_ids": None if said.prompt_ids is None else _checked_list("prompt_ids", said.prompt_ids, int),
+        "max_tokens": said.max_tokens,
+        "stop": _checked_list("stop", said.stop, str),
+    }
+
+
+def _checked_list(field: str, values: object, kind: type) -> list[Any]:
+    if not isinstance(values, list | tuple) or any(type(value) is not kind for value in values):
+        raise BadReply(f"{field} must be a list of {kind.__name__}")
+    return list(values)
 
 
 def checked_messages(messages: object, source: str) -> list[Message]:
@@ -125,16 +185,35 @@ def checked_messages(messages: object, source: str) -> list[Message]:
     for message in messages:
         if type(message) is not Message:
             raise BadReply(f"{source} must give a list of Message; one item is {_kind(message)}")
-        if type(message.role) is not str or type(message.content) is not str:
-            wrong = "role" if type(message.role) is not str else "content"
-            raise BadReply(f"a message's {wrong} must be str, not {_kind(getattr(message, wrong))}")
         try:
-            size += len(message.role.encode()) + len(message.content.encode())
+            size += _size(message)
         except UnicodeEncodeError as error:
             raise BadReply(f"{source} gave a message that is not valid Unicode: {error}") from None
     if size > OBSERVATION_BYTES:
         raise BadReply(f"{source} gave {size:,} bytes of messages; at most {OBSERVATION_BYTES:,} are allowed")
     return list(messages)
+
+
+def _size(message: Message) -> int:
+    """Bytes of its content. Raises BadReply unless its fields have their types."""
+    for name in ("role", "tool_call_id", "name"):
+        if type(getattr(message, name)) is not str:
+            raise BadReply(f"a message's {name} must be str, not {_kind(getattr(message, name))}")
+    size = len(message.role.encode())
+    if type(message.content) is str:
+        size += len(message.content.encode())
+    elif isinstance(message.content, list):
+        for part in message.content:
+            if type(part) is Text and type(part.text) is str:
+                size += len(part.text.encode())
+            elif type(part) is Image and type(part.data) is bytes and type(part.media_type) is str:
+                size += len(part.data)
+            else:
+                raise BadReply(f"a message's content must be str, or Text and Image; a part is {_kind(part)}")
+    else:
+        raise BadReply(f"a message's content must be str, not {_kind(message.content)}")
+    _checked_list("tool_calls", message.tool_calls, ToolCall)
+    return size
 
 
 def checked_numbers(field: str, values: object) -> dict[str, float]:

@@ -57,7 +57,7 @@ class RewardModel:
     def _render(self, group: Group, messages: list[Message] | None) -> Ids:
         if not messages:
             raise JobFailed(f"group {group.seq} came without its conversations")
-        chat = [{"role": message.role, "content": message.content} for message in messages]
+        chat = [{"role": message.role, "content": message.text} for message in messages]
         try:
             text = self.tokenizer.apply_chat_template(chat, tokenize=False)
         except Exception as error:  # noqa: BLE001 - a template is the model's code: whatever it raises fails the job

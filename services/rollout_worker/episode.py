@@ -5,7 +5,9 @@
     INTERACTING  the environment answers            (mask 0)  -> GENERATING, or
     TERMINATED   with a reason: the environment is done, or turns, tokens or context are used up
 
-A turn cut by its budget still gets its environment step. A failure is data: EpisodeFailed with its Ending.
+Whose turn it is, and in which of that seat's contexts, is what the environment's last reply says; each (seat, stream)
+is a stream of tokens of its own and becomes a trajectory. Limits of turns and tokens count per seat, that of context
+per stream. A turn cut by its budget still gets its environment step. A failure is data: EpisodeFailed with its Ending.
 """
 
 from __future__ import annotations
@@ -20,9 +22,9 @@ import numpy as np
 
 from opentinker.services.rollout_worker.engine import Completion, Engine, EngineError, EngineLost, Sampling
 from opentinker.services.rollout_worker.render import Renderer
-from opentinker.shared.sessions import SessionReply
+from opentinker.shared.sessions import SessionReply, StepSession
 from opentinker.shared.spec import JobSpec
-from opentinker.shared.types import Ending, Message, Span, StopReason, Ticket, Trajectory, Turn
+from opentinker.shared.types import Ending, Message, Span, StopReason, Ticket, Tool, Trajectory, Turn
 
 
 class EpisodeFailed(Exception):
@@ -41,37 +43,54 @@ class Sessions(Protocol):
         deadline_s: float,
     ) -> SessionReply: ...  # fmt: skip
 
-    async def step(self, *, worker: str, session: str, turn: int, text: str, stop: StopReason) -> SessionReply: ...
+    async def step(self, worker: str, request: StepSession) -> SessionReply: ...
 
     async def close(self, *, worker: str, session: str) -> None: ...
 
 
-class Tokens:
-    """The trajectory's arrays while they grow."""
+class Stream:
+    """One context of one seat: the trajectory's arrays while they grow."""
 
-    def __init__(self) -> None:
+    def __init__(self, seat: str, name: str, tools: list[Tool]) -> None:
+        self.seat, self.name, self.tools = seat, name, tools
         self.ids: list[int] = []
         self.mask: list[int] = []
         self.logprobs: list[float] = []
         self.spans: list[Span] = []
+        self.turns: list[Turn] = []
         self.sampled = 0
+        self.said: list[Message] = []
+        """Both sides' words so far."""
+        self.spoken = 0
+        """How many of these messages there are up to the policy's last."""
 
-    def observe(self, ids: list[int]) -> None:
+    def observe(self, ids: list[int], messages: list[Message]) -> None:
         self.ids += ids
         self.mask += [0] * len(ids)
         self.logprobs += [0.0] * len(ids)
+        self.said += messages
 
-    def sample(self, completion: Completion) -> None:
+    def sample(self, completion: Completion, text: str) -> None:
         start = len(self.ids)
         self.ids += completion.ids
         self.mask += [1] * len(completion.ids)
         self.logprobs += completion.logprobs
         self.spans += [Span(start + s.start, start + s.end, s.version) for s in completion.spans]
         self.sampled += len(completion.ids)
+        self.said.append(Message(role="assistant", content=text))
+        self.spoken = len(self.said)
+
+    def award(self, parts: dict[str, float]) -> None:
+        """Named rewards that came after the stream's last turn, and are its own."""
+        last = self.turns[-1]
+        components = dict(last.components)
+        for name, value in parts.items():
+            components[name] = components.get(name, 0.0) + value
+        self.turns[-1] = msgspec.structs.replace(last, reward=last.reward + sum(parts.values()), components=components)
 
 
 class Episode:
-    """Plays sample `index` of a ticket once. `run` returns its trajectory or raises EpisodeFailed."""
+    """Plays sample `index` of a ticket once. `run` gives a trajectory per seat and stream, or raises EpisodeFailed."""
 
     def __init__(
         self, spec: JobSpec, ticket: Ticket, index: int, engine: Engine, renderer: Renderer, sessions: Sessions
@@ -80,13 +99,14 @@ class Episode:
         self.engine, self.renderer, self.sessions = engine, renderer, sessions
         self.attempt = uuid.uuid4().hex[:12]
         self.session = f"{ticket.job}-{ticket.seq}-{index}-{self.attempt}"
-        self.tokens = Tokens()
-        self.turns: list[Turn] = []
+        self.streams: dict[tuple[str, str], Stream] = {}
+        self.latest: dict[str, Stream] = {}
+        """Where each seat acted last."""
+        self.owed: dict[str, dict[str, float]] = {}
+        """Rewards of seats that have not acted yet."""
+        self.turn = 0
         self.metrics: dict[str, float] = {}
-        self.said: list[Message] = []
-        """Both sides' words so far."""
-        self.spoken = 0
-        """How many of these messages there are up to the policy's last."""
+        self.wants_tokens = False
         self.state = "PENDING"
         self.done = False
         limits = [engine.context_length]
@@ -94,7 +114,12 @@ class Episode:
             limits.append(spec.rollout.context_length)
         self.context = min(limits)
 
-    async def run(self) -> Trajectory:
+    @property
+    def said(self) -> list[Message]:
+        """All that was said, stream after stream."""
+        return [message for stream in self.streams.values() for message in stream.said]
+
+    async def run(self) -> list[Trajectory]:
         started = time.monotonic()
         worker = None
         try:
@@ -111,7 +136,8 @@ class Episode:
                     )
                 )
                 worker = reply.worker
-                ending = await self._play(worker, reply.messages)
+                self.wants_tokens = reply.wants_tokens
+                ending = await self._play(worker, reply)
         except TimeoutError:
             late = Ending.TIMEOUT if self.state == "GENERATING" else Ending.ENV_TIMEOUT
             raise EpisodeFailed(
@@ -125,7 +151,8 @@ class Episode:
             self.state = "TERMINATED"
             if worker is not None and not self.done:
                 await self.sessions.close(worker=worker, session=self.session)
-        return self._trajectory(ending, time.monotonic() - started)
+        seconds = time.monotonic() - started
+        return [self._trajectory(stream, ending, seconds) for stream in self.streams.values() if stream.turns]
 
     @staticmethod
     def _good(reply: SessionReply) -> SessionReply:
@@ -133,97 +160,138 @@ class Episode:
             raise EpisodeFailed(reply.failure, reply.error)
         return reply
 
-    async def _play(self, worker: str, messages: list[Message]) -> Ending:
+    async def _play(self, worker: str, reply: SessionReply) -> Ending:
         """Turns until an ending that is ordinary data."""
-        rollout, tokens = self.spec.rollout, self.tokens
-        self.said += messages
-        tokens.observe(self.renderer.prompt(messages))
-        if not tokens.ids or len(tokens.ids) >= self.context:
-            raise EpisodeFailed(
-                Ending.PROMPT, f"the first observation has {len(tokens.ids)} tokens; 1 to {self.context - 1} fit"
-            )
         while True:
-            self.state = "GENERATING"
-            began = time.monotonic()
-            start = len(tokens.ids)
-            completion = await self._generate()
-            tokens.sample(completion)
-            self.state = "INTERACTING"
-            generated = time.monotonic()
-            text = self.renderer.text(completion.ids)
-            self.said.append(Message(role="assistant", content=text))
-            self.spoken = len(self.said)
-            reply = self._good(
-                await self.sessions.step(
-                    worker=worker,
-                    session=self.session,
-                    turn=len(self.turns),
-                    text=text,
-                    stop=completion.stop,
-                )
-            )
-            self.turns.append(
-                Turn(
-                    start=start,
-                    end=len(tokens.ids),
-                    stop=completion.stop,
-                    reward=reply.reward,
-                    components=reply.components,
-                    generate_s=generated - began,
-                    env_s=time.monotonic() - generated,
-                )
-            )
+            stream = self._observe(reply)
+            if stream is None:
+                return Ending.CONTEXT
+            reply = await self._take_turn(worker, stream, reply)
             self.metrics = reply.metrics
-            self.said += reply.messages
             if reply.done:
                 self.done = True  # the env worker has closed the session itself
                 return Ending.ENV_DONE
-            if len(self.turns) >= rollout.max_turns:
+            if self._turns(reply.seat) >= self.spec.rollout.max_turns:
                 return Ending.MAX_TURNS
-            if tokens.sampled >= rollout.max_tokens:
+            if self._sampled(reply.seat) >= self.spec.rollout.max_tokens:
                 return Ending.MAX_TOKENS
-            observation = self.renderer.extend(completion.stop == StopReason.EOS, reply.messages)
-            if len(tokens.ids) + len(observation) >= self.context:
-                return Ending.CONTEXT
-            tokens.observe(observation)
 
-    async def _generate(self) -> Completion:
+    async def _take_turn(self, worker: str, stream: Stream, asked: SessionReply) -> SessionReply:
+        """One model output in `stream`, and the environment's answer to it."""
+        self.state = "GENERATING"
+        began = time.monotonic()
+        start = len(stream.ids)
+        completion = await self._generate(stream, asked)
+        text = self.renderer.text(completion.ids)
+        stream.sample(completion, text)
+        self.state = "INTERACTING"
+        generated = time.monotonic()
+        request = StepSession(
+            session=self.session,
+            turn=self.turn,
+            seat=stream.seat,
+            text=text,
+            stop=completion.stop,
+            ids=completion.ids if self.wants_tokens else [],
+            logprobs=completion.logprobs if self.wants_tokens else [],
+        )
+        reply = self._good(await self.sessions.step(worker, request))
+        stream.turns.append(
+            Turn(
+                start=start,
+                end=len(stream.ids),
+                stop=completion.stop,
+                reward=reply.reward,
+                components=reply.components,
+                generate_s=generated - began,
+                env_s=time.monotonic() - generated,
+            )
+        )
+        self.turn += 1
+        self.latest[stream.seat] = stream
+        if stream.seat in self.owed:
+            stream.award(self.owed.pop(stream.seat))
+        for seat, parts in reply.rewards.items():
+            if seat in self.latest:
+                self.latest[seat].award(parts)
+            else:
+                owed = self.owed.setdefault(seat, {})
+                owed.update({name: owed.get(name, 0.0) + value for name, value in parts.items()})
+        return reply
+
+    def _observe(self, reply: SessionReply) -> Stream | None:
+        """The stream that acts next, with what it now sees; None if that does not fit into the context."""
+        stream = self.streams.get((reply.seat, reply.stream))
+        new = stream is None
+        if stream is None:
+            stream = self.streams[reply.seat, reply.stream] = Stream(reply.seat, reply.stream, reply.tools)
+        elif reply.tools and reply.tools != stream.tools:
+            raise EpisodeFailed(Ending.ENV_BAD_REPLY, "the tools of a stream cannot change after its first turn")
+        if reply.prompt_ids is not None:
+            if reply.prompt_ids[: len(stream.ids)] != stream.ids:
+                raise EpisodeFailed(Ending.ENV_BAD_REPLY, "prompt_ids do not begin with the stream's tokens so far")
+            observed = reply.prompt_ids[len(stream.ids) :]
+        elif new:
+            observed = self.renderer.prompt(reply.messages, reply.tools)
+        else:
+            observed = self.renderer.extend(stream.turns[-1].stop == StopReason.EOS, reply.messages)
+        fits = len(stream.ids) + len(observed) < self.context
+        if self.turn == 0 and not (fits and observed):
+            raise EpisodeFailed(
+                Ending.PROMPT, f"the first observation has {len(observed)} tokens; 1 to {self.context - 1} fit"
+            )
+        if new and not observed:
+            raise EpisodeFailed(Ending.ENV_BAD_REPLY, f"stream {reply.stream!r} of seat {reply.seat!r} begins empty")
+        if not fits:
+            return None
+        stream.observe(observed, reply.messages)
+        return stream
+
+    def _turns(self, seat: str) -> int:
+        return sum(len(stream.turns) for stream in self.streams.values() if stream.seat == seat)
+
+    def _sampled(self, seat: str) -> int:
+        return sum(stream.sampled for stream in self.streams.values() if stream.seat == seat)
+
+    async def _generate(self, stream: Stream, asked: SessionReply) -> Completion:
         rollout = self.spec.rollout
-        budget = rollout.max_tokens - self.tokens.sampled
-        if rollout.max_tokens_per_turn is not None:
-            budget = min(budget, rollout.max_tokens_per_turn)
-        room = self.context - len(self.tokens.ids)
+        budget = rollout.max_tokens - self._sampled(stream.seat)
+        for limit in (rollout.max_tokens_per_turn, asked.max_tokens):
+            if limit is not None:
+                budget = min(budget, limit)
+        room = self.context - len(stream.ids)
         completion = await self.engine.generate(
-            f"{self.session}-{len(self.turns)}",
-            self.tokens.ids,
+            f"{self.session}-{self.turn}",
+            stream.ids,
             Sampling(
                 temperature=rollout.temperature,
                 top_p=rollout.top_p,
                 top_k=rollout.top_k,
                 max_tokens=min(budget, room),
-                stop=rollout.stop,
-                seed=None if rollout.seed is None else turn_seed(self.ticket.seed, self.index, len(self.turns)),
+                stop=[*rollout.stop, *asked.stop],
+                seed=None if rollout.seed is None else turn_seed(self.ticket.seed, self.index, self.turn),
             ),
         )
         if completion.stop == StopReason.LENGTH and room < budget:
             return msgspec.structs.replace(completion, stop=StopReason.CONTEXT)
         return completion
 
-    def _trajectory(self, ending: Ending, seconds: float) -> Trajectory:
-        tokens = self.tokens
+    def _trajectory(self, stream: Stream, ending: Ending, seconds: float) -> Trajectory:
         return Trajectory(
             index=self.index,
             attempt=self.attempt,
-            ids_T=np.asarray(tokens.ids, dtype="<i4").tobytes(),
-            mask_T=np.asarray(tokens.mask, dtype="u1").tobytes(),
-            logprobs_T=np.asarray(tokens.logprobs, dtype="<f4").tobytes(),
-            spans=merge(tokens.spans),
-            turns=self.turns,
+            seat=stream.seat,
+            stream=stream.name,
+            ids_T=np.asarray(stream.ids, dtype="<i4").tobytes(),
+            mask_T=np.asarray(stream.mask, dtype="u1").tobytes(),
+            logprobs_T=np.asarray(stream.logprobs, dtype="<f4").tobytes(),
+            spans=merge(stream.spans),
+            turns=stream.turns,
             ending=ending,
-            reward=float(sum(turn.reward for turn in self.turns)),
+            reward=float(sum(turn.reward for turn in stream.turns)),
             metrics=self.metrics,
             seconds=seconds,
-            messages=self.said[: self.spoken] if self.spec.reward_models else None,
+            messages=stream.said[: stream.spoken] if self.spec.reward_models else None,
         )
 
 

@@ -147,23 +147,24 @@ class Examiner:
         raise AssertionError("unreachable")
 
     async def _result(self, exam: Exam, episode: Episode) -> ExamResult:
-        trajectory = await episode.run()
+        trajectories = await episode.run()
         components: Counter[str] = Counter()
-        for turn in trajectory.turns:
-            components.update(turn.components)
+        for trajectory in trajectories:
+            for turn in trajectory.turns:
+                components.update(turn.components)
         return ExamResult(
             job=exam.job,
             version=exam.version,
             index=exam.index,
             worker=self.worker,
-            sampled_by=sorted({span.version for span in trajectory.spans}),
-            ending=trajectory.ending,
-            reward=trajectory.reward,
+            sampled_by=sorted({span.version for t in trajectories for span in t.spans}),
+            ending=trajectories[0].ending,
+            reward=float(sum(t.reward for t in trajectories if t.seat == trajectories[0].seat)),
             components=dict(components),
-            metrics=trajectory.metrics,
-            tokens=int(trajectory.mask.sum()),
-            stops=[turn.stop for turn in trajectory.turns],
-            seconds=trajectory.seconds,
+            metrics=trajectories[0].metrics,
+            tokens=sum(int(t.mask.sum()) for t in trajectories),
+            stops=[turn.stop for t in trajectories for turn in t.turns],
+            seconds=trajectories[0].seconds,
             messages=shortened(episode.said) if exam.index < self.kept else [],
         )
 
@@ -192,10 +193,10 @@ def shortened(messages: list[Message]) -> list[Message]:
     left = TRANSCRIPT_CHARACTERS
     kept: list[Message] = []
     for message in messages:
-        if len(message.content) > left:
-            more = sum(len(m.content) for m in messages[len(kept) :]) - left
-            content = f"{message.content[:left]} ... ({more} more characters are left out)"
+        if len(message.text) > left:
+            more = sum(len(m.text) for m in messages[len(kept) :]) - left
+            content = f"{message.text[:left]} ... ({more} more characters are left out)"
             return [*kept, Message(role=message.role, content=content)]
         kept.append(message)
-        left -= len(message.content)
+        left -= len(message.text)
     return kept

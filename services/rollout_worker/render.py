@@ -10,8 +10,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from opentinker.shared import codec
 from opentinker.shared.errors import JobFailed
-from opentinker.shared.types import Message
+from opentinker.shared.types import Message, Tool
 
 MARKER = "ANSWER0MARKER"
 
@@ -22,7 +23,7 @@ class Renderer:
     def __init__(self, tokenizer: Any, mode: str, eos_ids: frozenset[int]) -> None:
         self._tokenizer = tokenizer
         self._plain = mode == "plain"
-        self._cache: dict[tuple[Message, ...], list[int]] = {}
+        self._cache: dict[bytes, list[int]] = {}
         self.eos_ids = eos_ids
         """What ends a turn: the engine stops there too."""
         if not eos_ids:
@@ -62,10 +63,13 @@ class Renderer:
         """Tokens that are a single digit."""
         return frozenset(ids[0] for d in "0123456789" if len(ids := self._encode(d)) == 1)
 
-    def _template(self, messages: Sequence[Message], generate: bool) -> str:
-        chat = [{"role": m.role, "content": m.content} for m in messages]
+    def _template(self, messages: Sequence[Message], tools: Sequence[Tool], generate: bool) -> str:
+        chat = [as_chat(message) for message in messages]
+        offered = {"tools": [as_function(tool) for tool in tools]} if tools else {}
         try:
-            text: str = self._tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=generate)
+            text: str = self._tokenizer.apply_chat_template(
+                chat, tokenize=False, add_generation_prompt=generate, **offered
+            )
         except Exception as error:  # noqa: BLE001 - a template is the model's code: whatever it raises fails the job
             raise JobFailed(f"the model's chat template refused {[m.role for m in messages]}: {error}") from None
         return text
@@ -74,22 +78,27 @@ class Renderer:
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
         return ids
 
-    def prompt(self, messages: Sequence[Message]) -> list[int]:
+    def prompt(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> list[int]:
         """Ids up to where the model's first turn begins. Siblings of a group share the work."""
-        key = tuple(messages)
+        key = codec.encode([messages, tools])
         if key not in self._cache:
             if len(self._cache) >= 256:
                 self._cache.clear()
-            text = "".join(m.content for m in messages) if self._plain else self._template(messages, generate=True)
+            text = self._joined(messages, tools) if self._plain else self._template(messages, tools, generate=True)
             self._cache[key] = self._encode(text)
         return list(self._cache[key])
+
+    def _joined(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> str:
+        if tools:
+            raise JobFailed('tools need a chat template that describes them: model.chat_template is "plain"')
+        return "".join(_text(message) for message in messages)
 
     def extend(self, ended_with_eos: bool, messages: Sequence[Message]) -> list[int]:
         """Ids between the model's last sampled token and its next turn."""
         if self._plain:
-            return self._encode("".join(m.content for m in messages))
+            return self._encode(self._joined(messages))
         before = [Message(role="user", content="."), Message(role="assistant", content=MARKER)]
-        text = self._template([*before, *messages], generate=True)
+        text = self._template([*before, *messages], (), generate=True)
         ids = self._encode(text[text.rindex(MARKER) + len(MARKER) :])
         return ids[1:] if ended_with_eos and ids and ids[0] in self.eos_ids else ids
 
@@ -97,6 +106,33 @@ class Renderer:
         """What the model said, without end-of-turn and other special tokens."""
         text: str = self._tokenizer.decode(ids, skip_special_tokens=True)
         return text
+
+
+def as_chat(message: Message) -> dict[str, Any]:
+    """As chat templates take it. Raises JobFailed for images."""
+    chat: dict[str, Any] = {"role": message.role, "content": _text(message)}
+    if message.tool_calls:
+        chat["tool_calls"] = [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            for call in message.tool_calls
+        ]
+    if message.tool_call_id:
+        chat["tool_call_id"] = message.tool_call_id
+    if message.name:
+        chat["name"] = message.name
+    return chat
+
+
+def as_function(tool: Tool) -> dict[str, Any]:
+    """As chat templates take it."""
+    described = {"name": tool.name, "description": tool.description, "parameters": tool.parameters}
+    return {"type": "function", "function": described}
+
+
+def _text(message: Message) -> str:
+    if message.images:
+        raise JobFailed("the environment shows images, and models that see are not served yet")
+    return message.text
 
 
 def _configured_ends(base: str) -> list[int]:

@@ -37,6 +37,8 @@ from opentinker.shared.waiting import hand_on, rest, set_within
 
 log = structlog.get_logger()
 
+Sample = list[Trajectory]
+"""One per seat and stream of an episode."""
 REPORT_S = 1.0
 RATES = ("tokens", "episodes", "groups", "turns")
 """Counted from 0; reported as totals and per second."""
@@ -185,7 +187,7 @@ class RolloutJob:
         started = ticket.group_size + self.spec.rollout.oversample
         samples = [asyncio.create_task(self._play_sample(ticket, index)) for index in range(started)]
         try:
-            trajectories = await first_to_end(samples, ticket.group_size)
+            ended = await first_to_end(samples, ticket.group_size)
             self.counts["episodes_cut"] += sum(not sample.done() for sample in samples)
         except EpisodeFailed as error:
             await self._fail(ticket, error)
@@ -199,33 +201,35 @@ class RolloutJob:
             seq=ticket.seq,
             environment=self.spec.environment.name,
             worker=self.worker.info.id,
-            trajectories=[msgspec.structs.replace(t, index=index) for index, t in enumerate(trajectories)],
+            trajectories=[
+                msgspec.structs.replace(t, index=index) for index, sample in enumerate(ended) for t in sample
+            ],
         )
         await self._publish(group)
         await self.admission.accept(ticket.seq)  # the trainer may have seen it first: either way it counts once
         self.counts["groups"] += 1
 
-    async def _play_sample(self, ticket: Ticket, index: int) -> Trajectory:
+    async def _play_sample(self, ticket: Ticket, index: int) -> Sample:
         """Raises EpisodeFailed when the sample failed once more than `rollout.retries` allows."""
         for tries_left in range(self.spec.rollout.retries, -1, -1):
             episode = Episode(self.spec, ticket, index, self.engine, self.renderer, self.sessions)
             try:
                 with structlog.contextvars.bound_contextvars(episode=episode.session):
-                    trajectory = await self._play(episode)
+                    trajectories = await self._play(episode)
             except EpisodeFailed:
                 if tries_left == 0:
                     raise
                 continue
             self.counts["episodes"] += 1
-            self.counts["tokens"] += int(trajectory.mask.sum())
-            self.counts["turns"] += len(trajectory.turns)
-            for turn in trajectory.turns:
+            self.counts["tokens"] += sum(int(t.mask.sum()) for t in trajectories)
+            self.counts["turns"] += sum(len(t.turns) for t in trajectories)
+            for turn in (turn for t in trajectories for turn in t.turns):
                 self.gauges["generate_s"] = self.gauges.get("generate_s", 0.0) + turn.generate_s
                 self.gauges["env_s"] = self.gauges.get("env_s", 0.0) + turn.env_s
-            return trajectory
+            return trajectories
         raise AssertionError("unreachable")
 
-    async def _play(self, episode: Episode) -> Trajectory:
+    async def _play(self, episode: Episode) -> Sample:
         try:
             return await episode.run()
         except EpisodeFailed as error:
@@ -338,10 +342,10 @@ class RolloutJob:
                 last, then = counts, now  # a silent second counts for the next report
 
 
-async def first_to_end(samples: Sequence[asyncio.Task[Trajectory]], wanted: int) -> list[Trajectory]:
+async def first_to_end(samples: Sequence[asyncio.Task[Sample]], wanted: int) -> list[Sample]:
     """The first `wanted` to end well, in the order of `samples`. Raises EpisodeFailed once fewer are left that could,
     and at once what is no failed episode."""
-    pending: set[asyncio.Task[Trajectory]] = set(samples)
+    pending: set[asyncio.Task[Sample]] = set(samples)
     while True:
         finished, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
         failures = [error for sample in finished if (error := sample.exception()) is not None]

@@ -247,5 +247,5 @@ def _transcript(result: ExamResult) -> dict[str, Any]:
         "reward": result.reward,
         "metrics": result.metrics,
         "ending": result.ending,
-        "messages": [{"role": m.role, "content": m.content} for m in result.messages],
+        "messages": [{"role": m.role, "content": m.text} for m in result.messages],
     }
