@@ -350,7 +350,7 @@ def test_what_tools_said_and_what_may_be_called_reach_the_template() -> None:
     class Template(Chars):
         def apply_chat_template(self, chat: Any, tokenize: bool, add_generation_prompt: bool, tools: Any = None) -> str:
             seen.extend([chat, tools])
-            return "x"
+            return f"tools: {tools}"
 
     call = ToolCall(id="c1", name="add", arguments={"a": 1})
     tool = Tool(name="add", description="adds", parameters={"type": "object"})
@@ -358,7 +358,7 @@ def test_what_tools_said_and_what_may_be_called_reach_the_template() -> None:
         Message(role="assistant", tool_calls=[call]),
         Message(role="tool", content=[Text("3")], tool_call_id="c1", name="add"),
     ]
-    Renderer(Template(), "model", frozenset({EOS})).prompt(chat, [tool])
+    Renderer(Template(), "model", frozenset({EOS}), "hermes").prompt(chat, [tool])
     function = {"name": "add", "arguments": {"a": 1}}
     assert seen[0] == [
         {"role": "assistant", "content": "", "tool_calls": [{"id": "c1", "type": "function", "function": function}]},

@@ -183,6 +183,7 @@ class Episode:
         start = len(stream.ids)
         completion = await self._generate(stream, asked)
         text = self.renderer.text(completion.ids)
+        said = self.renderer.said(completion.ids, stream.tools, stop=completion.stop, turn=self.turn)
         stream.sample(completion, text)
         self.state = "INTERACTING"
         generated = time.monotonic()
@@ -192,6 +193,8 @@ class Episode:
             seat=stream.seat,
             text=text,
             stop=completion.stop,
+            tool_calls=said.calls,
+            problem=said.problem,
             ids=completion.ids if self.wants_tokens else [],
             logprobs=completion.logprobs if self.wants_tokens else [],
         )

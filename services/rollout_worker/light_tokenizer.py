@@ -6,6 +6,7 @@ Hugging Face tokenizer that `Renderer` uses.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -45,13 +46,28 @@ class LightTokenizer:
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         return str(self._core.decode(list(ids), skip_special_tokens=skip_special_tokens))
 
-    def apply_chat_template(self, chat: list[dict[str, str]], *, tokenize: bool, add_generation_prompt: bool) -> str:
+    def apply_chat_template(
+        self,
+        chat: list[dict[str, Any]],
+        *,
+        tokenize: bool,
+        add_generation_prompt: bool,
+        tools: list[dict[str, Any]] | None = None,
+    ) -> str:
         """`tokenize` must be False: the caller encodes."""
         assert self.chat_template is not None and not tokenize
-        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+        )
         environment.globals["raise_exception"] = _refuse
+        environment.filters["tojson"] = _to_json
         template = environment.from_string(self.chat_template)
-        return template.render(messages=chat, add_generation_prompt=add_generation_prompt, **self._special)
+        return template.render(messages=chat, tools=tools, add_generation_prompt=add_generation_prompt, **self._special)
+
+
+def _to_json(value: Any, **style: Any) -> str:
+    """As transformers has it: nothing is escaped for HTML."""
+    return json.dumps(value, **{"ensure_ascii": False, **style})
 
 
 def _refuse(message: str) -> None:

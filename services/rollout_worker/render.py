@@ -10,19 +10,23 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from opentinker.services.rollout_worker import tool_calls
+from opentinker.services.rollout_worker.tool_calls import Said
 from opentinker.shared import codec
 from opentinker.shared.errors import JobFailed
-from opentinker.shared.types import Message, Tool
+from opentinker.shared.types import Message, StopReason, Tool, ToolCall
 
 MARKER = "ANSWER0MARKER"
+BEFORE = [Message(role="user", content=".")]
 
 
 class Renderer:
-    """`mode` is the spec's model.chat_template. Raises JobFailed when the tokenizer cannot do what it asks."""
+    """`mode` and `tool_format` are those of the spec's [model]. Raises JobFailed when the tokenizer cannot do it."""
 
-    def __init__(self, tokenizer: Any, mode: str, eos_ids: frozenset[int]) -> None:
+    def __init__(self, tokenizer: Any, mode: str, eos_ids: frozenset[int], tool_format: str = "auto") -> None:
         self._tokenizer = tokenizer
         self._plain = mode == "plain"
+        self._tool_format = tool_format
         self._cache: dict[bytes, list[int]] = {}
         self.eos_ids = eos_ids
         """What ends a turn: the engine stops there too."""
@@ -35,15 +39,16 @@ class Renderer:
             )
 
     @classmethod
-    def load_light(cls, base: str, mode: str) -> Renderer:
+    def load_light(cls, base: str, mode: str, tool_format: str = "auto") -> Renderer:
         """From a local directory, without transformers; a turn ends with the tokenizer's eos alone."""
         from opentinker.services.rollout_worker.light_tokenizer import LightTokenizer
 
         tokenizer = LightTokenizer(Path(base))
-        return cls(tokenizer, mode, frozenset([tokenizer.eos_token_id] if tokenizer.eos_token_id is not None else []))
+        ends = frozenset([tokenizer.eos_token_id] if tokenizer.eos_token_id is not None else [])
+        return cls(tokenizer, mode, ends, tool_format)
 
     @classmethod
-    def load(cls, base: str, mode: str) -> Renderer:
+    def load(cls, base: str, mode: str, tool_format: str = "auto") -> Renderer:
         """Tokenizer and end-of-turn ids of a Hugging Face model directory or hub id."""
         from transformers import AutoTokenizer
 
@@ -52,7 +57,7 @@ class Renderer:
         except (OSError, ValueError) as error:
             raise JobFailed(f"no tokenizer in model {base!r}: {str(error).splitlines()[0]}") from None
         own = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-        return cls(tokenizer, mode, frozenset([*own, *_configured_ends(base)]))
+        return cls(tokenizer, mode, frozenset([*own, *_configured_ends(base)]), tool_format)
 
     @property
     def vocab_size(self) -> int:
@@ -79,14 +84,28 @@ class Renderer:
         return ids
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> list[int]:
-        """Ids up to where the model's first turn begins. Siblings of a group share the work."""
+        """Ids up to where the model's first turn begins. Siblings of a group share the work.
+
+        Raises JobFailed also if tools are offered that the model cannot be told of, or whose calls cannot be read.
+        """
         key = codec.encode([messages, tools])
         if key not in self._cache:
             if len(self._cache) >= 256:
                 self._cache.clear()
             text = self._joined(messages, tools) if self._plain else self._template(messages, tools, generate=True)
+            if tools:
+                self._check_tools(text, messages)
             self._cache[key] = self._encode(text)
         return list(self._cache[key])
+
+    def _check_tools(self, text: str, messages: Sequence[Message]) -> None:
+        """Raises JobFailed if a prompt with tools does not differ from one without, or if no call could be read."""
+        if text == self._template(messages, (), generate=True):
+            raise JobFailed(
+                "the model's chat template says nothing of the tools that may be called: use a model that was trained"
+                " with tools, or put a template that describes them into its directory"
+            )
+        assert self.tool_format
 
     def _joined(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> str:
         if tools:
@@ -97,10 +116,57 @@ class Renderer:
         """Ids between the model's last sampled token and its next turn."""
         if self._plain:
             return self._encode(self._joined(messages))
-        before = [Message(role="user", content="."), Message(role="assistant", content=MARKER)]
-        text = self._template([*before, *messages], (), generate=True)
-        ids = self._encode(text[text.rindex(MARKER) + len(MARKER) :])
+        results = [message for message in messages if message.role == "tool"]
+        ids = self._after_calls(messages, results) if results else None
+        if ids is None:
+            text = self._template([*BEFORE, Message(role="assistant", content=MARKER), *messages], (), generate=True)
+            ids = self._encode(text[text.rindex(MARKER) + len(MARKER) :])
         return ids[1:] if ended_with_eos and ids and ids[0] in self.eos_ids else ids
+
+    def _after_calls(self, messages: Sequence[Message], results: list[Message]) -> list[int] | None:
+        """From the end-of-turn token on that follows an assistant's calls; None if the template writes none of them.
+
+        The calls are stand-ins: what the model really wrote is in its own tokens.
+        """
+        calls = [ToolCall(id=m.tool_call_id, name=m.name or "tool", arguments={"text": MARKER}) for m in results]
+        try:
+            text = self._template([*BEFORE, Message(role="assistant", tool_calls=calls), *messages], (), generate=True)
+        except JobFailed:
+            if len(calls) == 1:
+                raise
+            only = Message(role="assistant", tool_calls=calls[-1:])  # some templates know one call per message
+            text = self._template([*BEFORE, only, *messages], (), generate=True)
+        if MARKER not in text:
+            return None
+        ids = self._encode(text[text.rindex(MARKER) + len(MARKER) :])
+        end = next((place for place, token in enumerate(ids) if token in self.eos_ids), None)
+        if end is None:
+            raise JobFailed("the model's chat template puts no end-of-turn token after an assistant's tool calls")
+        return ids[end:]
+
+    def said(self, ids: Sequence[int], tools: Sequence[Tool], *, stop: StopReason, turn: int) -> Said:
+        """What the sampled tokens call of `tools`."""
+        if not tools:
+            return Said()
+        own = ids[:-1] if ids and ids[-1] in self.eos_ids else ids
+        text: str = self._tokenizer.decode(own, skip_special_tokens=False)  # some formats are written in them
+        return tool_calls.parse(self.tool_format, text, tools, stop=stop, turn=turn)
+
+    @property
+    def tool_format(self) -> str:
+        """Raises JobFailed if it is to be recognised and cannot be."""
+        if self._tool_format == "auto":
+            template = self._tokenizer.chat_template
+            words = "".join(template.values()) if isinstance(template, dict) else template
+            found = tool_calls.recognise(words)
+            if found is None:
+                known = ", ".join(sorted(tool_calls.FORMATS))
+                raise JobFailed(
+                    "the environment offers tools, and the model's chat template does not show in which format it"
+                    f" calls them: set model.tool_format to one of {known}"
+                )
+            self._tool_format = found
+        return self._tool_format
 
     def text(self, ids: Sequence[int]) -> str:
         """What the model said, without end-of-turn and other special tokens."""

@@ -367,7 +367,7 @@ async def serve_lease(
 ) -> None:
     """Load tokenizer and engine, then run the job. Raises JobFailed when the model cannot be served."""
     load = Renderer.load_light if spec.rollout.engine == "toy" else Renderer.load
-    renderer = await asyncio.to_thread(load, spec.model.base, spec.model.chat_template)
+    renderer = await asyncio.to_thread(load, spec.model.base, spec.model.chat_template, spec.model.tool_format)
     engine = make_engine(spec, renderer)
     try:
         try:

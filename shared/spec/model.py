@@ -42,8 +42,16 @@ class ModelSpec(Part):
     chat_template: Literal["model", "plain"] = "model"
     """`plain` joins message contents without any markup; `model` refuses a tokenizer that has no chat template."""
 
+    tool_format: Literal["auto", "hermes", "llama3_json", "mistral", "qwen3_coder"] = "auto"
+    """How the model writes calls of tools, where the environment offers any. `auto`: as its chat template shows; a job
+    whose template shows none of these formats fails with the first prompt. `hermes` is Qwen's too."""
+
     def settle(self) -> list[dict[str, Any]]:
+        found = []
         if self.fp32_head and self.dtype == "float32":
             problem = "does not apply: with dtype = 'float32' the logits are computed in float32 already"
-            return [{"field": "fp32_head", "value": True, "problem": problem}]
-        return []
+            found.append({"field": "fp32_head", "value": True, "problem": problem})
+        if self.tool_format != "auto" and self.chat_template == "plain":
+            problem = "does not apply to chat_template = 'plain', which cannot tell a model of tools"
+            found.append({"field": "tool_format", "value": self.tool_format, "problem": problem})
+        return found
