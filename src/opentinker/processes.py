@@ -206,12 +206,25 @@ _handed_out: set[int] = set()
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """A port below those of outgoing connections, so that it stays free until it is bound; never one twice."""
+    """A port below those of outgoing connections, so that it stays free until it is bound. It is given once: no process
+    of this machine is told the same while this one lives."""
     for port in random.sample(range(20000, 32000), 2000):
-        if port not in _handed_out and port_free(port, host):
-            _handed_out.add(port)
+        if port not in _handed_out and port_free(port, host) and _claim(port):
             return port
     raise StartError(f"no free port between 20000 and 32000 on {host}")
+
+
+def _claim(port: int) -> bool:
+    """By a name in the kernel's memory, which ends with our process however that ends."""
+    claim = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    try:
+        claim.bind(f"\0opentinker-port-{port}")
+    except OSError:
+        claim.close()
+        return False
+    claim.detach()
+    _handed_out.add(port)
+    return True
 
 
 def http_ok(port: int, path: str, host: str = "127.0.0.1") -> bool:
