@@ -38,8 +38,10 @@ runs/models/smollm2-135m-instruct/config.json: examples/models/make_smollm2.py |
 	$(BIN)/python examples/models/make_smollm2.py runs/models/smollm2-135m-instruct
 	@touch $@
 
+# Whole files side by side, two at a time: most of the suite waits for processes. One after another: make test JOBS=0
+JOBS ?= 2
 test: setup
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 check: setup
 	$(BIN)/ruff format --check .
