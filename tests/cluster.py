@@ -30,12 +30,14 @@ from opentinker.shared.admission import Admission, Ledger
 from opentinker.shared.manifest import Manifest
 from opentinker.shared.spec import JobSpec
 from opentinker.shared.store import Store
-from tests.conftest import nats_conf, until
+from tests.conftest import WAIT_S, nats_conf, until
 
 ROOT = Path(__file__).resolve().parent.parent
 PYTHONPATH = f"{ROOT / 'src'}{os.pathsep}{ROOT}"
 """Of every process that a test starts: this tree, wherever the package is installed from, and its `tests`."""
 RESTART_S = 0.2
+JOB_S = 240.0
+"""A job of a test ends within this time on a machine that has much else to do."""
 TAIL, WIDTH = 25, 400
 SERVERS = ("nats", "valkey")
 
@@ -203,7 +205,7 @@ class Cluster:
         self.processes[name] = Process(name, argv, {**self.env, **env}, self.directory / f"{name}.log")
         self.processes[name].start()
 
-    async def ready(self, timeout_s: float = 60.0) -> None:
+    async def ready(self) -> None:
         """Every worker that should run has said so (reference-forward and env workers too)."""
         names = {name for name, p in self.processes.items() if p.wanted and name not in (*SERVERS, "scheduler")}
 
@@ -211,7 +213,7 @@ class Cluster:
             workers = {w.id: w for w in await self.store.workers()}
             return all(name in workers and workers[name].status != "loading" for name in names)
 
-        await until(beating, timeout_s)
+        await until(beating)
         await self.client.jobs()  # waits for the scheduler
 
     # --- what a test does to it ---------------------------------------------------------------------------------
@@ -233,12 +235,12 @@ class Cluster:
     def resume(self, name: str) -> None:
         self.processes[name].signal(signal.SIGCONT)
 
-    async def stop(self, name: str, number: int = signal.SIGTERM, timeout_s: float = 30.0) -> int:
+    async def stop(self, name: str, number: int = signal.SIGTERM) -> int:
         """End it for good and wait for that. Returns its return code."""
         process = self.processes[name]
         process.wanted = False
         process.signal(number)
-        await until(lambda: process.popen is None, timeout_s)
+        await until(lambda: process.popen is None)
         return process.exits[-1]
 
     def start(self, name: str) -> None:
@@ -250,14 +252,14 @@ class Cluster:
     async def submit(self, spec: JobSpec) -> str:
         return str((await self.client.submit(spec))["id"])
 
-    async def wait(self, job: str, timeout_s: float = 60.0) -> dict[str, Any]:
+    async def wait(self, job: str) -> dict[str, Any]:
         """The job in its final state."""
-        return await self.client.wait(job, timeout_s)
+        return await self.client.wait(job, JOB_S)
 
     async def step(self, job: str) -> int:
         return (await self.store.job(job)).step
 
-    async def reaches(self, job: str, step: int, timeout_s: float = 30.0) -> None:
+    async def reaches(self, job: str, step: int, timeout_s: float = WAIT_S) -> None:
         async def there() -> bool:
             record = await self.store.job(job)
             assert not record.state.final or record.step >= step, f"{record.state}: {record.reason}"

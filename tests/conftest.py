@@ -1,4 +1,8 @@
-"""Real servers for every test that needs one: nats-server and valkey on free ports, started once per test session."""
+"""Real servers for every test that needs one: nats-server and valkey on free ports, started once per test process.
+
+Several processes share the suite file by file (`make test`): whatever a test makes lies in its own directory, on ports
+that `free_port` gave, in servers of its own process.
+"""
 
 from __future__ import annotations
 
@@ -9,25 +13,42 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
+from typing import TypeVar
 
+import aiohttp
 import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+from opentinker.client import AsyncClient
 from opentinker.embedded import nats_binary, shipped_conf, valkey_binary
 from opentinker.processes import free_port as free_port  # noqa: PLC0414 - tests import it from here too
 from opentinker.shared.bus import Bus
+from opentinker.shared.service import Context
 from opentinker.shared.store import Store
+from tests.api import Http
 
 signal.signal(signal.SIGINT, signal.default_int_handler)
 """A shell without job control starts background commands with Ctrl-C ignored, and every child would inherit that."""
 
 
-def wait_port(port: int, process: subprocess.Popen[bytes], timeout_s: float = 10.0) -> None:
-    deadline = time.monotonic() + timeout_s
+T = TypeVar("T")
+WAIT_S = 90.0
+"""Whatever is waited for comes within this time on a machine that has much else to do; it costs nothing if it comes."""
+
+LONG = ("test_kills.py", "test_end_to_end_vllm.py", "test_deterministic.py", "test_ranks.py", "test_run.py")
+"""They begin before all others, the longest first, so that no process is left alone with one of them in the end."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: LONG.index(item.path.name) if item.path.name in LONG else len(LONG))
+
+
+def wait_port(port: int, process: subprocess.Popen[bytes]) -> None:
+    deadline = time.monotonic() + WAIT_S
     while time.monotonic() < deadline:
         assert process.poll() is None, f"server exited with {process.returncode}"
         try:
@@ -38,8 +59,17 @@ def wait_port(port: int, process: subprocess.Popen[bytes], timeout_s: float = 10
     raise TimeoutError(f"nothing listens on port {port}")
 
 
-async def until(condition: Callable[[], object], timeout_s: float = 10.0) -> None:
-    """Wait until the condition is true; a coroutine function is awaited each time."""
+async def soon(awaitable: Awaitable[T]) -> T:
+    """Its result, or TimeoutError."""
+    return await asyncio.wait_for(awaitable, WAIT_S)
+
+
+async def until(condition: Callable[[], object], timeout_s: float = WAIT_S) -> None:
+    """Wait until the condition is true; a coroutine function is awaited each time.
+
+    What is read afterwards may only be what the condition itself has seen: another state that usually comes with it may
+    come later.
+    """
     deadline = time.monotonic() + timeout_s
     while True:
         value = condition()
@@ -144,3 +174,41 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from examples.models.make_tiny import make_tiny
 
     return make_tiny(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture(scope="session")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same with 0.1M parameters, for what needs no size: a step of training takes a third."""
+    from examples.models.make_tiny import make_tiny
+
+    return make_tiny(tmp_path_factory.mktemp("models") / "small", hidden_size=64, layers=2)
+
+
+# --- a scheduler in this process ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+async def ctx(nats_server: Server, valkey_server: Server, store: Store, tmp_path: Path) -> AsyncIterator[Context]:
+    """The surroundings of a scheduler; job directories lie in `tmp_path / "data"`."""
+    from tests.scheduling import context
+
+    async with context(nats_server, valkey_server, "scheduler-0", tmp_path / "data") as ctx:
+        yield ctx
+
+
+@pytest.fixture
+async def client(ctx: Context) -> AsyncIterator[AsyncClient]:
+    """Of a scheduler that runs in `ctx`."""
+    from tests.scheduling import scheduler
+
+    async with scheduler(ctx) as url, AsyncClient(url, wait_s=WAIT_S) as client:
+        yield client
+
+
+@pytest.fixture
+async def http(ctx: Context) -> AsyncIterator[Http]:
+    """A session with a scheduler that runs in `ctx`."""
+    from tests.scheduling import scheduler
+
+    async with scheduler(ctx) as url, aiohttp.ClientSession() as session:
+        yield Http(session, url)

@@ -177,12 +177,12 @@ LET_GO = asyncio.Event()
 
 
 class Blocking(Environment):
-    """Blocks its process for `block_s` in every step, or dies in it."""
+    """Blocks its process in every step until the file `gate` is there, or dies in it."""
 
     blocking = True
 
     class Config(EnvironmentConfig):
-        block_s: float = 0.0
+        gate: str = ""
         how: str = "work"
 
     config: Config
@@ -198,7 +198,8 @@ class Blocking(Environment):
             sys.stdout.flush()
         if self.config.how == "variables":
             return Step(messages=[user(" ".join(sorted(os.environ)))])
-        time.sleep(self.config.block_s)  # noqa: ASYNC251
+        while self.config.gate and not Path(self.config.gate).exists():  # noqa: ASYNC240
+            time.sleep(0.01)  # noqa: ASYNC251
         return Step(messages=[user("done")], reward=1.0)
 
 

@@ -19,11 +19,14 @@ from opentinker.shared.config import Settings
 from opentinker.shared.service import Context
 from opentinker.shared.store import Store
 from opentinker.shared.types import JobState, Lease, Pool, WorkerInfo
-from tests.conftest import Server, until
+from tests.conftest import Server, soon, until
 from tests.factories import make_spec
 
 BEAT_S = 0.05
 TTL_S = 0.5
+"""The scheduler's patience with a worker that ignores its lease, and with everybody when it has just started."""
+ALIVE_S = 600.0
+"""What `die` takes away at once."""
 
 
 @asynccontextmanager
@@ -61,14 +64,14 @@ async def scheduler(ctx: Context) -> AsyncIterator[str]:
         yield f"http://127.0.0.1:{ctx.detail['http_port']}"
     finally:
         ctx.stopping.set()
-        await asyncio.wait_for(task, 10.0)
+        await soon(task)
 
 
 class FakeWorker:
-    """Beats, and says that it works for whoever leases it. `die` is kill -9: it goes silent without a word."""
+    """Beats, and says that it works for whoever leases it."""
 
-    def __init__(self, store: Store, id: str, pool: Pool, ttl_s: float = TTL_S) -> None:
-        self.store, self.ttl_s = store, ttl_s
+    def __init__(self, store: Store, id: str, pool: Pool) -> None:
+        self.store = store
         self.info = WorkerInfo(id=id, incarnation="", pool=pool, host="here", pid=1)
         self.obeys = True
         self._task: asyncio.Task[None] | None = None
@@ -77,7 +80,7 @@ class FakeWorker:
         self.info = msgspec.structs.replace(
             self.info, incarnation=uuid.uuid4().hex[:12], job=None, epoch=0, status="idle"
         )
-        await self.store.beat(self.info, self.ttl_s)
+        await self.store.beat(self.info, ALIVE_S)
         self._task = asyncio.create_task(self._live())
         return self
 
@@ -91,13 +94,19 @@ class FakeWorker:
                 epoch=mine.epoch if mine else 0,
                 status="ready" if mine or self.info.pool in (Pool.ENV, Pool.REFERENCE) else "idle",
             )
-            await self.store.beat(self.info, self.ttl_s)
+            await self.store.beat(self.info, ALIVE_S)
             await asyncio.sleep(BEAT_S)
 
     async def lease(self) -> Lease | None:
         return await self.store.lease(self.info.id)
 
     async def die(self) -> None:
+        """As after kill -9 and the time in which a heartbeat runs out."""
+        await self.stop()
+        await self.store.redis.delete(f"worker:{self.info.id}")
+
+    async def stop(self) -> None:
+        """It beats no more; its last heartbeat stands."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
@@ -114,7 +123,7 @@ class Workers:
     async def start(self, *ids: str) -> None:
         for id in ids:
             worker = self._all.setdefault(id, FakeWorker(self.store, id, Pool(id.split("-")[0])))
-            await worker.die()
+            await worker.stop()
             await worker.start()
 
     def __getitem__(self, id: str) -> FakeWorker:

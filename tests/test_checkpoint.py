@@ -208,10 +208,10 @@ while True:
 
 
 def test_kill_nine_at_random_moments_never_tears_a_checkpoint(tmp_path: Path) -> None:
-    """25 writers in a row, each continuing after the newest; what one has reported as committed is never lost."""
+    """12 writers in a row, each continuing after the newest; what one has reported as committed is never lost."""
     rng = random.Random(0)
     confirmed = 0
-    for _ in range(25):
+    for _ in range(12):
         writer = subprocess.Popen(
             [sys.executable, "-c", WRITER, str(tmp_path)], stdout=subprocess.PIPE, text=True, start_new_session=True
         )
@@ -228,4 +228,4 @@ def test_kill_nine_at_random_moments_never_tears_a_checkpoint(tmp_path: Path) ->
         for name in found[1].files:
             assert (found[0] / name).read_bytes() == found[1].step.to_bytes(8, "little") * 20000
         assert len(list(tmp_path.glob("step-*"))) <= 4
-    assert confirmed >= 25, "each of them got on"
+    assert confirmed >= 12, "each of them got on"

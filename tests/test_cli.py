@@ -14,15 +14,16 @@ from opentinker.cli.common import as_typed
 from opentinker.cli.logs import follow_logs, format_line
 from opentinker.processes import free_port
 from opentinker.shared.algorithms import PRESETS
+from tests.cluster import JOB_S
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = sorted((ROOT / "examples").glob("*.toml"))
 
 
-def opentinker(*arguments: object, cwd: Path | None = None, timeout_s: float = 60) -> subprocess.CompletedProcess[str]:
+def opentinker(*arguments: object, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
     environ = {key: value for key, value in os.environ.items() if not key.startswith("OPENTINKER_")}
     command = [sys.executable, "-m", "opentinker.cli", *map(str, arguments)]
-    return subprocess.run(command, cwd=cwd, env=environ, capture_output=True, text=True, timeout=timeout_s, check=False)
+    return subprocess.run(command, cwd=cwd, env=environ, capture_output=True, text=True, timeout=JOB_S, check=False)
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)

@@ -19,7 +19,7 @@ from opentinker.services.trainer import checkpoint
 from opentinker.shared.spec import JobSpec
 from opentinker.shared.types import Pool
 from tests.cluster import SERVERS, Cluster, toy_cluster, toy_model, undocumented
-from tests.conftest import until
+from tests.conftest import WAIT_S, until
 from tests.factories import make_spec
 from tests.lineage import faults
 
@@ -98,7 +98,7 @@ async def free(cluster: Cluster) -> None:
         leased = [w for w in await cluster.store.workers() if w.pool in (Pool.TRAINER, Pool.ROLLOUT)]
         return bool(leased) and all(w.status == "idle" and w.job is None for w in leased)
 
-    await until(idle, 15)
+    await until(idle)
 
 
 # --- a job's whole life ---------------------------------------------------------------------------------------------
@@ -134,7 +134,7 @@ async def test_job_starts_from_another_jobs_checkpoint_which_is_swept_meanwhile(
     cluster = shared.cluster
     train = {"learner": "simulated", "simulated_step_s": 0.02, "checkpoint_every": 2, "keep_checkpoints": 2}
     first = await cluster.submit(shared.spec(train={**train, "steps": 40}))
-    await until(lambda: steps_of(cluster, first), 20)
+    await until(lambda: steps_of(cluster, first))
     chosen = steps_of(cluster, first)[-1]
     second = (await cluster.client.submit(shared.spec(), from_checkpoint=f"{first}@{chosen}"))["id"]
     assert (await cluster.wait(first))["state"] == "succeeded"
@@ -143,7 +143,7 @@ async def test_job_starts_from_another_jobs_checkpoint_which_is_swept_meanwhile(
     loaded = [event for event in await cluster.client.event_log(second) if event["event"] == "model_loaded"]
     assert [event["from"] for event in loaded] == [f"{first}@{chosen}"]
     assert faults_of(cluster, second, shared.spec()) == []
-    await until(lambda: not (cluster.data / "jobs" / second / "start").exists(), 10)
+    await until(lambda: not (cluster.data / "jobs" / second / "start").exists())
 
 
 def steps_of(cluster: Cluster, job: str) -> list[int]:
@@ -163,7 +163,7 @@ async def test_every_service_reports_while_the_job_runs(shared: System) -> None:
             for source, names in PER_SERVICE.items()
         )
 
-    await until(reported, 20)
+    await until(reported)
     assert (await cluster.wait(job))["state"] == "succeeded"
     assert undocumented({name for point in await cluster.client.metrics(job) for name in point["values"]}) == []
     points = await cluster.client.metrics(job, source="scheduler")
@@ -182,7 +182,7 @@ async def test_cancelled_job_lets_go_of_its_workers_and_the_next_one_runs(shared
         return any(subject.endswith(f".{job}") for queue in streams for subject in queue["subjects"])
 
     await cluster.reaches(job, 3)
-    assert await stored()
+    await until(stored)
     assert (await cluster.client.job(waiting))["state"] == "queued"
     await cluster.client.cancel(job)
     assert (await cluster.wait(job))["state"] == "cancelled"
@@ -195,7 +195,7 @@ async def test_cancelled_job_lets_go_of_its_workers_and_the_next_one_runs(shared
     async def cleared() -> bool:
         return not await stored()
 
-    await until(cleared, 10)
+    await until(cleared)
 
 
 async def test_every_sample_has_several_turns_when_the_environment_has(shared: System) -> None:
@@ -321,14 +321,15 @@ async def test_job_goes_on_while_the_disk_takes_nothing(tmp_path: Path) -> None:
         train = {"learner": "simulated", "steps": 60, "simulated_step_s": 0.08, "checkpoint_every": 4}
         spec = job_spec(model, train=train)
         job = await cluster.submit(spec)
-        await cluster.reaches(job, 5)
+        await until(lambda: steps_of(cluster, job))
         trainer = cluster.processes["trainer-0"].pid
         _, hard = resource.prlimit(trainer, resource.RLIMIT_FSIZE)
         resource.prlimit(trainer, resource.RLIMIT_FSIZE, (64, hard))  # bytes per file
-        await cluster.reaches(job, 20)
+        last = steps_of(cluster, job)[-1]  # or the next one, if it was being put in place
+        await cluster.reaches(job, last + 16)
         refused = {event["event"] for event in await cluster.client.event_log(job)}
         assert {"checkpoint_failed", "metrics_log_failed"} <= refused
-        assert cluster.manifest(job).step < 12
+        assert steps_of(cluster, job)[-1] <= last + 4
         resource.prlimit(trainer, resource.RLIMIT_FSIZE, (hard, hard))
         assert (await cluster.wait(job))["state"] == "succeeded"
         assert faults_of(cluster, job, spec) == [], "no line of metrics.jsonl is missing"
@@ -357,11 +358,11 @@ async def test_env_workers_come_and_go_while_a_job_runs(tmp_path: Path) -> None:
             return any(w.id == name and w.detail.get("sessions") for w in await cluster.store.workers())
 
         joined = cluster.add("env_worker")
-        await until(lambda: busy(joined), 15)
+        await until(lambda: busy(joined))
         assert await cluster.stop("env_worker-0") == 0  # SIGTERM: drains
         await cluster.reaches(job, await cluster.step(job) + 3)
         cluster.start("env_worker-0")
-        await until(lambda: busy("env_worker-0"), 15)
+        await until(lambda: busy("env_worker-0"))
         assert await cluster.stop(joined, signal.SIGKILL) == -signal.SIGKILL
         await cluster.reaches(job, await cluster.step(job) + 10)  # all groups of the lost worker are behind us
         ledger, lines = await cluster.ledger(job), cluster.lines(job)
@@ -371,7 +372,8 @@ async def test_env_workers_come_and_go_while_a_job_runs(tmp_path: Path) -> None:
 
 
 async def test_rollout_worker_joins_late_and_may_die_during_a_swap(tmp_path: Path) -> None:
-    async with toy_cluster(tmp_path) as (cluster, model):
+    patient = {"swap_timeout_s": 3 * WAIT_S, "worker_ttl_s": 3 * WAIT_S}  # nobody shall wait for these
+    async with toy_cluster(tmp_path, **patient) as (cluster, model):
         toy = {"seconds_per_token": 0.01, "swap_seconds": 0.4}
         spec = slow_spec(
             model, rollout={"engine": "toy", "max_tokens": 8, "toy": toy}, resources={"rollout_workers": 2}
@@ -384,23 +386,21 @@ async def test_rollout_worker_joins_late_and_may_die_during_a_swap(tmp_path: Pat
             lines = cluster.lines(job)
             return bool(lines) and lines[-1]["rollout_workers"] == 2
 
-        await until(both_serve, 20)
+        await until(both_serve)
         version = len(cluster.lines(job))
 
         async def generates() -> bool:
             points = await cluster.client.metrics(job, source=joined, names=["rollout/groups"])
             return any(p["values"]["rollout/groups"] > 0 and p["step"] >= version - 1 for p in points)
 
-        await until(generates, 20)
+        await until(generates)
 
         await cluster.reaches(job, await cluster.step(job) + 1)  # its weights are on their way now
         step, killed = await cluster.step(job), time.monotonic()
         cluster.kill(joined)
-        await cluster.reaches(job, step + 3, 30)
-        took = time.monotonic() - killed
-        print(f"three steps further {took:.2f} s after the kill")
-        assert took < 6  # the law says 10
-        await until(lambda: both_serve() and len(cluster.processes[joined].exits) == 1, 20)  # it came back
+        await cluster.reaches(job, step + 3)
+        print(f"three steps further {time.monotonic() - killed:.2f} s after the kill")
+        await until(lambda: both_serve() and len(cluster.processes[joined].exits) == 1)  # it came back
         await cluster.client.cancel(job)
         ledger = await cluster.ledger(job)
         assert ledger.balanced and ledger.failed == {}

@@ -7,7 +7,6 @@ import gc
 import os
 import signal
 import socket
-import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from opentinker.shared.errors import JobFailed
 from opentinker.shared.nn.transport import Snapshot, WeightGroup, host_store, snapshot
 from opentinker.shared.spec import LoraSpec, ToySpec
 from opentinker.shared.types import Span, StopReason, SwapCommand, WeightVersion
+from tests.conftest import soon
 
 pytestmark = [
     pytest.mark.vllm,
@@ -33,6 +33,8 @@ LETTERS = "~$abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"
 PROMPT = [5, 9, 20, 33]
 BUCKET = 16 << 10
 TOLERANCE = 1e-4
+GROUP_S = 60.0
+"""Nobody waits so long for the others where the test passes."""
 
 
 def build(directory: Path, *, tied: bool, head_dim: int = 32) -> Path:
@@ -80,10 +82,10 @@ class Trainer:
 
     async def form(self) -> Trainer:
         world = len(self.engines) + 1
-        store, port = host_store("127.0.0.1", world, 5)
+        store, port = host_store("127.0.0.1", world, GROUP_S)
         hosting = asyncio.create_task(
             asyncio.to_thread(
-                WeightGroup.join, address="127.0.0.1", port=port, rank=0, world=world, device="cpu", timeout_s=5,
+                WeightGroup.join, address="127.0.0.1", port=port, rank=0, world=world, device="cpu", timeout_s=GROUP_S,
                 store=store,
             )
         )  # fmt: skip
@@ -166,7 +168,7 @@ async def engine(base: Path) -> AsyncIterator[Any]:
     from opentinker.services.rollout_worker.vllm_engine import VllmEngine
 
     vllm = VllmEngine(
-        str(base), eos_ids=[EOS], context_length=512, max_concurrent=32, stop_strings=True, group_timeout_s=2.0
+        str(base), eos_ids=[EOS], context_length=512, max_concurrent=32, stop_strings=True, group_timeout_s=GROUP_S
     )
     await vllm.start()
     yield vllm
@@ -302,19 +304,24 @@ async def test_a_corrupted_bucket_changes_nothing(engine: Any, trainer: Trainer,
 
 
 async def test_a_silent_trainer_fails_the_swap_in_time_and_generation_goes_on(
-    engine: Any, trainer: Trainer, base: Path, current: Any
+    engine: Any, trainer: Trainer, base: Path, current: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     command = trainer.command(WeightVersion(1, 9), other_weights(base, 9).named_parameters())
-    started = time.monotonic()
     receiving = asyncio.create_task(engine.receive(command))
     during = await engine.generate("during", PROMPT, Sampling(max_tokens=100, seed=4))
-    assert time.monotonic() - started < 1.9, "generation must not wait for the transfer"
+    assert not receiving.done(), "generation must not wait for the transfer"
+    trainer.group.close()
     with pytest.raises(SwapError, match="lost the weight group"):
         await receiving
-    assert time.monotonic() - started < 5
     assert worst(during, expected(current, PROMPT, during, Sampling(max_tokens=100))) <= TOLERANCE
     with pytest.raises(SwapError, match="closed"):
         await engine.receive(command)
+    trainer.generation += 1
+    monkeypatch.setattr(engine, "_group_timeout_s", 3.0)
+    await trainer.form()
+    with pytest.raises(SwapError, match="lost the weight group"):
+        await engine.receive(trainer.command(WeightVersion(1, 9), current.named_parameters()))
+    monkeypatch.undo()
     trainer.generation += 1
     await trainer.form()
     await trainer.publish(WeightVersion(1, 1), current.named_parameters())
@@ -463,7 +470,7 @@ async def test_the_engine_process_holds_no_connection_of_ours_and_its_death_is_a
         watching = asyncio.create_task(vllm.watch())
         os.kill(pid, signal.SIGKILL)
         with pytest.raises(EngineLost, match="dead"):  # nobody asks it for anything
-            await asyncio.wait_for(watching, 5)
+            await soon(watching)
         with pytest.raises(EngineLost, match="dead"):
             await vllm.generate("lost", PROMPT, Sampling(max_tokens=50))
         with pytest.raises(EngineLost, match="dead"):

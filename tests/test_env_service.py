@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ from opentinker.shared.store import Store
 from opentinker.shared.subjects import ENV_CHECK, ENV_CLOSE, ENV_OPEN, ENV_STEP
 from opentinker.shared.types import Ending, Pool, StopReason, WorkerInfo
 from tests.cluster import PYTHONPATH
-from tests.conftest import Server, start_nats, until
+from tests.conftest import WAIT_S, Server, start_nats, until
 
 MISBEHAVING = "tests.env_samples:Misbehaving"
 
@@ -54,11 +53,11 @@ class Workers:
             "OPENTINKER_ENV_MODULES": "1",
             "OPENTINKER_DRAIN_S": "5",
             "OPENTINKER_HEARTBEAT_S": "0.1",
-            "OPENTINKER_WORKER_TTL_S": "1.5",
+            "OPENTINKER_WORKER_TTL_S": "3",
             **variables,
         }
         self.processes[name] = launch(environ, log)
-        await until(lambda: self.beats(name), 20.0)
+        await until(lambda: self.beats(name))
 
     async def beats(self, name: str) -> bool:
         info = await self.info(name)
@@ -71,7 +70,7 @@ class Workers:
         self.processes[name].send_signal(number)
 
     async def end(self, name: str) -> int:
-        await until(lambda: self.processes[name].poll() is not None, 15.0)
+        await until(lambda: self.processes[name].poll() is not None)
         return self.processes[name].returncode
 
     def close(self) -> None:
@@ -123,7 +122,7 @@ async def test_two_workers_share_the_opens_and_one_that_dies_costs_only_its_own(
         assert step.failure == (Ending.ENV_LOST if name in of["env-0"] else None), step.error
     again = await client.open(**opening("again"))
     assert again.worker.startswith("env-1")
-    await until(lambda: gone(workers, "env-0"), 10.0)
+    await until(lambda: gone(workers, "env-0"))
 
 
 async def gone(workers: Workers, name: str) -> bool:
@@ -168,7 +167,7 @@ async def test_open_waits_for_a_worker_and_for_room(workers: Workers, client: En
     first = await waiting
     assert first.failure is None
     second = asyncio.create_task(client.open(**opening("second")))
-    full = await client.open(**opening("third", deadline_s=0.5))
+    full = await client.open(**opening("third", deadline_s=2.0))
     assert full.failure == Ending.ENV_LOST
     assert "all env workers are full" in full.error
     await client.close(worker=first.worker, session="first")
@@ -200,7 +199,7 @@ class Slow:
         """Returns when it was asked for often enough to have reached both workers."""
         await asyncio.gather(self.workers.start("env-0"), self.workers.start("env-1"))
         files: dict[str, Any] = {"opens": str(self.opens), "gate": str(self.gate)}
-        opened = asyncio.create_task(self.client.open(**opening("s", "tests.env_samples:Slow", **files)))
+        opened = asyncio.create_task(self.client.open(**opening("s", "tests.env_samples:Slow", 4 * WAIT_S, **files)))
         await until(lambda: self.asked >= 8)
         return opened
 
@@ -242,19 +241,18 @@ async def test_slow_open_that_nobody_waits_for_any_more_is_closed(slow: Slow, wo
         infos = [await workers.info(name) for name in ("env-0", "env-1")]
         return all(info is not None and info.detail["sessions"] == 0 for info in infos)
 
-    await until(empty, 5.0)  # its deadline is 20 s away
+    await until(empty)  # its deadline is far away
 
 
 async def test_hanging_environment_is_answered_at_its_deadline_and_blocks_nobody(
     workers: Workers, client: EnvClient
 ) -> None:
     await workers.start("env-0")
-    hung = await client.open(**opening("hung", MISBEHAVING, deadline_s=2.5, how="hang"))
+    hung = await client.open(**opening("hung", MISBEHAVING, deadline_s=5.0, how="hang"))
     other = await client.open(**opening("other"))
     waiting = asyncio.create_task(client.step(*guess(hung, "hung")))
-    began = time.monotonic()
     assert (await client.step(*guess(other, "other"))).failure is None
-    assert time.monotonic() - began < 1.0
+    assert not waiting.done()
     reply = await waiting  # asked more than once meanwhile: ask_s is 1
     assert reply.failure == Ending.ENV_TIMEOUT
 

@@ -20,7 +20,7 @@ from opentinker.shared.bus import Bus, StreamFull
 from opentinker.shared.store import Store
 from opentinker.shared.subjects import GROUP, GROUPS, STREAMS, Subject
 from opentinker.supervisor import MISSES, Keeper, Supervisor
-from tests.conftest import until
+from tests.conftest import soon, until
 from tests.scheduling import new_job
 
 Usage = namedtuple("Usage", "total used free")
@@ -129,7 +129,7 @@ async def test_a_nats_that_cannot_write_is_restarted_once_there_is_room_and_noth
         await until(lambda: free.looks > looks + 2 * MISSES)
         assert keeper.child.pid == pid and not publishing.done(), "a restart on a full disk helps nobody"
         free(DISK_FLOOR_BYTES)
-        await asyncio.wait_for(publishing, 30)
+        await soon(publishing)
         assert keeper.restarts >= 1
         assert await bus.count("GROUPS", GROUP.at(job="j")) == 20
 
@@ -160,6 +160,6 @@ exec {valkey_binary()} "$@"
         await until(lambda: keeper.restarts >= 2)
         assert not writing.done()
         limit.unlink()
-        await asyncio.wait_for(writing, 30)
+        await soon(writing)
         said = [event["number"] for event in await store.events(job) if event["event"] == "said"]
         assert said == list(range(300))

@@ -19,7 +19,7 @@ from opentinker.shared.spec import JobSpec
 from opentinker.shared.store import Store
 from opentinker.shared.subjects import WAKE
 from opentinker.shared.types import JobState, Lease, Pool, WorkerInfo
-from tests.conftest import until
+from tests.conftest import WAIT_S, soon, until
 from tests.factories import make_spec
 
 Behaviour = Callable[[Lease], Awaitable[None]]
@@ -65,13 +65,13 @@ class Bench:
         await self.ctx.bus.emit(WAKE, {}, who=self.ctx.worker)
 
     async def seen(self, *expected: tuple[str, str, int]) -> None:
-        await until(lambda: self.log == list(expected), 5.0)
+        await until(lambda: self.log == list(expected))
 
     async def status(self, status: str) -> None:
         async def reported() -> bool:
             return [worker.status for worker in await self.ctx.store.workers()] == [status]
 
-        await until(reported, 5.0)
+        await until(reported)
 
 
 @asynccontextmanager
@@ -87,7 +87,7 @@ async def at_the_bench(bus: Bus, store: Store, pool: Pool = Pool.ROLLOUT, **sett
     await until(lambda: ctx.is_ready)
     yield bench
     ctx.stopping.set()
-    await asyncio.wait([bench.serving], timeout=5.0)
+    await asyncio.wait([bench.serving], timeout=WAIT_S)
     assert bench.serving.done()
 
 
@@ -279,7 +279,7 @@ async def test_failure_while_the_lease_is_left_ends_the_service(bench: Bench) ->
 
 @pytest.mark.parametrize("idle", [False, True])
 async def test_stopping_lets_the_job_finish(bus: Bus, store: Store, idle: bool) -> None:
-    async with at_the_bench(bus, store, drain_s=5.0, heartbeat_s=30.0, worker_ttl_s=60.0) as bench:
+    async with at_the_bench(bus, store, drain_s=2 * WAIT_S, heartbeat_s=2 * WAIT_S, worker_ttl_s=4 * WAIT_S) as bench:
         finished = asyncio.Event()
 
         async def finish(lease: Lease) -> None:
@@ -291,12 +291,12 @@ async def test_stopping_lets_the_job_finish(bus: Bus, store: Store, idle: bool) 
         bench.behaviour = finish
         await bench.grant("a", 1)
         if idle:  # the job has ended, its lease is still there
-            await asyncio.wait_for(finished.wait(), 5.0)
+            await soon(finished.wait())
             await bench.status("idle")
         else:
             await bench.seen(("began", "a", 1))
         bench.ctx.stopping.set()
-        await asyncio.wait_for(bench.serving, 3.0)
+        await soon(bench.serving)
         assert finished.is_set()
     assert await store.workers() == []
 
@@ -305,5 +305,5 @@ async def test_stopping_cuts_a_job_that_does_not_finish(bench: Bench) -> None:
     await bench.grant("a", 1)
     await bench.seen(("began", "a", 1))
     bench.ctx.stopping.set()
-    await asyncio.wait_for(bench.serving, 3.0)
+    await soon(bench.serving)
     assert bench.log[-1] == ("left", "a", 1)

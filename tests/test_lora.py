@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +18,10 @@ from opentinker.services.trainer.torch_learner import TorchLearner
 from opentinker.shared.errors import SpecError
 from opentinker.shared.service import Context
 from opentinker.shared.spec import LoraSpec
-from opentinker.shared.store import Store
 from opentinker.shared.types import WeightVersion
-from tests.conftest import Server
+from tests.api import write_checkpoint
 from tests.factories import V0, make_spec
 from tests.learning import plain_logprobs, random_groups, torch_spec
-from tests.scheduling import context, scheduler
-from tests.test_api import write_checkpoint
 
 IDS = [5, 6, 7, 8, 9, 10, 11, 3, 4, 1]
 
@@ -95,18 +91,6 @@ def test_orthogonal_needs_an_even_rank() -> None:
 
 
 # --- merged on download ---------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-async def ctx(nats_server: Server, valkey_server: Server, store: Store, tmp_path: Path) -> AsyncIterator[Context]:
-    async with context(nats_server, valkey_server, "scheduler-0", tmp_path / "data") as ctx:
-        yield ctx
-
-
-@pytest.fixture
-async def client(ctx: Context) -> AsyncIterator[AsyncClient]:
-    async with scheduler(ctx) as url, AsyncClient(url, wait_s=5.0) as client:
-        yield client
 
 
 async def trained(client: AsyncClient, ctx: Context, base: Path, directory: Path, **model: Any) -> str:

@@ -19,13 +19,7 @@ from opentinker.shared.spec import JobSpec
 from opentinker.shared.store import Store
 from opentinker.shared.types import JobState, Lease, Pool
 from tests.conftest import Server, until
-from tests.scheduling import TTL_S, Workers, context, kinds, new_job, running
-
-
-@pytest.fixture
-async def ctx(nats_server: Server, valkey_server: Server, store: Store, tmp_path: Path) -> AsyncIterator[Context]:
-    async with context(nats_server, valkey_server, "scheduler-0", tmp_path) as ctx:
-        yield ctx
+from tests.scheduling import Workers, context, kinds, new_job, running
 
 
 @pytest.fixture
@@ -127,10 +121,8 @@ async def test_dead_trainer_is_replaced_with_a_higher_epoch_and_rollouts_keep_th
     # The scheduler has just started: it gives everybody one ttl to be seen.
     await until(lambda: time.monotonic() >= reconciler._absence_counts_from)
     await workers.start("trainer-1")
-    died_at = time.monotonic()
     await workers["trainer-0"].die()
     await until(lambda: started(store, job, epoch=2))
-    assert time.monotonic() - died_at < TTL_S + 1.0
     await until(lambda: _leased(workers, "trainer-1", job, 2))
     assert await workers.holds("trainer-0") is None
     assert await workers["rollout-0"].lease() == rollout
@@ -152,7 +144,7 @@ async def test_restarted_trainer_process_gets_its_job_back_at_once(
     again = Lease(
         job=job, worker="trainer-0", incarnation=workers["trainer-0"].info.incarnation, epoch=2, pool=Pool.TRAINER
     )
-    await until(partial(_has, workers, "trainer-0", again), 1.5)
+    await until(partial(_has, workers, "trainer-0", again))
     assert (await store.job(job)).epoch == 2
 
 
@@ -211,10 +203,10 @@ async def test_cancel_frees_everything(
     if before == JobState.RUNNING:
         await store.transition(job, JobState.RUNNING, epoch=1)
     await store.transition(job, JobState.CANCELLED)
-    await until(lambda: _no_leases(store), 2.0)
+    await until(lambda: _no_leases(store))
     if before != JobState.QUEUED:
         following = await new_job(store, "j-b")
-        await until(lambda: started(store, following), 2.0)
+        await until(lambda: started(store, following))
 
 
 async def _no_leases(store: Store) -> bool:
@@ -319,7 +311,7 @@ async def test_worker_that_ignores_its_lease_loses_it(store: Store, workers: Wor
     await workers.start("trainer-0", "rollout-0")
     workers["trainer-0"].obeys = False
     await until(lambda: started(store, job))
-    await until(lambda: started(store, job, epoch=2), 6 * TTL_S + 1.0)
+    await until(lambda: started(store, job, epoch=2))
     events = await store.events(job)
     assert next(e for e in events if e["event"] == "trainer_lost")["why"] == "it does not act on its lease"
 
@@ -366,11 +358,11 @@ async def test_real_worker_runs_the_job_and_lets_go_when_it_is_cancelled(
 
     await workers.start("rollout-0")
     async with (
-        context(nats_server, valkey_server, "trainer-0", tmp_path) as trainer,
+        context(nats_server, valkey_server, "trainer-0", tmp_path, worker_ttl_s=60.0) as trainer,
         running(LeasedWorker(trainer, Pool.TRAINER, work).serve()),
     ):
         job = await new_job(store, "j-a")
         await until(entered.is_set)
         await store.transition(job, JobState.CANCELLED)
-        await until(left.is_set, 2.0)
+        await until(left.is_set)
         await until(lambda: workers.idle("rollout-0"))

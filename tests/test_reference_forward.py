@@ -32,7 +32,7 @@ from opentinker.shared.service import Context
 from opentinker.shared.store import Store
 from opentinker.shared.subjects import GROUP, SCORE
 from opentinker.shared.types import Group, JobState, Pool, WeightVersion
-from tests.conftest import Server, until
+from tests.conftest import WAIT_S, Server, soon, until
 from tests.learning import plain_logprobs, random_groups, torch_spec
 
 
@@ -144,7 +144,7 @@ async def running(
         yield service
     finally:
         ctx.stopping.set()
-        await asyncio.wait_for(task, 10)
+        await soon(task)
 
 
 async def add_job(store: Store, base: str, parts: dict[str, Any] | None = None, **model: Any) -> str:
@@ -167,7 +167,7 @@ async def test_groups_pass_through_with_reference_logprobs_once_each(bus: Bus, s
     async with running(bus, store) as one, running(bus, store, "reference-1") as two:
         passed: list[Group] = []
         while len(passed) < 5:
-            delivery = await consumer.next(10.0)
+            delivery = await consumer.next(WAIT_S)
             assert delivery is not None and delivery.noun is not None
             passed.append(delivery.noun)
         await until(lambda: one.groups + two.groups >= 5)  # more if an acknowledgement came late
@@ -263,7 +263,7 @@ async def test_what_cannot_be_decoded_reaches_the_trainer_under_its_number(bus: 
 
         await until(taken)
     consumer = await bus.consume(GROUP, f"train-{job}", batch=1, job=job)
-    delivery = await consumer.next(5.0)
+    delivery = await consumer.next(WAIT_S)
     assert delivery is not None and (delivery.noun, delivery.key, delivery.data) == (None, f"{job}/7:a", garbage)
     await consumer.close(delete=True)
     for none in (over, "j-unknown", "nothing"):
@@ -321,7 +321,7 @@ async def test_torch_is_not_loaded_before_a_job_needs_it(
         async def beats() -> bool:
             return [worker.pid for worker in await store.workers()] == [process.pid]
 
-        await until(beats, 20.0)
+        await until(beats)
         assert "libtorch" not in libraries(process)
     finally:
         process.kill()

@@ -22,7 +22,7 @@ from opentinker.shared.errors import JobFailed
 from opentinker.shared.store import Store
 from opentinker.shared.subjects import GROUP, SCORE
 from opentinker.shared.types import F32, Group, JobState
-from tests.conftest import Server, start_nats, until
+from tests.conftest import WAIT_S, Server, start_nats, until
 from tests.factories import make_group
 from tests.test_reference_forward import add_job, failed, launch, of_job, passed, running
 
@@ -199,7 +199,7 @@ class Recording(Scorer):
 async def test_what_waits_for_one_model_goes_through_it_in_one_pass(bus: Bus, store: Store, tiny: Path) -> None:
     """While the first pass is held up the other jobs' groups gather; then they go together, each to its own job."""
     released = threading.Event()
-    scorer = Recording(lambda: released.wait(20))
+    scorer = Recording(lambda: released.wait(WAIT_S))
     jobs = [await add_job(store, str(tiny)) for _ in range(3)]
     async with running(bus, store, make_scorer=lambda: scorer) as service:
         await send(bus, *of_job(jobs[0], 1))
@@ -216,7 +216,7 @@ async def test_what_waits_for_one_model_goes_through_it_in_one_pass(bus: Bus, st
 
 async def test_one_bad_group_in_a_shared_pass_fails_its_job_alone(bus: Bus, store: Store, tiny: Path) -> None:
     released = threading.Event()
-    scorer = Recording(lambda: released.wait(20))
+    scorer = Recording(lambda: released.wait(WAIT_S))
     first, good, bad = [await add_job(store, str(tiny)) for _ in range(3)]
     unknown = of_job(bad, 1)[0]
     ids_T = [(t.ids + 10**6).astype("<i4").tobytes() for t in unknown.trajectories]
@@ -243,7 +243,7 @@ class SlowLoad(Recording):
     def load(self, key: ModelKey) -> Any:
         if key.dtype == "bfloat16":
             self.loading.set()
-            assert self.release.wait(20)
+            assert self.release.wait(WAIT_S)
         return super().load(key)
 
 
@@ -273,7 +273,7 @@ async def keys_of(bus: Bus, job: str) -> Counter[str]:
 
 async def test_two_instances_share_the_work(bus: Bus, store: Store, tiny: Path) -> None:
     """Neither comes out of its first pass before the other is in one too."""
-    both = threading.Barrier(2, timeout=20)
+    both = threading.Barrier(2, timeout=WAIT_S)
     meet = [threading.Event(), threading.Event()]
 
     def in_step(me: int) -> Callable[[], None]:
@@ -308,7 +308,7 @@ async def test_work_of_an_instance_killed_in_a_forward_pass_is_done_by_another(
     await send(bus, *groups)
     process = launch(nats_server, valkey_server, "tests.reference_process", str(tmp_path / "marker"))
     try:
-        await until((tmp_path / "marker").exists, 60.0)
+        await until((tmp_path / "marker").exists)
     finally:
         process.kill()
         process.wait()
@@ -326,7 +326,7 @@ async def test_work_of_an_instance_killed_in_a_forward_pass_is_done_by_another(
 
 async def test_a_restarted_nats_server_costs_no_group(store: Store, tiny: Path, tmp_path: Path) -> None:
     """It goes away while a pass is under way, and comes back before that has ended."""
-    server, scorer = start_nats(tmp_path), Recording(lambda: released.wait(20))
+    server, scorer = start_nats(tmp_path), Recording(lambda: released.wait(WAIT_S))
     released = threading.Event()
     try:
         async with Bus.connect(server.url, "test") as bus:
@@ -364,7 +364,7 @@ async def test_what_was_scored_twice_is_kept_once(bus: Bus, store: Store, tiny: 
 
 async def test_told_to_stop_it_finishes_the_pass_and_gives_the_rest_back(bus: Bus, store: Store, tiny: Path) -> None:
     released = threading.Event()
-    scorer = Recording(lambda: released.wait(20))
+    scorer = Recording(lambda: released.wait(WAIT_S))
     job = await add_job(store, str(tiny))
     await send(bus, *of_job(job, 4))
     async with running(bus, store, make_scorer=lambda: scorer, reference_tokens_per_batch=1000) as service:

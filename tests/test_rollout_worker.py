@@ -25,7 +25,7 @@ from opentinker.shared.spec import ToySpec
 from opentinker.shared.store import Store
 from opentinker.shared.subjects import GROUP, GROUPS, TICKET, TICKETS, Subject
 from opentinker.shared.types import Lease, Message, Pool, WeightVersion
-from tests.conftest import Server, until
+from tests.conftest import WAIT_S, Server, soon, until
 from tests.factories import make_spec, make_ticket
 from tests.test_episode import Chars
 
@@ -110,7 +110,7 @@ async def test_an_engine_that_dies_while_idle_ends_the_worker(bench: Bench) -> N
     life = bench.live(engine)
     engine.died.set()
     with pytest.raises(EngineLost, match="while idle"):
-        await asyncio.wait_for(life, 5)
+        await soon(life)
 
 
 async def test_tickets_that_kill_every_engine_fail_in_the_end_and_with_them_the_job(bench: Bench) -> None:
@@ -144,7 +144,7 @@ async def test_tickets_of_a_lost_engine_are_played_by_the_next(bench: Bench) -> 
     engine = Mortal()
     engine.poisoned = True
     with pytest.raises(EngineLost):
-        await asyncio.wait_for(bench.live(engine), 5)
+        await soon(bench.live(engine))
     life = bench.live(Mortal())
 
     async def played() -> bool:
@@ -188,7 +188,7 @@ async def test_an_oversampled_group_is_closed_when_enough_episodes_have_ended(be
 
     await until(played)
     consumer = await bench.bus.consume(GROUP, "look", batch=1, start_seq=1, job=bench.job)
-    delivery = await consumer.next(5.0)
+    delivery = await consumer.next(WAIT_S)
     assert delivery is not None and delivery.noun is not None
     assert [t.index for t in delivery.noun.trajectories] == [0, 1]
     delivery.noun.check()

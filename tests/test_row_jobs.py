@@ -21,9 +21,9 @@ from opentinker.shared.spec import JobSpec, parse_spec
 from opentinker.shared.store import Store
 from opentinker.shared.types import JobState
 from tests.cluster import Cluster, undocumented
-from tests.conftest import Server, until
+from tests.conftest import until
 from tests.row_samples import chat_model, copies, preferences, row_spec, turns, write_rows
-from tests.scheduling import Workers, context, kinds, running
+from tests.scheduling import Workers, kinds, running
 
 BASE: dict[str, Any] = {
     "name": "j",
@@ -92,12 +92,6 @@ def test_stored_spec_has_only_its_own_parts_and_means_the_same(kind: str) -> Non
 
 
 # --- submission and placement -----------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-async def ctx(nats_server: Server, valkey_server: Server, store: Store, tmp_path: Path) -> AsyncIterator[Context]:
-    async with context(nats_server, valkey_server, "scheduler-0", tmp_path) as ctx:
-        yield ctx
 
 
 async def test_data_is_looked_at_when_a_job_is_submitted(
@@ -187,7 +181,6 @@ async def values(cluster: Cluster, job: str, name: str) -> list[float]:
     return [point["values"][name] for point in points if name in point["values"]]
 
 
-@pytest.mark.timeout(240)
 @pytest.mark.asyncio(loop_scope="module")
 async def test_sft_over_real_processes_survives_a_kill_and_ends_with_the_weights_of_an_unbroken_run(
     cluster: Cluster, tmp_path: Path, model: Path
@@ -195,7 +188,7 @@ async def test_sft_over_real_processes_survives_a_kill_and_ends_with_the_weights
     rows = write_rows(tmp_path / "rows.jsonl", [{"messages": turns(r["prompt"], r["completion"])} for r in copies(100)])
     spec = long_spec(model, rows)
     unbroken = await cluster.submit(spec)
-    record = await cluster.wait(unbroken, 120)
+    record = await cluster.wait(unbroken)
     assert (record["state"], record["step"], record["steps"]) == ("succeeded", 45, 45), record["reason"]
     losses, held = await values(cluster, unbroken, "loss"), await values(cluster, unbroken, "val/loss")
     assert len(losses) == 45 and losses[-1] < losses[0] / 5
@@ -204,9 +197,9 @@ async def test_sft_over_real_processes_survives_a_kill_and_ends_with_the_weights
     assert events[:6] == ["queued", "starting", "data_loaded", "model_loaded", "running", "validation"]
 
     killed = await cluster.submit(spec)
-    await cluster.reaches(killed, 15, 60)
+    await cluster.reaches(killed, 15)
     cluster.kill("trainer-0")
-    assert (await cluster.wait(killed, 120))["state"] == "succeeded"
+    assert (await cluster.wait(killed))["state"] == "succeeded"
     assert (await cluster.client.job(killed))["restarts"] == 1
     lines: dict[int, list[int]] = {line["step"]: line["data"] for line in cluster.lines(killed) if "data" in line}
     for epoch in range(4):
@@ -217,7 +210,6 @@ async def test_sft_over_real_processes_survives_a_kill_and_ends_with_the_weights
     AutoModelForCausalLM.from_pretrained(await cluster.client.download(killed, tmp_path / "model"))
 
 
-@pytest.mark.timeout(240)
 @pytest.mark.asyncio(loop_scope="module")
 async def test_dpo_over_real_processes_learns(cluster: Cluster, tmp_path: Path, model: Path) -> None:
     spec = row_spec(
@@ -229,25 +221,24 @@ async def test_dpo_over_real_processes_learns(cluster: Cluster, tmp_path: Path, 
         train={"lr": 3e-3, "checkpoint_every": 5},
     )
     job = await cluster.submit(spec)
-    record = await cluster.wait(job, 120)
+    record = await cluster.wait(job)
     assert (record["state"], record["step"]) == ("succeeded", 24), record["reason"]
     losses, held = await values(cluster, job, "loss"), await values(cluster, job, "val/rewards/accuracy")
     assert losses[0] == pytest.approx(math.log(2), abs=1e-6) and losses[-1] < 0.3
     assert held[-1] > 0.9
 
 
-@pytest.mark.timeout(240)
 @pytest.mark.asyncio(loop_scope="module")
 async def test_job_of_another_kind_goes_on_from_the_weights(cluster: Cluster, tmp_path: Path, model: Path) -> None:
     """DPO after SFT; with a learning rate of 0 it ends with what it began with."""
     usual = {"model": {"chat_template": "plain"}}
     train = {"steps": 6, "lr": 3e-3, "checkpoint_every": 2, "keep_checkpoints": 3}
     first = await cluster.submit(row_spec(model, write_rows(tmp_path / "rows.jsonl", copies(20)), train=train, **usual))
-    assert (await cluster.wait(first, 60))["state"] == "succeeded"
+    assert (await cluster.wait(first))["state"] == "succeeded"
     pairs = write_rows(tmp_path / "pairs.jsonl", preferences(20))
     spec = row_spec(model, pairs, "dpo", train={"steps": 2, "lr": 0.0}, **usual)
     second = str((await cluster.client.submit(spec, from_checkpoint=f"{first}@4"))["id"])
-    record = await cluster.wait(second, 60)
+    record = await cluster.wait(second)
     assert record["state"] == "succeeded", record["reason"]
     begun, ended = weights(cluster, first, 4), weights(cluster, second, 2)
     assert begun.keys() == ended.keys() and all(begun[name].equal(ended[name]) for name in begun)
@@ -256,14 +247,13 @@ async def test_job_of_another_kind_goes_on_from_the_weights(cluster: Cluster, tm
     assert losses == pytest.approx([math.log(2)] * 2, abs=1e-6), "the reference is what it began with"
 
 
-@pytest.mark.timeout(240)
 @pytest.mark.asyncio(loop_scope="module")
 async def test_row_that_is_wrong_fails_its_job_at_once_and_the_next_one_runs(
     cluster: Cluster, tmp_path: Path, model: Path
 ) -> None:
     rows: list[Any] = [*copies(3), {"prompt": "1", "completion": 5}]
     job = await cluster.submit(row_spec(model, write_rows(tmp_path / "rows.jsonl", rows)))
-    record = await cluster.wait(job, 60)
+    record = await cluster.wait(job)
     assert record["state"] == "failed" and "rows.jsonl, line 4: completion must be a text" in record["reason"]
     job = await cluster.submit(row_spec(model, write_rows(tmp_path / "rows.jsonl", rows[:3])))
-    assert (await cluster.wait(job, 60))["state"] == "succeeded"
+    assert (await cluster.wait(job))["state"] == "succeeded"

@@ -22,7 +22,7 @@ from tests.conftest import start_nats, start_valkey, until
 from tests.test_cli import ROOT, opentinker
 from tests.test_supervisor import alive
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.slow
 
 SPEC = """
 name = "toy"
@@ -42,14 +42,6 @@ learner = "simulated"
 simulated_step_s = 0.02
 steps = {steps}
 """
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("models") / "tiny"
-    script = Path(__file__).resolve().parent.parent / "examples" / "models" / "make_tiny.py"
-    subprocess.run([sys.executable, str(script), str(directory)], check=True, capture_output=True, timeout=120)
-    return directory
 
 
 def spec(directory: Path, model: Path, steps: int) -> Path:
@@ -87,9 +79,9 @@ def test_a_shorter_run_has_no_longer_warm_up() -> None:
         of_length(given, 0)
 
 
-def test_one_command_trains_a_job_and_leaves_nothing_running(tmp_path: Path, model: Path) -> None:
+def test_one_command_trains_a_job_and_leaves_nothing_running(tmp_path: Path, tiny: Path) -> None:
     data_dir = tmp_path / "data"
-    done = opentinker("run", spec(tmp_path, model, 30), "--data-dir", data_dir, timeout_s=240)
+    done = opentinker("run", spec(tmp_path, tiny, 30), "--data-dir", data_dir)
     assert done.returncode == 0, done.stdout + done.stderr
     for wanted in (
         "step 30/30",
@@ -134,7 +126,7 @@ async def test_every_command_against_servers_of_ones_own(tmp_path: Path, monkeyp
     switches = {"OPENTINKER_ENV_MODULES": "1", "OPENTINKER_PRELOAD": "false"}
     try:
         with started(*up, log=log, **switches) as process:
-            await until(lambda: " ready " in log.read_text() or process.poll() is not None, 60)
+            await until(lambda: " ready " in log.read_text() or process.poll() is not None)
             assert "env-0" in typed("status") and "nats" not in typed("status")
             job = typed("submit", "short.toml").split()[0]
             assert "step 10/10" in typed("watch", job)
@@ -160,15 +152,16 @@ async def test_every_command_against_servers_of_ones_own(tmp_path: Path, monkeyp
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
-async def test_run_ends_with_everything_it_started(tmp_path: Path, model: Path, number: signal.Signals) -> None:
+async def test_run_ends_with_everything_it_started(tmp_path: Path, tiny: Path, number: signal.Signals) -> None:
     data_dir, log = tmp_path / "data", tmp_path / "run.log"
-    with started("run", spec(tmp_path, model, 100_000), "--data-dir", data_dir, log=log) as process:
-        await until(lambda: "\nstep 1/" in log.read_text(), 120)
+    command = ("run", spec(tmp_path, tiny, 100_000), "--data-dir", data_dir)
+    with started(*command, log=log, OPENTINKER_PRELOAD="false") as process:
+        await until(lambda: "\nstep 1/" in log.read_text())
         running = pids(data_dir)
         assert len(running) == 8 and all(map(alive, running))
         os.kill(process.pid, number)
-        await until(lambda: process.poll() is not None, 60)
-        await until(lambda: not any(map(alive, running)), 30)
+        await until(lambda: process.poll() is not None)
+        await until(lambda: not any(map(alive, running)))
     if number == signal.SIGINT:
         assert process.returncode == 4
         said = log.read_text()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -21,25 +20,12 @@ from opentinker.shared.manifest import read_manifest, start_of
 from opentinker.shared.service import Context
 from opentinker.shared.store import Store
 from opentinker.shared.tensors import difference, shapes_in
-from tests.conftest import Server, until
+from tests.api import write_checkpoint
+from tests.conftest import until
 from tests.factories import make_spec
-from tests.scheduling import context, scheduler
-from tests.test_api import write_checkpoint
 
 LORA = {"rank": 2, "alpha": 4.0, "target_modules": ["q_proj", "v_proj"]}
 STATE = {"trainer/optimizer.safetensors": b"moments", "trainer/state.json": b"{}"}
-
-
-@pytest.fixture
-async def ctx(nats_server: Server, valkey_server: Server, store: Store, tmp_path: Path) -> AsyncIterator[Context]:
-    async with context(nats_server, valkey_server, "scheduler-0", tmp_path / "data") as ctx:
-        yield ctx
-
-
-@pytest.fixture
-async def client(ctx: Context) -> AsyncIterator[AsyncClient]:
-    async with scheduler(ctx) as url, AsyncClient(url, wait_s=5.0) as client:
-        yield client
 
 
 def tensors(directory: Path, **shapes: tuple[int, ...]) -> bytes:

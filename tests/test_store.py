@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from opentinker.shared.admission import Admission
 from opentinker.shared.errors import Conflict, Fenced, NotFound
 from opentinker.shared.store import Store
 from opentinker.shared.types import JobState, Lease, Pool, WorkerInfo
-from tests.conftest import Server, start_valkey, until
+from tests.conftest import WAIT_S, Server, start_valkey, until
 
 SPEC: dict[str, Any] = {"name": "n", "kind": "rl", "train": {"steps": 3}}
 
@@ -223,7 +222,7 @@ async def test_worker_that_stops_beating_is_gone(store: Store) -> None:
     async def gone() -> bool:
         return await store.workers() == []
 
-    await until(gone, 2.0)
+    await until(gone)
 
 
 async def test_looking_for_workers_and_leases_reads_no_other_key(store: Store) -> None:
@@ -243,7 +242,7 @@ async def test_expired_worker_leaves_nothing_and_may_come_back(store: Store) -> 
     async def gone() -> bool:
         return [info.id for info in await store.workers()] == ["v"]
 
-    await until(gone, 2.0)
+    await until(gone)
     assert await store.redis.smembers("workers") == {"v"}
     await store.beat(worker(), ttl_s=60)
     assert [info.id for info in await store.workers()] == ["v", "w"]
@@ -284,7 +283,7 @@ async def test_cancelled_calls_end_and_leave_no_reply_behind(store: Store) -> No
         await asyncio.sleep(dice.uniform(0.0, 0.01))
         for task in tasks:
             task.cancel()
-        ended, going_on = await asyncio.wait(tasks, timeout=5.0)
+        ended, going_on = await asyncio.wait(tasks, timeout=WAIT_S)
         assert not going_on
         assert all(task.cancelled() for task in ended)
 
@@ -337,9 +336,8 @@ async def test_calls_in_flight_succeed_after_a_restart_and_nothing_acked_is_lost
             own_server.kill()
             await asyncio.sleep(away_s)
             await asyncio.to_thread(own_server.start)
-            began, before = time.monotonic(), len(accepted)
+            before = len(accepted)
             await until(lambda before=before: len(accepted) > before + 20)  # type: ignore[misc]
-            assert time.monotonic() - began < 5.0
         stop.set()
         await asyncio.gather(*tasks)
         ledger = await trainer.ledger()

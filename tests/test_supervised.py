@@ -25,7 +25,7 @@ from opentinker.shared.spec import JobSpec
 from opentinker.shared.store import Store
 from opentinker.shared.types import JobState, Lease, Pool
 from opentinker.shared.waiting import put_down
-from tests.conftest import Server, until
+from tests.conftest import WAIT_S, Server, until
 from tests.row_samples import row_spec
 from tests.scheduling import context, kinds
 
@@ -84,7 +84,7 @@ class Student:
         self.evaluated.append(len(self.seen))
         if self.endless and self.seen:
             self.waits.set()
-            assert self.interrupted.wait(20)
+            assert self.interrupted.wait(WAIT_S)
             raise Interrupted("asked")
         return {"loss": 2.0, "accuracy": 0.5, "tokens": float(len(examples))}
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -15,17 +14,11 @@ from opentinker.shared.service import Context
 from opentinker.shared.store import Store
 from opentinker.shared.subjects import GROUP, GROUPS, SCORE, SCORES, TICKET, TICKETS, WAKE
 from opentinker.shared.types import Ending, JobState, Pool, Ticket, WorkerInfo
-from tests.conftest import Server, until
+from tests.conftest import WAIT_S, Server, until
 from tests.factories import make_group, make_ticket
 from tests.scheduling import context, kinds, new_job, running
 
 G, BATCH, ETA = 2, 2, 1
-
-
-@pytest.fixture
-async def ctx(nats_server: Server, valkey_server: Server, store: Store, tmp_path: Path) -> AsyncIterator[Context]:
-    async with context(nats_server, valkey_server, "scheduler-0", tmp_path) as ctx:
-        yield ctx
 
 
 async def restored(store: Store, job: str, steps: int = 100) -> Admission:
@@ -118,7 +111,7 @@ async def test_claimed_ticket_is_not_stored_again(ctx: Context, store: Store) ->
     issuer = TicketIssuer(ctx)
     await issuer.look()
     consumer = await ctx.bus.consume(TICKET, f"roll-{job}", batch=2, job=job)
-    assert await consumer.next(2.0) is not None
+    assert await consumer.next(WAIT_S) is not None
     for _ in range(2):
         await issuer.sweep()
     assert len(await tickets(ctx, job)) == (ETA + 1) * BATCH

@@ -393,10 +393,10 @@ def test_simulated_learner_takes_its_time_and_counts(tiny: Path, tmp_path: Path)
     assert learner.steps == 1
 
 
-def test_grpo_learns_to_copy_one_digit(tiny: Path) -> None:
-    """The sampler works in this process; 16 samples of each of 8 digits, as many steps as fit in half a minute."""
+def test_grpo_learns_to_copy_one_digit(small: Path) -> None:
+    """The sampler works in this process; 16 samples of each of 8 digits."""
     spec = torch_spec(
-        tiny, algorithm={"group_size": 16, "groups_per_batch": 8}, train={"lr": 3e-4, "warmup_steps": 10, "steps": 150}
+        small, algorithm={"group_size": 16, "groups_per_batch": 8}, train={"lr": 2e-3, "warmup_steps": 10, "steps": 150}
     )
     learner = loaded(spec)
     sampler = Sampler(learner.causal, learner.tokenizer, seed=0)

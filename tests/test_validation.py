@@ -34,7 +34,7 @@ from opentinker.shared.subjects import EXAM, EXAM_RESULT
 from opentinker.shared.types import Ending, Lease, Message, Pool, StopReason, WeightVersion
 from opentinker.shared.validation import Exam, ExamResult, exam_seed
 from tests.cluster import toy_cluster, undocumented
-from tests.conftest import Server, until
+from tests.conftest import WAIT_S, Server, soon, until
 from tests.factories import V0, group_of, make_spec, trajectory_of
 from tests.scheduling import context, kinds, running
 from tests.test_rollout_worker import Bench, Mortal
@@ -210,7 +210,7 @@ class Trial:
     async def answer(self, *results: ExamResult) -> list[bool]:
         """As rollout workers do; whether they were wanted."""
         bus = self.ctx.bus
-        return [(await bus.request(EXAM_RESULT, one, 5.0, job=self.job)).wanted for one in results]
+        return [(await bus.request(EXAM_RESULT, one, WAIT_S, job=self.job)).wanted for one in results]
 
     async def event(self, kind: str) -> dict[str, Any]:
         async def there() -> bool:
@@ -266,7 +266,7 @@ async def test_version_that_is_due_waits_for_the_evaluation_before_it(ctx: Conte
             await t.asked(2)
             assert t.published == [0] and not offering.done()
             await t.answer(result(0), result(1))
-            await asyncio.wait_for(offering, 5)
+            await soon(offering)
         t.it.served(V(1, 1))
 
         async def next_ones() -> bool:
@@ -339,9 +339,9 @@ async def test_deterministic_job_does_not_end_by_an_evaluation_that_timing_had_a
         t.it.plan = t.it.plan.model_copy(update={"timeout_s": 0.0})  # the time is over
     if why:
         with pytest.raises(JobFailed, match=why):
-            await asyncio.wait_for(evaluating, 10)
+            await soon(evaluating)
     else:
-        assert await asyncio.wait_for(t.it.over(), 10) and not evaluating.done()
+        assert await soon(t.it.over()) and not evaluating.done()
     evaluating.cancel()
     await asyncio.wait([evaluating])
 
@@ -354,7 +354,7 @@ async def test_last_evaluation_of_a_deterministic_job_may_be_incomplete(ctx: Con
     await ctx.store.create_job(id=t.job, spec=t.record.spec.model_dump(mode="json"), tenant="default")
     async with running(t.it.run()):
         await t.offer(3)
-        assert await asyncio.wait_for(t.it.finish(3), 10)
+        assert await soon(t.it.finish(3))
     assert (await t.event("validation_incomplete"))["missing"] == 2
 
 
@@ -362,7 +362,7 @@ async def test_last_evaluation_comes_to_an_end_without_any_rollout_worker(ctx: C
     t = await trial(ctx, at_start=False, timeout_s=0.2)
     async with running(t.it.run()):
         await t.offer(3)
-        assert await asyncio.wait_for(t.it.finish(3), 10)
+        assert await soon(t.it.finish(3))
     assert (await t.event("validation_incomplete"))["missing"] == 2
 
 
@@ -375,8 +375,8 @@ async def test_last_weights_are_evaluated_once(ctx: Context) -> None:
             await t.asked(2)
             assert not finishing.done()
             await t.answer(result(0, V(1, 5)), result(1, V(1, 5)))
-            assert await asyncio.wait_for(finishing, 5)
-        assert await asyncio.wait_for(t.it.finish(5), 5)
+            assert await soon(finishing)
+        assert await soon(t.it.finish(5))
     assert (await kinds(ctx.store, t.job)).count("validation") == 1
 
 
@@ -525,7 +525,7 @@ async def test_exam_of_a_lost_engine_is_played_by_the_next(exams: Exams) -> None
     engine = Mortal()
     engine.poisoned = True
     with pytest.raises(EngineLost):
-        await asyncio.wait_for(exams.live(engine), 10)
+        await soon(exams.live(engine))
     async with running(_forever(exams, Mortal())):
         await until(lambda: len(exams.results) == 1)
     await serving.unsubscribe()
@@ -650,9 +650,9 @@ async def test_job_is_evaluated_from_start_to_end_whoever_dies(tmp_path: Path) -
 
 async def test_evaluation_of_a_step_already_done_is_not_repeated_by_the_next_trainer(tmp_path: Path) -> None:
     async with toy_cluster(tmp_path) as (cluster, model):
-        train = {"learner": "simulated", "steps": 12, "simulated_step_s": 0.2, "checkpoint_every": 4}
+        train = {"learner": "simulated", "steps": 12, "simulated_step_s": 0.4, "checkpoint_every": 4}
         job = await cluster.submit(evaluated_spec(model, train=train))
-        await until(lambda: [line["step"] for line in cluster.lines(job, "validation.jsonl")] == [0, 4], 30)
+        await until(lambda: [line["step"] for line in cluster.lines(job, "validation.jsonl")] == [0, 4])
         await cluster.reaches(job, 5)
         cluster.kill("trainer-0")
         record = await cluster.wait(job)

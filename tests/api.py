@@ -1,0 +1,65 @@
+"""The API as tests speak with it: requests over HTTP, event streams, and checkpoints as a trainer leaves them."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import orjson
+
+from opentinker.shared.service import Context
+from tests.factories import make_spec
+
+SPEC = make_spec(model__base="some/model").model_dump(mode="json")
+
+
+class Http:
+    """One session against one server; answers are (status, body)."""
+
+    def __init__(self, session: aiohttp.ClientSession, url: str) -> None:
+        self.session, self.url = session, url
+
+    async def __call__(self, method: str, path: str, **request: Any) -> tuple[int, Any]:
+        async with self.session.request(method, self.url + path, **request) as response:
+            raw = await response.read()
+            return response.status, orjson.loads(raw) if "json" in response.content_type else raw
+
+    async def submit(self, spec: dict[str, Any] = SPEC, key: str | None = None) -> tuple[int, Any]:
+        headers = {} if key is None else {"Idempotency-Key": key}
+        return await self("POST", "/v1/jobs", data=orjson.dumps(spec), headers=headers)
+
+    async def job(self) -> str:
+        status, job = await self.submit()
+        assert status == 201
+        return str(job["id"])
+
+
+async def read_events(response: aiohttp.ClientResponse, count: int | None = None) -> list[dict[str, Any]]:
+    """Server-sent events up to `count`, or to the end of the stream."""
+    found: list[dict[str, Any]] = []
+    fields: dict[str, str] = {}
+    async for raw in response.content:
+        name, _, value = raw.decode().rstrip("\n").partition(": ")
+        if name:
+            fields[name] = value
+        elif "data" in fields:
+            event = orjson.loads(fields["data"])
+            assert (fields["id"], fields["event"]) == (event["id"], event["event"])
+            found.append(event)
+            fields = {}
+            if len(found) == count:
+                break
+    return found
+
+
+def write_checkpoint(ctx: Context, job: str, step: int, files: dict[str, bytes], epoch: int = 1) -> Path:
+    directory = ctx.settings.data_dir / "jobs" / job / "checkpoints" / f"step-{step:06d}"
+    for name, data in files.items():
+        (directory / name).parent.mkdir(parents=True, exist_ok=True)
+        (directory / name).write_bytes(data)
+    entries = {n: {"bytes": len(d), "sha256": hashlib.sha256(d).hexdigest()} for n, d in files.items()}
+    manifest = {"job": job, "epoch": epoch, "step": step, "version": [epoch, step], "created": 1e9, "files": entries}
+    (directory / "manifest.json").write_bytes(orjson.dumps(manifest))
+    return directory
