@@ -252,9 +252,9 @@ class Cluster:
     async def submit(self, spec: JobSpec) -> str:
         return str((await self.client.submit(spec))["id"])
 
-    async def wait(self, job: str) -> dict[str, Any]:
+    async def wait(self, job: str, timeout_s: float = JOB_S) -> dict[str, Any]:
         """The job in its final state."""
-        return await self.client.wait(job, JOB_S)
+        return await self.client.wait(job, timeout_s)
 
     async def step(self, job: str) -> int:
         return (await self.store.job(job)).step

@@ -165,7 +165,7 @@ async def test_a_frozen_value_model_takes_the_place_of_the_critic(system: Cluste
         tiny, algorithm=algorithm, value_model={"base": str(model)}, train={"steps": 4, "lr": 3e-4, "warmup_steps": 2}
     )
     job = await system.submit(spec)
-    record = await system.wait(job, 120)
+    record = await system.wait(job)
     assert record["state"] == "succeeded", record["reason"]
     lines = system.lines(job)
     assert_exact_numerics(lines)
