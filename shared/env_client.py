@@ -16,8 +16,8 @@ import structlog
 
 from opentinker.shared.bus import Bus, NoReply, NoResponders
 from opentinker.shared.codec import WireError
-from opentinker.shared.sessions import OPEN, CloseSession, OpenSession, SessionReply, StepSession
-from opentinker.shared.subjects import ENV_CLOSE, ENV_OPEN, ENV_STEP
+from opentinker.shared.sessions import OPEN, CloseSession, Isolation, OpenSession, SessionReply, StepSession
+from opentinker.shared.subjects import ENV_CLOSE, ENV_OPEN, ENV_STEP, SANDBOX_OPEN
 from opentinker.shared.types import Ending, StopReason
 
 log = structlog.get_logger()
@@ -39,6 +39,7 @@ class EnvClient:
         job: str,
         session: str,
         environment: str,
+        isolation: Isolation = "process",
         config: dict[str, object],
         row: int,
         seed: int,
@@ -48,11 +49,13 @@ class EnvClient:
         deadline = time.monotonic() + deadline_s
         give_up = deadline - min(1.0, 0.1 * deadline_s)
         pause, why = 0.02, "it did not answer in time"
+        opening = SANDBOX_OPEN if isolation == "sandbox" else ENV_OPEN
         while (now := time.monotonic()) < give_up:
             request = OpenSession(
                 job=job,
                 session=session,
                 environment=environment,
+                isolation=isolation,
                 config=config,
                 row=row,
                 seed=seed,
@@ -61,14 +64,14 @@ class EnvClient:
             )
             within_s = min(self._ask_s, give_up - now)
             try:
-                reply = await self._bus.request(ENV_OPEN, request, within_s, environment=environment)
+                reply = await self._bus.request(opening, request, within_s, environment=environment)
                 if reply.opening:
                     reply = await self._opened(reply.worker, session, give_up - time.monotonic())
                 if reply.failure != Ending.ENV_LOST and not reply.busy:
                     return reply
                 why = "all env workers are full" if reply.busy else reply.error
             except NoResponders:
-                why = "no env worker serves it"
+                why = "no env worker serves it" if opening is ENV_OPEN else "no env worker has sandboxes"
             except NoReply:
                 if within_s == self._ask_s:  # the last ask may be too short to say anything
                     why = "it did not answer in time"

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
 from opentinker.shared.types import Ending, Message, StopReason, Tool, ToolCall
 
 OPEN = -1
+Isolation = Literal["process", "sandbox"]
+"""`process`: in the env worker, or in a child process where the environment says that it blocks: for what the operator
+wrote. `sandbox`: in a child process that sees nothing of this machine (shared/sandbox.py)."""
 
 
 class OpenSession(msgspec.Struct, frozen=True, kw_only=True):
@@ -18,6 +21,7 @@ class OpenSession(msgspec.Struct, frozen=True, kw_only=True):
     session: str
     """Episode id, chosen by the rollout worker; opening the same id twice answers with the same observation."""
     environment: str
+    isolation: Isolation = "process"
     config: dict[str, Any]
     row: int
     seed: int
@@ -92,7 +96,9 @@ class EnvCheck(msgspec.Struct, frozen=True, kw_only=True):
     """Scheduler -> any env worker: would episodes of this environment start with this config?"""
 
     name: str
-    config: dict[str, Any]
+    config: dict[str, Any] | None
+    """None: of the environment itself, whatever its config."""
+    isolation: Isolation = "process"
 
 
 class EnvCheckReply(msgspec.Struct, frozen=True, kw_only=True):

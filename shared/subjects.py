@@ -76,6 +76,10 @@ ENV_STEP = Call("env.step.{worker}", sessions.StepSession, sessions.SessionReply
 ENV_CLOSE = Call("env.close.{worker}", sessions.CloseSession, sessions.SessionReply)
 ENV_CHECK = Call("env.check", sessions.EnvCheck, sessions.EnvCheckReply)
 """Scheduler -> any env worker (queue group "env"), when a job is submitted."""
+SANDBOX_OPEN = Call("env.sandboxed.open", sessions.OpenSession, sessions.SessionReply)
+"""Rollout worker -> any env worker that has sandboxes (queue group): ENV_OPEN of sessions that need one."""
+SANDBOX_CHECK = Call("env.sandboxed.check", sessions.EnvCheck, sessions.EnvCheckReply)
+"""Scheduler -> any env worker that has sandboxes: ENV_CHECK of what is played in one."""
 EXAM_RESULT = Call("examined.{job}", validation.ExamResult, validation.Seen)
 """Rollout worker -> the job's trainer."""
 SWAP = Call("swap.{worker}", types.SwapCommand, types.SwapReply)

@@ -368,7 +368,7 @@ async def test_sync_client_does_the_same(ctx: Context, tmp_path: Path) -> None:
 
 def test_both_clients_offer_the_same_calls() -> None:
     def public(kind: type) -> set[str]:
-        return {name for name in vars(kind) if not name.startswith("_")}
+        return {name for name in dir(kind) if not name.startswith("_")}
 
     assert public(Client) == public(AsyncClient)
 

@@ -12,15 +12,17 @@ import pytest
 
 from opentinker.cli import app
 from opentinker.envs.registry import check
+from opentinker.shared import uploads
 from opentinker.shared.spec import parse_spec
 from tests.cluster import ROOT
 
 EXAMPLES = sorted((ROOT / "examples").glob("*.toml"))
+PUSHED = sorted((ROOT / "examples" / "environments").glob("*/job.toml"))
 PAGES = [
     ROOT / "README.md",
     ROOT / "CONTRIBUTING.md",
     ROOT / "Makefile",
-    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "docs").glob("**/*.md")),
     *EXAMPLES,
 ]
 NAMED = re.compile(r"\b(?:examples|docs|envs|deploy|services|shared|loadtest|tests|src)/[\w./{},*-]*[\w/*}]")
@@ -31,6 +33,12 @@ def test_every_example_is_a_valid_job(example: Path) -> None:
     spec = parse_spec(tomllib.loads(example.read_text()))
     if spec.kind == "rl":
         check(spec.environment.name, spec.environment.config)
+
+
+@pytest.mark.parametrize("example", PUSHED, ids=lambda path: path.parent.name)
+def test_every_example_to_be_pushed_is_a_package_that_its_job_names(example: Path) -> None:
+    name = uploads.read_package(example.parent).name
+    assert parse_spec(tomllib.loads(example.read_text())).environment.name == f"upload:{name}"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
@@ -58,4 +66,4 @@ def test_every_command_of_the_readme_is_one() -> None:
     assert {"up", "submit"} <= typed
     assert typed <= {
         command.name or command.callback.__name__ for command in app.registered_commands if command.callback
-    }
+    } | {group.typer_instance.info.name for group in app.registered_groups if group.typer_instance is not None}

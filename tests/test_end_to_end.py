@@ -22,6 +22,7 @@ from tests.cluster import SERVERS, Cluster, toy_cluster, toy_model, undocumented
 from tests.conftest import WAIT_S, until
 from tests.factories import make_spec
 from tests.lineage import faults
+from tests.upload_samples import PARITY
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -127,6 +128,19 @@ async def test_job_runs_from_submission_to_download(shared: System, tmp_path: Pa
 
     target = await cluster.client.download(job, tmp_path / "model")
     assert (target / "manifest.json").exists()
+
+
+async def test_an_uploaded_environment_is_trained_on_in_a_sandbox(shared: System) -> None:
+    cluster = shared.cluster
+    pushed = await cluster.client.push_environment(PARITY)
+    assert pushed["checked"]
+    spec = shared.spec(environment={"name": "upload:parity", "config": {"largest": 9}})
+    job = await cluster.submit(spec)
+    record = await cluster.wait(job)
+    assert (record["state"], record["environment"]) == ("succeeded", pushed["environment"]), record["reason"]
+    assert faults_of(cluster, job, spec) == []
+    points = await cluster.client.metrics(job, source="trainer")
+    assert undocumented({name for point in points for name in point["values"]}) == []
 
 
 async def test_job_starts_from_another_jobs_checkpoint_which_is_swept_meanwhile(shared: System) -> None:

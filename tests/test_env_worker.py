@@ -284,7 +284,7 @@ async def start_children(sessions: Sessions, number: int) -> None:
 
 
 async def test_an_import_that_takes_long_blocks_nobody_and_runs_once(
-    sessions: Sessions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    host: Host, sessions: Sessions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     began, gate = tmp_path / "began", tmp_path / "gate"
     code = f"""
@@ -302,7 +302,7 @@ while not Path({str(gate)!r}).exists():
     threads = threading.active_count()
     slow = "slow_module:Counting"
     opens = [asyncio.create_task(sessions.open(opening(session=f"s{i}", environment=slow))) for i in range(5)]
-    checked = asyncio.create_task(check_environment(EnvCheck(name=slow, config={"x": 1}), sessions._resolver))
+    checked = asyncio.create_task(check_environment(EnvCheck(name=slow, config={"x": 1}), sessions._resolver, host))
     await until(began.exists)
     for turn in range(20):
         assert (await sessions.step(step(turn, session="other"))).failure is None
@@ -329,14 +329,14 @@ async def test_an_import_that_never_ends_times_out_and_blocks_nobody(
 
 @pytest.mark.parametrize("code", ["import sys\nsys.exit(3)", "raise StopIteration", "1 / 0"])
 async def test_a_module_that_raises_is_explained_and_tried_again(
-    sessions: Sessions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str
+    host: Host, sessions: Sessions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str
 ) -> None:
     name = f"raising_{abs(hash(code))}"
     write_module(tmp_path, name, code)
     monkeypatch.syspath_prepend(str(tmp_path))
     reply = await sessions.open(opening(environment=f"{name}:Counting"))
     assert reply.failure == Ending.ENV_ERROR and name in reply.error
-    errors = (await check_environment(EnvCheck(name=f"{name}:Counting", config={}), sessions._resolver)).errors
+    errors = (await check_environment(EnvCheck(name=f"{name}:Counting", config={}), sessions._resolver, host)).errors
     assert [error["field"] for error in errors] == ["environment.name"]
     write_module(tmp_path, name, "from tests.env_samples import Counting")
     assert (await sessions.open(opening(session="again", environment=f"{name}:Counting"))).failure is None

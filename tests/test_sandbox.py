@@ -20,7 +20,7 @@ from opentinker.shared import seccomp
 from opentinker.shared.config import Settings
 from opentinker.shared.sandbox import Limits, Sandbox, Sandboxed, Unavailable, own_packages
 from tests import attacks
-from tests.conftest import until
+from tests.conftest import soon, until
 
 ATTACKS = Path(attacks.__file__)
 DEADLY = {"kill_everybody", "kill_parent", "memory_of_many", "many_files", "flood", "endless"}
@@ -44,7 +44,7 @@ async def attack(sandbox: Sandbox, *words: str) -> Sandboxed:
 
 
 async def output(running: Sandboxed) -> str:
-    out, err = await asyncio.wait_for(running.process.communicate(), 30.0)
+    out, err = await soon(running.process.communicate())
     assert await running.wait() == 0, err.decode()
     return out.decode()
 
@@ -131,7 +131,7 @@ def test_the_attacks_succeed_where_nothing_holds_them(listening: str, tmp_path: 
 )
 async def test_what_processes_hold_together_is_limited_from_outside(sandbox: Sandbox, name: str, reason: str) -> None:
     running = await attack(sandbox, name)
-    await asyncio.wait_for(running.wait(), 30.0)
+    await soon(running.wait())
     assert reason in running.reason
 
 
@@ -143,7 +143,7 @@ async def test_who_kills_everybody_ends_its_own_sandbox_alone(sandbox: Sandbox, 
     assert other.process.stdout is not None
     assert await other.process.stdout.readline() == b"1\n"
     running = await attack(sandbox, name)
-    await asyncio.wait_for(running.process.communicate(), 30.0)
+    await soon(running.process.communicate())
     await running.wait()
     assert other.process.returncode is None
     other.kill("the test is over")
@@ -156,7 +156,7 @@ async def test_what_never_ends_is_killed_from_outside(sandbox: Sandbox, name: st
     await until(lambda: len(module._descendants(running.process.pid)) > 2)
     processes = module._descendants(running.process.pid)
     running.kill("it took too long")
-    assert await asyncio.wait_for(running.wait(), 10.0) == -signal.SIGKILL
+    assert await soon(running.wait()) == -signal.SIGKILL
     assert running.reason == "it took too long"
     await until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in processes))
 
@@ -177,7 +177,7 @@ async def test_a_sandbox_ends_with_the_service() -> None:
     )
     service = await asyncio.create_subprocess_exec(sys.executable, "-c", code, stdout=PIPE)
     assert service.stdout is not None
-    processes = (await asyncio.wait_for(service.stdout.readline(), 30.0)).split()
+    processes = (await soon(service.stdout.readline())).split()
     assert len(processes) > 2
     service.kill()
     await service.wait()

@@ -1,8 +1,9 @@
 """A child process of an env worker: plays the sessions of environments that block, one call after the other.
 
-    python -m opentinker.services.env_worker.child FD MODULES      (started by host.py, never by hand)
+    python -m opentinker.services.env_worker.child FD MODULES CLASS      (started by host.py, never by hand)
 
-Consumes calls from the socket FD, produces answers on it; waits for the next call; ends when the worker is gone.
+Consumes calls from the socket FD, produces answers on it; waits for the next call; ends when the worker is gone. CLASS
+is the `module:Class` of an uploaded environment, whose name says nothing here; empty: each session says what it plays.
 """
 
 from __future__ import annotations
@@ -13,10 +14,14 @@ import signal
 import socket
 import sys
 
+import msgspec
+
+from opentinker.envs.registry import check, find
+from opentinker.services.env_worker.checks import mistakes_of
 from opentinker.services.env_worker.player import LocalPlayer, failure
 from opentinker.services.env_worker.wire import HEAD, Answer, Call, frame
 from opentinker.shared import codec
-from opentinker.shared.sessions import CloseSession, OpenSession, SessionReply, StepSession
+from opentinker.shared.sessions import CloseSession, EnvCheck, OpenSession, SessionReply, StepSession
 from opentinker.shared.types import Ending
 
 PR_SET_PDEATHSIG = 1
@@ -24,30 +29,53 @@ PR_SET_PDEATHSIG = 1
 
 def main() -> None:
     end_with_parent()
-    descriptor, modules = int(sys.argv[1]), sys.argv[2] == "1"
-    players: dict[str, LocalPlayer] = {}
-    with socket.socket(fileno=descriptor) as worker, asyncio.Runner() as runner, worker.makefile("rb") as calls:
+    table = Table(modules=sys.argv[2] == "1", uploaded=sys.argv[3])
+    with socket.socket(fileno=int(sys.argv[1])) as worker, asyncio.Runner() as runner, worker.makefile("rb") as calls:
         while len(head := calls.read(HEAD.size)) == HEAD.size:
             call = codec.decode(Call, calls.read(HEAD.unpack(head)[0]))
             try:
-                reply = runner.run(play(players, call, modules))
+                answer = runner.run(table.play(call))
             except asyncio.CancelledError:
-                reply = failure("", Ending.ENV_ERROR, "the environment raised CancelledError")
-            worker.sendall(frame(Answer(call.serial, reply)))
+                answer = Answer(call.serial, failure("", Ending.ENV_ERROR, "the environment raised CancelledError"))
+            worker.sendall(frame(answer))
 
 
-async def play(players: dict[str, LocalPlayer], call: Call, modules: bool) -> SessionReply:
-    if call.verb == "open":
-        opening = codec.decode(OpenSession, bytes(call.body))
-        player = players[opening.session] = LocalPlayer("", modules=modules)
+class Table:
+    """The sessions of this process."""
+
+    def __init__(self, *, modules: bool, uploaded: str) -> None:
+        self._modules = modules
+        self._uploaded = uploaded
+        self._players: dict[str, LocalPlayer] = {}
+
+    async def play(self, call: Call) -> Answer:
+        body = bytes(call.body)
+        match call.verb:
+            case "open":
+                reply = await self._open(codec.decode(OpenSession, body))
+            case "step":
+                step = codec.decode(StepSession, body)
+                reply = await self._players[step.session].step(step)
+            case "check":
+                errors = await mistakes_of(self._check, codec.decode(EnvCheck, body))
+                return Answer(call.serial, SessionReply(worker=""), errors)
+            case _:
+                closing = self._players.pop(codec.decode(CloseSession, body).session, None)
+                if closing is not None:
+                    await closing.close()
+                reply = SessionReply(worker="")
+        return Answer(call.serial, reply)
+
+    async def _open(self, opening: OpenSession) -> SessionReply:
+        opening = msgspec.structs.replace(opening, environment=self._uploaded or opening.environment)
+        player = self._players[opening.session] = LocalPlayer("", modules=self._modules)
         return await player.open(opening)
-    if call.verb == "step":
-        step = codec.decode(StepSession, bytes(call.body))
-        return await players[step.session].step(step)
-    closing = players.pop(codec.decode(CloseSession, bytes(call.body)).session, None)
-    if closing is not None:
-        await closing.close()
-    return SessionReply(worker="")
+
+    async def _check(self, name: str, config: dict[str, object] | None) -> None:
+        if config is None:
+            find(self._uploaded or name, modules=self._modules)
+        else:
+            check(self._uploaded or name, config, modules=self._modules)
 
 
 def end_with_parent() -> None:

@@ -1,56 +1,131 @@
-"""Child processes for environments that block: a hung or crashed child costs its own sessions and nothing else.
+"""Child processes for environments that block, or that nobody trusts: one that hangs or crashes costs its own sessions
+and nothing else.
 
 Parent side. Consumes calls of sessions, sends them over a socket pair to the least busy child (`child.py`), which
-plays them one after the other in its only thread. Cancelling the call that a child is playing kills that child.
+plays them one after the other in its only thread. Cancelling the call that a child is playing kills that child, and
+every process that it has started. A sandboxed child plays one environment of one job, and nobody believes its answers.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
+import signal
 import socket
 import sys
-from typing import Any
+from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import Any, Protocol
 
 import msgspec
 import structlog
 
+from opentinker.services.env_worker.checks import sound, sound_mistakes
 from opentinker.services.env_worker.player import failure, on_worker
-from opentinker.services.env_worker.wire import HEAD, Answer, Call, frame
+from opentinker.services.env_worker.sandboxes import Sandboxes
+from opentinker.services.env_worker.wire import HEAD, LARGEST, Answer, Call, frame
 from opentinker.shared import codec, egress
-from opentinker.shared.sessions import CloseSession, OpenSession, SessionReply, StepSession
+from opentinker.shared.errors import OpenTinkerError, SpecError
+from opentinker.shared.sessions import CloseSession, EnvCheck, OpenSession, SessionReply, StepSession
 from opentinker.shared.types import Ending
 
 KEPT_VARIABLES = ("PATH", "HOME", "LANG", "LC_ALL", "TZ", "TMPDIR", "VIRTUAL_ENV", "LD_LIBRARY_PATH", egress.VARIABLE)
 """Of the service's environment variables; its NATS and Redis addresses are not for user code."""
+IDLE_S = 60.0
+"""A sandboxed child without sessions ends after so long, with whatever its code left running."""
+CHECK_S = 15.0
+END_S = 2.0
+"""Between the end of a child's answers and its own."""
 
 log = structlog.get_logger()
+
+
+class Running(Protocol):
+    """A process that was started, with all that it starts itself."""
+
+    reason: str
+    """Why it was killed, if it was."""
+
+    def kill(self, reason: str) -> None: ...
+    async def wait(self) -> int: ...
+
+
+Start = Callable[[int], Awaitable[Running]]
+"""Of a process that answers on the socket of that number."""
 
 
 class Host:
     """At most `children` processes with `per_child` sessions each, started when first needed."""
 
-    def __init__(self, *, children: int, per_child: int, modules: bool) -> None:
+    def __init__(self, *, children: int, per_child: int, modules: bool, sandboxes: Sandboxes | None = None) -> None:
         self._limit = children
         self._per_child = per_child
         self._modules = modules
+        self._sandboxes = sandboxes
         self._children: list[Child] = []
 
     def player(self, worker: str) -> ChildPlayer | None:
         """A place in a child, or None when all are taken."""
-        self._children = [child for child in self._children if not child.gone]
-        least = min(self._children, key=lambda child: child.sessions, default=None)
-        if (least is None or least.sessions > 0) and len(self._children) < self._limit:
-            least = Child(self._modules)
-            self._children.append(least)
-        if least is None or least.sessions >= self._per_child:
-            return None
-        return ChildPlayer(worker, least)
+        return self._place(worker, "", partial(_start, self._modules))
+
+    async def sandboxed(self, worker: str, request: OpenSession) -> ChildPlayer | None:
+        """A place in a sandboxed child of the session's environment and job, or None when all are taken.
+
+        Raises SpecError if there can be none here.
+        """
+        sandboxes = self._with_sandboxes()
+        program = await sandboxes.program(request.environment)
+        return self._place(worker, f"{request.environment} of {request.job}", partial(sandboxes.start, program))
+
+    async def check(self, request: EnvCheck) -> list[dict[str, Any]]:
+        """The mistakes, found in a sandboxed child of its own. Raises SpecError if there can be none here."""
+        sandboxes = self._with_sandboxes()
+        child = Child(partial(sandboxes.start, await sandboxes.program(request.name)), "check")
+        try:
+            async with asyncio.timeout(CHECK_S):
+                answer = await child.call("check", request)
+        except TimeoutError:
+            return [_wrong(request.name, f"importing it and checking its config took more than {CHECK_S:g} s")]
+        finally:
+            child.kill("the check is over")
+            await child.ended()
+        if answer.reply.failure is not None:
+            return [_wrong(request.name, sound(answer.reply).error)]
+        return sound_mistakes(answer.errors)
 
     async def close(self) -> None:
         for child in self._children:
             child.kill("the env worker is stopping")
         await asyncio.gather(*(child.ended() for child in self._children))
+
+    def _with_sandboxes(self) -> Sandboxes:
+        if self._sandboxes is None:
+            raise SpecError(
+                [{"field": "environment.isolation", "value": "sandbox", "problem": "is not available here"}]
+            )
+        return self._sandboxes
+
+    def _place(self, worker: str, key: str, start: Start) -> ChildPlayer | None:
+        self._children = [child for child in self._children if not child.gone]
+        own = [child for child in self._children if child.key == key]
+        least = min(own, key=lambda child: child.sessions, default=None)
+        if (least is None or least.sessions > 0) and self._room():
+            least = Child(start, key)
+            self._children.append(least)
+        if least is None or least.sessions >= self._per_child:
+            return None
+        return ChildPlayer(worker, least)
+
+    def _room(self) -> bool:
+        """For one more child: an idle one of another key leaves its place to it."""
+        if len(self._children) < self._limit:
+            return True
+        idle = next((child for child in self._children if child.sessions == 0), None)
+        if idle is not None:
+            idle.kill("its place was needed")
+            self._children.remove(idle)
+        return idle is not None
 
 
 class ChildPlayer:
@@ -60,50 +135,67 @@ class ChildPlayer:
         self._worker = worker
         self._child = child
         self._session = ""
-        child.sessions += 1
+        child.come()
 
     async def open(self, request: OpenSession) -> SessionReply:
         self._session = request.session
-        return on_worker(await self._child.call("open", request), self._worker)
+        return self._checked(await self._child.call("open", request))
 
     async def step(self, request: StepSession) -> SessionReply:
-        return on_worker(await self._child.call("step", request), self._worker)
+        return self._checked(await self._child.call("step", request))
 
     async def close(self) -> None:
-        self._child.sessions -= 1
+        self._child.leave()
         await self._child.call("close", CloseSession(session=self._session))
+
+    def _checked(self, answer: Answer) -> SessionReply:
+        return on_worker(sound(answer.reply) if self._child.key else answer.reply, self._worker)
 
 
 class Child:
-    def __init__(self, modules: bool) -> None:
+    """`key`: whose sessions a sandboxed child plays; empty for one that plays what the operator wrote."""
+
+    def __init__(self, start: Start, key: str = "") -> None:
+        self.key = key
         self.sessions = 0
         self.gone = ""
         """Why the child can no longer be used."""
-        self._modules = modules
+        self._launch = start
         self._serial = 0
-        self._waiting: dict[int, asyncio.Future[SessionReply]] = {}
+        self._waiting: dict[int, asyncio.Future[Answer]] = {}
         """In the order in which the child plays them: the first is the one being played. Given-up calls stay in."""
         self._unsent: list[bytes] = []
         """Calls made before the process was up."""
-        self._process: asyncio.subprocess.Process | None = None
+        self._process: Running | None = None
         self._writer: asyncio.StreamWriter | None = None
+        self._idle: asyncio.TimerHandle | None = None
         self._running = asyncio.get_running_loop().create_task(self._run())
 
-    async def call(self, verb: str, body: Any) -> SessionReply:
+    def come(self) -> None:
+        self.sessions += 1
+        if self._idle is not None:
+            self._idle.cancel()
+
+    def leave(self) -> None:
+        self.sessions -= 1
+        if self.key and self.sessions == 0:
+            self._idle = asyncio.get_running_loop().call_later(IDLE_S, self.kill, "nobody needed it any more")
+
+    async def call(self, verb: str, body: Any) -> Answer:
         """Play one call. If it is cancelled while the child is busy with it, the child is killed."""
         if self.gone:
-            return failure("", Ending.ENV_ERROR, f"the environment's process is gone: {self.gone}")
+            return Answer(0, failure("", Ending.ENV_ERROR, f"the environment's process is gone: {self.gone}"))
         serial = self._serial = self._serial + 1
         self._waiting[serial] = waiting = asyncio.get_running_loop().create_future()
         self._send(frame(Call(serial, verb, msgspec.Raw(codec.encode(body)))))
         try:
-            reply: SessionReply = await waiting
+            answer: Answer = await waiting
         except asyncio.CancelledError:
             playing, oldest = next(iter(self._waiting.items()), (0, waiting))
             if playing == serial or (playing and oldest.cancelled()):
                 self.kill(f"it was killed because {verb} did not return in time in one of its sessions")
             raise
-        return reply
+        return answer
 
     def _send(self, data: bytes) -> None:
         if self._writer is None:
@@ -113,8 +205,8 @@ class Child:
 
     def kill(self, reason: str) -> None:
         self.gone = self.gone or reason
-        if self._process is not None and self._process.returncode is None:
-            self._process.kill()
+        if self._process is not None:
+            self._process.kill(reason)
 
     async def ended(self) -> None:
         await asyncio.wait([self._running])
@@ -125,35 +217,24 @@ class Child:
         try:
             reader = await self._start()
             while True:
-                head = await reader.readexactly(HEAD.size)
-                answer = codec.decode(Answer, await reader.readexactly(HEAD.unpack(head)[0]))
+                (size,) = HEAD.unpack(await reader.readexactly(HEAD.size))
+                if size > LARGEST:
+                    raise codec.WireError(f"an answer of {size:,} bytes; at most {LARGEST:,} are taken")
+                answer = codec.decode(Answer, await reader.readexactly(size))
                 waiting = self._waiting.pop(answer.serial, None)
                 if waiting is not None and not waiting.done():
-                    waiting.set_result(answer.reply)
+                    waiting.set_result(answer)
         except (asyncio.IncompleteReadError, ConnectionError):
             pass  # the process has ended: see its exit status
-        except (OSError, codec.WireError) as error:
+        except (OSError, OpenTinkerError) as error:
             reason = f"{type(error).__name__}: {error}"
         finally:
             await self._finish(reason)
 
     async def _start(self) -> asyncio.StreamReader:
         ours, theirs = socket.socketpair()
-        variables = {name: os.environ[name] for name in KEPT_VARIABLES if name in os.environ}
-        variables |= {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
         with theirs:
-            self._process = await asyncio.create_subprocess_exec(
-                sys.executable,
-                "-m",
-                "opentinker.services.env_worker.child",
-                str(theirs.fileno()),
-                str(int(self._modules)),
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=2,  # what user code prints goes to the log of the worker, never into the protocol
-                pass_fds=[theirs.fileno()],
-                env=variables,
-                start_new_session=True,
-            )
+            self._process = await self._launch(theirs.fileno())
         reader, self._writer = await asyncio.open_connection(sock=ours)
         if self.gone:  # given up while it was starting
             self.kill(self.gone)
@@ -162,14 +243,66 @@ class Child:
 
     async def _finish(self, reason: str) -> None:
         if self._process is not None:
-            if reason and self._process.returncode is None:
-                self._process.kill()
-            status = await self._process.wait()
-            reason = reason or (f"killed by signal {-status}" if status < 0 else f"exit status {status}")
+            if reason:
+                self._process.kill(reason)
+            status = await self._status(self._process)
+            ended = f"killed by signal {-status}" if status < 0 else f"exit status {status}"
+            reason = reason or self._process.reason or ended
         self.gone = self.gone or reason
         if self._writer is not None:
             self._writer.close()
+        if self._idle is not None:
+            self._idle.cancel()
         log.warning("environment_process_ended", reason=self.gone, sessions=self.sessions)
         for waiting in self._waiting.values():
             if not waiting.done():
-                waiting.set_result(failure("", Ending.ENV_ERROR, f"the environment's process ended: {self.gone}"))
+                why = f"the environment's process ended: {self.gone}"
+                waiting.set_result(Answer(0, failure("", Ending.ENV_ERROR, why)))
+
+    async def _status(self, process: Running) -> int:
+        try:
+            async with asyncio.timeout(END_S):
+                return await process.wait()
+        except TimeoutError:
+            process.kill("it closed its socket and went on")
+            return await process.wait()
+
+
+class Plain:
+    """A child process of the level `process`, and whatever it starts."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self.reason = ""
+        self._process = process
+
+    def kill(self, reason: str) -> None:
+        if self._process.returncode is None:
+            self.reason = self.reason or reason
+            with contextlib.suppress(ProcessLookupError):  # it has just ended
+                os.killpg(self._process.pid, signal.SIGKILL)
+
+    async def wait(self) -> int:
+        return await self._process.wait()
+
+
+async def _start(modules: bool, descriptor: int) -> Plain:
+    variables = {name: os.environ[name] for name in KEPT_VARIABLES if name in os.environ}
+    variables |= {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-m",
+        "opentinker.services.env_worker.child",
+        str(descriptor),
+        str(int(modules)),
+        "",
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=2,  # what user code prints goes to the log of the worker, never into the protocol
+        pass_fds=[descriptor],
+        env=variables,
+        start_new_session=True,
+    )
+    return Plain(process)
+
+
+def _wrong(name: str, problem: str) -> dict[str, Any]:
+    return {"field": "environment.name", "value": name, "problem": problem}

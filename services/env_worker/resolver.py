@@ -43,9 +43,11 @@ class Resolver:
         if coming.cancelled() or coming.result()[1] is not None:
             del self._found[name]
 
-    async def check(self, name: str, config: dict[str, object]) -> None:
+    async def check(self, name: str, config: dict[str, object] | None) -> None:
         """Raises SpecError with every mistake in name and config, or whatever the module or its validators raise."""
         await self.find(name)
+        if config is None:
+            return
         _, error = await _in_thread(partial(check, name, config, modules=self.modules))
         if error is not None:
             raise error

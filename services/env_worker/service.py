@@ -15,16 +15,17 @@ import uuid
 import msgspec
 
 from opentinker.envs.registry import BUILT_IN
+from opentinker.services.env_worker.checks import mistakes_of
 from opentinker.services.env_worker.host import Host
-from opentinker.services.env_worker.player import contain
 from opentinker.services.env_worker.resolver import Resolver
+from opentinker.services.env_worker.sandboxes import Sandboxes
 from opentinker.services.env_worker.watchdog import watch
 from opentinker.services.env_worker.worker import Sessions
 from opentinker.shared.egress import Egress
 from opentinker.shared.errors import SpecError
 from opentinker.shared.service import Context, first_failure
-from opentinker.shared.sessions import EnvCheck, EnvCheckReply, SessionReply
-from opentinker.shared.subjects import ENV_CHECK, ENV_CLOSE, ENV_OPEN, ENV_STEP
+from opentinker.shared.sessions import EnvCheck, EnvCheckReply
+from opentinker.shared.subjects import ENV_CHECK, ENV_CLOSE, ENV_OPEN, ENV_STEP, SANDBOX_CHECK, SANDBOX_OPEN
 from opentinker.shared.telemetry import Reporter
 from opentinker.shared.types import Pool, WorkerInfo
 from opentinker.shared.waiting import rest
@@ -44,29 +45,36 @@ async def serve(ctx: Context) -> None:
         host=socket.gethostname(),
         pid=os.getpid(),
     )
-    host = Host(children=settings.env_children, per_child=settings.env_sessions_per_child, modules=settings.env_modules)
+    sandboxes = await Sandboxes.open(settings)
+    host = Host(
+        children=settings.env_children,
+        per_child=settings.env_sessions_per_child,
+        modules=settings.env_modules,
+        sandboxes=sandboxes,
+    )
     resolver = Resolver(modules=settings.env_modules)
     sessions = Sessions(f"{info.id}-{info.incarnation}", limit=settings.env_sessions, resolver=resolver, host=host)
     try:
         await first_failure(
             {
-                "beat": _beat(ctx, info, sessions),
-                "serve": _serve(ctx, sessions, resolver),
+                "beat": _beat(ctx, info, sessions, sandboxes.unavailable),
+                "serve": _serve(ctx, sessions, resolver, host, sandboxes),
                 "report": Reporter(ctx.bus, ctx.worker, sessions.meters).run(),
                 "watchdog": watch(BLOCKED_TTLS * settings.worker_ttl_s),
             }
         )
     finally:
         await host.close()
+        await sandboxes.close()
         await ctx.store.leave(info)
 
 
-async def _serve(ctx: Context, sessions: Sessions, resolver: Resolver) -> None:
+async def _serve(ctx: Context, sessions: Sessions, resolver: Resolver, host: Host, sandboxes: Sandboxes) -> None:
     """Answer requests until told to stop, then drain."""
     bus = ctx.bus
 
     async def checked(request: EnvCheck) -> EnvCheckReply:
-        return await check_environment(request, resolver)
+        return await check_environment(request, resolver, host)
 
     steps = [
         await bus.serve(ENV_STEP, sessions.step, worker=sessions.worker),
@@ -77,6 +85,9 @@ async def _serve(ctx: Context, sessions: Sessions, resolver: Resolver) -> None:
         for name in (["*"] if resolver.modules else BUILT_IN)
     ]
     opens.append(await bus.serve(ENV_CHECK, checked, QUEUE))
+    if not sandboxes.unavailable:
+        opens.append(await bus.serve(SANDBOX_OPEN, sessions.open, QUEUE))
+        opens.append(await bus.serve(SANDBOX_CHECK, checked, QUEUE))
     await bus.nc.flush()  # from here on the server sends us requests
     ctx.ready()
     await ctx.stopping.wait()
@@ -89,27 +100,25 @@ async def _serve(ctx: Context, sessions: Sessions, resolver: Resolver) -> None:
     ctx.log.info("drained", given_up=left)
 
 
-async def _beat(ctx: Context, info: WorkerInfo, sessions: Sessions) -> None:
+async def _beat(ctx: Context, info: WorkerInfo, sessions: Sessions, no_sandbox: str) -> None:
     while True:
-        detail = {"sessions": sessions.active, "capacity": sessions.limit, "environments": sorted(BUILT_IN)}
+        detail = {
+            "sessions": sessions.active,
+            "capacity": sessions.limit,
+            "environments": sorted(BUILT_IN),
+            "no_sandbox": no_sandbox,
+        }
         ctx.detail.update(detail)
         status = "draining" if sessions.draining else "ready" if ctx.is_ready else "loading"
         await ctx.store.beat(msgspec.structs.replace(info, status=status, detail=detail), ctx.settings.worker_ttl_s)
         await rest(ctx.settings.heartbeat_s)
 
 
-async def check_environment(request: EnvCheck, resolver: Resolver) -> EnvCheckReply:
-    """Every mistake in the name and the config. A module that cannot even be imported is a mistake in the name."""
-    mistakes: list[dict[str, object]] = []
-
-    async def run() -> SessionReply:
-        try:
-            await resolver.check(request.name, request.config)
-        except SpecError as error:
-            mistakes.extend(error.mistakes)
-        return SessionReply(worker="")
-
-    reply = await contain("", run())
-    if reply.failure is not None:
-        mistakes.append({"field": "environment.name", "value": request.name, "problem": reply.error})
-    return EnvCheckReply(errors=mistakes)
+async def check_environment(request: EnvCheck, resolver: Resolver, host: Host) -> EnvCheckReply:
+    """Every mistake in the name and the config, found where sessions would run."""
+    if request.isolation == "process":
+        return EnvCheckReply(errors=await mistakes_of(resolver.check, request))
+    try:
+        return EnvCheckReply(errors=await host.check(request))
+    except SpecError as error:
+        return EnvCheckReply(errors=error.mistakes)

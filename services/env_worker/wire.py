@@ -11,6 +11,8 @@ from opentinker.shared import codec
 from opentinker.shared.sessions import SessionReply
 
 HEAD = struct.Struct("<I")
+LARGEST = 2 * 1024**2
+"""Bytes of an answer: more than any that the worker would pass on."""
 
 
 class Call(msgspec.Struct, frozen=True, array_like=True):
@@ -18,9 +20,9 @@ class Call(msgspec.Struct, frozen=True, array_like=True):
 
     serial: int
     verb: str
-    """open | step | close"""
+    """open | step | close | check"""
     body: msgspec.Raw
-    """OpenSession, StepSession or CloseSession."""
+    """OpenSession, StepSession, CloseSession or EnvCheck."""
 
 
 class Answer(msgspec.Struct, frozen=True, array_like=True):
@@ -28,6 +30,8 @@ class Answer(msgspec.Struct, frozen=True, array_like=True):
 
     serial: int
     reply: SessionReply
+    errors: list[dict[str, Any]] = []
+    """To `check`: the mistakes, as EnvCheckReply has them."""
 
 
 def frame(noun: Any) -> bytes:

@@ -130,7 +130,12 @@ class Sessions:
 
     async def _begin(self, session: Session) -> SessionReply:
         request = session.request
-        if not (await self._resolver.find(request.environment)).blocking:
+        if request.isolation == "sandbox":
+            sandboxed = None if self._host is None else await self._host.sandboxed(self.worker, request)
+            if sandboxed is None:
+                return SessionReply(worker=self.worker, busy=True)
+            session.player = sandboxed
+        elif not (await self._resolver.find(request.environment)).blocking:
             session.player = LocalPlayer(self.worker, modules=self._resolver.modules)
         elif self._host is None or (player := self._host.player(self.worker)) is None:
             return SessionReply(worker=self.worker, busy=True)

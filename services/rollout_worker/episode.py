@@ -22,7 +22,7 @@ import numpy as np
 
 from opentinker.services.rollout_worker.engine import Completion, Engine, EngineError, EngineLost, Sampling
 from opentinker.services.rollout_worker.render import Renderer
-from opentinker.shared.sessions import SessionReply, StepSession
+from opentinker.shared.sessions import Isolation, SessionReply, StepSession
 from opentinker.shared.spec import JobSpec
 from opentinker.shared.types import Ending, Message, Span, StopReason, Ticket, Tool, Trajectory, Turn
 
@@ -39,8 +39,8 @@ class Sessions(Protocol):
     """The environment side of an episode; `shared.env_client.EnvClient` is the real one."""
 
     async def open(
-        self, *, job: str, session: str, environment: str, config: dict[str, object], row: int, seed: int,
-        deadline_s: float,
+        self, *, job: str, session: str, environment: str, isolation: Isolation, config: dict[str, object], row: int,
+        seed: int, deadline_s: float,
     ) -> SessionReply: ...  # fmt: skip
 
     async def step(self, worker: str, request: StepSession) -> SessionReply: ...
@@ -129,6 +129,7 @@ class Episode:
                         job=self.ticket.job,
                         session=self.session,
                         environment=self.spec.environment.name,
+                        isolation=self.spec.environment.isolation or "process",
                         config=self.spec.environment.config,
                         row=self.ticket.row,
                         seed=self.ticket.seed,

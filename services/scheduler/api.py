@@ -14,6 +14,7 @@ import structlog
 from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
+from opentinker.services.scheduler.environments_api import EnvironmentsApi
 from opentinker.services.scheduler.jobs_api import MOST_JOBS, JobsApi
 from opentinker.services.scheduler.openapi import Parameter, Route, document
 from opentinker.services.scheduler.problems import BODY_LIMIT, json_response, problems
@@ -37,12 +38,17 @@ NAMES = Parameter("names", "query", "Only these values, comma separated.")
 STEP = Parameter("step", "query", "Of this evaluation; default: the newest.", "integer")
 ALL = Parameter("all", "query", "`1`: with optimizer and random state, to resume elsewhere.")
 
+NAME = Parameter("name", "query", "Of the environment; default: the one that the package gives itself.")
+VERSION = Parameter("version", "query", "Only this version; default: all of them.", "integer")
+
 
 class Api:
     def __init__(self, ctx: Context) -> None:
         self.ctx = ctx
         jobs = JobsApi(ctx)
+        environments = EnvironmentsApi(ctx)
         get = "/v1/jobs/{id}"
+        env = "/v1/environments"
         self.routes = [
             Route("POST", "/v1/jobs", jobs.create, "Submit a job", 201, (KEY,), body="JobSpec"),
             Route("GET", "/v1/jobs", jobs.list, "Your jobs, newest first", 200, (BEFORE_JOB, LIMIT_JOBS)),
@@ -63,6 +69,10 @@ class Api:
                 (ALL,),
                 content="application/x-tar",
             ),
+            Route("POST", env, environments.push, "Push an environment", 201, (NAME,), takes="application/x-tar"),
+            Route("GET", env, environments.list, "Your environments, with their newest versions"),
+            Route("GET", env + "/{name}", environments.get, "One environment: its versions, oldest first"),
+            Route("DELETE", env + "/{name}", environments.delete, "Delete an environment", 200, (VERSION,)),
             Route("GET", "/v1/workers", self.workers, "Live workers and what they are leased to"),
             Route("GET", "/v1/queues", self.queues, "Depth of every message stream"),
             Route("GET", "/healthz", self.healthz, "The process turns"),

@@ -35,6 +35,8 @@ class Route:
     """Name of the schema of the JSON body."""
     content: str = "application/json"
     """Of the answer."""
+    takes: str = ""
+    """Media type of a body that is not JSON."""
 
 
 def document(routes: Sequence[Route]) -> dict[str, Any]:
@@ -53,7 +55,7 @@ def document(routes: Sequence[Route]) -> dict[str, Any]:
 
 def _operation(route: Route) -> dict[str, Any]:
     in_path = [Parameter(name, "path", "") for name in re.findall(r"{(\w+)}", route.path)]
-    errors = {"422": "Every mistake in the request"} if route.body or route.parameters else {}
+    errors = {"422": "Every mistake in the request"} if route.body or route.takes or route.parameters else {}
     errors |= {"404": "Unknown id"} if in_path else {}
     errors |= {"503": "Redis or NATS does not answer"} if route.path.startswith("/v1") else {}
     problem = {"application/problem+json": {"schema": {"$ref": _SCHEMAS + "Problem"}}}
@@ -77,6 +79,8 @@ def _operation(route: Route) -> dict[str, Any]:
     if route.body:
         content = {"application/json": {"schema": {"$ref": _SCHEMAS + route.body}}}
         operation["requestBody"] = {"required": True, "content": content}
+    if route.takes:
+        operation["requestBody"] = {"required": True, "content": {route.takes: {}}}
     return operation
 
 

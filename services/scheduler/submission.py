@@ -12,19 +12,15 @@ from typing import Any
 import orjson
 from pydantic import ValidationError
 
+from opentinker.services.scheduler import environment
 from opentinker.services.scheduler import start as starting
 from opentinker.services.scheduler.data_check import absolute, check_data
-from opentinker.shared.bus import NoReply
-from opentinker.shared.codec import WireError
 from opentinker.shared.errors import SpecError
 from opentinker.shared.paths import local_path
 from opentinker.shared.service import Context
-from opentinker.shared.sessions import EnvCheck
 from opentinker.shared.spec import JobSpec, ModelSpec, StartSpec, parse_spec
-from opentinker.shared.spec.validation import validation_episodes
-from opentinker.shared.subjects import ENV_CHECK, WAKE
+from opentinker.shared.subjects import WAKE
 
-ENV_CHECK_S = 2.0
 _ALPHABET = string.ascii_lowercase + string.digits
 Mistakes = list[dict[str, Any]]
 
@@ -52,16 +48,14 @@ async def submit(ctx: Context, data: Any, tenant: str, idempotency: str = "") ->
         if made is not None:
             await ctx.bus.emit(WAKE, {"job": made}, who="scheduler")
             return made, True
-    check = _environment(data, spec)
-    wrong_environment, checked = await _check_environment(ctx, check, mistakes)
-    wrong_environment += await _check_validation(ctx, spec, wrong_environment)
+    asked = await environment.examine(ctx, data, spec, tenant, mistakes)
     base = _base(data, spec)
     wrong_model = (
         [] if base is None else await asyncio.to_thread(_check_model, base, None if spec is None else spec.model)
     )
     wrong_start, chosen = await _check_start(ctx, _start(data, spec), spec, tenant)
     wrong_frozen = await asyncio.to_thread(_check_frozen, data)
-    mistakes += wrong_environment + wrong_model + wrong_start + wrong_frozen
+    mistakes += asked.mistakes + wrong_model + wrong_start + wrong_frozen
     if spec is not None and spec.data is not None:
         mistakes += await asyncio.to_thread(check_data, spec.data, spec.kind)
     if spec is None or mistakes:
@@ -71,6 +65,8 @@ async def submit(ctx: Context, data: Any, tenant: str, idempotency: str = "") ->
         part["base"] = await asyncio.to_thread(_resolved, part["base"])
     if spec.data is not None:
         plain["data"] |= await asyncio.to_thread(absolute, spec.data)
+    if asked.check is not None:
+        plain["environment"]["name"] = asked.check.name
     new = new_job_id()
     if chosen is not None:
         plain["start"]["from"] = chosen.name
@@ -79,7 +75,7 @@ async def submit(ctx: Context, data: Any, tenant: str, idempotency: str = "") ->
     id = await ctx.store.create_job(id=new, spec=plain, tenant=tenant, idempotency=idempotency, body_hash=body_hash)
     if chosen is not None and id != new:
         await asyncio.to_thread(starting.drop, ctx.settings.data_dir, new)
-    if id == new and check is not None and not checked:
+    if id == new and asked.check is not None and not asked.answered:
         await ctx.store.update(
             id,
             event="environment_unchecked",
@@ -101,28 +97,6 @@ def _hash(spec: JobSpec) -> str:
         return hashlib.sha256(orjson.dumps(spec.model_dump(mode="json"), option=orjson.OPT_SORT_KEYS)).hexdigest()
     except TypeError as error:
         raise SpecError([{"field": "(whole spec)", "value": None, "problem": f"cannot be stored: {error}"}]) from None
-
-
-def _environment(data: Any, spec: JobSpec | None) -> EnvCheck | None:
-    """What can be asked of an env worker, even if other parts of the spec are wrong."""
-    if spec is not None:
-        return EnvCheck(name=spec.environment.name, config=spec.environment.config) if spec.kind == "rl" else None
-    part = data.get("environment") if isinstance(data, dict) else None
-    if not isinstance(part, dict) or not isinstance(part.get("name"), str) or not part["name"]:
-        return None
-    config = part.get("config", {})
-    return EnvCheck(name=part["name"], config=config) if isinstance(config, dict) else None
-
-
-async def _check_environment(ctx: Context, check: EnvCheck | None, known: Mistakes) -> tuple[Mistakes, bool]:
-    """The env worker's mistakes, and whether one answered."""
-    if check is None or any(mistake["field"] == "environment.name" for mistake in known):
-        return [], False
-    try:
-        reply = await ctx.bus.request(ENV_CHECK, check, ENV_CHECK_S)
-    except (NoReply, WireError):
-        return [], False
-    return reply.errors, True
 
 
 def _start(data: Any, spec: JobSpec | None) -> StartSpec | None:
@@ -148,15 +122,6 @@ async def _check_start(
     base = await asyncio.to_thread(_resolved, spec.model.base)
     wrong = await asyncio.to_thread(starting.mistakes_in, found, spec, base)
     return [{**mistake, "value": start.checkpoint} for mistake in wrong], found
-
-
-async def _check_validation(ctx: Context, spec: JobSpec | None, known: Mistakes) -> Mistakes:
-    """What evaluations lay over the environment's settings, unless those are wrong already."""
-    if spec is None or spec.validation is None or not spec.validation.config or known:
-        return []
-    config = validation_episodes(spec).environment.config
-    found, _ = await _check_environment(ctx, EnvCheck(name=spec.environment.name, config=config), [])
-    return [{**m, "field": m["field"].replace("environment.config", "validation.config", 1)} for m in found]
 
 
 def _base(data: Any, spec: JobSpec | None) -> str | None:

@@ -14,12 +14,24 @@ TOY_IGNORES = {"temperature", "top_p", "top_k", "stop"}
 
 class EnvironmentSpec(Part):
     name: Annotated[str, Field(min_length=1, max_length=200)]
-    """A built-in environment, or `module:Class` of your own where env workers run with OPENTINKER_ENV_MODULES=1."""
+    """A built-in environment; `upload:NAME` or `upload:NAME@VERSION`, which `opentinker env push` has brought; or
+    `module:Class` where env workers run with OPENTINKER_ENV_MODULES=1."""
+    isolation: Literal["process", "sandbox"] | None = None
+    """Where it runs. `process`: in an env worker or a child process of it, for what the operator wrote. `sandbox`: in a
+    child process without network, files or privileges: the only choice for uploads, and their default."""
     config: dict[str, Any] = {}
     """Passed to the environment's own config model, which refuses what it does not know."""
 
+    def settle(self) -> list[dict[str, Any]]:
+        uploaded = self.name.startswith("upload:")
+        if self.isolation == "process" and uploaded:
+            problem = "does not apply to uploads: they run in a sandbox"
+            return [{"field": "isolation", "value": "process", "problem": problem}]
+        fill(self, {"isolation": self.isolation or ("sandbox" if uploaded else "process")})
+        return []
 
-NO_ENVIRONMENT = EnvironmentSpec.model_construct(name="", config={})
+
+NO_ENVIRONMENT = EnvironmentSpec.model_construct(name="", isolation="process", config={})
 """Of a job that is not about one."""
 
 

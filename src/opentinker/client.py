@@ -31,6 +31,7 @@ import orjson
 from opentinker.archive import unpack
 from opentinker.given import empty_place, plain, started
 from opentinker.http import ApiConflict, ApiError, ApiNotFound, Http, Json
+from opentinker.pushing import EnvironmentCalls
 from opentinker.shared.manifest import ADAPTER, instead
 from opentinker.shared.spec import JobSpec
 from opentinker.shared.types import JobState
@@ -44,7 +45,7 @@ PAGE = 5000
 JOBS_PAGE = 500
 
 
-class AsyncClient:
+class AsyncClient(EnvironmentCalls):
     """`url` defaults to OPENTINKER_URL. `on_wait(sentence)` is called when the server is not reached; default: it is
     logged."""
 
@@ -349,6 +350,18 @@ class Client:
         base: str | None = None,
     ) -> Path:
         return self._call(self._core.download(id, directory, step, everything=everything, merge=merge, base=base))
+
+    def push_environment(self, directory: str | Path, name: str | None = None) -> Json:
+        return self._call(self._core.push_environment(directory, name))
+
+    def environments(self) -> list[Json]:
+        return self._call(self._core.environments())
+
+    def environment(self, name: str) -> Json:
+        return self._call(self._core.environment(name))
+
+    def delete_environment(self, name: str, version: int | None = None) -> list[int]:
+        return self._call(self._core.delete_environment(name, version))
 
     def workers(self) -> list[Json]:
         return self._call(self._core.workers())

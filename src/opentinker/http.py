@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import logging
 import os
 import random
@@ -98,8 +99,9 @@ class Http:
     ) -> Json:
         async def once() -> Json:
             timeout = aiohttp.ClientTimeout(total=self.timeout_s, sock_connect=CONNECT_S)
+            data = None if body is None else io.BytesIO(body)
             async with self._session.request(
-                method, self.url + path, params=query, data=body, headers=headers, timeout=timeout
+                method, self.url + path, params=query, data=data, headers=headers, timeout=timeout
             ) as response:
                 raw = await response.read()
                 await self._check(response, raw)

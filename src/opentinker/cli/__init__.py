@@ -9,7 +9,7 @@ import sys
 
 import typer
 
-from opentinker.cli import jobs, machine, run, specs
+from opentinker.cli import environments, jobs, machine, run, specs
 from opentinker.shared.errors import OpenTinkerError, SpecError
 
 app = typer.Typer(
@@ -24,6 +24,7 @@ machine.register(app)
 jobs.register(app)
 specs.register(app)
 run.register(app)
+environments.register(app)
 
 
 def main() -> None:

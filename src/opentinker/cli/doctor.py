@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.metadata
 import os
 import platform
@@ -13,6 +14,9 @@ from pathlib import Path
 
 from opentinker.embedded import DEFAULT_PORTS, STORE_BYTES, nats_binary, valkey_binary
 from opentinker.processes import StartError, port_free
+from opentinker.shared.config import load_settings
+from opentinker.shared.errors import OpenTinkerError
+from opentinker.shared.sandbox import Sandbox
 from opentinker.up import DEFAULT_PORT, is_running
 
 GIB = 1024**3
@@ -29,7 +33,7 @@ Check = dict[str, str]
 
 def examine(data_dir: Path) -> list[Check]:
     """Each check: what, found, result (ok | note | bad), hint."""
-    return [_python(), *_packages(), *_servers(), *_ports(data_dir), _disk(data_dir), _memory(), _gpu()]
+    return [_python(), *_packages(), *_servers(), *_ports(data_dir), _sandbox(), _disk(data_dir), _memory(), _gpu()]
 
 
 def _check(what: str, found: str, result: str = "ok", hint: str = "") -> Check:
@@ -95,6 +99,15 @@ def _ports(data_dir: Path) -> list[Check]:
         checks.append(_check(f"port {port}", f"{name}: {'free' if free else 'taken'}", "ok" if free else "note",
                              "" if free else "`opentinker up` takes a free one instead"))  # fmt: skip
     return checks
+
+
+def _sandbox() -> Check:
+    """By running a program in one."""
+    try:
+        asyncio.run(Sandbox.open(load_settings()))
+    except OpenTinkerError as error:
+        return _check("sandbox", "none", "note", f"uploaded environments need them: {error}")
+    return _check("sandbox", "bubblewrap runs programs")
 
 
 def _disk(data_dir: Path) -> Check:

@@ -1,0 +1,203 @@
+"""Uploaded packages on this machine: found in data_dir by their digest; virtual environments made from their locks.
+
+A virtual environment is made once per lock and interpreter, for all env workers that share data_dir: under a lock, in
+a directory that gets its name when it is whole. uv installs wheels by their hashes and builds nothing, so no code of a
+package runs here; nor is the interpreter of what it made ever started outside of a sandbox.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import hashlib
+import os
+import platform
+import shutil
+import stat
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import structlog
+from packaging.specifiers import SpecifierSet
+
+from opentinker.services.env_worker.runtime import Runtime
+from opentinker.shared import uploads
+from opentinker.shared.errors import SpecError
+from opentinker.shared.uploads import Package, Reference
+from opentinker.shared.waiting import rest
+
+MAKE_S = 600.0
+LOOK_S = 0.2
+KEPT_VARIABLES = (
+    "PATH",
+    "HOME",
+    "LANG",
+    "TMPDIR",
+    "SSL_CERT_FILE",
+    "SSL_CERT_DIR",
+    "XDG_CACHE_HOME",
+    "XDG_CONFIG_HOME",
+)
+KEPT_BEGINNINGS = ("UV_", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY", "http_proxy", "https_proxy", "no_proxy")
+"""Of the service's environment variables: where the operator's index is. uv gets no others."""
+ERROR_CHARACTERS = 1500
+
+log = structlog.get_logger()
+
+
+@dataclass(frozen=True)
+class Installed:
+    """An upload that can be played."""
+
+    package: Package
+    files: Path
+    venv: Path
+    runtime: dict[str, str]
+    """What has to be laid beside it (runtime.py)."""
+
+
+class Packages:
+    def __init__(self, data_dir: Path) -> None:
+        self._data_dir = data_dir.resolve()
+        self._python = os.path.realpath(sys.executable)
+        self._runtime = Runtime()
+        self._found: dict[str, asyncio.Task[Installed]] = {}
+        """By digest."""
+
+    async def find(self, name: str) -> Installed:
+        """Of an exact reference. Who asks meanwhile waits for the same work; what failed is tried again when asked for.
+
+        Raises SpecError for the field `environment.name`.
+        """
+        reference = uploads.parse(name)
+        if not reference.digest:
+            raise _wrong(name, "has no version and digest: the scheduler gives both when a job is submitted")
+        making = self._found.get(reference.digest)
+        if making is None or (making.done() and (making.cancelled() or making.exception() is not None)):
+            making = self._found[reference.digest] = asyncio.get_running_loop().create_task(self._install(reference))
+        return await asyncio.shield(making)
+
+    async def close(self) -> None:
+        running = [making for making in self._found.values() if not making.done()]
+        for making in running:
+            making.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+
+    async def _install(self, reference: Reference) -> Installed:
+        try:
+            package = await asyncio.to_thread(uploads.load, self._data_dir, reference.digest)
+        except FileNotFoundError:
+            why = "it was deleted, or this env worker has another data_dir than the scheduler"
+            raise _wrong(str(reference), f"is not in {uploads.home(self._data_dir)}: {why}") from None
+        if not SpecifierSet(package.python).contains(platform.python_version(), prereleases=True):
+            raise _wrong(
+                str(reference), f"is for Python {package.python}; env workers here run {platform.python_version()}"
+            )
+        files = uploads.package_dir(self._data_dir, reference.digest) / "files"
+        built_for = f"{self._python} {sys.version} {platform.machine()}"
+        venv = uploads.home(self._data_dir) / "venvs" / package.lock_digest / _short(built_for)
+        await asyncio.to_thread(venv.parent.mkdir, parents=True, exist_ok=True)
+        async with _alone(venv.with_name(f"{venv.name}.lock")):
+            text = await self._requirements(package, files, venv)
+            pins = uploads.pins(text)
+            if conflicts := self._runtime.conflicts(pins):
+                raise _wrong(str(reference), f"its lock pins {'; '.join(conflicts)}: lock versions of that range")
+            if not venv.is_dir():
+                await self._make(str(reference), text, venv)
+        return Installed(package, files, venv, self._runtime.binds(pins))
+
+    async def _requirements(self, package: Package, files: Path, venv: Path) -> str:
+        """What to install, with versions and hashes."""
+        if package.lock == uploads.LOCKS[0]:
+            return await asyncio.to_thread((files / package.lock).read_text)
+        options = ("--frozen", "--offline", "--no-config", "--no-emit-project", "--no-dev", "--no-header", "--quiet")
+        python = ("--python", self._python, "--no-python-downloads")
+        return await _uv(package.name, "export", *options, *python, "--project", str(files), cwd=venv.parent)
+
+    async def _make(self, name: str, requirements: str, venv: Path) -> None:
+        log.info("virtual_environment_being_made", environment=name, place=str(venv))
+        for left in venv.parent.glob(f".{venv.name}-*"):  # by a process that was killed
+            shutil.rmtree(left, ignore_errors=True)
+        work = venv.with_name(f".{venv.name}-{os.getpid()}")
+        try:
+            await _uv(name, "venv", "--quiet", "--no-project", "--python", self._python, str(work), cwd=venv.parent)
+            listed = work / "requirements.lock"
+            await asyncio.to_thread(listed.write_text, requirements)
+            if uploads.pins(requirements):
+                options = ("--quiet", "--require-hashes", "--no-build", "--python", str(work / "bin" / "python"))
+                await _uv(name, "pip", "install", *options, "-r", str(listed), cwd=venv.parent)
+            await asyncio.to_thread(_open_to_all, work)
+            work.rename(venv)
+        finally:
+            shutil.rmtree(work, ignore_errors=True)
+        log.info("virtual_environment_made", environment=name, place=str(venv))
+
+
+def _open_to_all(directory: Path) -> None:
+    """Blocking. Readable for every user, whatever the umask: a sandbox's user is one that nobody knows yet."""
+    for folder, _, names in os.walk(directory):
+        os.chmod(folder, 0o755)
+        for path in (os.path.join(folder, name) for name in names):
+            mode = os.lstat(path).st_mode
+            if stat.S_ISREG(mode) and mode & 0o444 != 0o444:
+                os.chmod(path, stat.S_IMODE(mode) | 0o444)
+
+
+async def _uv(name: str, *arguments: str, cwd: Path) -> str:
+    """Its output. Raises SpecError with what it complains of."""
+    environ = {
+        key: value for key, value in os.environ.items() if key in KEPT_VARIABLES or key.startswith(KEPT_BEGINNINGS)
+    }
+    process = await asyncio.create_subprocess_exec(
+        _uv_binary(name), *arguments, cwd=cwd, env=environ, start_new_session=True,
+        stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
+    )  # fmt: skip
+    try:
+        async with asyncio.timeout(MAKE_S):
+            out, err = await process.communicate()
+    except TimeoutError:
+        raise _wrong(name, f"its virtual environment could not be made within {MAKE_S:g} s") from None
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    if process.returncode != 0:
+        said = err.decode(errors="replace").strip()[-ERROR_CHARACTERS:]
+        raise _wrong(name, f"its virtual environment cannot be made: `uv {arguments[0]}` says: {said}")
+    return out.decode()
+
+
+def _uv_binary(name: str) -> str:
+    try:
+        from uv import find_uv_bin
+
+        return str(find_uv_bin())
+    except (ImportError, FileNotFoundError):
+        found = shutil.which("uv")
+    if found is None:
+        raise _wrong(name, "uploaded environments need uv where the env worker runs: pip install uv")
+    return found
+
+
+@asynccontextmanager
+async def _alone(path: Path) -> AsyncIterator[None]:
+    """Nobody else who shares the file is in the block at the same time, in any process."""
+    with await asyncio.to_thread(path.open, "w") as lock:
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                await rest(LOOK_S)
+        yield
+
+
+def _short(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def _wrong(name: str, problem: str) -> SpecError:
+    return SpecError([{"field": "environment.name", "value": name, "problem": problem}])

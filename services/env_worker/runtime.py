@@ -1,0 +1,83 @@
+"""What plays an environment, lent to the virtual environment of an upload: our own package, and the few it imports.
+
+Nothing of it is installed there. It is laid beside, read-only. A package that the lock has itself is not lent: it must
+then be of a version that we can work with.
+"""
+
+from __future__ import annotations
+
+import os
+from importlib import import_module
+from importlib.metadata import Distribution, distribution
+
+from packaging.markers import Marker
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from opentinker.shared.uploads import Pin
+
+NEEDED = ("msgspec>=0.20", "numpy>=1.26", "pydantic>=2.11,<3")
+"""By the modules that a child process imports; with what these need in turn."""
+OWN, LENT = "/runtime/src", "/runtime/lent"
+PATH = (OWN, LENT)
+"""Goes onto PYTHONPATH."""
+
+
+class Runtime:
+    def __init__(self) -> None:
+        self._needed: dict[str, list[Requirement]] = {}
+        """By package: every range of versions that is asked for."""
+        self._held: dict[str, Distribution] = {}
+        waiting = [Requirement(text) for text in NEEDED]
+        for requirement in waiting:
+            name = canonicalize_name(requirement.name)
+            self._needed.setdefault(name, []).append(requirement)
+            if name not in self._held:
+                self._held[name] = distribution(name)
+                texts = self._held[name].requires or []
+                waiting += [found for found in map(Requirement, texts) if _applies(found.marker)]
+
+    def binds(self, pins: list[Pin]) -> dict[str, str]:
+        """Place inside -> source, without the packages that the lock brings itself."""
+        locked = installed(pins)
+        lent = [held for name, held in self._held.items() if name not in locked]
+        return own_package() | {f"{LENT}/{top}": str(held.locate_file(top)) for held in lent for top in _tops(held)}
+
+    def conflicts(self, pins: list[Pin]) -> list[str]:
+        """What the lock pins to a version that cannot play."""
+        locked = installed(pins)
+        return [
+            f"{name}=={locked[name]}, and what plays environments here needs {range_}"
+            for name, ranges in self._needed.items()
+            for range_ in ranges
+            if name in locked and not range_.specifier.contains(locked[name], prereleases=True)
+        ]
+
+
+def package_dir() -> str:
+    return str(import_module("opentinker").__path__[0])
+
+
+def own_package() -> dict[str, str]:
+    """`opentinker` as it is imported here; in a checkout parts of it are links to folders beside it."""
+    package = package_dir()
+    place = f"{OWN}/opentinker"
+    binds = {place: package}
+    for entry in os.scandir(package):
+        if entry.is_symlink():
+            target = os.path.normpath(os.path.join(place, os.readlink(entry.path)))
+            binds[target] = os.path.realpath(entry.path)
+    return binds
+
+
+def installed(pins: list[Pin]) -> dict[str, str]:
+    """Name -> version of those that apply to this interpreter."""
+    return {pin.name: pin.version for pin in pins if _applies(Marker(pin.marker) if pin.marker else None)}
+
+
+def _applies(marker: Marker | None) -> bool:
+    return marker is None or marker.evaluate({"extra": ""})
+
+
+def _tops(held: Distribution) -> set[str]:
+    return {file.parts[0] for file in held.files or [] if file.parts[0] not in ("..", "__pycache__", "bin")}

@@ -1,0 +1,126 @@
+"""Child processes in sandboxes: which program plays an environment there, with what laid beside it, and what it prints.
+
+An upload runs in its own virtual environment and sees that, its own files and what plays it (runtime.py). An operator's
+environment that a job wants isolated sees the packages of the env worker and the directories of PYTHONPATH.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import structlog
+
+from opentinker.services.env_worker.packages import Packages
+from opentinker.services.env_worker.runtime import OWN, PATH, own_package, package_dir
+from opentinker.shared import uploads
+from opentinker.shared.config import Settings
+from opentinker.shared.errors import SpecError
+from opentinker.shared.sandbox import Sandbox, Sandboxed, Unavailable, own_packages
+from opentinker.shared.waiting import rest
+
+CHILD = "opentinker.services.env_worker.child"
+VENV, FILES = "/venv", "/upload"
+VARIABLES = {"PYTHONSAFEPATH": "1", "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
+CHUNK = 8192
+PAUSE_S = 0.05
+"""Between chunks of what a child prints: who prints faster waits, and nobody else."""
+LOGGED = 64 * 1024
+"""Bytes of a child's output that the log keeps."""
+
+log = structlog.get_logger()
+
+
+@dataclass(frozen=True)
+class Program:
+    """How to start a child for one environment."""
+
+    title: str
+    python: str
+    binds: dict[str, str]
+    variables: dict[str, str]
+    path: str
+    """`module:Class` of an upload; empty: each session names its environment."""
+    modules: bool
+
+
+class Sandboxes:
+    """`unavailable`: why there are none, if there are none."""
+
+    def __init__(self, sandbox: Sandbox | None, settings: Settings, unavailable: str = "") -> None:
+        self.unavailable = unavailable
+        self._sandbox = sandbox
+        self._modules = settings.env_modules
+        self._data_dir = settings.data_dir.resolve()
+        self._packages = Packages(settings.data_dir)
+        self._listening: set[asyncio.Task[None]] = set()
+
+    @classmethod
+    async def open(cls, settings: Settings) -> Sandboxes:
+        try:
+            return cls(await Sandbox.open(settings), settings)
+        except Unavailable as error:
+            log.warning("sandbox_unavailable", reason=str(error))
+            return cls(None, settings, str(error))
+
+    async def close(self) -> None:
+        await self._packages.close()
+
+    async def program(self, name: str) -> Program:
+        """For an upload this may take as long as its virtual environment takes to be made. Raises SpecError."""
+        if self._sandbox is None:
+            problem = f"is not available on this env worker: {self.unavailable}"
+            raise SpecError([{"field": "environment.isolation", "value": "sandbox", "problem": problem}])
+        if uploads.is_upload(name):
+            return await self._uploaded(name)
+        places = [place for place in self._operators_places() if place != os.path.dirname(package_dir())]
+        binds = own_packages() | own_package() | {place: place for place in places}
+        variables = VARIABLES | {"PYTHONPATH": os.pathsep.join([OWN, *places])}
+        return Program(name, sys.executable, binds, variables, "", self._modules)
+
+    async def _uploaded(self, name: str) -> Program:
+        installed = await self._packages.find(name)
+        package = installed.package
+        code = f"{FILES}/{package.root}".rstrip("/")
+        binds = {VENV: str(installed.venv), FILES: str(installed.files), **installed.runtime}
+        variables = VARIABLES | {"PYTHONPATH": os.pathsep.join([*PATH, code])}
+        return Program(name, f"{VENV}/bin/python", binds, variables, package.path, True)
+
+    def _operators_places(self) -> list[str]:
+        """Of PYTHONPATH; a directory that holds data_dir would show every job's files and is left out."""
+        given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+        places = [os.path.realpath(place) for place in given if place and os.path.isdir(place)]
+        return [place for place in dict.fromkeys(places) if not self._data_dir.is_relative_to(Path(place))]
+
+    async def start(self, program: Program, descriptor: int) -> Sandboxed:
+        """A child that answers on the socket `descriptor`. Raises Unavailable, OSError."""
+        assert self._sandbox is not None
+        argv = [program.python, "-m", CHILD, str(descriptor), str(int(program.modules)), program.path]
+        running = await self._sandbox.start(
+            argv,
+            binds=program.binds,
+            variables=program.variables,
+            pass_fds=[descriptor],
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+        )
+        assert running.process.stdout is not None
+        listening = asyncio.get_running_loop().create_task(_listen(running.process.stdout, program.title))
+        self._listening.add(listening)
+        listening.add_done_callback(self._listening.discard)
+        return running
+
+
+async def _listen(output: asyncio.StreamReader, title: str) -> None:
+    """What a child prints goes to the log up to a limit and is then read and forgotten, slowly. Ends with the child."""
+    heard = 0
+    while chunk := await output.read(CHUNK):
+        if heard < LOGGED:
+            log.info("environment_printed", environment=title, text=chunk.decode(errors="replace"))
+        elif heard < LOGGED + len(chunk):
+            log.warning("environment_prints_too_much", environment=title, kept_bytes=LOGGED)
+        heard += len(chunk)
+        await rest(PAUSE_S)

@@ -1,0 +1,93 @@
+"""The environment of a submitted job or of a pushed package: which version it is, and what an env worker says of it."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from typing import Any
+
+from opentinker.services.scheduler.receiving import Uploads
+from opentinker.shared import uploads
+from opentinker.shared.bus import NoReply, NoResponders
+from opentinker.shared.codec import WireError
+from opentinker.shared.errors import SpecError
+from opentinker.shared.service import Context
+from opentinker.shared.sessions import EnvCheck
+from opentinker.shared.spec import EnvironmentSpec, JobSpec
+from opentinker.shared.spec.validation import validation_episodes
+from opentinker.shared.subjects import ENV_CHECK, SANDBOX_CHECK
+from opentinker.shared.types import Pool
+
+ENV_CHECK_S = 2.0
+SANDBOX_CHECK_S = 20.0
+"""A virtual environment may have to be made first. Less than a client waits for an answer."""
+Mistakes = list[dict[str, Any]]
+
+
+@dataclass
+class Asked:
+    check: EnvCheck | None = None
+    """What was asked, with the exact name of an upload; None if nothing could be."""
+    answered: bool = False
+    """Whether an env worker did."""
+    mistakes: Mistakes = field(default_factory=list)
+
+
+async def examine(ctx: Context, data: Any, spec: JobSpec | None, tenant: str, known: Mistakes) -> Asked:
+    """Of the environment that `data` names, even if other parts of it are wrong (`spec` None)."""
+    check = _named(data, spec)
+    if check is None or any(mistake["field"].startswith("environment.") for mistake in known):
+        return Asked()
+    if uploads.is_upload(check.name):
+        held = Uploads(ctx.settings.data_dir, ctx.settings.upload_mb)
+        try:
+            exact = await asyncio.to_thread(held.resolve, check.name, tenant)
+        except SpecError as error:
+            return Asked(mistakes=error.mistakes)
+        check = EnvCheck(name=str(exact), config=check.config, isolation="sandbox")
+    mistakes, answered = await ask(ctx, check)
+    if not mistakes and spec is not None and spec.validation is not None and spec.validation.config:
+        mistakes = await _of_evaluations(ctx, check, spec)
+    return Asked(check, answered, mistakes)
+
+
+async def _of_evaluations(ctx: Context, check: EnvCheck, spec: JobSpec) -> Mistakes:
+    """What evaluations lay over the environment's settings."""
+    config = validation_episodes(spec).environment.config
+    found, _ = await ask(ctx, EnvCheck(name=check.name, config=config, isolation=check.isolation))
+    return [{**m, "field": m["field"].replace("environment.config", "validation.config", 1)} for m in found]
+
+
+async def ask(ctx: Context, check: EnvCheck) -> tuple[Mistakes, bool]:
+    """An env worker's mistakes, and whether one answered. A level that none of those that run has is a mistake."""
+    sandboxed = check.isolation == "sandbox"
+    call, within_s = (SANDBOX_CHECK, SANDBOX_CHECK_S) if sandboxed else (ENV_CHECK, ENV_CHECK_S)
+    try:
+        reply = await ctx.bus.request(call, check, within_s)
+    except NoResponders:
+        return await _without_sandboxes(ctx) if sandboxed else [], False
+    except (NoReply, WireError):
+        return [], False
+    return reply.errors, True
+
+
+async def _without_sandboxes(ctx: Context) -> Mistakes:
+    """Nothing to say where no env worker runs yet: it may have them."""
+    reasons = [str(w.detail.get("no_sandbox", "")) for w in await ctx.store.workers() if w.pool == Pool.ENV]
+    if not any(reasons):
+        return []
+    problem = f"none of the {len(reasons)} env workers has sandboxes: {next(filter(None, reasons))}"
+    return [{"field": "environment.isolation", "value": "sandbox", "problem": problem}]
+
+
+def _named(data: Any, spec: JobSpec | None) -> EnvCheck | None:
+    if spec is not None:
+        part = spec.environment
+        isolation = part.isolation or "process"
+        return EnvCheck(name=part.name, config=part.config, isolation=isolation) if spec.kind == "rl" else None
+    raw = data.get("environment") if isinstance(data, dict) else None
+    try:
+        part = EnvironmentSpec.model_validate(raw)
+    except ValueError:
+        return None
+    return EnvCheck(name=part.name, config=part.config, isolation=part.isolation or "process")

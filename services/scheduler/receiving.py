@@ -1,0 +1,228 @@
+"""Packages of environments as they come in: a tar that nobody trusts -> files under data_dir, and a version of a name.
+
+Everything here blocks and is called in threads. The files are written whole or not at all, by their content's digest;
+a name's versions are one small file, changed under a lock. Nothing of a package is run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import re
+import shutil
+import tarfile
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+from typing import IO
+
+import msgspec
+
+from opentinker.shared import codec, uploads
+from opentinker.shared.errors import NotFound, SpecError
+from opentinker.shared.uploads import Package, Reference
+
+MOST_FILES = 2000
+LONGEST_PATH = 240
+MIB = 1 << 20
+
+
+class Version(msgspec.Struct, frozen=True, kw_only=True):
+    version: int
+    digest: str
+    pushed: float
+    """Unix time."""
+    path: str
+    """`module:Class`."""
+    lock: str
+    files: int
+    bytes: int
+
+
+class Named(msgspec.Struct, frozen=True, kw_only=True):
+    """names/{tenant}/{name}.json"""
+
+    versions: list[Version] = []
+    """Oldest first."""
+    next: int = 1
+    """A number is never given twice, so that what a job names never changes."""
+
+
+class Uploads:
+    """`most_mb`: of one package, unpacked."""
+
+    def __init__(self, data_dir: Path, most_mb: int) -> None:
+        self._data_dir = data_dir
+        self._home = uploads.home(data_dir)
+        self._most = most_mb * MIB
+
+    def incoming(self) -> IO[bytes]:
+        """A file for the tar, which is gone when it is closed."""
+        self._home.mkdir(parents=True, exist_ok=True)
+        return tempfile.TemporaryFile(dir=self._home)
+
+    def keep(self, tar: IO[bytes], tenant: str, name: str) -> tuple[Package, Version, bool]:
+        """The package, its version, and whether it is a new one: what the newest version holds already is no new one.
+
+        Raises SpecError with every mistake in the package.
+        """
+        work = Path(tempfile.mkdtemp(dir=self._home, prefix=".incoming-"))
+        try:
+            files = work / "files"
+            files.mkdir()
+            self._unpack(tar, files)
+            package = uploads.read_package(files, name)
+            digest, _, _ = uploads.digest_of(files)
+            (work / "package.json").write_bytes(codec.to_json(package))
+            work.chmod(0o755)
+            with self._locked():
+                self._place(work, digest)
+                version, new = self._version(tenant, package, digest)
+        finally:
+            shutil.rmtree(work, ignore_errors=True)
+        return package, version, new
+
+    def _unpack(self, file: IO[bytes], files: Path) -> None:
+        size = count = 0
+        try:
+            with tarfile.open(fileobj=file, mode="r:") as tar:
+                for member in tar:
+                    path = _inside(member)
+                    if member.isdir():
+                        continue
+                    count, size = count + 1, size + member.size
+                    if count > MOST_FILES or size > self._most:
+                        limits = f"{MOST_FILES} files and {self._most // MIB} MB (upload_mb)"
+                        raise _refused(f"is larger than what is taken: at most {limits}")
+                    source = tar.extractfile(member)
+                    assert source is not None
+                    _unpacked(files, path, source)
+        except tarfile.TarError as error:
+            raise _refused(f"is not a tar file: {error}") from None
+        except (FileExistsError, IsADirectoryError, NotADirectoryError) as error:
+            raise _refused(f"holds {Path(str(error.filename)).name!r} twice") from None
+
+    def _place(self, work: Path, digest: str) -> None:
+        place = uploads.package_dir(self._data_dir, digest)
+        if not place.exists():
+            place.parent.mkdir(parents=True, exist_ok=True)
+            work.rename(place)
+
+    def _version(self, tenant: str, package: Package, digest: str) -> tuple[Version, bool]:
+        named = self._read(tenant, package.name)
+        if named.versions and named.versions[-1].digest == digest:
+            return named.versions[-1], False
+        version = Version(version=named.next, digest=digest, pushed=time.time(), path=package.path, lock=package.lock,
+                          files=package.files, bytes=package.bytes)  # fmt: skip
+        self._write(tenant, package.name, Named(versions=[*named.versions, version], next=named.next + 1))
+        return version, True
+
+    # --- names --------------------------------------------------------------------------------------------------
+
+    def names(self, tenant: str) -> dict[str, list[Version]]:
+        found = {path.stem: self._read(tenant, path.stem).versions for path in self._names(tenant).glob("*.json")}
+        return {name: versions for name, versions in sorted(found.items()) if versions}
+
+    def versions(self, tenant: str, name: str) -> list[Version]:
+        """Raises NotFound."""
+        found = self._read(tenant, name).versions
+        if not found:
+            raise NotFound(f"no environment {name[:100]!r}; GET /v1/environments lists yours")
+        return found
+
+    def resolve(self, name: str, tenant: str) -> Reference:
+        """`upload:NAME[@VERSION]` -> with version and digest. Raises SpecError for the field `environment.name`."""
+        reference = uploads.parse(name)
+        try:
+            versions = self.versions(tenant, reference.name)
+        except NotFound:
+            yours = ", ".join(self.names(tenant)) or "none yet"
+            push = f"push it with `opentinker env push DIR --name {reference.name}`"
+            raise _wrong_name(name, f"you have no such environment; {push} (there are: {yours})") from None
+        wanted = reference.version or versions[-1].version
+        for version in versions:
+            if version.version == wanted and reference.digest in ("", version.digest):
+                return Reference(reference.name, wanted, version.digest)
+        there = ", ".join(str(version.version) for version in versions)
+        raise _wrong_name(name, f"has no such version; there are: {there}")
+
+    def delete(self, tenant: str, name: str, version: int | None) -> list[Version]:
+        """The versions that are gone. What only they had is removed. Raises NotFound."""
+        with self._locked():
+            versions = self.versions(tenant, name)
+            gone = [v for v in versions if version in (None, v.version)]
+            if not gone:
+                raise NotFound(f"environment {name!r} has no version {version}")
+            left = [v for v in versions if v not in gone]
+            self._write(tenant, name, Named(versions=left, next=self._read(tenant, name).next))
+            self._sweep({v.digest for v in gone})
+        return gone
+
+    def _sweep(self, digests: set[str]) -> None:
+        """Packages that no name holds any more, and the virtual environments that only they had."""
+        held = {v.digest for path in (self._home / "names").glob("*/*.json") for v in _named(path).versions}
+        locks = {digest: uploads.load(self._data_dir, digest).lock_digest for digest in held | digests}
+        for digest in digests - held:
+            shutil.rmtree(uploads.package_dir(self._data_dir, digest), ignore_errors=True)
+            if locks[digest] not in {locks[other] for other in held}:
+                shutil.rmtree(self._home / "venvs" / locks[digest], ignore_errors=True)
+
+    def _names(self, tenant: str) -> Path:
+        return self._home / "names" / tenant
+
+    def _read(self, tenant: str, name: str) -> Named:
+        return _named(self._names(tenant) / f"{name}.json") if re.fullmatch(uploads.NAME, name) else Named()
+
+    def _write(self, tenant: str, name: str, named: Named) -> None:
+        place = self._names(tenant) / f"{name}.json"
+        place.parent.mkdir(parents=True, exist_ok=True)
+        work = place.with_suffix(".new")
+        work.write_bytes(codec.to_json(named))
+        work.replace(place)
+
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[None]:
+        self._home.mkdir(parents=True, exist_ok=True)
+        with (self._home / ".lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield
+
+
+def _named(path: Path) -> Named:
+    try:
+        return codec.from_json(Named, path.read_bytes())
+    except FileNotFoundError:
+        return Named()
+
+
+def _inside(member: tarfile.TarInfo) -> PurePosixPath:
+    """Raises SpecError for whatever is not a plain file or directory inside the package."""
+    path = PurePosixPath(member.name)
+    if not (member.isreg() or member.isdir()):
+        raise _refused(f"holds {member.name[:100]!r}, which is a link or a device: only plain files are taken")
+    bad = path.is_absolute() or ".." in path.parts or "\\" in member.name or not member.name.isprintable()
+    if bad or len(member.name) > LONGEST_PATH or (member.isreg() and not path.parts):
+        raise _refused(f"holds {member.name[:100]!r}, which is no name of a file inside it")
+    return path
+
+
+def _unpacked(files: Path, path: PurePosixPath, source: IO[bytes]) -> None:
+    """Readable for every user: the sandbox's is one that nobody knows yet."""
+    place = files / path
+    place.parent.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(place, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+    with os.fdopen(descriptor, "wb") as out:
+        shutil.copyfileobj(source, out)
+        os.fchmod(out.fileno(), 0o644)
+    for parent in path.parents:
+        (files / parent).chmod(0o755)
+
+
+def _refused(problem: str) -> SpecError:
+    return SpecError([{"field": "(package)", "value": None, "problem": problem}])
+
+
+def _wrong_name(name: str, problem: str) -> SpecError:
+    return SpecError([{"field": "environment.name", "value": name, "problem": problem}])

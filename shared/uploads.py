@@ -1,0 +1,239 @@
+"""Uploaded environments: how a job names one, what a package must hold, and where data_dir keeps it.
+
+    data_dir/environments/names/{tenant}/{name}.json      its versions                    written by the scheduler
+    data_dir/environments/packages/{digest}/files/        the package, read-only          written by the scheduler, once
+    data_dir/environments/packages/{digest}/package.json  what was read of it
+    data_dir/environments/venvs/{lock}/{interpreter}/     what the lock says, installed   made by env workers, once
+
+Reading a package runs none of its code.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from packaging.requirements import InvalidRequirement, Requirement
+from packaging.specifiers import InvalidSpecifier, SpecifierSet
+from packaging.utils import canonicalize_name
+
+from opentinker.shared import codec
+from opentinker.shared.errors import SpecError
+
+PREFIX = "upload:"
+NAME = r"[a-z0-9][a-z0-9_-]{0,62}"
+DESCRIPTION, PROJECT = "environment.toml", "pyproject.toml"
+LOCKS = ("requirements.lock", "uv.lock")
+KEYS = {"name", "class", "lock", "python"}
+HOW_TO_LOCK = (
+    "make one with `uv lock`, or with `uv pip compile --universal --generate-hashes FILE -o requirements.lock`"
+    " (without dependencies an empty requirements.lock will do)"
+)
+_REFERENCE = re.compile(rf"upload:({NAME})(?:@([1-9][0-9]{{0,8}})(?:\+([0-9a-f]{{20}}))?)?")
+_CLASS = re.compile(r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
+_HASH = re.compile(r"\s--hash[= ]sha(?:256|384|512):[0-9a-f]{64,128}(?=\s|$)")
+
+
+class Reference(msgspec.Struct, frozen=True):
+    """`upload:NAME`, `upload:NAME@VERSION`, and as jobs keep it `upload:NAME@VERSION+DIGEST`."""
+
+    name: str
+    version: int | None = None
+    """None: the newest."""
+    digest: str = ""
+    """Of the package's content; with it the reference says all that an env worker needs."""
+
+    def __str__(self) -> str:
+        version = "" if self.version is None else f"@{self.version}"
+        return f"{PREFIX}{self.name}{version}{'+' if self.digest else ''}{self.digest}"
+
+
+class Package(msgspec.Struct, frozen=True, kw_only=True):
+    name: str
+    path: str
+    """`module:Class`."""
+    root: str
+    """What goes onto the module path: `` or `src`."""
+    lock: str
+    """File name of the lock."""
+    lock_digest: str
+    python: str = ""
+    """Versions of Python it is for, e.g. `>=3.11`; empty: any."""
+    files: int = 0
+    bytes: int = 0
+
+
+class Pin(msgspec.Struct, frozen=True):
+    """One line of a lock of the requirements form."""
+
+    name: str
+    version: str
+    marker: str
+    """Where it applies; empty: everywhere."""
+
+
+def is_upload(name: str) -> bool:
+    return name.startswith(PREFIX)
+
+
+def parse(name: str) -> Reference:
+    """Raises SpecError for the field `environment.name`."""
+    found = _REFERENCE.fullmatch(name)
+    if found is None:
+        problem = "is not of the form upload:NAME or upload:NAME@VERSION, e.g. upload:parity@3"
+        raise SpecError([{"field": "environment.name", "value": name, "problem": problem}])
+    return Reference(found[1], int(found[2]) if found[2] else None, found[3] or "")
+
+
+def home(data_dir: Path) -> Path:
+    return data_dir / "environments"
+
+
+def package_dir(data_dir: Path, digest: str) -> Path:
+    return home(data_dir) / "packages" / digest
+
+
+def load(data_dir: Path, digest: str) -> Package:
+    """Blocking. Raises FileNotFoundError."""
+    return codec.from_json(Package, (package_dir(data_dir, digest) / "package.json").read_bytes())
+
+
+def digest_of(files: Path) -> tuple[str, int, int]:
+    """Blocking. Of names and contents of all files; how many they are, and their bytes."""
+    total, count, size = hashlib.sha256(), 0, 0
+    for path in sorted(path for path in files.rglob("*") if path.is_file()):
+        content = path.read_bytes()
+        name = path.relative_to(files).as_posix().encode()
+        total.update(b"%d %d " % (len(name), len(content)) + name + hashlib.sha256(content).digest())
+        count, size = count + 1, size + len(content)
+    return total.hexdigest()[:20], count, size
+
+
+def read_package(files: Path, name: str = "") -> Package:
+    """Blocking. `name` goes before the one that the package gives itself. Raises SpecError with every mistake."""
+    mistakes: list[dict[str, Any]] = []
+
+    def wrong(field: str, value: Any, problem: str) -> None:
+        mistakes.append({"field": field, "value": value, "problem": problem})
+
+    source, own, project = _described(files, wrong)
+    for key in sorted(own.keys() - KEYS):
+        wrong(f"{source}: {key}", own[key], f"is not known here; known are: {', '.join(sorted(KEYS))}")
+    name = name or str(own.get("name") or canonicalize_name(str(project.get("name", ""))))
+    if not re.fullmatch(NAME, name):
+        wrong("name", name, "must be lower case letters, digits, - and _, at most 63; give one with --name")
+    path = own.get("class")
+    root = "src" if (files / "src").is_dir() else ""
+    if not isinstance(path, str) or not _CLASS.fullmatch(path):
+        wrong(f"{source}: class", path, "must be given as module:Class, e.g. parity:Parity")
+    elif not _module_there(files / root, path.partition(":")[0]):
+        wrong(f"{source}: class", path, f"there is no such module in the {root or 'top'} directory of the package")
+    python = str(own.get("python") or project.get("requires-python", ""))
+    try:
+        SpecifierSet(python)
+    except InvalidSpecifier:
+        wrong(f"{source}: python", python, "is not a set of versions, e.g. >=3.11")
+    lock, lock_digest = _lock(files, own.get("lock"), project, wrong)
+    if mistakes:
+        raise SpecError(mistakes)
+    _, count, size = digest_of(files)
+    return Package(name=name, path=str(path), root=root, lock=lock, lock_digest=lock_digest, python=python,
+                   files=count, bytes=size)  # fmt: skip
+
+
+def _described(files: Path, wrong: Any) -> tuple[str, dict[str, Any], dict[str, Any]]:
+    """Where the package describes itself, what it says there, and its [project]."""
+    read: dict[str, Any] = {}
+    for name in (DESCRIPTION, PROJECT):
+        try:
+            read[name] = tomllib.loads((files / name).read_text())
+        except FileNotFoundError:
+            continue
+        except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+            wrong(name, None, f"cannot be read: {error}")
+            read[name] = {}
+    project = read.get(PROJECT, {}).get("project", {})
+    tool = read.get(PROJECT, {}).get("tool", {}).get("opentinker")
+    if DESCRIPTION in read:
+        return DESCRIPTION, read[DESCRIPTION], project
+    if not isinstance(tool, dict):
+        needed = f"needs {DESCRIPTION}, or [tool.opentinker] in {PROJECT}, with class = 'module:Class'"
+        wrong("(package)", None, needed)
+    return f"{PROJECT}: tool.opentinker", tool if isinstance(tool, dict) else {}, project
+
+
+def _module_there(root: Path, module: str) -> bool:
+    place = root.joinpath(*module.split("."))
+    return place.with_suffix(".py").is_file() or place.is_dir()
+
+
+def _lock(files: Path, named: Any, project: dict[str, Any], wrong: Any) -> tuple[str, str]:
+    """File name and digest of the lock; everything that it leaves open is wrong."""
+    there = [lock for lock in LOCKS if (files / lock).is_file()]
+    if named is not None and named not in LOCKS:
+        wrong("lock", named, f"must be {' or '.join(LOCKS)}, at the top of the package")
+        return "", ""
+    chosen = [named] if named in there else [] if named else there
+    if len(chosen) != 1:
+        both = "and there are both; name the one that counts: lock = 'uv.lock'"
+        wrong("lock", named, f"a package has one lock file, {both if chosen else f'and there is none: {HOW_TO_LOCK}'}")
+        return "", ""
+    text = (files / chosen[0]).read_text(errors="replace")
+    try:
+        locked = {pin.name for pin in pins(text)} if chosen[0] == LOCKS[0] else _locked_by_uv(text)
+    except ValueError as error:
+        wrong(chosen[0], None, f"{error}; {HOW_TO_LOCK}")
+        return "", ""
+    for dependency in project.get("dependencies", []):
+        try:
+            name = canonicalize_name(Requirement(str(dependency)).name)
+        except InvalidRequirement as error:
+            wrong(f"{PROJECT}: project.dependencies", dependency, str(error))
+            continue
+        if name not in locked:
+            wrong(f"{PROJECT}: project.dependencies", dependency, f"is not in {chosen[0]}: lock again")
+    return chosen[0], hashlib.sha256(text.encode()).hexdigest()[:20]
+
+
+def pins(text: str) -> list[Pin]:
+    """Of a lock in the form of a requirements file with hashes. Raises ValueError naming the line that is no pin."""
+    found = []
+    for line in re.sub(r"\\\r?\n", " ", text).splitlines():
+        stripped = re.sub(r"(^|\s)#.*$", "", line).strip()
+        if not stripped:
+            continue
+        plain = _HASH.sub(" ", f" {stripped} ").strip()
+        if "--hash" not in stripped or plain.startswith("-"):
+            raise ValueError(f"{stripped[:80]!r} has no hash: every line must pin one package by version and hash")
+        try:
+            required = Requirement(plain)
+        except InvalidRequirement as error:
+            raise ValueError(f"{plain[:80]!r} is not a pinned package: {error}") from None
+        versions = [str(specifier.version) for specifier in required.specifier if specifier.operator == "=="]
+        if required.url or len(required.specifier) != 1 or len(versions) != 1 or "*" in versions[0]:
+            raise ValueError(f"{plain[:80]!r} must pin one version (name==1.2.3) of a package of the index")
+        found.append(Pin(canonicalize_name(required.name), versions[0], str(required.marker or "")))
+    return found
+
+
+def _locked_by_uv(text: str) -> set[str]:
+    """Raises ValueError for what comes from elsewhere than an index, or without a hash."""
+    try:
+        packages = tomllib.loads(text).get("package", [])
+    except tomllib.TOMLDecodeError as error:
+        raise ValueError(f"cannot be read: {error}") from None
+    names: set[str] = set()
+    for package in packages:
+        name, source = str(package.get("name")), package.get("source", {})
+        if source in ({"virtual": "."}, {"editable": "."}):
+            continue
+        if "registry" not in source:
+            raise ValueError(f"{name} comes from {source}: only packages of an index can be installed here")
+        if not all("hash" in wheel for wheel in package.get("wheels", [])):
+            raise ValueError(f"{name} has a wheel without a hash")
+        names.add(canonicalize_name(name))
+    return names

@@ -1,0 +1,80 @@
+"""`opentinker env push, list, show, delete`: environments that run in sandboxes on the server."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from opentinker.cli.common import AsJson, Url, ago, client, print_json, print_table, say
+
+PUSH_S = 60.0
+
+Name = Annotated[str, typer.Argument(metavar="NAME", help="See `opentinker env list`.")]
+
+
+def register(app: typer.Typer) -> None:
+    env = typer.Typer(name="env", help="Environments of your own.", no_args_is_help=True)
+    app.add_typer(env)
+    env.command()(push)
+    env.command("list")(list_all)
+    env.command()(show)
+    env.command()(delete)
+
+
+def push(
+    directory: Annotated[
+        Path, typer.Argument(metavar="DIR", help="With environment.toml (or pyproject.toml), the code and a lock file.")
+    ],
+    name: Annotated[str | None, typer.Option(help="Instead of the one that the package gives itself.")] = None,
+    url: Url = None,
+    as_json: AsJson = False,
+) -> None:
+    """Push a directory with an environment. What has not changed makes no new version."""
+    with client(url, patience_s=PUSH_S) as api:
+        pushed = api.push_environment(directory, name)
+    if as_json:
+        print_json(pushed)
+        return
+    what = "pushed" if pushed["new"] else "unchanged"
+    say(f"{what}: {pushed['name']} version {pushed['version']}, {pushed['files']} files")
+    if not pushed["checked"]:
+        say("no env worker has tried it yet: none runs, or its virtual environment is still being made")
+    say(f'to play it: [environment] name = "upload:{pushed["name"]}"')
+
+
+def list_all(url: Url = None, as_json: AsJson = False) -> None:
+    """Your environments with their newest versions."""
+    with client(url) as api:
+        found = api.environments()
+    if as_json:
+        print_json(found)
+        return
+    rows = [[e["name"], e["version"], e["class"], f"{e['bytes'] / 1024:.0f} KB", ago(e["pushed"])] for e in found]
+    columns = ("NAME", "VERSION", "CLASS", "SIZE", "PUSHED")
+    print_table(columns, rows, empty="no environments yet: opentinker env push DIR")
+
+
+def show(name: Name, url: Url = None, as_json: AsJson = False) -> None:
+    """The versions of an environment, oldest first."""
+    with client(url) as api:
+        found = api.environment(name)
+    if as_json:
+        print_json(found)
+        return
+    rows = [[v["version"], v["class"], v["lock"], v["files"], v["digest"], ago(v["pushed"])] for v in found["versions"]]
+    print_table(("VERSION", "CLASS", "LOCK", "FILES", "DIGEST", "PUSHED"), rows, empty="no versions")
+
+
+def delete(
+    name: Annotated[str, typer.Argument(metavar="NAME[@VERSION]", help="Without a version: all of them.")],
+    url: Url = None,
+) -> None:
+    """Delete an environment that no running job plays."""
+    name, _, version = name.partition("@")
+    if version and not version.isdigit():
+        raise typer.BadParameter(f"{version!r} is not the number of a version")
+    with client(url) as api:
+        gone = api.delete_environment(name, int(version) if version else None)
+    say(f"deleted: {name} version{'s' if len(gone) > 1 else ''} {', '.join(map(str, gone))}")

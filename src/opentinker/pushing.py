@@ -1,0 +1,73 @@
+"""Uploaded environments from Python: a directory -> the tar that the server takes, and the calls about what it has."""
+
+from __future__ import annotations
+
+import asyncio
+import fnmatch
+import io
+import os
+import tarfile
+from collections.abc import Iterator
+from pathlib import Path
+from urllib.parse import quote
+
+from opentinker.http import ApiError, Http, Json
+
+LEFT_OUT = (".*", "__pycache__", "*.pyc", "venv", "node_modules", "*.egg-info", "build", "dist")
+"""Names of files and directories that are not sent."""
+ENVIRONMENTS = "/v1/environments"
+
+
+class EnvironmentCalls:
+    """The part of AsyncClient that is about them."""
+
+    _http: Http
+
+    async def push_environment(self, directory: str | Path, name: str | None = None) -> Json:
+        """A directory with environment.toml (or pyproject.toml), code and a lock. The answer's `environment` is its
+        exact name in a spec. Raises ApiError with every mistake."""
+        body = await asyncio.to_thread(pack, directory)
+        headers = {"Content-Type": "application/x-tar"}
+        return await self._http.json("POST", ENVIRONMENTS, {"name": name} if name else {}, body=body, headers=headers)
+
+    async def environments(self) -> list[Json]:
+        return list((await self._http.json("GET", ENVIRONMENTS))["environments"])
+
+    async def environment(self, name: str) -> Json:
+        return await self._http.json("GET", f"{ENVIRONMENTS}/{quote(name, safe='')}")
+
+    async def delete_environment(self, name: str, version: int | None = None) -> list[int]:
+        """The versions that are gone: one, or all of them."""
+        query = {} if version is None else {"version": str(version)}
+        answer = await self._http.json("DELETE", f"{ENVIRONMENTS}/{quote(name, safe='')}", query)
+        return list(answer["deleted"])
+
+
+def pack(place: str | Path) -> bytes:
+    """Blocking. Raises ApiError for a directory that is none, or that holds links."""
+    directory = Path(place).expanduser()
+    if not directory.is_dir():
+        raise ApiError(f"{directory} is not a directory")
+    out = io.BytesIO()
+    with tarfile.open(fileobj=out, mode="w", format=tarfile.GNU_FORMAT) as tar:
+        for path in _files(directory):
+            entry = tarfile.TarInfo(path.relative_to(directory).as_posix())
+            entry.size = path.stat().st_size
+            with path.open("rb") as file:
+                tar.addfile(entry, file)
+    return out.getvalue()
+
+
+def _files(directory: Path) -> Iterator[Path]:
+    for folder, folders, names in os.walk(directory):
+        folders[:] = sorted(name for name in folders if not _left_out(name))
+        for name in sorted([*names, *folders]):
+            path = Path(folder, name)
+            if path.is_symlink() and not _left_out(name):
+                raise ApiError(f"{path} is a link: only plain files can be pushed; put a copy in its place")
+            if name in names and not _left_out(name):
+                yield path
+
+
+def _left_out(name: str) -> bool:
+    return any(fnmatch.fnmatch(name, pattern) for pattern in LEFT_OUT)
