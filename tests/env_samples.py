@@ -6,6 +6,7 @@ import asyncio
 import os
 import random
 import re
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -193,6 +194,10 @@ class Blocking(Environment):
     async def step(self, action: Action) -> Step:
         if self.config.how == "crash":
             os._exit(7)
+        if self.config.how == "spawn":
+            if action.turn > 0:
+                os._exit(7)
+            return Step(messages=[user(str(subprocess.Popen(["sleep", "600"]).pid))])  # noqa: ASYNC220
         if self.config.how == "print":
             sys.stdout.write("noise that must not reach the protocol\n")
             sys.stdout.flush()

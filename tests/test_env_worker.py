@@ -386,6 +386,18 @@ async def test_crashed_child_costs_only_its_own_sessions(sessions: Sessions) -> 
     assert (await sessions.step(step(0, session="n"))).reward == 1.0
 
 
+@pytest.mark.parametrize("crash", [True, False])
+async def test_what_a_child_has_started_ends_with_it(sessions: Sessions, host: Host, crash: bool) -> None:
+    await sessions.open(opening(environment=BLOCKING, how="spawn"))
+    started = int((await sessions.step(step(0))).messages[0].text)
+    assert alive(started)
+    if crash:
+        assert "exit status 7" in (await sessions.step(step(1))).error
+    else:
+        await host.close()
+    await until(lambda: not alive(started))
+
+
 async def test_sessions_beside_a_hung_one_in_the_same_child_end_with_a_reason(host: Host) -> None:
     sessions = Sessions("w", limit=8, resolver=Resolver(modules=True), host=Host(children=1, per_child=2, modules=True))
     await start_children(sessions, 1)

@@ -23,6 +23,7 @@ from opentinker.services.env_worker import host as host_module
 from opentinker.services.env_worker.host import Host
 from opentinker.services.env_worker.packages import Packages
 from opentinker.services.env_worker.resolver import Resolver
+from opentinker.services.env_worker.runtime import Runtime
 from opentinker.services.env_worker.sandboxes import Sandboxes
 from opentinker.services.env_worker.worker import Sessions
 from opentinker.services.scheduler.receiving import Uploads
@@ -31,6 +32,7 @@ from opentinker.shared.config import Settings
 from opentinker.shared.errors import SpecError
 from opentinker.shared.sessions import CloseSession, EnvCheck, OpenSession, SessionReply, StepSession
 from opentinker.shared.types import Ending, StopReason
+from opentinker.shared.uploads import Pin
 from tests import attacks
 from tests.cluster import PYTHONPATH
 from tests.conftest import soon, until
@@ -248,6 +250,18 @@ async def test_a_package_that_is_gone_is_said_to_be(worker: Worker) -> None:
         await worker.sandboxes.program(name)
 
 
+def test_a_lock_answers_for_what_it_brings_and_we_for_what_we_lend() -> None:
+    runtime = Runtime()
+    assert {"/runtime/lent/pydantic", "/runtime/lent/numpy", "/runtime/src/opentinker"} <= set(runtime.binds([]))
+    theirs = [Pin("pydantic", "2.12.5", ""), Pin("pydantic-core", "2.41.5", ""), Pin("numpy", "2.0.0", "")]
+    assert runtime.conflicts(theirs) == []
+    lent = set(runtime.binds(theirs))
+    assert "/runtime/lent/msgspec" in lent and not {"/runtime/lent/pydantic", "/runtime/lent/numpy"} & lent
+    (conflict,) = runtime.conflicts([Pin("pydantic-core", "2.41.5", "")])
+    assert conflict.startswith("pydantic-core==2.41.5, and what plays environments here needs pydantic-core==")
+    assert runtime.conflicts([Pin("pydantic", "1.0", 'python_version < "3"')]) == []
+
+
 # --- virtual environments -------------------------------------------------------------------------------------------
 
 
@@ -312,6 +326,37 @@ async def test_the_lock_is_installed_once_and_no_code_of_it_runs_outside(
     assert (await worker.said(name)).startswith("7 /venv/lib/")
     assert found[0].venv.stat().st_ino == made
     assert not trap.exists()
+
+
+async def test_a_uv_lock_is_installed_too(worker: Worker, tmp_path: Path, index: Path) -> None:
+    digest = wheel(index, tmp_path / "trap").rpartition("=")[2].strip()
+    lock = f"""
+version = 1
+requires-python = ">=3.11"
+
+[[package]]
+name = "small"
+version = "1"
+source = {{ virtual = "." }}
+dependencies = [{{ name = "games-kit" }}]
+
+[package.metadata]
+requires-dist = [{{ name = "games-kit" }}]
+
+[[package]]
+name = "games-kit"
+version = "1.0"
+source = {{ registry = "https://example.org/simple" }}
+wheels = [{{ url = "https://example.org/{WHEEL}", hash = "{digest}" }}]
+"""
+    project = (
+        '[project]\nname = "small"\nversion = "1"\nrequires-python = ">=3.11"\ndependencies = ["games-kit"]\n'
+        f'[tool.uv]\ncache-dir = "{tmp_path / "trap"}"\n[tool.opentinker]\nclass = "small:Small"\n'
+    )
+    files = {"environment__toml": "", "requirements__lock": "", "pyproject__toml": project, "uv__lock": lock}
+    name = worker.push(package(tmp_path / "x", **files, small__py=USES))
+    assert (await worker.said(name)).startswith("7 /venv/lib/")
+    assert not (tmp_path / "trap").exists()  # nor does uv do what the package tells it
 
 
 async def test_what_cannot_be_installed_is_told_in_uvs_words_and_tried_again(

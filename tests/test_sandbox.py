@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import sysconfig
 from asyncio.subprocess import PIPE
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -20,6 +22,7 @@ from opentinker.shared import seccomp
 from opentinker.shared.config import Settings
 from opentinker.shared.sandbox import Limits, Sandbox, Sandboxed, Unavailable, own_packages
 from tests import attacks
+from tests.cluster import PYTHONPATH
 from tests.conftest import soon, until
 
 ATTACKS = Path(attacks.__file__)
@@ -190,6 +193,52 @@ def _runs(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
         return False
+
+
+NOBODY = 65534
+AS_USER = (
+    "import asyncio, json\n"
+    "from asyncio.subprocess import PIPE\n"
+    "from opentinker.shared.config import Settings\n"
+    "from opentinker.shared.sandbox import Sandbox\n"
+    "async def main():\n"
+    "    box = await Sandbox.open(Settings(sandbox_memory_mb=512))\n"
+    "    attacks = ['forks', 'unshare_user', 'become_root', 'memory', 'shadow']\n"
+    "    argv = [box.python, '-I', '-S', '/run/attacks.py', *attacks]\n"
+    "    running = await box.start(argv, binds={'/run/attacks.py': sys.argv[1]}, stdout=PIPE)\n"
+    "    print((await running.process.communicate())[0].decode(), running.uid)\n"
+    "import sys\n"
+    "asyncio.run(main())\n"
+)
+
+
+def _python_of_everybody(packages: str) -> str | None:
+    """An interpreter of this version that any user may start, if they may read our packages as well."""
+    found = shutil.which(f"python3.{sys.version_info.minor}", path="/usr/bin:/usr/local/bin")
+    argv = [found or "", "-c", "import opentinker.shared.sandbox"]
+    environ = {"PYTHONPATH": packages, "PATH": "/usr/bin"}
+    if found is None:
+        return None
+    done = subprocess.run(argv, env=environ, user=NOBODY, cwd="/", capture_output=True, timeout=60, check=False)
+    return found if done.returncode == 0 else None
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="the other tests run as an ordinary user already")
+def test_an_ordinary_users_sandboxes_hold_too() -> None:
+    packages = os.pathsep.join([PYTHONPATH, sysconfig.get_path("purelib")])
+    python = _python_of_everybody(packages)
+    if python is None:
+        pytest.skip("there is no interpreter here that an ordinary user may start with these packages")
+    argv = [python, "-c", AS_USER, str(ATTACKS)]
+    environ = {"PYTHONPATH": packages, "PATH": "/usr/bin"}
+    done = subprocess.run(
+        argv, env=environ, user=NOBODY, cwd="/", capture_output=True, text=True, timeout=90, check=True
+    )
+    told, uid = done.stdout.rsplit(" ", 1)
+    came = json.loads(told)
+    assert int(uid) == NOBODY
+    assert {name for name, text in came.items() if text.startswith("SUCCEEDED")} == set(), came
+    assert "Resource temporarily unavailable" in came["forks"]
 
 
 async def test_a_level_that_cannot_be_had_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import os
 import tarfile
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 
 from opentinker.client import ApiConflict, ApiError, ApiNotFound, AsyncClient
 from opentinker.pushing import pack
+from opentinker.services.scheduler import receiving
 from opentinker.services.scheduler.receiving import Uploads
 from opentinker.shared import uploads
 from opentinker.shared.bus import Bus
@@ -77,7 +79,10 @@ def test_uploads_run_in_sandboxes_and_nowhere_else() -> None:
     assert spec.environment.isolation == "sandbox"
     assert make_spec().environment.isolation == "process"
     assert make_spec(environment={"name": "copy_digits", "isolation": "sandbox"}).environment.isolation == "sandbox"
+    assert make_spec(environment={"name": "https://example.org/env"}).environment.isolation is None
     written = spec.model_dump(mode="json")
+    with pytest.raises(SpecError, match="does not run in the env workers"):
+        parse_spec({**written, "environment": {"name": "served:mine", "isolation": "sandbox"}})
     with pytest.raises(SpecError, match="does not apply to uploads"):
         parse_spec({**written, "environment": {"name": "upload:parity", "isolation": "process"}})
 
@@ -239,6 +244,16 @@ def test_numbers_are_never_given_twice_and_content_goes_with_its_last_name(held:
     assert not content.exists() and not made.exists()
     again, _ = keep(held, place)
     assert again.version == 2
+
+
+def test_what_a_killed_process_left_is_swept_when_it_is_old(held: Uploads, tmp_path: Path) -> None:
+    held.incoming().close()
+    home = uploads.home(tmp_path / "data")
+    for name in ("old", "new"):
+        (home / f"{receiving.INCOMING}{name}").mkdir()
+    os.utime(home / f"{receiving.INCOMING}old", (0, 0))
+    keep(held, package(tmp_path / "x"))
+    assert [path.name for path in home.glob(f"{receiving.INCOMING}*")] == [f"{receiving.INCOMING}new"]
 
 
 def test_every_user_may_read_what_was_pushed(held: Uploads, tmp_path: Path) -> None:

@@ -282,7 +282,10 @@ class Plain:
                 os.killpg(self._process.pid, signal.SIGKILL)
 
     async def wait(self) -> int:
-        return await self._process.wait()
+        status = await self._process.wait()
+        with contextlib.suppress(ProcessLookupError):  # nothing is left
+            os.killpg(self._process.pid, signal.SIGKILL)
+        return status
 
 
 async def _start(modules: bool, descriptor: int) -> Plain:

@@ -25,17 +25,17 @@ PATH = (OWN, LENT)
 
 class Runtime:
     def __init__(self) -> None:
-        self._needed: dict[str, list[Requirement]] = {}
-        """By package: every range of versions that is asked for."""
+        self._asked: list[tuple[str, Requirement]] = []
+        """Who asks for which versions of what; empty: our own modules."""
         self._held: dict[str, Distribution] = {}
-        waiting = [Requirement(text) for text in NEEDED]
-        for requirement in waiting:
+        waiting = [("", Requirement(text)) for text in NEEDED]
+        for who, requirement in waiting:
             name = canonicalize_name(requirement.name)
-            self._needed.setdefault(name, []).append(requirement)
+            self._asked.append((who, requirement))
             if name not in self._held:
                 self._held[name] = distribution(name)
-                texts = self._held[name].requires or []
-                waiting += [found for found in map(Requirement, texts) if _applies(found.marker)]
+                needed = map(Requirement, self._held[name].requires or [])
+                waiting += [(name, found) for found in needed if _applies(found.marker)]
 
     def binds(self, pins: list[Pin]) -> dict[str, str]:
         """Place inside -> source, without the packages that the lock brings itself."""
@@ -44,13 +44,13 @@ class Runtime:
         return own_package() | {f"{LENT}/{top}": str(held.locate_file(top)) for held in lent for top in _tops(held)}
 
     def conflicts(self, pins: list[Pin]) -> list[str]:
-        """What the lock pins to a version that cannot play."""
+        """What the lock pins to a version that our modules, or a package that is lent to it, cannot work with."""
         locked = installed(pins)
+        asked = [(canonicalize_name(asked.name), asked) for who, asked in self._asked if who not in locked]
         return [
-            f"{name}=={locked[name]}, and what plays environments here needs {range_}"
-            for name, ranges in self._needed.items()
-            for range_ in ranges
-            if name in locked and not range_.specifier.contains(locked[name], prereleases=True)
+            f"{name}=={locked[name]}, and what plays environments here needs {asked}"
+            for name, asked in asked
+            if name in locked and not asked.specifier.contains(locked[name], prereleases=True)
         ]
 
 

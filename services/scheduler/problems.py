@@ -67,7 +67,8 @@ async def _answer(request: web.Request, handler: Handler) -> web.StreamResponse:
     try:
         return await handler(request)
     except SpecError as error:
-        title = "Invalid request" if request.method == "GET" else "Invalid job"
+        submitted = request.method == "POST" and request.path == "/v1/jobs"
+        title = "Invalid job" if submitted else "Invalid request"
         count = len(error.mistakes)
         detail = f"{count} mistake{'s' if count != 1 else ''}: {error}"
         return problem(422, detail, title=title, errors=error.mistakes)

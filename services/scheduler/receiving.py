@@ -27,6 +27,7 @@ from opentinker.shared.uploads import Package, Reference
 MOST_FILES = 2000
 LONGEST_PATH = 240
 MIB = 1 << 20
+INCOMING, LEFT_S = ".incoming-", 3600.0
 
 
 class Version(msgspec.Struct, frozen=True, kw_only=True):
@@ -68,7 +69,11 @@ class Uploads:
 
         Raises SpecError with every mistake in the package.
         """
-        work = Path(tempfile.mkdtemp(dir=self._home, prefix=".incoming-"))
+        for left in self._home.glob(f"{INCOMING}*"):  # by a process that was killed
+            with contextlib.suppress(FileNotFoundError):  # it has just been taken away
+                if time.time() - left.stat().st_mtime > LEFT_S:
+                    shutil.rmtree(left, ignore_errors=True)
+        work = Path(tempfile.mkdtemp(dir=self._home, prefix=INCOMING))
         try:
             files = work / "files"
             files.mkdir()

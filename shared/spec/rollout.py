@@ -10,6 +10,8 @@ from opentinker.shared.spec.mistakes import fill, unused
 from opentinker.shared.spec.part import Fraction, Part, Positive
 
 TOY_IGNORES = {"temperature", "top_p", "top_k", "stop"}
+ELSEWHERE = ("served:", "http://", "https://", "ws://", "wss://")
+"""How names begin of environments that run where their users run them."""
 
 
 class EnvironmentSpec(Part):
@@ -23,11 +25,15 @@ class EnvironmentSpec(Part):
     """Passed to the environment's own config model, which refuses what it does not know."""
 
     def settle(self) -> list[dict[str, Any]]:
-        uploaded = self.name.startswith("upload:")
-        if self.isolation == "process" and uploaded:
+        uploaded, elsewhere = self.name.startswith("upload:"), self.name.startswith(ELSEWHERE)
+        if elsewhere and self.isolation is not None:
+            problem = "does not apply: this environment does not run in the env workers"
+            return [{"field": "isolation", "value": self.isolation, "problem": problem}]
+        if uploaded and self.isolation == "process":
             problem = "does not apply to uploads: they run in a sandbox"
             return [{"field": "isolation", "value": "process", "problem": problem}]
-        fill(self, {"isolation": self.isolation or ("sandbox" if uploaded else "process")})
+        if not elsewhere:
+            fill(self, {"isolation": self.isolation or ("sandbox" if uploaded else "process")})
         return []
 
 

@@ -96,9 +96,10 @@ class Http:
         *,
         body: bytes | None = None,
         headers: dict[str, str] | None = None,
+        timeout_s: float | None = None,
     ) -> Json:
         async def once() -> Json:
-            timeout = aiohttp.ClientTimeout(total=self.timeout_s, sock_connect=CONNECT_S)
+            timeout = aiohttp.ClientTimeout(total=timeout_s or self.timeout_s, sock_connect=CONNECT_S)
             data = None if body is None else io.BytesIO(body)
             async with self._session.request(
                 method, self.url + path, params=query, data=data, headers=headers, timeout=timeout

@@ -16,6 +16,8 @@ from opentinker.http import ApiError, Http, Json
 LEFT_OUT = (".*", "__pycache__", "*.pyc", "venv", "node_modules", "*.egg-info", "build", "dist")
 """Names of files and directories that are not sent."""
 ENVIRONMENTS = "/v1/environments"
+PUSH_S = 120.0
+"""The server may make a virtual environment before it answers."""
 
 
 class EnvironmentCalls:
@@ -28,7 +30,8 @@ class EnvironmentCalls:
         exact name in a spec. Raises ApiError with every mistake."""
         body = await asyncio.to_thread(pack, directory)
         headers = {"Content-Type": "application/x-tar"}
-        return await self._http.json("POST", ENVIRONMENTS, {"name": name} if name else {}, body=body, headers=headers)
+        query = {"name": name} if name else {}
+        return await self._http.json("POST", ENVIRONMENTS, query, body=body, headers=headers, timeout_s=PUSH_S)
 
     async def environments(self) -> list[Json]:
         return list((await self._http.json("GET", ENVIRONMENTS))["environments"])
