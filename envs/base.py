@@ -41,6 +41,7 @@ from typing import ClassVar
 import msgspec
 from pydantic import BaseModel, ConfigDict
 
+from opentinker.shared.sessions import Policy
 from opentinker.shared.types import Message, StopReason, Tool, ToolCall
 
 
@@ -63,6 +64,8 @@ class Action(msgspec.Struct, frozen=True, kw_only=True):
     """The sampled tokens, if the environment `wants_tokens`."""
     logprobs: list[float] = []
     """Of `ids`, under the distribution that they were drawn from."""
+    prompt_tokens: int = 0
+    """What the policy had before it when it sampled `ids`."""
 
 
 class Opening(msgspec.Struct, kw_only=True):
@@ -127,6 +130,8 @@ class Environment(ABC):
     """Who plays; set it in __init__ where that depends on the config."""
     wants_tokens: ClassVar[bool] = False
     """True: actions carry the sampled token ids and their logprobs."""
+    policy: Policy = Policy()
+    """Who acts, from before `open` on."""
 
     def __init__(self, config: BaseModel) -> None:
         self.config = config

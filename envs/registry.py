@@ -12,11 +12,14 @@ from opentinker.envs.base import Environment
 from opentinker.shared.errors import SpecError
 
 BUILT_IN = {
+    "agent_program": "opentinker.envs.agents.program:AgentProgram",
     "bandit": "opentinker.envs.bandit:Bandit",
     "copy_digits": "opentinker.envs.copy_digits:CopyDigits",
     "gsm8k": "opentinker.envs.gsm8k:Gsm8k",
     "guess_number": "opentinker.envs.guess_number:GuessNumber",
 }
+OPERATORS = {"agent_program"}
+"""Their configs name programs to run: as with `module:Class`, the operator must allow it."""
 _MODULE_CLASS = re.compile(r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*$")
 _found: dict[str, type[Environment]] = {}
 
@@ -26,11 +29,15 @@ def find(name: str, *, modules: bool = False) -> type[Environment]:
 
     Raises SpecError for the field `environment.name`. Importing `module:Class` runs that module's code.
     """
-    if name in _found and (modules or name in BUILT_IN):
+    if name in _found and (modules or name in BUILT_IN.keys() - OPERATORS):
         return _found[name]
     if ":" not in name:
         if name not in BUILT_IN:
             raise _wrong_name(name, f"no such environment{_near(name)}; there are: {', '.join(sorted(BUILT_IN))}")
+        if name in OPERATORS and not modules:
+            raise _wrong_name(
+                name, "runs programs that its config names, which is off here (operator setting env_modules)"
+            )
         found = _load(name, BUILT_IN[name])
     elif not _MODULE_CLASS.match(name):
         raise _wrong_name(name, "not of the form module:Class, e.g. my_package.games:Chess")

@@ -16,11 +16,12 @@ import structlog
 
 from opentinker.shared.bus import Bus, NoReply, NoResponders
 from opentinker.shared.codec import WireError
-from opentinker.shared.sessions import OPEN, CloseSession, Isolation, OpenSession, SessionReply, StepSession
+from opentinker.shared.sessions import OPEN, CloseSession, Isolation, OpenSession, Policy, SessionReply, StepSession
 from opentinker.shared.subjects import ENV_CLOSE, ENV_OPEN, ENV_STEP, SANDBOX_OPEN
 from opentinker.shared.types import Ending, StopReason
 
 log = structlog.get_logger()
+UNKNOWN = Policy()
 
 
 class EnvClient:
@@ -44,6 +45,7 @@ class EnvClient:
         row: int,
         seed: int,
         deadline_s: float,
+        policy: Policy = UNKNOWN,
     ) -> SessionReply:
         """Gives up a little before the deadline, with the reason why no session could be had."""
         deadline = time.monotonic() + deadline_s
@@ -61,6 +63,7 @@ class EnvClient:
                 seed=seed,
                 deadline_s=deadline - now,
                 answer_within_s=0.5 * self._ask_s,
+                policy=policy,
             )
             within_s = min(self._ask_s, give_up - now)
             try:

@@ -14,6 +14,15 @@ Isolation = Literal["process", "sandbox"]
 wrote. `sandbox`: in a child process that sees nothing of this machine (shared/sandbox.py)."""
 
 
+class Policy(msgspec.Struct, frozen=True, kw_only=True):
+    """The model that acts, as far as an environment may know it."""
+
+    model: str = ""
+    """As the job names it."""
+    context_length: int = 0
+    """Tokens that one stream may have."""
+
+
 class OpenSession(msgspec.Struct, frozen=True, kw_only=True):
     """Rollout worker -> any env worker that serves the environment: start one episode."""
 
@@ -29,6 +38,7 @@ class OpenSession(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds the whole episode may take, from now."""
     answer_within_s: float
     """If the environment takes longer to open, the worker answers `opening`, and is asked for the turn OPEN."""
+    policy: Policy = Policy()
 
 
 class StepSession(msgspec.Struct, frozen=True, kw_only=True):
@@ -50,6 +60,8 @@ class StepSession(msgspec.Struct, frozen=True, kw_only=True):
     """The sampled tokens, where the environment wants them."""
     logprobs: list[float] = []
     """Of `ids`."""
+    prompt_tokens: int = 0
+    """Of the stream, before `ids`; said where the environment wants tokens."""
 
 
 class CloseSession(msgspec.Struct, frozen=True, kw_only=True):

@@ -32,7 +32,7 @@ NAMED = re.compile(r"\b(?:examples|docs|envs|deploy|services|shared|loadtest|tes
 def test_every_example_is_a_valid_job(example: Path) -> None:
     spec = parse_spec(tomllib.loads(example.read_text()))
     if spec.kind == "rl":
-        check(spec.environment.name, spec.environment.config)
+        check(spec.environment.name, spec.environment.config, modules=True)
 
 
 @pytest.mark.parametrize("example", PUSHED, ids=lambda path: path.parent.name)

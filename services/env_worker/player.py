@@ -73,6 +73,7 @@ class LocalPlayer:
 
     async def _open(self, request: OpenSession) -> SessionReply:
         self._environment = make(request.environment, request.config, modules=self._modules)
+        self._environment.policy = request.policy
         opened = await self._environment.open(request.row, request.seed)
         reply = opening_of(self._worker, self._environment, opened)
         self._seat, self._stream = reply.seat, reply.stream
@@ -82,17 +83,7 @@ class LocalPlayer:
         assert self._environment is not None
         if request.seat != self._seat:
             raise OutOfTurn(f"turn {request.turn} is for seat {self._seat!r}, not {request.seat!r}")
-        action = Action(
-            text=request.text,
-            stop=request.stop,
-            turn=request.turn,
-            seat=request.seat,
-            tool_calls=request.tool_calls,
-            problem=request.problem,
-            ids=request.ids,
-            logprobs=request.logprobs,
-        )
-        reply = reply_of(self._worker, self._environment, await self._environment.step(action))
+        reply = reply_of(self._worker, self._environment, await self._environment.step(action_of(request)))
         self._seat, self._stream = reply.seat, reply.stream
         return reply
 
@@ -118,6 +109,20 @@ async def contain(worker: str, call: Awaitable[SessionReply]) -> SessionReply:
 def short_traceback(error: BaseException) -> str:
     """The innermost frames and the error itself: enough to find the line."""
     return "".join(traceback.format_exception(error, limit=-4))[-ERROR_CHARACTERS:].rstrip()
+
+
+def action_of(request: StepSession) -> Action:
+    return Action(
+        text=request.text,
+        stop=request.stop,
+        turn=request.turn,
+        seat=request.seat,
+        tool_calls=request.tool_calls,
+        problem=request.problem,
+        ids=request.ids,
+        logprobs=request.logprobs,
+        prompt_tokens=request.prompt_tokens,
+    )
 
 
 def opening_of(worker: str, environment: Environment, opened: object) -> SessionReply:

@@ -22,7 +22,7 @@ import numpy as np
 
 from opentinker.services.rollout_worker.engine import Completion, Engine, EngineError, EngineLost, Sampling
 from opentinker.services.rollout_worker.render import Renderer
-from opentinker.shared.sessions import Isolation, SessionReply, StepSession
+from opentinker.shared.sessions import Isolation, Policy, SessionReply, StepSession
 from opentinker.shared.spec import JobSpec
 from opentinker.shared.types import Ending, Message, Span, StopReason, Ticket, Tool, Trajectory, Turn
 
@@ -40,7 +40,7 @@ class Sessions(Protocol):
 
     async def open(
         self, *, job: str, session: str, environment: str, isolation: Isolation, config: dict[str, object], row: int,
-        seed: int, deadline_s: float,
+        seed: int, deadline_s: float, policy: Policy,
     ) -> SessionReply: ...  # fmt: skip
 
     async def step(self, worker: str, request: StepSession) -> SessionReply: ...
@@ -134,6 +134,7 @@ class Episode:
                         row=self.ticket.row,
                         seed=self.ticket.seed,
                         deadline_s=self.spec.rollout.episode_timeout_s,
+                        policy=Policy(model=self.spec.model.base, context_length=self.context),
                     )
                 )
                 worker = reply.worker
@@ -198,6 +199,7 @@ class Episode:
             problem=said.problem,
             ids=completion.ids if self.wants_tokens else [],
             logprobs=completion.logprobs if self.wants_tokens else [],
+            prompt_tokens=start if self.wants_tokens else 0,
         )
         reply = self._good(await self.sessions.step(worker, request))
         stream.turns.append(

@@ -42,10 +42,10 @@ def read_spec(path: Path, from_checkpoint: str | None = None, with_optimizer: bo
 
 
 def _check_environment(spec: JobSpec) -> None:
-    """Built-in environments can be checked here; `module:Class` ones are known to the server alone."""
-    from opentinker.envs.registry import check
+    """Built-in environments can be checked here; `module:Class` ones, and programs, are known to the server alone."""
+    from opentinker.envs.registry import OPERATORS, check
 
-    if spec.kind == "rl" and ":" not in spec.environment.name:
+    if spec.kind == "rl" and ":" not in spec.environment.name and spec.environment.name not in OPERATORS:
         check(spec.environment.name, spec.environment.config)
 
 

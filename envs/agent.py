@@ -1,0 +1,180 @@
+"""Environments that own the loop: an agent asks the model over HTTP whenever it likes, and says at the end what it was
+worth. Any program with a `base_url` becomes an environment.
+
+    class Twice(AgentEnvironment):
+        '''Asks for a number, and then whether it is sure.'''
+
+        async def run(self, base_url: str, row: int, seed: int) -> Result:
+            async with AsyncOpenAI(base_url=base_url, api_key="-") as client:
+                ...
+            return Result(reward=1.0, metrics={"exact": 1.0})
+
+It is an ordinary environment turned inside out: the agent's request is the next observation, the policy's turn is the
+response, and the end of `run` is the end of the episode. What is sampled is recorded token by token on the way; how
+requests become streams of tokens is said in `agents/contexts.py`. Requests of one episode are answered one after the
+other, in the order of their arrival. Nothing is reached from outside: see `agents/endpoint.py`.
+
+`run` must end when it is cancelled, and must not block the event loop. With `blocking = True` it may: it then runs in a
+thread of a child process, the endpoint being served beside it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from abc import abstractmethod
+from collections.abc import Coroutine
+from typing import Any
+
+import msgspec
+from pydantic import BaseModel
+
+from opentinker.envs.agents.contexts import Contexts
+from opentinker.envs.agents.endpoint import Endpoint
+from opentinker.envs.agents.wire import Asked, Refused
+from opentinker.envs.base import Action, Environment, Opening, Step
+from opentinker.shared.types import Message
+
+OBSERVED_BYTES = 256 * 1024
+"""Of one request, without what the policy knows already: what an env worker may answer."""
+
+
+class AgentError(Exception):
+    """The agent failed, and no reward came of its episode."""
+
+
+class Result(msgspec.Struct, kw_only=True):
+    """What an agent's episode came to."""
+
+    reward: float
+    components: dict[str, float] = {}
+    """Named parts of `reward`, for the curves."""
+    metrics: dict[str, float] = {}
+    """As in Step."""
+
+
+class AgentEnvironment(Environment):
+    """Write `run`. `self.config` and `self.policy` (the model's name, its context) are there before it is called."""
+
+    wants_tokens = True
+
+    def __init__(self, config: BaseModel) -> None:
+        super().__init__(config)
+        self._contexts = Contexts()
+        self._endpoint: Endpoint | None = None
+        self._agent: asyncio.Future[Result] | None = None
+        self._playing: Asked
+
+    @abstractmethod
+    async def run(self, base_url: str, row: int, seed: int) -> Result:
+        """The agent's whole episode. `base_url` is that of an OpenAI-compatible server, and ends in /v1.
+
+        As in `open`, `row` and `seed` alone decide the start state. Raising fails the episode.
+        """
+
+    async def open(self, row: int, seed: int) -> Opening:
+        self._endpoint = Endpoint(self.policy)
+        base_url = await self._endpoint.start()
+        agent = _contained(self.run(base_url, row, seed))
+        self._agent = _in_thread(agent) if self.blocking else asyncio.ensure_future(agent)
+        opening = await self._next()
+        if opening is None:
+            raise AgentError("the agent ended without having asked the model anything")
+        return opening
+
+    async def step(self, action: Action) -> Step:
+        self._contexts.answered(self._playing, action)
+        if not self._playing.gone:
+            self._playing.answer.set_result(action)
+        asked = await self._next()
+        if asked is not None:
+            return Step(
+                stream=asked.stream,
+                messages=asked.messages,
+                tools=asked.tools,
+                prompt_ids=asked.prompt_ids,
+                max_tokens=asked.max_tokens,
+                stop=asked.stop,
+            )
+        assert self._agent is not None
+        result = self._agent.result()
+        return Step(reward=result.reward, components=result.components, metrics=result.metrics, done=True)
+
+    async def close(self) -> None:
+        """An agent in a thread cannot be stopped, only left without a model: its process is ended if that is not
+        enough."""
+        if self._agent is not None and not self.blocking:
+            self._agent.cancel()
+        if self._endpoint is not None:
+            await self._endpoint.close()
+        if self._agent is not None:
+            await asyncio.wait([self._agent])
+            if not self._agent.cancelled():
+                self._agent.exception()  # said already, or of no interest to anybody any more
+
+    async def _next(self) -> Opening | None:
+        """What the agent asks next; None at its end. Raises what it raises, and AgentError if it gives no Result."""
+        assert self._agent is not None and self._endpoint is not None
+        while True:
+            asking = asyncio.ensure_future(self._endpoint.next())
+            either: list[asyncio.Future[Any]] = [asking, self._agent]
+            try:
+                await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                if not asking.done():
+                    asking.cancel()
+            if self._agent.done():
+                _check(self._agent)
+                return None
+            self._playing = asking.result()
+            placed = self._contexts.place(self._playing)
+            if sum(map(_size, placed.messages)) <= OBSERVED_BYTES:
+                return placed
+            problem = f"the messages have more than {OBSERVED_BYTES:,} bytes"
+            self._playing.answer.set_exception(Refused(problem, code="context_length_exceeded"))
+
+
+def _check(agent: asyncio.Future[Result]) -> None:
+    if agent.cancelled():
+        raise AgentError("the agent was cancelled")
+    result = agent.result()
+    if not isinstance(result, Result):
+        raise AgentError(f"run() must return a Result, not {type(result).__name__}")
+
+
+async def _contained(agent: Coroutine[Any, Any, Result]) -> Result:
+    """What would end a whole process ends the episode."""
+    try:
+        return await agent
+    except (SystemExit, KeyboardInterrupt, StopIteration) as error:
+        raise AgentError(f"the agent raised {error!r}") from error
+
+
+def _size(message: Message) -> int:
+    return len(message.text.encode()) + sum(len(image.data) for image in message.images)
+
+
+def _in_thread(agent: Coroutine[Any, Any, Result]) -> asyncio.Future[Result]:
+    """In an event loop of its own that it may block. A daemon, so that nobody waits for it at the process's end."""
+    loop = asyncio.get_running_loop()
+    coming: asyncio.Future[Result] = loop.create_future()
+
+    def settle(result: Result | None, error: BaseException | None) -> None:
+        if error is not None:
+            coming.set_exception(error)
+        else:
+            assert result is not None
+            coming.set_result(result)
+
+    def run() -> None:
+        result, error = None, None
+        try:
+            result = asyncio.run(agent)
+        except BaseException as raised:  # noqa: BLE001 - user code; raised again where the episode is played
+            error = raised
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(settle, result, error)
+
+    threading.Thread(target=run, name="agent", daemon=True).start()
+    return coming

@@ -1,0 +1,140 @@
+"""The model, as one agent sees it: an OpenAI-compatible server on loopback, for one episode.
+
+    POST {base}/v1/chat/completions    messages, tools, streams
+    POST {base}/v1/completions         token ids in place of a prompt
+    GET  {base}/v1/models
+    POST {base}/inference/v1/generate  token ids in, token ids and logprobs out (X-Session-ID tells conversations apart)
+
+Consumes HTTP requests, produces Asked in the order of their arrival; waits for the policy's turn. `{base}` is
+`http://127.0.0.1:PORT/KEY`, the key being drawn anew: who does not know it is told nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import secrets
+from collections.abc import Callable
+
+from aiohttp import web
+
+from opentinker.envs.agents import wire
+from opentinker.envs.agents.wire import Asked, Json, Refused
+from opentinker.envs.base import Action
+from opentinker.shared.sessions import Policy
+
+BODY_BYTES = 32 * 1024 * 1024
+SESSION = "X-Session-ID"
+
+Parse = Callable[[Json, str], Asked]
+Answer = Callable[[Asked, Action], Json]
+Chunks = Callable[[Asked, Action], list[Json]]
+
+ROUTES: dict[str, tuple[Parse, Answer, Chunks | None]] = {
+    "v1/chat/completions": (wire.parse_chat, wire.chat_answer, wire.chat_chunks),
+    "v1/completions": (wire.parse_completion, wire.completion_answer, wire.completion_chunks),
+    "inference/v1/generate": (wire.parse_generate, wire.generate_answer, None),
+}
+
+
+class Endpoint:
+    def __init__(self, policy: Policy) -> None:
+        self._policy = policy
+        self._key = secrets.token_urlsafe(24)
+        self._asked: asyncio.Queue[Asked] = asyncio.Queue()
+        self._runner: web.AppRunner | None = None
+        self._waiting: set[Asked] = set()
+
+    async def start(self) -> str:
+        """The base URL for OpenAI clients, which ends in /v1."""
+        app = web.Application(client_max_size=BODY_BYTES)
+        app.router.add_route("*", "/{key}/{path:.*}", self._handle)
+        self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0.0)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, "127.0.0.1", 0)
+        await site.start()
+        return f"http://127.0.0.1:{self._runner.addresses[0][1]}/{self._key}/v1"
+
+    async def close(self) -> None:
+        """Requests that wait get no answer any more."""
+        for asked in list(self._waiting):
+            asked.answer.cancel()
+        if self._runner is not None:
+            await self._runner.cleanup()
+
+    async def next(self) -> Asked:
+        """The oldest request that somebody still waits for."""
+        while True:
+            asked = await self._asked.get()
+            if not asked.gone:
+                return asked
+
+    async def _handle(self, request: web.Request) -> web.StreamResponse:
+        try:
+            return await self._route(request)
+        except Refused as refused:
+            return web.json_response(refused.body, status=refused.status)
+
+    async def _route(self, request: web.Request) -> web.StreamResponse:
+        if not secrets.compare_digest(request.match_info["key"].encode(), self._key.encode()):
+            raise Refused("no such model server", status=404)
+        path = request.match_info["path"]
+        if path == "v1/models" and request.method == "GET":
+            return web.json_response(wire.models(self._policy.model, self._policy.context_length))
+        if path not in ROUTES:
+            served = ", ".join(["v1/models", *ROUTES])
+            raise Refused(f"{request.method} {path} is not served; there are: {served}", status=404)
+        if request.method != "POST":
+            raise Refused(f"{path} takes POST", status=405)
+        parse, answer, chunks = ROUTES[path]
+        asked = parse(await _body(request), request.headers.get(SESSION, ""))
+        asked.model = asked.model or self._policy.model
+        self._check_length(asked)
+        action = await self._answer(asked)
+        if asked.stream and chunks is not None:
+            return await _stream(request, chunks(asked, action))
+        return web.json_response(answer(asked, action))
+
+    def _check_length(self, asked: Asked) -> None:
+        limit = self._policy.context_length
+        if asked.token_ids is not None and limit and len(asked.token_ids) >= limit:
+            raise Refused(
+                f"This model's maximum context length is {limit} tokens. However, the prompt has "
+                f"{len(asked.token_ids)} tokens, and at least one must be left for the answer.",
+                code="context_length_exceeded",
+            )
+
+    async def _answer(self, asked: Asked) -> Action:
+        """Whoever hangs up leaves the queue, or, if the policy is at it already, its answer to nobody."""
+        self._waiting.add(asked)
+        self._asked.put_nowait(asked)
+        try:
+            return await asked.answer
+        except asyncio.CancelledError:
+            asked.answer.cancel()
+            raise
+        finally:
+            self._waiting.discard(asked)
+
+
+async def _body(request: web.Request) -> Json:
+    try:
+        body = json.loads(await request.read())
+    except web.HTTPRequestEntityTooLarge:
+        raise Refused(f"the request is larger than {BODY_BYTES:,} bytes", status=413) from None
+    except (ValueError, RecursionError) as error:
+        raise Refused(f"the body is not JSON: {error}") from None
+    if not isinstance(body, dict):
+        raise Refused("the body must be a JSON object")
+    return body
+
+
+async def _stream(request: web.Request, chunks: list[Json]) -> web.StreamResponse:
+    """Server-sent events, the terminal one included."""
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+    await response.prepare(request)
+    for chunk in chunks:
+        await response.write(b"data: " + json.dumps(chunk).encode() + b"\n\n")
+    await response.write(b"data: [DONE]\n\n")
+    await response.write_eof()
+    return response

@@ -1,0 +1,136 @@
+"""`agent_program`: any program that asks an OpenAI-compatible server plays an episode, and prints what it was worth.
+
+It finds the server in OPENAI_BASE_URL, and its last line of output is a JSON object with a `reward`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import signal
+import sys
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+from pydantic import Field, field_validator
+
+from opentinker.envs.agent import AgentEnvironment, AgentError, Result
+from opentinker.envs.base import EnvironmentConfig
+
+KEPT_VARIABLES = ("PATH", "HOME", "LANG", "LC_ALL", "TZ", "TMPDIR", "VIRTUAL_ENV", "LD_LIBRARY_PATH", "PYTHONPATH")
+"""Of the env worker's own environment variables: its credentials are not for agents."""
+API_KEY = "opentinker"
+"""Clients insist on one; the URL is what nobody else knows."""
+OUTPUT_BYTES = 1024 * 1024
+"""What is kept of each of the two outputs: the end."""
+SHOWN = 1500
+LEASH = Path(__file__).with_name("leash.py")
+
+
+class AgentProgram(AgentEnvironment):
+    class Config(EnvironmentConfig):
+        command: Annotated[list[str], Field(min_length=1)]
+        """The program and its arguments; nothing is expanded by a shell."""
+        directory: str = ""
+        """Where it runs, seen from where the env worker was started; default: an empty one, removed afterwards."""
+        variables: dict[str, str] = {}  # noqa: RUF012 - pydantic copies defaults
+        """More environment variables for it."""
+
+        @field_validator("command")
+        @classmethod
+        def _can_be_found(cls, command: list[str]) -> list[str]:
+            if shutil.which(command[0]) is None:
+                raise ValueError(f"no program {command[0]!r} on the env worker's machine")
+            return command
+
+        @field_validator("directory")
+        @classmethod
+        def _is_there(cls, directory: str) -> str:
+            if directory and not Path(directory).is_dir():
+                raise ValueError(f"no directory {directory!r} on the env worker's machine")
+            return directory
+
+    config: Config
+
+    async def run(self, base_url: str, row: int, seed: int) -> Result:
+        with tempfile.TemporaryDirectory(prefix="agent-") as place:
+            process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-S", "-E", str(LEASH), str(os.getpid()), *self.config.command),
+                cwd=self.config.directory or place,
+                env=self._variables(base_url, row, seed),
+                start_new_session=True,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.PIPE,
+            )
+            assert process.stdout is not None and process.stderr is not None
+            reading = [asyncio.create_task(_end_of(stream)) for stream in (process.stdout, process.stderr)]
+            try:
+                status = await process.wait()
+                _kill_group(process.pid)  # what it has left running would keep its outputs open
+                out, err = await asyncio.gather(*reading)
+            finally:
+                _kill_group(process.pid)
+                for task in reading:
+                    task.cancel()
+                await process.wait()
+        return _result(status, out, err)
+
+    def _variables(self, base_url: str, row: int, seed: int) -> dict[str, str]:
+        kept = {name: os.environ[name] for name in KEPT_VARIABLES if name in os.environ}
+        return {
+            **kept,
+            **self.config.variables,
+            "OPENAI_BASE_URL": base_url,
+            "OPENAI_API_KEY": API_KEY,
+            "OPENAI_MODEL": self.policy.model,
+            "OPENTINKER_ROW": str(row),
+            "OPENTINKER_SEED": str(seed),
+        }
+
+
+async def _end_of(stream: asyncio.StreamReader) -> bytes:
+    kept = b""
+    while chunk := await stream.read(64 * 1024):
+        kept = (kept + chunk)[-OUTPUT_BYTES:]
+    return kept
+
+
+def _kill_group(group: int) -> None:
+    with suppress(ProcessLookupError):
+        os.killpg(group, signal.SIGKILL)
+
+
+def _result(status: int, out: bytes, err: bytes) -> Result:
+    """Raises AgentError unless the program ended well and said what its episode was worth."""
+    if status != 0:
+        how = f"was killed by signal {-status}" if status < 0 else f"ended with exit status {status}"
+        said = (err.strip() or out.strip()).decode(errors="replace")[-SHOWN:]
+        raise AgentError(f"the program {how}: {said or 'it printed nothing'}")
+    lines = out.strip().splitlines()
+    if not lines:
+        raise AgentError('the program printed no reward: its last line must be like {"reward": 1.0}')
+    return result_of(lines[-1])
+
+
+class _Line(msgspec.Struct, forbid_unknown_fields=True):
+    reward: float
+    components: dict[str, float] = {}
+    metrics: dict[str, float] = {}
+
+
+def result_of(line: bytes) -> Result:
+    """Raises AgentError unless it is a JSON object of a reward and, perhaps, components and metrics."""
+    try:
+        said = msgspec.json.decode(line, type=_Line)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        shown = line.decode(errors="replace")[-SHOWN:]
+        raise AgentError(
+            f'the program\'s last line must be like {{"reward": 1.0, "components": {{}}, "metrics": {{}}}}; it is '
+            f"{shown!r}: {error}"
+        ) from None
+    return Result(reward=said.reward, components=said.components, metrics=said.metrics)

@@ -1,0 +1,26 @@
+"""An agent that any OpenAI client could be: it asks for two digits to be copied, each in a conversation of its own.
+
+Started once per episode by the environment `agent_program` (examples/two_calls.toml). Standard library alone, and few
+modules of that: most of an episode's time is the start of this program.
+"""
+
+import http.client
+import json
+import os
+import random
+
+host, _, path = os.environ["OPENAI_BASE_URL"].removeprefix("http://").partition("/")
+digits = random.Random(f"{os.environ['OPENTINKER_SEED']}/{os.environ['OPENTINKER_ROW']}").choices("0123456789", k=2)
+
+
+def ask(question: str) -> str:
+    body = {"model": os.environ["OPENAI_MODEL"], "messages": [{"role": "user", "content": question}]}
+    server = http.client.HTTPConnection(host)
+    server.request("POST", f"/{path}/chat/completions", json.dumps(body), {"Content-Type": "application/json"})
+    answer = json.load(server.getresponse())["choices"][0]["message"]["content"]
+    server.close()
+    return str(answer)
+
+
+right = [ask(f"{digit}=") == digit for digit in digits]
+os.write(1, json.dumps({"reward": sum(right) / 2, "metrics": {"exact": float(all(right))}}).encode())
