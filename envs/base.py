@@ -44,6 +44,10 @@ from pydantic import BaseModel, ConfigDict
 from opentinker.shared.sessions import Policy
 from opentinker.shared.types import Message, StopReason, Tool, ToolCall
 
+ELSEWHERE = "elsewhere"
+"""True in the context of a config's validation: episodes are not played by this process, so what is installed here says
+nothing about them."""
+
 
 class Action(msgspec.Struct, frozen=True, kw_only=True):
     """What the policy said in one turn."""

@@ -8,16 +8,23 @@ from importlib import import_module
 
 from pydantic import BaseModel, ValidationError
 
-from opentinker.envs.base import Environment
+from opentinker.envs.base import ELSEWHERE, Environment
 from opentinker.shared.errors import SpecError
 
+ADAPTERS = {
+    "gymnasium": "opentinker.envs.adapters.gymnasium:Gymnasium",
+    "pettingzoo": "opentinker.envs.adapters.pettingzoo:PettingZoo",
+    "reasoning_gym": "opentinker.envs.adapters.reasoning_gym:ReasoningGym",
+    "textarena": "opentinker.envs.adapters.textarena:TextArena",
+}
+"""Names that play the environments of a library: which of them, their config says."""
 BUILT_IN = {
+    **ADAPTERS,
     "agent_program": "opentinker.envs.agents.program:AgentProgram",
     "bandit": "opentinker.envs.bandit:Bandit",
     "copy_digits": "opentinker.envs.copy_digits:CopyDigits",
     "gsm8k": "opentinker.envs.gsm8k:Gsm8k",
     "guess_number": "opentinker.envs.guess_number:GuessNumber",
-    "math": "opentinker.envs.math:Math",
 }
 OPERATORS = {"agent_program"}
 """Their configs name programs to run: as with `module:Class`, the operator must allow it."""
@@ -50,11 +57,16 @@ def find(name: str, *, modules: bool = False) -> type[Environment]:
     return found
 
 
-def check(name: str, config: dict[str, object], *, modules: bool = False) -> tuple[type[Environment], BaseModel]:
-    """The class and its validated settings. Raises SpecError with every mistake (`environment.config.<field>`)."""
+def check(
+    name: str, config: dict[str, object], *, modules: bool = False, elsewhere: bool = False
+) -> tuple[type[Environment], BaseModel]:
+    """The class and its validated settings. Raises SpecError with every mistake (`environment.config.<field>`).
+
+    `elsewhere`: it will not be played by this process, so what only a library knows about its config is left alone.
+    """
     found = find(name, modules=modules)
     try:
-        return found, found.Config.model_validate(config)
+        return found, found.Config.model_validate(config, context={ELSEWHERE: elsewhere})
     except ValidationError as error:
         raise SpecError(
             [

@@ -33,11 +33,9 @@ class ExamResult(msgspec.Struct, frozen=True, kw_only=True):
     ending: Ending
     error: str = ""
     reward: float = 0.0
-    """Mean over the seats that acted."""
-    seats: dict[str, float] = {}
-    """Reward by seat."""
+    """Of the seat that began, where there are several."""
     components: dict[str, float] = {}
-    """Of the reward, summed over turns; mean over the same seats."""
+    """Of the reward, summed over turns."""
     metrics: dict[str, float] = {}
     """What the environment reported."""
     tokens: int = 0

@@ -46,7 +46,7 @@ def _check_environment(spec: JobSpec) -> None:
     from opentinker.envs.registry import OPERATORS, check
 
     if spec.kind == "rl" and ":" not in spec.environment.name and spec.environment.name not in OPERATORS:
-        check(spec.environment.name, spec.environment.config)
+        check(spec.environment.name, spec.environment.config, elsewhere=True)
 
 
 def validate(path: SpecFile, as_json: AsJson = False) -> None:

@@ -1,0 +1,161 @@
+"""Any Gymnasium environment by its id: what it shows becomes text, and the policy's text becomes an action."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+
+from pydantic import Field
+
+from opentinker.envs.adapters import known, minigrid
+from opentinker.envs.adapters.library import ActionConfig, Randomness, episode_seed, unknown
+from opentinker.envs.base import Action, Environment, Step, user
+from opentinker.shared.types import Image, Message, Text
+
+if TYPE_CHECKING:
+    from gymnasium import Env
+
+
+class Gymnasium(Environment):
+    """One seat. An action that cannot be read, or that the environment's own mask forbids, is answered with what is
+    wrong with it and costs `penalty`; the environment does not see it. Reward: the environment's own.
+
+    The action is what stands after the last `Action:` of the text, or all of it. Its form is that of the action space:
+    a name or number, a JSON array or object, plain text.
+    """
+
+    class Config(ActionConfig):
+        library: ClassVar[str] = "gymnasium"
+        extra: ClassVar[str] = "gymnasium"
+
+        id: Annotated[str, Field(min_length=1)]
+        """As `gymnasium.make` takes it, e.g. FrozenLake-v1, or BabyAI-GoToRedBall-v0 where minigrid is installed."""
+        kwargs: dict[str, Any] = {}
+        """Passed to the environment."""
+        view: Literal["auto", "ansi", "words", "observation"] = "auto"
+        """What the policy sees. `ansi`: the environment drawn in letters; `words`: a MiniGrid in words; `observation`:
+        the observation itself, by its space. `auto`: the first of them that the environment has."""
+        max_steps: Annotated[int, Field(ge=1)] | None = None
+        """In place of the environment's own limit."""
+
+        def check(self) -> None:
+            from gymnasium import registry
+
+            if ":" in self.id:
+                raise ValueError(f"id = {self.id!r}: no modules are imported by name")
+            known.register(self.id)
+            if self.id not in registry:
+                raise unknown(f"environment as id = {self.id!r}", self.id, registry)
+            if self.view == "ansi" and "ansi" not in _render_modes(self.id):
+                raise ValueError(f"view = 'ansi': {self.id} cannot be drawn in letters")
+
+    config: Config
+    blocking = True
+
+    async def open(self, row: int, seed: int) -> list[Message]:
+        import gymnasium
+
+        from opentinker.envs.adapters import spaces
+
+        self._spaces = spaces
+        config = self.config
+        start = episode_seed(row, seed)
+        self._randomness = Randomness(start)
+        drawn = config.view in ("auto", "ansi") and "ansi" in _render_modes(config.id)
+        with self._randomness:
+            self._environment: Env[Any, Any] = gymnasium.make(
+                config.id,
+                max_episode_steps=config.max_steps,
+                disable_env_checker=True,
+                **({"render_mode": "ansi"} if drawn else {}) | config.kwargs,
+            )
+            observation, info = self._environment.reset(seed=start)
+            return [self._first(observation, info, drawn)]
+
+    def _first(self, observation: Any, info: dict[str, Any], drawn: bool) -> Message:
+        config = self.config
+        self._drawn = drawn
+        self._in_words = not drawn and config.view in ("auto", "words") and minigrid.is_minigrid(self._environment)
+        if config.view == "words" and not self._in_words:
+            raise ValueError(f"view = 'words' is for MiniGrid; {config.id} is none")
+        self._names = [name.lower() for name in config.actions] or known.names_of(config.id, self._environment)
+        count = getattr(self._environment.action_space, "n", None)
+        if config.actions and count != len(config.actions):
+            raise ValueError(f"{len(config.actions)} names of actions were given, and {config.id} has {count}")
+        self._mask = self._mask_of(observation, info)
+        self._illegal, self._return = 0, 0.0
+        return self._message(observation, self._introduction())
+
+    async def step(self, action: Action) -> Step:
+        space = self._environment.action_space
+        try:
+            chosen = self._spaces.read(space, action.text, self._names, self._mask)
+        except self._spaces.Illegal as error:
+            return self._refuse(error)
+        with self._randomness:
+            observation, reward, terminated, truncated, info = self._environment.step(chosen)
+            done = bool(terminated or truncated)
+            self._mask = self._mask_of(observation, info)
+            messages = [] if done else [self._message(observation)]
+        self._return += float(reward)
+        return Step(
+            messages=messages,
+            reward=float(reward),
+            done=done,
+            components={"reward": float(reward)},
+            metrics=self._metrics(bool(truncated)),
+        )
+
+    async def close(self) -> None:
+        if hasattr(self, "_environment"):
+            self._environment.close()
+
+    def _refuse(self, why: Exception) -> Step:
+        self._illegal += 1
+        return Step(
+            messages=[user(self._spaces.refusal(why, self._allowed()))],
+            reward=-self.config.penalty,
+            done=self._illegal >= self.config.max_illegal,
+            components={"illegal": -self.config.penalty},
+            metrics=self._metrics(False),
+        )
+
+    def _metrics(self, truncated: bool) -> dict[str, float]:
+        return {"return": self._return, "illegal": float(self._illegal), "truncated": float(truncated)}
+
+    def _introduction(self) -> str:
+        about = self.config.instruction
+        if about is None:
+            about = known.ABOUT.get(known.base_name(self.config.id), f"You act in {self.config.id}.")
+        hint = self._spaces.hint(self._environment.action_space, self._names)
+        return "\n".join(part for part in (about, hint if self.config.hint else "") if part)
+
+    def _message(self, observation: Any, first: str = "") -> Message:
+        image: Image | None = None
+        if self._drawn:
+            seen = known.plain_colours(str(self._environment.render())).strip("\n")
+            seen = "\n".join(filter(None, [seen, known.remark(self.config.id, self._environment, observation)]))
+        elif self._in_words:
+            seen = minigrid.view(observation)
+        else:
+            space = self._environment.observation_space
+            image = self._spaces.picture(space, observation)
+            seen = "" if image is not None else self._spaces.show(space, observation)
+        left = self._allowed() if self.config.hint else ""
+        text = "\n".join(part for part in (first, seen, f"Possible: {left}." if left else "") if part)
+        return Message(role="user", content=text if image is None else [Text(text), image])
+
+    def _allowed(self) -> str:
+        return self._spaces.allowed(self._environment.action_space, self._mask, self._names)
+
+    def _mask_of(self, observation: Any, info: dict[str, Any]) -> Any:
+        """Of the info, or of the observation; None where every action is allowed."""
+        name = self._spaces.MASK
+        return info.get(name, observation.get(name) if isinstance(observation, dict) else None)
+
+
+def _render_modes(id: str) -> list[str]:
+    from gymnasium.envs.registration import load_env_creator, registry
+
+    entry = registry[id].entry_point
+    creator = load_env_creator(entry) if isinstance(entry, str) else entry
+    return list(getattr(creator, "metadata", {}).get("render_modes") or [])

@@ -1,0 +1,89 @@
+"""What well-known environments of Gymnasium and PettingZoo do not say themselves: names of actions, and the task."""
+
+from __future__ import annotations
+
+import re
+from importlib import import_module
+from typing import Any
+
+from opentinker.envs.adapters.library import installed
+
+NAMES = {
+    "FrozenLake": ["left", "down", "right", "up"],
+    "CliffWalking": ["up", "right", "down", "left"],
+    "Taxi": ["south", "north", "east", "west", "pickup", "dropoff"],
+    "Blackjack": ["stick", "hit"],
+    "CartPole": ["left", "right"],
+    "MountainCar": ["left", "none", "right"],
+    "Acrobot": ["negative", "none", "positive"],
+    "rps": ["rock", "paper", "scissors"],
+}
+ABOUT = {
+    "FrozenLake": "Cross the frozen lake from S to the goal G over F; a hole H ends it. [x] marks where you stand.",
+    "CliffWalking": "Walk from x to the target T in as few steps as you can; the cliff C throws you back to the start.",
+    "Taxi": "You drive a taxi, shown as [x]. Fetch the passenger, shown as <x>, and drop them at (x). | are walls.",
+    "Blackjack": "Blackjack. You see: your sum, the dealer's open card, and 1 if you hold an ace that counts 11.",
+    "CartPole": "Keep the pole on the cart upright. You see: position, speed, angle of the pole, its angular speed.",
+}
+GAMES = {
+    "tictactoe": "Your marks are 1, the other's 2. Cells are numbered down the columns: 0 3 6 is the first row.",
+    "connect_four": "Your pieces are 1, theirs 2. An action is the column to drop a piece into. Four in line win.",
+    "rps": "You see what the other played last: 0 rock, 1 paper, 2 scissors, 3 nothing yet.",
+}
+PACKAGES = {
+    "MiniGrid-": ("minigrid", "opentinker[gymnasium]"),
+    "BabyAI-": ("minigrid", "opentinker[gymnasium]"),
+    "ALE/": ("ale_py", "ale-py"),
+}
+"""Beginnings of ids -> the module that registers them when it is imported, and what installs it."""
+_COLOURED = re.compile(r"\x1b\[([\d;]*)m([^\x1b]*)\x1b\[0?m")
+_ESCAPE = re.compile(r"\x1b\[[\d;]*m")
+STOPS = "RGYB"
+
+
+def register(id: str) -> None:
+    """Make the environments known that a package other than gymnasium brings. Raises ValueError if it is missing."""
+    for beginning, (module, source) in PACKAGES.items():
+        if id.startswith(beginning):
+            if not installed(module):
+                raise ValueError(f"id = {id!r} is of {module}, which is not installed here: pip install '{source}'")
+            import_module(module)
+
+
+def base_name(id: str) -> str:
+    """`toy_text/FrozenLake8x8-v1` -> `FrozenLake`, `classic/rps_v2` -> `rps`"""
+    return re.sub(r"(8x8)?([-_]v\d+)?$", "", id.rpartition("/")[2])
+
+
+def names_of(id: str, environment: Any) -> list[str]:
+    """Of discrete actions, lower case; empty where nobody has named them."""
+    plain = environment.unwrapped
+    if callable(meanings := getattr(plain, "get_action_meanings", None)):
+        return [str(name).lower() for name in meanings()]
+    members = getattr(getattr(plain, "actions", None), "__members__", None)
+    return [name.lower() for name in members] if members else NAMES.get(base_name(id), [])
+
+
+def plain_colours(text: str) -> str:
+    """A terminal's colours as brackets, for they may be all that says where one stands: `[x]` on a coloured ground,
+    `<x>` bold, `(x)` any other colour."""
+    found = 1
+    while found:  # from the inside out: a taxi that stands at its target has two colours
+        text, found = _COLOURED.subn(_bracketed, text)
+    return _ESCAPE.sub("", text)
+
+
+def _bracketed(found: re.Match[str]) -> str:
+    codes = [int(code) for code in found[1].split(";") if code]
+    if any(40 <= code <= 47 or 100 <= code <= 107 for code in codes):
+        return f"[{found[2]}]"
+    return f"<{found[2]}>" if 1 in codes else f"({found[2]})"
+
+
+def remark(id: str, environment: Any, observation: Any) -> str:
+    """What the picture in letters does not show."""
+    if base_name(id) != "Taxi":
+        return ""
+    _, _, passenger, target = environment.unwrapped.decode(observation)
+    place = "in the taxi" if passenger == len(STOPS) else f"at {STOPS[passenger]}"
+    return f"The passenger is {place} and wants to go to {STOPS[target]}."

@@ -1,0 +1,99 @@
+"""What the adapters of environment libraries have in common: the library is looked for where episodes are played, its
+mistakes become errors that say what to do, and what it does to the global random generators stays its own.
+"""
+
+from __future__ import annotations
+
+import difflib
+import random
+from collections.abc import Iterable
+from importlib.util import find_spec
+from typing import Annotated, ClassVar, Self
+
+import numpy as np
+from numpy.random.mtrand import get_bit_generator, set_bit_generator
+from pydantic import Field, ValidationInfo, model_validator
+
+from opentinker.envs.base import ELSEWHERE, EnvironmentConfig
+
+NAMED = 8
+
+
+class LibraryConfig(EnvironmentConfig):
+    """Settings of an adapter. Whatever only the library can know about them is checked where it is installed."""
+
+    library: ClassVar[str]
+    """The module it is imported as."""
+    extra: ClassVar[str]
+    """Of this package, which installs it."""
+
+    def check(self) -> None:
+        """Raises ValueError about what only the library knows, such as the names of its environments."""
+
+    @model_validator(mode="after")
+    def _known_to_the_library(self, info: ValidationInfo) -> Self:
+        if not (info.context or {}).get(ELSEWHERE):
+            if not installed(self.library):
+                raise ValueError(f"{self.library} is not installed here: pip install 'opentinker[{self.extra}]'")
+            self.check()
+        return self
+
+
+class ActionConfig(LibraryConfig):
+    """Settings of an adapter that makes actions out of text."""
+
+    instruction: str | None = None
+    """What the policy is told first, in place of our own words; may be empty."""
+    hint: bool = True
+    """Say in the prompt how actions are written."""
+    actions: list[Annotated[str, Field(min_length=1)]] = []
+    """Names of the actions 0, 1, 2... of a discrete action space; default: those that the environment gives them."""
+    penalty: Annotated[float, Field(ge=0.0)] = 0.1
+    """Taken off the reward for an action that cannot be read or is not allowed (component `illegal`)."""
+    max_illegal: Annotated[int, Field(ge=1)] = 3
+    """So many such actions in one episode end it; the environment never sees them."""
+
+
+def installed(module: str) -> bool:
+    """Whether it could be imported, without importing it."""
+    try:
+        return find_spec(module) is not None
+    except (ImportError, ValueError):
+        return False
+
+
+def unknown(kind: str, name: str, known: Iterable[str]) -> ValueError:
+    """The error about a name that a library does not have, with those that are nearest to it."""
+    names = sorted(known)
+    near = difflib.get_close_matches(name, names, n=3, cutoff=0.6)
+    listed = ", ".join(names[:NAMED]) + (", ..." if len(names) > NAMED else "")
+    return ValueError(
+        f"no such {kind}: did you mean {' or '.join(near)}?" if near else f"no such {kind}; there are: {listed}"
+    )
+
+
+def episode_seed(row: int, seed: int) -> int:
+    """31 bits, as every library takes them."""
+    return random.Random(f"{seed}/{row}").getrandbits(31)
+
+
+class Randomness:
+    """The global random generators as one episode sees them: `with` it, its own state is theirs; after it, the others'.
+
+    Libraries reseed and draw from generators that everybody in the process shares; so no episode can disturb another,
+    and one that never seeds itself still begins with the seed of its episode.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self._python = random.Random(seed).getstate()
+        self._numpy = np.random.MT19937(seed)
+
+    def __enter__(self) -> None:
+        self._other_python, self._other_numpy = random.getstate(), get_bit_generator()
+        random.setstate(self._python)
+        set_bit_generator(self._numpy)
+
+    def __exit__(self, *_: object) -> None:
+        self._python = random.getstate()
+        random.setstate(self._other_python)
+        set_bit_generator(self._other_numpy)

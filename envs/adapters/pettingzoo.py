@@ -1,0 +1,174 @@
+"""Any PettingZoo environment by its id, turn-based (AEC) or parallel: its agents are the seats."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+
+from pydantic import BaseModel, Field
+
+from opentinker.envs.adapters import known
+from opentinker.envs.adapters.library import ActionConfig, Randomness, episode_seed
+from opentinker.envs.base import Action, Environment, Opening, Step, user
+from opentinker.shared.types import Message
+
+if TYPE_CHECKING:
+    from pettingzoo import AECEnv
+
+
+class PettingZoo(Environment):
+    """A seat per agent. Each sees its own observations; what an agent gets between two of its turns is its reward.
+
+    In a parallel environment the agents of a round act one after the other, and nobody sees what the others of the
+    round have chosen. An action that cannot be read, or that the mask forbids, costs the seat `penalty` and is asked
+    for again; after `max_illegal` of them the seat has forfeited the game, which is over. Whoever has been removed from
+    the game is asked for nothing more.
+    """
+
+    class Config(ActionConfig):
+        library: ClassVar[str] = "pettingzoo"
+        extra: ClassVar[str] = "pettingzoo"
+
+        id: Annotated[str, Field(min_length=1)]
+        """As in PettingZoo's registry, e.g. classic/tictactoe_v3."""
+        api: Literal["aec", "parallel"] = "aec"
+        """Which form of the environment is played."""
+        view: Literal["auto", "ansi", "observation"] = "auto"
+        """What the policy sees. `ansi`: the game drawn in letters; `observation`: what the agent observes, by its
+        space. `auto`: the first of them that the environment has."""
+        kwargs: dict[str, Any] = {}
+        """Passed to the environment."""
+        forfeit: Annotated[float, Field(ge=0.0)] = 1.0
+        """Taken off the reward of a seat that ends the game by illegal actions (component `forfeit`)."""
+
+        def check(self) -> None:
+            import pettingzoo
+            from pettingzoo.env_registry.exceptions import PettingZooRegistryError
+
+            try:
+                pettingzoo.spec(self.api, self.id)
+            except PettingZooRegistryError as error:
+                raise ValueError(f"id = {self.id!r} with api = {self.api!r}: {error}") from None
+
+    config: Config
+    blocking = True
+
+    def __init__(self, config: BaseModel) -> None:
+        super().__init__(config)
+        import pettingzoo
+        from pettingzoo.utils.conversions import parallel_to_aec
+
+        from opentinker.envs.adapters import spaces
+
+        self._spaces = spaces
+        made = pettingzoo.make(self.config.api, self.config.id, **self.config.kwargs)
+        self._drawn = self.config.view != "observation" and "ansi" in made.metadata.get("render_modes", [])
+        if self._drawn:
+            made = pettingzoo.make(self.config.api, self.config.id, **{"render_mode": "ansi"} | self.config.kwargs)
+        elif self.config.view == "ansi":
+            raise ValueError(f"view = 'ansi': {self.config.id} cannot be drawn in letters")
+        self._environment: AECEnv[Any, Any, Any] = parallel_to_aec(made) if self.config.api == "parallel" else made
+        self._agents = {str(agent): agent for agent in self._environment.possible_agents}
+        self.seats = tuple(self._agents)
+        self._illegal = dict.fromkeys(self.seats, 0)
+        self._returns = dict.fromkeys(self.seats, 0.0)
+        self._introduced: set[str] = set()
+
+    async def open(self, row: int, seed: int) -> Opening:
+        start = episode_seed(row, seed)
+        self._randomness = Randomness(start)
+        with self._randomness:
+            self._environment.reset(seed=start)
+            seat, _ = self._advance()
+            if seat is None:
+                raise ValueError(f"{self.config.id} is over before anybody has acted")
+            return Opening(messages=[self._message(seat)], seat=seat)
+
+    async def step(self, action: Action) -> Step:
+        space = self._environment.action_space(self._agents[action.seat])
+        try:
+            chosen = self._spaces.read(space, action.text, self._names(space), self._mask)
+        except self._spaces.Illegal as error:
+            return self._refuse(action.seat, error)
+        with self._randomness:
+            self._environment.step(chosen)
+            seat, credit = self._advance()
+            messages = [] if seat is None else [self._message(seat)]
+        reward = credit.pop(action.seat, 0.0)
+        return Step(
+            messages=messages,
+            reward=reward,
+            components={"reward": reward},
+            rewards={other: {"reward": value} for other, value in credit.items() if value},
+            done=seat is None,
+            seat=seat or "",
+            metrics=self._metrics(),
+        )
+
+    async def close(self) -> None:
+        self._environment.close()
+
+    def _advance(self) -> tuple[str | None, dict[str, float]]:
+        """To the next seat that can act, None if there is none; and what each agent got whose turn came up."""
+        environment = self._environment
+        credit: dict[str, float] = {}
+        while environment.agents:
+            seat = str(environment.agent_selection)
+            self._observation, reward, terminated, truncated, info = environment.last()
+            credit[seat] = credit.get(seat, 0.0) + float(reward)
+            self._returns[seat] += float(reward)
+            if not (terminated or truncated):
+                self._mask = info.get(self._spaces.MASK)
+                if self._mask is None and isinstance(self._observation, dict):
+                    self._mask = self._observation.get(self._spaces.MASK)
+                return seat, credit
+            environment.step(None)
+        return None, credit
+
+    def _refuse(self, seat: str, why: Exception) -> Step:
+        self._illegal[seat] += 1
+        over = self._illegal[seat] >= self.config.max_illegal
+        components = {"illegal": -self.config.penalty} | ({"forfeit": -self.config.forfeit} if over else {})
+        return Step(
+            messages=[user(self._spaces.refusal(why, self._allowed(seat)))],
+            reward=sum(components.values()),
+            components=components,
+            done=over,
+            seat=seat,
+            metrics=self._metrics(),
+        )
+
+    def _metrics(self) -> dict[str, float]:
+        returns = {f"return/{seat}": value for seat, value in self._returns.items()}
+        return {"illegal": float(sum(self._illegal.values())), **returns}
+
+    def _message(self, seat: str) -> Message:
+        parts = [] if seat in self._introduced else [self._introduction(seat)]
+        self._introduced.add(seat)
+        if self._drawn:
+            parts.append(known.plain_colours(str(self._environment.render())).strip("\n"))
+        else:
+            space = self._environment.observation_space(self._agents[seat])
+            parts.append(self._spaces.show(space, self._observation))
+        if self.config.hint and (left := self._allowed(seat)):
+            parts.append(f"Possible: {left}.")
+        return user("\n".join(filter(None, parts)))
+
+    def _introduction(self, seat: str) -> str:
+        about = self.config.instruction
+        if about is None:
+            game = known.GAMES.get(known.base_name(self.config.id), "")
+            about = f"You are {seat} in {self.config.id}. {game}".strip()
+        space = self._environment.action_space(self._agents[seat])
+        return "\n".join(
+            filter(None, [about, self._spaces.hint(space, self._names(space)) if self.config.hint else ""])
+        )
+
+    def _allowed(self, seat: str) -> str:
+        space = self._environment.action_space(self._agents[seat])
+        return self._spaces.allowed(space, self._mask, self._names(space))
+
+    def _names(self, space: Any) -> list[str]:
+        names = self.config.actions or known.NAMES.get(known.base_name(self.config.id), [])
+        if self.config.actions and getattr(space, "n", None) != len(names):
+            raise ValueError(f"{len(names)} names of actions were given for {space}")
+        return [name.lower() for name in names]

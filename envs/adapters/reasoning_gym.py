@@ -1,0 +1,110 @@
+"""Any reasoning-gym data set by its name: one question, one answer, scored by the data set itself."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Annotated, Any, ClassVar
+
+import msgspec
+from pydantic import Field
+
+from opentinker.envs.adapters.answers import ANSWER_S, harmless, within
+from opentinker.envs.adapters.library import LibraryConfig, Randomness, unknown
+from opentinker.envs.base import Action, Environment, Step, user
+from opentinker.shared.types import Message
+
+CACHED = 16
+"""Data sets of one process."""
+
+
+class ReasoningGym(Environment):
+    """Reward: the data set's own score of the answer, 0 to 1. The answer is what the last `<answer>` encloses, else the
+    whole text.
+
+    Some data sets evaluate answers as Python or as formulas: there, what is neither a plain value nor a plain formula
+    scores 0 unseen. So does an answer whose scoring raises or takes too long (metric `unscored`).
+    """
+
+    class Config(LibraryConfig):
+        library: ClassVar[str] = "reasoning_gym"
+        extra: ClassVar[str] = "reasoning_gym"
+
+        dataset: Annotated[str, Field(min_length=1)] = "chain_sum"
+        """Name of the data set."""
+        config: dict[str, Any] = {}
+        """The data set's own settings, e.g. `{min_terms = 2}`."""
+        seed: Annotated[int, Field(ge=0)] = 0
+        """Of the data set: another seed, other questions, e.g. for validation."""
+        rows: Annotated[int, Field(ge=1)] = 10_000
+        """How many questions; made when they are asked."""
+        instruction: str = "Give the final answer between <answer> and </answer>."
+        """Put under every question; may be empty."""
+
+        def check(self) -> None:
+            from reasoning_gym.factory import DATASETS
+
+            if self.dataset not in DATASETS:
+                raise unknown(f"data set as dataset = {self.dataset!r}", self.dataset, DATASETS)
+            if self.config.keys() & {"seed", "size"}:
+                raise ValueError("config: seed and size are said by seed and rows beside it")
+            try:
+                _made(self.dataset, self.seed, self.rows, msgspec.json.encode(self.config, order="sorted"))
+            except (AssertionError, AttributeError, TypeError, ValueError) as error:
+                raise ValueError(f"config: {self.dataset} does not take it: {error}") from None
+
+    config: Config
+    blocking = True
+
+    async def open(self, row: int, seed: int) -> list[Message]:
+        config = self.config
+        self._randomness = Randomness(config.seed + row % config.rows)
+        with self._randomness:
+            encoded = msgspec.json.encode(config.config, order="sorted")
+            self._dataset = _made(config.dataset, config.seed, config.rows, encoded)
+            self._entry: dict[str, Any] = self._dataset[row % config.rows]
+        return [user("\n\n".join(filter(None, [self._entry["question"], config.instruction])))]
+
+    async def step(self, action: Action) -> Step:
+        from reasoning_gym.utils import extract_answer
+
+        answer = extract_answer(action.text)
+        score = self._score(action.text.strip() if answer is None else answer)
+        metrics = {
+            "exact": float(score == 1.0),
+            "answered": float(answer is not None),
+            "unscored": float(score is None),
+        }
+        if self._source != self.config.dataset:
+            metrics[f"task/{self._source}"] = 1.0
+        return Step(reward=score or 0.0, done=True, metrics=metrics)
+
+    def gold(self) -> str:
+        """Right by the data set's own word; a few data sets score it 0, because they have many right answers."""
+        return f"<answer>{self._entry['answer']}</answer>"
+
+    @property
+    def _source(self) -> str:
+        """The data set that the question is of: one of several, in a `composite`."""
+        return str(self._entry.get("metadata", {}).get("source_dataset", self.config.dataset))
+
+    def _score(self, answer: str) -> float | None:
+        if not harmless(self._source, answer):
+            return 0.0
+        try:
+            with self._randomness, within(ANSWER_S):
+                score = float(self._dataset.score_answer(answer, self._entry))
+        except Exception:  # noqa: BLE001 - the library's scoring has met a text that it did not expect: no right answer
+            return None
+        return score if 0.0 <= score <= 1.0 else None
+
+
+@lru_cache(CACHED)
+def _made(name: str, seed: int, rows: int, config: bytes) -> Any:
+    from reasoning_gym import create_dataset
+    from reasoning_gym.composite import DatasetSpec
+
+    settings = msgspec.json.decode(config)
+    if name == "composite":
+        parts = [{"weight": 1.0, "config": {}} | part for part in settings.get("datasets", [])]
+        settings["datasets"] = [DatasetSpec(**part) for part in parts]
+    return create_dataset(name, seed=seed, size=rows, **settings)
