@@ -13,9 +13,10 @@ import signal
 import socket
 import subprocess
 import time
+import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import aiohttp
 import pytest
@@ -39,7 +40,10 @@ T = TypeVar("T")
 WAIT_S = 90.0
 """Whatever is waited for comes within this time on a machine that has much else to do; it costs nothing if it comes."""
 
-LONG = ("test_kills.py", "test_end_to_end_vllm.py", "test_deterministic.py", "test_ranks.py", "test_run.py")
+LONG = (
+    *("test_kills.py", "test_end_to_end_vllm.py", "test_deterministic.py", "test_ranks.py", "test_engine_vllm.py"),
+    *("test_run.py", "test_engine_vllm_own.py", "test_end_to_end.py", "test_row_jobs.py", "test_torch_learner.py"),
+)
 """They begin before all others, the longest first, so that no process is left alone with one of them in the end."""
 
 
@@ -182,6 +186,27 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from examples.models.make_tiny import make_tiny
 
     return make_tiny(tmp_path_factory.mktemp("models") / "small", hidden_size=64, layers=2)
+
+
+@pytest.fixture(scope="module")
+def quiet_end() -> Iterator[None]:
+    """vLLM leaves the contexts of its sockets to the collector, which would complain outside of any test."""
+    import zmq
+
+    made: weakref.WeakSet[zmq.Context[zmq.Socket[bytes]]] = weakref.WeakSet()
+    make = zmq.Context.__init__
+
+    def noted(self: zmq.Context[zmq.Socket[bytes]], *args: Any, **options: Any) -> None:
+        make(self, *args, **options)
+        if type(self) is zmq.Context:
+            made.add(self)
+
+    zmq.Context.__init__ = noted  # type: ignore[method-assign]
+    yield
+    zmq.Context.__init__ = make  # type: ignore[method-assign]
+    for context in made:
+        if not context.closed:
+            context.destroy(linger=0)
 
 
 # --- a scheduler in this process ------------------------------------------------------------------------------------

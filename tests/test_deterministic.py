@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import signal
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,6 @@ from opentinker.shared.errors import JobFailed, SpecError
 from opentinker.shared.manifest import name_of, read_manifest
 from opentinker.shared.spec import JobSpec
 from opentinker.shared.store import Store
-from opentinker.shared.types import SIMULATED, SwapCommand, WeightVersion
 from tests.cluster import Cluster
 from tests.conftest import soon
 from tests.factories import make_group, make_spec
@@ -85,29 +83,6 @@ async def test_weights_are_the_same_with_vllm(tmp_path: Path, tiny: Path) -> Non
     async with Cluster(tmp_path, heavy=True) as cluster:
         spec = deterministic(tiny, rollout={"max_tokens": 4, "seed": 7})
         assert await whole(cluster, spec) == await broken(cluster, spec)
-
-
-@pytest.mark.vllm
-@pytest.mark.filterwarnings("ignore")
-async def test_one_by_one_logprobs_do_not_depend_on_what_else_is_asked_for(tiny: Path) -> None:
-    from opentinker.services.rollout_worker.vllm_engine import VllmEngine
-
-    engine = VllmEngine(str(tiny), eos_ids=[1], context_length=256, max_concurrent=32, one_by_one=True)
-    try:
-        await engine.start()
-        fields = {"job": "j", "epoch": 1, "generation": 0, "device": SIMULATED}
-        await engine.join(SwapCommand(action="join", **fields))  # type: ignore[arg-type]
-        await engine.receive(SwapCommand(action="receive", version=WeightVersion(1, 0), **fields))  # type: ignore[arg-type]
-
-        async def ask(name: str, seed: int) -> Completion:
-            return await engine.generate(f"{name}{seed}", [5, 6 + seed % 3, 9], Sampling(max_tokens=12, seed=seed))
-
-        alone = [await ask("alone", seed) for seed in range(12)]
-        together = await asyncio.gather(*(ask("together", seed) for seed in range(12)))
-        assert alone == list(together)
-        assert len({tuple(c.ids) for c in alone}) > 6, "different seeds sample different tokens"
-    finally:
-        await engine.close()
 
 
 # --- the parts ------------------------------------------------------------------------------------------------------
