@@ -44,6 +44,7 @@ __all__ = [
 ERROR_LOG_S = 10.0
 ACK_S = 3.0
 """A publish without an ack after so long is sent again."""
+SETTLE_S = 2
 PATIENCE_S = 10.0
 """A publish that is not stored after so long says so, once."""
 
@@ -193,6 +194,12 @@ class Bus:
             await self.nc.publish(subject.at(**keys), payload)
         except (*AWAY, *CLOSED) as error:
             log.warning("emit_dropped", subject=subject.at(**keys), error=type(error).__name__)
+
+    async def settle(self) -> None:
+        """What was emitted so far has reached the server; at most SETTLE_S, and not while it is away."""
+        if self.nc.is_connected:
+            with contextlib.suppress(*AWAY, *CLOSED):
+                await heed(self.nc.flush(timeout=SETTLE_S))
 
     async def listen(self, subject: Subject[T], handler: Callable[[T], Awaitable[None]], **keys: str) -> Subscription:
         async def receive(msg: Msg) -> None:

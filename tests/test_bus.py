@@ -452,6 +452,19 @@ async def test_metric_that_is_not_a_number_is_left_out(bus: Bus, job: str) -> No
     await subscription.unsubscribe()
 
 
+async def test_what_was_emitted_is_with_the_server_once_it_has_settled(own_server: Server) -> None:
+    async with Bus.connect(own_server.url, "test") as bus:
+        source = MetricSource(bus, "j", "trainer")
+        for step in range(20):
+            await source.emit(step, {"reward": 1.0})
+        assert bus.nc.pending_data_size > 0
+        await bus.settle()
+        assert bus.nc.pending_data_size == 0
+        own_server.kill()
+        await until(lambda: not bus.nc.is_connected)
+        await soon(bus.settle())  # nobody waits for a server that is away
+
+
 # --- a server that goes away --------------------------------------------------------------------------------------
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from opentinker.shared.service import Context
 from opentinker.shared.store import Store
 from opentinker.shared.subjects import GROUP, GROUPS, SCORE, SCORES, TICKET, TICKETS, WAKE
 from opentinker.shared.types import Ending, JobState, Pool, Ticket, WorkerInfo
-from tests.conftest import WAIT_S, Server, until
+from tests.conftest import WAIT_S, Server, soon, until
 from tests.factories import make_group, make_ticket
 from tests.scheduling import context, kinds, new_job, running
 
@@ -66,12 +67,22 @@ async def test_job_without_a_seed_has_the_start_states_of_seed_0(ctx: Context, s
     assert [t.seed for t in await tickets(ctx, job)] == [ticket_seed(0, seq) for seq in range((ETA + 1) * BATCH)]
 
 
-async def test_a_wake_issues_at_once(ctx: Context, store: Store) -> None:
+async def test_a_wake_issues_at_once(ctx: Context, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("opentinker.services.scheduler.tickets.LOOK_S", 4 * WAIT_S)
     job = await running_job(store, "j-wake")
-    async with running(TicketIssuer(ctx).run()):
+    issuer, looked = TicketIssuer(ctx), asyncio.Event()
+    sweep = issuer.sweep
+
+    async def first_sweep() -> None:
+        await sweep()
+        looked.set()
+
+    monkeypatch.setattr(issuer, "sweep", first_sweep)
+    async with running(issuer.run()):
+        await soon(looked.wait())
         await restored(store, job)
         await ctx.bus.emit(WAKE, {"job": job}, who="admission")
-        await until(lambda: tickets(ctx, job), 2.0)
+        await until(lambda: tickets(ctx, job))
 
 
 def test_seeds_are_the_same_on_every_machine_and_differ_by_group() -> None:

@@ -227,6 +227,7 @@ class Record:
     async def succeed(self, step: int) -> None:
         """All is done and saved."""
         why = "target reached" if self.target_met() else ""
+        await self.ctx.bus.settle()  # who has waited for the end reads the last metrics too
         with contextlib.suppress(Conflict):  # cancelled or failed meanwhile: the lease is about to go
             await self.ctx.store.transition(
                 self.lease.job, JobState.SUCCEEDED, epoch=self.lease.epoch, step=step, reason=why
