@@ -30,14 +30,14 @@ from opentinker.shared.admission import Admission, Ledger
 from opentinker.shared.manifest import Manifest
 from opentinker.shared.spec import JobSpec
 from opentinker.shared.store import Store
-from tests.conftest import WAIT_S, nats_conf, until
+from tests.conftest import nats_conf, until
 
 ROOT = Path(__file__).resolve().parent.parent
 PYTHONPATH = f"{ROOT / 'src'}{os.pathsep}{ROOT}"
 """Of every process that a test starts: this tree, wherever the package is installed from, and its `tests`."""
 RESTART_S = 0.2
 JOB_S = 240.0
-"""A job of a test ends within this time on a machine that has much else to do."""
+"""A job of a test ends within this time on a machine that has much else to do, where importing torch takes a minute."""
 TAIL, WIDTH = 25, 400
 SERVERS = ("nats", "valkey")
 
@@ -259,7 +259,7 @@ class Cluster:
     async def step(self, job: str) -> int:
         return (await self.store.job(job)).step
 
-    async def reaches(self, job: str, step: int, timeout_s: float = WAIT_S) -> None:
+    async def reaches(self, job: str, step: int, timeout_s: float = JOB_S) -> None:
         async def there() -> bool:
             record = await self.store.job(job)
             assert not record.state.final or record.step >= step, f"{record.state}: {record.reason}"
