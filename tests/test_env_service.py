@@ -322,6 +322,20 @@ async def test_module_environments_are_refused_without_leave(workers: Workers, c
     assert (await client.open(**opening("t"))).failure is None
 
 
+async def test_a_worker_without_sandboxes_says_why_and_is_not_asked_for_any(
+    workers: Workers, client: EnvClient
+) -> None:
+    await workers.start("env-0", OPENTINKER_SANDBOX_BWRAP="/no/bwrap")
+    info = await workers.info("env-0")
+    assert info is not None and "give the path of bubblewrap" in info.detail["no_sandbox"]
+    isolated = {**opening("s", deadline_s=1.0), "isolation": "sandbox"}
+    refused = await client.open(**isolated)
+    assert refused.failure == Ending.ENV_LOST and "no env worker has sandboxes" in refused.error
+    await workers.start("env-1")
+    opened = await client.open(**{**isolated, "session": "t", "deadline_s": 60.0})
+    assert opened.failure is None and opened.worker.startswith("env-1-")
+
+
 async def test_worker_tells_what_it_is(workers: Workers, client: EnvClient) -> None:
     await workers.start("env-0")
     await client.open(**opening("s"))

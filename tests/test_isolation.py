@@ -17,9 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import uvloop
 
 from opentinker.pushing import pack
 from opentinker.services.env_worker import host as host_module
+from opentinker.services.env_worker import turns
 from opentinker.services.env_worker.host import Host
 from opentinker.services.env_worker.packages import Packages
 from opentinker.services.env_worker.resolver import Resolver
@@ -140,6 +142,59 @@ async def test_an_idle_child_leaves_its_place_or_ends(
     last = worker.host._children[-1]
     await until(lambda: last.gone == "nobody needed it any more")
     await last.ended()
+
+
+async def test_who_waits_for_a_child_gets_one_in_the_end(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(turns, "TURN_S", 0.0)
+    worker.host._limit = 1
+    name = worker.push(PARITY)
+    first, opened = await worker.open(name, "greedy")
+    assert opened.failure is None and not opened.busy
+    _, refused = await worker.open(name, "patient")
+    assert refused.busy
+    _, more = await worker.open(name, "greedy")
+    assert more.busy, "its child takes no more while somebody waits"
+    await worker.step(first, "odd")
+    await until(lambda: worker.host._children[0].sessions == 0)
+    _, again = await worker.open(name, "greedy")
+    assert again.busy, "the place is not its own any more"
+    _, placed = await worker.open(name, "patient")
+    assert placed.failure is None and not placed.busy
+    assert [child.key for child in worker.host._children] == [f"{name} of patient"]
+
+
+def test_who_stops_asking_does_not_wait() -> None:
+    waiting = turns.Turns()
+    waiting.refused("a", 0.0)
+    assert waiting.due(turns.TURN_S - 1) is None
+    for now in range(0, 20, 4):
+        waiting.refused("b", float(now))
+    assert waiting.due(16.0) == "b"
+    waiting.placed("b")
+    assert waiting.due(16.0) is None
+
+
+def test_sandboxes_hold_on_the_loop_that_services_run_on(tmp_path: Path) -> None:
+    async def play() -> None:
+        settings = Settings(data_dir=tmp_path / "data")
+        worker = Worker(settings, await Sandboxes.open(settings))
+        name = worker.push(hostile(tmp_path / "hostile"))
+        await worker.said(name)
+        for attack in ("die", "hang_up"):
+            session, _ = await worker.open(name, attack=attack)
+            reply = await soon(worker.step(session))
+            assert (reply.failure, "process ended" in reply.error) == (Ending.ENV_ERROR, True), reply.error
+        session, _ = await worker.open(name, attack="endless")
+        child = next(child for child in worker.host._children if child.sessions > 0)
+        playing = asyncio.create_task(worker.step(session))
+        await asyncio.sleep(0)
+        await worker.sessions.close(CloseSession(session=session))
+        assert (await playing).failure == Ending.CANCELLED
+        await soon(child.ended())
+        await worker.host.close()
+        await worker.sandboxes.close()
+
+    uvloop.run(play())
 
 
 async def test_what_the_operator_wrote_can_be_isolated_too(worker: Worker) -> None:

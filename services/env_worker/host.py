@@ -14,6 +14,7 @@ import os
 import signal
 import socket
 import sys
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any, Protocol
@@ -24,6 +25,7 @@ import structlog
 from opentinker.services.env_worker.checks import sound, sound_mistakes
 from opentinker.services.env_worker.player import failure, on_worker
 from opentinker.services.env_worker.sandboxes import Sandboxes
+from opentinker.services.env_worker.turns import Turns
 from opentinker.services.env_worker.wire import HEAD, LARGEST, Answer, Call, frame
 from opentinker.shared import codec, egress
 from opentinker.shared.errors import OpenTinkerError, SpecError
@@ -35,6 +37,8 @@ KEPT_VARIABLES = ("PATH", "HOME", "LANG", "LC_ALL", "TZ", "TMPDIR", "VIRTUAL_ENV
 IDLE_S = 60.0
 """A sandboxed child without sessions ends after so long, with whatever its code left running."""
 CHECK_S = 15.0
+CHECKS = 2
+"""At once; more wait."""
 END_S = 2.0
 """Between the end of a child's answers and its own."""
 
@@ -64,6 +68,8 @@ class Host:
         self._modules = modules
         self._sandboxes = sandboxes
         self._children: list[Child] = []
+        self._turns = Turns()
+        self._checks = asyncio.Semaphore(CHECKS)
 
     def player(self, worker: str) -> ChildPlayer | None:
         """A place in a child, or None when all are taken."""
@@ -81,15 +87,17 @@ class Host:
     async def check(self, request: EnvCheck) -> list[dict[str, Any]]:
         """The mistakes, found in a sandboxed child of its own. Raises SpecError if there can be none here."""
         sandboxes = self._with_sandboxes()
-        child = Child(partial(sandboxes.start, await sandboxes.program(request.name)), "check")
-        try:
-            async with asyncio.timeout(CHECK_S):
-                answer = await child.call("check", request)
-        except TimeoutError:
-            return [_wrong(request.name, f"importing it and checking its config took more than {CHECK_S:g} s")]
-        finally:
-            child.kill("the check is over")
-            await child.ended()
+        program = await sandboxes.program(request.name)
+        async with self._checks:
+            child = Child(partial(sandboxes.start, program), "check")
+            try:
+                async with asyncio.timeout(CHECK_S):
+                    answer = await child.call("check", request)
+            except TimeoutError:
+                return [_wrong(request.name, f"importing it and checking its config took more than {CHECK_S:g} s")]
+            finally:
+                child.kill("the check is over")
+                await child.ended()
         if answer.reply.failure is not None:
             return [_wrong(request.name, sound(answer.reply).error)]
         return sound_mistakes(answer.errors)
@@ -107,25 +115,40 @@ class Host:
         return self._sandboxes
 
     def _place(self, worker: str, key: str, start: Start) -> ChildPlayer | None:
+        now = asyncio.get_running_loop().time()
         self._children = [child for child in self._children if not child.gone]
-        own = [child for child in self._children if child.key == key]
+        due = self._turns.due(now)
+        self._make_way(due)
+        own = [child for child in self._children if child.key == key and not child.leaving]
         least = min(own, key=lambda child: child.sessions, default=None)
-        if (least is None or least.sessions > 0) and self._room():
+        if (least is None or least.sessions > 0) and self._room(key, due):
             least = Child(start, key)
             self._children.append(least)
         if least is None or least.sessions >= self._per_child:
+            if not own:
+                self._turns.refused(key, now)
             return None
+        self._turns.placed(key)
         return ChildPlayer(worker, least)
 
-    def _room(self) -> bool:
+    def _make_way(self, due: str | None) -> None:
+        """While somebody's turn has come, one child takes no new sessions: of those who have most, the oldest."""
+        if due is None:
+            for child in self._children:
+                child.leaving = False
+        elif len(self._children) >= self._limit and not any(child.leaving for child in self._children):
+            count = Counter(child.key for child in self._children)
+            max(self._children, key=lambda child: count[child.key]).leaving = True  # the first: they stand by age
+
+    def _room(self, key: str, due: str | None) -> bool:
         """For one more child: an idle one of another key leaves its place to it."""
         if len(self._children) < self._limit:
             return True
-        idle = next((child for child in self._children if child.sessions == 0), None)
-        if idle is not None:
-            idle.kill("its place was needed")
-            self._children.remove(idle)
-        return idle is not None
+        free = [child for child in self._children if child.sessions == 0 and (not child.leaving or key == due)]
+        if free:
+            free[0].kill("its place was needed")
+            self._children.remove(free[0])
+        return bool(free)
 
 
 class ChildPlayer:
@@ -158,6 +181,8 @@ class Child:
     def __init__(self, start: Start, key: str = "") -> None:
         self.key = key
         self.sessions = 0
+        self.leaving = False
+        """It takes no new sessions: somebody else waits for its place."""
         self.gone = ""
         """Why the child can no longer be used."""
         self._launch = start
