@@ -66,6 +66,11 @@ class LocalPlayer:
     async def step(self, request: StepSession) -> SessionReply:
         return await contain(self._worker, self._step(request))
 
+    @property
+    def environment(self) -> Environment | None:
+        """The instance, while there is one."""
+        return self._environment
+
     async def close(self) -> None:
         if self._environment is not None:
             environment, self._environment = self._environment, None

@@ -1,4 +1,5 @@
-"""`opentinker env push, list, show, delete`: environments that run in sandboxes on the server."""
+"""`opentinker env push, list, show, delete`: environments that run in sandboxes on the server; with `trials.py` all of
+`opentinker env`."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from opentinker.cli import trials
 from opentinker.cli.common import AsJson, Url, ago, client, print_json, print_table, say
 
 PUSH_S = 60.0
@@ -21,6 +23,7 @@ def register(app: typer.Typer) -> None:
     env.command("list")(list_all)
     env.command()(show)
     env.command()(delete)
+    trials.register(env)
 
 
 def push(

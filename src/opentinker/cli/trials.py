@@ -1,0 +1,116 @@
+"""`opentinker env check, play`: an environment on this machine, without any service."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import orjson
+import typer
+
+from opentinker.cli.common import AsJson, complain, print_json, say
+
+if TYPE_CHECKING:
+    from opentinker.envs.base import Environment
+    from opentinker.shared.sessions import SessionReply
+    from opentinker.shared.types import Message
+
+Name = Annotated[str, typer.Argument(metavar="ENVIRONMENT", help="module:Class, found from here, or a built-in name.")]
+Setting = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="NAME=VALUE", help="A setting of its config, the value as JSON or text; repeatable."),
+]
+Seed = Annotated[int, typer.Option(help="Of the first episode; the next ones have the numbers after it.")]
+Turns = Annotated[int, typer.Option(min=1, help="An episode that takes more is given up.")]
+
+
+def register(env: typer.Typer) -> None:
+    env.command()(check)
+    env.command()(play)
+
+
+def check(
+    name: Name,
+    settings: Setting = None,
+    episodes: Annotated[int, typer.Option(min=1, help="By the expert, and as many by guessing.")] = 8,
+    seed: Seed = 0,
+    turns: Turns = 200,
+    as_json: AsJson = False,
+) -> None:
+    """Play a few episodes: seeds, types, rewards, speed, a transcript. Exit status 1 if something is wrong."""
+    from opentinker.trial import look_at
+
+    here()
+    report = asyncio.run(look_at(name, config_of(settings), episodes=episodes, seed=seed, turns=turns))
+    if as_json:
+        print_json({"errors": report.errors, "advice": report.advice, **report.facts, "transcript": report.transcript})
+    else:
+        say(f"{report.transcript}\n")
+        for title, value in report.facts.items():
+            say(f"{title:<9} {value}")
+        for line in report.advice:
+            say(f"advice: {line}")
+        for line in report.errors:
+            complain(f"error: {line}")
+        say("it can be trained" if not report.errors else "it cannot be trained yet")
+    if report.errors:
+        raise typer.Exit(1)
+
+
+def play(name: Name, settings: Setting = None, row: int = 0, seed: Seed = 0, turns: Turns = 200) -> None:
+    """Be the model: read what it is shown, type what it would say. End with Ctrl-D."""
+    from opentinker import trial
+
+    here()
+    shown: list[str] = []
+
+    def person(_: Environment, reply: SessionReply) -> Message | None:
+        _show(reply, shown)
+        return _typed(reply.seat)
+
+    tried = asyncio.run(trial.play(name, config_of(settings), person, row=row, seed=seed, turns=turns))
+    if tried.failure:
+        complain(f"error: {tried.failure}")
+        raise typer.Exit(1)
+    _show(tried.replies[-1], shown)
+    totals = ", ".join(f"{f'{seat}: ' if seat else ''}{reward:g}" for seat, reward in tried.rewards.items())
+    say(f"{'done' if tried.ended else 'given up'} after {len(tried.said)} turns; reward {totals or 0}")
+
+
+def _show(reply: SessionReply, shown: list[str]) -> None:
+    if shown and (reply.reward or reply.components):
+        parts = "".join(f", {name} {value:g}" for name, value in reply.components.items())
+        say(f"  -> reward {reply.reward:g}{parts}")
+    for message in reply.messages:
+        say(f"{message.role}: {message.text}")
+    shown.append(reply.seat)
+
+
+def _typed(seat: str) -> Message | None:
+    from opentinker.shared.types import Message
+
+    sys.stdout.write(f"{seat or 'you'}> ")
+    sys.stdout.flush()
+    line = sys.stdin.readline()
+    return Message(role="assistant", content=line.rstrip("\n")) if line else None
+
+
+def here() -> None:
+    """Modules of this directory can be imported, as `python -m` has it."""
+    if (place := str(Path.cwd())) not in sys.path:
+        sys.path.insert(0, place)
+
+
+def config_of(settings: list[str] | None) -> dict[str, Any]:
+    config: dict[str, Any] = {}
+    for setting in settings or []:
+        name, equals, value = setting.partition("=")
+        if not equals or not name:
+            raise typer.BadParameter(f"{setting!r} is not of the form NAME=VALUE")
+        try:
+            config[name] = orjson.loads(value)
+        except orjson.JSONDecodeError:
+            config[name] = value
+    return config

@@ -1,0 +1,247 @@
+"""An environment tried on this machine, without any service: `opentinker env check` and `opentinker env play`.
+
+It is called just as an env worker calls it, so whatever would end an episode there is found here, and said with what to
+change.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from opentinker.envs.base import Environment
+from opentinker.services.env_worker.player import LocalPlayer
+from opentinker.shared.sessions import OpenSession, SessionReply, StepSession
+from opentinker.shared.types import Message, StopReason
+
+BLOCKING_S = 0.05
+"""A call that holds the event loop longer than an environment owes it to others."""
+TURNS = 1000
+"""Of an episode that the policy does not end."""
+
+
+Policy = Callable[[Environment, SessionReply], Message | None]
+"""What is said next, to the reply that asks for it; None: nothing, the episode is given up."""
+
+
+@dataclass
+class Tried:
+    """One episode."""
+
+    row: int
+    seed: int
+    replies: list[SessionReply] = field(default_factory=list)
+    said: list[tuple[str, Message]] = field(default_factory=list)
+    """Who acted, and what was said."""
+    open_s: float = 0.0
+    step_s: list[float] = field(default_factory=list)
+    rewards: dict[str, float] = field(default_factory=dict)
+    """By seat."""
+
+    @property
+    def ended(self) -> bool:
+        return self.replies[-1].done
+
+    @property
+    def failure(self) -> str:
+        last = self.replies[-1]
+        where = "open()" if len(self.replies) == 1 else f"step() number {len(self.replies) - 1}"
+        return (
+            "" if last.failure is None else f"{where} of row {self.row}, seed {self.seed}: {last.failure}: {last.error}"
+        )
+
+    def transcript(self) -> str:
+        lines: list[str] = []
+        for number, reply in enumerate(self.replies):
+            if number:
+                seat, message = self.said[number - 1]
+                lines.append(_told(message, seat))
+                lines.append(_outcome(reply))
+            lines += [_told(message, reply.seat) for message in reply.messages]
+        return "\n".join(line for line in lines if line)
+
+
+def _told(message: Message, seat: str) -> str:
+    calls = "".join(f"\n  calls {call.name}({call.arguments})" for call in message.tool_calls)
+    pictures = f" [{len(message.images)} images]" if message.images else ""
+    return f"{message.role}{f' ({seat})' if seat else ''}: {message.text}{pictures}{calls}"
+
+
+def _outcome(reply: SessionReply) -> str:
+    parts = [f"reward {reply.reward:g}"] if reply.reward or reply.done else []
+    parts += [f"{name} {value:g}" for name, value in reply.components.items()]
+    parts += [f"{seat} gets {sum(named.values()):g}" for seat, named in reply.rewards.items()]
+    parts += [f"{name}={value:g}" for name, value in reply.metrics.items()] if reply.done else []
+    if reply.failure is not None:
+        parts = [f"{reply.failure}: {reply.error}"]
+    return f"  -> {', '.join(parts)}{'; done' if reply.done else ''}" if parts else ""
+
+
+async def play(name: str, config: dict[str, Any], policy: Policy, *, row: int, seed: int, turns: int = TURNS) -> Tried:
+    """One episode to its end, or until it fails, the policy says nothing, or `turns` are over."""
+    tried = Tried(row, seed)
+    player = LocalPlayer("here", modules=True)
+    request = OpenSession(
+        job="trial", session="trial", environment=name, config=config, row=row, seed=seed, deadline_s=3600.0,
+        answer_within_s=3600.0,
+    )  # fmt: skip
+    began = time.perf_counter()
+    reply = await player.open(request)
+    tried.open_s = time.perf_counter() - began
+    tried.replies.append(reply)
+    for turn in range(turns):
+        if reply.failure is not None or reply.done:
+            break
+        assert player.environment is not None
+        said = policy(player.environment, reply)
+        if said is None:
+            break
+        step = StepSession(
+            session="trial", turn=turn, seat=reply.seat, text=said.text, stop=StopReason.EOS,
+            tool_calls=said.tool_calls,
+        )  # fmt: skip
+        tried.said.append((reply.seat, said))
+        began = time.perf_counter()
+        seat, reply = reply.seat, await player.step(step)
+        tried.step_s.append(time.perf_counter() - began)
+        tried.replies.append(reply)
+        tried.rewards[seat] = tried.rewards.get(seat, 0.0) + reply.reward
+        for other, parts in reply.rewards.items():
+            tried.rewards[other] = tried.rewards.get(other, 0.0) + sum(parts.values())
+    await player.close()
+    return tried
+
+
+# --- policies --------------------------------------------------------------------------------------------------------
+
+
+def expert(environment: Environment, _: SessionReply) -> Message | None:
+    gold = environment.gold()
+    return gold if gold is None or isinstance(gold, Message) else Message(role="assistant", content=gold)
+
+
+class Guessing:
+    """Says words and numbers that it has been shown, or single letters and digits: enough to reach most code."""
+
+    def __init__(self, seed: int) -> None:
+        self._random = random.Random(seed)
+
+    def __call__(self, _: Environment, reply: SessionReply) -> Message:
+        shown = re.findall(r"[A-Za-z]+|-?\d+", " ".join(message.text for message in reply.messages))
+        pool = [*shown[-50:], *"ABCD", *map(str, range(10))]
+        words = self._random.choices(pool, k=self._random.choice((1, 1, 1, 2, 4)))
+        return Message(role="assistant", content=" ".join(words))
+
+
+class Repeating:
+    """Says what was said in an episode."""
+
+    def __init__(self, said: Sequence[tuple[str, Message]]) -> None:
+        self._said = [message for _, message in said]
+
+    def __call__(self, _: Environment, __: SessionReply) -> Message | None:
+        return self._said.pop(0) if self._said else None
+
+
+# --- what is looked at ------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Report:
+    """`errors` would fail episodes or spoil training; `advice` is worth a look; `facts` are figures."""
+
+    errors: list[str] = field(default_factory=list)
+    advice: list[str] = field(default_factory=list)
+    facts: dict[str, str] = field(default_factory=dict)
+    transcript: str = ""
+
+
+async def look_at(name: str, config: dict[str, Any], *, episodes: int, seed: int, turns: int) -> Report:
+    """Plays the expert, if there is one, and guesses; then the same again. Raises SpecError for name and config."""
+    from opentinker.envs.registry import check
+
+    found, _ = check(name, config, modules=True)
+    report = Report()
+    outside = random.getstate()
+    rows = range(episodes)
+    experts = [await play(name, config, expert, row=row, seed=seed + row, turns=turns) for row in rows]
+    has_expert = any(tried.said for tried in experts)
+    guesses = [await play(name, config, Guessing(row), row=row, seed=seed + row, turns=turns) for row in rows]
+    if random.getstate() != outside and not found.blocking:
+        report.advice.append(
+            "it draws from the global random numbers, which other episodes of the process share: use a random.Random "
+            "of its own, made from row and seed"
+        )
+    played = (experts if has_expert else []) + guesses
+    report.transcript = played[0].transcript()
+    failed = [tried.failure for tried in played if tried.failure]
+    report.errors += list(dict.fromkeys(failed))[:3]
+    if failed:
+        return report
+    await _repeat(name, config, played[0], guesses[0], report)
+    _judge(found, experts if has_expert else [], guesses, report)
+    return report
+
+
+async def _repeat(name: str, config: dict[str, Any], *originals: Any) -> None:
+    """The same row, seed and words must lead to the same story: the episodes of a group are compared."""
+    *tried, report = originals
+    for original in tried:
+        again = await play(name, config, Repeating(original.said), row=original.row, seed=original.seed)
+        if again.replies[0].messages != original.replies[0].messages:
+            report.errors.append(
+                f"open(row={original.row}, seed={original.seed}) gave other messages the second time: draw the start "
+                "state from row and seed alone, or the episodes of a group are not comparable"
+            )
+            return
+        rewards = [[reply.reward for reply in each.replies] for each in (original, again)]
+        if rewards[0] != rewards[1]:
+            report.advice.append(
+                "the same words in the same start state were rewarded otherwise the second time: if that is not meant "
+                "as part of the game, draw its random numbers from row and seed"
+            )
+            return
+
+
+def _judge(found: type[Environment], experts: list[Tried], guesses: list[Tried], report: Report) -> None:
+    played = experts + guesses
+    stories = {str([tried.replies[0].messages, tried.said]) for tried in experts}
+    prompts = {str(tried.replies[0].messages) for tried in guesses}
+    if len(guesses) > 1 and len(prompts) == 1 and len(stories) < 2:
+        report.advice.append("every row and seed begins with the same words: is there one task only?")
+    unended = sum(not tried.ended for tried in guesses)
+    if unended:
+        report.advice.append(
+            f"{unended} of {len(guesses)} guessing episodes had no end: rollout.max_turns will end them"
+        )
+    rewards = [sum(tried.rewards.values()) for tried in guesses]
+    if experts:
+        best = [tried.rewards.get(tried.said[0][0], 0.0) for tried in experts if tried.said]
+        report.facts["expert"] = f"reward {statistics.fmean(best):.3f} (lowest {min(best):.3f})"
+        if statistics.fmean(best) <= statistics.fmean(rewards) and len(found.seats) == 1:
+            report.errors.append("the expert gets no more reward than guessing: gold() or the reward is wrong")
+    elif len(set(rewards)) == 1:
+        report.advice.append(f"guessing always got {rewards[0]:g}: where all rewards are equal nothing can be learned")
+    for tried in played:
+        for reply in tried.replies:
+            if reply.components and abs(sum(reply.components.values()) - reply.reward) > 1e-6:
+                report.advice.append(f"components {reply.components} do not add up to the reward {reply.reward:g}")
+                break
+    steps = [seconds for tried in played for seconds in tried.step_s]
+    opens = [tried.open_s for tried in played[1:]] or [played[0].open_s]
+    slowest = max([*steps, *opens])
+    if slowest > BLOCKING_S and not found.blocking:
+        report.advice.append(
+            f"a call took {1000 * slowest:.0f} ms: set `blocking = True` if it computes or waits without `await`, so "
+            "that it runs in a process of its own"
+        )
+    report.facts["guessing"] = f"reward {statistics.fmean(rewards):.3f} +- {statistics.pstdev(rewards):.3f}"
+    report.facts["turns"] = f"{statistics.fmean(len(tried.said) for tried in played):.1f} per episode"
+    report.facts["open"] = f"{1000 * statistics.median(opens):.2f} ms"
+    if steps:
+        report.facts["step"] = f"{1000 * statistics.median(steps):.3f} ms, {len(steps) / sum(steps):,.0f} per s"
