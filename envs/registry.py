@@ -25,6 +25,7 @@ BUILT_IN = {
     "copy_digits": "opentinker.envs.copy_digits:CopyDigits",
     "gsm8k": "opentinker.envs.gsm8k:Gsm8k",
     "guess_number": "opentinker.envs.guess_number:GuessNumber",
+    "math": "opentinker.envs.math:Math",
 }
 OPERATORS = {"agent_program"}
 """Their configs name programs to run: as with `module:Class`, the operator must allow it."""

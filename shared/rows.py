@@ -14,7 +14,7 @@ from typing import Any, BinaryIO, cast
 import orjson
 
 from opentinker.shared.paths import local_path
-from opentinker.shared.spec.data import JSONL, PARQUET
+from opentinker.shared.spec.data import JSON, JSONL, PARQUET
 
 
 class RowError(ValueError):
@@ -23,7 +23,7 @@ class RowError(ValueError):
 
 def rows_path(name: str) -> Path | None:
     """The file or directory of rows that `name` means; None if it is the id of a data set on a hub."""
-    return local_path(name, (*JSONL, PARQUET))
+    return local_path(name, (*JSONL, JSON, PARQUET))
 
 
 def lines(path: Path) -> Iterator[tuple[int, bytes]]:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from opentinker.services.trainer.chat import Chat, ChatEncoder, Tokens, Unrenderable
-from opentinker.services.trainer.dataset import Rows, open_rows
+from opentinker.shared.dataset import Rows, open_rows
 from opentinker.shared.errors import JobFailed
 from opentinker.shared.rows import RowError
 from opentinker.shared.spec import DataSpec, JobSpec
@@ -72,11 +72,11 @@ class Maker:
 
     def make(self) -> Examples:
         data = self.data
-        made = self.all_of(open_rows(data.path, data.split, "train", data.subset))
+        made = self.all_of(_rows(data.path, data.split, "train", data.subset))
         validation: list[Example] = []
         if isinstance(data.validation, str):
             subset = data.subset if data.validation == data.path else None
-            validation = self.all_of(open_rows(data.validation, data.validation_split, "validation", subset))
+            validation = self.all_of(_rows(data.validation, data.validation_split, "validation", subset))
         return Examples(made, validation, self.counts, self.longest)
 
     def all_of(self, rows: Rows) -> list[Example]:
@@ -197,6 +197,13 @@ class Maker:
 
     def _wrong(self, field: str, problem: str) -> Unrenderable:
         return Unrenderable(f"{self.data.column(field)}: {problem}")
+
+
+def _rows(path: str, split: str | None, default_split: str, subset: str | None) -> Rows:
+    try:
+        return open_rows(path, split, default_split, subset)
+    except RowError as error:
+        raise JobFailed(f"data: {error}") from None
 
 
 def _refuse_unsupported(row: dict[str, Any]) -> None:

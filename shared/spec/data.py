@@ -21,12 +21,14 @@ FORMATS: dict[str, tuple[Format, ...]] = {"sft": ("messages", "prompt_completion
 """By kind of job."""
 JSONL = (".jsonl", ".jsonl.gz", ".jsonl.xz")
 PARQUET = ".parquet"
+JSON = ".json"
+"""A list of objects."""
 
 
 class DataSpec(Part):
     path: Annotated[str, Field(min_length=1)]
-    """A .jsonl (also .jsonl.gz, .jsonl.xz) or .parquet file, a directory of .parquet files or one saved by Hugging
-    Face datasets, or a data set's hub id. No code of a data set is ever run."""
+    """A .jsonl (also .jsonl.gz, .jsonl.xz), .json (a list) or .parquet file, a directory of .parquet files or one saved
+    by Hugging Face datasets, or a data set's hub id. No code of a data set is ever run."""
     split: Annotated[str, Field(min_length=1)] | None = None
     """Of a hub id, or of a saved directory that has several; default `train`."""
     subset: Annotated[str, Field(min_length=1)] | None = None
@@ -80,7 +82,7 @@ class DataSpec(Part):
             ("subset", self.path),
             ("validation_split", self.validation),
         ):
-            if getattr(self, field) is not None and isinstance(path, str) and path.endswith((*JSONL, PARQUET)):
+            if getattr(self, field) is not None and isinstance(path, str) and path.endswith((*JSONL, JSON, PARQUET)):
                 problem = f"does not apply to a file ({path})"
                 found.append({"field": field, "value": getattr(self, field), "problem": problem})
         return found

@@ -1,18 +1,21 @@
-"""The rows that a job's [data] names, wherever they are: by number, each with the words for where it stands.
+"""Rows of a file, a directory or a data set, wherever they are: by number, each with the words for where it stands.
 
-jsonl is read here; parquet and directories saved by Hugging Face datasets through pyarrow; a hub id through `datasets`,
-which (from its version 4 on) runs no code of a data set. Blocking: call it in a thread.
+jsonl and json are read here; parquet and directories saved by Hugging Face datasets through pyarrow; a hub id through
+`datasets`, which (from its version 4 on) runs no code of a data set. Both come with the extra `data`; neither is imported
+where it is not needed. Blocking: call it in a thread.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
-from opentinker.shared.errors import JobFailed
+import orjson
+
 from opentinker.shared.rows import RowError, lines, row_of, rows_path
-from opentinker.shared.spec.data import JSONL, PARQUET
+from opentinker.shared.spec.data import JSON, JSONL, PARQUET
 
 SAVED = ("state.json", "dataset_dict.json")
 """In a directory that was saved by Hugging Face datasets."""
@@ -24,7 +27,7 @@ class Rows(Protocol):
 
     def __len__(self) -> int: ...
     def __iter__(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Where it stands, and the row. Raises JobFailed if it cannot be read."""
+        """Where it stands, and the row. Raises RowError if it cannot be read."""
         ...
 
 
@@ -43,6 +46,33 @@ class LineRows:
 
     def _row(self, at: int) -> dict[str, Any]:
         return row_of(self._path, *self._lines[at])
+
+
+class ListRows:
+    """Of a .json file: a list of objects."""
+
+    def __init__(self, path: Path) -> None:
+        try:
+            found = orjson.loads(path.read_bytes())
+        except (OSError, orjson.JSONDecodeError) as error:
+            raise RowError(f"{path} cannot be read: {error}") from None
+        if not isinstance(found, list):
+            raise RowError(f"{path} must hold a list of objects")
+        self._path, self._rows = path, found
+        self.columns = list(self._row(0)) if found else []
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __iter__(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        for at in range(len(self)):
+            yield f"{self._path}, row {at + 1}", self._row(at)
+
+    def _row(self, at: int) -> dict[str, Any]:
+        row = self._rows[at]
+        if not isinstance(row, dict):
+            raise RowError(f"{self._path}, row {at + 1}: is not an object with named fields")
+        return row
 
 
 class TableRows:
@@ -64,74 +94,82 @@ class TableRows:
 
 
 def open_rows(path: str, split: str | None, default_split: str, subset: str | None = None) -> Rows:
-    """`subset`: of a hub id. Raises JobFailed if there are no rows."""
-    try:
-        if (place := rows_path(path)) is not None:
-            if subset is not None:
-                raise JobFailed(
-                    f"data.subset = {subset!r}: {path} is a path on this machine, only hub ids have subsets"
-                )
-            rows = _local(place, split, default_split)
-        else:
-            rows = _hub(path, subset, split or default_split)
-    except RowError as error:
-        raise JobFailed(f"data: {error}") from None
+    """`subset`: of a hub id. Raises RowError if there are no rows."""
+    if (place := rows_path(path)) is not None:
+        if subset is not None:
+            raise RowError(f"subset = {subset!r}: {path} is a path on this machine, only hub ids have subsets")
+        rows = _local(place, split, default_split)
+    else:
+        rows = _hub(path, subset, split or default_split)
     if not len(rows):
-        raise JobFailed(f"data: {path} has no rows")
+        raise RowError(f"{path} has no rows")
     return rows
+
+
+@contextmanager
+def _installed() -> Iterator[None]:
+    try:
+        yield
+    except ImportError as error:
+        raise RowError(f"{error.name} is not installed here: pip install 'opentinker[data]'") from None
 
 
 def _local(path: Path, split: str | None, default_split: str) -> Rows:
     if not path.exists():
-        raise JobFailed(f"data: {path} does not exist on this machine; give a path that the trainer can read")
+        raise RowError(f"{path} does not exist on this machine; give a path that the trainer can read")
     if any((path / name).is_file() for name in SAVED):
         return _saved(path, split, default_split)
     if split is not None:
-        raise JobFailed(f"data.split = {split!r}: {path} has no splits")
+        raise RowError(f"split = {split!r}: {path} has no splits")
     if path.is_file() and path.name.endswith(JSONL):
         return LineRows(path)
+    if path.is_file() and path.suffix == JSON:
+        return ListRows(path)
     files = sorted(path.glob(f"*{PARQUET}")) if path.is_dir() else [path] if path.suffix == PARQUET else []
     if not files:
-        raise JobFailed(
-            f"data: {path} is neither a {', '.join(JSONL)} or {PARQUET} file, nor a directory of {PARQUET} files, nor "
-            "one saved by Hugging Face datasets (save_to_disk)"
+        raise RowError(
+            f"{path} is neither a {', '.join(JSONL)}, {JSON} or {PARQUET} file, nor a directory of {PARQUET} files, "
+            "nor one saved by Hugging Face datasets (save_to_disk)"
         )
-    import pyarrow
-    import pyarrow.parquet
+    with _installed():
+        import pyarrow
+        import pyarrow.parquet
 
     try:
         tables = [pyarrow.parquet.read_table(file) for file in files]
         return TableRows(str(path), pyarrow.concat_tables(tables, promote_options="default"))
     except (OSError, pyarrow.ArrowException) as error:
-        raise JobFailed(f"data: {path} cannot be read: {error}") from error
+        raise RowError(f"{path} cannot be read: {error}") from error
 
 
 def _saved(path: Path, split: str | None, default_split: str) -> Rows:
-    import datasets
+    with _installed():
+        import datasets
 
     try:
         found = datasets.load_from_disk(str(path))
     except (OSError, ValueError, KeyError) as error:
-        raise JobFailed(f"data: {path} cannot be read: {error}") from error
+        raise RowError(f"{path} cannot be read: {error}") from error
     if not isinstance(found, datasets.DatasetDict):
         if split is not None:
-            raise JobFailed(f"data.split = {split!r}: {path} has no splits")
+            raise RowError(f"split = {split!r}: {path} has no splits")
         return TableRows(str(path), found.with_format("arrow")[:])
     chosen = split or (next(iter(found)) if len(found) == 1 else default_split)
     if chosen not in found:
-        raise JobFailed(f"data: {path} has no split {chosen!r}; there are: {', '.join(map(str, found))}")
+        raise RowError(f"{path} has no split {chosen!r}; there are: {', '.join(map(str, found))}")
     return TableRows(f"{path}, split {chosen}", found[chosen].with_format("arrow")[:])
 
 
 def _hub(id: str, subset: str | None, split: str) -> Rows:
-    import datasets
+    with _installed():
+        import datasets
 
     try:
         found = datasets.load_dataset(id, subset, split=split)
     except (OSError, ValueError, KeyError, RuntimeError, datasets.exceptions.DatasetsError) as error:
         said = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise JobFailed(
-            f"data: {id!r} is no path on this machine, and as a data set of the hub it could not be loaded "
+        raise RowError(
+            f"{id!r} is no path on this machine, and as a data set of the hub it could not be loaded "
             f"(split {split!r}): {said}"
         ) from error
     return TableRows(f"{id}, split {split}", found.with_format("arrow")[:])

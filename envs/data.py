@@ -1,0 +1,133 @@
+"""Rows of files and data sets for environments that have tasks by number: `row` of `open` -> a row of the data.
+
+`row` counts without end, in the order of submission, and is what a resumed job goes on with: it says by itself how many
+passes over the data there have been and which row of which pass comes now. So an epoch is counted in one place, and
+nothing has to be remembered.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from functools import cache, lru_cache
+from typing import Annotated, Any, Literal
+
+import numpy as np
+from pydantic import Field
+
+from opentinker.envs.base import EnvironmentConfig
+from opentinker.shared.dataset import open_rows
+from opentinker.shared.rows import RowError
+from opentinker.shared.types import Image, Text
+
+Row = tuple[str, dict[str, Any]]
+"""Where it stands, for messages to people, and the row."""
+SIGNATURES = {b"\x89PNG\r\n\x1a\n": "image/png", b"\xff\xd8\xff": "image/jpeg"}
+
+
+class DataConfig(EnvironmentConfig):
+    """Settings of an environment that has data. `part` and `validation` divide them."""
+
+    path: Annotated[str, Field(min_length=1)]
+    """A .jsonl (also .jsonl.gz, .jsonl.xz), .json (a list) or .parquet file, a directory of .parquet files or one saved
+    by Hugging Face datasets, or a data set's hub id; on the env workers' machines."""
+    split: Annotated[str, Field(min_length=1)] | None = None
+    """Of a hub id, or of a saved directory that has several; default `train`."""
+    subset: Annotated[str, Field(min_length=1)] | None = None
+    """Of a hub id that has several."""
+    validation: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
+    """This share of the rows, drawn by `seed`, is never trained on."""
+    part: Literal["train", "validation"] = "train"
+    """Which rows are played: [validation] of the job says {part = "validation"}."""
+    shuffle: bool = True
+    """A new order in every pass; false: the order of the file."""
+    seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
+    """Of the order, and of what is held back."""
+
+
+class Table:
+    """All rows of one path, and the order in which they are played."""
+
+    def __init__(
+        self, path: str, split: str | None, subset: str | None, validation: float, part: str, seed: int
+    ) -> None:
+        """Raises RowError."""
+        self.rows: list[Row] = list(open_rows(path, split, "train", subset))
+        self.seed = seed
+        if validation:
+            order = np.random.default_rng([seed, 1]).permutation(len(self.rows))
+            held = max(1, round(validation * len(self.rows)))
+            kept = sorted(order[:held] if part == "validation" else order[held:])
+            self.rows = [self.rows[at] for at in kept]
+        if not self.rows:
+            raise RowError(f"{path}: validation = {validation} leaves no row to train on")
+        self._order = lru_cache(maxsize=4)(self._shuffled)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def _shuffled(self, epoch: int) -> np.ndarray[Any, Any]:
+        return np.random.default_rng([self.seed, 0, epoch]).permutation(len(self.rows))
+
+    def at(self, row: int, *, shuffle: bool) -> Row:
+        """Row number `row` of all passes, from 0."""
+        epoch, place = divmod(row, len(self.rows))
+        return self.rows[int(self._order(epoch)[place]) if shuffle else place]
+
+
+_one_reader = threading.Lock()
+
+
+@cache
+def _read(path: str, split: str | None, subset: str | None, validation: float, part: str, seed: int) -> Table:
+    return Table(path, split, subset, validation, part, seed)
+
+
+def read(config: DataConfig) -> Table:
+    """Once per process. Blocking. Raises RowError."""
+    if config.part == "validation" and not config.validation:
+        raise RowError('part = "validation" needs a share in `validation`, or another path or split')
+    with _one_reader:
+        return _read(config.path, config.split, config.subset, config.validation, config.part, config.seed)
+
+
+def in_event_loop() -> bool:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
+
+
+async def table(config: DataConfig) -> Table:
+    """As `read`, beside the event loop."""
+    return await asyncio.to_thread(read, config)
+
+
+def text_of(row: Row, column: str) -> str:
+    """Raises RowError, with where the row stands, unless it is a text (or a number, as answers are)."""
+    where, values = row
+    value = values.get(column)
+    if isinstance(value, bool) or not isinstance(value, str | int | float) or value == "":
+        found = "is missing" if value is None else f"must be a text, it is {type(value).__name__} {value!r:.40}"
+        raise RowError(f"{where}: {column} {found}; the columns are: {', '.join(values)}")
+    return str(value)
+
+
+def content_of(text: str, row: Row, column: str | None) -> str | list[Text | Image]:
+    """The text alone, or after the row's images: bytes of PNG or JPEG, or what Hugging Face datasets makes of them."""
+    if column is None:
+        return text
+    where, values = row
+    found = values.get(column)
+    images = found if isinstance(found, list) else [] if found is None else [found]
+    return [*(_image(image, f"{where}: {column}") for image in images), Text(text)]
+
+
+def _image(image: Any, where: str) -> Image:
+    data = image.get("bytes") if isinstance(image, dict) else image
+    if isinstance(data, bytes):
+        for signature, media_type in SIGNATURES.items():
+            if data.startswith(signature):
+                return Image(data, media_type)
+    raise RowError(f"{where} must hold PNG or JPEG images as bytes")

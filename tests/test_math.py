@@ -1,0 +1,184 @@
+"""Problems from files: which row is played when, mistakes by line, and answers compared by value, within a limit."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from opentinker.envs import grading
+from opentinker.envs.base import Action, play_gold
+from opentinker.envs.data import DataConfig, read, table
+from opentinker.envs.registry import check, make
+from opentinker.shared.errors import SpecError
+from opentinker.shared.types import Image, StopReason, Text
+
+PROBLEMS = [
+    {"problem": "Half of one?", "answer": "\\frac{1}{2}"},
+    {"problem": "Six times seven?", "answer": "42"},
+    {"problem": "Which x solve x^2 = 4?", "answer": "\\{-2, 2\\}"},
+    {"problem": "Ten plus a number?", "answer": "1,234.5"},
+]
+PNG = b"\x89PNG\r\n\x1a\n...."
+
+
+@pytest.fixture
+def problems(tmp_path: Path) -> Path:
+    return write(tmp_path / "problems.jsonl", PROBLEMS)
+
+
+def write(path: Path, rows: list[Any]) -> Path:
+    path.write_bytes(b"".join(orjson.dumps(row) + b"\n" for row in rows))
+    return path
+
+
+def numbered(tmp_path: Path, rows: int = 10, **config: Any) -> DataConfig:
+    path = write(tmp_path / "rows.jsonl", [{"n": n} for n in range(rows)])
+    return DataConfig.model_validate({"path": str(path)} | config)
+
+
+# --- rows -----------------------------------------------------------------------------------------------------------
+
+
+async def test_every_row_is_played_once_per_pass_in_an_order_of_the_seed(tmp_path: Path) -> None:
+    rows = await table(numbered(tmp_path))
+    passes = [[rows.at(10 * epoch + place, shuffle=True)[1]["n"] for place in range(10)] for epoch in range(3)]
+    assert [sorted(order) for order in passes] == [list(range(10))] * 3
+    assert len({tuple(order) for order in passes}) == 3
+    again = await table(numbered(tmp_path, seed=0))
+    assert [again.at(17, shuffle=True), again.at(3, shuffle=True)] == [
+        rows.at(17, shuffle=True),
+        rows.at(3, shuffle=True),
+    ]
+    other = await table(numbered(tmp_path, seed=1))
+    assert [other.at(place, shuffle=True)[1]["n"] for place in range(10)] != passes[0]
+    assert [rows.at(place, shuffle=False)[1]["n"] for place in (0, 9, 10)] == [0, 9, 0]
+
+
+def test_what_is_held_back_is_never_trained_on(tmp_path: Path) -> None:
+    train = read(numbered(tmp_path, validation=0.3))
+    held = read(numbered(tmp_path, validation=0.3, part="validation"))
+    found = [{row["n"] for _, row in rows.rows} for rows in (train, held)]
+    assert (len(found[0]), len(found[1]), found[0] | found[1]) == (7, 3, set(range(10)))
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"part": "validation"}, 'part = "validation" needs a share'),
+        ({"split": "test"}, "has no splits"),
+        ({"subset": "main"}, "only hub ids have subsets"),
+    ],
+)
+def test_parts_that_are_not_there_are_named(tmp_path: Path, config: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        read(numbered(tmp_path, **config))
+
+
+# --- the environment ------------------------------------------------------------------------------------------------
+
+
+async def test_gold_answers_score_full_marks(problems: Path) -> None:
+    played = [await play_gold(make("math", {"path": str(problems)}), row, 0) for row in range(len(PROBLEMS))]
+    assert [p.reward for p in played] == [1.0] * 4
+    assert {p.messages[0].text.splitlines()[0] for p in played} == {row["problem"] for row in PROBLEMS}
+
+
+@pytest.mark.parametrize("kind", ["json", "parquet"])
+async def test_other_files_and_columns(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / f"p.{kind}"
+    rows = [{"q": "How many?", "a": 3, "pictures": [PNG]}]
+    if kind == "json":
+        path.write_bytes(orjson.dumps([{"q": "How many?", "a": 3}]))
+    else:
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    config: dict[str, object] = {
+        "path": str(path),
+        "problem": "q",
+        "answer": "a",
+        "system": "Be brief.",
+        "instruction": "",
+    }
+    if kind == "parquet":
+        config["images"] = "pictures"
+    environment = make("math", config)
+    opened = await environment.open(0, 0)
+    assert isinstance(opened, list)
+    expected: Any = "How many?" if kind == "json" else [Image(PNG), Text("How many?")]
+    assert [(m.role, m.content) for m in opened] == [("system", "Be brief."), ("user", expected)]
+
+
+@pytest.mark.parametrize(
+    ("rows", "said"),
+    [
+        ([{"problem": "p"}], "problems.jsonl, line 1: answer is missing; the columns are: problem"),
+        ([{"problem": ["p"], "answer": "1"}], "line 1: problem must be a text, it is list"),
+        ([], "has no rows"),
+        (["text"], "line 1: is not an object"),
+    ],
+)
+def test_rows_that_are_wrong_are_found_at_submission(tmp_path: Path, rows: list[Any], said: str) -> None:
+    path = write(tmp_path / "problems.jsonl", rows)
+    with pytest.raises(SpecError) as refused:
+        check("math", {"path": str(path)})
+    assert said in str(refused.value)
+
+
+def test_images_that_are_none_are_refused(tmp_path: Path) -> None:
+    path = write(tmp_path / "p.jsonl", [{"problem": "p", "answer": "1", "image": "cat.png"}])
+    with pytest.raises(SpecError, match="line 1: image must hold PNG or JPEG images as bytes"):
+        check("math", {"path": str(path), "images": "image"})
+
+
+# --- grading --------------------------------------------------------------------------------------------------------
+
+
+async def test_answers_are_compared_by_value(problems: Path) -> None:
+    graded = grading.graders()
+    said = {
+        "0.5": ("\\frac{1}{2}", True),
+        "so it is \\boxed{\\frac{2}{4}}": ("\\frac{1}{2}", True),
+        "\\boxed{\\{2, -2\\}}": ("\\{-2, 2\\}", True),
+        "\\boxed{1234.50}": ("1,234.5", True),
+        "first \\boxed{42}, no, \\boxed{41}": ("42", False),
+        "\\boxed{3}": ("\\frac{1}{2}", False),
+        "I do not know": ("42", False),
+    }
+    verdicts = await asyncio.gather(*(graded.grade(wanted, text) for text, (wanted, _) in said.items()))
+    assert [verdict.right for verdict in verdicts] == [right for _, right in said.values()]
+    assert [verdict.answered for verdict in verdicts][-2:] == [True, False]
+    assert not any(verdict.late for verdict in verdicts)
+
+
+async def test_plain_numbers_need_no_process() -> None:
+    verdict = grading.at_once("1,234.5", "it is \\boxed{$1234.50$}")
+    assert verdict is not None and verdict.right
+    assert grading.at_once("1/2", "\\boxed{0.5}") is None and grading.at_once("42", "42") is None
+
+
+async def test_a_comparison_that_takes_too_long_is_killed_and_the_next_one_is_graded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    grader = grading.Grader()
+    await grader.grade("1/2", "0.5")  # it is up
+    killed = grader._process
+    assert killed is not None
+    monkeypatch.setattr(grading, "LIMIT_S", 0.05)
+    late = await grader.grade("9^{9^{9^9}}", "\\boxed{9^{9^{9^9}} + 1}")
+    assert late.late and not late.right and killed.returncode is not None
+    monkeypatch.undo()
+    assert (await grader.grade("1/2", "0.5")).right
+    await grader.close()
+
+
+async def test_an_episode_says_that_it_could_not_be_graded(problems: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    environment = make("math", {"path": str(problems), "shuffle": False, "format_reward": 0.1})
+    await environment.open(0, 0)
+    monkeypatch.setattr(grading, "LIMIT_S", 0.0)
+    step = await environment.step(Action(text="\\boxed{1 over 2}", stop=StopReason.EOS, turn=0))
+    assert (step.reward, step.metrics["ungraded"], step.done) == (0.1, 1.0, True)
