@@ -1,8 +1,8 @@
 """Rows of a file, a directory or a data set, wherever they are: by number, each with the words for where it stands.
 
-jsonl and json are read here; parquet and directories saved by Hugging Face datasets through pyarrow; a hub id through
-`datasets`, which (from its version 4 on) runs no code of a data set. Both come with the extra `data`; neither is imported
-where it is not needed. Blocking: call it in a thread.
+jsonl and json are read here, parquet and directories saved by Hugging Face datasets through pyarrow, a hub id through
+`datasets`, which (from its version 4 on) runs no code of a data set. Both come with the extra `data`, and are imported
+where they are needed alone. Blocking: call it in a thread.
 """
 
 from __future__ import annotations
