@@ -240,7 +240,7 @@ class Rollouts:
         for _ in range(tries or 1):
             made = await asyncio.gather(*(self._group() for _ in range(algorithm.groups_per_batch - len(kept))))
             seen += [t.metrics["exact"] for group in made for t in group.trajectories]
-            kept += [g for g in made if not algorithm.drop_zero_variance or len({t.reward for t in g.trajectories}) > 1]
+            kept += [g for g in made if not algorithm.drop_zero_variance or not g.equal]
             if len(kept) == algorithm.groups_per_batch:
                 return Sampled(kept, statistics.fmean(seen))
         return None

@@ -80,8 +80,8 @@ CORRECTIONS = {
 
 AGGREGATIONS = {
     "token_mean": Component("sum / tokens of the batch"),
-    "sequence_mean": Component("mean over trajectories of their token means"),
-    "constant": Component("sum / (trajectories * rollout.max_tokens)"),
+    "sequence_mean": Component("mean over samples (seat by seat) of their token means"),
+    "constant": Component("sum / (samples * rollout.max_tokens), seat by seat"),
 }
 
 PARTS = {"advantage": ADVANTAGES, "loss": LOSSES, "correction": CORRECTIONS, "aggregation": AGGREGATIONS}

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from enum import StrEnum
+from itertools import pairwise
 from typing import Any
 
 import msgspec
@@ -201,6 +202,8 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
     end: int
     stop: StopReason
     reward: float
+    number: int = 0
+    """0, 1, 2... over all seats and streams of the episode: the order of play."""
     components: dict[str, float] = {}
     generate_s: float = 0.0
     env_s: float = 0.0
@@ -314,6 +317,8 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True):
             if not at <= turn.start <= turn.end <= len(mask) or not mask[turn.start : turn.end].all():
                 raise ValueError(f"turn [{turn.start}, {turn.end}) is out of order or not the policy's own")
             at = turn.end
+        if any(later.number < turn.number for turn, later in pairwise(self.turns)):
+            raise ValueError("the turns of a trajectory must be numbered in order of play")
         rewards = [turn.reward for turn in self.turns]
         numbers = (self.reward, self.seconds, *rewards, *self.metrics.values(), *self.scores.values())
         if not all(map(math.isfinite, numbers)):
@@ -342,6 +347,35 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
     def key(self) -> str:
         return f"{self.job}/{self.seq}"
 
+    @property
+    def samples(self) -> int:
+        """G."""
+        return len({t.index for t in self.trajectories})
+
+    @property
+    def seats(self) -> dict[str, list[list[int]]]:
+        """By seat, for each sample in which it acted, the places of its streams in `trajectories`.
+
+        What is under one seat is compared with each other, and with nothing else.
+        """
+        places: dict[str, dict[int, list[int]]] = {}
+        for place, trajectory in enumerate(self.trajectories):
+            places.setdefault(trajectory.seat, {}).setdefault(trajectory.index, []).append(place)
+        return {seat: list(samples.values()) for seat, samples in places.items()}
+
+    @property
+    def rewards(self) -> dict[str, list[float]]:
+        """By seat, of each sample in which it acted: the sum over its streams."""
+        return {
+            seat: [math.fsum(self.trajectories[place].reward for place in streams) for streams in samples]
+            for seat, samples in self.seats.items()
+        }
+
+    @property
+    def equal(self) -> bool:
+        """No seat did better in one sample than in another: there is nothing to compare."""
+        return all(len(set(rewards)) == 1 for rewards in self.rewards.values())
+
     def check(self) -> None:
         """Raise ValueError if a trajectory is inconsistent, or if the samples are not numbered 0..G-1."""
         indices = [t.index for t in self.trajectories]
@@ -351,6 +385,10 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
             raise ValueError("a sample has one trajectory per seat and stream")
         for trajectory in self.trajectories:
             trajectory.check()
+        for streams in (streams for samples in self.seats.values() for streams in samples if len(streams) > 1):
+            numbers = [turn.number for place in streams for turn in self.trajectories[place].turns]
+            if len(set(numbers)) < len(numbers):
+                raise ValueError("the turns of a seat that has several streams must be numbered in order of play")
 
 
 class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):

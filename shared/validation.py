@@ -33,9 +33,11 @@ class ExamResult(msgspec.Struct, frozen=True, kw_only=True):
     ending: Ending
     error: str = ""
     reward: float = 0.0
-    """Of the seat that began, where there are several."""
+    """Mean over the seats that acted."""
+    seats: dict[str, float] = {}
+    """Reward by seat."""
     components: dict[str, float] = {}
-    """Of the reward, summed over turns."""
+    """Of the reward, summed over turns; mean over the same seats."""
     metrics: dict[str, float] = {}
     """What the environment reported."""
     tokens: int = 0

@@ -228,3 +228,30 @@ class Race(Environment):
         if action.text == "win":
             return Step(reward=1.0, done=True, rewards={self.config.rewarded or other: {"lost": -1.0}})
         return Step(messages=[user(f"{action.seat} said {action.text}")], seat=self.config.next or other)
+
+
+class Duel(Environment):
+    """Two seats in turn, `rounds` each; who said more wins. `first` begins a new stream with every turn."""
+
+    class Config(EnvironmentConfig):
+        rounds: int = 2
+
+    config: Config
+    seats = ("first", "second")
+
+    async def open(self, row: int, seed: int) -> Opening:
+        self.said = {"first": 0, "second": 0}
+        return Opening(messages=[user(f"row {row} first 0")], seat="first", stream="0")
+
+    async def step(self, action: Action) -> Step:
+        self.said[action.seat] += len(action.text)
+        other = "second" if action.seat == "first" else "first"
+        if action.turn + 1 < 2 * self.config.rounds:
+            stream = str(action.turn + 1) if other == "first" else "all"
+            return Step(messages=[user(f"{other} {self.said[other]}")], seat=other, stream=stream)
+        ahead = self.said[action.seat] - self.said[other]
+        won = float((ahead > 0) - (ahead < 0))
+        return Step(
+            reward=won, components={"outcome": won}, rewards={other: {"outcome": -won}}, done=True,
+            metrics={"exact": won},
+        )  # fmt: skip

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from opentinker.shared.spec import JobSpec, parse_spec
@@ -31,9 +32,11 @@ def trajectory_of(
     version: WeightVersion = V0,
     reference: float | Sequence[float] | None = None,
     teacher: float | Sequence[float] | None = None,
+    numbers: Sequence[int] | None = None,
     **changes: Any,
 ) -> Trajectory:
-    """A turn per run of ones in the mask. `reward`: of each turn, or of the last. One logprob stands for all tokens."""
+    """A turn per run of ones in the mask. `reward`: of each turn, or of the last. One logprob stands for all tokens.
+    `numbers`: of the turns, in the episode; else 0, 1, 2..."""
 
     def spread(values: float | Sequence[float]) -> bytes:
         array = np.multiply(mask, values) if isinstance(values, (int, float)) else np.asarray(values)
@@ -51,8 +54,8 @@ def trajectory_of(
         "logprobs_T": spread(logprobs),
         "spans": [Span(start, end, version) for start, end in runs],
         "turns": [
-            Turn(start=start, end=end, stop=StopReason.EOS, reward=float(r))
-            for (start, end), r in zip(runs, rewards, strict=True)
+            Turn(start=start, end=end, stop=StopReason.EOS, reward=float(r), number=number)
+            for (start, end), r, number in zip(runs, rewards, numbers or range(len(runs)), strict=True)
         ],
         "ending": Ending.ENV_DONE,
         "reward": float(sum(rewards)),
@@ -69,6 +72,7 @@ def make_trajectory(
     reward: float = 1.0,
     versions: list[WeightVersion] | None = None,
     logprob: float = -1.0,
+    number: int = 0,
     **changes: Any,
 ) -> Trajectory:
     """One turn; the output's tokens are shared equally among the given versions."""
@@ -76,10 +80,15 @@ def make_trajectory(
     cuts = [start + round(i * len(output) / len(versions)) for i in range(len(versions) + 1)]
     spans = [Span(a, b, v) for a, b, v in zip(cuts, cuts[1:], versions, strict=False)]
     mask = [0] * start + [1] * len(output)
-    return trajectory_of(prompt + output, mask, reward=reward, logprobs=logprob, **({"spans": spans} | changes))
+    return trajectory_of(
+        prompt + output, mask, reward=reward, logprobs=logprob, numbers=[number], **({"spans": spans} | changes)
+    )
 
 
 def group_of(trajectories: Sequence[Trajectory], seq: int = 0, job: str = "j-test") -> Group:
+    """Samples are numbered as they come, unless they already are."""
+    if len({(t.index, t.seat, t.stream) for t in trajectories}) < len(trajectories):
+        trajectories = [msgspec.structs.replace(t, index=index) for index, t in enumerate(trajectories)]
     return Group(job=job, seq=seq, environment="copy_digits", worker="rollout-0", trajectories=list(trajectories))
 
 

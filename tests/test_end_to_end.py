@@ -224,6 +224,29 @@ async def test_every_sample_has_several_turns_when_the_environment_has(shared: S
     assert {line["reward/mean"] for line in cluster.lines(job)} == {3.0}
 
 
+async def test_two_seats_are_rewarded_each_for_itself_and_their_streams_count_once(shared: System) -> None:
+    cluster = shared.cluster
+    spec = shared.spec(
+        environment={"name": "tests.env_samples:Duel", "config": {"rounds": 2}},
+        rollout={"engine": "toy", "max_tokens": 16, "max_turns": 2, "max_tokens_per_turn": 8},
+        validation={"every": 10, "episodes": 8},
+    )
+    job = await cluster.submit(spec)
+    assert (await cluster.wait(job))["state"] == "succeeded"
+    assert faults_of(cluster, job, spec) == []
+    lines = cluster.lines(job)
+    for line in lines:
+        assert line["trajectories"] == 4 * 4 * 3, "one of second, two of first"
+        assert line["turns/mean"] == 2.0 and line["ending/env_done"] == 1.0
+        assert line["reward/seat/first"] == -line["reward/seat/second"] and line["reward/mean"] == 0.0
+    assert any(line["reward/seat/first"] for line in lines)
+    for line in cluster.lines(job, "validation.jsonl"):
+        assert line["val/reward/seat/first"] == -line["val/reward/seat/second"] != 0.0
+        assert (line["val/reward/mean"], line["val/component/outcome"], line["val/failed"]) == (0.0, 0.0, 0.0)
+    points = await cluster.client.metrics(job)
+    assert undocumented({name for point in points for name in point["values"]}) == []
+
+
 async def test_staleness_zero_trains_on_the_newest_weights_only(shared: System) -> None:
     cluster = shared.cluster
     spec = shared.spec(algorithm={"group_size": 4, "groups_per_batch": 4, "max_staleness": 0})

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from opentinker.shared.types import Ending, Group, JobState, Span, StopReason, Turn, WeightVersion
-from tests.factories import V0, make_group, make_trajectory
+from tests.factories import V0, make_group, make_trajectory, trajectory_of
 
 
 def i32(*values: int) -> bytes:
@@ -91,11 +91,34 @@ def test_any_single_flip_of_the_mask_is_refused(data: st.DataObject) -> None:
 
 
 def test_a_sample_has_a_trajectory_per_seat_and_stream() -> None:
-    views = [make_trajectory(index=0, seat=seat, stream=stream) for seat in "ab" for stream in ("", "s")]
-    group = make_group(size=1)
-    msgspec.structs.replace(group, trajectories=views).check()
+    """And its turns say in which order they were played across the streams."""
+    places = [(seat, stream) for seat in "ab" for stream in ("", "s")]
+    views = [
+        make_trajectory(index=0, seat=seat, stream=stream, reward=reward, number=number)
+        for number, ((seat, stream), reward) in enumerate(zip(places, (1.0, 2.0, 0.0, 0.5), strict=True))
+    ]
+    group = msgspec.structs.replace(make_group(size=1), trajectories=views)
+    group.check()
+    assert (group.samples, group.seats) == (1, {"a": [[0, 1]], "b": [[2, 3]]})
+    assert group.rewards == {"a": [3.0], "b": [0.5]}
     with pytest.raises(ValueError, match="one trajectory per seat and stream"):
         msgspec.structs.replace(group, trajectories=[*views, views[0]]).check()
+    views[1] = make_trajectory(index=0, seat="a", stream="s", number=0)
+    with pytest.raises(ValueError, match="numbered in order of play"):
+        msgspec.structs.replace(group, trajectories=views).check()
+    backwards = trajectory_of([5, 6, 7, 8], [0, 1, 0, 1], numbers=[3, 1])
+    with pytest.raises(ValueError, match="numbered in order of play"):
+        backwards.check()
+
+
+def test_rewards_are_equal_seat_by_seat_and_sample_by_sample() -> None:
+    def match(*rewards: tuple[int, str, float]) -> Group:
+        made = [make_trajectory(index=index, seat=seat, reward=reward) for index, seat, reward in rewards]
+        return msgspec.structs.replace(make_group(), trajectories=made)
+
+    assert match((0, "a", 1.0), (0, "b", -1.0), (1, "a", 1.0), (1, "b", -1.0)).equal
+    assert not match((0, "a", 1.0), (0, "b", -1.0), (1, "a", -1.0), (1, "b", 1.0)).equal
+    assert match((0, "a", 1.0), (0, "b", -1.0), (1, "a", 1.0)).equal
 
 
 def test_group_is_numbered_from_zero() -> None:

@@ -44,6 +44,14 @@ class RewardModel:
 
     def score(self, groups: Sequence[Group], tokens_per_batch: int) -> list[list[float]]:
         """Per group, of each trajectory. Raises JobFailed for what the model cannot read."""
+        for group in groups:
+            for seat, samples in group.seats.items():
+                if any(len(streams) > 1 for streams in samples):
+                    raise JobFailed(
+                        f"group {group.seq}: a reward model judges one conversation, and {_who(seat)} had several "
+                        "in one episode, each in a stream of its own; use an environment that keeps to one, or no "
+                        "reward_models"
+                    )
         rows = [[self._render(group, t.messages) for t in group.trajectories] for group in groups]
         distinct = sorted({ids for row in rows for ids in row}, key=len, reverse=True)
         scores: dict[Ids, float] = {}
@@ -97,6 +105,10 @@ class RewardModel:
             each = getattr(self.model.config, "problem_type", None) == "multi_label_classification"
             logits = logits.sigmoid() if each else logits.softmax(-1)
         return logits[:, self.label].tolist()  # type: ignore[no-any-return]
+
+
+def _who(seat: str) -> str:
+    return f"seat {seat!r}" if seat else "the policy"
 
 
 def _label(base: str, config: Any, label: str | None) -> int:

@@ -315,7 +315,7 @@ class ReferenceForward:
             await self._fail(
                 group.job,
                 f"group {group.seq} with what was added does not fit into one message ({error}): lower "
-                f"algorithm.group_size ({len(group.trajectories)}) or rollout.context_length, or raise max_payload",
+                f"algorithm.group_size ({group.samples}) or rollout.context_length, or raise max_payload",
             )
         else:
             self._full_until.pop(group.job, None)

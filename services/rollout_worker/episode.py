@@ -208,6 +208,7 @@ class Episode:
                 end=len(stream.ids),
                 stop=completion.stop,
                 reward=reply.reward,
+                number=self.turn,
                 components=reply.components,
                 generate_s=generated - began,
                 env_s=time.monotonic() - generated,

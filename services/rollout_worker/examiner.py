@@ -148,10 +148,12 @@ class Examiner:
 
     async def _result(self, exam: Exam, episode: Episode) -> ExamResult:
         trajectories = await episode.run()
-        components: Counter[str] = Counter()
+        rewards: dict[str, float] = {}
+        components: dict[str, float] = {}
         for trajectory in trajectories:
-            for turn in trajectory.turns:
-                components.update(turn.components)
+            rewards[trajectory.seat] = rewards.get(trajectory.seat, 0.0) + trajectory.reward
+            for name, value in (part for turn in trajectory.turns for part in turn.components.items()):
+                components[name] = components.get(name, 0.0) + value
         return ExamResult(
             job=exam.job,
             version=exam.version,
@@ -159,8 +161,9 @@ class Examiner:
             worker=self.worker,
             sampled_by=sorted({span.version for t in trajectories for span in t.spans}),
             ending=trajectories[0].ending,
-            reward=float(sum(t.reward for t in trajectories if t.seat == trajectories[0].seat)),
-            components=dict(components),
+            reward=sum(rewards.values()) / len(rewards),
+            seats=rewards,
+            components={name: value / len(rewards) for name, value in components.items()},
             metrics=trajectories[0].metrics,
             tokens=sum(int(t.mask.sum()) for t in trajectories),
             stops=[turn.stop for t in trajectories for turn in t.turns],

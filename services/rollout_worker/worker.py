@@ -254,7 +254,7 @@ class RolloutJob:
                 longest = max(len(trajectory.mask_T) for trajectory in group.trajectories)
                 raise JobFailed(
                     f"a group must fit into one message, and group {group.seq} with {error.size} bytes does not (limit "
-                    f"{error.limit}, NATS max_payload): algorithm.group_size is {len(group.trajectories)}, its longest "
+                    f"{error.limit}, NATS max_payload): algorithm.group_size is {group.samples}, its longest "
                     f"episode has {longest} tokens, rollout.context_length is {self.engine.context_length}. Lower one "
                     "of them, or raise max_payload in the server's configuration"
                 ) from None

@@ -81,7 +81,7 @@ class Assembler:
                     return Discard.FROM_FUTURE
         if step - group.oldest.step > self.max_staleness:
             return Discard.STALE
-        if self.drop_zero_variance and len({t.reward for t in group.trajectories}) == 1:
+        if self.drop_zero_variance and group.equal:
             return Discard.ZERO_VARIANCE
         return None
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
+from itertools import groupby
 
 import numpy as np
 import numpy.typing as npt
 
+from opentinker.services.trainer.players import Player, players_of
 from opentinker.shared.types import Ending, Group, StopReason, Trajectory, WeightVersion
 
 LEARNERS = frozenset({"tokens", "entropy", "lr", "ess", "grad_norm", "clip_share", "step_seconds"})
@@ -22,52 +24,65 @@ FAMILIES = frozenset(
 def batch_metrics(groups: list[Group], version: WeightVersion) -> dict[str, float]:
     """Metrics of the batch trained on at `version`.
 
-    reward/{mean,std,min,max}, reward/env/NAME, reward_model/NAME/{mean,std} and reward/own (with reward models),
-    zero_variance (share of groups whose rewards are all equal), response_length/{mean,max} (sampled tokens),
-    turns/mean, stop/REASON (share of turns), ending/REASON (share of episodes), staleness/{min,mean,max} (versions that
-    a trajectory's oldest token lags), spans/mean (weight versions within a trajectory), and the mean of every metric
-    that environments reported, by its own name (`env/NAME` where the name is one of ours).
+    Of players, that is of each seat of each sample: reward/{mean,std,min,max}, reward/env/NAME, reward/seat/NAME (where
+    there are several seats), reward_model/NAME/{mean,std} and reward/own (with reward models), response_length/
+    {mean,max} (sampled tokens), turns/mean. Of groups: zero_variance (share of those in which no seat did better in one
+    sample than in another). Of turns: stop/REASON. Of samples: ending/REASON, and the mean of every metric that
+    environments reported, by its own name (`env/NAME` where the name is one of ours). Of trajectories: staleness/
+    {min,mean,max} (versions that the oldest token lags), spans/mean (weight versions within it).
     """
     trajectories = [t for group in groups for t in group.trajectories]
-    rewards = np.array([t.reward for t in trajectories])
-    lengths = np.array([np.count_nonzero(t.mask) for t in trajectories])
+    players = players_of(groups)
+    samples = [next(found) for group in groups for _, found in groupby(group.trajectories, lambda t: t.index)]
+    rewards = np.array([player.reward for player in players])
+    lengths = np.array([player.tokens for player in players])
     lags = np.array([version.step - t.oldest.step for t in trajectories])
     metrics = {
         **_summary("reward", rewards, "mean", "std", "min", "max"),
         **_summary("response_length", lengths, "mean", "max"),
         **_summary("staleness", lags, "min", "mean", "max"),
-        "turns/mean": float(np.mean([len(t.turns) for t in trajectories])),
+        "turns/mean": float(np.mean([sum(len(t.turns) for t in player.streams) for player in players])),
         "spans/mean": float(np.mean([_versions(t) for t in trajectories])),
-        "zero_variance": float(np.mean([len({t.reward for t in group.trajectories}) == 1 for group in groups])),
+        "zero_variance": float(np.mean([group.equal for group in groups])),
         "groups": float(len(groups)),
         "trajectories": float(len(trajectories)),
+        **_rewards_by(groups, players),
+        **_scores(players, rewards),
     }
-    for name in sorted({group.environment for group in groups}):
-        own = [t.reward for group in groups if group.environment == name for t in group.trajectories]
-        metrics[f"reward/env/{name}"] = float(np.mean(own))
-    metrics |= _scores(trajectories, rewards)
     stops = Counter(turn.stop for t in trajectories for turn in t.turns)
     metrics |= {f"stop/{reason}": stops[reason] / max(1, stops.total()) for reason in StopReason}
-    endings = Counter(t.ending for t in trajectories)
-    metrics |= {f"ending/{end}": endings[end] / len(trajectories) for end in Ending if not end.failed}
-    for key in sorted({key for t in trajectories for key in t.metrics}):
-        value = float(np.mean([t.metrics[key] for t in trajectories if key in t.metrics]))
+    endings = Counter(t.ending for t in samples)
+    metrics |= {f"ending/{end}": endings[end] / len(samples) for end in Ending if not end.failed}
+    for key in sorted({key for t in samples for key in t.metrics}):
+        value = float(np.mean([t.metrics[key] for t in samples if key in t.metrics]))
         first, more, _ = key.partition("/")
         ours = key in metrics or key in LEARNERS or (more and first in FAMILIES)
         metrics[f"env/{key}" if ours else key] = value
     return metrics
 
 
-def _scores(trajectories: list[Trajectory], rewards: npt.NDArray[np.generic]) -> dict[str, float]:
+def _rewards_by(groups: list[Group], players: list[Player]) -> dict[str, float]:
+    """reward/env/NAME, and reward/seat/NAME where there are several seats."""
+    by: dict[str, list[float]] = {}
+    for group in groups:
+        by.setdefault(f"reward/env/{group.environment}", []).extend(r for own in group.rewards.values() for r in own)
+    if len({player.seat for player in players}) > 1:
+        for player in players:
+            by.setdefault(f"reward/seat/{player.seat}", []).append(player.reward)
+    return {name: float(np.mean(own)) for name, own in sorted(by.items())}
+
+
+def _scores(players: list[Player], rewards: npt.NDArray[np.generic]) -> dict[str, float]:
     """reward_model/NAME/{mean,std}, and reward/own: the mean reward without what reward models added."""
     metrics: dict[str, float] = {}
+    trajectories = [t for player in players for t in player.streams]
     for name in sorted({name for t in trajectories for name in t.scores}):
         scores = np.array([t.scores[name] for t in trajectories if name in t.scores])
         metrics |= _summary(f"reward_model/{name}", scores, "mean", "std")
     if metrics:
         parts = [turn.components.items() for t in trajectories for turn in t.turns]
         added = sum(value for items in parts for key, value in items if key.startswith("reward_model/"))
-        metrics["reward/own"] = float((rewards.sum() - added) / len(trajectories))
+        metrics["reward/own"] = float((rewards.sum() - added) / len(players))
     return metrics
 
 

@@ -1,18 +1,20 @@
 """Which token gets how much: the groups of a batch -> one advantage per sampled token. Pure numpy.
 
+A reward is a player's (`players.py`): of one seat of one sample, whose tokens may stand in several trajectories.
+
 rewards --overlong penalty--> --KL in the reward--> --estimator of the spec--> --what the teacher says--> advantages
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from opentinker.services.trainer import advantages
 from opentinker.services.trainer.advantages import F64
+from opentinker.services.trainer.players import Player, credit_groups
 from opentinker.shared.errors import JobFailed
 from opentinker.shared.spec import AlgorithmSpec
 from opentinker.shared.types import Group, Trajectory
@@ -37,28 +39,31 @@ def assign(groups: Sequence[Group], algorithm: AlgorithmSpec, values_S: Sequence
     Raises JobFailed where rewards, reference logprobs or values do not suit the algorithm.
     """
     trajectories = [t for group in groups for t in group.trajectories]
-    counts = [int(np.count_nonzero(t.mask)) for t in trajectories]
+    peers = credit_groups(groups)
+    players = [player for group in peers for player in group]
     metrics: dict[str, float] = {}
-    outcomes = np.array([t.reward for t in trajectories])
-    penalty = np.zeros(len(trajectories))
+    penalty_P = np.zeros(len(players))
     if algorithm.overlong_shaping:
         assert algorithm.overlong_length and algorithm.overlong_buffer
-        penalty = advantages.overlong_penalty(
-            counts, length=algorithm.overlong_length, buffer=algorithm.overlong_buffer
+        penalty_P = advantages.overlong_penalty(
+            [player.tokens for player in players], length=algorithm.overlong_length, buffer=algorithm.overlong_buffer
         )
-        metrics["reward/overlong"] = float(penalty.mean())
-    costs_S = [np.zeros(count) for count in counts]
+        metrics["reward/overlong"] = float(penalty_P.mean())
+    costs_S = [np.zeros(np.count_nonzero(t.mask)) for t in trajectories]
     if algorithm.kl_in == "reward":
         kl_S = [_kl(t, algorithm.kl_estimator or "k1") for t in trajectories]
         costs_S = [algorithm.kl_coef * kl for kl in kl_S]
         metrics["reward/kl"] = float(np.concatenate(kl_S).mean())
     frozen_S = [_value(t) for t in trajectories] if algorithm.advantage == "gae" and values_S is None else None
+    claims = [
+        Claim(player, float(penalty), player.join(costs_S)) for player, penalty in zip(players, penalty_P, strict=True)
+    ]
     try:
-        advantages_S, returns_S = _estimate(
-            groups, algorithm, outcomes + penalty, costs_S, penalty, values_S or frozen_S
-        )
+        advantages_P, returns_P = _estimate(claims, [len(group) for group in peers], algorithm, values_S or frozen_S)
     except ValueError as error:
         raise JobFailed(f"advantage = {algorithm.advantage!r}: {error}") from error
+    advantages_S = _by_trajectory(players, advantages_P)
+    returns_S = None if returns_P is None else _by_trajectory(players, returns_P)
     if frozen_S is not None and returns_S is not None:
         metrics |= _foresight(np.concatenate(frozen_S), np.concatenate(returns_S))
         returns_S = None
@@ -69,83 +74,106 @@ def assign(groups: Sequence[Group], algorithm: AlgorithmSpec, values_S: Sequence
     return Credit(advantages_S, returns_S, metrics)
 
 
+@dataclass(frozen=True)
+class Claim:
+    """What a player is to be paid for; arrays are in its order of play."""
+
+    player: Player
+    penalty: float
+    """For length; it falls on the last turn."""
+    costs_N: F64
+    """The KL that is taken off, per token."""
+
+    @property
+    def reward(self) -> float:
+        return self.player.reward + self.penalty
+
+    def turn_rewards_K(self, *, less_costs: bool) -> F64:
+        rewards = self.player.turn_rewards_K
+        if len(rewards):
+            rewards[-1] += self.penalty
+            if less_costs:
+                np.subtract.at(rewards, self.player.turn_N, self.costs_N)
+        return rewards
+
+    def spread(self, values_K: F64) -> F64:
+        """One value per turn -> one per token."""
+        found: F64 = values_K[self.player.turn_N] if len(values_K) else np.zeros(0)
+        return found
+
+
 def _estimate(
-    groups: Sequence[Group],
-    algorithm: AlgorithmSpec,
-    rewards: F64,
-    costs_S: list[F64],
-    penalty: F64,
-    values_S: Sequence[F64] | None,
+    claims: list[Claim], sizes: list[int], algorithm: AlgorithmSpec, values_S: Sequence[F64] | None
 ) -> tuple[list[F64], list[F64] | None]:
-    """`rewards` per trajectory with the `penalty` in it; `costs_S` per token, the KL that is taken off."""
+    """Per player, [N] in order of play. `sizes`: so many neighbours are compared with each other; one that is alone has
+    nothing to be compared with, and gets 0 where a group is the baseline. What is normalised over the batch is so seat
+    by seat: seats may have opposite rewards."""
     name, options = algorithm.advantage, algorithm.options("advantage")
-    trajectories = [t for group in groups for t in group.trajectories]
-    counts = [len(costs) for costs in costs_S]
     if name == "none":
-        return [np.zeros(count) for count in counts], None
+        return [np.zeros_like(claim.costs_N) for claim in claims], None
     if name == "reinforce_pp":
-        returns_S = [r - advantages.returns_to_go(costs, 1.0) for r, costs in zip(rewards, costs_S, strict=True)]
-        return advantages.reinforce_pp(returns_S), None
+        returns_P = [claim.reward - advantages.returns_to_go(claim.costs_N, 1.0) for claim in claims]
+        return _seat_by_seat(claims, returns_P, advantages.reinforce_pp), None
     if name == "gae":
         assert values_S is not None
-        return _gae(trajectories, penalty, costs_S, values_S, options["gamma"], options["lam"])
-    sizes = np.cumsum([len(group.trajectories) for group in groups])[:-1]
+        found = [_gae(claim, claim.player.join(values_S), options["gamma"], options["lam"]) for claim in claims]
+        return _seat_by_seat(claims, [a for a, _ in found], advantages.whiten), [returns for _, returns in found]
+    values_P = [np.zeros_like(claim.costs_N) for claim in claims]
+    ends = np.cumsum(sizes)
+    members_B = [range(end - size, end) for size, end in zip(sizes, ends, strict=True) if size > 1]
     if name == "per_turn":
-        turns_S = [_turn_rewards(t, p, costs) for t, p, costs in zip(trajectories, penalty, costs_S, strict=True)]
-        found: list[F64] = []
-        for members in np.split(np.arange(len(trajectories)), sizes):
-            turns_G = [turns_S[i] for i in members]
+        for members in members_B:
+            turns_G = [claims[i].turn_rewards_K(less_costs=True) for i in members]
             values_G = advantages.per_turn(turns_G, gamma=options["gamma"], normalize_std=options["normalize_std"])
-            found += [_spread(trajectories[i], values) for i, values in zip(members, values_G, strict=True)]
-        return found, None
-    totals_B = np.split(rewards - np.array([costs.sum() for costs in costs_S]), sizes)
+            for i, values_K in zip(members, values_G, strict=True):
+                values_P[i] = claims[i].spread(values_K)
+        return values_P, None
+    totals_P = np.array([claim.reward - claim.costs_N.sum() for claim in claims])
     if name == "reinforce_pp_baseline":
-        counts_B = [part.tolist() for part in np.split(np.array(counts), sizes)]
-        values_B = advantages.reinforce_pp_baseline(totals_B, counts_B)
-    else:
-        values_B = [GROUPWISE[str(name)](totals, **options) for totals in totals_B]
-    return [np.full(n, a) for n, a in zip(counts, np.concatenate(values_B), strict=True)], None
+        for seat in sorted({claim.player.seat for claim in claims}):
+            own_B = [members for members in members_B if claims[members[0]].player.seat == seat]
+            counts_B = [[claims[i].player.tokens for i in members] for members in own_B]
+            found_B = advantages.reinforce_pp_baseline([totals_P[list(m)] for m in own_B], counts_B) if own_B else []
+            for members, found_G in zip(own_B, found_B, strict=True):
+                for i, value in zip(members, found_G, strict=True):
+                    values_P[i] = np.full(claims[i].player.tokens, value)
+        return values_P, None
+    for members in members_B:
+        scores_G = GROUPWISE[str(name)](totals_P[list(members)], **options)
+        for i, value in zip(members, scores_G, strict=True):
+            values_P[i] = np.full(claims[i].player.tokens, value)
+    return values_P, None
 
 
-def _gae(
-    trajectories: list[Trajectory],
-    penalty: F64,
-    costs_S: list[F64],
-    values_S: Sequence[F64],
-    gamma: float,
-    lam: float,
-) -> tuple[list[F64], list[F64]]:
-    """A turn's reward stands on the turn's last token, the penalty on the last token of all."""
-    found = []
-    for trajectory, extra, costs, values in zip(trajectories, penalty, costs_S, values_S, strict=True):
-        rewards = -costs
-        turn_T = _turn_of(trajectory)
-        for k, reward in enumerate(_turn_rewards(trajectory, float(extra), np.zeros_like(costs))):
-            places = np.flatnonzero(turn_T == k)
-            if len(places):
-                rewards[places[-1]] += reward
-        found.append(advantages.gae(rewards, np.asarray(values, dtype=np.float64), gamma=gamma, lam=lam))
-    return advantages.whiten([a for a, _ in found]), [returns for _, returns in found]
+def _gae(claim: Claim, values_N: F64, gamma: float, lam: float) -> tuple[F64, F64]:
+    """A turn's reward stands on the turn's last token, the penalty on the last token of all. After the last token of a
+    stream comes the first of the stream that the seat acts in next."""
+    rewards = -claim.costs_N
+    for k, reward in enumerate(claim.turn_rewards_K(less_costs=False)):
+        places = np.flatnonzero(claim.player.turn_N == k)
+        if len(places):
+            rewards[places[-1]] += reward
+    return advantages.gae(rewards, np.asarray(values_N, dtype=np.float64), gamma=gamma, lam=lam)
 
 
-def _turn_of(trajectory: Trajectory) -> npt.NDArray[np.int64]:
-    """[T] the turn of each sampled token."""
-    places = np.flatnonzero(trajectory.mask)
-    return np.searchsorted([turn.start for turn in trajectory.turns], places, side="right") - 1
+def _seat_by_seat(
+    claims: list[Claim], values_P: list[F64], normalise: Callable[[Sequence[F64]], list[F64]]
+) -> list[F64]:
+    found = list(values_P)
+    for seat in {claim.player.seat for claim in claims}:
+        own = [i for i, claim in enumerate(claims) if claim.player.seat == seat]
+        for i, values in zip(own, normalise([values_P[i] for i in own]), strict=True):
+            found[i] = values
+    return found
 
 
-def _turn_rewards(trajectory: Trajectory, penalty: float, costs: F64) -> F64:
-    """[K] reward of each turn, its tokens' KL taken off; the penalty falls on the last."""
-    rewards = np.array([turn.reward for turn in trajectory.turns], dtype=np.float64)
-    if len(rewards):
-        rewards[-1] += penalty
-        np.subtract.at(rewards, _turn_of(trajectory), costs)
-    return rewards
-
-
-def _spread(trajectory: Trajectory, values: F64) -> F64:
-    """One value per turn -> one per sampled token."""
-    return values[_turn_of(trajectory)] if len(values) else np.zeros(0)
+def _by_trajectory(players: list[Player], values_P: list[F64]) -> list[F64]:
+    found = {
+        place: values
+        for player, values_N in zip(players, values_P, strict=True)
+        for place, values in zip(player.places, player.part(values_N), strict=True)
+    }
+    return [found[place] for place in range(len(found))]
 
 
 def _teach(trajectories: list[Trajectory]) -> tuple[list[F64], dict[str, float]]:

@@ -191,9 +191,13 @@ def token_mean(counts_S: Tensor, tokens: int) -> Tensor:
     return torch.full((int(counts_S.sum()),), 1.0 / tokens, device=counts_S.device)
 
 
-def sequence_mean(counts_S: Tensor, sequences: int) -> Tensor:
-    """Weight 1 / (sequences of the batch * tokens of the own sequence). Source: GRPO, arXiv 2402.03300, equation 3."""
-    return (1.0 / (counts_S.double() * sequences)).float().repeat_interleave(counts_S)
+def sequence_mean(counts_S: Tensor, sequences: int, wholes_S: Tensor | None = None) -> Tensor:
+    """Weight 1 / (sequences of the batch * tokens of the own sequence). Source: GRPO, arXiv 2402.03300, equation 3.
+
+    `wholes_S`: tokens of the whole that each one is a stream of, where `sequences` counts wholes.
+    """
+    wholes_S = counts_S if wholes_S is None else wholes_S
+    return (1.0 / (wholes_S.double() * sequences)).float().repeat_interleave(counts_S)
 
 
 def constant(counts_S: Tensor, sequences: int, max_tokens: int) -> Tensor:

@@ -16,6 +16,7 @@ from opentinker.services.trainer import losses
 from opentinker.services.trainer.advantages import F64
 from opentinker.services.trainer.credit import Credit
 from opentinker.services.trainer.gang import Gang
+from opentinker.services.trainer.players import players_of
 from opentinker.shared.errors import JobFailed
 from opentinker.shared.nn.forward import Layout, layout
 from opentinker.shared.nn.packing import pack, share
@@ -39,12 +40,12 @@ class MicroBatch:
     """float: versions that the weights which sampled the token lag behind the trainer's."""
     sequence_M: Tensor
     """int64: place in `members` of the trajectory that a token belongs to."""
-    scale_M: Tensor
-    """Weight of the token in the loss of its optimizer step."""
     tokens: int
     """All tokens of its trajectories, prompts and observations included."""
     batch_tokens: int
     """Sampled tokens of its whole optimizer step."""
+    scale_M: Tensor
+    """Weight of the token in the loss of its optimizer step."""
     advantages_M: Tensor
     """0 until `give_credit`."""
     start_M: Tensor | None = None
@@ -74,15 +75,18 @@ def micro_batches(
     size = len(groups) // spec.algorithm.updates_per_batch
     updates, first = [], 0
     for start in range(0, len(groups), size):
-        part = [t for group in groups[start : start + size] for t in group.trajectories]
+        part = groups[start : start + size]
         updates.append(_update(part, first, version, spec, device, gang or Gang()))
-        first += len(part)
+        first += sum(len(group.trajectories) for group in part)
     return updates
 
 
 def _update(
-    part: list[Trajectory], first: int, version: WeightVersion, spec: JobSpec, device: torch.device, gang: Gang
+    groups: Sequence[Group], first: int, version: WeightVersion, spec: JobSpec, device: torch.device, gang: Gang
 ) -> list[MicroBatch]:
+    part = [t for group in groups for t in group.trajectories]
+    players = [player for player in players_of(groups) if player.tokens]
+    wholes = {place: player.tokens for player in players for place in player.places}
     sampled = [i for i, t in enumerate(part) if t.mask.any()]
     if not sampled:
         raise JobFailed("a whole batch came without one sampled token: do the prompts fill the context window?")
@@ -92,7 +96,8 @@ def _update(
     micros = []
     for places in packed:
         members = [sampled[own[place]] for place in places]
-        micro = _micro_batch([part[i] for i in members], version, spec, device, tokens, len(sampled))
+        micro = _micro_batch([part[i] for i in members], version, spec, device, tokens)
+        micro.scale_M = _scale(micro, [wholes[i] for i in members], len(players), spec)
         micro.members = [first + i for i in members]
         micros.append(micro)
     if spec.train.parallel != "data":
@@ -114,7 +119,7 @@ def _idle(trajectory: Trajectory, version: WeightVersion, spec: JobSpec, device:
         logprobs_T=trajectory.logprobs[first - 1 : first + 1].tobytes(),
         ref_logprobs_T=trajectory.logprobs[first - 1 : first + 1].tobytes(),
     )
-    return _micro_batch([short], version, spec, device, 1, 1)
+    return _micro_batch([short], version, spec, device, 1)
 
 
 def _micro_batch(
@@ -123,7 +128,6 @@ def _micro_batch(
     spec: JobSpec,
     device: torch.device,
     batch_tokens: int,
-    batch_sequences: int,
 ) -> MicroBatch:
     masks = [t.mask.astype(bool) for t in trajectories]
     counts = torch.tensor([int(mask.sum()) for mask in masks], device=device)
@@ -139,9 +143,9 @@ def _micro_batch(
         current_M=_tensor([_current(t, version)[m] for t, m in zip(trajectories, masks, strict=True)], bool, device),
         lag_M=_tensor([_lags(t, version)[m] for t, m in zip(trajectories, masks, strict=True)], np.float32, device),
         sequence_M=torch.arange(len(trajectories), device=device).repeat_interleave(counts),
-        scale_M=_scale(counts, spec, batch_tokens, batch_sequences),
         tokens=sum(len(m) for m in masks),
         batch_tokens=batch_tokens,
+        scale_M=torch.zeros_like(behaviour),
         advantages_M=torch.zeros_like(behaviour),
     )
 
@@ -188,14 +192,17 @@ def size_metrics(columns: Mapping[str, F64]) -> dict[str, float]:
     return metrics
 
 
-def _scale(counts_S: Tensor, spec: JobSpec, tokens: int, sequences: int) -> Tensor:
+def _scale(micro: MicroBatch, wholes: list[int], players: int, spec: JobSpec) -> Tensor:
+    """[M]. A sequence is all that one seat said in one sample: `wholes` are the tokens of those that the members belong
+    to, `players` the number of them in the optimizer step."""
+    counts_S = torch.bincount(micro.sequence_M)
     match spec.algorithm.aggregation:
         case "sequence_mean":
-            return losses.sequence_mean(counts_S, sequences)
+            return losses.sequence_mean(counts_S, players, torch.tensor(wholes, device=counts_S.device))
         case "constant":
-            return losses.constant(counts_S, sequences, spec.rollout.max_tokens)
+            return losses.constant(counts_S, players, spec.rollout.max_tokens)
         case _:
-            return losses.token_mean(counts_S, tokens)
+            return losses.token_mean(counts_S, micro.batch_tokens)
 
 
 def _reference(trajectory: Trajectory) -> npt.NDArray[np.float32]:

@@ -245,6 +245,7 @@ def _transcript(result: ExamResult) -> dict[str, Any]:
     return {
         "index": result.index,
         "reward": result.reward,
+        **({"seats": result.seats} if len(result.seats) > 1 else {}),
         "metrics": result.metrics,
         "ending": result.ending,
         "messages": [{"role": m.role, "content": m.text} for m in result.messages],

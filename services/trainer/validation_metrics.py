@@ -27,7 +27,8 @@ def validation_metrics(results: Sequence[ExamResult], episodes: int) -> dict[str
     """Metrics of an evaluation of `episodes` start states, of which these have a result.
 
     val/reward/{mean,std}, and val/NAME for every metric that the environment reported (`val/env/NAME` where the name is
-    taken, or begins with a part of ours), each with `low` and `high` of `interval`; val/component/NAME (mean part of
+    taken, or begins with a part of ours), each with `low` and `high` of `interval`; val/reward/seat/NAME where there
+    are several seats (with its bounds; an episode's reward is the mean of its seats'); val/component/NAME (mean part of
     the reward), val/response_length/{mean,max}, val/turns/mean, val/ending/REASON (share, failed ones included),
     val/task/NAME/{episodes,reward,METRIC} by task, val/{episodes,failed,missing,tokens}.
     Failed episodes are in none of the means.
@@ -50,6 +51,10 @@ def validation_metrics(results: Sequence[ExamResult], episodes: int) -> dict[str
     rewards = [r.reward for r in played]
     values |= {"val/reward/mean": float(np.mean(rewards)), "val/reward/std": float(np.std(rewards))}
     values |= _bounds("val/reward", rewards)
+    by_seat = _by_name([r.seats for r in played])
+    for seat, found in by_seat.items() if len(by_seat) > 1 else ():
+        values[f"val/reward/seat/{seat}"] = float(np.mean(found))
+        values |= _bounds(f"val/reward/seat/{seat}", found)
     lengths = [r.tokens for r in played]
     values |= {"val/response_length/mean": float(np.mean(lengths)), "val/response_length/max": float(max(lengths))}
     values["val/turns/mean"] = float(np.mean([len(r.stops) for r in played]))

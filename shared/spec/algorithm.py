@@ -20,7 +20,7 @@ class AlgorithmSpec(Part):
     name: Literal["grpo", "dr_grpo", "dapo", "rloo", "reinforce_pp", "ppo", "gspo", "cispo", "distill"] = "grpo"
     """The preset: it gives every field below that is not set. See `opentinker algorithms`."""
     group_size: Positive = 8
-    """Trajectories per group (same start state)."""
+    """Episodes per group (same start state)."""
     groups_per_batch: Positive = 16
     """Groups per optimizer batch."""
     max_staleness: Annotated[int, Field(ge=0)] = 2
@@ -96,7 +96,7 @@ class AlgorithmSpec(Part):
     max_zero_variance_batches: Positive | None = None
     """drop_zero_variance: the job fails when so many batches' worth of groups in a row was discarded for it."""
     overlong_shaping: bool | None = None
-    """Take up to 1 off the reward of trajectories that come near overlong_length."""
+    """Take up to 1 off the reward of a seat that says nearly overlong_length tokens in an episode."""
     overlong_length: Positive | None = None
     """overlong_shaping: sampled tokens at which the penalty is 1; default rollout.max_tokens."""
     overlong_buffer: Positive | None = None
