@@ -179,8 +179,12 @@ def _lock(files: Path, named: Any, project: dict[str, Any], wrong: Any) -> tuple
         return "", ""
     chosen = [named] if named in there else [] if named else there
     if len(chosen) != 1:
-        both = "and there are both; name the one that counts: lock = 'uv.lock'"
-        wrong("lock", named, f"a package has one lock file, {both if chosen else f'and there is none: {HOW_TO_LOCK}'}")
+        several = "there are both; say which one counts: lock = 'uv.lock'"
+        wrong(
+            "lock",
+            named,
+            several if chosen else f"there is none, and what is not locked is not installed: {HOW_TO_LOCK}",
+        )
         return "", ""
     text = (files / chosen[0]).read_text(errors="replace")
     try:

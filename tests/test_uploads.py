@@ -110,7 +110,7 @@ def test_a_project_with_uv_lock_and_a_src_directory_is_a_package(tmp_path: Path)
 @pytest.mark.parametrize(
     ("files", "words"),
     [
-        ({"requirements__lock": ""}, "there is none: make one with `uv lock`"),
+        ({"requirements__lock": ""}, "there is none, and what is not locked is not installed: make one with `uv lock`"),
         ({"uv__lock": UV_LOCK}, "there are both"),
         ({"requirements__lock": "tabulate==0.10.0\n"}, "has no hash"),
         ({"requirements__lock": f"tabulate>=0.9 {HASH}\n"}, "must pin one version"),
