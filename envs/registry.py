@@ -23,6 +23,7 @@ BUILT_IN = {
     "agent_program": "opentinker.envs.agents.program:AgentProgram",
     "bandit": "opentinker.envs.bandit:Bandit",
     "copy_digits": "opentinker.envs.copy_digits:CopyDigits",
+    "gomoku": "opentinker.envs.gomoku:Gomoku",
     "gsm8k": "opentinker.envs.gsm8k:Gsm8k",
     "guess_number": "opentinker.envs.guess_number:GuessNumber",
     "math": "opentinker.envs.math:Math",

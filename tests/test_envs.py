@@ -62,10 +62,12 @@ async def test_wrong_answer_scores_less(name: str, text: str) -> None:
 
 @pytest.mark.parametrize("name", GAMES)
 async def test_cut_completion_is_played_like_any_other(name: str) -> None:
-    """A letter is an arm, one digit of three is worth a quarter, no number nothing; `5` is a whole guess, but wrong."""
+    """A letter is an arm, one digit of three is worth a quarter, no number nothing; `5` is a whole guess, but wrong;
+    half a field is none."""
     expected = {
         "bandit": (1.0, True),
         "copy_digits": (0.25, True),
+        "gomoku": (-0.1, False),
         "gsm8k": (0.0, True),
         "guess_number": (0.0, False),
     }

@@ -1,0 +1,171 @@
+"""Gomoku against a bot, or against itself: two seats, each with a view of its own."""
+
+from __future__ import annotations
+
+import random
+import re
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from opentinker.envs.base import Action, Environment, EnvironmentConfig, Opening, Step, user
+from opentinker.envs.gomoku_board import BLACK, STONES, WHITE, Board, bot, expert, other
+
+_FIELD = re.compile(r"\b[a-z][1-9][0-9]?\b")
+
+
+class Gomoku(Environment):
+    """Every turn shows the board and asks for a field, column and row, like `c3`; the last one that is named counts.
+
+    Reward, in parts: `outcome` 1 won, 0 drawn, -1 lost; `illegal` -`illegal_penalty` for an answer that names no free
+    field, and -1 more when `retries` of them are used up: that forfeits the game, and the other side gets nothing for
+    it. `outcome` sums to 0 over the seats. `exact` is 1 for a game won against the bot.
+    """
+
+    class Config(EnvironmentConfig):
+        size: Annotated[int, Field(ge=3, le=19)] = 9
+        """Rows and columns."""
+        win: Annotated[int, Field(ge=3, le=19)] = 5
+        """Stones in a row that win; more do too."""
+        opponent: Literal["bot", "self"] = "bot"
+        """`bot`: one seat against a scripted player. `self`: the seats black and white."""
+        colour: Literal["alternate", "black", "white"] = "alternate"
+        """bot: who the policy is; black begins. `alternate`: black in even rows."""
+        random_moves: Annotated[float, Field(ge=0.0, le=1.0)] = 0.1
+        """bot: share of its moves that are drawn at random."""
+        random_stones: Literal[0, 2, 4] = 2
+        """Stones that stand somewhere at the beginning, by row and seed: so that no two games are the same."""
+        retries: Annotated[int, Field(ge=0, le=20)] = 1
+        """Times per move that an answer may be illegal without losing the game."""
+        illegal_penalty: Annotated[float, Field(ge=0.0, le=1.0)] = 0.1
+        """Taken off for each illegal answer."""
+        context: Literal["game", "turn"] = "game"
+        """`game`: a seat sees all its turns. `turn`: each move begins anew with rules and board, so that its context
+        does not grow with the game."""
+
+        @model_validator(mode="after")
+        def _rules(self) -> Gomoku.Config:
+            if self.win > self.size:
+                raise ValueError(f"win={self.win} stones in a row do not fit on size={self.size}")
+            given = self.model_fields_set & {"colour", "random_moves"}
+            if self.opponent == "self" and given:
+                raise ValueError(f"{' and '.join(sorted(given))}: only with opponent = 'bot'")
+            return self
+
+    config: Config
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        if config.opponent == "self":
+            self.seats = (BLACK, WHITE)
+
+    async def open(self, row: int, seed: int) -> Opening:
+        self.draw = random.Random(f"gomoku/{seed}/{row}")
+        self.board = Board(self.config.size, self.config.win)
+        for field in self.draw.sample(self.board.free(), self.config.random_stones):
+            self.board.place(field)
+        self.colour = self.config.colour
+        if self.colour == "alternate":
+            self.colour = WHITE if row % 2 else BLACK
+        self.tries = self.illegal = 0
+        self.moves: dict[str, int] = {}
+        self.seen: set[str] = set()
+        if self.config.opponent == "bot" and self.board.next != self.colour:
+            self._bot()
+        return Opening(messages=[user(self._asks())], seat=self._seat, stream=self._stream)
+
+    async def step(self, action: Action) -> Step:
+        field, problem = self._read(action.text)
+        if field is None:
+            return self._refuse(problem)
+        mover = self.board.next
+        self.tries = 0
+        self._place(field)
+        if not self.board.over and self.config.opponent == "bot":
+            self._bot()
+        if self.board.over:
+            outcome = 0.0 if not self.board.winner else 1.0 if self.board.winner == mover else -1.0
+            return self._end(mover, {"outcome": outcome, "illegal": 0.0}, -outcome)
+        return self._next(self._asks(), {"outcome": 0.0, "illegal": 0.0})
+
+    def gold(self) -> str:
+        return self.board.name(expert(self.board))
+
+    # --- moves ----------------------------------------------------------------------------------------------------
+
+    def _read(self, text: str) -> tuple[int | None, str]:
+        """The field that is named, or what is wrong."""
+        named = _FIELD.findall(text.lower())
+        if not named:
+            return None, "no field was named"
+        field = self.board.field(named[-1])
+        if field is None:
+            return None, f"{named[-1]} is not on the board"
+        return (None, f"{named[-1]} is taken") if self.board.fields[field] else (field, "")
+
+    def _refuse(self, problem: str) -> Step:
+        self.tries += 1
+        self.illegal += 1
+        left = self.config.retries + 1 - self.tries
+        parts = {"outcome": 0.0, "illegal": -self.config.illegal_penalty}
+        if not left:
+            parts["illegal"] -= 1.0
+            return self._end(self.board.next, parts, 0.0, forfeit=True)
+        return self._next(f"{problem}, {left} more.\n{STONES[self.board.next]}:", parts)
+
+    def _place(self, field: int) -> None:
+        self.moves[self.board.next] = field
+        self.board.place(field)
+
+    def _bot(self) -> None:
+        self._place(bot(self.board, self.draw, self.config.random_moves))
+
+    # --- words ----------------------------------------------------------------------------------------------------
+
+    @property
+    def _seat(self) -> str:
+        return self.board.next if self.config.opponent == "self" else ""
+
+    @property
+    def _stream(self) -> str:
+        return str(self.board.played) if self.config.context == "turn" else ""
+
+    def _asks(self) -> str:
+        """What the next player sees: the rules where its context begins, the other's last move, the board."""
+        size, stone = self.config.size, STONES[self.board.next]
+        said = ""
+        if self.config.context == "turn" or self._seat not in self.seen:
+            said = f"gomoku {size}x{size}, {self.config.win} in a row win. you are {stone}. say a free field like c3.\n"
+        self.seen.add(self._seat)
+        rival = other(self.board.next)
+        if rival in self.moves:
+            said += f"{STONES[rival]} took {self.board.name(self.moves[rival])}.\n"
+        return f"{said}{self.board}\n{stone}:"
+
+    def _next(self, text: str, parts: dict[str, float]) -> Step:
+        return Step(
+            messages=[user(text)],
+            reward=sum(parts.values()),
+            components=parts,
+            seat=self._seat,
+            stream=self._stream,
+            metrics=self._metrics(),
+        )
+
+    def _end(self, mover: str, parts: dict[str, float], rival: float, *, forfeit: bool = False) -> Step:
+        two = self.config.opponent == "self"
+        return Step(
+            done=True,
+            reward=sum(parts.values()),
+            components=parts,
+            rewards={other(mover): {"outcome": rival}} if two else {},
+            metrics=self._metrics() | {"forfeit": float(forfeit)},
+        )
+
+    def _metrics(self) -> dict[str, float]:
+        board = self.board
+        found = {"moves": float(board.played), "illegal": float(self.illegal), "forfeit": 0.0}
+        found["draw"] = float(board.over and not board.winner)
+        if self.config.opponent == "self":
+            return found | {"black_won": float(board.winner == BLACK)}
+        return found | {"exact": float(board.winner == self.colour)}

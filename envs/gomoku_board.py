@@ -1,0 +1,156 @@
+"""The rules of m,n,k games on a square board, and two players of them: a bot to learn against, an expert to test with.
+
+Free-style gomoku: black begins, the first to have `win` or more stones in an unbroken row, column or diagonal wins, a
+full board is a draw.
+"""
+
+from __future__ import annotations
+
+import random
+import string
+from functools import cache
+from typing import NamedTuple
+
+BLACK, WHITE = "black", "white"
+STONES = {BLACK: "x", WHITE: "o", "": "."}
+
+
+class Lines(NamedTuple):
+    """Every run of `win` fields on a board, and by field the runs that it is in."""
+
+    runs: tuple[tuple[int, ...], ...]
+    through: tuple[tuple[int, ...], ...]
+
+
+@cache
+def lines(size: int, win: int) -> Lines:
+    runs = [
+        tuple((row + i * down) * size + column + i * right for i in range(win))
+        for down, right in ((0, 1), (1, 0), (1, 1), (1, -1))
+        for row in range(size)
+        for column in range(size)
+        if row + (win - 1) * down < size and 0 <= column + (win - 1) * right < size
+    ]
+    through: list[list[int]] = [[] for _ in range(size * size)]
+    for number, run in enumerate(runs):
+        for field in run:
+            through[field].append(number)
+    return Lines(tuple(runs), tuple(map(tuple, through)))
+
+
+def other(colour: str) -> str:
+    return WHITE if colour == BLACK else BLACK
+
+
+class Board:
+    """Fields are numbered row by row; in words, column and row: 0 is `a1`."""
+
+    def __init__(self, size: int, win: int) -> None:
+        self.size, self.win = size, win
+        self.lines = lines(size, win)
+        self.fields = [""] * (size * size)
+        self.stones = {colour: [0] * len(self.lines.runs) for colour in (BLACK, WHITE)}
+        """How many each colour has in each run."""
+        self.next = BLACK
+        self.played = 0
+        self.winner = ""
+
+    @property
+    def over(self) -> bool:
+        return bool(self.winner) or self.played == len(self.fields)
+
+    def free(self) -> list[int]:
+        return [field for field, colour in enumerate(self.fields) if not colour]
+
+    def place(self, field: int) -> None:
+        """Whoever is next. Raises ValueError where that is against the rules."""
+        if self.over or self.fields[field]:
+            raise ValueError(f"{self.name(field)} is taken, or the game is over")
+        colour = self.next
+        self.fields[field] = colour
+        for run in self.lines.through[field]:
+            self.stones[colour][run] += 1
+            if self.stones[colour][run] == self.win:
+                self.winner = colour
+        self.played += 1
+        self.next = other(colour)
+
+    def name(self, field: int) -> str:
+        return f"{string.ascii_lowercase[field % self.size]}{field // self.size + 1}"
+
+    def field(self, name: str) -> int | None:
+        """None for what is not on the board."""
+        column, row = string.ascii_lowercase.find(name[0]), int(name[1:]) - 1
+        return row * self.size + column if 0 <= column < self.size and 0 <= row < self.size else None
+
+    def __str__(self) -> str:
+        width = len(str(self.size))
+        head = " " * width + " " + string.ascii_lowercase[: self.size]
+        rows = [
+            f"{row + 1:{width}} " + "".join(STONES[colour] for colour in self.fields[row * self.size :][: self.size])
+            for row in range(self.size)
+        ]
+        return "\n".join([head, *rows])
+
+    # --- what players look at -------------------------------------------------------------------------------------
+
+    def completes(self, colour: str) -> list[int]:
+        """Free fields where a stone of that colour wins."""
+        own, others = self.stones[colour], self.stones[other(colour)]
+        last = self.win - 1
+        found = {
+            field
+            for run, fields in enumerate(self.lines.runs)
+            if own[run] == last and not others[run]
+            for field in fields
+            if not self.fields[field]
+        }
+        return sorted(found)
+
+    def threats(self, colour: str) -> list[int]:
+        """Free fields where a stone of that colour would threaten to win at two others at once."""
+        own, others = self.stones[colour], self.stones[other(colour)]
+        found = []
+        for field in self.free():
+            ends = {
+                end
+                for run in self.lines.through[field]
+                if own[run] == self.win - 2 and not others[run]
+                for end in self.lines.runs[run]
+                if end != field and not self.fields[end]
+            }
+            if len(ends) > 1:
+                found.append(field)
+        return found
+
+    def worth(self, field: int, colour: str) -> int:
+        """Runs through the field that the other colour has nothing in, the more the fuller they are."""
+        own, others = self.stones[colour], self.stones[other(colour)]
+        return sum(4 ** own[run] for run in self.lines.through[field] if not others[run])
+
+
+def bot(board: Board, draw: random.Random, random_moves: float) -> int:
+    """Wins where it can, keeps the other from winning with the next stone, else builds on the longest run of its own.
+    It sees no threat before that, which is how it is beaten."""
+    free = board.free()
+    if draw.random() < random_moves:
+        return draw.choice(free)
+    mine, theirs = board.completes(board.next), board.completes(other(board.next))
+    if mine or theirs:
+        return draw.choice(mine or theirs)
+    best = max(board.worth(field, board.next) for field in free)
+    return draw.choice([field for field in free if board.worth(field, board.next) == best])
+
+
+def expert(board: Board) -> int:
+    """Looks one threat further than the bot: makes two at once, and takes away the other's chance to."""
+    own, rival = board.next, other(board.next)
+    urgent = board.completes(own) or board.completes(rival) or board.threats(own)
+    fields = urgent or board.threats(rival) or board.free()
+    middle = (board.size - 1) / 2
+
+    def value(field: int) -> tuple[float, float]:
+        row, column = divmod(field, board.size)
+        return board.worth(field, own) + 0.9 * board.worth(field, rival), -abs(row - middle) - abs(column - middle)
+
+    return max(fields, key=value)
