@@ -64,7 +64,7 @@ class Gomoku(Environment):
         self.board = Board(self.config.size, self.config.win)
         for field in self.draw.sample(self.board.free(), self.config.random_stones):
             self.board.place(field)
-        self.colour = self.config.colour
+        self.colour: str = self.config.colour
         if self.colour == "alternate":
             self.colour = WHITE if row % 2 else BLACK
         self.tries = self.illegal = 0

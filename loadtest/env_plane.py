@@ -17,6 +17,8 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -111,10 +113,20 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=200)
     parser.add_argument("--warm-up", type=float, default=1.0)
     arguments = parser.parse_args()
+    with serving() as (url, pids):
+        good = uvloop.run(measure(arguments, url, pids))
+    sys.exit(0 if good else 1)
+
+
+@contextmanager
+def serving() -> Iterator[tuple[str, dict[str, int]]]:
+    """Servers and an env worker of their own: the URL of NATS, and the processes to look at."""
     with tempfile.TemporaryDirectory() as directory, EmbeddedServers(Path(directory), default_ports=False) as servers:
         environ = {
             **os.environ,
-            "PYTHONPATH": str(Path(__file__).resolve().parent.parent),
+            "PYTHONPATH": os.pathsep.join(
+                [str(Path(__file__).resolve().parent.parent), os.environ.get("PYTHONPATH", "")]
+            ),
             "OPENTINKER_NATS_URL": servers.nats_url,
             "OPENTINKER_REDIS_URL": servers.redis_url,
             "OPENTINKER_ENV_MODULES": "1",
@@ -124,12 +136,10 @@ def main() -> None:
         try:
             nats = servers.children["nats"].pid
             assert nats is not None
-            pids = {"env-worker": worker.pid, "client": os.getpid(), "nats": nats}
-            good = uvloop.run(measure(arguments, servers.nats_url, pids))
+            yield servers.nats_url, {"env-worker": worker.pid, "client": os.getpid(), "nats": nats}
         finally:
             worker.terminate()
             worker.wait()
-    sys.exit(0 if good else 1)
 
 
 if __name__ == "__main__":
