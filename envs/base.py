@@ -125,6 +125,10 @@ class EnvironmentConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
 
 
+class BadReply(Exception):
+    """An environment, or what it has asked, answered with something that is not an observation and finite numbers."""
+
+
 class Environment(ABC):
     Config: ClassVar[type[BaseModel]] = EnvironmentConfig
     """The settings a job may give under `environment.config`."""
@@ -132,7 +136,7 @@ class Environment(ABC):
     """True: run in a child process, because `open` or `step` compute or wait without giving the loop back."""
     seats: tuple[str, ...] = ("",)
     """Who plays; set it in __init__ where that depends on the config."""
-    wants_tokens: ClassVar[bool] = False
+    wants_tokens: bool = False
     """True: actions carry the sampled token ids and their logprobs."""
     policy: Policy = Policy()
     """Who acts, from before `open` on."""

@@ -10,6 +10,7 @@ from pydantic import BaseModel, ValidationError
 
 from opentinker.envs.base import ELSEWHERE, Environment
 from opentinker.shared.errors import SpecError
+from opentinker.shared.sessions import is_url
 
 ADAPTERS = {
     "gymnasium": "opentinker.envs.adapters.gymnasium:Gymnasium",
@@ -35,13 +36,17 @@ _found: dict[str, type[Environment]] = {}
 
 
 def find(name: str, *, modules: bool = False) -> type[Environment]:
-    """The class of a built-in name, or of `module:Class` where the operator allows it (`modules`).
+    """The class of a built-in name, of a URL, or of `module:Class` where the operator allows it (`modules`).
 
     Raises SpecError for the field `environment.name`. Importing `module:Class` runs that module's code.
     """
-    if name in _found and (modules or name in BUILT_IN.keys() - OPERATORS):
+    if name in _found and (modules or is_url(name) or name in BUILT_IN.keys() - OPERATORS):
         return _found[name]
-    if ":" not in name:
+    if is_url(name):
+        from opentinker.envs import remote  # the command line reads this module, and needs no HTTP client for it
+
+        found: type[Environment] = remote.at(name)
+    elif ":" not in name:
         if name not in BUILT_IN:
             raise _wrong_name(name, f"no such environment{_near(name)}; there are: {', '.join(sorted(BUILT_IN))}")
         if name in OPERATORS and not modules:
@@ -57,6 +62,11 @@ def find(name: str, *, modules: bool = False) -> type[Environment]:
         found = _load(name, name)
     _found[name] = found
     return found
+
+
+def lend(name: str, found: type[Environment]) -> None:
+    """A class of this process, under a name that nothing else has: where it is served from here (`served:NAME`)."""
+    _found[name] = found
 
 
 def check(
@@ -80,6 +90,14 @@ def check(
                 for item in error.errors(include_url=False)
             ]
         ) from None
+
+
+def reach(name: str) -> None:
+    """Blocking: look where a URL leads. Raises SpecError if jobs may not go there."""
+    if is_url(name):
+        from opentinker.envs import remote
+
+        remote.reach(name)
 
 
 def make(name: str, config: dict[str, object], *, modules: bool = False) -> Environment:

@@ -50,8 +50,9 @@ class Echo(Environment):
 class Client:
     """Plays sessions until told to stop; counts only while `counting`."""
 
-    def __init__(self, bus: Bus, turns: int) -> None:
+    def __init__(self, bus: Bus, turns: int, environment: str = ENVIRONMENT, job: str = "load") -> None:
         self.sessions = EnvClient(bus)
+        self.environment, self.job = environment, job
         self.turns = turns
         self.counting = self.stop = False
         self.latencies: list[float] = []
@@ -62,9 +63,9 @@ class Client:
             session = f"load-{number}-{episode}"
             episode += 1
             reply = await self.sessions.open(
-                job="load",
+                job=self.job,
                 session=session,
-                environment=ENVIRONMENT,
+                environment=self.environment,
                 config={},
                 row=episode,
                 seed=number,

@@ -16,8 +16,21 @@ import structlog
 
 from opentinker.shared.bus import Bus, NoReply, NoResponders
 from opentinker.shared.codec import WireError
-from opentinker.shared.sessions import OPEN, CloseSession, Isolation, OpenSession, Policy, SessionReply, StepSession
-from opentinker.shared.subjects import ENV_CLOSE, ENV_OPEN, ENV_STEP, SANDBOX_OPEN
+from opentinker.shared.sessions import (
+    AWAY_S,
+    OPEN,
+    REMOTE,
+    SERVED,
+    SERVED_WORKER,
+    CloseSession,
+    Isolation,
+    OpenSession,
+    Policy,
+    SessionReply,
+    StepSession,
+    is_url,
+)
+from opentinker.shared.subjects import ENV_CLOSE, ENV_OPEN, ENV_STEP, SANDBOX_OPEN, SERVED_OPEN, Call
 from opentinker.shared.types import Ending, StopReason
 
 log = structlog.get_logger()
@@ -51,7 +64,7 @@ class EnvClient:
         deadline = time.monotonic() + deadline_s
         give_up = deadline - min(1.0, 0.1 * deadline_s)
         pause, why = 0.02, "it did not answer in time"
-        opening = SANDBOX_OPEN if isolation == "sandbox" else ENV_OPEN
+        call, key, nobody = _way(environment, isolation)
         while (now := time.monotonic()) < give_up:
             request = OpenSession(
                 job=job,
@@ -67,14 +80,14 @@ class EnvClient:
             )
             within_s = min(self._ask_s, give_up - now)
             try:
-                reply = await self._bus.request(opening, request, within_s, environment=environment)
+                reply = await self._bus.request(call, request, within_s, environment=key)
                 if reply.opening:
                     reply = await self._opened(reply.worker, session, give_up - time.monotonic())
                 if reply.failure != Ending.ENV_LOST and not reply.busy:
                     return reply
                 why = "all env workers are full" if reply.busy else reply.error
             except NoResponders:
-                why = "no env worker serves it" if opening is ENV_OPEN else "no env worker has sandboxes"
+                why = nobody
             except NoReply:
                 if within_s == self._ask_s:  # the last ask may be too short to say anything
                     why = "it did not answer in time"
@@ -99,13 +112,14 @@ class EnvClient:
     async def step(self, worker: str, request: StepSession) -> SessionReply:
         """Waits as long as the worker is there; the caller's deadline, and the worker's own, bound it."""
         gone_since: float | None = None
+        gone_s = max(self._gone_s, AWAY_S) if worker.startswith(SERVED_WORKER) else self._gone_s
         while True:
             try:
                 return await self._bus.request(ENV_STEP, request, self._ask_s, worker=worker)
             except NoResponders:
                 now = time.monotonic()
                 gone_since = gone_since or now
-                if now - gone_since > self._gone_s:
+                if now - gone_since > gone_s:
                     return _failed(worker, Ending.ENV_LOST, f"env worker {worker} is gone")
                 await asyncio.sleep(0.1)
             except NoReply as error:
@@ -121,6 +135,15 @@ class EnvClient:
             await self._bus.request(ENV_CLOSE, CloseSession(session=session), 1.0, worker=worker)
         except (NoReply, WireError) as error:
             log.info("session_not_closed", episode=session, reason=str(error))
+
+
+def _way(environment: str, isolation: Isolation) -> tuple[Call[OpenSession, SessionReply], str, str]:
+    """Whom to ask for a session, under which name, and what it means if nobody is there."""
+    if environment.startswith(SERVED):
+        return SERVED_OPEN, environment, "its user does not serve it now"
+    if isolation == "sandbox":
+        return SANDBOX_OPEN, environment, "no env worker has sandboxes"
+    return ENV_OPEN, REMOTE if is_url(environment) else environment, "no env worker serves it"
 
 
 def _failed(worker: str, ending: Ending, error: str) -> SessionReply:

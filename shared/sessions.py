@@ -12,6 +12,18 @@ OPEN = -1
 Isolation = Literal["process", "sandbox"]
 """`process`: in the env worker, or in a child process where the environment says that it blocks: for what the operator
 wrote. `sandbox`: in a child process that sees nothing of this machine (shared/sandbox.py)."""
+REMOTE = "(remote)"
+"""Stands for every URL where env workers say what they play: all of them play all URLs."""
+SERVED = "served:"
+"""Before the name of an environment that its user serves; not part of any other."""
+SERVED_WORKER = "served-"
+"""Begins the address of a process that serves one."""
+AWAY_S = 15.0
+"""How long such a process may be away, with its connection broken, before its sessions count as lost."""
+
+
+def is_url(environment: str) -> bool:
+    return environment.startswith(("http://", "https://", "ws://", "wss://"))
 
 
 class Policy(msgspec.Struct, frozen=True, kw_only=True):
@@ -116,3 +128,10 @@ class EnvCheck(msgspec.Struct, frozen=True, kw_only=True):
 class EnvCheckReply(msgspec.Struct, frozen=True, kw_only=True):
     errors: list[dict[str, Any]] = []
     """One {field, value, problem} per mistake, fields as in the job spec (`environment.config.digits`)."""
+
+
+class ServedBack(msgspec.Struct, frozen=True):
+    """A process that serves an environment has connected."""
+
+    holder: str
+    """The scheduler's own name, new at every connection."""

@@ -7,10 +7,10 @@ from typing import Any
 
 import msgspec
 
+from opentinker.envs.base import BadReply
 from opentinker.services.env_worker.player import (
     ERROR_CHARACTERS,
     NAME_CHARACTERS,
-    BadReply,
     checked_messages,
     checked_number,
     checked_numbers,

@@ -14,9 +14,9 @@ from typing import Any, Protocol
 
 import msgspec
 
-from opentinker.envs.base import Action, Environment, Opening, Step
+from opentinker.envs.base import Action, BadReply, Environment, Opening, Step
 from opentinker.envs.registry import make
-from opentinker.shared.errors import SpecError
+from opentinker.shared.errors import OpenTinkerError
 from opentinker.shared.sessions import OpenSession, SessionReply, StepSession
 from opentinker.shared.types import Ending, Image, Message, Text, Tool, ToolCall
 
@@ -34,10 +34,6 @@ class Player(Protocol):
     async def open(self, request: OpenSession) -> SessionReply: ...
     async def step(self, request: StepSession) -> SessionReply: ...
     async def close(self) -> None: ...
-
-
-class BadReply(Exception):
-    """The environment answered with something that is not an observation and finite numbers."""
 
 
 class OutOfTurn(Exception):
@@ -105,7 +101,7 @@ async def contain(worker: str, call: Awaitable[SessionReply]) -> SessionReply:
         raise
     except BadReply as error:
         return failure(worker, Ending.ENV_BAD_REPLY, str(error))
-    except (SpecError, OutOfTurn) as error:
+    except (OpenTinkerError, OutOfTurn) as error:
         return failure(worker, Ending.ENV_ERROR, str(error))
     except BaseException as error:  # noqa: BLE001 - user code: sys.exit() in it ends its episode, not the worker
         return failure(worker, Ending.ENV_ERROR, short_traceback(error))

@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 from opentinker.envs.base import Environment
-from opentinker.envs.registry import check, find
+from opentinker.envs.registry import check, find, reach
 
 Outcome = tuple[Any, BaseException | None]
 
@@ -46,11 +46,13 @@ class Resolver:
     async def check(self, name: str, config: dict[str, object] | None) -> None:
         """Raises SpecError with every mistake in name and config, or whatever the module or its validators raise."""
         await self.find(name)
-        if config is None:
-            return
-        _, error = await _in_thread(partial(check, name, config, modules=self.modules))
-        if error is not None:
-            raise error
+        calls: list[Callable[[], Any]] = [partial(reach, name)]
+        if config is not None:
+            calls.append(partial(check, name, config, modules=self.modules))
+        for call in calls:
+            _, error = await _in_thread(call)
+            if error is not None:
+                raise error
 
 
 def _in_thread(call: Callable[[], Any]) -> asyncio.Future[Outcome]:

@@ -24,7 +24,7 @@ from opentinker.services.env_worker.worker import Sessions
 from opentinker.shared.egress import Egress
 from opentinker.shared.errors import SpecError
 from opentinker.shared.service import Context, first_failure
-from opentinker.shared.sessions import EnvCheck, EnvCheckReply
+from opentinker.shared.sessions import REMOTE, EnvCheck, EnvCheckReply
 from opentinker.shared.subjects import ENV_CHECK, ENV_CLOSE, ENV_OPEN, ENV_STEP, SANDBOX_CHECK, SANDBOX_OPEN
 from opentinker.shared.telemetry import Reporter
 from opentinker.shared.types import Pool, WorkerInfo
@@ -82,7 +82,7 @@ async def _serve(ctx: Context, sessions: Sessions, resolver: Resolver, host: Hos
     ]
     opens = [
         await bus.serve(ENV_OPEN, sessions.open, QUEUE, environment=name)
-        for name in (["*"] if resolver.modules else BUILT_IN)
+        for name in (["*"] if resolver.modules else [*BUILT_IN, REMOTE])
     ]
     opens.append(await bus.serve(ENV_CHECK, checked, QUEUE))
     if not sandboxes.unavailable:

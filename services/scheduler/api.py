@@ -15,6 +15,7 @@ from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from opentinker.services.scheduler.environments_api import EnvironmentsApi
+from opentinker.services.scheduler.gateway import Gateway
 from opentinker.services.scheduler.jobs_api import MOST_JOBS, JobsApi
 from opentinker.services.scheduler.openapi import Parameter, Route, document
 from opentinker.services.scheduler.problems import BODY_LIMIT, json_response, problems
@@ -43,8 +44,9 @@ VERSION = Parameter("version", "query", "Only this version; default: all of them
 
 
 class Api:
-    def __init__(self, ctx: Context) -> None:
+    def __init__(self, ctx: Context, gateway: Gateway) -> None:
         self.ctx = ctx
+        self.gateway = gateway
         jobs = JobsApi(ctx)
         environments = EnvironmentsApi(ctx)
         get = "/v1/jobs/{id}"
@@ -73,6 +75,15 @@ class Api:
             Route("GET", env, environments.list, "Your environments, with their newest versions"),
             Route("GET", env + "/{name}", environments.get, "One environment: its versions, oldest first"),
             Route("DELETE", env + "/{name}", environments.delete, "Delete an environment", 200, (VERSION,)),
+            Route("GET", "/v1/served", gateway.list, "Environments that their users serve"),
+            Route(
+                "GET",
+                "/v1/served/{name}",
+                gateway.connect,
+                "A WebSocket: serve an environment under this name",
+                101,
+                content="application/octet-stream",
+            ),
             Route("GET", "/v1/workers", self.workers, "Live workers and what they are leased to"),
             Route("GET", "/v1/queues", self.queues, "Depth of every message stream"),
             Route("GET", "/healthz", self.healthz, "The process turns"),
@@ -83,9 +94,13 @@ class Api:
 
     def app(self) -> web.Application:
         app = web.Application(middlewares=[problems], client_max_size=BODY_LIMIT)
+        app.on_shutdown.append(self._let_go)
         for route in self.routes:
             app.router.add_route(route.method, route.path, route.handler)
         return app
+
+    async def _let_go(self, _: web.Application) -> None:
+        await self.gateway.close()
 
     async def workers(self, _: web.Request) -> web.Response:
         leases = {lease.worker: lease for lease in await self.ctx.store.leases()}
@@ -129,9 +144,9 @@ class Api:
 
 
 @contextlib.asynccontextmanager
-async def listening(ctx: Context) -> AsyncIterator[int]:
+async def listening(ctx: Context, gateway: Gateway) -> AsyncIterator[int]:
     """Serve while the block runs; gives the port. A port that is taken is an error of the process."""
-    runner = web.AppRunner(Api(ctx).app(), access_log=None, shutdown_timeout=2.0)
+    runner = web.AppRunner(Api(ctx, gateway).app(), access_log=None, shutdown_timeout=2.0)
     await runner.setup()
     try:
         site = web.TCPSite(runner, ctx.settings.http_host, ctx.settings.http_port)

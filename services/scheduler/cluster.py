@@ -19,8 +19,16 @@ class Cluster:
         self._leases.pop(lease.worker, None)
 
     def alive(self, pool: Pool) -> list[WorkerInfo]:
-        """By id."""
-        return [worker for _, worker in sorted(self.workers.items()) if worker.pool == pool]
+        """By id; without those that serve one environment of a user."""
+        return [
+            worker
+            for _, worker in sorted(self.workers.items())
+            if worker.pool == pool and not worker.detail.get("served")
+        ]
+
+    def serves(self, environment: str) -> bool:
+        """A process that serves this environment of a user is connected."""
+        return any(worker.detail.get("served") == environment for worker in self.workers.values())
 
     def leases_outside(self, jobs: set[str]) -> list[Lease]:
         return [lease for lease in self._leases.values() if lease.job not in jobs]

@@ -12,15 +12,20 @@ from opentinker.shared.bus import NoReply, NoResponders
 from opentinker.shared.codec import WireError
 from opentinker.shared.errors import SpecError
 from opentinker.shared.service import Context
-from opentinker.shared.sessions import EnvCheck
+from opentinker.shared.sessions import SERVED, EnvCheck
 from opentinker.shared.spec import EnvironmentSpec, JobSpec
 from opentinker.shared.spec.validation import validation_episodes
-from opentinker.shared.subjects import ENV_CHECK, SANDBOX_CHECK
+from opentinker.shared.subjects import ENV_CHECK, SANDBOX_CHECK, SERVED_CHECK
 from opentinker.shared.types import Pool
+from opentinker.shared.waiting import rest
 
 ENV_CHECK_S = 2.0
 SANDBOX_CHECK_S = 20.0
 """A virtual environment may have to be made first. Less than a client waits for an answer."""
+SERVED_CHECK_S = 12.0
+SERVED_S = 4.0
+"""Whoever has lost its connection is back by then."""
+LOOK_S = 0.2
 Mistakes = list[dict[str, Any]]
 
 
@@ -59,7 +64,10 @@ async def _of_evaluations(ctx: Context, check: EnvCheck, spec: JobSpec) -> Mista
 
 
 async def ask(ctx: Context, check: EnvCheck) -> tuple[Mistakes, bool]:
-    """An env worker's mistakes, and whether one answered. A level that none of those that run has is a mistake."""
+    """An env worker's mistakes, and whether one answered. A level that none of those that run has is a mistake, and so
+    is an environment of a user that nobody serves."""
+    if check.name.startswith(SERVED):
+        return await _served(ctx, check), True
     sandboxed = check.isolation == "sandbox"
     call, within_s = (SANDBOX_CHECK, SANDBOX_CHECK_S) if sandboxed else (ENV_CHECK, ENV_CHECK_S)
     try:
@@ -69,6 +77,21 @@ async def ask(ctx: Context, check: EnvCheck) -> tuple[Mistakes, bool]:
     except (NoReply, WireError):
         return [], False
     return reply.errors, True
+
+
+async def _served(ctx: Context, check: EnvCheck) -> Mistakes:
+    """What the process that serves it says. One that is just connecting again, to us or to another scheduler, is waited
+    for."""
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + SERVED_S
+    while loop.time() < deadline:
+        try:
+            return (await ctx.bus.request(SERVED_CHECK, check, SERVED_CHECK_S, environment=check.name)).errors
+        except NoResponders:
+            await rest(LOOK_S)
+    name = check.name.removeprefix(SERVED)
+    problem = f"nobody serves it now: start `opentinker env serve module:Class --name {name}` and submit again"
+    return [{"field": "environment.name", "value": check.name, "problem": problem}]
 
 
 async def _without_sandboxes(ctx: Context) -> Mistakes:

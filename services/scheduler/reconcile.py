@@ -29,6 +29,7 @@ from opentinker.services.scheduler.checkpoints import newest_epoch
 from opentinker.services.scheduler.cluster import Cluster
 from opentinker.shared.errors import Conflict, NotFound
 from opentinker.shared.service import Context
+from opentinker.shared.sessions import SERVED
 from opentinker.shared.spec.frozen import is_scored
 from opentinker.shared.subjects import WAKE
 from opentinker.shared.types import JobRecord, JobState, Lease, Pool, WorkerInfo
@@ -278,15 +279,22 @@ def _rollout_workers(job: JobRecord) -> int:
     return int(job.spec["resources"]["rollout_workers"]) if job.kind == "rl" else 0
 
 
+def _served(job: JobRecord) -> str:
+    """The environment, if it is one that a user serves."""
+    name = str(job.spec["environment"]["name"]) if job.kind == "rl" else ""
+    return name if name.startswith(SERVED) else ""
+
+
 def _lacking(job: JobRecord, cluster: Cluster) -> str:
     """In words; empty if nothing is. Env workers and reference-forward serve every job and are not leased."""
     queued = job.state == JobState.QUEUED
     short = [
         pool for pool in _leased(job) if (cluster.free(pool) is None if queued else not cluster.working(job.id, pool))
     ]
-    shared = []
+    shared, served = [], _served(job)
     if job.kind == "rl":
-        shared = [Pool.ENV] + ([Pool.REFERENCE] if is_scored(job.spec) else [])
+        shared = ([] if served else [Pool.ENV]) + ([Pool.REFERENCE] if is_scored(job.spec) else [])
+    unserved = [f"whoever serves {served}"] if served and not cluster.serves(served) else []
     busy = [f"a free {NAMES[pool]}" for pool in short if cluster.alive(pool)]
-    absent = [NAMES[pool] for pool in short + shared if not cluster.alive(pool)]
+    absent = [NAMES[pool] for pool in short + shared if not cluster.alive(pool)] + unserved
     return "; ".join(busy + ([f"{', '.join(absent)} (none is running)"] if absent else []))

@@ -5,6 +5,7 @@
     clear       consumes jobs that have ended; removes their messages
     tickets     consumes admission's room; produces TICKET; woken by WAKE "admission"
     measure     consumes ledgers, heartbeats and stream sizes; produces METRIC
+    served      produces heartbeats of connected processes that serve environments
 
 Killed and started again it goes on where it was; jobs that run do not notice.
 """
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 from opentinker.services.scheduler.api import listening
 from opentinker.services.scheduler.clearing import Clearing
+from opentinker.services.scheduler.gateway import Gateway
 from opentinker.services.scheduler.measuring import Measuring
 from opentinker.services.scheduler.reconcile import Reconciler
 from opentinker.services.scheduler.tickets import TicketIssuer
@@ -20,7 +22,8 @@ from opentinker.shared.service import Context, first_failure
 
 
 async def serve(ctx: Context) -> None:
-    async with listening(ctx):
+    gateway = Gateway(ctx)
+    async with listening(ctx, gateway):
         ctx.ready()
         await first_failure(
             {
@@ -28,6 +31,7 @@ async def serve(ctx: Context) -> None:
                 "clear": Clearing(ctx).run(),
                 "tickets": TicketIssuer(ctx).run(),
                 "measure": Measuring(ctx).run(),
+                "served": gateway.run(),
                 "stop": ctx.stopping.wait(),
             }
         )

@@ -16,7 +16,8 @@ ELSEWHERE = ("served:", "http://", "https://", "ws://", "wss://")
 
 class EnvironmentSpec(Part):
     name: Annotated[str, Field(min_length=1, max_length=200)]
-    """A built-in environment; `upload:NAME` or `upload:NAME@VERSION`, which `opentinker env push` has brought; or
+    """A built-in environment; `upload:NAME` or `upload:NAME@VERSION`, which `opentinker env push` has brought;
+    `served:NAME`, which `opentinker env serve` serves; a URL, http(s):// or ws(s)://, of a server that plays it; or
     `module:Class` where env workers run with OPENTINKER_ENV_MODULES=1."""
     isolation: Literal["process", "sandbox"] | None = None
     """Where it runs. `process`: in an env worker or a child process of it, for what the operator wrote. `sandbox`: in a

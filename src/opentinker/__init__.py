@@ -12,18 +12,32 @@ __version__ = "0.1.0"
 _HOME = {
     "Action": "opentinker.envs.base",
     "AsyncClient": "opentinker.client",
+    "AsyncServing": "opentinker.serving",
     "Client": "opentinker.client",
     "ApiError": "opentinker.client",
     "Environment": "opentinker.envs.base",
     "Step": "opentinker.envs.base",
     "JobSpec": "opentinker.shared.spec",
+    "serve_environment": "opentinker.serving",
 }
 
-__all__ = ["Action", "ApiError", "AsyncClient", "Client", "Environment", "JobSpec", "Step", "__version__"]
+__all__ = [
+    "Action",
+    "ApiError",
+    "AsyncClient",
+    "AsyncServing",
+    "Client",
+    "Environment",
+    "JobSpec",
+    "Step",
+    "__version__",
+    "serve_environment",
+]
 
 if TYPE_CHECKING:
     from opentinker.client import ApiError, AsyncClient, Client
     from opentinker.envs.base import Action, Environment, Step
+    from opentinker.serving import AsyncServing, serve_environment
     from opentinker.shared.spec import JobSpec
 
 

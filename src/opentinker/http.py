@@ -25,6 +25,8 @@ Json = dict[str, Any]
 
 DEFAULT_URL = "http://127.0.0.1:8080"
 CONNECT_S = 2.0
+WEBSOCKET_S = 10.0
+"""For a WebSocket to be there."""
 AWAY = (502, 503, 504)
 _log = logging.getLogger("opentinker")
 
@@ -68,7 +70,8 @@ def _error(status: int, raw: bytes, url: str) -> ApiError:
 class Http:
     """One server, by its URL. What is not answered is tried again until `wait_s` has passed without success.
 
-    `on_wait(sentence)` is called at the first failed try of a request; default: it is logged.
+    OPENTINKER_TOKEN is sent with every request, as `Authorization: Bearer`. `on_wait(sentence)` is called at the first
+    failed try of a request; default: it is logged.
     """
 
     def __init__(self, url: str | None, wait_s: float, timeout_s: float, on_wait: Callable[[str], None] | None) -> None:
@@ -85,7 +88,9 @@ class Http:
     @property
     def _session(self) -> aiohttp.ClientSession:
         if self._open_session is None:
-            self._open_session = aiohttp.ClientSession(read_bufsize=1 << 20)
+            token = os.environ.get("OPENTINKER_TOKEN")
+            headers = {"Authorization": f"Bearer {token}"} if token else {}
+            self._open_session = aiohttp.ClientSession(read_bufsize=1 << 20, headers=headers)
         return self._open_session
 
     async def json(
@@ -129,6 +134,14 @@ class Http:
             await self._check(response)
             yield response
 
+    async def websocket(self, path: str, *, heartbeat: float, max_msg_size: int) -> aiohttp.ClientWebSocketResponse:
+        """Raises aiohttp.ClientError."""
+        timeout = aiohttp.ClientWSTimeout(ws_close=CONNECT_S)
+        async with asyncio.timeout(WEBSOCKET_S):
+            return await self._session.ws_connect(
+                self.url + path, heartbeat=heartbeat, max_msg_size=max_msg_size, timeout=timeout
+            )
+
     async def patiently(self, once: Callable[[], Coroutine[Any, Any, T]]) -> T:
         """Try until `wait_s` has passed without success."""
         deadline, pause, told = time.monotonic() + self.wait_s, 0.1, False
@@ -141,10 +154,14 @@ class Http:
                 if time.monotonic() + pause > deadline:
                     raise self.unreachable(error) from None
                 if not told:
-                    self._on_wait(f"waiting for {self.url} ({_why(error)})")
+                    self.tell(f"waiting for {self.url} ({_why(error)})")
                     told = True
             await asyncio.sleep(pause * (0.5 + random.random()))
             pause = min(2 * pause, 1.0)
+
+    def tell(self, sentence: str) -> None:
+        """Whoever waits should know what for."""
+        self._on_wait(sentence)
 
     def unreachable(self, error: Exception) -> ApiError:
         return ApiError(f"cannot reach {self.url}: {_why(error)}. Is `opentinker up` running there?")

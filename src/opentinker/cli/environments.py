@@ -1,5 +1,5 @@
-"""`opentinker env push, list, show, delete`: environments that run in sandboxes on the server; with `trials.py` all of
-`opentinker env`."""
+"""`opentinker env push, list, show, delete`: environments that run in sandboxes on the server; with `trials.py` and
+`serve.py` all of `opentinker env`."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import typer
 
 from opentinker.cli import trials
 from opentinker.cli.common import AsJson, Url, ago, client, print_json, print_table, say
+from opentinker.cli.serve import serve
 
 PUSH_S = 60.0
 
@@ -24,6 +25,7 @@ def register(app: typer.Typer) -> None:
     env.command()(show)
     env.command()(delete)
     trials.register(env)
+    env.command()(serve)
 
 
 def push(

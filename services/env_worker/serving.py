@@ -1,0 +1,127 @@
+"""The playing side of a served environment: an env worker of one class, whose transport is somebody else's.
+
+Used by `opentinker env serve` and `serve_environment` in the process of a user, who connects it to a scheduler
+(opentinker/serving.py), and by `opentinker env serve --listen`, to which env workers connect.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+import uuid
+from typing import Any
+
+import msgspec
+
+from opentinker.envs import registry
+from opentinker.envs.base import Environment
+from opentinker.services.env_worker.host import Host
+from opentinker.services.env_worker.player import LocalPlayer, Player, contain
+from opentinker.services.env_worker.resolver import Resolver
+from opentinker.services.env_worker.worker import Session, Sessions
+from opentinker.shared.errors import SpecError
+from opentinker.shared.sessions import EnvCheck, EnvCheckReply, OpenSession, SessionReply, StepSession
+
+
+class Stage:
+    """Plays up to `capacity` sessions at once of a class of this process, or of `module:Class`.
+
+    A class that blocks is played in child processes where they can import it (`module:Class`), else in threads.
+    """
+
+    def __init__(self, environment: type[Environment] | str, capacity: int) -> None:
+        """Raises SpecError, or what the module raises."""
+        if isinstance(environment, str):
+            self.kind, self.title = registry.find(environment, modules=True), environment
+            self._name = environment
+        else:
+            self.kind, self.title = environment, f"{environment.__module__}:{environment.__qualname__}"
+            self._name = f"served:{uuid.uuid4().hex}"
+            registry.lend(self._name, environment)
+        self._resolver = Resolver(modules=True)
+        self._host: Host | None = None
+        if self.kind.blocking and isinstance(environment, str):
+            children = min(capacity, os.cpu_count() or 1)
+            self._host = Host(children=children, per_child=-(-capacity // children), modules=True)
+        self.sessions = _Served(self._player, capacity, self._resolver)
+
+    def _player(self) -> Player | None:
+        if self._host is not None:
+            return self._host.player("")
+        return ThreadPlayer() if self.kind.blocking else LocalPlayer("", modules=True)
+
+    async def play(self, verb: str, noun: Any) -> Any:
+        """What an asker wants (shared/frames.py)."""
+        match verb:
+            case "open":
+                return await self.sessions.open(msgspec.structs.replace(noun, environment=self._name))
+            case "step":
+                return await self.sessions.step(noun)
+            case "close":
+                return await self.sessions.close(noun)
+        return await self._check(noun)
+
+    async def _check(self, request: EnvCheck) -> EnvCheckReply:
+        mistakes: list[dict[str, Any]] = []
+
+        async def run() -> SessionReply:
+            try:
+                await self._resolver.check(self._name, request.config)
+            except SpecError as error:
+                mistakes.extend(error.mistakes)
+            return SessionReply(worker="")
+
+        reply = await contain("", run())
+        if reply.failure is not None:
+            mistakes.append({"field": "environment.config", "value": None, "problem": reply.error})
+        return EnvCheckReply(errors=mistakes)
+
+    async def close(self, drain_s: float) -> int:
+        """Let the running sessions finish within the time. Returns how many were given up."""
+        left = await self.sessions.drain(drain_s)
+        if self._host is not None:
+            await self._host.close()
+        return left
+
+
+class _Served(Sessions):
+    def __init__(self, player: Any, limit: int, resolver: Resolver) -> None:
+        super().__init__("", limit=limit, resolver=resolver)
+        self._new_player = player
+
+    async def _begin(self, session: Session) -> SessionReply:
+        player: Player | None = self._new_player()
+        if player is None:
+            return SessionReply(worker="", busy=True)
+        session.player = player
+        return await player.open(session.request)
+
+
+class ThreadPlayer:
+    """The environment lives in a thread of its own, with an event loop of its own: it may block.
+
+    A thread cannot be killed: one that hangs beyond its episode's deadline stays until the process ends.
+    """
+
+    def __init__(self) -> None:
+        self._player = LocalPlayer("", modules=True)
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name="environment", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        self._loop.run_forever()
+        self._loop.close()
+
+    async def open(self, request: OpenSession) -> SessionReply:
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._player.open(request), self._loop))
+
+    async def step(self, request: StepSession) -> SessionReply:
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._player.step(request), self._loop))
+
+    async def close(self) -> None:
+        try:
+            await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._player.close(), self._loop))
+        finally:
+            self._loop.call_soon_threadsafe(self._loop.stop)

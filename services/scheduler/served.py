@@ -1,0 +1,271 @@
+"""One process that serves an environment, as the scheduler that holds its connection sees it.
+
+there --connection breaks--> away --it connects again--> there      (turns wait meanwhile)
+away --AWAY_S--> gone        there --it says goodbye--> gone        (turns are answered: lost)
+any --another scheduler has it--> gone                              (turns are left to that one)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import Callable
+from typing import Any
+
+import structlog
+from aiohttp import WSCloseCode, web
+from nats.aio.subscription import Subscription
+
+from opentinker.shared.codec import WireError
+from opentinker.shared.errors import OpenTinkerError
+from opentinker.shared.frames import Asker, ConnectionLost, Hello, sound, sound_mistakes
+from opentinker.shared.service import Context
+from opentinker.shared.sessions import (
+    AWAY_S,
+    CloseSession,
+    EnvCheck,
+    EnvCheckReply,
+    OpenSession,
+    ServedBack,
+    SessionReply,
+    StepSession,
+)  # fmt: skip
+from opentinker.shared.subjects import ENV_CLOSE, ENV_STEP, SERVED_BACK, SERVED_CHECK, SERVED_OPEN
+from opentinker.shared.types import Ending
+
+QUEUE = "env"
+LATE_S = 5.0
+"""After the episode's deadline, which the process keeps itself."""
+UNKNOWN_S = 3600.0
+"""For a session that was opened through another scheduler."""
+CHECK_S = 10.0
+TENANTS = 1000
+NOT_ITS = "who serves the environment is not the tenant of the job"
+
+log = structlog.get_logger()
+
+
+class Gone(OpenTinkerError):
+    """The process is not coming back."""
+
+
+class Served:
+    """`forget(address)` is called when the process is gone."""
+
+    def __init__(
+        self, ctx: Context, address: str, environment: str, tenant: str, forget: Callable[[str, None], Any]
+    ) -> None:
+        self.address, self.environment, self.tenant = address, environment, tenant
+        self.hello: Hello
+        self._ctx, self._forget = ctx, forget
+        self._asker: Asker | None = None
+        self._socket: web.WebSocketResponse | None = None
+        self._holder = ""
+        self._back: asyncio.Future[Asker] = asyncio.get_running_loop().create_future()
+        """While it is away: its next connection, or Gone."""
+        self._timer: asyncio.TimerHandle | None = None
+        self._at_address: list[Subscription] = []
+        self._at_name: list[Subscription] = []
+        self._deadlines: dict[str, float] = {}
+        """Of its sessions."""
+        self._steps: dict[tuple[str, int], asyncio.Task[SessionReply]] = {}
+        """Being asked: who repeats a turn waits with those who asked before."""
+        self._closing: set[asyncio.Task[Any]] = set()
+        self._tenants: dict[str, str] = {}
+        """Of jobs."""
+
+    @property
+    def connected(self) -> bool:
+        return self._asker is not None
+
+    @property
+    def sessions(self) -> int:
+        return len(self._deadlines)
+
+    # --- its connections ----------------------------------------------------------------------------------------
+
+    async def listen(self) -> None:
+        bus = self._ctx.bus
+        self._at_address = [
+            await bus.serve(ENV_STEP, self.step, worker=self.address),
+            await bus.serve(ENV_CLOSE, self.close, worker=self.address),
+            await bus.listen(SERVED_BACK, self._is_elsewhere, worker=self.address),
+        ]
+
+    async def expect(self, hello: Hello) -> None:
+        """A connection is about to come: take over from who had the last one, and take requests."""
+        self.hello, self._holder = hello, uuid.uuid4().hex
+        bus = self._ctx.bus
+        if not self._at_name:
+            self._at_name = [
+                await bus.serve(SERVED_OPEN, self.open, QUEUE, environment=self.environment),
+                await bus.serve(SERVED_CHECK, self.check, QUEUE, environment=self.environment),
+            ]
+        await bus.emit(SERVED_BACK, ServedBack(self._holder), worker=self.address)
+        await bus.nc.flush()  # from here on the server sends us requests
+
+    def come(self, asker: Asker, socket: web.WebSocketResponse) -> None:
+        """Ask here from now on. An older connection that has not ended yet is dropped."""
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._socket is not None:
+            self._drop(self._socket)
+        self._asker, self._socket = asker, socket
+        if not self._back.done():
+            self._back.set_result(asker)
+
+    def _drop(self, socket: web.WebSocketResponse) -> None:
+        closing = asyncio.get_running_loop().create_task(socket.close(code=WSCloseCode.GOING_AWAY))
+        self._closing.add(closing)
+        closing.add_done_callback(self._closing.discard)
+
+    async def leave(self, asker: Asker, *, for_good: bool) -> None:
+        """The connection has ended."""
+        self._lost(asker)
+        if self._asker is not None:  # there is a newer one
+            return
+        for subscription in self._at_name:
+            await subscription.unsubscribe()
+        self._at_name = []
+        if for_good:
+            await self._end(Gone("the process that served it has stopped"))
+
+    def _lost(self, asker: Asker) -> None:
+        if self._asker is not asker:
+            return
+        loop = asyncio.get_running_loop()
+        self._asker = self._socket = None
+        self._back = loop.create_future()
+        self._timer = loop.call_later(AWAY_S, self._give_up)
+
+    def _give_up(self) -> None:
+        gone = Gone(f"the process that served it has been away for {AWAY_S:g} s")
+        ending = asyncio.get_running_loop().create_task(self._end(gone))
+        self._closing.add(ending)
+        ending.add_done_callback(self._closing.discard)
+
+    async def _end(self, gone: Gone | None) -> None:
+        """Who waits hears of it; without a reason nobody does: someone else answers them."""
+        self._forget(self.address, None)
+        if self._timer is not None:
+            self._timer.cancel()
+        for subscription in (*self._at_address, *self._at_name):
+            await subscription.unsubscribe()
+        self._at_address = self._at_name = []
+        if gone is not None and not self._back.done():
+            self._back.set_exception(gone)
+            self._back.exception()  # nobody may be waiting
+        elif gone is None:
+            for step in self._steps.values():
+                step.cancel()
+
+    async def release(self) -> None:
+        """Leave it to whoever it connects to next."""
+        self._asker = self._socket = None
+        await self._end(None)
+
+    async def _is_elsewhere(self, back: ServedBack) -> None:
+        if back.holder == self._holder:
+            return
+        log.info("served_environment_elsewhere", worker=self.address)
+        socket = self._socket
+        await self.release()
+        if socket is not None:
+            self._drop(socket)
+
+    # --- what rollout workers ask -------------------------------------------------------------------------------
+
+    async def open(self, request: OpenSession) -> SessionReply:
+        if await self._tenant_of(request.job) != self.tenant:
+            return SessionReply(worker=self.address, failure=Ending.ENV_ERROR, error=NOT_ITS)
+        asker = self._asker
+        if asker is None:
+            return SessionReply(worker=self.address, busy=True)
+        self._deadlines[request.session] = asyncio.get_running_loop().time() + request.deadline_s
+        try:
+            async with asyncio.timeout(request.answer_within_s + LATE_S):
+                reply = sound(await asker.ask("open", request, SessionReply), self.address)
+        except (ConnectionLost, TimeoutError):
+            reply = SessionReply(worker=self.address, busy=True)
+        except WireError as error:
+            reply = SessionReply(worker=self.address, failure=Ending.ENV_BAD_REPLY, error=str(error))
+        self._note(request.session, reply)
+        return reply
+
+    async def step(self, request: StepSession) -> SessionReply:
+        key = (request.session, request.turn)
+        step = self._steps.get(key)
+        if step is None:
+            step = self._steps[key] = asyncio.get_running_loop().create_task(self._step(request))
+            step.add_done_callback(lambda _: self._steps.pop(key, None))
+        return await asyncio.shield(step)
+
+    async def _step(self, request: StepSession) -> SessionReply:
+        loop = asyncio.get_running_loop()
+        deadline = self._deadlines.setdefault(request.session, loop.time() + UNKNOWN_S)
+        try:
+            async with asyncio.timeout_at(deadline + LATE_S):
+                reply = await self._played(request)
+        except TimeoutError:
+            reply = self._failed(Ending.ENV_TIMEOUT, "the process that serves it did not answer in time")
+        except Gone as error:
+            reply = self._failed(Ending.ENV_LOST, str(error))
+        except WireError as error:
+            reply = self._failed(Ending.ENV_BAD_REPLY, str(error))
+        self._note(request.session, reply)
+        return reply
+
+    async def _played(self, request: StepSession) -> SessionReply:
+        """Asked on one connection after the other."""
+        while True:
+            asker = self._asker
+            if asker is None:
+                asker = await asyncio.shield(self._back)
+            try:
+                return sound(await asker.ask("step", request, SessionReply), self.address)
+            except ConnectionLost:
+                self._lost(asker)
+
+    async def close(self, request: CloseSession) -> SessionReply:
+        self._deadlines.pop(request.session, None)
+        if self._asker is not None:
+            try:
+                async with asyncio.timeout(LATE_S):
+                    await self._asker.ask("close", request, SessionReply)
+            except (ConnectionLost, TimeoutError, WireError) as error:
+                log.info("served_session_not_closed", episode=request.session, reason=str(error))
+        return SessionReply(worker=self.address)
+
+    async def check(self, request: EnvCheck) -> EnvCheckReply:
+        try:
+            if self._asker is None:
+                raise ConnectionLost("it has just left")
+            async with asyncio.timeout(CHECK_S):
+                return sound_mistakes(await self._asker.ask("check", request, EnvCheckReply))
+        except (ConnectionLost, TimeoutError, WireError) as error:
+            why = str(error) or f"no answer within {CHECK_S:g} s"
+            problem = f"the process that serves it could not say whether it would start: {why}"
+            return EnvCheckReply(errors=[{"field": "environment.name", "value": request.name, "problem": problem}])
+
+    # --- book-keeping -------------------------------------------------------------------------------------------
+
+    def _failed(self, ending: Ending, error: str) -> SessionReply:
+        return SessionReply(worker=self.address, failure=ending, error=error)
+
+    def _note(self, session: str, reply: SessionReply) -> None:
+        """Forget a session that is over, and those that nobody has closed."""
+        if reply.done or reply.busy or reply.failure is not None:
+            self._deadlines.pop(session, None)
+        first = next(iter(self._deadlines), None)
+        if first is not None and self._deadlines[first] + LATE_S < asyncio.get_running_loop().time():
+            del self._deadlines[first]
+
+    async def _tenant_of(self, job: str) -> str:
+        if job not in self._tenants:
+            found = await self._ctx.store.jobs([job])
+            if not found:
+                return ""
+            if len(self._tenants) >= TENANTS:
+                self._tenants.clear()
+            self._tenants[job] = found[0].tenant
+        return self._tenants[job]

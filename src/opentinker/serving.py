@@ -1,0 +1,279 @@
+"""An environment that runs in this process and is played by jobs elsewhere: one outgoing WebSocket to the scheduler.
+
+    import opentinker
+
+    with opentinker.serve_environment(Parity, name="parity") as served:          # in a thread of its own
+        client.submit({..., "environment": {"name": served.environment}})        # served:parity
+
+    async with opentinker.AsyncServing(Parity, name="parity") as served:         # in this event loop
+        ...
+
+Nothing has to reach this machine from outside. A broken connection is made anew, with jitter, and the episodes that
+were being played go on. Several processes that serve the same name share its episodes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import re
+import socket
+import threading
+import uuid
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
+
+import aiohttp
+
+from opentinker.envs.base import Environment
+from opentinker.http import ApiError, Http
+from opentinker.services.env_worker.serving import Stage
+from opentinker.shared.frames import (
+    FRAME_BYTES,
+    GOODBYE,
+    HEARTBEAT_S,
+    BadFrame,
+    ConnectionLost,
+    Hello,
+    answer_calls,
+    introduce,
+)
+from opentinker.shared.sessions import SERVED
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+CONCURRENCY = 64
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0
+DRAIN_S = 5.0
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
+TRANSIENT = (408, 425, 429)
+"""Of the statuses below 500: the same request may be accepted later."""
+GOODBYE_S = 2.0
+
+
+class AsyncServing:
+    """Serves while the block runs. `environment`: a subclass of Environment, or `module:Class`.
+
+    `name` is what jobs name it by, `served:NAME`; default: that of the class. `concurrency`: episodes at once, further
+    ones wait or go to another process. `url` as for Client. Raises SpecError, or what importing the module raises.
+    """
+
+    def __init__(
+        self,
+        environment: type[Environment] | str,
+        *,
+        name: str | None = None,
+        concurrency: int = CONCURRENCY,
+        url: str | None = None,
+        drain_s: float = DRAIN_S,
+        on_wait: Callable[[str], None] | None = None,
+    ) -> None:
+        if concurrency < 1:
+            raise ApiError("concurrency must be at least 1")
+        self._stage = Stage(environment, concurrency)
+        self.name = name or self._stage.kind.__name__
+        if not NAME.fullmatch(self.name):
+            raise ApiError(
+                f"name {self.name!r} must be up to 64 letters, digits and -_. and begin with one of the former"
+            )
+        self.environment = SERVED + self.name
+        """What jobs write as environment.name."""
+        self.connected = asyncio.Event()
+        self.connections = 0
+        """Made so far."""
+        self._http = Http(url, 0.0, 0.0, on_wait)
+        self.url = self._http.url
+        self._drain_s = drain_s
+        self._hello = Hello(
+            process=uuid.uuid4().hex,
+            capacity=concurrency,
+            environment=self._stage.title[:200],
+            host=socket.gethostname()[:200],
+        )
+        self._socket: aiohttp.ClientWebSocketResponse | None = None
+        self._stopping = False
+        self._running: asyncio.Task[None] | None = None
+
+    @property
+    def active(self) -> int:
+        """Episodes that are being played."""
+        return self._stage.sessions.active
+
+    async def __aenter__(self) -> AsyncServing:
+        """Returns when the first connection is made; waits for a server that is away. Raises ApiError if it refuses."""
+        self._running = asyncio.get_running_loop().create_task(self._run(), name="serving")
+        there = asyncio.get_running_loop().create_task(self.connected.wait())
+        try:
+            await asyncio.wait([self._running, there], return_when=asyncio.FIRST_COMPLETED)
+            if self._running.done():
+                self._running.result()
+        except BaseException:
+            await self.close(drain_s=0.0)
+            raise
+        finally:
+            there.cancel()
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, _: object, __: TracebackType | None) -> None:
+        await self.close(drain_s=self._drain_s if kind is None else 0.0)
+
+    async def wait(self) -> None:
+        """Until it is closed. Raises ApiError when the server refuses."""
+        assert self._running is not None, "not begun: use `async with`"
+        await asyncio.wait([self._running])
+        if not self._running.cancelled():
+            self._running.result()
+
+    async def close(self, *, drain_s: float = DRAIN_S) -> None:
+        """Take no new episodes, let the running ones finish within the time, say goodbye."""
+        self._stopping = True
+        await self._stage.close(drain_s)
+        if self._socket is not None:
+            try:
+                async with asyncio.timeout(GOODBYE_S):
+                    await self._socket.close(code=GOODBYE)
+            except TimeoutError:
+                pass
+        if self._running is not None:
+            self._running.cancel()
+            await asyncio.wait([self._running])
+        await self._http.close()
+
+    # --- the connection -----------------------------------------------------------------------------------------
+
+    async def _run(self) -> None:
+        """Consumes calls of the scheduler, produces answers; reconnects until it is closed or refused."""
+        pause, told = FIRST_PAUSE_S, False
+        while not self._stopping:
+            try:
+                why, lasted = await self._connection()
+            except (aiohttp.ClientError, OSError, TimeoutError, ConnectionLost, BadFrame) as error:
+                why, lasted = str(error) or type(error).__name__, False
+            if self._stopping:
+                return
+            if lasted:
+                pause, told = FIRST_PAUSE_S, False
+            if not told:
+                self._http.tell(f"waiting for {self.url} ({why})")
+                told = True
+            await asyncio.sleep(pause * (0.5 + random.random()))
+            pause = min(2 * pause, LONGEST_PAUSE_S)
+
+    async def _connection(self) -> tuple[str, bool]:
+        """One, from its beginning to its end: why it ended, and whether it was one. Raises ApiError if refused."""
+        path = f"/v1/served/{quote(self.name, safe='')}"
+        try:
+            made = await self._http.websocket(path, heartbeat=HEARTBEAT_S, max_msg_size=FRAME_BYTES)
+        except aiohttp.WSServerHandshakeError as error:
+            if error.status < 500 and error.status not in TRANSIENT:
+                raise ApiError(_refused(self.url, error.status), error.status) from None
+            raise
+        async with made as socket:
+            try:
+                await introduce(socket, self._hello)
+            except ConnectionLost as error:
+                if socket.close_code == aiohttp.WSCloseCode.POLICY_VIOLATION:
+                    raise ApiError(f"{self.url} refuses to have it served: {error}") from None
+                raise
+            self._socket = socket
+            self.connections += 1
+            self.connected.set()
+            try:
+                await answer_calls(socket, self._stage.play)
+                return f"the connection ended, code {socket.close_code}", True
+            except BadFrame as error:
+                return str(error), True
+            finally:
+                self._socket = None
+                self.connected.clear()
+
+
+def _refused(url: str, status: int) -> str:
+    hints = {
+        401: "it asks for a token: set OPENTINKER_TOKEN",
+        403: "it does not allow that: is OPENTINKER_TOKEN right?",
+        404: "it knows no served environments: is it an OpenTinker server of this version?",
+    }
+    return f"{url} answered {status}: {hints.get(status, 'see its log')}"
+
+
+class Serving:
+    """`AsyncServing` in a thread of its own; made by `serve_environment`."""
+
+    def __init__(self, core: Callable[[], AsyncServing]) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="opentinker-serving", daemon=True)
+        self._thread.start()
+        try:
+            self._core: AsyncServing = self._call(_made(core))
+        except BaseException:
+            self._end_thread()
+            raise
+        self.name, self.environment, self.url = self._core.name, self._core.environment, self._core.url
+
+    def __enter__(self) -> Serving:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, _: object, __: object) -> None:
+        self.close(drain_s=DRAIN_S if kind is None else 0.0)
+
+    @property
+    def connected(self) -> bool:
+        return self._core.connected.is_set()
+
+    @property
+    def active(self) -> int:
+        """Episodes that are being played."""
+        return self._core.active
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Until it is closed. Raises TimeoutError, or ApiError when the server refuses."""
+        self._call(asyncio.wait_for(self._core.wait(), timeout_s))
+
+    def close(self, *, drain_s: float = DRAIN_S) -> None:
+        """Take no new episodes, let the running ones finish within the time, say goodbye. May be called twice."""
+        if self._thread.is_alive():
+            self._call(self._core.close(drain_s=drain_s))
+            self._end_thread()
+
+    def _call(self, coroutine: Any) -> Any:
+        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()  # Ctrl-C while waiting
+            raise
+
+    def _end_thread(self) -> None:
+        self._call(_settled())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(5.0)
+        if not self._thread.is_alive():
+            self._loop.close()
+
+
+async def _made(core: Callable[[], AsyncServing]) -> AsyncServing:
+    return await core().__aenter__()
+
+
+async def _settled() -> None:
+    """What was cancelled cleans up behind itself."""
+    if others := asyncio.all_tasks() - {asyncio.current_task()}:
+        await asyncio.wait(others, timeout=GOODBYE_S)
+
+
+def serve_environment(
+    environment: type[Environment] | str,
+    *,
+    name: str | None = None,
+    concurrency: int = CONCURRENCY,
+    url: str | None = None,
+    on_wait: Callable[[str], None] | None = None,
+) -> Serving:
+    """Serve an environment from a thread of this process until it is closed; returns when the server has it.
+
+    Arguments as for AsyncServing. Raises ApiError if the server refuses, SpecError if there is no such environment.
+    """
+    return Serving(lambda: AsyncServing(environment, name=name, concurrency=concurrency, url=url, on_wait=on_wait))

@@ -1,0 +1,319 @@
+"""Environments behind URLs: the wire of environment servers over HTTP, and our frames over WebSockets."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import uuid
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from opentinker.envs.base import Action, Environment, EnvironmentConfig, Opening, Step, user
+from opentinker.envs.registry import check, find
+from opentinker.listening import listening
+from opentinker.processes import free_port
+from opentinker.services.env_worker.resolver import Resolver
+from opentinker.services.env_worker.worker import Sessions
+from opentinker.shared.egress import LOOPBACK, VARIABLE
+from opentinker.shared.errors import SpecError
+from opentinker.shared.sessions import CloseSession, OpenSession, SessionReply, StepSession
+from opentinker.shared.types import Ending, Message, StopReason, Tool
+from tests.conftest import until
+
+
+@pytest.fixture(autouse=True)
+def _allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, ",".join(LOOPBACK))
+
+
+class Game:
+    """An environment server as the published wire has it: guess the parity of a number."""
+
+    def __init__(self) -> None:
+        self.instances: dict[str, int] = {}
+        self.requests: list[tuple[str, dict[str, Any]]] = []
+        self.answers: list[Any] = []
+        """Instead of the right ones, oldest first: a body, a status, or None for the right one."""
+        self.hang = asyncio.Event()
+        self.hang.set()
+
+    async def reset(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        self.requests.append(("reset", body))
+        self.instances[body["instance_id"]] = random.Random(body["seed"]).randint(0, 99)
+        number = self.instances[body["instance_id"]]
+        return await self._answer({"observation": f"Is {number} odd?", "system_prompt": "Say yes or no."})
+
+    async def step(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        self.requests.append(("step", body))
+        if body["instance_id"] not in self.instances:
+            return web.json_response({"detail": "unknown instance"}, status=404)
+        right = (body["action"] == "yes") == bool(self.instances[body["instance_id"]] % 2)
+        info = {"right": right, "tries": 1, "why": "text"}
+        return await self._answer({"observation": "", "reward": float(right), "done": True, "info": info})
+
+    async def _answer(self, right: dict[str, Any]) -> web.Response:
+        await self.hang.wait()
+        planned = self.answers.pop(0) if self.answers else None
+        if isinstance(planned, int):
+            return web.Response(status=planned, text="planned")
+        if isinstance(planned, bytes):
+            return web.Response(body=planned)
+        return web.json_response(right if planned is None else right | planned)
+
+
+@asynccontextmanager
+async def server(game: Game, port: int = 0) -> AsyncIterator[str]:
+    app = web.Application()
+    app.add_routes([web.post("/reset", game.reset), web.post("/step", game.step)])
+    runner = web.AppRunner(app, shutdown_timeout=0.1)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", port).start()
+    try:
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+    finally:
+        game.hang.set()
+        await runner.cleanup()
+
+
+class Playing:
+    """One session at an env worker's `Sessions`."""
+
+    def __init__(self, url: str, deadline_s: float = 20.0, **config: Any) -> None:
+        self.sessions = Sessions("w", limit=8, resolver=Resolver(modules=False))
+        self.request = OpenSession(
+            job="j",
+            session=uuid.uuid4().hex,
+            environment=url,
+            config={"patience_s": 0.5, **config},
+            row=3,
+            seed=5,
+            deadline_s=deadline_s,
+            answer_within_s=10.0,
+        )
+
+    async def open(self) -> SessionReply:
+        return await self.sessions.open(self.request)
+
+    async def step(self, turn: int, text: str, **more: Any) -> SessionReply:
+        step = StepSession(session=self.request.session, turn=turn, text=text, stop=StopReason.EOS, **more)
+        return await self.sessions.step(step)
+
+    async def close(self) -> None:
+        await self.sessions.close(CloseSession(session=self.request.session))
+        assert await self.sessions.drain(5.0) == 0
+
+
+NUMBER = random.Random(5).randint(0, 99)
+GOLD = "yes" if NUMBER % 2 else "no"
+
+
+async def test_an_environment_server_is_played_over_http() -> None:
+    game = Game()
+    async with server(game) as url:
+        playing = Playing(url, config={"difficulty": "easy"}, job_id="mine")
+        opened = await playing.open()
+        assert opened.messages == [Message(role="system", content="Say yes or no."), user(f"Is {NUMBER} odd?")]
+        last = await playing.step(0, GOLD)
+        assert (last.reward, last.done, last.metrics) == (1.0, True, {"right": 1.0, "tries": 1.0})
+        await playing.close()
+    (_, reset), (_, step) = game.requests
+    assert reset == {"difficulty": "easy", "row": 3, "seed": 5, "instance_id": step["instance_id"], "job_id": "mine"}
+    assert step == {"action": GOLD, "instance_id": reset["instance_id"], "job_id": "mine"}
+
+
+async def test_siblings_begin_alike_and_are_not_told_what_they_should_not_be() -> None:
+    game = Game()
+    async with server(game) as url:
+        opened = [await Playing(url, row_key="").open() for _ in range(3)]
+    assert len({reply.messages[1].text for reply in opened}) == 1
+    assert all("row" not in body for _, body in game.requests)
+    assert len(game.instances) == 3
+
+
+@pytest.mark.parametrize(
+    ("answer", "ending", "reason"),
+    [
+        (500, Ending.ENV_ERROR, "answered 500: planned"),
+        (302, Ending.ENV_ERROR, "answered 302"),
+        (b"not json", Ending.ENV_BAD_REPLY, "JSON object"),
+        (b"[]", Ending.ENV_BAD_REPLY, "JSON object"),
+        (b"x" * 2_000_000, Ending.ENV_BAD_REPLY, "more than"),
+        ({"reward": "much"}, Ending.ENV_BAD_REPLY, "reward must be a number"),
+        (b'{"observation": "", "reward": 1e999, "done": true}', Ending.ENV_BAD_REPLY, ""),
+        ({"done": "yes"}, Ending.ENV_BAD_REPLY, "done must be True or False"),
+        ({"observation": 5}, Ending.ENV_BAD_REPLY, "observation"),
+        ({"observation": "x" * 300_000, "done": False}, Ending.ENV_BAD_REPLY, "bytes of messages"),
+        ({"info": 5}, Ending.ENV_BAD_REPLY, "info"),
+    ],
+)
+async def test_what_a_server_answers_is_checked(answer: Any, ending: Ending, reason: str) -> None:
+    game = Game()
+    async with server(game) as url:
+        playing = Playing(url)
+        await playing.open()
+        game.answers = [answer]
+        reply = await playing.step(0, GOLD)
+        assert reply.failure == ending and reason in reply.error
+        assert "Traceback" not in reply.error
+
+
+async def test_a_forgotten_instance_ends_the_episode_with_its_reason() -> None:
+    game = Game()
+    async with server(game) as url:
+        playing = Playing(url)
+        await playing.open()
+        game.instances.clear()
+        reply = await playing.step(0, GOLD)
+        assert reply.failure == Ending.ENV_ERROR and "knows no such instance" in reply.error
+
+
+async def test_a_step_is_never_sent_twice_and_hanging_ends_at_the_deadline() -> None:
+    game = Game()
+    async with server(game) as url:
+        playing = Playing(url, deadline_s=0.5)
+        await playing.open()
+        game.hang.clear()
+        reply = await playing.step(0, GOLD)
+        assert reply.failure == Ending.ENV_TIMEOUT
+        slow = Playing(url, request_timeout_s=0.1)
+        game.hang.set()
+        await slow.open()
+        game.hang.clear()
+        reply = await slow.step(0, GOLD)
+        assert reply.failure == Ending.ENV_ERROR
+    assert [route for route, _ in game.requests] == ["reset", "step", "reset", "step"]
+
+
+async def test_a_server_that_is_away_is_waited_for_at_the_reset_and_then_given_up() -> None:
+    port = free_port()
+    url = f"http://127.0.0.1:{port}"
+    gone = await Playing(url, patience_s=0.2).open()
+    assert gone.failure == Ending.ENV_ERROR and "Cannot connect" in gone.error
+    opening = asyncio.create_task(Playing(url, patience_s=10.0).open())
+    await asyncio.sleep(0)
+    async with server(Game(), port):
+        assert (await opening).failure is None
+
+
+async def test_urls_that_may_not_be_reached_are_refused_at_submission_and_when_played(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    game = Game()
+    async with server(game) as url:
+        resolver = Resolver(modules=False)
+        await resolver.check(url, {})
+        monkeypatch.setenv(VARIABLE, "")
+        with pytest.raises(SpecError, match="loopback"):
+            await resolver.check(url, {})
+        reply = await Playing(url).open()
+        assert reply.failure == Ending.ENV_ERROR and "env_egress_allow" in reply.error
+    assert game.requests == []
+    for wrong, problem in (("http://user@h/", "user name"), ("http://h:22/", "port 22"), ("ws://", "form")):
+        with pytest.raises(SpecError, match=problem):
+            find(wrong)
+    with pytest.raises(SpecError, match=r"environment\.config\.concurrency"):
+        check("http://example.org/", {"concurrency": 0})
+
+
+async def test_requests_at_once_are_limited_per_url_and_connections_end_with_the_episodes() -> None:
+    game = Game()
+    async with server(game) as url:
+        playing = [Playing(url, concurrency=2) for _ in range(4)]
+        for one in playing:
+            await one.open()
+        game.hang.clear()
+        steps = [asyncio.create_task(one.step(0, GOLD)) for one in playing]
+        await until(lambda: len(game.requests) == 6)
+        assert len(game.requests) == 6
+        game.hang.set()
+        assert all(reply.done for reply in await asyncio.gather(*steps))
+        for one in playing:
+            await one.close()
+        pools = find(url).pools  # type: ignore[attr-defined]
+        assert [(pool.users, pool._session) for pool in pools.values()] == [(0, None)]
+
+
+# --- WebSockets -----------------------------------------------------------------------------------------------------
+
+
+class Seats(Environment):
+    """Two seats, tools, a new stream, rewards of others: whatever the protocol has."""
+
+    class Config(EnvironmentConfig):
+        greeting: str = "hello"
+
+    config: Config
+    seats = ("red", "blue")
+
+    async def open(self, row: int, seed: int) -> Opening:
+        tool = Tool(name="look", description="Look.", parameters={"type": "object"})
+        return Opening(messages=[user(f"{self.config.greeting} {row} {seed}")], seat="blue", tools=[tool], max_tokens=7)
+
+    async def step(self, action: Action) -> Step:
+        if action.text == "raise":
+            raise RuntimeError("planted")
+        return Step(
+            messages=[user("red's turn")],
+            seat="red",
+            stream="second",
+            reward=0.5,
+            rewards={"red": {"gift": 2.0}},
+            done=action.turn == 1,
+        )
+
+
+async def test_everything_of_the_protocol_travels_over_a_websocket() -> None:
+    async with listening(Seats, "127.0.0.1", 0, 8) as url:
+        assert url.startswith("ws://127.0.0.1:")
+        playing = Playing(url, config={"greeting": "good day"})
+        opened = await playing.open()
+        assert opened.failure is None, opened.error
+        assert (opened.seat, opened.max_tokens, opened.tools[0].name) == ("blue", 7, "look")
+        assert opened.messages == [user("good day 3 5")]
+        reply = await playing.step(0, "a", seat="blue")
+        assert (reply.seat, reply.stream, reply.rewards) == ("red", "second", {"red": {"gift": 2.0}})
+        assert (await playing.step(1, "b", seat="red")).done
+        await playing.close()
+
+
+async def test_failures_behind_a_websocket_keep_their_reason() -> None:
+    async with listening(Seats, "127.0.0.1", 0, 8) as url:
+        wrong = await Playing(url, config={"unknown": 1}).open()
+        assert wrong.failure == Ending.ENV_ERROR and "environment.config.unknown" in wrong.error
+        playing = Playing(url)
+        await playing.open()
+        reply = await playing.step(0, "raise", seat="blue")
+        assert reply.failure == Ending.ENV_ERROR and "planted" in reply.error
+
+
+async def test_an_episode_goes_on_after_its_websocket_broke() -> None:
+    async with listening(Seats, "127.0.0.1", 0, 8) as url:
+        playing = Playing(url)
+        await playing.open()
+        await playing.step(0, "a", seat="blue")
+        session = playing.sessions._sessions[playing.request.session]
+        transport = session.player._environment._socket._response.connection.transport  # type: ignore[union-attr]
+        transport.abort()
+        assert (await playing.step(1, "b", seat="red")).done
+
+
+async def test_a_full_server_is_waited_for() -> None:
+    async with listening(Seats, "127.0.0.1", 0, 1) as url:
+        first, second = Playing(url), Playing(url)
+        await first.open()
+        opening = asyncio.create_task(second.open())
+        await until(lambda: second.sessions.active == 1)
+        await first.close()
+        assert (await opening).failure is None
+
+
+async def test_a_server_that_is_none_of_ours_is_a_reason() -> None:
+    async with server(Game()) as url:
+        reply = await Playing(url.replace("http", "ws") + "/reset").open()
+        assert reply.failure == Ending.ENV_ERROR and "ws://" in reply.error
