@@ -1,6 +1,7 @@
 """Does every preset learn? Three tasks, all presets, several seeds, on policy and two versions behind: a table.
 
-    python -m examples.learning_table [--presets grpo ppo] [--tasks bandit] [--seeds 3] [--lags 0 2] [--results FILE]
+    python -m examples.learning_table [--presets grpo ppo] [--tasks bandit] [--seeds 3] [--lags 0 2] [--steps N]
+                                     [--results FILE]
 
 The real learner, the real episodes (renderer, environment, masks, version spans) and the real algorithms in one process
 per run; instead of the messages between services and of vLLM there is a sampler that draws all episodes of a batch at
@@ -82,6 +83,8 @@ class Run(NamedTuple):
     task: str
     lag: int
     seed: int
+    steps: int = 0
+    """0: as many as the task has."""
 
 
 class Curve(msgspec.Struct):
@@ -209,7 +212,7 @@ def spec_of(run: Run, model: Path) -> JobSpec:
                 **SETTINGS.get(run.preset, {}),
             },
             "rollout": task["rollout"],
-            "train": {**TRAIN, **task["train"], "seed": run.seed},
+            "train": {**TRAIN, **task["train"], **({"steps": run.steps} if run.steps else {}), "seed": run.seed},
         }
     )
 
@@ -262,14 +265,14 @@ class Rollouts:
         )
 
 
-async def learn(run: Run, model: Path, steps: int | None = None) -> Curve:
-    """Sample, train, sample, ... as many steps as the task has; with a lag, batches wait in a queue."""
+async def learn(run: Run, model: Path) -> Curve:
+    """Sample, train, sample, ...; with a lag, batches wait in a queue."""
     spec = spec_of(run, model)
     learner = TorchLearner(spec)
     learner.load(None)
     rollouts = Rollouts(spec, learner, run.seed)
     curve, waiting, began = Curve([], []), deque[Sampled](), time.process_time()
-    for step in range(steps or spec.train.steps):
+    for step in range(spec.train.steps):
         rollouts.engine.version = version = WeightVersion(1, step)
         while len(waiting) <= run.lag:
             sampled = await rollouts.batch()
@@ -298,8 +301,8 @@ WIDTHS = (11, 12, 3, 13, 13, 8, 8, 14)
 HEAD = ("task", "preset", "lag", "steps to 0.5", "steps to 0.9", "s to 0.5", "s to 0.9", "final exact")
 
 
-def cells(task: str, preset: str, lag: int, curves: list[Curve]) -> tuple[str, ...]:
-    """Steps of each seed, seconds of the median seed, mean and deviation of the end."""
+def cells(task: str, preset: str, lag: int, curves: list[Curve], length: int) -> tuple[str, ...]:
+    """`length`: steps of a whole run. Steps of each seed, seconds of the median seed, mean and deviation of the end."""
     steps, seconds = [], []
     for level in (0.5, 0.9):
         reached = [curve.first(level) for curve in curves]
@@ -309,7 +312,7 @@ def cells(task: str, preset: str, lag: int, curves: list[Curve]) -> tuple[str, .
         seconds.append(f"{median:.1f}" if median < float("inf") else "-")
     finals = [curve.final for curve in curves]
     spread = statistics.stdev(finals) if len(finals) > 1 else 0.0
-    early = "*" if len({len(curve.exact) for curve in curves} | {TASKS[task]["train"]["steps"]}) > 1 else ""
+    early = "*" if any(len(curve.exact) < length for curve in curves) else ""
     return task, preset, str(lag), *steps, *seconds, f"{statistics.fmean(finals):.2f} +- {spread:.2f}{early}"
 
 
@@ -354,11 +357,12 @@ def main() -> None:
     parser.add_argument("--tasks", nargs="+", default=list(TASKS), choices=list(TASKS))
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--lags", type=int, nargs="+", default=[0, 2])
+    parser.add_argument("--steps", type=int, default=0, help="of every run, instead of the task's own")
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--results", type=Path, help="file of finished runs: those in it are not made again")
     options = parser.parse_args()
     wanted = [
-        Run(preset, task, lag, seed)
+        Run(preset, task, lag, seed, options.steps)
         for seed in range(options.seeds)
         for lag in options.lags
         for task in options.tasks
@@ -384,8 +388,8 @@ def main() -> None:
     for task in options.tasks:
         for preset in options.presets:
             for lag in options.lags:
-                curves = [found[Run(preset, task, lag, seed)] for seed in range(options.seeds)]
-                print(row(cells(task, preset, lag, curves)))
+                curves = [found[Run(preset, task, lag, seed, options.steps)] for seed in range(options.seeds)]
+                print(row(cells(task, preset, lag, curves, options.steps or TASKS[task]["train"]["steps"])))
     sys.exit(0 if verdict({run: found[run] for run in wanted}) else 1)
 
 

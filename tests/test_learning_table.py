@@ -59,7 +59,7 @@ async def test_what_it_samples_is_a_valid_group_with_the_logprobs_of_the_weights
 
 @pytest.mark.parametrize(("preset", "lag"), [("grpo", 0), ("ppo", 2)])
 async def test_a_bandit_is_learnt_on_policy_and_behind(model: Path, preset: str, lag: int) -> None:
-    curve = await learn(Run(preset, "bandit", lag, 0), model, 45)
+    curve = await learn(Run(preset, "bandit", lag, 0, 45), model)
     assert sum(curve.exact[:5]) / 5 < 0.1
     assert curve.final > 0.3
 
@@ -98,4 +98,11 @@ def test_finished_runs_are_read_back(tmp_path: Path) -> None:
     assert kept(path) == {run: curve(0.5)}
     path.write_bytes(msgspec.json.encode(("other settings", run, curve(0.5))) + b"\n")
     assert kept(path) == {}
-    assert learning_table.row(learning_table.cells("bandit", "grpo", 2, [curve(0.5, 0.9)])).count("|") == 9
+    path.write_bytes(msgspec.json.encode((settings_of(run), run._replace(steps=20), curve(0.5))) + b"\n")
+    assert kept(path) == {}, "runs of other lengths are other runs"
+
+
+def test_a_run_that_ended_before_its_steps_is_marked() -> None:
+    whole, cut = (learning_table.cells("bandit", "grpo", 2, [curve(0.5, 0.9)], length) for length in (20, 30))
+    assert learning_table.row(whole).count("|") == 9
+    assert (whole[-1], cut[-1]) == ("0.90 +- 0.00", "0.90 +- 0.00*")
