@@ -16,6 +16,7 @@ ADAPTERS = {
     "gymnasium": "opentinker.envs.adapters.gymnasium:Gymnasium",
     "pettingzoo": "opentinker.envs.adapters.pettingzoo:PettingZoo",
     "reasoning_gym": "opentinker.envs.adapters.reasoning_gym:ReasoningGym",
+    "skyrl_gym": "opentinker.envs.adapters.skyrl_gym:SkyRLGym",
     "textarena": "opentinker.envs.adapters.textarena:TextArena",
 }
 """Names that play the environments of a library: which of them, their config says."""

@@ -1,0 +1,100 @@
+"""Any environment of skyrl-gym by its id, on rows of your own: a prompt, and what the environment needs beside it."""
+
+from __future__ import annotations
+
+import numbers
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+
+from pydantic import Field
+
+from opentinker.envs.adapters.library import LibraryConfig, Randomness, episode_seed, unknown
+from opentinker.envs.base import Action, Environment, Step
+from opentinker.envs.data import DataConfig, Row, in_event_loop, read, table
+from opentinker.shared.rows import RowError
+from opentinker.shared.types import Message
+
+if TYPE_CHECKING:
+    from skyrl_gym.envs.base_text_env import BaseTextEnv
+
+UNGUARDED = {"lcb", "searchcode"}
+"""They run what the policy writes, in this process or beside it, with nothing around it."""
+
+
+class SkyRLGym(Environment):
+    """One seat. The environment gets the row as its `extras`, as in SkyRL, and its reward is the reward.
+
+    Its tools are its own: it finds their calls in the text, and what they say comes back as messages.
+    """
+
+    class Config(LibraryConfig, DataConfig):
+        library: ClassVar[str] = "skyrl_gym"
+        extra: ClassVar[str] = "skyrl_gym"
+
+        id: Annotated[str, Field(min_length=1)]
+        """As in skyrl-gym's registry, e.g. gsm8k or text2sql."""
+        prompt: str = "prompt"
+        """The column that holds the prompt: a text, or messages with `role` and `content`."""
+        env_config: dict[str, Any] = {}
+        """The environment's own settings."""
+
+        def check(self) -> None:
+            from skyrl_gym.envs.registration import registry
+
+            if self.id in UNGUARDED:
+                raise ValueError(f"id = {self.id!r} runs what the policy writes, unprotected: it is not played")
+            if self.id not in registry:
+                raise unknown(f"environment as id = {self.id!r}", self.id, registry.keys() - UNGUARDED)
+            if not in_event_loop():
+                _prompt_of(read(self).rows[0], self.prompt)
+
+    config: Config
+    blocking = True
+
+    async def open(self, row: int, seed: int) -> list[Message]:
+        import skyrl_gym
+        from omegaconf import OmegaConf
+
+        config = self.config
+        found = (await table(config)).at(row, shuffle=config.shuffle)
+        self._randomness = Randomness(episode_seed(row, seed))
+        with self._randomness:
+            self._environment: BaseTextEnv = skyrl_gym.make(
+                config.id, env_config=OmegaConf.create(config.env_config), extras=dict(found[1])
+            )
+            messages, _ = self._environment.init(_prompt_of(found, config.prompt))
+        return _messages(messages)
+
+    async def step(self, action: Action) -> Step:
+        with self._randomness:
+            out = self._environment.step(action.text)
+            found = self._environment.get_metrics() if out["done"] else {}
+        return Step(
+            messages=_messages(out["observations"]),
+            reward=float(out["reward"]),
+            components={"reward": float(out["reward"])},
+            done=bool(out["done"]),
+            metrics={str(name): float(value) for name, value in found.items() if isinstance(value, numbers.Real)},
+        )
+
+    async def close(self) -> None:
+        if hasattr(self, "_environment"):
+            self._environment.close()
+
+
+def _prompt_of(row: Row, column: str) -> list[dict[str, str]]:
+    """As messages. Raises RowError."""
+    where, values = row
+    prompt = values.get(column)
+    if isinstance(prompt, str) and prompt:
+        return [{"role": "user", "content": prompt}]
+    if not isinstance(prompt, list) or not prompt or not all(_is_message(item) for item in prompt):
+        raise RowError(f"{where}: {column} must be a text, or a list of messages with role and content")
+    return [{"role": item["role"], "content": item["content"]} for item in prompt]
+
+
+def _is_message(item: Any) -> bool:
+    return isinstance(item, dict) and all(isinstance(item.get(name), str) for name in ("role", "content"))
+
+
+def _messages(items: list[dict[str, str]]) -> list[Message]:
+    return [Message(role=item["role"], content=item["content"]) for item in items]
