@@ -29,8 +29,9 @@ BUILT_IN = {
     "gsm8k": "opentinker.envs.gsm8k:Gsm8k",
     "guess_number": "opentinker.envs.guess_number:GuessNumber",
     "math": "opentinker.envs.math:Math",
+    "verifiers": "opentinker.envs.agents.verifiers:Verifiers",
 }
-OPERATORS = {"agent_program"}
+OPERATORS = {"agent_program", "verifiers"}
 """Their configs name programs to run: as with `module:Class`, the operator must allow it."""
 _MODULE_CLASS = re.compile(r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*$")
 _found: dict[str, type[Environment]] = {}

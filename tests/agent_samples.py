@@ -23,6 +23,8 @@ class Echo(AgentEnvironment):
     class Config(EnvironmentConfig):
         asks: int = 2
         how: str = "work"
+        forgets: bool = False
+        """Every time nothing but the newest words."""
 
     config: Config
 
@@ -32,6 +34,7 @@ class Echo(AgentEnvironment):
         right = 0
         async with client(base_url) as model:
             for turn in range(self.config.asks):
+                messages = [] if self.config.forgets else messages
                 messages.append({"role": "user", "content": f"row {row} seed {seed} turn {turn}="})
                 answer = await model.chat.completions.create(model="any", messages=messages)
                 messages.append(answer.choices[0].message.model_dump(exclude_none=True))

@@ -143,6 +143,22 @@ async def test_an_uploaded_environment_is_trained_on_in_a_sandbox(shared: System
     assert undocumented({name for point in points for name in point["values"]}) == []
 
 
+@pytest.mark.parametrize("forgets", [False, True], ids=["one stream", "a stream per request"])
+async def test_what_agents_ask_over_http_is_trained_on(shared: System, forgets: bool) -> None:
+    cluster = shared.cluster
+    spec = shared.spec(
+        environment={"name": "tests.agent_samples:Echo", "config": {"asks": 3, "forgets": forgets}},
+        rollout={"engine": "toy", "max_turns": 3, "max_tokens": 24, "max_tokens_per_turn": 8},
+        train={"learner": "simulated", "steps": 3, "simulated_step_s": 0.0},
+    )
+    job = await cluster.submit(spec)
+    record = await cluster.wait(job)
+    assert record["state"] == "succeeded", record["reason"]
+    assert faults_of(cluster, job, spec) == []
+    points = await cluster.client.metrics(job, source="trainer")
+    assert {point["values"]["turns/mean"] for point in points} == {3.0}
+
+
 async def test_job_starts_from_another_jobs_checkpoint_which_is_swept_meanwhile(shared: System) -> None:
     """The only trainer is busy with the first job, which sweeps the checkpoint before the second one can begin."""
     cluster = shared.cluster

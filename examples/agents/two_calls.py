@@ -13,14 +13,20 @@ host, _, path = os.environ["OPENAI_BASE_URL"].removeprefix("http://").partition(
 digits = random.Random(f"{os.environ['OPENTINKER_SEED']}/{os.environ['OPENTINKER_ROW']}").choices("0123456789", k=2)
 
 
-def ask(question: str) -> str:
+def ask(question: str) -> tuple[str, bool]:
+    """What the model says, and whether it came to an end by itself."""
     body = {"model": os.environ["OPENAI_MODEL"], "messages": [{"role": "user", "content": question}]}
     server = http.client.HTTPConnection(host)
     server.request("POST", f"/{path}/chat/completions", json.dumps(body), {"Content-Type": "application/json"})
-    answer = json.load(server.getresponse())["choices"][0]["message"]["content"]
+    choice = json.load(server.getresponse())["choices"][0]
     server.close()
-    return str(answer)
+    return choice["message"]["content"], choice["finish_reason"] == "stop"
 
 
-right = [ask(f"{digit}=") == digit for digit in digits]
-os.write(1, json.dumps({"reward": sum(right) / 2, "metrics": {"exact": float(all(right))}}).encode())
+said = [ask(f"{digit}=") for digit in digits]
+exact = [answer == (digit, True) for answer, digit in zip(said, digits, strict=True)]
+shares = [
+    ((text[:1] == digit) + (ended and len(text) == 1)) / max(2, len(text) + ended)  # right tokens, the end being one
+    for (text, ended), digit in zip(said, digits, strict=True)
+]
+os.write(1, json.dumps({"reward": sum(shares) / 2, "metrics": {"exact": float(all(exact))}}).encode())

@@ -1,0 +1,208 @@
+"""`verifiers`: environments of the verifiers library, unmodified, in an interpreter that has it installed.
+
+The library wants versions of packages that ours do not want, so one process per environment and env worker plays its
+episodes there, many at the same time (`verifiers_runner.py`): it is started when first needed, ends a while after its
+last episode, and asks for the model over HTTP like any agent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import os
+import shutil
+import signal
+import socket
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import structlog
+from pydantic import Field, field_validator
+
+from opentinker.envs.agent import AgentEnvironment, AgentError, Result
+from opentinker.envs.agents.program import API_KEY
+from opentinker.envs.base import EnvironmentConfig
+
+RUNNER = Path(__file__).with_name("verifiers_runner.py")
+KEPT_VARIABLES = ("PATH", "HOME", "LANG", "LC_ALL", "TZ", "TMPDIR", "LD_LIBRARY_PATH")
+KEPT_BEGINNINGS = ("UV_", "PIP_", "SSL_CERT_", "XDG_", "HF_", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "http_proxy",
+                   "https_proxy", "no_proxy")  # fmt: skip
+"""Of the env worker's own environment variables: where packages come from, and nothing of its credentials."""
+IDLE_S = 120.0
+CANCEL_S = 10.0
+"""A process that does not end a cancelled episode within that time blocks all of them, and is killed."""
+LINE_BYTES = 16 * 1024 * 1024
+
+log = structlog.get_logger()
+Json = dict[str, Any]
+
+
+class Verifiers(AgentEnvironment):
+    class Config(EnvironmentConfig):
+        id: Annotated[str, Field(min_length=1)]
+        """What verifiers loads: with 0.1 the module of an environment, with 0.2 and later that of a taskset."""
+        args: dict[str, Any] = {}  # noqa: RUF012 - pydantic copies defaults
+        """With 0.1 the arguments of `load_environment`; with 0.2 and later the fields of its EnvConfig, e.g.
+        `{ agent = { harness = { id = "null" } } }`."""
+        python: str = ""
+        """The interpreter that has verifiers and the environment installed; default: that of the env worker."""
+        paths: list[str] = []  # noqa: RUF012
+        """Directories with more modules, e.g. of an environment that is not installed."""
+        split: Literal["train", "eval"] = "train"
+        """Which of the data sets, with 0.1."""
+        client: Literal["chat", "tokens"] = "chat"
+        """`chat`: the job's chat template renders the conversation. `tokens`: verifiers does, as in its own training
+        mode (0.2 and later); that needs `tokenizer`, or a model directory that the env worker can read."""
+        tokenizer: str = ""
+        """Of `client = "tokens"`; default: the job's model."""
+        rows: Annotated[int, Field(ge=1)] = 10_000
+        """How many tasks are taken of a taskset without an end."""
+
+        @field_validator("python")
+        @classmethod
+        def _is_a_program(cls, python: str) -> str:
+            if python and shutil.which(python) is None:
+                raise ValueError(f"no interpreter {python!r} on the env worker's machine")
+            return python
+
+    config: Config
+
+    async def run(self, base_url: str, row: int, seed: int) -> Result:
+        runner = Runner.of(self.config)
+        reply = await runner.play({"base_url": base_url, "model": self.policy.model, "row": row})
+        return Result(reward=float(reply["reward"]), metrics=reply["metrics"])
+
+
+class Runner:
+    """The process of one environment, and the episodes that it plays."""
+
+    _running: dict[str, Runner] = {}  # noqa: RUF012 - one per environment in this process, for all its episodes
+
+    def __init__(self, config: Verifiers.Config) -> None:
+        self.gone = ""
+        """Why it can play no more."""
+        self._config = config
+        self._loop = asyncio.get_running_loop()
+        self._numbers = itertools.count()
+        self._waiting: dict[int, asyncio.Future[Json]] = {}
+        self._ready: asyncio.Future[None] = self._loop.create_future()
+        self._process: asyncio.subprocess.Process | None = None
+        self._writer: asyncio.StreamWriter | None = None
+        self._idle: asyncio.TimerHandle | None = None
+        self._life = self._loop.create_task(self._live())
+
+    @classmethod
+    def of(cls, config: Verifiers.Config) -> Runner:
+        """That of the environment, which is started if there is none."""
+        key = config.model_dump_json()
+        runner = cls._running.get(key)
+        if runner is None or runner.gone or runner._loop is not asyncio.get_running_loop():
+            runner = cls._running[key] = cls(config)
+        return runner
+
+    async def play(self, asked: Json) -> Json:
+        """Raises AgentError with what verifiers says of an episode that failed."""
+        number = next(self._numbers)
+        coming: asyncio.Future[Json] = self._loop.create_future()
+        self._waiting[number] = coming
+        if self._idle is not None:
+            self._idle.cancel()
+        try:
+            await asyncio.shield(self._ready)
+            self._say({"run": number, **asked})
+            reply = await asyncio.shield(coming)
+        except asyncio.CancelledError:
+            if not self._ready.done():
+                del self._waiting[number]
+            elif number in self._waiting:
+                self._say({"cancel": number})
+                self._loop.call_later(CANCEL_S, self._must_have_ended, number)
+            raise
+        if "error" in reply:
+            raise AgentError(f"verifiers: {reply['error']}")
+        return reply
+
+    def kill(self, reason: str) -> None:
+        self.gone = self.gone or reason
+        if self._process is not None and self._process.returncode is None:
+            with suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+
+    def _must_have_ended(self, number: int) -> None:
+        if number in self._waiting:
+            self.kill("it was killed because an episode could not be cancelled")
+
+    def _say(self, noun: Json) -> None:
+        if self._writer is not None:
+            self._writer.write(json.dumps(noun).encode() + b"\n")
+
+    async def _live(self) -> None:
+        """From the start of the process to its end; whoever waits then hears of it."""
+        said = ""
+        try:
+            reader = await self._start()
+            while line := await reader.readline():
+                reply = json.loads(line)
+                if "run" in reply:
+                    self._ended(reply)
+                elif "ready" in reply:
+                    self._ready.set_result(None)
+                else:
+                    said = reply["error"]
+        except ConnectionError:
+            pass  # the process has ended: see its exit status
+        except (OSError, ValueError) as error:  # it cannot be started, or a line is none or too long
+            said = f"{type(error).__name__}: {error}"
+        finally:
+            await self._finish(said)
+
+    async def _start(self) -> asyncio.StreamReader:
+        near, far = socket.socketpair()
+        python = self._config.python or sys.executable
+        kept = {
+            name: value
+            for name, value in os.environ.items()
+            if name in KEPT_VARIABLES or name.startswith(KEPT_BEGINNINGS)
+        }
+        ours = str(Path(sys.executable).parent)  # uv is there, which its harnesses call
+        path = [str(Path(shutil.which(python) or python).parent), kept.get("PATH", os.defpath), ours]
+        with far:
+            self._process = await asyncio.create_subprocess_exec(
+                *(python, str(RUNNER), str(far.fileno())),
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=2,  # into the log of the env worker
+                pass_fds=[far.fileno()],
+                env={**kept, "PATH": os.pathsep.join(path)},
+                start_new_session=True,
+            )
+        reader, self._writer = await asyncio.open_connection(sock=near, limit=LINE_BYTES)
+        fields = ("id", "args", "paths", "split", "client", "tokenizer", "rows")
+        self._say({**self._config.model_dump(include=set(fields)), "key": API_KEY})
+        return reader
+
+    def _ended(self, reply: Json) -> None:
+        coming = self._waiting.pop(reply["run"], None)
+        if coming is not None and not coming.done():
+            coming.set_result(reply)
+        if not self._waiting:
+            self._idle = self._loop.call_later(IDLE_S, self.kill, "nobody needed it any more")
+
+    async def _finish(self, said: str) -> None:
+        if self._process is not None:
+            with suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            status = await self._process.wait()
+            said = said or self.gone or (f"killed by signal {-status}" if status < 0 else f"exit status {status}")
+        self.gone = said
+        if self._writer is not None:
+            self._writer.close()
+        log.info("verifiers_process_ended", environment=self._config.id, reason=said, episodes=len(self._waiting))
+        error = AgentError(f"the process of verifiers environment {self._config.id!r} ended: {said}")
+        told: list[asyncio.Future[Any]] = [self._ready, *self._waiting.values()]
+        for coming in told:
+            if not coming.done():
+                coming.set_exception(error)
+                coming.exception()  # who waits is told; where nobody does, nobody needs to know
