@@ -134,6 +134,14 @@ class Environment(ABC):
     """The settings a job may give under `environment.config`."""
     blocking: ClassVar[bool] = False
     """True: run in a child process, because `open` or `step` compute or wait without giving the loop back."""
+    cost: ClassVar[float] = 1.0
+    """How much of an env worker one session takes, of the `env_sessions` that it has. Counts where episodes are played
+    at the level `process`; in a sandbox a session costs 1."""
+    recycle_after: ClassVar[int | None] = None
+    """blocking: a child process that has opened so many episodes is replaced once they are over; for libraries that
+    leak."""
+    memory_mb: ClassVar[int | None] = None
+    """blocking: likewise one that holds more memory than that."""
     seats: tuple[str, ...] = ("",)
     """Who plays; set it in __init__ where that depends on the config."""
     wants_tokens: bool = False

@@ -118,6 +118,12 @@ def _load(name: str, path: str) -> type[Environment]:
         raise _wrong_name(name, f"module {module_name} has no {class_name}") from None
     if not (isinstance(found, type) and issubclass(found, Environment)):
         raise _wrong_name(name, f"{class_name} is not a subclass of opentinker.Environment")
+    for field in ("cost", "recycle_after", "memory_mb"):
+        value = getattr(found, field)
+        if not (isinstance(value, int | float) and value > 0) and (field == "cost" or value is not None):
+            raise _wrong_name(name, f"{class_name}.{field} must be above 0, not {value!r:.60}")
+    if not found.blocking and (found.recycle_after or found.memory_mb):
+        raise _wrong_name(name, f"{class_name}: recycle_after and memory_mb are for processes: set blocking = True")
     return found
 
 

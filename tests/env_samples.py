@@ -208,6 +208,40 @@ class Blocking(Environment):
         return Step(messages=[user("done")], reward=1.0)
 
 
+class Leaky(Blocking):
+    """Its process is good for two episodes."""
+
+    recycle_after = 2
+
+
+class Fat(Blocking):
+    """Holds more than it should from its first step on."""
+
+    memory_mb = 120
+
+    async def step(self, action: Action) -> Step:
+        self.held = b"x" * (150 * 2**20)
+        return Step(messages=[user("more")])
+
+
+class Costly(Counting):
+    """Three of it are all that a worker of 8 can hold."""
+
+    cost = 2.5
+
+
+class Cheap(Counting):
+    cost = 0.5
+
+
+class Free(Counting):
+    cost = 0.0
+
+
+class NoProcess(Counting):
+    recycle_after = 5
+
+
 class Race(Environment):
     """Two seats in turn; whoever first says `win` wins, and the other loses."""
 

@@ -16,12 +16,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from opentinker.envs.registry import find
 from opentinker.services.env_worker.host import Host
 from opentinker.services.env_worker.player import OBSERVATION_BYTES
 from opentinker.services.env_worker.resolver import Resolver
 from opentinker.services.env_worker.service import check_environment
 from opentinker.services.env_worker.worker import Sessions
 from opentinker.shared import codec
+from opentinker.shared.errors import SpecError
 from opentinker.shared.sessions import OPEN, CloseSession, EnvCheck, OpenSession, SessionReply, StepSession
 from opentinker.shared.types import Ending, StopReason
 from tests import env_samples
@@ -483,3 +485,70 @@ async def exchange(requests: list[Any], together: bool) -> None:
     await sessions.drain(0.0)
     assert sessions.active == 0
     assert not (await asyncio.gather(sessions.open(opening())))[0].messages, "a drained worker takes nothing"
+
+
+# --- what an environment says of its appetite ----------------------------------------------------------------------
+
+
+async def process_of(sessions: Sessions, name: str, environment: str) -> int:
+    opened = await sessions.open(opening(session=name, environment=environment))
+    assert opened.failure is None, opened.error
+    return int(opened.messages[0].text)
+
+
+async def test_a_child_is_replaced_after_so_many_episodes_but_never_in_the_middle_of_one() -> None:
+    host = Host(children=1, per_child=2, modules=True)
+    sessions = Sessions("w", limit=8, resolver=Resolver(modules=True), host=host)
+    leaky = "tests.env_samples:Leaky"
+    try:
+        first = await process_of(sessions, "a", leaky)
+        assert await process_of(sessions, "b", leaky) == first
+        await sessions.close(CloseSession(session="b"))
+        await until(lambda: not sessions._closing)
+        assert (await sessions.open(opening(session="c", environment=leaky))).busy, "a place, but not for a third"
+        assert (await sessions.step(step(0, session="a"))).reward == 1.0 and alive(first)
+        await sessions.close(CloseSession(session="a"))
+        await until(lambda: not sessions._closing)
+        second = await process_of(sessions, "c", leaky)
+        assert second != first
+        await until(lambda: not alive(first))
+        assert (await sessions.step(step(0, session="c"))).reward == 1.0
+    finally:
+        await sessions.drain(0.01)
+        await host.close()
+
+
+async def test_a_child_that_holds_too_much_is_replaced_once_its_session_is_over(sessions: Sessions) -> None:
+    fat = "tests.env_samples:Fat"
+    first = await process_of(sessions, "a", fat)
+    assert (await sessions.step(step(0, session="a"))).failure is None
+    assert (await sessions.step(step(1, session="a"))).failure is None and alive(first)
+    assert await process_of(sessions, "b", fat) != first
+    await sessions.close(CloseSession(session="a"))
+    await until(lambda: not alive(first))
+    assert (await sessions.step(step(0, session="b"))).failure is None
+
+
+async def test_sessions_take_as_much_of_a_worker_as_their_environment_costs() -> None:
+    sessions = Sessions("w", limit=8, resolver=Resolver(modules=True))
+    costly, cheap = "tests.env_samples:Costly", "tests.env_samples:Cheap"
+    for name in "abc":
+        assert not (await sessions.open(opening(session=name, environment=costly))).busy
+    assert (await sessions.open(opening(session="d", environment=costly))).busy
+    assert not (await sessions.open(opening(session="e", environment=cheap))).busy
+    assert (sessions.active, sessions.load) == (4, 8.0)
+    assert (await sessions.open(opening(session="f", environment=cheap))).busy
+    await sessions.close(CloseSession(session="a"))
+    assert sessions.load == 5.5
+    small = Sessions("w", limit=1, resolver=Resolver(modules=True))
+    assert not (await small.open(opening(environment=costly))).busy, "alone it may"
+    for each in (sessions, small):
+        await each.drain(0.01)
+        assert (each.active, each.load) == (0, 0.0)
+
+
+def test_what_costs_nothing_or_recycles_no_process_is_refused() -> None:
+    with pytest.raises(SpecError, match=r"Free\.cost must be above 0, not 0\.0"):
+        find("tests.env_samples:Free", modules=True)
+    with pytest.raises(SpecError, match="set blocking = True"):
+        find("tests.env_samples:NoProcess", modules=True)

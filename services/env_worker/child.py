@@ -10,12 +10,16 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import resource
 import signal
 import socket
 import sys
+from collections import Counter
+from pathlib import Path
 
 import msgspec
 
+from opentinker.envs.base import Environment
 from opentinker.envs.registry import check, find
 from opentinker.services.env_worker.checks import mistakes_of
 from opentinker.services.env_worker.player import LocalPlayer, failure
@@ -37,7 +41,7 @@ def main() -> None:
                 answer = runner.run(table.play(call))
             except asyncio.CancelledError:
                 answer = Answer(call.serial, failure("", Ending.ENV_ERROR, "the environment raised CancelledError"))
-            worker.sendall(frame(answer))
+            worker.sendall(frame(msgspec.structs.replace(answer, spent=table.spent())))
 
 
 class Table:
@@ -47,6 +51,8 @@ class Table:
         self._modules = modules
         self._uploaded = uploaded
         self._players: dict[str, LocalPlayer] = {}
+        self._opened: Counter[type[Environment]] = Counter()
+        """Episodes, by class."""
 
     async def play(self, call: Call) -> Answer:
         body = bytes(call.body)
@@ -69,13 +75,28 @@ class Table:
     async def _open(self, opening: OpenSession) -> SessionReply:
         opening = msgspec.structs.replace(opening, environment=self._uploaded or opening.environment)
         player = self._players[opening.session] = LocalPlayer("", modules=self._modules)
-        return await player.open(opening)
+        reply = await player.open(opening)
+        if reply.failure is None:
+            self._opened[find(opening.environment, modules=self._modules)] += 1
+        return reply
+
+    def spent(self) -> bool:
+        """Whether what was played here asks for another process."""
+        limits = [played.memory_mb for played in self._opened if played.memory_mb is not None]
+        enough = [n >= played.recycle_after for played, n in self._opened.items() if played.recycle_after is not None]
+        return any(enough) or bool(limits and resident_mb() > min(limits))
 
     async def _check(self, name: str, config: dict[str, object] | None) -> None:
         if config is None:
             find(self._uploaded or name, modules=self._modules)
         else:
             check(self._uploaded or name, config, modules=self._modules)
+
+
+def resident_mb() -> float:
+    """Memory of this process (Linux only)."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * resource.getpagesize() / 2**20
 
 
 def end_with_parent() -> None:

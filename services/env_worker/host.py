@@ -119,7 +119,7 @@ class Host:
         self._children = [child for child in self._children if not child.gone]
         due = self._turns.due(now)
         self._make_way(due)
-        own = [child for child in self._children if child.key == key and not child.leaving]
+        own = [child for child in self._children if child.key == key and not child.leaving and not child.spent]
         least = min(own, key=lambda child: child.sessions, default=None)
         if (least is None or least.sessions > 0) and self._room(key, due):
             least = Child(start, key)
@@ -169,7 +169,10 @@ class ChildPlayer:
 
     async def close(self) -> None:
         self._child.leave()
-        await self._child.call("close", CloseSession(session=self._session))
+        try:
+            await self._child.call("close", CloseSession(session=self._session))
+        finally:
+            self._child.retire()
 
     def _checked(self, answer: Answer) -> SessionReply:
         return on_worker(sound(answer.reply) if self._child.key else answer.reply, self._worker)
@@ -183,6 +186,8 @@ class Child:
         self.sessions = 0
         self.leaving = False
         """It takes no new sessions: somebody else waits for its place."""
+        self.spent = False
+        """It takes no new sessions: it says that it should be replaced."""
         self.gone = ""
         """Why the child can no longer be used."""
         self._launch = start
@@ -205,6 +210,11 @@ class Child:
         self.sessions -= 1
         if self.key and self.sessions == 0:
             self._idle = asyncio.get_running_loop().call_later(IDLE_S, self.kill, "nobody needed it any more")
+
+    def retire(self) -> None:
+        """After a session was closed: a spent child ends with its last one."""
+        if self.spent and not self.sessions and not self._waiting:
+            self.kill("it was spent: recycle_after or memory_mb of what it played")
 
     async def call(self, verb: str, body: Any) -> Answer:
         """Play one call. If it is cancelled while the child is busy with it, the child is killed."""
@@ -246,6 +256,7 @@ class Child:
                 if size > LARGEST:
                     raise codec.WireError(f"an answer of {size:,} bytes; at most {LARGEST:,} are taken")
                 answer = codec.decode(Answer, await reader.readexactly(size))
+                self.spent = self.spent or answer.spent
                 waiting = self._waiting.pop(answer.serial, None)
                 if waiting is not None and not waiting.done():
                     waiting.set_result(answer)

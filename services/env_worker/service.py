@@ -104,6 +104,7 @@ async def _beat(ctx: Context, info: WorkerInfo, sessions: Sessions, no_sandbox: 
     while True:
         detail = {
             "sessions": sessions.active,
+            "load": round(sessions.load, 3),
             "capacity": sessions.limit,
             "environments": sorted(BUILT_IN),
             "no_sandbox": no_sandbox,

@@ -37,11 +37,13 @@ ENDED = Counter("opentinker_env_endings", "Sessions ended, by reason", ["reason"
 
 
 class Session:
-    __slots__ = ("answer", "ended", "opened", "player", "request", "task", "timer", "turn")
+    __slots__ = ("answer", "cost", "ended", "opened", "player", "request", "task", "timer", "turn")
 
     def __init__(self, request: OpenSession, opened: asyncio.Future[SessionReply]) -> None:
         self.request = request
         self.opened = opened
+        self.cost = 1.0
+        """Of the worker's limit; what its environment says, once that is known."""
         self.answer = opened
         """Of the newest request."""
         self.turn = OPEN
@@ -58,12 +60,14 @@ class Session:
 
 
 class Sessions:
-    """`worker` is the address that steps are sent to; `limit` sessions at once, more are answered `busy`."""
+    """`worker` is the address that steps are sent to; `limit` sessions of cost 1 at once, more are answered `busy`."""
 
     def __init__(self, worker: str, *, limit: int, resolver: Resolver, host: Host | None = None) -> None:
         self.worker = worker
         self.limit = limit
         self.active = 0
+        self.load = 0.0
+        """What the active sessions cost together."""
         self.draining = False
         self.meters = Meters()
         self._resolver = resolver
@@ -80,7 +84,7 @@ class Sessions:
         """Within `answer_within_s`: nobody asks another worker because this one is slow."""
         session = self._sessions.get(request.session)
         if session is None:
-            if self.draining or self.active >= self.limit:
+            if self.draining or self.load >= self.limit:
                 return SessionReply(worker=self.worker, busy=True)
             session = self._add(request)
         await asyncio.wait([session.opened], timeout=request.answer_within_s)
@@ -90,6 +94,7 @@ class Sessions:
         loop = asyncio.get_running_loop()
         session = self._sessions[request.session] = Session(request, loop.create_future())
         self.active += 1
+        self.load += session.cost
         self._idle.clear()
         ACTIVE.set(self.active)
         self.meters.of(request.job).gauges["env/sessions"] += 1
@@ -135,13 +140,27 @@ class Sessions:
             if sandboxed is None:
                 return SessionReply(worker=self.worker, busy=True)
             session.player = sandboxed
-        elif not (await self._resolver.find(request.environment)).blocking:
-            session.player = LocalPlayer(self.worker, modules=self._resolver.modules)
-        elif self._host is None or (player := self._host.player(self.worker)) is None:
-            return SessionReply(worker=self.worker, busy=True)
         else:
+            found = await self._resolver.find(request.environment)
+            player = self._player(found.blocking) if self._charge(session, found.cost) else None
+            if player is None:
+                return SessionReply(worker=self.worker, busy=True)
             session.player = player
         return await session.player.open(request)
+
+    def _player(self, blocking: bool) -> Player | None:
+        if not blocking:
+            return LocalPlayer(self.worker, modules=self._resolver.modules)
+        return None if self._host is None else self._host.player(self.worker)
+
+    def _charge(self, session: Session, cost: float) -> bool:
+        """Whether the worker has room for it; one that costs more than there is may be alone."""
+        more = cost - session.cost
+        if session.ended or (self.active > 1 and self.load + more > self.limit):
+            return False
+        self.load += more
+        session.cost = cost
+        return True
 
     def _play(self, session: Session, call: Coroutine[Any, Any, SessionReply]) -> None:
         session.task = asyncio.get_running_loop().create_task(call, name=session.title)
@@ -174,6 +193,7 @@ class Sessions:
         assert session.timer is not None
         session.timer.cancel()
         self.active -= 1
+        self.load = self.load - session.cost if self.active else 0.0
         ACTIVE.set(self.active)
         ENDED.labels(str(reason)).inc()
         meter = self.meters.of(session.request.job)
