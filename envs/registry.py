@@ -9,6 +9,7 @@ from importlib import import_module
 from pydantic import BaseModel, ValidationError
 
 from opentinker.envs.base import ELSEWHERE, Environment
+from opentinker.envs.game import AbstractGame, environment_of
 from opentinker.shared.errors import SpecError
 from opentinker.shared.sessions import is_url
 
@@ -116,8 +117,10 @@ def _load(name: str, path: str) -> type[Environment]:
         raise _wrong_name(name, f"cannot be imported: {error}") from None
     except AttributeError:
         raise _wrong_name(name, f"module {module_name} has no {class_name}") from None
+    if isinstance(found, type) and issubclass(found, AbstractGame):
+        return environment_of(found)
     if not (isinstance(found, type) and issubclass(found, Environment)):
-        raise _wrong_name(name, f"{class_name} is not a subclass of opentinker.Environment")
+        raise _wrong_name(name, f"{class_name} is not a subclass of opentinker.Environment, nor of AbstractGame")
     for field in ("cost", "recycle_after", "memory_mb"):
         value = getattr(found, field)
         if not (isinstance(value, int | float) and value > 0) and (field == "cost" or value is not None):

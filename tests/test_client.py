@@ -145,7 +145,7 @@ async def test_event_stream_of_an_ended_job_ends(client: AsyncClient) -> None:
 async def test_metrics_are_read_whole_and_followed(
     client: AsyncClient, ctx: Context, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("opentinker.client.PAGE", 4)
+    monkeypatch.setattr("opentinker.api_client.PAGE", 4)
     job = (await client.submit(SPEC))["id"]
     source = MetricSource(ctx.bus, job, "trainer")
     for step in range(10):

@@ -1,0 +1,234 @@
+"""The other face of an environment: a game with plain, blocking calls that read and write text.
+
+The names and signatures are those of the published interface, so that a game written for it plays here unchanged. The
+instance that plays an episode also says its prompt: there is no second copy that could differ.
+"""
+
+from __future__ import annotations
+
+import inspect
+import numbers
+import random
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cache, partial
+from typing import Any, ClassVar, TypeVar, cast
+
+from pydantic import BaseModel, ConfigDict, model_validator
+
+from opentinker.envs.adapters.library import Randomness, episode_seed
+from opentinker.envs.base import Action, Environment, Step, user
+from opentinker.shared.types import Message
+
+T = TypeVar("T")
+
+
+@dataclass
+class StepResult:
+    """What a game answers to an action."""
+
+    observation: str
+    """What the model sees next."""
+    reward: float
+    """Of this step."""
+    done: bool
+    info: dict[str, Any] = field(default_factory=dict)
+    """Whatever else there is to say; numbers in it become metrics."""
+
+
+class AbstractGame(ABC):
+    """A whole environment: the four abstract methods; the others have defaults."""
+
+    agent_loop_name: str = "generic_agent"
+    """Of the published interface; there is one loop here, and it plays every game."""
+
+    @abstractmethod
+    def reset(self, **kwargs: Any) -> str:
+        """Begin anew; `kwargs` are what `generate_initial_state` gave. Returns the first observation."""
+
+    @abstractmethod
+    def step(self, action: str) -> StepResult:
+        """Play what the model said."""
+
+    @abstractmethod
+    def get_system_prompt(self) -> str | None:
+        """The system message; None for none."""
+
+    @abstractmethod
+    def get_initial_user_message(self) -> str:
+        """Stands before the first observation."""
+
+    def generate_initial_state(self) -> dict[str, Any]:
+        """Where an episode begins, drawn from the global `random`, which is seeded before the call."""
+        return {}
+
+    def render_state_for_prompt(self, **state: Any) -> str:
+        """The state as text."""
+        return self.reset(**state)
+
+    def get_user_message_with_state(self, **state: Any) -> str:
+        """The first user message."""
+        return f"{self.get_initial_user_message()}\n\n{self.render_state_for_prompt(**state)}"
+
+    def get_state(self) -> dict[str, Any]:
+        """For debugging."""
+        return {}
+
+    def get_interaction_name(self) -> str:
+        return type(self).__name__.lower().replace("game", "")
+
+    def parse_action(self, raw_action: str) -> Any:
+        """What a game makes of the model's words; for its own `step` to call."""
+        return raw_action
+
+    def close(self) -> None:  # noqa: B027  nothing to free is the common case
+        """Free what the episode holds."""
+
+
+class GameConfig(BaseModel):
+    """The arguments of a game's constructor. Names that it does not take are refused, missing ones too."""
+
+    model_config = ConfigDict(extra="allow", frozen=True, allow_inf_nan=False)
+
+    game: ClassVar[type[AbstractGame]]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fits_the_constructor(cls, given: Any) -> Any:
+        check_arguments(cls.game, cast(Mapping[str, Any], given))
+        return given
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        return dict(self.model_extra or {})
+
+
+def check_arguments(game: type[AbstractGame], given: Mapping[str, Any]) -> None:
+    """Raises ValueError that names what the constructor does not take, or lacks."""
+    parameters = [p for p in inspect.signature(game).parameters.values() if p.kind is not p.VAR_POSITIONAL]
+    named = {p.name: p for p in parameters if p.kind is not p.VAR_KEYWORD}
+    if (odd := sorted(given.keys() - named.keys())) and len(named) == len(parameters):
+        raise ValueError(f"{game.__name__} takes no {', '.join(odd)}; it takes: {', '.join(named) or 'nothing'}")
+    if lacking := [name for name, p in named.items() if p.default is p.empty and name not in given]:
+        raise ValueError(f"{game.__name__} needs {', '.join(lacking)}")
+
+
+class PlayedGame(Environment):
+    """A game as an env worker plays it: in a child process, for its calls block, with random numbers of its own."""
+
+    game: ClassVar[type[AbstractGame]]
+    blocking = True
+    config: GameConfig
+
+    def make(self) -> AbstractGame:
+        return self.game(**self.config.arguments)
+
+    def initial_state(self, game: AbstractGame, row: int) -> dict[str, Any]:
+        """The keyword arguments of `reset`."""
+        return game.generate_initial_state()
+
+    async def call(self, function: Callable[[], T]) -> T:
+        """One blocking call of the game. One that is overridden must not let two of them overlap in a process: the
+        global random numbers are this episode's meanwhile."""
+        return function()
+
+    async def open(self, row: int, seed: int) -> list[Message]:
+        self._randomness = Randomness(episode_seed(row, seed))
+        system, first = await self.call(partial(self._begin, row))
+        return [*([] if system is None else [Message(role="system", content=system)]), user(first)]
+
+    def _begin(self, row: int) -> tuple[str | None, str]:
+        with self._randomness:
+            self._game = self.make()
+            state = self.initial_state(self._game, row)
+            return opening_of(self._game, state)
+
+    def _step(self, text: str) -> StepResult:
+        with self._randomness:
+            return self._game.step(text)
+
+    def _close(self) -> None:
+        with self._randomness:
+            self._game.close()
+
+    async def step(self, action: Action) -> Step:
+        result = await self.call(partial(self._step, action.text))
+        if not isinstance(result, StepResult):
+            raise TypeError(f"{type(self._game).__name__}.step must return a StepResult, not {type(result).__name__}")
+        return Step(
+            messages=[] if result.done else [user(result.observation)],
+            reward=result.reward,
+            done=bool(result.done),
+            metrics=numbers_of(result.info),
+        )
+
+    async def close(self) -> None:
+        if hasattr(self, "_game"):
+            await self.call(self._close)
+
+
+def opening_of(game: AbstractGame, state: dict[str, Any]) -> tuple[str | None, str]:
+    """Resets the game, and gives the system message and the first user message.
+
+    A game that words its state itself may reset to do so: it is reset again, from the same random numbers.
+    """
+    start = random.getstate()
+    observation = game.reset(**state)
+    kind = type(game)
+    if (
+        kind.get_user_message_with_state is AbstractGame.get_user_message_with_state
+        and kind.render_state_for_prompt is AbstractGame.render_state_for_prompt
+    ):
+        before = game.get_initial_user_message()
+        return game.get_system_prompt(), f"{before}\n\n{observation}" if before else observation
+    random.setstate(start)
+    first = game.get_user_message_with_state(**state)
+    random.setstate(start)
+    game.reset(**state)
+    return game.get_system_prompt(), first
+
+
+def numbers_of(info: object) -> dict[str, float]:
+    """The entries that are numbers, and have short ASCII names."""
+    if not isinstance(info, Mapping):
+        return {}
+    return {
+        name: float(value)
+        for name, value in list(info.items())[:64]
+        if isinstance(name, str) and name.isascii() and len(name) <= 100 and isinstance(value, numbers.Real)
+    }
+
+
+@cache
+def environment_of(game: type[AbstractGame]) -> type[PlayedGame]:
+    """The environment class that plays `game`."""
+    config = type("Config", (GameConfig,), {"game": game, "__module__": game.__module__, "__doc__": GameConfig.__doc__})
+    return type(game.__name__, (PlayedGame,), {"game": game, "Config": config, "__module__": game.__module__})
+
+
+class GameDataGenerator:
+    """Start states of a game as rows with a prompt: sample i is drawn after seeding with seed + i."""
+
+    def __init__(
+        self, game_class: type[AbstractGame], game_kwargs: dict[str, Any] | None = None, seed: int | None = None
+    ) -> None:
+        self.game_class, self.game_kwargs, self.seed = game_class, dict(game_kwargs or {}), seed
+        self._game = game_class(**self.game_kwargs)
+
+    def generate_sample(self, index: int) -> dict[str, Any]:
+        """prompt (a chat), env_kwargs (of reset) and data_source (the interaction's name)."""
+        if self.seed is not None:
+            random.seed(self.seed + index)
+        state = self._game.generate_initial_state()
+        system = self._game.get_system_prompt()
+        first = self._game.get_user_message_with_state(**state)
+        prompt = [] if system is None else [{"role": "system", "content": system}]
+        return {
+            "prompt": [*prompt, {"role": "user", "content": first}],
+            "env_kwargs": state,
+            "data_source": self._game.get_interaction_name(),
+        }
+
+    def get_interaction_name(self) -> str:
+        return self._game.get_interaction_name()

@@ -1,0 +1,160 @@
+"""What the published programs say (a config of any make: dict, OmegaConf, namespace) -> a job spec.
+
+Every key that says how to train is used, or named in `unused` and so told to the user; none is silently dropped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+MISSING = object()
+PRESETS = {"gae": "ppo", "ppo": "ppo", "grpo": "grpo", "grpo_per_step": "grpo", "rloo": "rloo"} | {
+    "reinforce_plus_plus": "reinforce_pp",
+    "reinforce_plus_plus_baseline": "reinforce_pp",
+}
+"""`adv_estimator` -> our preset."""
+KL = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
+TALK = frozenset(
+    {"project_name", "experiment_name", "logger_backends", "scheduler_url", "scheduler_api_key", "wandb_key"}
+    | {
+        "enable_tracing",
+        "weave_project",
+        "num_workers",
+        "agent_num_workers",
+        "interaction",
+        "env_endpoint",
+        "env_shards",
+    }
+    | {"num_steps", "num_epochs", "save_freq", "test_freq", "max_steps", "data_path", "val_data_path", "data_paths"}
+    | {"val_data_paths", "opentinker", "game", "seed", "hydra", "board_size", "max_total_steps", "game_kwargs"}
+)
+"""Keys that are read elsewhere, or say nothing about training."""
+
+
+def pick(config: Any, path: str, default: Any = None) -> Any:
+    """`config.a.b`, by item or by attribute; `default` where something on the way is missing or None."""
+    at = config
+    for name in path.split("."):
+        at = _child(at, name)
+        if at is MISSING or at is None:
+            return default
+    return at
+
+
+def _child(at: Any, name: str) -> Any:
+    if isinstance(at, Mapping) or hasattr(at, "keys"):
+        return at.get(name, MISSING)
+    return getattr(at, name, MISSING)
+
+
+def names_of(config: Any) -> list[str]:
+    if isinstance(config, Mapping) or hasattr(config, "keys"):
+        return [str(name) for name in config]
+    return list(vars(config)) if hasattr(config, "__dict__") else []
+
+
+class Settings:
+    """One program's settings: what was submitted to the scheduler, overlaid by what `set_config` was given."""
+
+    def __init__(self, *configs: Any) -> None:
+        self.configs = [config for config in reversed(configs) if config is not None]
+        self.read: set[str] = set()
+
+    def get(self, path: str, default: Any = None) -> Any:
+        self.read.add(path.split(".", maxsplit=1)[0])
+        for config in self.configs:
+            if (found := pick(config, path, MISSING)) is not MISSING:
+                return found
+        return default
+
+    def first(self, paths: Iterable[str], default: Any = None) -> Any:
+        values = [self.get(path) for path in paths]
+        return next((value for value in values if value is not None), default)
+
+    def unused(self) -> list[str]:
+        return sorted({name for config in self.configs for name in names_of(config)} - self.read - TALK)
+
+
+def spec_of(
+    settings: Settings, environment: dict[str, Any], *, steps: int, save_freq: int, test_freq: int, first_too: bool
+) -> dict[str, Any]:
+    """The job spec as data. Raises ValueError naming the setting that is missing or unknown."""
+    base = settings.first(("model_path", "tokenizer_path"))
+    if not base:
+        raise ValueError("tokenizer_path is missing: it names the model that is trained")
+    spec: dict[str, Any] = {
+        "name": _name(str(settings.get("experiment_name", "game"))),
+        "kind": "rl",
+        "model": {"base": str(base), **_lora(settings)},
+        "environment": environment,
+        "algorithm": _algorithm(settings),
+        "rollout": _rollout(settings),
+        "train": {"steps": steps, "checkpoint_every": max(1, save_freq), **_optimizer(settings)},
+    }
+    if test_freq > 0 and settings.get("val_batch_size", 1):
+        validation = {"every": test_freq, "episodes": int(settings.get("val_batch_size", 50)), "at_start": first_too}
+        spec["validation"] = validation
+    for part, values in dict(settings.get("opentinker", {})).items():
+        own = spec.get(part)
+        spec[part] = {**own, **dict(values)} if isinstance(own, dict) and hasattr(values, "keys") else values
+    return spec
+
+
+def _name(title: str) -> str:
+    kept = "".join(c if c.isascii() and (c.isalnum() or c in "_-") else "-" for c in title.lower()).strip("-_")
+    return kept[:63] or "game"
+
+
+def _lora(settings: Settings) -> dict[str, Any]:
+    rank = settings.first(("lora.lora_rank", "lora.rank", "lora_rank"), 0)
+    if not rank:
+        return {}
+    lora: dict[str, Any] = {"rank": int(rank), "alpha": float(settings.first(("lora.lora_alpha", "lora.alpha"), 16))}
+    targets = settings.get("lora.target_modules", "all-linear")
+    if targets != "all-linear":
+        lora["target_modules"] = [targets] if isinstance(targets, str) else list(targets)
+    return {"lora": lora}
+
+
+def _algorithm(settings: Settings) -> dict[str, Any]:
+    estimator = str(settings.first(("adv_estimator", "algorithm", "algorithm.adv_estimator"), "gae"))
+    if estimator == "agent_loop":  # what the published configs call the way of rolling out
+        estimator = str(settings.get("adv_estimator", "gae"))
+    if estimator not in PRESETS:
+        raise ValueError(f"adv_estimator = {estimator!r}: must be one of {', '.join(PRESETS)}")
+    algorithm: dict[str, Any] = {"name": PRESETS[estimator], "groups_per_batch": int(settings.get("batch_size", 16))}
+    grouped = PRESETS[estimator] in ("grpo", "rloo")
+    algorithm["group_size"] = int(settings.get("rollout_n", 8 if grouped else 1)) if grouped else 1
+    if estimator == "grpo_per_step":
+        algorithm["advantage"] = "per_turn"
+    kl = settings.first(("kl.kl_loss_coef", "kl.kl_coef"), 0.0)
+    if kl:
+        in_loss = bool(settings.first(("kl.use_kl_loss",), PRESETS[estimator] != "ppo"))
+        kind = str(settings.first(("kl.kl_loss_type", "kl.kl_penalty"), "low_var_kl"))
+        if kind not in KL:
+            raise ValueError(f"kl: {kind!r} must be one of {', '.join(KL)}")
+        algorithm |= {"kl_coef": float(kl), "kl_in": "loss" if in_loss else "reward", "kl_estimator": KL[kind]}
+    return algorithm
+
+
+def _rollout(settings: Settings) -> dict[str, Any]:
+    new = int(settings.get("max_new_tokens", 1024))
+    turns = settings.first(("multi_turn.max_assistant_turns", "multi_turn.max_user_turns"), 1)
+    steps = settings.first(("interaction.config.max_steps", "max_steps"))
+    rollout: dict[str, Any] = {
+        "max_tokens": new,
+        "max_turns": int(turns or steps or 1),
+        "temperature": float(settings.get("temperature", 1.0)),
+        "top_p": float(settings.get("top_p", 1.0)),
+    }
+    if prompt := settings.get("max_prompt_tokens"):
+        rollout["context_length"] = int(prompt) + new
+    if per_turn := settings.get("multi_turn.max_tokens_per_turn"):
+        rollout["max_tokens_per_turn"] = int(per_turn)
+    return rollout
+
+
+def _optimizer(settings: Settings) -> dict[str, Any]:
+    lr = settings.first(("lr", "actor_lr", "lora.lr"))
+    return {} if lr is None else {"lr": float(lr)}

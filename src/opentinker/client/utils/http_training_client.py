@@ -1,0 +1,247 @@
+"""The published training client. A job begins with `fit`: until then `submit_job` has only put its settings down.
+
+    scheduler = SchedulerClient(url="http://127.0.0.1:8080")
+    job = scheduler.submit_job(config=config, enable_agent_loop=True)
+    env = GameEnvironment(game_class=MyGame, config=config, job_id=job["job_id"])
+    client = ServiceClient(server_url=job["server_url"])
+    client.set_config(config, env)
+    client.fit(env, num_steps=100)
+
+`fit` serves the environment from this process, submits the job, shows its progress and returns its last metrics. The
+job lives in the service: a client that dies may be started again with OPENTINKER_ATTACH=JOB, and goes on where it was.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import uuid
+from collections.abc import Mapping
+from contextlib import ExitStack
+from typing import Any
+
+from opentinker.api_client import ApiError, Client
+from opentinker.client.settings import Settings, spec_of
+from opentinker.serving import serve_environment
+from opentinker.shared.types import JobState
+
+ATTACH = "OPENTINKER_ATTACH"
+TOKEN = "OPENTINKER_TOKEN"
+SHOWN = {"reward/mean": "reward", "loss/policy": "loss", "mismatch/mean": "mismatch", "step_seconds": "s/step"}
+STATES = {
+    "queued": "QUEUED",
+    "starting": "STARTING",
+    "running": "RUNNING",
+    "succeeded": "COMPLETED",
+    "failed": "FAILED",
+    "cancelled": "CANCELLED",
+}
+"""Our states by their published names."""
+
+
+class Submission:
+    """What `submit_job` put down, and, once `fit` has begun, which job became of it."""
+
+    def __init__(self, url: str, config: Any) -> None:
+        self.id = f"draft-{uuid.uuid4().hex[:12]}"
+        self.url, self.config = url, config
+        self.job: str | None = None
+        self.over = ""
+
+
+_submissions: dict[str, Submission] = {}
+"""Of this process, by id."""
+
+
+class SchedulerClient:
+    """`url` and `scheduler_url` mean the same. `api_key` is sent with every request of this process."""
+
+    def __init__(
+        self,
+        scheduler_url: str | None = None,
+        api_key: str | None = None,
+        timeout: float = 600.0,
+        poll_interval: float = 2.0,
+        *,
+        url: str | None = None,
+    ) -> None:
+        if scheduler_url is not None and url is not None and scheduler_url != url:
+            raise ValueError(f"url = {url!r} and scheduler_url = {scheduler_url!r} mean the same: give one of them")
+        if api_key:
+            os.environ[TOKEN] = api_key
+        self.timeout, self.poll_interval = timeout, poll_interval
+        self._client = Client(url or scheduler_url, wait_s=timeout)
+        self.scheduler_url = self._client.url
+
+    def submit_job(
+        self,
+        config: Mapping[str, Any] | Any,
+        enable_agent_loop: bool = True,
+        wandb_key: str | None = None,
+        num_gpus: int | None = None,
+    ) -> dict[str, Any]:
+        """job_id, status, message and server_url. Raises ApiError if the server is not reached within `timeout`.
+
+        Every job here is played by agents' environments, so `enable_agent_loop` says nothing new; `num_gpus` are the
+        trainer's. `wandb_key` is refused: metrics are with the job, see `opentinker watch`.
+        """
+        if wandb_key:
+            raise ValueError(
+                "wandb_key: no metrics are sent to third parties here; leave it out, and see them with fit"
+            )
+        self._client.queues()  # there, and speaking to us
+        submission = Submission(self.scheduler_url, config if num_gpus is None else _with_gpus(config, num_gpus))
+        _submissions[submission.id] = submission
+        return {
+            "job_id": submission.id,
+            "status": "QUEUED",
+            "message": "it starts with fit()",
+            "server_url": f"{self.scheduler_url}#{submission.id}",
+        }
+
+    def get_job_status(self, job_id: str) -> dict[str, Any]:
+        """job_id, status, server_url, and what the service knows of the job once fit() has begun."""
+        submission = _submissions.get(job_id)
+        if submission is not None and submission.job is None:
+            return {"job_id": job_id, "status": submission.over or "QUEUED", "server_url": f"{submission.url}#{job_id}"}
+        job = self._client.job(submission.job if submission is not None and submission.job else job_id)
+        return {**job, "job_id": job_id, "status": STATES[job["state"]], "error_message": job["reason"] or None}
+
+    job_status = get_job_status
+
+    def cancel_job(self, job_id: str) -> dict[str, Any]:
+        """Cancels what is not over yet."""
+        submission = _submissions.get(job_id)
+        if submission is not None and submission.job is None:
+            submission.over = "CANCELLED"
+        else:
+            real = submission.job if submission is not None and submission.job else job_id
+            if not JobState(self._client.job(real)["state"]).final:
+                self._client.cancel(real)
+        return self.get_job_status(job_id)
+
+    def complete_job(self, job_id: str) -> dict[str, Any]:
+        """A job ends by itself here; one that was never begun is dropped, one that runs is cancelled."""
+        return self.cancel_job(job_id)
+
+
+class ServiceClient:
+    """`server_url`: what submit_job gave, or the service's own URL. `logger_backends`: `console` or none."""
+
+    def __init__(
+        self,
+        server_url: str,
+        project_name: str | None = None,
+        experiment_name: str | None = None,
+        logger_backends: Any = None,
+        **client_kwargs: Any,
+    ) -> None:
+        url, _, draft = server_url.partition("#")
+        if draft and draft not in _submissions:
+            raise ValueError(f"server_url {server_url!r} was given by submit_job in another process: submit again here")
+        if odd := sorted(set(logger_backends or ()) - {"console"}):
+            say(f"logger_backends {', '.join(odd)}: not used; metrics are with the job: opentinker watch JOB")
+        self.url, self.project_name, self.experiment_name = url, project_name, experiment_name
+        self._submission = _submissions[draft] if draft else Submission(url, None)
+        self._extra = client_kwargs.get("config")
+        self._args: Any = None
+
+    def set_config(self, args: Any, env: Any) -> None:
+        """`args` overlays what was submitted; what `env.get_config()` says comes on top."""
+        self._args = args
+        env.setup(self)
+
+    def settings(self, env: Any) -> Settings:
+        own = {} if self.experiment_name is None else {"experiment_name": self.experiment_name}
+        return Settings(self._submission.config, self._extra, own, self._args, dict(env.get_config() or {}))
+
+    def fit(
+        self,
+        env: Any,
+        num_epochs: int | None = None,
+        num_steps: int | None = None,
+        save_freq: int = 100,
+        test_freq: int = 50,
+        validate_before_training: bool = True,
+        verbose: bool = True,
+        game_stats_client: Any = None,
+        game_stats_log_freq: int = 1,
+    ) -> dict[str, float]:
+        """Trains, and returns the last metrics. `num_steps` wins over `num_epochs` (default: one pass over the data).
+
+        Raises RuntimeError when the job fails or is cancelled, ApiError when the service refuses it, with every
+        mistake. Ctrl-C leaves the job running; while nobody serves its environment it waits.
+        """
+        if env.reward_function is not None:
+            raise ValueError("reward_function: rewards come from the game's step() here; put it there")
+        if self._submission.over:
+            raise RuntimeError(f"{self._submission.id} was cancelled")
+        settings = self.settings(env)
+        steps = num_steps or (num_epochs or 1) * len(env.get_dataloader()[0])
+        with ExitStack() as held:
+            client = held.enter_context(Client(self.url, on_wait=say))
+            attached = os.environ.get(ATTACH)
+            served = held.enter_context(
+                serve_environment(env.environment_class(), name=_served_name(client, attached), url=self.url)
+            )
+            if attached is None:
+                spec = spec_of(
+                    settings,
+                    {"name": served.environment},
+                    steps=steps,
+                    save_freq=save_freq,
+                    test_freq=test_freq,
+                    first_too=validate_before_training,
+                )
+                if unused := settings.unused():
+                    say(f"settings that mean nothing here: {', '.join(unused)}")
+                attached = str(client.submit(spec)["id"])
+            self._submission.job = attached
+            if verbose:
+                say(f"job {attached} on {self.url}; if this process dies, go on with {ATTACH}={attached}")
+            return _follow(client, attached, verbose, game_stats_client, max(1, game_stats_log_freq))
+
+
+def _served_name(client: Client, job: str | None) -> str:
+    """A new name, or that which the job to be attached to asks for."""
+    if job is None:
+        return f"fit-{uuid.uuid4().hex[:12]}"
+    name = str(client.job(job)["spec"]["environment"]["name"])
+    kind, _, rest = name.partition(":")
+    if kind != "served":
+        raise ApiError(f"job {job} plays {name!r}, which no client serves")
+    return rest
+
+
+def _follow(client: Client, job: str, verbose: bool, stats: Any, every: int) -> dict[str, float]:
+    last: dict[str, float] = {}
+    for point in client.watch_metrics(job):
+        if point["source"] != "trainer":
+            continue
+        last = {**last, **point["values"], "training/global_step": float(point["step"])}
+        if verbose and "reward/mean" in point["values"]:
+            values = point["values"]
+            told = [f"{title} {values[name]:.4g}" for name, title in SHOWN.items() if name in values]
+            say(f"step {point['step']}: {', '.join(told)}")
+        if stats is not None and point["step"] % every == 0:
+            last |= {f"game/{name}": value for name, value in _numbers(stats.get_all_stats()).items()}
+    final = client.wait(job)
+    if JobState(final["state"]) != JobState.SUCCEEDED:
+        raise RuntimeError(f"job {job} {final['state']}: {final['reason'] or 'no reason was given'}")
+    return last
+
+
+def _numbers(values: Any) -> dict[str, float]:
+    return {name: float(value) for name, value in (values or {}).items() if isinstance(value, int | float)}
+
+
+def _with_gpus(config: Any, gpus: int) -> dict[str, Any]:
+    named = {name: config[name] for name in config} if hasattr(config, "keys") else dict(vars(config))
+    own = dict(named.get("opentinker") or {})
+    return {**named, "opentinker": {**own, "resources": {**dict(own.get("resources") or {}), "trainer_gpus": gpus}}}
+
+
+def say(sentence: str) -> None:
+    """To the person at the terminal: this is their program's own process."""
+    sys.stdout.write(f"{sentence}\n")
+    sys.stdout.flush()

@@ -1,0 +1,57 @@
+"""Small helpers of the published client."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+PATH_KEYS = ("tokenizer_path", "model_path", "processor_path", "data_path", "val_data_path", "output_path")
+LISTS = ("data_paths", "val_data_paths")
+
+
+def resolve_path(path: str, base: str | Path | None = None) -> str:
+    """The absolute path of what exists below `base` (default: here); anything else, such as a hub id, as it is."""
+    there = (Path(base or ".") / Path(path).expanduser()).resolve()
+    return str(there) if there.exists() else path
+
+
+def resolve_paths_in_config(config: Any) -> Any:
+    """The same config, in which paths that exist are absolute."""
+    for name in PATH_KEYS:
+        if isinstance(value := config.get(name), str):
+            config[name] = resolve_path(value)
+    for name in LISTS:
+        value = config.get(name)
+        if value is not None and not isinstance(value, str):
+            config[name] = [resolve_path(str(path)) for path in value]
+    return config
+
+
+def find_free_port() -> int:
+    """A TCP port that was free a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def tolerant_merge_dicts(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
+    """`second` over `first`, dictionary by dictionary."""
+    merged = dict(first)
+    for name, value in second.items():
+        own = merged.get(name)
+        merged[name] = (
+            tolerant_merge_dicts(own, value) if isinstance(own, Mapping) and isinstance(value, Mapping) else value
+        )
+    return merged
+
+
+def verify_raw_prompt_format(rows: Any) -> None:
+    """Raises ValueError unless every row's raw_prompt is a chat."""
+    for number, row in enumerate(rows):
+        chat = row.get("raw_prompt")
+        if not isinstance(chat, list) or not all(
+            isinstance(m, Mapping) and {"role", "content"} <= m.keys() for m in chat
+        ):
+            raise ValueError(f"row {number}: raw_prompt must be a list of {{role, content}}")

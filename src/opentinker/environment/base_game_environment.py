@@ -1,0 +1,156 @@
+"""A game and its data, as the published client knows them. `fit` serves it to the job from the client's own process."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import orjson
+
+from opentinker.client.settings import pick
+from opentinker.environment.base_data_generator import DynamicGameDataset
+from opentinker.environment.environment import BaseEnvironment, RewardFunctionSpec
+from opentinker.environment.game_server import GameServer
+from opentinker.envs.base import EnvironmentConfig
+from opentinker.envs.game import AbstractGame, GameDataGenerator, PlayedGame, check_arguments
+
+T = TypeVar("T")
+
+VALIDATION_SEED = 42
+VALIDATION_SAMPLES = 50
+EPOCH_BATCHES = 100
+
+
+@dataclass
+class InteractionSpec:
+    """By which name and class a game is known."""
+
+    name: str
+    class_path: str
+    config: dict[str, Any] = field(default_factory=dict)
+
+
+class Batches:
+    """A data set in whole batches, in order; what is left over at the end is a batch of its own."""
+
+    def __init__(self, dataset: Any, batch_size: int) -> None:
+        self.dataset, self.batch_size = dataset, batch_size
+
+    def __len__(self) -> int:
+        return (len(self.dataset) + self.batch_size - 1) // self.batch_size
+
+    def __iter__(self) -> Any:
+        for start in range(0, len(self.dataset), self.batch_size):
+            yield [self.dataset[index] for index in range(start, min(start + self.batch_size, len(self.dataset)))]
+
+
+class GameEnvironment(BaseEnvironment):
+    """`config` is the program's (dict, OmegaConf, namespace). The game is played in the client's process, or, where
+    `interaction.config.env_endpoint` or `env_endpoint` names a game server, there; the start states are drawn here."""
+
+    def __init__(
+        self,
+        game_class: type[AbstractGame],
+        config: Any,
+        game_kwargs: dict[str, Any] | None = None,
+        reward_function: RewardFunctionSpec | None = None,
+        job_id: str | None = None,
+    ) -> None:
+        self.game_class, self.config = game_class, config
+        self.game_kwargs = dict(game_kwargs or {})
+        self.reward_function, self.job_id = reward_function, job_id or pick(config, "interaction.config.job_id")
+        check_arguments(game_class, self.game_kwargs)
+        self.env_endpoint: str | None = pick(config, "interaction.config.env_endpoint", pick(config, "env_endpoint"))
+        self.max_steps = int(pick(config, "interaction.config.max_steps", pick(config, "max_steps", 100)))
+        self.interaction_name = game_class(**self.game_kwargs).get_interaction_name()
+        self.train_dataloader: Any = None
+        self.val_dataloader: Any = None
+        self._file: Path | None = None
+        self._setup_dataloader()
+
+    # --- data ---------------------------------------------------------------------------------------------------
+
+    def _setup_dataloader(self) -> None:
+        """The two data loaders; override it to give others."""
+        batch = int(pick(self.config, "batch_size", 16))
+        steps = int(pick(self.config, "num_steps", EPOCH_BATCHES))
+        own = GameDataGenerator(self.game_class, self.game_kwargs)
+        self.train_dataloader = Batches(DynamicGameDataset(own, virtual_size=batch * steps), batch)
+        validation = int(pick(self.config, "val_batch_size", VALIDATION_SAMPLES))
+        seeded = GameDataGenerator(self.game_class, self.game_kwargs, seed=VALIDATION_SEED)
+        self.val_dataloader = Batches(DynamicGameDataset(seeded, virtual_size=validation), max(1, validation))
+
+    def get_dataloader(self) -> tuple[Any, Any]:
+        return self.train_dataloader, self.val_dataloader
+
+    def state_of(self, game: AbstractGame, row: int, split: str) -> dict[str, Any]:
+        """The keyword arguments of `reset` for row `row`; the global `random` is seeded before."""
+        return game.generate_initial_state()
+
+    # --- what the published client asks for ----------------------------------------------------------------------
+
+    def get_config(self) -> dict[str, Any]:
+        """Override it to say what the job's spec should say otherwise: {"opentinker": {"train": {"lr": 1e-5}}}."""
+        return {}
+
+    def setup(self, client: Any) -> None:
+        """Nothing to do before `fit`: the environment is served when the job is submitted."""
+
+    def get_interaction_config_content(self) -> dict[str, Any]:
+        kind = f"{self.game_class.__module__}.{self.game_class.__qualname__}"
+        spec = InteractionSpec(self.interaction_name, kind, {"max_steps": self.max_steps})
+        if self.env_endpoint:
+            spec.config["env_endpoint"] = self.env_endpoint
+        if self.job_id:
+            spec.config["job_id"] = self.job_id
+        return {"interaction": [{"name": spec.name, "class_name": spec.class_path, "config": spec.config}]}
+
+    def get_interaction_config_path(self) -> str:
+        """A file with this content (JSON, which is YAML too), until `cleanup`."""
+        if self._file is None:
+            with tempfile.NamedTemporaryFile(suffix=".yaml", prefix="interaction-", delete=False) as file:
+                file.write(orjson.dumps(self.get_interaction_config_content(), option=orjson.OPT_INDENT_2))
+            self._file = Path(file.name)
+        return str(self._file)
+
+    def cleanup(self) -> None:
+        if self._file is not None:
+            self._file.unlink(missing_ok=True)
+            self._file = None
+
+    # --- what is served -------------------------------------------------------------------------------------------
+
+    def environment_class(self) -> type[PlayedGame]:
+        """What `fit` serves: this game with these arguments, played in threads of this process."""
+        owner = self
+
+        class Served(PlayedGame):
+            class Config(EnvironmentConfig):
+                split: Literal["train", "val"] = "train"
+
+            config: Config  # type: ignore[assignment]
+            game = owner.game_class
+            blocking = False  # its calls wait in a thread
+            lock = asyncio.Lock()
+
+            def make(self) -> AbstractGame:
+                game = owner.game_class(**owner.game_kwargs)
+                return game if owner.env_endpoint is None else GameServer(owner.env_endpoint, owner.job_id, game)
+
+            def initial_state(self, game: AbstractGame, row: int) -> dict[str, Any]:
+                return owner.state_of(game, row, self.config.split)
+
+            async def call(self, function: Callable[[], T]) -> T:
+                async with self.lock:
+                    return await asyncio.to_thread(function)
+
+        Served.__name__ = self.game_class.__name__
+        return Served
+
+
+def create_game_environment(game_class: type[AbstractGame], config: Any, **game_kwargs: Any) -> GameEnvironment:
+    return GameEnvironment(game_class, config, game_kwargs)

@@ -1,0 +1,158 @@
+"""A game server of the published make: any language can serve these routes, and any client of ours can play on it.
+
+POST /reset {instance_id, job_id, **kwargs} -> observation, system_prompt, game_state
+POST /step {instance_id, job_id, action}    -> observation, reward, done, info
+POST /finalize {instance_id, job_id}        GET /health, /stats, /stats/step, /stats/cumulative, /stats/jobs
+POST /stats/reset, /stats/reset_all         DELETE /stats/job/{id}
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import orjson
+from aiohttp import web
+
+from opentinker.environment.game_stats import BaseGameStats, GameStats, JobStats
+from opentinker.envs.game import AbstractGame, check_arguments, opening_of
+
+__all__ = ["BaseGameStats", "GameStats", "create_game_app", "create_game_server", "run_game_server"]
+
+MOST_GAMES = 100_000
+"""At once; more are refused until some are done."""
+
+
+class GameRoutes:
+    """Games are played in threads, one call at a time: they share the process's random numbers."""
+
+    def __init__(
+        self, game_class: type[AbstractGame], stats_class: type[BaseGameStats] | None, arguments: dict[str, Any]
+    ) -> None:
+        check_arguments(game_class, arguments)
+        self.game_class, self.arguments = game_class, arguments
+        self.games: dict[tuple[str, str], AbstractGame] = {}
+        self.stats = JobStats(stats_class or BaseGameStats)
+        self.turn = asyncio.Lock()
+
+    async def reset(self, body: dict[str, Any]) -> dict[str, Any]:
+        instance, job = _ids(body)
+        if len(self.games) >= MOST_GAMES:
+            raise web.HTTPServiceUnavailable(text=f"{MOST_GAMES} games are being played")
+        kwargs = {name: value for name, value in body.items() if name not in ("instance_id", "job_id")}
+        game = self.games.get((job, instance)) or self.game_class(**self.arguments)
+        async with self.turn:
+            system, first = await asyncio.to_thread(opening_of, game, kwargs)
+        self.games[job, instance] = game
+        self.stats.of(job).register_game_start(instance, job)
+        return {"observation": first, "system_prompt": system, "game_state": game.get_state()}
+
+    async def step(self, body: dict[str, Any]) -> dict[str, Any]:
+        instance, job = _ids(body)
+        game = self.games.get((job, instance))
+        if game is None:
+            raise web.HTTPNotFound(text=f"no game {instance} of job {job}: reset it first")
+        async with self.turn:
+            result = await asyncio.to_thread(game.step, str(body.get("action", "")))
+        stats = self.stats.of(job)
+        stats.record_step(instance, result.reward)
+        stats.record_game_result(result.info, result.reward, result.done, instance, job)
+        if result.done:
+            await self._drop(job, instance)
+        return {
+            "observation": result.observation,
+            "reward": result.reward,
+            "done": result.done,
+            "info": result.info,
+        }
+
+    async def finalize(self, body: dict[str, Any]) -> dict[str, Any]:
+        instance, job = _ids(body)
+        await self._drop(job, instance)
+        return {"status": "ok"}
+
+    async def _drop(self, job: str, instance: str) -> None:
+        game = self.games.pop((job, instance), None)
+        if game is not None:
+            async with self.turn:
+                await asyncio.to_thread(game.close)
+
+    def statistics(self, job: str) -> dict[str, float]:
+        stats = self.stats.of(job)
+        return stats.get_cumulative_stats() | stats.get_step_stats()
+
+
+def _ids(body: dict[str, Any]) -> tuple[str, str]:
+    instance = body.get("instance_id")
+    if not isinstance(instance, str) or not instance:
+        raise web.HTTPUnprocessableEntity(text="instance_id must be a text")
+    return instance, str(body.get("job_id") or "default")
+
+
+def create_game_app(
+    game_class: type[AbstractGame], stats_class: type[BaseGameStats] | None = None, **game_kwargs: Any
+) -> web.Application:
+    """The routes as an aiohttp application. Raises ValueError for arguments that the game does not take."""
+    routes = GameRoutes(game_class, stats_class, game_kwargs)
+
+    def play(handler: Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]) -> Any:
+        async def answer(request: web.Request) -> web.Response:
+            try:
+                body = orjson.loads(await request.read() or b"{}")
+            except orjson.JSONDecodeError as error:
+                raise web.HTTPBadRequest(text=f"the body is not JSON: {error}") from None
+            if not isinstance(body, dict):
+                raise web.HTTPUnprocessableEntity(text="the body must be an object")
+            return _json(await handler(body))
+
+        return answer
+
+    def tell(function: Callable[[BaseGameStats, str], Any]) -> Any:
+        async def answer(request: web.Request) -> web.Response:
+            job = request.match_info.get("job") or request.query.get("job_id", "default")
+            return _json(function(routes.stats.of(job), job))
+
+        return answer
+
+    async def health(_: web.Request) -> web.Response:
+        return _json({"status": "healthy"})
+
+    async def jobs(_: web.Request) -> web.Response:
+        return _json({"jobs": sorted(routes.stats.jobs)})
+
+    app = web.Application()
+    app.add_routes(
+        [
+            web.post("/reset", play(routes.reset)),
+            web.post("/step", play(routes.step)),
+            web.post("/finalize", play(routes.finalize)),
+            web.get("/health", health),
+            web.get("/stats", tell(lambda _, job: routes.statistics(job))),
+            web.get("/stats/step", tell(lambda stats, _: stats.get_step_stats())),
+            web.get("/stats/cumulative", tell(lambda stats, _: stats.get_cumulative_stats())),
+            web.get("/stats/jobs", jobs),
+            web.post("/stats/reset", tell(lambda stats, _: stats.reset_step_stats())),
+            web.post("/stats/reset_all", tell(lambda stats, _: stats.reset_all())),
+            web.delete("/stats/job/{job}", tell(lambda _, job: routes.stats.jobs.pop(job) and None)),
+        ]
+    )
+    return app
+
+
+create_game_server = create_game_app
+
+
+def run_game_server(
+    game_class: type[AbstractGame],
+    host: str = "0.0.0.0",
+    port: int = 8081,
+    stats_class: type[BaseGameStats] | None = None,
+    **game_kwargs: Any,
+) -> None:
+    """Serves until it is interrupted. It asks nobody who they are: use 127.0.0.1 unless the network is yours."""
+    web.run_app(create_game_app(game_class, stats_class, **game_kwargs), host=host, port=port, print=None)
+
+
+def _json(value: Any) -> web.Response:
+    return web.Response(body=orjson.dumps(value, default=str), content_type="application/json")

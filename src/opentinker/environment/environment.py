@@ -1,0 +1,50 @@
+"""What a training client asks of an environment: data, and what it says about the job."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+KINDS = ("config", "remote", "code")
+
+
+@dataclass
+class RewardFunctionSpec:
+    """Where rewards come from when not from the environment. Here they always come from the environment: `fit` says so
+    and refuses an environment that has one of these, instead of training on other numbers than it says."""
+
+    type: str
+    config_path: str | None = None
+    config_name: str | None = None
+    config_kwargs: dict[str, Any] = field(default_factory=dict)
+    remote_endpoint: str | None = None
+    remote_api_key: str | None = None
+    code_function: Callable[..., Any] | None = None
+    code_source: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.type not in KINDS:
+            raise ValueError(f"type = {self.type!r}: must be one of {', '.join(KINDS)}")
+
+    def to_config_dict(self) -> dict[str, Any]:
+        """The fields that are set, without functions and keys."""
+        named = ("type", "config_path", "config_name", "config_kwargs", "remote_endpoint")
+        return {name: value for name in named if (value := getattr(self, name))}
+
+
+class BaseEnvironment(ABC):
+    """Subclass GameEnvironment, which does all of this, rather than this."""
+
+    @abstractmethod
+    def setup(self, client: Any) -> None:
+        """Called with the ServiceClient before training."""
+
+    @abstractmethod
+    def get_dataloader(self) -> tuple[Any, Any]:
+        """For training and for validation (or None)."""
+
+    @abstractmethod
+    def get_config(self) -> dict[str, Any]:
+        """What the job's spec should say otherwise, under `opentinker`: {"opentinker": {"train": {"lr": 1e-5}}}."""

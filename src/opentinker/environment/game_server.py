@@ -1,0 +1,68 @@
+"""A game behind a game server of the published make: POST /reset and POST /step, one instance per episode."""
+
+from __future__ import annotations
+
+import contextlib
+import urllib.error
+import urllib.request
+import uuid
+from typing import Any
+
+import orjson
+
+from opentinker.envs.game import AbstractGame, StepResult
+
+TIMEOUT_S = 60.0
+
+
+class GameServerError(Exception):
+    """The server was not reached, or its answer is not one."""
+
+
+def post(endpoint: str, route: str, body: dict[str, Any], timeout_s: float = TIMEOUT_S) -> dict[str, Any]:
+    """Raises GameServerError."""
+    url = f"{endpoint.rstrip('/')}{route}"
+    request = urllib.request.Request(url, orjson.dumps(body), {"Content-Type": "application/json"})
+    try:
+        with urllib.request.urlopen(request, timeout=timeout_s) as response:
+            answer = orjson.loads(response.read())
+    except (OSError, ValueError) as error:
+        detail = error.read()[:500].decode(errors="replace") if isinstance(error, urllib.error.HTTPError) else ""
+        raise GameServerError(f"game server {url}: {error} {detail}".rstrip()) from None
+    if not isinstance(answer, dict):
+        raise GameServerError(f"game server {url} answered {type(answer).__name__} instead of an object")
+    return answer
+
+
+class GameServer(AbstractGame):
+    """One episode of a game played by the server at `endpoint`. `local` draws the start state."""
+
+    def __init__(self, endpoint: str, job: str | None, local: AbstractGame) -> None:
+        self._endpoint, self._local = endpoint, local
+        self._ids = {"instance_id": uuid.uuid4().hex, "job_id": job or "default"}
+        self._system: str | None = None
+
+    def generate_initial_state(self) -> dict[str, Any]:
+        return self._local.generate_initial_state()
+
+    def reset(self, **kwargs: Any) -> str:
+        answer = post(self._endpoint, "/reset", {**self._ids, **kwargs})
+        self._system = answer.get("system_prompt") or self._local.get_system_prompt()
+        return str(answer["observation"])
+
+    def step(self, action: str) -> StepResult:
+        answer = post(self._endpoint, "/step", {**self._ids, "action": action})
+        return StepResult(
+            str(answer.get("observation", "")), answer["reward"], bool(answer["done"]), answer.get("info") or {}
+        )
+
+    def get_system_prompt(self) -> str | None:
+        return self._system
+
+    def get_initial_user_message(self) -> str:
+        return ""
+
+    def close(self) -> None:
+        """A server that has forgotten a finished instance says so, and need not be told."""
+        with contextlib.suppress(GameServerError):
+            post(self._endpoint, "/finalize", self._ids)

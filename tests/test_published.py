@@ -1,0 +1,195 @@
+"""Programs written for the published client, against real services: they submit, fit, die, come back and go on."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from opentinker.client.settings import Settings, spec_of
+from opentinker.client.utils.utils import resolve_path, tolerant_merge_dicts, verify_raw_prompt_format
+from opentinker.environment import GameEnvironment, StaticDatasetGenerator
+from opentinker.shared.rows import RowError
+from opentinker.shared.spec import parse_spec
+from tests.cluster import PYTHONPATH, ROOT, Cluster, toy_cluster
+from tests.conftest import WAIT_S, until
+from tests.published_games import HigherLower
+
+CONFIG: dict[str, Any] = {
+    "tokenizer_path": "some/model",
+    "adv_estimator": "grpo",
+    "rollout_n": 4,
+    "batch_size": 8,
+    "max_prompt_tokens": 100,
+    "max_new_tokens": 50,
+    "temperature": 0.7,
+    "top_p": 0.9,
+}
+
+
+class System:
+    def __init__(self, cluster: Cluster, model: Path) -> None:
+        self.cluster, self.model = cluster, model
+
+    @contextmanager
+    def program(self, log: Path, steps: int, **environ: str) -> Iterator[subprocess.Popen[bytes]]:
+        script = [str(ROOT / "tests" / "published_program.py"), self.cluster.client.url, str(self.model), str(steps)]
+        variables = {**os.environ, "PYTHONPATH": PYTHONPATH, "PYTHONUNBUFFERED": "1", **environ}
+        with log.open("wb") as file:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "opentinker.client", *script], env=variables, stdout=file, stderr=file
+            )
+        try:
+            yield process
+        finally:
+            process.kill()
+            process.wait()
+
+    async def newest(self) -> Any:
+        jobs = await self.cluster.client.jobs()
+        return jobs[0] if jobs else None
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def system(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[System]:
+    async with toy_cluster(tmp_path_factory.mktemp("published")) as (cluster, model):
+        yield System(cluster, model)
+
+
+async def ended(process: subprocess.Popen[bytes]) -> int:
+    await until(lambda: process.poll() is not None, WAIT_S)
+    return process.returncode
+
+
+@pytest.mark.slow
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_published_program_trains_and_gets_its_metrics(system: System, tmp_path: Path) -> None:
+    log = tmp_path / "out"
+    with system.program(log, 6) as process:
+        assert await ended(process) == 0, log.read_text()
+    said = log.read_text()
+    assert "step 6: reward " in said and "COMPLETED" in said.splitlines()[-1]
+    assert "settings that mean nothing here: ppo_mini_batch_size" in said
+    job = await system.cluster.client.job((await system.newest())["id"])
+    assert (job["state"], job["step"], job["name"]) == ("succeeded", 6, "number-game")
+    assert job["spec"]["rollout"]["max_tokens"] == 4 and job["spec"]["algorithm"]["group_size"] == 4
+    assert job["spec"]["validation"]["every"] == 5
+
+
+@pytest.mark.slow
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_program_that_was_killed_is_started_again_and_goes_on(system: System, tmp_path: Path) -> None:
+    before = (await system.newest() or {}).get("id")
+
+    async def begun() -> bool:
+        job = await system.newest()
+        return job is not None and job["id"] != before and job["step"] >= 2
+
+    with system.program(tmp_path / "first", 60):
+        await until(begun, WAIT_S)
+        job = (await system.newest())["id"]
+    log = tmp_path / "second"
+    with system.program(log, 60, OPENTINKER_ATTACH=job) as process:
+        assert await ended(process) == 0, log.read_text()
+    record = await system.cluster.client.job(job)
+    assert (record["state"], record["step"]) == ("succeeded", 60)
+    assert (await system.newest())["id"] == job
+
+
+# --- settings -------------------------------------------------------------------------------------------------------
+
+
+def spec(*configs: Any, **options: Any) -> Any:
+    defaults = {"steps": 10, "save_freq": 5, "test_freq": 0, "first_too": False}
+    return parse_spec(spec_of(Settings(*configs), {"name": "served:x"}, **{**defaults, **options}))
+
+
+def test_settings_of_the_published_programs_are_used() -> None:
+    args = SimpleNamespace(
+        lora={"lora_rank": 8, "lora_alpha": 16, "lr": 3e-5},
+        kl={"kl_loss_coef": 0.001, "kl_loss_type": "low_var_kl"},
+        multi_turn={"max_assistant_turns": 5, "max_tokens_per_turn": 20},
+        val_batch_size=30,
+    )
+    job = spec(CONFIG, args, test_freq=20, first_too=True)
+    assert (job.algorithm.name, job.algorithm.group_size, job.algorithm.groups_per_batch) == ("grpo", 4, 8)
+    assert (job.algorithm.kl_coef, job.algorithm.kl_in, job.algorithm.kl_estimator) == (0.001, "loss", "k3")
+    assert (job.model.lora.rank, job.model.lora.alpha, job.train.lr) == (8, 16.0, 3e-5)
+    assert (job.rollout.max_turns, job.rollout.max_tokens_per_turn, job.rollout.context_length) == (5, 20, 150)
+    assert (job.rollout.temperature, job.rollout.top_p) == (0.7, 0.9)
+    assert (job.train.steps, job.train.checkpoint_every) == (10, 5)
+    assert (job.validation.every, job.validation.episodes, job.validation.at_start) == (20, 30, True)
+
+
+@pytest.mark.parametrize(("estimator", "name", "size"), [("gae", "ppo", 1), ("rloo", "rloo", 4), (None, "ppo", 1)])
+def test_estimators_are_presets(estimator: str | None, name: str, size: int) -> None:
+    job = spec(CONFIG | {"adv_estimator": estimator, "batch_size": 16})
+    assert (job.algorithm.name, job.algorithm.group_size) == (name, size)
+    assert spec(CONFIG | {"adv_estimator": "grpo_per_step"}).algorithm.advantage == "per_turn"
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"adv_estimator": "magic"}, "adv_estimator = 'magic'"),
+        ({"tokenizer_path": None}, "tokenizer_path is missing"),
+        ({"kl": {"kl_loss_coef": 0.1, "kl_loss_type": "odd"}}, "kl: 'odd'"),
+    ],
+)
+def test_settings_that_are_wrong_are_named(config: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        spec(CONFIG | config)
+
+
+def test_what_the_program_says_of_the_spec_itself_comes_last() -> None:
+    job = spec(CONFIG | {"opentinker": {"train": {"lr": 0.5}, "resources": {"rollout_workers": 2}}})
+    assert (job.train.lr, job.train.steps, job.resources.rollout_workers) == (0.5, 10, 2)
+
+
+# --- data and helpers -----------------------------------------------------------------------------------------------
+
+
+def test_rows_of_files_are_samples(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(
+        '{"prompt": "1+1?", "reward_model": {"ground_truth": "2"}, "level": 3}\n'
+        '{"prompt": [{"role": "user", "content": "2+2?"}], "ground_truth": "4"}\n'
+    )
+    data = StaticDatasetGenerator(str(path), shuffle=False, extra_keys=["level"], system_prompt="Be exact.")
+    first, second = data.generate_sample(0), data.generate_sample(3)
+    assert first["prompt"] == [{"role": "system", "content": "Be exact."}, {"role": "user", "content": "1+1?"}]
+    assert first["env_kwargs"] == {"ground_truth": "2", "data_source": "math", "level": 3}
+    assert second["ground_truth"] == "4" and len(data) == 2
+    path.write_text('{"question": "1+1?"}\n')
+    with pytest.raises(
+        RowError, match=r"rows\.jsonl, line 1: prompt must be a text or a chat; the columns are: question"
+    ):
+        StaticDatasetGenerator(str(path))
+
+
+def test_an_environment_has_loaders_and_an_interaction_file() -> None:
+    env = GameEnvironment(HigherLower, {"batch_size": 4, "num_steps": 3, "val_batch_size": 5}, {"tries": 2}, job_id="j")
+    train, validation = env.get_dataloader()
+    assert (len(train), len(next(iter(train))), len(validation.dataset)) == (3, 4, 5)
+    row = next(iter(validation))[0]
+    assert row["raw_prompt"][0]["content"] == "You guess numbers." and row == next(iter(validation))[0]
+    path = Path(env.get_interaction_config_path())
+    assert '"higherlower"' in path.read_text()
+    env.cleanup()
+    assert not path.exists()
+
+
+def test_helpers(tmp_path: Path) -> None:
+    (tmp_path / "here").touch()
+    assert resolve_path("here", tmp_path) == str(tmp_path / "here") and resolve_path("org/model") == "org/model"
+    assert tolerant_merge_dicts({"a": {"b": 1}, "c": 1}, {"a": {"d": 2}, "c": {}}) == {"a": {"b": 1, "d": 2}, "c": {}}
+    with pytest.raises(ValueError, match="row 1"):
+        verify_raw_prompt_format([{"raw_prompt": []}, {"raw_prompt": "text"}])
