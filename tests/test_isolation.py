@@ -104,6 +104,16 @@ def listening() -> Iterator[str]:
 # --- playing --------------------------------------------------------------------------------------------------------
 
 
+async def test_an_agent_asks_its_model_inside_of_its_sandbox(worker: Worker) -> None:
+    """Its endpoint listens on the loopback of the sandbox, which no other process can reach."""
+    session, opened = await worker.open("tests.agent_samples:Echo")
+    assert opened.failure is None, opened.error
+    assert opened.messages[0].text == "row 3 seed 4 turn 0="
+    assert (await worker.step(session, "yes")).messages[0].text == "row 3 seed 4 turn 1="
+    last = await worker.step(session, "yes", 1)
+    assert (last.reward, last.done) == (2.0, True)
+
+
 async def test_an_uploaded_environment_is_played_by_one_warm_child(worker: Worker, tmp_path: Path) -> None:
     name = worker.push(PARITY)
     for text, reward in (("even", 1.0), ("odd", 0.0)):

@@ -25,12 +25,7 @@ MOST_TOP_LOGPROBS = 1
 MOST_STOPS = 16
 LARGEST_ID = 2**31
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
-FINISH = {
-    StopReason.EOS: "stop",
-    StopReason.STOP: "stop",
-    StopReason.LENGTH: "length",
-    StopReason.CONTEXT: "length",
-}
+FINISH = {reason: "stop" if reason in (StopReason.EOS, StopReason.STOP) else "length" for reason in StopReason}
 IMAGE_TYPES = ("image/png", "image/jpeg")
 
 
@@ -275,7 +270,7 @@ def _tool(given: Any, where: str) -> Tool:
     parameters = function.get("parameters") or {"type": "object", "properties": {}}
     if not isinstance(parameters, dict):
         raise Refused("must be a JSON schema", param=f"{where}.function.parameters")
-    return Tool(name=function["name"], description=_text(function, "description", where) or "", parameters=parameters)
+    return Tool(name=function["name"], description=_text(function, "description", where), parameters=parameters)
 
 
 def _check_sendable(asked: Asked) -> None:
@@ -393,12 +388,8 @@ def _token_logprobs(action: Action, top: int) -> list[Json]:
 
 
 def _completion(asked: Asked, action: Action) -> Json:
-    logprobs = {
-        "tokens": [f"token_id:{id}" for id in action.ids],
-        "token_logprobs": action.logprobs,
-        "top_logprobs": None,
-        "text_offset": [],
-    }
+    tokens = [f"token_id:{id}" for id in action.ids]
+    logprobs = {"tokens": tokens, "token_logprobs": action.logprobs, "top_logprobs": None, "text_offset": []}
     return {
         "index": 0,
         "text": said(asked, action).text,
