@@ -176,12 +176,12 @@ async def test_a_forgotten_instance_ends_the_episode_with_its_reason() -> None:
 async def test_a_step_is_never_sent_twice_and_hanging_ends_at_the_deadline() -> None:
     game = Game()
     async with server(game) as url:
-        playing = Playing(url, deadline_s=0.5)
+        playing = Playing(url, deadline_s=2.0)
         await playing.open()
         game.hang.clear()
         reply = await playing.step(0, GOLD)
         assert reply.failure == Ending.ENV_TIMEOUT
-        slow = Playing(url, request_timeout_s=0.1)
+        slow = Playing(url, request_timeout_s=1.0)
         game.hang.set()
         await slow.open()
         game.hang.clear()

@@ -161,7 +161,7 @@ async def test_a_full_process_is_busy_and_two_share_the_load(
         episodes = [Episode(bus, job, "count") for _ in range(4)]
         first = [await episode.open() for episode in episodes[:2]]
         waiting = [asyncio.create_task(episode.open()) for episode in episodes[2:]]
-        full = await Episode(bus, job, "count").open(deadline_s=0.5)
+        full = await Episode(bus, job, "count").open(deadline_s=3.0)
         assert full.failure == Ending.ENV_LOST and "full" in full.error
         async with serving(environment, url, concurrency=2) as two:
             second = await asyncio.gather(*waiting)
