@@ -98,11 +98,13 @@ async def test_a_job_outlives_kills_of_the_scheduler_and_of_a_process_that_serve
     processes = [command(*serve, log=tmp_path / f"{n}.log") for n in range(2)]
     try:
 
-        async def both() -> bool:
-            workers = await cluster.store.workers()
-            return len([w for w in workers if w.detail.get("served") == "served:killed"]) == 2
+        async def serving() -> set[str]:
+            return {w.incarnation for w in await cluster.store.workers() if w.detail.get("served") == "served:killed"}
 
-        await until(both)
+        async def two() -> bool:
+            return len(await serving()) == 2
+
+        await until(two)
         job = await cluster.submit(system.spec("served:killed", steps=20))
         await cluster.reaches(job, 3)
         cluster.kill("scheduler")
@@ -110,11 +112,17 @@ async def test_a_job_outlives_kills_of_the_scheduler_and_of_a_process_that_serve
         processes[0].kill()
         processes[0].wait()
         await cluster.reaches(job, 11)
+        before = await serving()  # the killed one may still be among them
         processes[0] = command(*serve, log=tmp_path / "again.log")
         record = await cluster.wait(job)
         assert record["state"] == "succeeded", record["reason"]
         assert (await cluster.ledger(job)).balanced
-        await until(both)
+
+        async def successor_serves() -> bool:
+            now = await serving()
+            return len(now) == 2 and bool(now - before)
+
+        await until(successor_serves)
     finally:
         for process in processes:
             process.send_signal(signal.SIGTERM)
