@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -14,6 +15,7 @@ import aiohttp
 import msgspec
 import pytest
 
+from opentinker.client import AsyncClient
 from opentinker.envs.base import Action, Environment, EnvironmentConfig, Step, user
 from opentinker.http import ApiError
 from opentinker.serving import AsyncServing, serve_environment
@@ -449,3 +451,71 @@ async def test_a_server_that_refuses_is_an_error_at_once() -> None:
             await asyncio.to_thread(lambda: serve_environment(Blocking, name="x", url=url))
     finally:
         await runner.cleanup()
+
+
+async def test_a_blocking_module_is_played_in_child_processes(
+    url: str, bus: Bus, job: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    async with serving("tests.env_samples:Blocking", url, concurrency=2):
+        episodes = [Episode(bus, job, "count") for _ in range(2)]
+        processes = {(await episode.open()).messages[0].text for episode in episodes}
+        assert len(processes) == 2 and str(os.getpid()) not in processes
+        assert (await episodes[0].step(0)).failure is None
+        crashed = Episode(bus, job, "count")
+        await episodes[1].close()
+        await crashed.open(how="crash")
+        reply = await crashed.step(0)
+        assert reply.failure == Ending.ENV_ERROR and "exit status 7" in reply.error
+
+
+async def test_the_token_travels_in_the_header_and_nowhere_else(
+    monkeypatch: pytest.MonkeyPatch, environment: type[Counting], caplog: pytest.LogCaptureFixture
+) -> None:
+    asked: list[tuple[str, str | None]] = []
+
+    async def look(request: aiohttp.web.Request) -> aiohttp.web.Response:
+        asked.append((request.path_qs, request.headers.get("Authorization")))
+        return aiohttp.web.Response(status=403)
+
+    app = aiohttp.web.Application()
+    app.router.add_get("/{any:.*}", look)
+    runner = aiohttp.web.AppRunner(app)
+    await runner.setup()
+    await aiohttp.web.TCPSite(runner, "127.0.0.1", 0).start()
+    monkeypatch.setenv("OPENTINKER_TOKEN", "not-to-be-seen")
+    try:
+        with pytest.raises(ApiError) as refused:
+            async with serving(environment, f"http://127.0.0.1:{runner.addresses[0][1]}"):
+                pass
+    finally:
+        await runner.cleanup()
+    assert asked == [("/v1/served/count", "Bearer not-to-be-seen")]
+    assert "not-to-be-seen" not in str(refused.value) + caplog.text
+
+
+async def test_submission_asks_who_serves_it(
+    ctx: Context, url: str, environment: type[Counting], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("opentinker.services.scheduler.environment.SERVED_S", 0.3)
+    spec = make_spec(environment={"name": "served:count", "config": {"limit": "no number"}}).model_dump(mode="json")
+    async with AsyncClient(url) as client:
+        with pytest.raises(ApiError, match="opentinker env serve module:Class --name count"):
+            await client.submit(spec)
+        async with serving(environment, url):
+            with pytest.raises(ApiError, match=r"environment\.config\.limit"):
+                await client.submit(spec)
+            record = await client.submit({**spec, "environment": {"name": "served:count"}})
+            assert record["state"] == "queued"
+            await until(lambda: _lacks_nobody(ctx, record["id"]))
+        await until(lambda: _lacks(ctx, record["id"], "whoever serves served:count"))
+
+
+async def _lacks(ctx: Context, job: str, what: str) -> bool:
+    return what in (await ctx.store.job(job)).waiting_for
+
+
+async def _lacks_nobody(ctx: Context, job: str) -> bool:
+    """To serve its environment; it lacks workers still."""
+    waiting_for = (await ctx.store.job(job)).waiting_for
+    return bool(waiting_for) and "served" not in waiting_for and "env worker" not in waiting_for

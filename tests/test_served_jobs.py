@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import pytest_asyncio
+from aiohttp import web
 
 from opentinker.client import ApiError
 from opentinker.serving import AsyncServing
@@ -127,3 +130,45 @@ async def test_a_job_outlives_kills_of_the_scheduler_and_of_a_process_that_serve
         for process in processes:
             process.send_signal(signal.SIGTERM)
     assert [await ended(process) for process in processes] == [0, 0]
+
+
+async def test_jobs_play_environments_behind_urls(system: System, tmp_path: Path) -> None:
+    log = tmp_path / "listen.log"
+    process = command(DIGITS, "--listen", "127.0.0.1:0", log=log)
+    try:
+        async with environment_server() as http:
+            await until(lambda: "ws://" in log.read_text(), WAIT_S)
+            found = re.search(r"ws://[\d.]+:\d+", log.read_text())
+            assert found is not None
+            for url in (found[0], http):
+                spec = system.spec(url).model_dump(mode="json")
+                spec["environment"]["config"] = {"config": {"digits": 2}}
+                record = await system.cluster.wait((await system.cluster.client.submit(spec))["id"])
+                assert record["state"] == "succeeded", record["reason"]
+    finally:
+        process.send_signal(signal.SIGTERM)
+    assert await ended(process) == 0
+
+
+@asynccontextmanager
+async def environment_server() -> AsyncIterator[str]:
+    """Copies digits, as the published wire has it."""
+
+    async def reset(request: web.Request) -> web.Response:
+        body = await request.json()
+        assert body["digits"] == 2
+        return web.json_response({"observation": f"{body['seed'] % 100:02d}=", "system_prompt": None})
+
+    async def step(request: web.Request) -> web.Response:
+        reward = float(any(map(str.isdigit, (await request.json())["action"])))
+        return web.json_response({"observation": "", "reward": reward, "done": True, "info": {"exact": reward}})
+
+    app = web.Application()
+    app.add_routes([web.post("/reset", reset), web.post("/step", step)])
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    try:
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+    finally:
+        await runner.cleanup()
