@@ -44,6 +44,11 @@ async def measure(arguments: argparse.Namespace, servers: EmbeddedServers, pids:
         await store.create_job(id=JOB, spec=parse_spec(SPEC).model_dump(mode="json"), tenant="default")
     async with Bus.connect(servers.nats_url, "load") as bus:
         client = Client(bus, arguments.turns, "served:load", JOB)
+        probe = await client.sessions.open(  # waits until both processes are there
+            job=JOB, session="probe", environment="served:load", config={}, row=0, seed=0, deadline_s=60.0
+        )
+        assert probe.failure is None, probe.error
+        await client.sessions.close(worker=probe.worker, session="probe")
         players = [asyncio.create_task(client.play(number)) for number in range(arguments.sessions)]
         await asyncio.sleep(arguments.warm_up)
         meter, client.counting = Meter(pids), True
