@@ -10,6 +10,7 @@ import asyncio
 import os
 import threading
 import uuid
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -19,7 +20,7 @@ from opentinker.envs.base import Environment
 from opentinker.services.env_worker.host import Host
 from opentinker.services.env_worker.player import LocalPlayer, Player, contain
 from opentinker.services.env_worker.resolver import Resolver
-from opentinker.services.env_worker.worker import Session, Sessions
+from opentinker.services.env_worker.worker import Sessions
 from opentinker.shared.errors import SpecError
 from opentinker.shared.sessions import EnvCheck, EnvCheckReply, OpenSession, SessionReply, StepSession
 
@@ -86,16 +87,14 @@ class Stage:
 
 
 class _Served(Sessions):
-    def __init__(self, player: Any, limit: int, resolver: Resolver) -> None:
+    """Sessions of one class, whose players come from the stage."""
+
+    def __init__(self, player: Callable[[], Player | None], limit: int, resolver: Resolver) -> None:
         super().__init__("", limit=limit, resolver=resolver)
         self._new_player = player
 
-    async def _begin(self, session: Session) -> SessionReply:
-        player: Player | None = self._new_player()
-        if player is None:
-            return SessionReply(worker="", busy=True)
-        session.player = player
-        return await player.open(session.request)
+    def _player(self, blocking: bool) -> Player | None:
+        return self._new_player()
 
 
 class ThreadPlayer:
