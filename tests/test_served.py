@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import os
+import random
 import threading
+import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -17,6 +19,7 @@ import pytest
 
 from opentinker.client import AsyncClient
 from opentinker.envs.base import Action, Environment, EnvironmentConfig, Step, user
+from opentinker.envs.game import AbstractGame, StepResult
 from opentinker.http import ApiError
 from opentinker.serving import AsyncServing, serve_environment
 from opentinker.shared import codec
@@ -113,7 +116,7 @@ class Episode:
         await self.client.close(worker=self.worker, session=self.session)
 
 
-def serving(environment: type[Environment] | str, url: str, **options: Any) -> AsyncServing:
+def serving(environment: type[Environment] | type[AbstractGame] | str, url: str, **options: Any) -> AsyncServing:
     return AsyncServing(environment, name="count", url=url, on_wait=lambda _: None, **{"drain_s": 0.0} | options)
 
 
@@ -519,3 +522,30 @@ async def _lacks_nobody(ctx: Context, job: str) -> bool:
     """To serve its environment; it lacks workers still."""
     waiting_for = (await ctx.store.job(job)).waiting_for
     return bool(waiting_for) and "served" not in waiting_for and "env worker" not in waiting_for
+
+
+class Draw(AbstractGame):
+    """Draws from the global random numbers, slowly: whoever else draws meanwhile would change what it sees."""
+
+    def reset(self, **_: Any) -> str:
+        numbers = []
+        for _turn in range(3):
+            numbers.append(random.randint(0, 999))
+            time.sleep(0.002)
+        return str(numbers)
+
+    def step(self, action: str) -> StepResult:
+        return StepResult(observation="", reward=1.0, done=True, info={})
+
+    def get_system_prompt(self) -> str:
+        return ""
+
+    def get_initial_user_message(self) -> str:
+        return ""
+
+
+async def test_the_episodes_of_a_group_of_a_game_begin_alike_in_threads_too(url: str, bus: Bus, job: str) -> None:
+    async with serving(Draw, url):
+        opened = await asyncio.gather(*(Episode(bus, job, "count").open() for _ in range(6)))
+    assert [reply.failure for reply in opened] == [None] * 6
+    assert len({reply.messages[-1].text for reply in opened}) == 1

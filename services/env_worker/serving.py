@@ -11,12 +11,13 @@ import os
 import threading
 import uuid
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
 from opentinker.envs import registry
 from opentinker.envs.base import Environment
+from opentinker.envs.game import AbstractGame, PlayedGame, environment_of
 from opentinker.services.env_worker.host import Host
 from opentinker.services.env_worker.player import LocalPlayer, Player, contain
 from opentinker.services.env_worker.resolver import Resolver
@@ -24,22 +25,25 @@ from opentinker.services.env_worker.worker import Sessions
 from opentinker.shared.errors import SpecError
 from opentinker.shared.sessions import EnvCheck, EnvCheckReply, OpenSession, SessionReply, StepSession
 
+T = TypeVar("T")
+
 
 class Stage:
     """Plays up to `capacity` sessions at once of a class of this process, or of `module:Class`.
 
-    A class that blocks is played in child processes where they can import it (`module:Class`), else in threads.
+    A class that blocks is played in child processes where they can import it (`module:Class`), else in threads, and of
+    a game one call at a time.
     """
 
-    def __init__(self, environment: type[Environment] | str, capacity: int) -> None:
+    def __init__(self, environment: type[Environment] | type[AbstractGame] | str, capacity: int) -> None:
         """Raises SpecError, or what the module raises."""
         if isinstance(environment, str):
             self.kind, self.title = registry.find(environment, modules=True), environment
             self._name = environment
         else:
-            self.kind, self.title = environment, f"{environment.__module__}:{environment.__qualname__}"
+            self.kind, self.title = _playable(environment), f"{environment.__module__}:{environment.__qualname__}"
             self._name = f"served:{uuid.uuid4().hex}"
-            registry.lend(self._name, environment)
+            registry.lend(self._name, self.kind)
         self._resolver = Resolver(modules=True)
         self._host: Host | None = None
         if self.kind.blocking and isinstance(environment, str):
@@ -84,6 +88,20 @@ class Stage:
         if self._host is not None:
             await self._host.close()
         return left
+
+
+def _playable(given: type[Environment] | type[AbstractGame]) -> type[Environment]:
+    """Games use the global random numbers of their process, so their calls wait for each other, in threads."""
+    kind = environment_of(given) if issubclass(given, AbstractGame) else given
+    if not (issubclass(kind, PlayedGame) and kind.blocking):
+        return kind
+    lock = asyncio.Lock()
+
+    async def call(_: PlayedGame, function: Callable[[], T]) -> T:
+        async with lock:
+            return await asyncio.to_thread(function)
+
+    return type(kind.__name__, (kind,), {"blocking": False, "call": call, "__module__": kind.__module__})
 
 
 class _Served(Sessions):

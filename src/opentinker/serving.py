@@ -27,6 +27,7 @@ from urllib.parse import quote
 import aiohttp
 
 from opentinker.envs.base import Environment
+from opentinker.envs.game import AbstractGame
 from opentinker.http import ApiError, Http
 from opentinker.services.env_worker.serving import Stage
 from opentinker.shared.frames import (
@@ -54,7 +55,7 @@ GOODBYE_S = 2.0
 
 
 class AsyncServing:
-    """Serves while the block runs. `environment`: a subclass of Environment, or `module:Class`.
+    """Serves while the block runs. `environment`: a subclass of Environment or AbstractGame, or `module:Class`.
 
     `name` is what jobs name it by, `served:NAME`; default: that of the class. `concurrency`: episodes at once, further
     ones wait or go to another process. `url` as for Client. Raises SpecError, or what importing the module raises.
@@ -62,7 +63,7 @@ class AsyncServing:
 
     def __init__(
         self,
-        environment: type[Environment] | str,
+        environment: type[Environment] | type[AbstractGame] | str,
         *,
         name: str | None = None,
         concurrency: int = CONCURRENCY,
@@ -265,7 +266,7 @@ async def _settled() -> None:
 
 
 def serve_environment(
-    environment: type[Environment] | str,
+    environment: type[Environment] | type[AbstractGame] | str,
     *,
     name: str | None = None,
     concurrency: int = CONCURRENCY,
