@@ -36,7 +36,7 @@ what was said to it. `Step.reward` is that of the seat that has just acted, `Ste
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import msgspec
 from pydantic import BaseModel, ConfigDict
@@ -163,9 +163,17 @@ class Environment(ABC):
     async def close(self) -> None:  # noqa: B027  nothing to free is the common case
         """Free what the episode holds."""
 
-    def gold(self) -> str | None:
-        """What an expert says next; None where there is no expert. Self-tests play it and expect full marks."""
+    def gold(self) -> str | Message | None:
+        """What an expert says next, or a message with the tools that it calls; None where there is no expert.
+
+        Self-tests play it and expect full marks.
+        """
         return None
+
+
+def call(name: str, /, **arguments: Any) -> Message:
+    """What an expert says that calls a tool: for `gold`."""
+    return Message(role="assistant", tool_calls=[ToolCall(id="t00000n00", name=name, arguments=arguments)])
 
 
 def user(text: str) -> Message:
@@ -185,18 +193,26 @@ class Played(msgspec.Struct, kw_only=True):
 
 
 async def play_gold(environment: Environment, row: int, seed: int, max_turns: int = 1000) -> Played:
-    """Play one episode with the environment's own expert. Raises ValueError if it has none or never ends."""
+    """Play one episode with the environment's own expert. Raises ValueError if it has none or never ends.
+
+    Tools that the environment has itself are there (tools.py); those of a job are not.
+    """
+    from opentinker.envs.tools import with_tools
+
+    environment = with_tools(environment)
     opened = await environment.open(row, seed)
     opening = opened if isinstance(opened, Opening) else Opening(messages=opened, seat=environment.seats[0])
     messages, seat = list(opening.messages), opening.seat
     rewards = dict.fromkeys(environment.seats, 0.0)
     try:
         for turn in range(max_turns):
-            text = environment.gold()
-            if text is None:
+            gold = environment.gold()
+            if gold is None:
                 raise ValueError(f"{type(environment).__name__} has no expert: gold() gave None in turn {turn}")
-            step = await environment.step(Action(text=text, stop=StopReason.EOS, turn=turn, seat=seat))
-            messages += [Message(role="assistant", content=text), *step.messages]
+            said = gold if isinstance(gold, Message) else Message(role="assistant", content=gold)
+            action = Action(text=said.text, stop=StopReason.EOS, turn=turn, seat=seat, tool_calls=said.tool_calls)
+            step = await environment.step(action)
+            messages += [said, *step.messages]
             rewards[seat] += step.reward
             for other, parts in step.rewards.items():
                 rewards[other] += sum(parts.values())

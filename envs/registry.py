@@ -30,6 +30,7 @@ BUILT_IN = {
     "gsm8k": "opentinker.envs.gsm8k:Gsm8k",
     "guess_number": "opentinker.envs.guess_number:GuessNumber",
     "math": "opentinker.envs.math:Math",
+    "tool_calc": "opentinker.envs.tool_calc:ToolCalc",
     "verifiers": "opentinker.envs.agents.verifiers:Verifiers",
 }
 OPERATORS = {"agent_program", "verifiers"}

@@ -57,6 +57,8 @@ class Settings(BaseModel):
     """Sessions that share one such process; it plays one call at a time."""
     env_modules: bool = False
     """Allow environments named `module:Class`, importable by the env worker (operator-written code)."""
+    env_tool_commands: bool = False
+    """Allow jobs to name programs that the env worker starts as MCP servers, under its own user."""
     env_egress_allow: list[str] = []
     """Networks, e.g. `10.1.0.0/16`, that environments may reach by a URL of a job although they are not public; in an
     environment variable, with commas. `opentinker up` and `run` on loopback allow loopback."""

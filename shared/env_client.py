@@ -59,6 +59,8 @@ class EnvClient:
         seed: int,
         deadline_s: float,
         policy: Policy = UNKNOWN,
+        tools: list[dict[str, object]] | None = None,
+        tool_turns: int = 1,
     ) -> SessionReply:
         """Gives up a little before the deadline, with the reason why no session could be had."""
         deadline = time.monotonic() + deadline_s
@@ -75,6 +77,8 @@ class EnvClient:
                 row=row,
                 seed=seed,
                 deadline_s=deadline - now,
+                tools=tools or [],
+                tool_turns=tool_turns,
                 answer_within_s=0.5 * self._ask_s,
                 policy=policy,
             )

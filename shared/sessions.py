@@ -51,6 +51,10 @@ class OpenSession(msgspec.Struct, frozen=True, kw_only=True):
     answer_within_s: float
     """If the environment takes longer to open, the worker answers `opening`, and is asked for the turn OPEN."""
     policy: Policy = Policy()
+    tools: list[dict[str, Any]] = []
+    """`environment.tools` of the spec: what the worker offers and does, whatever the environment is."""
+    tool_turns: int = 16
+    """Turns of a seat that tools may answer."""
 
 
 class StepSession(msgspec.Struct, frozen=True, kw_only=True):
@@ -123,6 +127,8 @@ class EnvCheck(msgspec.Struct, frozen=True, kw_only=True):
     config: dict[str, Any] | None
     """None: of the environment itself, whatever its config."""
     isolation: Isolation = "process"
+    tools: list[dict[str, Any]] = []
+    """As they stand in the spec."""
 
 
 class EnvCheckReply(msgspec.Struct, frozen=True, kw_only=True):

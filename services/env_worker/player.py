@@ -16,6 +16,7 @@ import msgspec
 
 from opentinker.envs.base import Action, BadReply, Environment, Opening, Step
 from opentinker.envs.registry import make
+from opentinker.envs.tools import with_tools
 from opentinker.shared.errors import OpenTinkerError
 from opentinker.shared.sessions import OpenSession, SessionReply, StepSession
 from opentinker.shared.types import Ending, Image, Message, Text, Tool, ToolCall
@@ -73,8 +74,9 @@ class LocalPlayer:
             await contain(self._worker, self._close(environment))
 
     async def _open(self, request: OpenSession) -> SessionReply:
-        self._environment = make(request.environment, request.config, modules=self._modules)
-        self._environment.policy = request.policy
+        made = make(request.environment, request.config, modules=self._modules)
+        made.policy = request.policy
+        self._environment = with_tools(made, request.tool_turns)
         opened = await self._environment.open(request.row, request.seed)
         reply = opening_of(self._worker, self._environment, opened)
         self._seat, self._stream = reply.seat, reply.stream

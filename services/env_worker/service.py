@@ -19,6 +19,7 @@ from opentinker.services.env_worker.checks import mistakes_of
 from opentinker.services.env_worker.host import Host
 from opentinker.services.env_worker.resolver import Resolver
 from opentinker.services.env_worker.sandboxes import Sandboxes
+from opentinker.services.env_worker.tools.shop import Shop
 from opentinker.services.env_worker.watchdog import watch
 from opentinker.services.env_worker.worker import Sessions
 from opentinker.shared.egress import Egress
@@ -53,28 +54,35 @@ async def serve(ctx: Context) -> None:
         sandboxes=sandboxes,
     )
     resolver = Resolver(modules=settings.env_modules)
-    sessions = Sessions(f"{info.id}-{info.incarnation}", limit=settings.env_sessions, resolver=resolver, host=host)
+    shop = Shop(settings)
+    sessions = Sessions(
+        f"{info.id}-{info.incarnation}", limit=settings.env_sessions, resolver=resolver, host=host, shop=shop
+    )
     try:
         await first_failure(
             {
                 "beat": _beat(ctx, info, sessions, sandboxes.unavailable),
-                "serve": _serve(ctx, sessions, resolver, host, sandboxes),
+                "serve": _serve(ctx, sessions, resolver, host, sandboxes, shop),
                 "report": Reporter(ctx.bus, ctx.worker, sessions.meters).run(),
                 "watchdog": watch(BLOCKED_TTLS * settings.worker_ttl_s),
             }
         )
     finally:
         await host.close()
+        await shop.close()
         await sandboxes.close()
         await ctx.store.leave(info)
 
 
-async def _serve(ctx: Context, sessions: Sessions, resolver: Resolver, host: Host, sandboxes: Sandboxes) -> None:
+async def _serve(
+    ctx: Context, sessions: Sessions, resolver: Resolver, host: Host, sandboxes: Sandboxes, shop: Shop
+) -> None:
     """Answer requests until told to stop, then drain."""
     bus = ctx.bus
 
     async def checked(request: EnvCheck) -> EnvCheckReply:
-        return await check_environment(request, resolver, host)
+        reply = await check_environment(request, resolver, host)
+        return EnvCheckReply(errors=[*reply.errors, *await shop.check(request.tools)])
 
     steps = [
         await bus.serve(ENV_STEP, sessions.step, worker=sessions.worker),

@@ -20,6 +20,8 @@ from prometheus_client import Counter, Gauge
 from opentinker.services.env_worker.host import Host
 from opentinker.services.env_worker.player import LocalPlayer, Player, contain, failure
 from opentinker.services.env_worker.resolver import Resolver
+from opentinker.services.env_worker.tools.player import ToolPlayer
+from opentinker.services.env_worker.tools.shop import Shop
 from opentinker.shared.sessions import OPEN, CloseSession, OpenSession, SessionReply, StepSession
 from opentinker.shared.telemetry import REGISTRY, Meters
 from opentinker.shared.types import Ending
@@ -62,7 +64,9 @@ class Session:
 class Sessions:
     """`worker` is the address that steps are sent to; `limit` sessions of cost 1 at once, more are answered `busy`."""
 
-    def __init__(self, worker: str, *, limit: int, resolver: Resolver, host: Host | None = None) -> None:
+    def __init__(
+        self, worker: str, *, limit: int, resolver: Resolver, host: Host | None = None, shop: Shop | None = None
+    ) -> None:
         self.worker = worker
         self.limit = limit
         self.active = 0
@@ -72,6 +76,7 @@ class Sessions:
         self.meters = Meters()
         self._resolver = resolver
         self._host = host
+        self._shop = shop
         self._sessions: dict[str, Session] = {}
         self._ended: deque[tuple[float, Session]] = deque()
         self._closing: set[asyncio.Task[None]] = set()
@@ -146,6 +151,10 @@ class Sessions:
             if player is None:
                 return SessionReply(worker=self.worker, busy=True)
             session.player = player
+        if request.tools:
+            if self._shop is None:
+                return failure(self.worker, Ending.ENV_ERROR, "this env worker has no tools")
+            session.player = ToolPlayer(self.worker, session.player, self._shop, lambda: self.meters.of(request.job))
         return await session.player.open(request)
 
     def _player(self, blocking: bool) -> Player | None:

@@ -40,7 +40,7 @@ class Sessions(Protocol):
 
     async def open(
         self, *, job: str, session: str, environment: str, isolation: Isolation, config: dict[str, object], row: int,
-        seed: int, deadline_s: float, policy: Policy,
+        seed: int, deadline_s: float, policy: Policy, tools: list[dict[str, object]], tool_turns: int,
     ) -> SessionReply: ...  # fmt: skip
 
     async def step(self, worker: str, request: StepSession) -> SessionReply: ...
@@ -135,6 +135,8 @@ class Episode:
                         seed=self.ticket.seed,
                         deadline_s=self.spec.rollout.episode_timeout_s,
                         policy=Policy(model=self.spec.model.base, context_length=self.context),
+                        tools=[tool.model_dump() for tool in self.spec.environment.tools],
+                        tool_turns=self.spec.environment.tool_turns,
                     )
                 )
                 worker = reply.worker

@@ -195,11 +195,11 @@ def _qwen3_coder(text: str, tools: Sequence[Tool]) -> Iterator[Found]:
             missing = Cut if "</function>" not in block else Malformed
             raise missing(f"a tool call holds one <function=NAME> ... </function>, not {block.strip()!r:.{SHOWN}}")
         name, body = function[1].strip(), function[2]
-        types: dict[str, Any] = next((tool.parameters.get("properties", {}) for tool in tools if tool.name == name), {})
+        types = next((tool.parameters.get("properties") for tool in tools if tool.name == name), None)
         arguments, at = {}, 0
         while (parameter := _PARAMETER.match(body, at)) is not None:
             key = parameter[1].strip()
-            arguments[key] = _typed(parameter[2], types.get(key))
+            arguments[key] = _typed(parameter[2], types.get(key) if isinstance(types, dict) else None)
             at = parameter.end()
         if body[at:].strip():
             raise Malformed(f"<parameter=KEY> ... </parameter> was expected at {body[at:].strip()!r:.{SHOWN}}")

@@ -49,7 +49,7 @@ async def examine(ctx: Context, data: Any, spec: JobSpec | None, tenant: str, kn
             exact = await asyncio.to_thread(held.resolve, check.name, tenant)
         except SpecError as error:
             return Asked(mistakes=error.mistakes)
-        check = EnvCheck(name=str(exact), config=check.config, isolation="sandbox")
+        check = EnvCheck(name=str(exact), config=check.config, isolation="sandbox", tools=check.tools)
     mistakes, answered = await ask(ctx, check)
     if not mistakes and spec is not None and spec.validation is not None and spec.validation.config:
         mistakes = await _of_evaluations(ctx, check, spec)
@@ -105,12 +105,14 @@ async def _without_sandboxes(ctx: Context) -> Mistakes:
 
 def _named(data: Any, spec: JobSpec | None) -> EnvCheck | None:
     if spec is not None:
-        part = spec.environment
-        isolation = part.isolation or "process"
-        return EnvCheck(name=part.name, config=part.config, isolation=isolation) if spec.kind == "rl" else None
+        return _check(spec.environment) if spec.kind == "rl" else None
     raw = data.get("environment") if isinstance(data, dict) else None
     try:
-        part = EnvironmentSpec.model_validate(raw)
+        return _check(EnvironmentSpec.model_validate(raw))
     except ValueError:
         return None
-    return EnvCheck(name=part.name, config=part.config, isolation=part.isolation or "process")
+
+
+def _check(part: EnvironmentSpec) -> EnvCheck:
+    tools = [tool.model_dump() for tool in part.tools]
+    return EnvCheck(name=part.name, config=part.config, isolation=part.isolation or "process", tools=tools)

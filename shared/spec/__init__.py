@@ -30,6 +30,7 @@ from opentinker.shared.spec.part import Part
 from opentinker.shared.spec.ranks import settle_parallel
 from opentinker.shared.spec.rollout import NO_ENVIRONMENT, EnvironmentSpec, RolloutSpec, ToySpec
 from opentinker.shared.spec.start import StartSpec
+from opentinker.shared.spec.tools import ToolSpec
 from opentinker.shared.spec.train import SIMULATED, ResourceSpec, TrainSpec
 from opentinker.shared.spec.validation import PREFIX, ValidationSpec, contradictions
 
@@ -46,6 +47,7 @@ __all__ = [
     "RolloutSpec",
     "StartSpec",
     "TeacherSpec",
+    "ToolSpec",
     "ToySpec",
     "TrainSpec",
     "ValidationSpec",
@@ -152,6 +154,9 @@ class JobSpec(Part):
                 found.append(
                     {"field": "start.optimizer", "value": True, "problem": f"does not apply to train.{SIMULATED}"}
                 )
+        if self.environment.tools and self.model.chat_template == "plain":
+            problem = "need a chat template that tells the model of them: model.chat_template is 'plain'"
+            found.append({"field": "environment.tools", "value": len(self.environment.tools), "problem": problem})
         found += self._settle_overlong() + settle_frozen(self) + settle_parallel(self)
         return found + broken_promises(self) + contradictions(self)
 

@@ -8,6 +8,7 @@ from pydantic import Field
 
 from opentinker.shared.spec.mistakes import fill, unused
 from opentinker.shared.spec.part import Fraction, Part, Positive
+from opentinker.shared.spec.tools import ToolSpec
 
 TOY_IGNORES = {"temperature", "top_p", "top_k", "stop"}
 ELSEWHERE = ("served:", "http://", "https://", "ws://", "wss://")
@@ -24,6 +25,11 @@ class EnvironmentSpec(Part):
     child process without network, files or privileges: the only choice for uploads, and their default."""
     config: dict[str, Any] = {}
     """Passed to the environment's own config model, which refuses what it does not know."""
+    tools: list[ToolSpec] = []
+    """What the policy may call in every episode, beside the tools of the environment itself."""
+    tool_turns: Annotated[int, Field(ge=1, le=1000)] = 16
+    """Turns of an episode (of a seat, where there are several) that tools may answer; from then on every turn is the
+    environment's. They count in rollout.max_turns like any other."""
 
     def settle(self) -> list[dict[str, Any]]:
         uploaded, elsewhere = self.name.startswith("upload:"), self.name.startswith(ELSEWHERE)
@@ -38,7 +44,7 @@ class EnvironmentSpec(Part):
         return []
 
 
-NO_ENVIRONMENT = EnvironmentSpec.model_construct(name="", isolation="process", config={})
+NO_ENVIRONMENT = EnvironmentSpec.model_construct(name="", isolation="process", config={}, tools=[], tool_turns=16)
 """Of a job that is not about one."""
 
 

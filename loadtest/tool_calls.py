@@ -1,0 +1,77 @@
+"""How long a call of the python tool takes in an env worker: from the parsed call to the message that answers it.
+
+    python -m loadtest.tool_calls [--calls 300] [--backend monty] [--backend sandbox]
+
+No servers and no model: one episode's calls, one after the other, of a program that computes and prints, once the first
+has warmed everything up. Prints p50 and p99 and the time to the first result; exit status 1 if a median misses its aim.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import sys
+import time
+from typing import Any
+
+import numpy as np
+
+from loadtest._machine import QUIET_CORES, Meter
+from opentinker.envs.tools import ToolTurns
+from opentinker.services.env_worker.tools.shop import Shop
+from opentinker.shared.config import Settings
+from opentinker.shared.types import ToolCall
+
+PROGRAM = "total = sum(n * n for n in range(100))\nprint('total', total)\ntotal / 7"
+ANSWER = "total 328350\n46907.142857142855"
+GAP_S = 0.2
+"""Between two calls: a policy says something meanwhile."""
+AIMS_MS = {"monty": 1.0, "sandbox": 10.0}
+
+
+async def measure(backend: str, calls: int) -> bool:
+    shop = Shop(Settings())
+    began = time.perf_counter()
+    tools = await shop.open("load", [{"type": "python", "backend": backend}])
+    turns = ToolTurns(tools.offered, most=calls + 2)
+
+    async def call() -> None:
+        asked: dict[str, Any] = {"code": PROGRAM}
+        assert turns.takes("")
+        (message,) = await turns.answer("", [ToolCall(id="c", name="python", arguments=asked)], "")
+        assert message.text.strip() == ANSWER, message.text
+
+    try:
+        await call()
+        first_s = time.perf_counter() - began
+        meter = Meter({"env-worker": os.getpid()})
+        took_ms = []
+        for _ in range(calls):
+            await asyncio.sleep(GAP_S)
+            started = time.perf_counter()
+            await call()
+            took_ms.append(1e3 * (time.perf_counter() - started))
+        meter.stop()
+    finally:
+        await tools.close()
+        await shop.close()
+    p50, p99 = np.percentile(took_ms, [50, 99])
+    good = bool(p50 <= AIMS_MS[backend])
+    disturbed = "" if good or meter.foreign <= QUIET_CORES else " (others used the machine too: measure again)"
+    print(f"{backend}: p50 {p50:.2f} ms, p99 {p99:.2f} ms; the first result after {first_s:.2f} s")
+    print(f"target: p50 <= {AIMS_MS[backend]:g} ms: {'met' if good else 'MISSED'}{disturbed}")
+    return good
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--calls", type=int, default=300)
+    parser.add_argument("--backend", action="append", choices=sorted(AIMS_MS), help="default: both")
+    options = parser.parse_args()
+    results = [asyncio.run(measure(backend, options.calls)) for backend in options.backend or AIMS_MS]
+    sys.exit(0 if all(results) else 1)
+
+
+if __name__ == "__main__":
+    main()

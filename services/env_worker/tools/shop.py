@@ -1,0 +1,144 @@
+"""What the tools of jobs (`environment.tools`) are made of, in one env worker: checks them, opens them for an episode.
+
+kind                   shared by
+python, monty          interpreters: all episodes; variables: an episode's own
+python, sandbox        sandboxes: the episodes of a job; nothing is left from one program to the next
+mcp                    an episode's own; with `shared` the episodes of a job
+functions              imported once
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
+from importlib.util import find_spec
+from typing import Any
+
+from pydantic import ValidationError
+
+from opentinker.envs.tools import Offered
+from opentinker.services.env_worker.tools import functions, sandboxed
+from opentinker.services.env_worker.tools.errors import NoTools
+from opentinker.services.env_worker.tools.lending import Lending
+from opentinker.services.env_worker.tools.mcp_servers import Connection
+from opentinker.services.env_worker.tools.monty import Interpreters, Session
+from opentinker.services.env_worker.tools.sandboxed import Programs
+from opentinker.shared.config import Settings
+from opentinker.shared.egress import Egress, Refused
+from opentinker.shared.sandbox import Sandbox, Unavailable
+from opentinker.shared.spec.mistakes import mistakes_of
+from opentinker.shared.spec.tools import ToolSpec
+
+NAME = re.compile(r"^[A-Za-z0-9_.-]{1,64}$")
+NEEDS = {"python": ("pydantic_monty", "pydantic-monty"), "mcp": ("mcp", "mcp")}
+Mistakes = list[dict[str, Any]]
+
+
+class Shop:
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._interpreters: Lending[Interpreters] = Lending()
+        self._programs: Lending[Programs] = Lending()
+        self._connections: Lending[Connection] = Lending()
+
+    async def close(self) -> None:
+        await asyncio.gather(self._interpreters.close(), self._programs.close(), self._connections.close())
+
+    # --- before a job ---------------------------------------------------------------------------------------------
+
+    async def check(self, tools: Sequence[dict[str, Any]]) -> Mistakes:
+        """What is wrong with them here; fields as in the job spec. Servers are not asked."""
+        mistakes: Mistakes = []
+        names: dict[str, int] = {}
+        for place, plain in enumerate(tools):
+            field = f"environment.tools.{place}"
+            try:
+                spec = ToolSpec.model_validate(plain)
+            except ValidationError as error:  # the scheduler has found the same
+                found = [m for item in error.errors(include_url=False) for m in mistakes_of(item)]
+                mistakes += [{**mistake, "field": f"{field}.{mistake['field']}"} for mistake in found]
+                continue
+            try:
+                offered = await self._tried(spec)
+                for name in offered:
+                    if names.setdefault(name, place) != place:
+                        raise NoTools(f"tool {name!r} is there twice")
+            except (NoTools, Refused, Unavailable) as error:
+                named = {"mcp": "url" if spec.url else "command", "functions": "module"}.get(spec.type, "backend")
+                mistakes.append({"field": f"{field}.{named}", "value": plain.get(named), "problem": str(error)})
+        return mistakes
+
+    async def _tried(self, spec: ToolSpec) -> list[str]:
+        """The names of its tools, as far as they can be known without connecting."""
+        self._allowed(spec)
+        if spec.type == "functions":
+            loaded = await asyncio.to_thread(functions.load, spec)
+            return [_named(one).tool.name for one in loaded]
+        if spec.url is not None:
+            await Egress.of_process().check(spec.url)
+        if spec.type == "python" and spec.backend == "sandbox":
+            await Sandbox.open(self._settings)
+        return ["python"] if spec.type == "python" else []
+
+    def _allowed(self, spec: ToolSpec) -> None:
+        """Raises NoTools."""
+        if spec.command and not self._settings.env_tool_commands:
+            raise NoTools("programs as MCP servers are switched off here (operator setting env_tool_commands)")
+        if spec.type == "functions" and not self._settings.env_modules:
+            raise NoTools("functions of modules are switched off here (operator setting env_modules)")
+        module, package = NEEDS.get(spec.type, ("", ""))
+        if module and spec.backend == "monty" and find_spec(module) is None:
+            raise NoTools(f"{package} is not installed on the env worker: pip install 'opentinker[tools]'")
+
+    # --- for an episode -------------------------------------------------------------------------------------------
+
+    async def open(self, job: str, tools: Sequence[dict[str, Any]]) -> Tools:
+        """All of them, or none. Raises NoTools, Unavailable."""
+        async with AsyncExitStack() as held:
+            offered: list[Offered] = []
+            for plain in tools:
+                spec = ToolSpec.model_validate(plain)
+                self._allowed(spec)
+                offered += [_named(one) for one in await self._opened(job, spec, held)]
+            return Tools(offered, held.pop_all())
+
+    async def _opened(self, job: str, spec: ToolSpec, held: AsyncExitStack) -> list[Offered]:
+        if spec.type == "functions":
+            return functions.load(spec)
+        if spec.type == "mcp":
+            if spec.shared:
+                key = (job, spec.model_dump_json())
+                connection, back = await self._connections.borrow(key, lambda: Connection.open(spec))
+                held.callback(back)
+            else:
+                connection = await Connection.open(spec)
+                held.push_async_callback(connection.close)
+            return connection.offered
+        if spec.backend == "monty":
+            interpreters, back = await self._interpreters.borrow("monty", Interpreters.open)
+            held.callback(back)
+            return [Session(interpreters, spec).offered]
+        programs, back = await self._programs.borrow((job, spec.model_dump_json()), lambda: self._sandboxed(spec))
+        held.callback(back)
+        return [programs.offered]
+
+    async def _sandboxed(self, spec: ToolSpec) -> Programs:
+        sandbox = await Sandbox.open(self._settings)
+        return await Programs.open(sandbox, spec, sandboxed.most_programs())
+
+
+class Tools:
+    """Of one episode."""
+
+    def __init__(self, offered: list[Offered], held: AsyncExitStack) -> None:
+        self.offered = offered
+        self.close: Callable[[], Any] = held.aclose
+
+
+def _named(one: Offered) -> Offered:
+    """Raises NoTools for a name that a metric or a chat template could not hold."""
+    if not NAME.match(one.tool.name):
+        raise NoTools(f"tool {one.tool.name!r:.80} has a name that is not made of 1 to 64 letters, digits and _.-")
+    return one
