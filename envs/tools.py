@@ -26,6 +26,7 @@ import inspect
 import re
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any, TypeVar, get_type_hints
 
 import msgspec
@@ -80,8 +81,12 @@ def tool(method: F) -> F:
 
 def offered_by(environment: Environment) -> list[Offered]:
     """The environment's own tools. Raises TypeError if a method cannot be one."""
-    names = [name for name, value in inspect.getmembers(type(environment)) if getattr(value, "__is_tool__", False)]
-    return [offer(getattr(environment, name)) for name in names]
+    return [offer(getattr(environment, name)) for name in _tools_of(type(environment))]
+
+
+@lru_cache(256)
+def _tools_of(kind: type[Environment]) -> list[str]:
+    return [name for name, value in inspect.getmembers(kind) if getattr(value, "__is_tool__", False)]
 
 
 # --- a function as a tool -----------------------------------------------------------------------------------------
@@ -101,11 +106,17 @@ def offer(function: Callable[..., Any], timeout_s: float = TIMEOUT_S) -> Offered
 
 def describe(function: Callable[..., Any]) -> tuple[Tool, type[BaseModel]]:
     """The tool that a function is, and the model of its arguments. Raises TypeError."""
+    return _described(getattr(function, "__func__", function), inspect.ismethod(function))
+
+
+@lru_cache(1024)
+def _described(function: Callable[..., Any], bound: bool) -> tuple[Tool, type[BaseModel]]:
+    """Once, for every episode opens with it."""
     name = function.__name__
     about, meanings = _docstring(function)
     hints = get_type_hints(function, include_extras=True)
     fields: dict[str, Any] = {}
-    for parameter in inspect.signature(function).parameters.values():
+    for parameter in list(inspect.signature(function).parameters.values())[bound:]:
         if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
             raise TypeError(f"tool {name}: {parameter} has no name of its own that a call could give")
         if parameter.name not in hints:

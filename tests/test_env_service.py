@@ -21,7 +21,7 @@ from opentinker.shared.env_client import EnvClient
 from opentinker.shared.sessions import EnvCheck, SessionReply, StepSession
 from opentinker.shared.store import Store
 from opentinker.shared.subjects import ENV_CHECK, ENV_CLOSE, ENV_OPEN, ENV_STEP
-from opentinker.shared.types import Ending, Pool, StopReason, WorkerInfo
+from opentinker.shared.types import Ending, Pool, StopReason, ToolCall, WorkerInfo
 from tests.cluster import PYTHONPATH
 from tests.conftest import WAIT_S, Server, start_nats, until
 
@@ -312,6 +312,20 @@ async def test_check_reports_every_mistake(workers: Workers, bus: Bus) -> None:
     assert {e["field"] for e in bad.errors} == {"environment.config.digits", "environment.config.colour"}
     unknown = await bus.request(ENV_CHECK, EnvCheck(name="gsm8", config={}), 5.0)
     assert "did you mean gsm8k" in unknown.errors[0]["problem"]
+
+
+async def test_tools_of_a_job_are_checked_and_answer_over_the_bus(
+    workers: Workers, client: EnvClient, bus: Bus
+) -> None:
+    await workers.start("env-0")
+    tools: list[dict[str, Any]] = [{"type": "python", "timeout_s": 20.0}, {"type": "mcp", "command": ["server"]}]
+    checked = await bus.request(ENV_CHECK, EnvCheck(name="copy_digits", config={}, tools=tools), 30.0)
+    assert [error["field"] for error in checked.errors] == ["environment.tools.1.command"]
+    opened = await client.open(**opening("s", "copy_digits"), tools=tools[:1], tool_turns=2)
+    assert [tool.name for tool in opened.tools] == ["python"]
+    call = ToolCall(id="c", name="python", arguments={"code": "6 * 7"})
+    asked = StepSession(session="s", turn=0, text="?", stop=StopReason.EOS, tool_calls=[call])
+    assert (await client.step(opened.worker, asked)).messages[0].text == "42"
 
 
 async def test_module_environments_are_refused_without_leave(workers: Workers, client: EnvClient, bus: Bus) -> None:

@@ -25,8 +25,10 @@ from opentinker.envs.tools import (
     with_tools,
 )
 from opentinker.services.env_worker.player import LocalPlayer
+from opentinker.shared.errors import SpecError
 from opentinker.shared.sessions import StepSession
 from opentinker.shared.types import Ending, Message, StopReason, Tool, ToolCall
+from tests.factories import make_spec
 from tests.test_env_worker import opening
 
 
@@ -285,3 +287,34 @@ def test_the_calculator_knows_whole_numbers_and_three_signs(expression: str, val
             value_of(expression)
     else:
         assert value_of(expression) == value
+
+
+# --- what a job may ask for ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("environment", "field", "problem"),
+    [
+        ({"tools": [{"type": "python", "command": ["x"]}]}, "tools.0.command", "does not apply to type = 'python'"),
+        ({"tools": [{"type": "mcp"}]}, "tools.0.command", "a command or a url"),
+        ({"tools": [{"type": "mcp", "command": ["x"], "url": "http://x"}]}, "tools.0.command", "a command or a url"),
+        ({"tools": [{"type": "mcp", "url": "ftp://x"}]}, "tools.0.url", "should match"),
+        ({"tools": [{"type": "functions"}]}, "tools.0.module", "is needed"),
+        ({"tools": [{"type": "shell"}]}, "tools.0.type", "'python', 'mcp' or 'functions'"),
+        ({"tool_turns": 0}, "tool_turns", "greater than or equal to 1"),
+        ({"name": "served:x", "tools": [{"type": "python"}]}, "tools", "give it tools of its own"),
+    ],
+)
+def test_a_tool_that_cannot_be_is_a_mistake_of_its_field(environment: dict[str, Any], field: str, problem: str) -> None:
+    with pytest.raises(SpecError) as error:
+        make_spec(**{f"environment__{name}": value for name, value in environment.items()})
+    assert [(mistake["field"], problem in mistake["problem"]) for mistake in error.value.mistakes] == [
+        (f"environment.{field}", True)
+    ]
+
+
+def test_tools_need_a_template_that_tells_of_them() -> None:
+    with pytest.raises(SpecError, match="need a chat template"):
+        make_spec(model__chat_template="plain", environment__tools=[{"type": "python"}])
+    with pytest.raises(SpecError, match="cannot tell a model of tools"):
+        make_spec(model__chat_template="plain", model__tool_format="hermes")

@@ -32,6 +32,9 @@ class EnvironmentSpec(Part):
     environment's. They count in rollout.max_turns like any other."""
 
     def settle(self) -> list[dict[str, Any]]:
+        if self.tools and self.name.startswith("served:"):
+            problem = "do not apply: no env worker stands before this environment; give it tools of its own"
+            return [{"field": "tools", "value": len(self.tools), "problem": problem}]
         uploaded, elsewhere = self.name.startswith("upload:"), self.name.startswith(ELSEWHERE)
         if elsewhere and self.isolation is not None:
             problem = "does not apply: this environment does not run in the env workers"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -40,6 +40,8 @@ class ToolSpec(Part):
     module: Annotated[str, Field(pattern=r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*$")] | None = None
     """functions: `package.module:name` of a function, or of a list of functions, importable by env workers that run
     with OPENTINKER_ENV_MODULES=1."""
+
+    STAND_INS: ClassVar[dict[str, Any]] = {"url": "http://x", "module": "x:y", "command": ["x"]}
 
     def settle(self) -> list[dict[str, Any]]:
         plain = self.model_dump()
