@@ -270,7 +270,7 @@ class WithTools(Environment):
         super().__init__(environment.config)
         self.environment = environment
         self.seats = environment.seats
-        self.wants_tokens = environment.wants_tokens  # type: ignore[misc]  # as that of its class
+        self.wants_tokens = environment.wants_tokens
         self._turns = ToolTurns(offered, most)
         self._seen: set[tuple[str, str]] = set()
         self._asked: Opening | Step = Opening(messages=[])

@@ -29,7 +29,7 @@ from opentinker.envs.registry import make
 from opentinker.shared.bus import Bus
 from opentinker.shared.env_client import EnvClient
 from opentinker.shared.sessions import Policy, StepSession
-from opentinker.shared.types import StopReason
+from opentinker.shared.types import Message, StopReason
 
 LONGEST = 1000
 """Turns of an episode, for environments that never end."""
@@ -46,6 +46,8 @@ async def played(name: str, config: dict[str, Any], row: int, texts: list[str] |
             text = texts[turn] if texts else say or environment.gold()
             if text is None:
                 raise SystemExit(f"{name} has no expert: give what is to be said in every turn with --say TEXT")
+            if isinstance(text, Message):
+                raise SystemExit(f"the expert of {name} calls tools: give what is to be said with --say TEXT")
             said.append(text)
             step = await environment.step(Action(text=text, stop=StopReason.EOS, turn=turn, seat=seat))
             if step.done:
