@@ -134,7 +134,6 @@ async def test_the_sandbox_has_numpy_and_sympy_and_forgets_everything(shop: Shop
 
 
 SANDBOX_ATTACKS = {
-    "while True: pass": "ended: it took longer than 2 s",
     "x = [bytearray(64 << 20) for _ in range(64)]": "MemoryError",
     "print('x' * 30_000_000)": "ended: it printed more than 100000 bytes",
     "open('/etc/shadow').read()": "FileNotFoundError",
@@ -146,12 +145,15 @@ SANDBOX_ATTACKS = {
 
 
 async def test_what_hostile_programs_try_in_the_sandbox_ends_with_them(shop: Shop) -> None:
-    tools = await shop.open("j", [{**SANDBOX, "timeout_s": 2.0}])
+    tools = await shop.open("j", [SANDBOX])
     for program, error in SANDBOX_ATTACKS.items():
         outcome = await use(tools, "python", code=program)
         assert error in outcome.text, program
         assert "OPENTINKER" not in outcome.text
         assert len(outcome.text.encode()) <= RESULT_BYTES + 100
+    short = await shop.open("j", [{**SANDBOX, "timeout_s": 0.5}])
+    assert "ended: it took longer than 0.5 s" in await said(short, "while True: pass")
+    await short.close()
     left = "import os\nsum(name.isdigit() for name in os.listdir('/proc'))"
     assert int(await said(tools, left)) <= 4  # the sandbox's first, the interpreter, this program
     await tools.close()
