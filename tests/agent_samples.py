@@ -1,20 +1,18 @@
-"""Agents for tests, well-behaved and not."""
+"""Agents for tests, well-behaved and not. Nothing heavy is imported: that would hold up a whole env worker."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import sys
 import time
+import urllib.request
 from typing import Any
 
-from openai import AsyncOpenAI, OpenAI
+import aiohttp
 
 from opentinker.envs.agent import AgentEnvironment, Result
 from opentinker.envs.base import EnvironmentConfig
-
-
-def client(base_url: str) -> AsyncOpenAI:
-    return AsyncOpenAI(base_url=base_url, api_key="-", max_retries=0)
 
 
 class Echo(AgentEnvironment):
@@ -32,13 +30,15 @@ class Echo(AgentEnvironment):
         await self._misbehave()
         messages: list[Any] = []
         right = 0
-        async with client(base_url) as model:
+        async with aiohttp.ClientSession() as http:
             for turn in range(self.config.asks):
                 messages = [] if self.config.forgets else messages
                 messages.append({"role": "user", "content": f"row {row} seed {seed} turn {turn}="})
-                answer = await model.chat.completions.create(model="any", messages=messages)
-                messages.append(answer.choices[0].message.model_dump(exclude_none=True))
-                right += answer.choices[0].message.content == "yes"
+                async with http.post(f"{base_url}/chat/completions", json={"messages": messages}) as answer:
+                    answer.raise_for_status()
+                    said = (await answer.json())["choices"][0]["message"]
+                messages.append(said)
+                right += said["content"] == "yes"
                 await self._misbehave(turn)
         return Result(reward=float(right), components={"right": float(right)}, metrics={"exact": 1.0})
 
@@ -62,16 +62,18 @@ class BlockingEcho(AgentEnvironment):
     config: Config
 
     async def run(self, base_url: str, row: int, seed: int) -> Result:
-        model = OpenAI(base_url=base_url, api_key="-", max_retries=0)
-        answer = model.chat.completions.create(model="any", messages=[{"role": "user", "content": f"row {row}="}])
+        body = {"messages": [{"role": "user", "content": f"row {row}="}]}
+        request = urllib.request.Request(f"{base_url}/chat/completions", json.dumps(body).encode())
+        with urllib.request.urlopen(request) as reply:  # noqa: ASYNC210
+            said = json.load(reply)["choices"][0]["message"]["content"]
         time.sleep(self.config.block_s)  # noqa: ASYNC251
-        return Result(reward=float(answer.choices[0].message.content == "yes"))
+        return Result(reward=float(said == "yes"))
 
 
 class Nothing(AgentEnvironment):
     """Gives no Result."""
 
     async def run(self, base_url: str, row: int, seed: int) -> Result:
-        async with client(base_url) as model:
-            await model.chat.completions.create(model="any", messages=[{"role": "user", "content": "?"}])
+        async with aiohttp.ClientSession() as http:
+            await http.post(f"{base_url}/chat/completions", json={"messages": [{"role": "user", "content": "?"}]})
         return 1.0  # type: ignore[return-value]

@@ -30,12 +30,15 @@ from opentinker.services.rollout_worker.episode import Episode
 from opentinker.shared.errors import SpecError
 from opentinker.shared.sessions import CloseSession, OpenSession, Policy, SessionReply, StepSession
 from opentinker.shared.types import Ending, Image, StopReason, ToolCall
-from tests.agent_samples import client
 from tests.conftest import until
 from tests.factories import make_spec, make_ticket
 from tests.test_episode import Chars, Script, renderer, say
 
 Talk = Callable[[AsyncOpenAI], Awaitable[Any]]
+
+
+def client(base_url: str) -> AsyncOpenAI:
+    return AsyncOpenAI(base_url=base_url, api_key="-", max_retries=0)
 
 
 class Scripted(AgentEnvironment):
