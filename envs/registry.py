@@ -14,6 +14,7 @@ from opentinker.shared.errors import SpecError
 from opentinker.shared.sessions import is_url
 
 ADAPTERS = {
+    "gem": "opentinker.envs.adapters.gem:Gem",
     "gymnasium": "opentinker.envs.adapters.gymnasium:Gymnasium",
     "pettingzoo": "opentinker.envs.adapters.pettingzoo:PettingZoo",
     "reasoning_gym": "opentinker.envs.adapters.reasoning_gym:ReasoningGym",

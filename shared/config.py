@@ -59,6 +59,10 @@ class Settings(BaseModel):
     """Allow environments named `module:Class`, importable by the env worker (operator-written code)."""
     env_tool_commands: bool = False
     """Allow jobs to name programs that the env worker starts as MCP servers, under its own user."""
+    env_interpreters: dict[str, Path] = {}
+    """By environment, the Python of a virtual environment that has its library, where that and what is installed here
+    cannot be together: `gem = "/opt/gem/bin/python"`; in an environment variable `gem=/opt/gem/bin/python`, more with
+    commas. It also needs msgspec, numpy and pydantic."""
     env_egress_allow: list[str] = []
     """Networks, e.g. `10.1.0.0/16`, that environments may reach by a URL of a job although they are not public; in an
     environment variable, with commas. `opentinker up` and `run` on loopback allow loopback."""
@@ -89,6 +93,16 @@ class Settings(BaseModel):
     @classmethod
     def _networks(cls, given: object) -> object:
         return networks(given) if isinstance(given, str) or _is_texts(given) else given
+
+    @field_validator("env_interpreters", mode="before")
+    @classmethod
+    def _pairs(cls, given: object) -> object:
+        if not isinstance(given, str):
+            return given
+        pairs = [part.strip().partition("=") for part in given.split(",") if part.strip()]
+        if not all(name and path for name, _, path in pairs):
+            raise PydanticCustomError("no_pairs", "must be NAME=PATH, several with commas")
+        return {name.strip(): path.strip() for name, _, path in pairs}
 
     @field_validator("worker_ttl_s")
     @classmethod

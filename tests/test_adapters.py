@@ -225,14 +225,15 @@ def test_every_example_of_the_page_is_valid() -> None:
     for example in examples:
         overrides = example.get("validation", {}).get("config", {})
         name = example["environment"]["name"]
-        check(name, example["environment"]["config"] | overrides, elsewhere=name == "skyrl_gym")  # the rows are yours
+        check(name, example["environment"]["config"] | overrides, elsewhere=name in ("gem", "skyrl_gym"))
     assert {example["environment"]["name"] for example in examples} == ADAPTERS.keys()
 
 
 @pytest.mark.parametrize("name", sorted(ADAPTERS))
 def test_a_missing_library_names_the_extra(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(library, "installed", lambda module: False)
-    minimal = {name: config for name, config, _ in PLAYED} | {"skyrl_gym": {"id": "gsm8k", "path": "rows.jsonl"}}
+    minimal = {name: config for name, config, _ in PLAYED}
+    minimal |= {"skyrl_gym": {"id": "gsm8k", "path": "rows.jsonl"}, "gem": {"id": "game:Sudoku-v0-easy"}}
     config = minimal[name]
     with pytest.raises(SpecError, match=rf"pip install 'opentinker\[{name}\]'"):
         check(name, config)

@@ -23,6 +23,7 @@ import msgspec
 import structlog
 
 from opentinker.services.env_worker.checks import sound, sound_mistakes
+from opentinker.services.env_worker.interpreters import Interpreters
 from opentinker.services.env_worker.player import failure, on_worker
 from opentinker.services.env_worker.sandboxes import Sandboxes
 from opentinker.services.env_worker.turns import Turns
@@ -62,7 +63,16 @@ Start = Callable[[int], Awaitable[Running]]
 class Host:
     """At most `children` processes with `per_child` sessions each, started when first needed."""
 
-    def __init__(self, *, children: int, per_child: int, modules: bool, sandboxes: Sandboxes | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        children: int,
+        per_child: int,
+        modules: bool,
+        sandboxes: Sandboxes | None = None,
+        interpreters: Interpreters | None = None,
+    ) -> None:
+        self.interpreters = interpreters or Interpreters({})
         self._limit = children
         self._per_child = per_child
         self._modules = modules
@@ -71,9 +81,16 @@ class Host:
         self._turns = Turns()
         self._checks = asyncio.Semaphore(CHECKS)
 
-    def player(self, worker: str) -> ChildPlayer | None:
+    def player(self, worker: str, environment: str = "") -> ChildPlayer | None:
         """A place in a child, or None when all are taken."""
-        return self._place(worker, "", partial(_start, self._modules))
+        return self._place(worker, self.interpreters.of(environment), self._starter(environment))
+
+    def _starter(self, environment: str) -> Start:
+        """Of an ordinary child, by this interpreter or by the environment's own."""
+        interpreter = self.interpreters.of(environment)
+        if not interpreter:
+            return partial(_start, self._modules, sys.executable, os.pathsep.join(filter(None, sys.path)))
+        return partial(_start, self._modules, interpreter, self.interpreters.python_path)
 
     async def sandboxed(self, worker: str, request: OpenSession) -> ChildPlayer | None:
         """A place in a sandboxed child of the session's environment and job, or None when all are taken.
@@ -85,11 +102,17 @@ class Host:
         return self._place(worker, f"{request.environment} of {request.job}", partial(sandboxes.start, program))
 
     async def check(self, request: EnvCheck) -> list[dict[str, Any]]:
-        """The mistakes, found in a sandboxed child of its own. Raises SpecError if there can be none here."""
-        sandboxes = self._with_sandboxes()
-        program = await sandboxes.program(request.name)
+        """The mistakes, found in a child of its own, sandboxed if its sessions are.
+
+        Raises SpecError if there can be none here.
+        """
+        if request.isolation == "process":
+            start = self._starter(request.name)
+        else:
+            sandboxes = self._with_sandboxes()
+            start = partial(sandboxes.start, await sandboxes.program(request.name))
         async with self._checks:
-            child = Child(partial(sandboxes.start, program), "check")
+            child = Child(start, "check")
             try:
                 async with asyncio.timeout(CHECK_S):
                     answer = await child.call("check", request)
@@ -106,6 +129,7 @@ class Host:
         for child in self._children:
             child.kill("the env worker is stopping")
         await asyncio.gather(*(child.ended() for child in self._children))
+        self.interpreters.close()
 
     def _with_sandboxes(self) -> Sandboxes:
         if self._sandboxes is None:
@@ -179,7 +203,8 @@ class ChildPlayer:
 
 
 class Child:
-    """`key`: whose sessions a sandboxed child plays; empty for one that plays what the operator wrote."""
+    """`key`: whose sessions a sandboxed child plays, or which interpreter it runs; empty for one that plays what the
+    operator wrote, by ours."""
 
     def __init__(self, start: Start, key: str = "") -> None:
         self.key = key
@@ -324,11 +349,11 @@ class Plain:
         return status
 
 
-async def _start(modules: bool, descriptor: int) -> Plain:
+async def _start(modules: bool, interpreter: str, python_path: str, descriptor: int) -> Plain:
     variables = {name: os.environ[name] for name in KEPT_VARIABLES if name in os.environ}
-    variables |= {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
+    variables |= {"PYTHONPATH": python_path, "OMP_NUM_THREADS": "1"}
     process = await asyncio.create_subprocess_exec(
-        sys.executable,
+        interpreter,
         "-m",
         "opentinker.services.env_worker.child",
         str(descriptor),

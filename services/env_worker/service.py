@@ -17,6 +17,7 @@ import msgspec
 from opentinker.envs.registry import BUILT_IN
 from opentinker.services.env_worker.checks import mistakes_of
 from opentinker.services.env_worker.host import Host
+from opentinker.services.env_worker.interpreters import Interpreters
 from opentinker.services.env_worker.resolver import Resolver
 from opentinker.services.env_worker.sandboxes import Sandboxes
 from opentinker.services.env_worker.tools.shop import Shop
@@ -52,6 +53,7 @@ async def serve(ctx: Context) -> None:
         per_child=settings.env_sessions_per_child,
         modules=settings.env_modules,
         sandboxes=sandboxes,
+        interpreters=Interpreters(settings.env_interpreters),
     )
     resolver = Resolver(modules=settings.env_modules)
     shop = Shop(settings)
@@ -125,7 +127,7 @@ async def _beat(ctx: Context, info: WorkerInfo, sessions: Sessions, no_sandbox: 
 
 async def check_environment(request: EnvCheck, resolver: Resolver, host: Host) -> EnvCheckReply:
     """Every mistake in the name and the config, found where sessions would run."""
-    if request.isolation == "process":
+    if request.isolation == "process" and not host.interpreters.of(request.name):
         return EnvCheckReply(errors=await mistakes_of(resolver.check, request))
     try:
         return EnvCheckReply(errors=await host.check(request))

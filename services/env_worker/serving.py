@@ -111,7 +111,7 @@ class _Served(Sessions):
         super().__init__("", limit=limit, resolver=resolver)
         self._new_player = player
 
-    def _player(self, blocking: bool) -> Player | None:
+    def _player(self, environment: str, blocking: bool) -> Player | None:
         return self._new_player()
 
 

@@ -146,8 +146,8 @@ class Sessions:
                 return SessionReply(worker=self.worker, busy=True)
             session.player = sandboxed
         else:
-            found = await self._resolver.find(request.environment)
-            player = self._player(found.blocking) if self._charge(session, found.cost) else None
+            blocking, cost = await self._needs(request.environment)
+            player = self._player(request.environment, blocking) if self._charge(session, cost) else None
             if player is None:
                 return SessionReply(worker=self.worker, busy=True)
             session.player = player
@@ -157,10 +157,17 @@ class Sessions:
             session.player = ToolPlayer(self.worker, session.player, self._shop, lambda: self.meters.of(request.job))
         return await session.player.open(request)
 
-    def _player(self, blocking: bool) -> Player | None:
+    async def _needs(self, environment: str) -> tuple[bool, float]:
+        """Whether it blocks, and what it costs. What another interpreter plays is not imported for that: it costs 1."""
+        if self._host is not None and self._host.interpreters.of(environment):
+            return True, 1.0
+        found = await self._resolver.find(environment)
+        return found.blocking, found.cost
+
+    def _player(self, environment: str, blocking: bool) -> Player | None:
         if not blocking:
             return LocalPlayer(self.worker, modules=self._resolver.modules)
-        return None if self._host is None else self._host.player(self.worker)
+        return None if self._host is None else self._host.player(self.worker, environment)
 
     def _charge(self, session: Session, cost: float) -> bool:
         """Whether the worker has room for it; one that costs more than there is may be alone."""

@@ -1,0 +1,67 @@
+"""Any single-agent GEM environment by its id: what it says is the message, and what the policy says is the action."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+
+from pydantic import Field
+
+from opentinker.envs.adapters.library import LibraryConfig, Randomness, episode_seed, unknown
+from opentinker.envs.base import Action, Environment, Step, user
+from opentinker.shared.types import Message
+
+if TYPE_CHECKING:
+    from gem.core import Env
+
+PLAYED = ("game:", "math:")
+"""Kinds of environment. Those of code, and answers of `rg`, would run what the policy writes; others need servers."""
+
+
+class Gem(Environment):
+    """One seat. Reward: the environment's own."""
+
+    class Config(LibraryConfig):
+        library: ClassVar[str] = "gem"
+        extra: ClassVar[str] = "gem"
+
+        id: Annotated[str, Field(min_length=1)]
+        """As in GEM's registry, e.g. game:GuessTheNumber-v0-easy; kinds: `game`, `math`."""
+        kwargs: dict[str, Any] = {}
+        """Passed to the environment."""
+
+        def check(self) -> None:
+            from gem.envs.registration import ENV_REGISTRY
+
+            played = [id for id in ENV_REGISTRY if id.startswith(PLAYED)]
+            if self.id not in played:
+                raise unknown(f"environment as id = {self.id!r}", self.id, played)
+
+    config: Config
+    blocking = True
+
+    async def open(self, row: int, seed: int) -> list[Message]:
+        import gem
+
+        start = episode_seed(row, seed)
+        self._randomness = Randomness(start)
+        with self._randomness:
+            self._environment: Env = gem.make(self.config.id, **self.config.kwargs)
+            observation, info = self._environment.reset(seed=start)
+        return [user(_said(observation, info))]
+
+    async def step(self, action: Action) -> Step:
+        with self._randomness:
+            observation, reward, terminated, truncated, info = self._environment.step(action.text)
+        done = bool(terminated or truncated)
+        return Step(
+            messages=[] if done else [user(_said(observation, info))],
+            reward=float(reward),
+            components={"reward": float(reward)},
+            done=done,
+            metrics={"truncated": float(truncated)},
+        )
+
+
+def _said(observation: object, info: dict[str, Any]) -> str:
+    """With what GEM's own wrappers put under it."""
+    return "\n".join(filter(None, [str(observation), str(info.get("suffix", ""))]))

@@ -1,0 +1,42 @@
+"""Environments that another Python plays, because their libraries and ours cannot be in one virtual environment.
+
+The operator names it by environment (`env_interpreters`). Our package is laid beside what it has installed, through a
+link in a directory of this process; nothing of it is installed there, and nothing else of this interpreter is seen. So
+the other one needs what a child process imports: msgspec, numpy and pydantic, in versions near ours.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+
+from opentinker.services.env_worker.runtime import package_dir
+from opentinker.shared.errors import SpecError
+
+
+class Interpreters:
+    """Raises SpecError for a setting that names no program."""
+
+    def __init__(self, paths: dict[str, Path]) -> None:
+        self._paths = paths
+        for name, path in paths.items():
+            if not os.access(path, os.X_OK) or path.is_dir():
+                problem = f"{path} is no program on this machine: it must be the python of a virtual environment"
+                raise SpecError([{"field": f"env_interpreters.{name}", "value": str(path), "problem": problem}])
+        self._beside = tempfile.TemporaryDirectory(prefix="opentinker-") if paths else None
+        if self._beside is not None:
+            Path(self._beside.name, "opentinker").symlink_to(package_dir())
+
+    def of(self, environment: str) -> str:
+        """Its path; empty: the environment is played by this interpreter."""
+        path = self._paths.get(environment)
+        return "" if path is None else str(path.absolute())
+
+    @property
+    def python_path(self) -> str:
+        return "" if self._beside is None else self._beside.name
+
+    def close(self) -> None:
+        if self._beside is not None:
+            self._beside.cleanup()
