@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any, ClassVar, TypeVar, cast
 
+import numpy as np
 from pydantic import BaseModel, ConfigDict, model_validator
 
 from opentinker.envs.adapters.library import Randomness, episode_seed
@@ -173,7 +174,7 @@ def opening_of(game: AbstractGame, state: dict[str, Any]) -> tuple[str | None, s
 
     A game that words its state itself may reset to do so: it is reset again, from the same random numbers.
     """
-    start = random.getstate()
+    start, numpy_start = random.getstate(), np.random.get_state()
     observation = game.reset(**state)
     kind = type(game)
     if (
@@ -183,8 +184,10 @@ def opening_of(game: AbstractGame, state: dict[str, Any]) -> tuple[str | None, s
         before = game.get_initial_user_message()
         return game.get_system_prompt(), f"{before}\n\n{observation}" if before else observation
     random.setstate(start)
+    np.random.set_state(numpy_start)
     first = game.get_user_message_with_state(**state)
     random.setstate(start)
+    np.random.set_state(numpy_start)
     game.reset(**state)
     return game.get_system_prompt(), first
 

@@ -51,8 +51,8 @@ def number_of(text: str) -> Decimal | None:
 
 def at_once(answer: str, said: str) -> Grade | None:
     """The verdict where the right answer is a plain number and the last box holds one; else None."""
-    wanted, boxes = number_of(answer), _BOXED.findall(said)
-    found = number_of(boxes[-1]) if wanted is not None and boxes else None
+    wanted, box = number_of(answer), _BOXED.match(said, max(0, said.rfind("\\boxed")))
+    found = number_of(box[1]) if wanted is not None and box else None
     return None if found is None else Grade(right=found == wanted, answered=True)
 
 

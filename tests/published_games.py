@@ -5,6 +5,8 @@ from __future__ import annotations
 import random
 from typing import Any
 
+import numpy as np
+
 from opentinker.environment.base_game import AbstractGame, StepResult
 
 
@@ -44,6 +46,17 @@ class Worded(HigherLower):
 
     def render_state_for_prompt(self, **state: Any) -> str:
         return f"[{self.reset(**state)}]"
+
+
+class Rolled(HigherLower):
+    """Draws by numpy's global numbers, and words its state by playing it."""
+
+    def reset(self, secret: int = 0, **kwargs: Any) -> str:
+        self.secret, self.left = int(np.random.randint(1000)), self.tries
+        return str(self.secret)
+
+    def get_user_message_with_state(self, **state: Any) -> str:
+        return self.render_state_for_prompt(**state)
 
 
 class Careless(HigherLower):

@@ -374,3 +374,22 @@ def test_images_and_tools_that_a_model_cannot_be_shown_fail_the_job() -> None:
         renderer().prompt([picture])
     with pytest.raises(JobFailed, match="tools need a chat template"):
         renderer("plain").prompt([picture], [Tool(name="t", description="", parameters={})])
+
+
+async def test_a_later_observation_that_the_template_refuses_costs_its_own_episode() -> None:
+    class Strict(Chars):
+        def apply_chat_template(self, chat: list[dict[str, str]], tokenize: bool, add_generation_prompt: bool) -> str:
+            if [m["role"] for m in chat[-2:]] == ["user", "user"]:
+                raise ValueError("roles must alternate")
+            return super().apply_chat_template(chat, tokenize, add_generation_prompt)
+
+    env = Env([reply("go"), reply("one", "two")])
+    played = episode(Script([say("a$")]), env)
+    played.renderer = Renderer(Strict(), "model", frozenset({EOS}))
+    with pytest.raises(EpisodeFailed, match="roles must alternate") as failed:
+        await played.run()
+    assert failed.value.ending == Ending.ENV_BAD_REPLY
+    first = episode(Script([]), Env([reply("one", "two")]))
+    first.renderer = played.renderer
+    with pytest.raises(JobFailed, match="roles must alternate"):
+        await first.run()

@@ -20,6 +20,7 @@ from opentinker.environment import (
 from opentinker.environment.game_stats_client import GameStatsClient
 from opentinker.envs.base import Action, Environment, Step
 from opentinker.envs.registry import check, find, make
+from opentinker.services.env_worker.serving import _playable
 from opentinker.shared.errors import SpecError
 from opentinker.shared.types import Message, StopReason
 from tests.published_games import HigherLower
@@ -82,6 +83,12 @@ async def test_a_game_that_words_its_state_itself_plays_the_state_that_it_showed
     assert first.role == "user"
     assert first.text.splitlines()[-1] == f"[{plain.text.splitlines()[-1]}]"
     assert environment._game.secret == again._game.secret
+
+
+async def test_the_prompt_shows_the_state_that_is_played_also_where_numpy_draws_it() -> None:
+    environment: Any = make("tests.published_games:Rolled", {}, modules=True)
+    (_, first) = await opened(environment, 2, 3)
+    assert first.text == str(environment._game.secret)
 
 
 @pytest.mark.parametrize(
@@ -184,7 +191,7 @@ async def test_an_environment_with_a_game_server_plays_there_from_start_states_d
     server = TestServer(create_game_server(HigherLower, tries=2))
     async with TestClient(server):
         config = {"interaction": {"config": {"env_endpoint": str(server.make_url("/"))}}}
-        kind = GameEnvironment(HigherLower, config, job_id="j").environment_class()
+        kind: Any = _playable(GameEnvironment(HigherLower, config, job_id="j").environment_class())
         environment: Any = kind(kind.Config())
         system, first = await opened(environment, 4, 5)
         local: Any = make(GAME, {}, modules=True)

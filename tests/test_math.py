@@ -146,6 +146,8 @@ async def test_answers_are_compared_by_value(problems: Path) -> None:
         "\\boxed{\\{2, -2\\}}": ("\\{-2, 2\\}", True),
         "\\boxed{1234.50}": ("1,234.5", True),
         "first \\boxed{42}, no, \\boxed{41}": ("42", False),
+        "not \\boxed{5} but \\boxed{\\frac{1}{2}}": ("5", False),
+        "not \\boxed{5}, \\boxed{\\frac{10}{2}}": ("5", True),
         "\\boxed{3}": ("\\frac{1}{2}", False),
         "I do not know": ("42", False),
     }

@@ -149,6 +149,29 @@ def test_settings_that_are_wrong_are_named(config: dict[str, Any], said: str) ->
         spec(CONFIG | config)
 
 
+def test_settings_that_nobody_reads_are_named_part_by_part() -> None:
+    settings = Settings(CONFIG | {"lora": {"lora_rank": 4, "exclude_modules": "x"}, "seed": 3})
+    spec_of(settings, {"name": "served:x"}, steps=1, save_freq=1, test_freq=0, first_too=False)
+    assert settings.unused() == ["lora.exclude_modules", "seed"]
+
+
+def test_overrides_of_all_configs_are_laid_over_each_other() -> None:
+    submitted = {"opentinker": {"resources": {"trainer_gpus": 2}, "train": {"lr": 0.1}}}
+    job = spec(
+        CONFIG | submitted, {"opentinker": {"rollout": {"max_turns": 3}}}, {"opentinker": {"train": {"lr": 0.2}}}
+    )
+    assert (job.resources.trainer_gpus, job.rollout.max_turns, job.train.lr) == (2, 3, 0.2)
+
+
+def test_a_game_has_as_many_turns_as_it_says_where_no_setting_does() -> None:
+    assert spec(CONFIG, turns=20).rollout.max_turns == 20
+    assert spec(CONFIG | {"multi_turn": {"max_user_turns": 4}}, turns=20).rollout.max_turns == 4
+    assert spec(CONFIG | {"adv_estimator": "reinforce_plus_plus_baseline"}).algorithm.advantage == (
+        "reinforce_pp_baseline"
+    )
+    assert spec(CONFIG, test_freq=5).validation.config == {"split": "val"}
+
+
 def test_what_the_program_says_of_the_spec_itself_comes_last() -> None:
     job = spec(CONFIG | {"opentinker": {"train": {"lr": 0.5}, "resources": {"rollout_workers": 2}}})
     assert (job.train.lr, job.train.steps, job.resources.rollout_workers) == (0.5, 10, 2)
@@ -185,6 +208,23 @@ def test_an_environment_has_loaders_and_an_interaction_file() -> None:
     assert '"higherlower"' in path.read_text()
     env.cleanup()
     assert not path.exists()
+
+
+async def test_loaders_of_one_s_own_say_the_start_states() -> None:
+    class Listed(GameEnvironment):
+        def _setup_dataloader(self) -> None:
+            super()._setup_dataloader()
+            rows = [{"interaction_kwargs": {"env_kwargs": {"secret": secret}}} for secret in (7, 8)]
+            self.val_dataloader = SimpleNamespace(dataset=rows)
+
+    kind = Listed(HigherLower, {}).environment_class()
+    for split, row, expected in (("val", 1, 8), ("val", 2, 7)):
+        environment: Any = kind(kind.Config(split=split))
+        await environment.open(row, 0)
+        assert environment._game.secret == expected
+    drawn: Any = kind(kind.Config())
+    await drawn.open(1, 0)
+    assert 1 <= drawn._game.secret <= 9
 
 
 def test_helpers(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from functools import lru_cache
 from typing import Annotated, Any, ClassVar
 
@@ -90,6 +91,11 @@ class ReasoningGym(Environment):
     def _score(self, answer: str) -> float | None:
         if not harmless(self._source, answer):
             return 0.0
+        if threading.current_thread() is not threading.main_thread():
+            raise RuntimeError(
+                "reasoning_gym scores within a time limit, which needs a process of its own: name it, "
+                "or module:Class, instead of handing over the class"
+            )
         try:
             with self._randomness, within(ANSWER_S):
                 score = float(self._dataset.score_answer(answer, self._entry))

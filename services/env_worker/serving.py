@@ -98,8 +98,15 @@ def _playable(given: type[Environment] | type[AbstractGame]) -> type[Environment
     lock = asyncio.Lock()
 
     async def call(_: PlayedGame, function: Callable[[], T]) -> T:
-        async with lock:
-            return await asyncio.to_thread(function)
+        await lock.acquire()
+        running = asyncio.get_running_loop().run_in_executor(None, function)
+        running.add_done_callback(ended)
+        return await asyncio.shield(running)  # who is cancelled goes on alone: the thread has the random numbers still
+
+    def ended(running: asyncio.Future[Any]) -> None:
+        lock.release()
+        if not running.cancelled():
+            running.exception()  # nobody may be left to take it
 
     return type(kind.__name__, (kind,), {"blocking": False, "call": call, "__module__": kind.__module__})
 

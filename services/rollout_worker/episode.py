@@ -22,6 +22,7 @@ import numpy as np
 
 from opentinker.services.rollout_worker.engine import Completion, Engine, EngineError, EngineLost, Sampling
 from opentinker.services.rollout_worker.render import Renderer
+from opentinker.shared.errors import JobFailed
 from opentinker.shared.sessions import Isolation, Policy, SessionReply, StepSession
 from opentinker.shared.spec import JobSpec
 from opentinker.shared.types import Ending, Message, Span, StopReason, Ticket, Tool, Trajectory, Turn
@@ -240,10 +241,8 @@ class Episode:
             if reply.prompt_ids[: len(stream.ids)] != stream.ids:
                 raise EpisodeFailed(Ending.ENV_BAD_REPLY, "prompt_ids do not begin with the stream's tokens so far")
             observed = reply.prompt_ids[len(stream.ids) :]
-        elif new:
-            observed = self.renderer.prompt(reply.messages, reply.tools)
         else:
-            observed = self.renderer.extend(stream.turns[-1].stop == StopReason.EOS, reply.messages)
+            observed = self._rendered(stream, new, reply)
         fits = len(stream.ids) + len(observed) < self.context
         if self.turn == 0 and not (fits and observed):
             raise EpisodeFailed(
@@ -255,6 +254,16 @@ class Episode:
             return None
         stream.observe(observed, reply.messages)
         return stream
+
+    def _rendered(self, stream: Stream, new: bool, reply: SessionReply) -> list[int]:
+        try:
+            if new:
+                return self.renderer.prompt(reply.messages, reply.tools)
+            return self.renderer.extend(stream.turns[-1].stop == StopReason.EOS, reply.messages)
+        except JobFailed as error:
+            if self.turn == 0:
+                raise  # no episode of the job would begin
+            raise EpisodeFailed(Ending.ENV_BAD_REPLY, str(error)) from None
 
     def _turns(self, seat: str) -> int:
         return sum(len(stream.turns) for stream in self.streams.values() if stream.seat == seat)

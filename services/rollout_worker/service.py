@@ -16,6 +16,8 @@ from opentinker.shared.service import Context
 from opentinker.shared.spec import JobSpec
 from opentinker.shared.types import Lease, Pool
 
+AGENTS = ("agent_program", "verifiers")
+
 TOY_CONTEXT = 4096
 MAX_SEQUENCES = 256
 """Requests that vLLM works on at the same time; more wait inside it."""
@@ -52,9 +54,14 @@ def make_engine(spec: JobSpec, renderer: Renderer, settings: Settings) -> Engine
         fp32_head=spec.model.fp32_head,
         context_length=rollout.context_length,
         max_concurrent=min(rollout.max_concurrent_groups * group_size, MAX_SEQUENCES),
-        stop_strings=bool(rollout.stop),
+        stop_strings=bool(rollout.stop) or may_name_stops(spec.environment.name),
         lora=spec.model.lora,
         max_staleness=algorithm.max_staleness,
         group_timeout_s=settings.swap_timeout_s,
         one_by_one=spec.train.deterministic,
     )
+
+
+def may_name_stops(environment: str) -> bool:
+    """Whether its turns may end at strings of its own: agents, and code of users. What we ship otherwise names none."""
+    return ":" in environment or environment in AGENTS

@@ -8,10 +8,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from opentinker.client.utils.utils import tolerant_merge_dicts
+
 MISSING = object()
 PRESETS = {"gae": "ppo", "ppo": "ppo", "grpo": "grpo", "grpo_per_step": "grpo", "rloo": "rloo"} | {
     "reinforce_plus_plus": "reinforce_pp",
-    "reinforce_plus_plus_baseline": "reinforce_pp",
+    "reinforce_plus_plus_baseline": "reinforce_pp",  # with the mean of its group taken off, see _algorithm
 }
 """`adv_estimator` -> our preset."""
 KL = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
@@ -27,7 +29,7 @@ TALK = frozenset(
         "env_shards",
     }
     | {"num_steps", "num_epochs", "save_freq", "test_freq", "max_steps", "data_path", "val_data_path", "data_paths"}
-    | {"val_data_paths", "opentinker", "game", "seed", "hydra", "board_size", "max_total_steps", "game_kwargs"}
+    | {"val_data_paths", "game", "hydra", "board_size", "max_total_steps", "game_kwargs"}
 )
 """Keys that are read elsewhere, or say nothing about training."""
 
@@ -48,6 +50,11 @@ def _child(at: Any, name: str) -> Any:
     return getattr(at, name, MISSING)
 
 
+def plain(value: Any) -> Any:
+    """Mappings of any make as dicts."""
+    return {str(name): plain(value[name]) for name in value} if hasattr(value, "keys") else value
+
+
 def names_of(config: Any) -> list[str]:
     if isinstance(config, Mapping) or hasattr(config, "keys"):
         return [str(name) for name in config]
@@ -62,7 +69,7 @@ class Settings:
         self.read: set[str] = set()
 
     def get(self, path: str, default: Any = None) -> Any:
-        self.read.add(path.split(".", maxsplit=1)[0])
+        self.read.add(path)
         for config in self.configs:
             if (found := pick(config, path, MISSING)) is not MISSING:
                 return found
@@ -72,14 +79,40 @@ class Settings:
         values = [self.get(path) for path in paths]
         return next((value for value in values if value is not None), default)
 
+    def overrides(self) -> dict[str, Any]:
+        """What all configs say under `opentinker`, the later over the earlier."""
+        self.read.add("opentinker")
+        merged: dict[str, Any] = {}
+        for config in reversed(self.configs):
+            merged = tolerant_merge_dicts(merged, plain(pick(config, "opentinker", {})))
+        return merged
+
     def unused(self) -> list[str]:
-        return sorted({name for config in self.configs for name in names_of(config)} - self.read - TALK)
+        """Names, and names of parts, that nobody has asked for."""
+        return sorted({path for config in self.configs for path in self._unread(config)})
+
+    def _unread(self, config: Any) -> list[str]:
+        found: list[str] = []
+        for name in names_of(config):
+            parts = {path for path in self.read if path.startswith(f"{name}.")}
+            if name in TALK or name in self.read:
+                continue
+            inner = [f"{name}.{part}" for part in names_of(pick(config, name))] if parts else [name]
+            found += [path for path in inner if path not in self.read]
+        return found
 
 
 def spec_of(
-    settings: Settings, environment: dict[str, Any], *, steps: int, save_freq: int, test_freq: int, first_too: bool
+    settings: Settings,
+    environment: dict[str, Any],
+    *,
+    steps: int,
+    save_freq: int,
+    test_freq: int,
+    first_too: bool,
+    turns: int = 1,
 ) -> dict[str, Any]:
-    """The job spec as data. Raises ValueError naming the setting that is missing or unknown."""
+    """The job spec as data. `turns`: where no setting says. Raises ValueError naming what is missing or wrong."""
     base = settings.first(("model_path", "tokenizer_path"))
     if not base:
         raise ValueError("tokenizer_path is missing: it names the model that is trained")
@@ -89,15 +122,13 @@ def spec_of(
         "model": {"base": str(base), **_lora(settings)},
         "environment": environment,
         "algorithm": _algorithm(settings),
-        "rollout": _rollout(settings),
+        "rollout": _rollout(settings, turns),
         "train": {"steps": steps, "checkpoint_every": max(1, save_freq), **_optimizer(settings)},
     }
     if test_freq > 0 and settings.get("val_batch_size", 1):
         validation = {"every": test_freq, "episodes": int(settings.get("val_batch_size", 50)), "at_start": first_too}
-        spec["validation"] = validation
-    for part, values in dict(settings.get("opentinker", {})).items():
-        own = spec.get(part)
-        spec[part] = {**own, **dict(values)} if isinstance(own, dict) and hasattr(values, "keys") else values
+        spec["validation"] = validation | {"config": {"split": "val"}}
+    return tolerant_merge_dicts(spec, settings.overrides())
     return spec
 
 
@@ -124,7 +155,9 @@ def _algorithm(settings: Settings) -> dict[str, Any]:
     if estimator not in PRESETS:
         raise ValueError(f"adv_estimator = {estimator!r}: must be one of {', '.join(PRESETS)}")
     algorithm: dict[str, Any] = {"name": PRESETS[estimator], "groups_per_batch": int(settings.get("batch_size", 16))}
-    grouped = PRESETS[estimator] in ("grpo", "rloo")
+    if estimator == "reinforce_plus_plus_baseline":
+        algorithm["advantage"] = "reinforce_pp_baseline"
+    grouped = PRESETS[estimator] in ("grpo", "rloo") or "advantage" in algorithm
     algorithm["group_size"] = int(settings.get("rollout_n", 8 if grouped else 1)) if grouped else 1
     if estimator == "grpo_per_step":
         algorithm["advantage"] = "per_turn"
@@ -138,13 +171,12 @@ def _algorithm(settings: Settings) -> dict[str, Any]:
     return algorithm
 
 
-def _rollout(settings: Settings) -> dict[str, Any]:
+def _rollout(settings: Settings, turns: int) -> dict[str, Any]:
     new = int(settings.get("max_new_tokens", 1024))
-    turns = settings.first(("multi_turn.max_assistant_turns", "multi_turn.max_user_turns"), 1)
-    steps = settings.first(("interaction.config.max_steps", "max_steps"))
+    said = settings.first(("multi_turn.max_assistant_turns", "multi_turn.max_user_turns"))
     rollout: dict[str, Any] = {
         "max_tokens": new,
-        "max_turns": int(turns or steps or 1),
+        "max_turns": int(said or turns),
         "temperature": float(settings.get("temperature", 1.0)),
         "top_p": float(settings.get("top_p", 1.0)),
     }

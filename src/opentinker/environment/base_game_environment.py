@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import tempfile
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import orjson
 
@@ -17,8 +15,6 @@ from opentinker.environment.environment import BaseEnvironment, RewardFunctionSp
 from opentinker.environment.game_server import GameServer
 from opentinker.envs.base import EnvironmentConfig
 from opentinker.envs.game import AbstractGame, GameDataGenerator, PlayedGame, check_arguments
-
-T = TypeVar("T")
 
 VALIDATION_SEED = 42
 VALIDATION_SAMPLES = 50
@@ -70,12 +66,14 @@ class GameEnvironment(BaseEnvironment):
         self.train_dataloader: Any = None
         self.val_dataloader: Any = None
         self._file: Path | None = None
+        self._drawn: tuple[Any, ...] = ()
+        """Loaders of ours, whose start states the game draws itself."""
         self._setup_dataloader()
 
     # --- data ---------------------------------------------------------------------------------------------------
 
     def _setup_dataloader(self) -> None:
-        """The two data loaders; override it to give others."""
+        """The two data loaders; override it to give others, over a `dataset` with rows like DynamicGameDataset's."""
         batch = int(pick(self.config, "batch_size", 16))
         steps = int(pick(self.config, "num_steps", EPOCH_BATCHES))
         own = GameDataGenerator(self.game_class, self.game_kwargs)
@@ -83,13 +81,19 @@ class GameEnvironment(BaseEnvironment):
         validation = int(pick(self.config, "val_batch_size", VALIDATION_SAMPLES))
         seeded = GameDataGenerator(self.game_class, self.game_kwargs, seed=VALIDATION_SEED)
         self.val_dataloader = Batches(DynamicGameDataset(seeded, virtual_size=validation), max(1, validation))
+        self._drawn = (self.train_dataloader, self.val_dataloader)
 
     def get_dataloader(self) -> tuple[Any, Any]:
         return self.train_dataloader, self.val_dataloader
 
     def state_of(self, game: AbstractGame, row: int, split: str) -> dict[str, Any]:
-        """The keyword arguments of `reset` for row `row`; the global `random` is seeded before."""
-        return game.generate_initial_state()
+        """The keyword arguments of `reset`: those of the loader's row; where it is one of ours, drawn by the game from
+        the global `random`, which is seeded by row before."""
+        loader = self.train_dataloader if split == "train" else self.val_dataloader
+        if any(loader is own for own in self._drawn):
+            return game.generate_initial_state()
+        rows = loader.dataset
+        return dict(rows[row % len(rows)]["interaction_kwargs"]["env_kwargs"])
 
     # --- what the published client asks for ----------------------------------------------------------------------
 
@@ -125,7 +129,7 @@ class GameEnvironment(BaseEnvironment):
     # --- what is served -------------------------------------------------------------------------------------------
 
     def environment_class(self) -> type[PlayedGame]:
-        """What `fit` serves: this game with these arguments, played in threads of this process."""
+        """What `fit` serves: this game with these arguments."""
         owner = self
 
         class Served(PlayedGame):
@@ -134,8 +138,6 @@ class GameEnvironment(BaseEnvironment):
 
             config: Config  # type: ignore[assignment]
             game = owner.game_class
-            blocking = False  # its calls wait in a thread
-            lock = asyncio.Lock()
 
             def make(self) -> AbstractGame:
                 game = owner.game_class(**owner.game_kwargs)
@@ -143,10 +145,6 @@ class GameEnvironment(BaseEnvironment):
 
             def initial_state(self, game: AbstractGame, row: int) -> dict[str, Any]:
                 return owner.state_of(game, row, self.config.split)
-
-            async def call(self, function: Callable[[], T]) -> T:
-                async with self.lock:
-                    return await asyncio.to_thread(function)
 
         Served.__name__ = self.game_class.__name__
         return Served

@@ -192,6 +192,7 @@ class ServiceClient:
                     save_freq=save_freq,
                     test_freq=test_freq,
                     first_too=validate_before_training,
+                    turns=env.max_steps,
                 )
                 if unused := settings.unused():
                     say(f"settings that mean nothing here: {', '.join(unused)}")
