@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from functools import cache, lru_cache
+from functools import lru_cache
 from typing import Annotated, Any, Literal
 
 import numpy as np
@@ -17,11 +17,12 @@ from pydantic import Field
 
 from opentinker.envs.base import EnvironmentConfig
 from opentinker.shared.dataset import open_rows
-from opentinker.shared.rows import RowError
+from opentinker.shared.rows import RowError, rows_path
 from opentinker.shared.types import Image, Text
 
 Row = tuple[str, dict[str, Any]]
 """Where it stands, for messages to people, and the row."""
+Stamp = tuple[tuple[str, int, int], ...]
 SIGNATURES = {b"\x89PNG\r\n\x1a\n": "image/png", b"\xff\xd8\xff": "image/jpeg"}
 
 
@@ -48,12 +49,9 @@ class DataConfig(EnvironmentConfig):
 class Table:
     """All rows of one path, and the order in which they are played."""
 
-    def __init__(
-        self, path: str, split: str | None, subset: str | None, validation: float, part: str, seed: int
-    ) -> None:
+    def __init__(self, rows: list[Row], validation: float, part: str, seed: int, path: str) -> None:
         """Raises RowError."""
-        self.rows: list[Row] = list(open_rows(path, split, "train", subset))
-        self.seed = seed
+        self.rows, self.seed = rows, seed
         if validation:
             order = np.random.default_rng([seed, 1]).permutation(len(self.rows))
             held = max(1, round(validation * len(self.rows)))
@@ -78,17 +76,33 @@ class Table:
 _one_reader = threading.Lock()
 
 
-@cache
-def _read(path: str, split: str | None, subset: str | None, validation: float, part: str, seed: int) -> Table:
-    return Table(path, split, subset, validation, part, seed)
+@lru_cache(maxsize=8)
+def _rows(path: str, split: str | None, subset: str | None, _: Stamp) -> list[Row]:
+    return list(open_rows(path, split, "train", subset))
+
+
+@lru_cache(maxsize=64)
+def _table(config: DataConfig, stamp: Stamp) -> Table:
+    rows = _rows(config.path, config.split, config.subset, stamp)
+    return Table(rows, config.validation, config.part, config.seed, config.path)
+
+
+def _stamp(name: str) -> Stamp:
+    """Size and time of every file, so that what was written anew is read anew; nothing for a data set of a hub."""
+    path = rows_path(name)
+    if path is None or not path.exists():
+        return ()
+    files = sorted(path.iterdir()) if path.is_dir() else [path]
+    return tuple((file.name, (about := file.stat()).st_size, about.st_mtime_ns) for file in files)
 
 
 def read(config: DataConfig) -> Table:
-    """Once per process. Blocking. Raises RowError."""
+    """Once per process, while the files stay as they are. Blocking. Raises RowError."""
     if config.part == "validation" and not config.validation:
         raise RowError('part = "validation" needs a share in `validation`, or another path or split')
+    alone = DataConfig.model_validate({name: getattr(config, name) for name in DataConfig.model_fields})
     with _one_reader:
-        return _read(config.path, config.split, config.subset, config.validation, config.part, config.seed)
+        return _table(alone, _stamp(config.path))
 
 
 def in_event_loop() -> bool:

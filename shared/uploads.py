@@ -74,6 +74,13 @@ class Pin(msgspec.Struct, frozen=True):
     version: str
     marker: str
     """Where it applies; empty: everywhere."""
+    hashes: tuple[str, ...] = ()
+    """algorithm:digest of the files that may be installed."""
+
+    def line(self) -> str:
+        """In the form of a requirements file."""
+        marker = f" ; {self.marker}" if self.marker else ""
+        return f"{self.name}=={self.version}{marker}" + "".join(f" --hash={digest}" for digest in self.hashes)
 
 
 def is_upload(name: str) -> bool:
@@ -204,12 +211,19 @@ def _lock(files: Path, named: Any, project: dict[str, Any], wrong: Any) -> tuple
 
 
 def pins(text: str) -> list[Pin]:
-    """Of a lock in the form of a requirements file with hashes. Raises ValueError naming the line that is no pin."""
+    """Of a lock in the form of a requirements file with hashes. Raises ValueError naming the line that is no pin.
+
+    What is installed is made of these pins, and never of the text: whatever else a reader might find in it, another one
+    may not.
+    """
     found = []
-    for line in re.sub(r"\\\r?\n", " ", text).splitlines():
-        stripped = re.sub(r"(^|\s)#.*$", "", line).strip()
+    bare = "\n".join(re.sub(r"(^|\s)#.*$", "", line) for line in text.splitlines())
+    for line in re.sub(r"\\\n", " ", bare).splitlines():
+        stripped = line.strip()
         if not stripped:
             continue
+        if "$" in stripped or "\\" in stripped:
+            raise ValueError(f"{stripped[:80]!r} has a character that no pin has: $ or a backslash")
         plain = _HASH.sub(" ", f" {stripped} ").strip()
         if "--hash" not in stripped or plain.startswith("-"):
             raise ValueError(f"{stripped[:80]!r} has no hash: every line must pin one package by version and hash")
@@ -220,7 +234,10 @@ def pins(text: str) -> list[Pin]:
         versions = [str(specifier.version) for specifier in required.specifier if specifier.operator == "=="]
         if required.url or len(required.specifier) != 1 or len(versions) != 1 or "*" in versions[0]:
             raise ValueError(f"{plain[:80]!r} must pin one version (name==1.2.3) of a package of the index")
-        found.append(Pin(canonicalize_name(required.name), versions[0], str(required.marker or "")))
+        hashes = tuple(
+            re.split("[= ]", found_hash.strip(), maxsplit=1)[1] for found_hash in _HASH.findall(f" {stripped} ")
+        )
+        found.append(Pin(canonicalize_name(required.name), versions[0], str(required.marker or ""), hashes))
     return found
 
 

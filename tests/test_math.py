@@ -80,6 +80,13 @@ def test_parts_that_are_not_there_are_named(tmp_path: Path, config: dict[str, An
         read(numbered(tmp_path, **config))
 
 
+def test_a_file_that_is_written_anew_is_read_anew(tmp_path: Path) -> None:
+    config = numbered(tmp_path)
+    assert len(read(config)) == 10 and read(config) is read(config)
+    write(tmp_path / "rows.jsonl", [{"n": n} for n in range(3)])
+    assert len(read(config)) == 3
+
+
 # --- the environment ------------------------------------------------------------------------------------------------
 
 

@@ -139,7 +139,29 @@ def test_what_is_wrong_with_a_package_is_said(tmp_path: Path, files: dict[str, s
 def test_pins_are_read_with_their_markers() -> None:
     first = f"Tab_ulate==0.10.0 ; python_version < '3.13' \\\n    {HASH} \\\n    {HASH}\n    # via x"
     text = f"# made by hand\n{first}\nb[c]==2 {HASH}\n"
-    assert uploads.pins(text) == [Pin("tab-ulate", "0.10.0", 'python_version < "3.13"'), Pin("b", "2", "")]
+    digest = HASH.removeprefix("--hash=")
+    pinned = uploads.pins(text)
+    assert pinned == [
+        Pin("tab-ulate", "0.10.0", 'python_version < "3.13"', (digest, digest)),
+        Pin("b", "2", "", (digest,)),
+    ]
+    assert [pin.line() for pin in pinned][1] == f"b==2 {HASH}"
+    assert uploads.pins("\n".join(pin.line() for pin in pinned)) == pinned
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "# a comment that seems to go on \\\n-r /etc/passwd",
+        "# a comment that seems to go on \\\n--index-url http://127.0.0.1/",
+        "b==2 ; os_name == '${SECRET}'",
+        "-e .",
+        "--find-links http://127.0.0.1/",
+    ],
+)
+def test_nothing_but_pins_gets_out_of_a_lock(line: str) -> None:
+    with pytest.raises(ValueError, match=r"every line must pin|has a character that no pin has"):
+        uploads.pins(f"a==1 {HASH}\n{line} {HASH if line.startswith('b') else ''}\n")
 
 
 # --- tars ---------------------------------------------------------------------------------------------------------

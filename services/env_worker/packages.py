@@ -125,8 +125,9 @@ class Packages:
         try:
             await _uv(name, "venv", "--quiet", "--no-project", "--python", self._python, str(work), cwd=venv.parent)
             listed = work / "requirements.lock"
-            await asyncio.to_thread(listed.write_text, requirements)
-            if uploads.pins(requirements):
+            pins = uploads.pins(requirements)
+            await asyncio.to_thread(listed.write_text, "".join(f"{pin.line()}\n" for pin in pins))
+            if pins:
                 options = ("--quiet", "--require-hashes", "--no-build", "--python", str(work / "bin" / "python"))
                 await _uv(name, "pip", "install", *options, "-r", str(listed), cwd=venv.parent)
             await asyncio.to_thread(_open_to_all, work)

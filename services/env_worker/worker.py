@@ -240,7 +240,7 @@ class Sessions:
             await asyncio.wait([session.task], timeout=CLOSE_S)
             if not session.task.done():
                 log.warning("environment_ignores_cancellation", episode=session.request.session)
-                return
+                await asyncio.wait([session.task])  # its place is not free before
         if session.player is None:
             return
         closing = asyncio.get_running_loop().create_task(session.player.close(), name=session.title)

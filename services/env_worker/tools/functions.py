@@ -31,6 +31,8 @@ def load(spec: ToolSpec) -> list[Offered]:
         raise NoTools(f"module {module} has no {name}, or it is no function") from None
     except TypeError as error:
         raise NoTools(str(error)) from None
+    except Exception as error:  # the module's own code: whatever it raises, it offers nothing
+        raise NoTools(f"module {module} cannot be imported: {type(error).__name__}: {error}") from error
 
 
 def _offered(function: Callable[..., Any], timeout_s: float) -> Offered:

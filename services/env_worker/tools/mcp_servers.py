@@ -22,6 +22,9 @@ from opentinker.shared.egress import Egress
 from opentinker.shared.spec.tools import ToolSpec
 from opentinker.shared.types import Tool
 
+CLOSE_S = 5.0
+"""For a server to say goodbye; one that is still connecting is left at once."""
+
 if TYPE_CHECKING:
     from mcp import Client
 
@@ -81,7 +84,7 @@ class Connection:
 
     async def close(self) -> None:
         self._over.set()
-        done, _ = await asyncio.wait([self._task], timeout=5.0)
+        done, _ = await asyncio.wait([self._task], timeout=CLOSE_S if self._opened.done() else 0.0)
         if not done:
             self._task.cancel()
             await asyncio.wait([self._task])

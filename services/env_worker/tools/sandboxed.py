@@ -13,13 +13,14 @@ import os
 import socket
 import struct
 import sys
+from dataclasses import replace
 from typing import Any
 
 import structlog
 
 from opentinker.envs.tools import RESULT_BYTES, Failed, Offered, ToolError, checked, describe
 from opentinker.services.env_worker.tools import runner
-from opentinker.shared.sandbox import Limits, Sandbox, Sandboxed, Unavailable, own_packages
+from opentinker.shared.sandbox import Sandbox, Sandboxed, Unavailable, own_packages
 from opentinker.shared.spec.tools import ToolSpec
 
 PLACE = "/run/runner.py"
@@ -55,12 +56,7 @@ class Runner:
     async def start(cls, sandbox: Sandbox, spec: ToolSpec) -> Runner:
         """Raises Unavailable, or OSError."""
         ours, theirs = socket.socketpair()
-        limits = Limits(
-            memory_mb=spec.memory,
-            processes=sandbox.limits.processes,
-            disk_mb=sandbox.limits.disk_mb,
-            open_files=sandbox.limits.open_files,
-        )
+        limits = replace(sandbox.limits, memory_mb=spec.memory)
         with theirs:
             sandboxed = await sandbox.start(
                 [sys.executable, PLACE, str(theirs.fileno())],

@@ -88,6 +88,9 @@ class Shop:
             raise NoTools("programs as MCP servers are switched off here (operator setting env_tool_commands)")
         if spec.type == "functions" and not self._settings.env_modules:
             raise NoTools("functions of modules are switched off here (operator setting env_modules)")
+        most = self._settings.sandbox_memory_mb
+        if spec.type == "python" and spec.memory > most:
+            raise NoTools(f"memory_mb = {spec.memory}: at most {most} here (operator setting sandbox_memory_mb)")
         module, package = NEEDS.get(spec.type, ("", ""))
         if module and spec.backend == "monty" and find_spec(module) is None:
             raise NoTools(f"{package} is not installed on the env worker: pip install 'opentinker[tools]'")
@@ -106,7 +109,7 @@ class Shop:
 
     async def _opened(self, job: str, spec: ToolSpec, held: AsyncExitStack) -> list[Offered]:
         if spec.type == "functions":
-            return functions.load(spec)
+            return await asyncio.to_thread(functions.load, spec)
         if spec.type == "mcp":
             if spec.shared:
                 key = (job, spec.model_dump_json())
