@@ -19,7 +19,7 @@ from opentinker.shared.subjects import ENV_CHECK, SANDBOX_CHECK, SERVED_CHECK
 from opentinker.shared.types import Pool
 from opentinker.shared.waiting import rest
 
-ENV_CHECK_S = 2.0
+ENV_CHECK_S = 10.0
 SANDBOX_CHECK_S = 20.0
 """A virtual environment may have to be made first. Less than a client waits for an answer."""
 SERVED_CHECK_S = 12.0
