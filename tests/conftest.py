@@ -214,10 +214,13 @@ def quiet_end() -> Iterator[None]:
 
 
 @pytest.fixture
-async def ctx(nats_server: Server, valkey_server: Server, store: Store, tmp_path: Path) -> AsyncIterator[Context]:
+async def ctx(
+    nats_server: Server, valkey_server: Server, store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[Context]:
     """The surroundings of a scheduler; job directories lie in `tmp_path / "data"`."""
     from tests.scheduling import context
 
+    monkeypatch.setattr("opentinker.services.scheduler.environment.ENV_CHECK_S", WAIT_S)
     async with context(nats_server, valkey_server, "scheduler-0", tmp_path / "data") as ctx:
         yield ctx
 

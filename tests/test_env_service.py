@@ -306,11 +306,11 @@ async def test_nats_restart_in_the_middle_of_a_session_loses_nothing(
 
 async def test_check_reports_every_mistake(workers: Workers, bus: Bus) -> None:
     await workers.start("env-0")
-    good = await bus.request(ENV_CHECK, EnvCheck(name="copy_digits", config={"digits": 5}), 5.0)
+    good = await bus.request(ENV_CHECK, EnvCheck(name="copy_digits", config={"digits": 5}), WAIT_S)
     assert good.errors == []
-    bad = await bus.request(ENV_CHECK, EnvCheck(name="copy_digits", config={"digits": 0, "colour": "red"}), 5.0)
+    bad = await bus.request(ENV_CHECK, EnvCheck(name="copy_digits", config={"digits": 0, "colour": "red"}), WAIT_S)
     assert {e["field"] for e in bad.errors} == {"environment.config.digits", "environment.config.colour"}
-    unknown = await bus.request(ENV_CHECK, EnvCheck(name="gsm8", config={}), 5.0)
+    unknown = await bus.request(ENV_CHECK, EnvCheck(name="gsm8", config={}), WAIT_S)
     assert "did you mean gsm8k" in unknown.errors[0]["problem"]
 
 
@@ -319,7 +319,7 @@ async def test_tools_of_a_job_are_checked_and_answer_over_the_bus(
 ) -> None:
     await workers.start("env-0")
     tools: list[dict[str, Any]] = [{"type": "python", "timeout_s": 20.0}, {"type": "mcp", "command": ["server"]}]
-    checked = await bus.request(ENV_CHECK, EnvCheck(name="copy_digits", config={}, tools=tools), 30.0)
+    checked = await bus.request(ENV_CHECK, EnvCheck(name="copy_digits", config={}, tools=tools), WAIT_S)
     assert [error["field"] for error in checked.errors] == ["environment.tools.1.command"]
     opened = await client.open(**opening("s", "copy_digits"), tools=tools[:1], tool_turns=2)
     assert [tool.name for tool in opened.tools] == ["python"]
@@ -330,7 +330,7 @@ async def test_tools_of_a_job_are_checked_and_answer_over_the_bus(
 
 async def test_module_environments_are_refused_without_leave(workers: Workers, client: EnvClient, bus: Bus) -> None:
     await workers.start("env-0", OPENTINKER_ENV_MODULES="0")
-    checked = await bus.request(ENV_CHECK, EnvCheck(name=MISBEHAVING, config={}), 5.0)
+    checked = await bus.request(ENV_CHECK, EnvCheck(name=MISBEHAVING, config={}), WAIT_S)
     assert "env_modules" in checked.errors[0]["problem"]
     assert (await client.open(**opening("s", MISBEHAVING, deadline_s=0.5))).failure == Ending.ENV_LOST
     assert (await client.open(**opening("t"))).failure is None

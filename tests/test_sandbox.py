@@ -46,6 +46,13 @@ async def attack(sandbox: Sandbox, *words: str) -> Sandboxed:
     return await sandbox.start(argv, binds={"/run/attacks.py": ATTACKS}, stdout=PIPE, stderr=PIPE)
 
 
+async def ended(running: Sandboxed) -> int:
+    """With its pipes, which what it has started may hold for a moment longer."""
+    if running.process.stdout is not None:
+        await soon(running.process.communicate())
+    return await soon(running.wait())
+
+
 async def output(running: Sandboxed) -> str:
     out, err = await soon(running.process.communicate())
     assert await running.wait() == 0, err.decode()
@@ -134,7 +141,7 @@ def test_the_attacks_succeed_where_nothing_holds_them(listening: str, tmp_path: 
 )
 async def test_what_processes_hold_together_is_limited_from_outside(sandbox: Sandbox, name: str, reason: str) -> None:
     running = await attack(sandbox, name)
-    await soon(running.wait())
+    await ended(running)
     assert reason in running.reason
 
 
@@ -146,11 +153,10 @@ async def test_who_kills_everybody_ends_its_own_sandbox_alone(sandbox: Sandbox, 
     assert other.process.stdout is not None
     assert await other.process.stdout.readline() == b"1\n"
     running = await attack(sandbox, name)
-    await soon(running.process.communicate())
-    await running.wait()
+    await ended(running)
     assert other.process.returncode is None
     other.kill("the test is over")
-    await other.wait()
+    await ended(other)
 
 
 @pytest.mark.parametrize("name", ["endless", "flood"])
@@ -159,7 +165,7 @@ async def test_what_never_ends_is_killed_from_outside(sandbox: Sandbox, name: st
     await until(lambda: len(module._descendants(running.process.pid)) > 2)
     processes = module._descendants(running.process.pid)
     running.kill("it took too long")
-    assert await soon(running.wait()) == -signal.SIGKILL
+    assert await ended(running) == -signal.SIGKILL
     assert running.reason == "it took too long"
     await until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in processes))
 

@@ -20,7 +20,7 @@ from opentinker.shared import uploads
 from opentinker.shared.config import Settings
 from opentinker.shared.errors import SpecError
 from opentinker.shared.sandbox import Sandbox, Sandboxed, Unavailable, own_packages
-from opentinker.shared.waiting import rest
+from opentinker.shared.waiting import put_down, rest
 
 CHILD = "opentinker.services.env_worker.child"
 VENV, FILES = "/venv", "/upload"
@@ -28,6 +28,8 @@ VARIABLES = {"PYTHONSAFEPATH": "1", "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THR
 CHUNK = 8192
 PAUSE_S = 0.05
 """Between chunks of what a child prints: who prints faster waits, and nobody else."""
+END_S = 5.0
+"""A pipe of children that have ended is at its end after so long."""
 LOGGED = 64 * 1024
 """Bytes of a child's output that the log keeps."""
 
@@ -67,6 +69,10 @@ class Sandboxes:
             return cls(None, settings, str(error))
 
     async def close(self) -> None:
+        """After the children have ended: what they have printed last is logged, and their pipes are closed."""
+        if self._listening:
+            await asyncio.wait(self._listening, timeout=END_S)
+        await put_down(*self._listening)
         await self._packages.close()
 
     async def program(self, name: str) -> Program:

@@ -20,6 +20,7 @@ from opentinker.shared.types import Pool
 from opentinker.shared.waiting import rest
 
 ENV_CHECK_S = 10.0
+"""Nobody there is answered at once; this is for one that is busy."""
 SANDBOX_CHECK_S = 20.0
 """A virtual environment may have to be made first. Less than a client waits for an answer."""
 SERVED_CHECK_S = 12.0

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -25,7 +26,7 @@ from opentinker.services.trainer.rank import make
 from opentinker.services.trainer.rank_wire import Command, Gather, Join, Load, Step
 from opentinker.services.trainer.ranks import Ranks
 from opentinker.services.trainer.torch_learner import TorchLearner
-from opentinker.shared.errors import JobFailed
+from opentinker.shared.errors import JobFailed, OpenTinkerError
 from opentinker.shared.nn import transport
 from opentinker.shared.spec import JobSpec
 from opentinker.shared.types import Group, WeightVersion
@@ -40,6 +41,8 @@ class RankedLearner:
         self.ranks: Ranks | None = None
         self.own = TorchLearner(spec, device)
         self._threads = torch.get_num_threads()
+        self._closing = threading.Lock()
+        self._closed = False
 
     def load(self, checkpoint: Path | None) -> None:
         """Starts the ranks, too. Raises JobFailed, RankLost."""
@@ -74,7 +77,9 @@ class RankedLearner:
 
     def close(self) -> None:
         """Ends the other ranks; from another thread also in the middle of a step. Raises OpenTinkerError: see Ranks."""
-        ranks, self.ranks = self.ranks, None
+        with self._closing:
+            self._closed = True
+            ranks, self.ranks = self.ranks, None
         if ranks is not None:
             ranks.close(self._leave)
             torch.set_num_threads(self._threads)
@@ -90,7 +95,13 @@ class RankedLearner:
             )
         threads = max(1, min(self._threads, (os.cpu_count() or 1) // self.world))
         torch.set_num_threads(threads)
-        self.ranks = Ranks(self.world, partial(_variables, threads))
+        ranks = Ranks(self.world, partial(_variables, threads))
+        with self._closing:
+            closed = self._closed
+            self.ranks = None if closed else ranks
+        if closed:  # while they were starting
+            ranks.close(self._leave)
+            raise OpenTinkerError("the job has been let go")
         store, port = transport.host_store(HOST, self.world, PATIENCE_S)
         self.own.gang = self._run(
             Join(self.device, port, self.world), lambda: Gang.join(port, 0, self.world, self.device, store)

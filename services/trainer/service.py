@@ -14,6 +14,7 @@ from opentinker.shared.leasing import LeasedWorker
 from opentinker.shared.service import Context
 from opentinker.shared.spec import JobSpec
 from opentinker.shared.types import Lease, Pool
+from opentinker.shared.waiting import see_through
 
 
 async def serve(ctx: Context) -> None:
@@ -33,7 +34,8 @@ async def work(worker: LeasedWorker, lease: Lease, spec: JobSpec) -> None:
         else:
             await SupervisedJob(worker, lease, spec, learner).run()
     finally:
-        await asyncio.to_thread(learner.close)
+        # Cancelled before a thread is free, it would never run, and other ranks would live on.
+        await see_through(asyncio.to_thread(learner.close))
         del learner
         gc.collect()
 
