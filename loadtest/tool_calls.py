@@ -25,7 +25,7 @@ from opentinker.shared.types import ToolCall
 
 PROGRAM = "total = sum(n * n for n in range(100))\nprint('total', total)\ntotal / 7"
 ANSWER = "total 328350\n46907.142857142855"
-GAP_S = 0.2
+GAP_S = 0.02
 """Between two calls: a policy says something meanwhile."""
 AIMS_MS = {"monty": 1.0, "sandbox": 10.0}
 
