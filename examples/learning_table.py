@@ -56,12 +56,12 @@ TASKS: dict[str, dict[str, Any]] = {
     "copy_digits": {
         "environment": {"name": "copy_digits", "config": {"digits": 1}},
         "rollout": {"max_tokens": 4},
-        "train": {"steps": 220, "lr": 5e-4},
+        "train": {"steps": 320, "lr": 5e-4},
     },
     "two_turns": {
         "environment": {"name": "guess_number", "config": {"low": 1, "high": 3, "max_guesses": 2}},
         "rollout": {"max_turns": 2, "max_tokens": 8, "max_tokens_per_turn": 2},
-        "train": {"steps": 120, "lr": 1e-3},
+        "train": {"steps": 160, "lr": 1e-3},
     },
     "bandit": {
         "environment": {"name": "bandit", "config": {"contexts": 8, "arms": 4}},

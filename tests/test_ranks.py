@@ -17,12 +17,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
-from opentinker.services.trainer import ranks
+from opentinker.services.trainer import ranked_learner, ranks
 from opentinker.services.trainer.learner import NonFinite
 from opentinker.services.trainer.ranked_learner import RankedLearner
-from opentinker.services.trainer.ranks import RankLost
+from opentinker.services.trainer.ranks import RankLost, Ranks
 from opentinker.services.trainer.torch_learner import TorchLearner
-from opentinker.shared.errors import JobFailed
+from opentinker.shared.errors import JobFailed, OpenTinkerError
 from opentinker.shared.nn.packing import share
 from opentinker.shared.nn.transport import unpack
 from opentinker.shared.spec import JobSpec
@@ -247,6 +247,21 @@ def test_a_rank_that_stops_is_noticed_and_ended_and_the_next_job_has_others(
     pair.gang = RankedLearner(two_ranks(pair.base), "cpu")
     alone = pair.job(train={"lr": 1e-3, "parallel": "zero1"})
     pair.both_step(alone, random_groups(0), 0)
+
+
+def test_ranks_that_were_starting_when_the_job_was_let_go_end(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    gang = RankedLearner(two_ranks(pair.base), "cpu")
+    started: list[Ranks] = []
+
+    def slowly(*arguments: Any) -> Ranks:
+        started.append(Ranks(*arguments))
+        gang.close()
+        return started[0]
+
+    monkeypatch.setattr(ranked_learner, "Ranks", slowly)
+    with pytest.raises(OpenTinkerError, match="let go"):
+        gang.load(None)
+    assert all(gone(pid) for pid in started[0].pids)
 
 
 async def test_ranks_end_with_a_trainer_that_is_killed() -> None:

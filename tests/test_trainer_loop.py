@@ -7,6 +7,7 @@ import errno
 import resource
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import msgspec
 import orjson
 import pytest
 
-from opentinker.services.trainer import checkpoint, loop
+from opentinker.services.trainer import checkpoint, loop, service
 from opentinker.services.trainer.learner import NonFinite, SimulatedLearner
 from opentinker.services.trainer.loop import TrainerJob
 from opentinker.services.trainer.step_log import StepLog
@@ -421,3 +422,37 @@ async def test_group_that_cannot_be_decoded_is_discarded_and_replaced(ctx: Conte
         await train(job)
     ledger = await Admission(ctx.store.redis, JOB).ledger()
     assert ledger.balanced and ledger.trained == 6 * 2 and ledger.discarded == {"invalid": 1}
+
+
+async def test_a_learner_is_closed_however_often_its_job_is_cancelled_while_no_thread_is_free(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Or the other ranks would outlive the job."""
+    closed, running, free = threading.Event(), asyncio.Event(), threading.Event()
+
+    class Job:
+        def __init__(self, *_: Any) -> None: ...
+
+        async def run(self) -> None:
+            running.set()
+            await asyncio.Event().wait()
+
+    class Closes(SimulatedLearner):
+        def close(self) -> None:
+            closed.set()
+
+    monkeypatch.setattr(service, "TrainerJob", Job)
+    monkeypatch.setattr(service, "make_learner", Closes)
+    spec = make_spec(train={"learner": "simulated", "steps": 1})
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
+    task = asyncio.create_task(service.work(None, None, spec))  # type: ignore[arg-type]
+    await soon(running.wait())
+    busy = asyncio.create_task(asyncio.to_thread(free.wait, WAIT_S))
+    for _ in range(3):
+        await asyncio.sleep(0)
+        task.cancel()
+    await asyncio.sleep(0)
+    assert not task.done() and not closed.is_set()
+    free.set()
+    await asyncio.wait([task, busy])
+    assert task.cancelled() and closed.is_set()
