@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 import socket
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from opentinker.services.rollout_worker.engine import Completion, EngineError, E
 from opentinker.shared.errors import JobFailed
 from opentinker.shared.spec import LoraSpec
 from opentinker.shared.types import SIMULATED, Span, SwapCommand, WeightVersion
-from tests.conftest import soon
+from tests.conftest import WAIT_S, soon
 from tests.vllm_engines import (
     EOS,
     PROMPT,
@@ -213,6 +214,36 @@ async def test_a_model_that_vllm_cannot_run_fails_at_start(tmp_path: Path) -> No
     with pytest.raises(EngineError, match=r"cannot serve .*odd: a first token"):
         await vllm.start()
     await vllm.close()
+
+
+async def test_an_engine_whose_job_is_cancelled_while_it_loads_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its processes and its memory would be nobody's."""
+    from opentinker.services.rollout_worker.vllm_engine import VllmEngine
+
+    class Loaded:
+        output_handler = None
+        ended = False
+
+        def shutdown(self) -> None:
+            self.ended = True
+
+    llm, building, built = Loaded(), threading.Event(), threading.Event()
+
+    def build(_: VllmEngine) -> Loaded:
+        building.set()
+        assert built.wait(WAIT_S)
+        return llm
+
+    monkeypatch.setattr(VllmEngine, "_build", build)
+    vllm = VllmEngine("slow", eos_ids=[EOS])
+    starting = asyncio.create_task(vllm.start())
+    await asyncio.to_thread(building.wait, WAIT_S)
+    starting.cancel()
+    built.set()
+    await asyncio.wait([starting])
+    assert starting.cancelled()
+    await vllm.close()
+    assert llm.ended
 
 
 async def test_one_by_one_logprobs_do_not_depend_on_what_else_is_asked_for(tiny: Path) -> None:

@@ -23,7 +23,7 @@ from opentinker.services.rollout_worker import vllm_boot
 from opentinker.services.rollout_worker.engine import Completion, EngineError, EngineLost, Sampling, SwapError
 from opentinker.shared.spec import LoraSpec
 from opentinker.shared.types import SIMULATED, Span, StopReason, SwapCommand, WeightVersion
-from opentinker.shared.waiting import rest
+from opentinker.shared.waiting import rest, see_through
 
 vllm_boot.prepare()
 
@@ -112,12 +112,13 @@ class VllmEngine:
         self._adapter_root: Path | None = None
 
     async def start(self) -> None:
-        """Raises EngineError when the model cannot be loaded, JobFailed when it could not be trained."""
+        """Raises EngineError when the model cannot be loaded, JobFailed when it could not be trained. Cancelled, it
+        waits until there is an engine that `close` can end."""
         started = time.perf_counter()
         if self._lora is not None:
             self._adapter_root = Path(await asyncio.to_thread(tempfile.mkdtemp, prefix="opentinker-adapters-"))
         try:
-            self._llm = await asyncio.to_thread(self._build)
+            await see_through(self._load())
         except (ValueError, OSError, RuntimeError, KeyError) as error:
             raise EngineError(f"vLLM cannot serve {self._model}: {error}") from error
         await self._probe()
@@ -214,6 +215,9 @@ class VllmEngine:
             await asyncio.to_thread(shutil.rmtree, self._adapter_root, ignore_errors=True)
 
     # --- start ---------------------------------------------------------------------------------------------------
+
+    async def _load(self) -> None:
+        self._llm = await asyncio.to_thread(self._build)
 
     def _build(self) -> AsyncLLM:
         on_cpu = not torch.cuda.is_available()

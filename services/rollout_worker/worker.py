@@ -33,7 +33,7 @@ from opentinker.shared.spec.frozen import is_scored
 from opentinker.shared.subjects import GROUP, SCORE, SWAP, TICKET, WAKE
 from opentinker.shared.telemetry import MetricSource
 from opentinker.shared.types import Ending, Group, Lease, SwapCommand, SwapReply, Ticket, Trajectory
-from opentinker.shared.waiting import hand_on, rest, set_within
+from opentinker.shared.waiting import hand_on, rest, see_through, set_within
 
 log = structlog.get_logger()
 
@@ -376,4 +376,4 @@ async def serve_lease(
             raise JobFailed(f"model {spec.model.base!r} cannot be served: {error}") from None
         await RolloutJob(worker, lease, spec, engine, renderer, sessions).run()
     finally:
-        await engine.close()
+        await see_through(engine.close())  # its processes would live on
