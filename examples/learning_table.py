@@ -41,7 +41,8 @@ from opentinker.services.trainer.torch_learner import TorchLearner
 from opentinker.shared.nn.forward import PACKED
 from opentinker.shared.sessions import OpenSession, SessionReply, StepSession
 from opentinker.shared.spec import JobSpec, parse_spec
-from opentinker.shared.types import Group, Span, StopReason, Ticket, WeightVersion
+from opentinker.shared.trajectories import Group, Span
+from opentinker.shared.types import StopReason, Ticket, WeightVersion
 
 PRESETS = ("grpo", "dr_grpo", "rloo", "reinforce_pp", "ppo", "dapo", "cispo", "gspo")
 """Those that learn from rewards alone."""

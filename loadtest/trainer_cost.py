@@ -41,7 +41,8 @@ from opentinker.services.trainer import micro_batch
 from opentinker.services.trainer.torch_learner import TorchLearner
 from opentinker.shared.nn.forward import layout
 from opentinker.shared.spec import JobSpec, parse_spec
-from opentinker.shared.types import Group, Trajectory, WeightVersion
+from opentinker.shared.trajectories import Group, Trajectory
+from opentinker.shared.types import WeightVersion
 from tests.factories import group_of, trajectory_of
 
 CHARACTERS_PER_TOKEN = 4

@@ -33,7 +33,8 @@ from opentinker.embedded import nats_binary
 from opentinker.processes import free_port
 from opentinker.shared.bus import Bus
 from opentinker.shared.subjects import GROUP
-from opentinker.shared.types import Ending, Group, Span, StopReason, Trajectory, Turn, WeightVersion
+from opentinker.shared.trajectories import Group, Span, Trajectory, Turn
+from opentinker.shared.types import Ending, StopReason, WeightVersion
 from tests.conftest import nats_conf
 
 JOB, GROUP_SIZE, TOKENS, PROMPT = "load", 8, 512, 128

@@ -16,7 +16,7 @@ from typing import Generic, TypeVar
 
 from nats.js.api import DiscardPolicy, PersistMode, RetentionPolicy, StorageType, StreamConfig
 
-from opentinker.shared import sessions, types, validation
+from opentinker.shared import sessions, trajectories, types, validation
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -58,9 +58,9 @@ class Call(Generic[T, R]):
 
 TICKET = Subject("ticket.{job}", types.Ticket)
 """Scheduler (admission loop) -> one rollout worker of the job. Acknowledged when the group is stored."""
-SCORE = Subject("score.{job}", types.Group)
+SCORE = Subject("score.{job}", trajectories.Group)
 """Rollout worker -> one reference-forward, for jobs that need reference logprobs. Acknowledged when passed on."""
-GROUP = Subject("group.{job}", types.Group)
+GROUP = Subject("group.{job}", trajectories.Group)
 """Rollout worker or reference-forward -> the job's trainer. Kept until a checkpoint covers it."""
 EXAM = Subject("exam.{job}", validation.Exam)
 """Trainer -> one rollout worker of the job: play a validation episode. Acknowledged when the trainer has its result."""

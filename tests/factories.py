@@ -9,16 +9,8 @@ import msgspec
 import numpy as np
 
 from opentinker.shared.spec import JobSpec, parse_spec
-from opentinker.shared.types import (
-    Ending,
-    Group,
-    Span,
-    StopReason,
-    Ticket,
-    Trajectory,
-    Turn,
-    WeightVersion,
-)
+from opentinker.shared.trajectories import Group, Span, Trajectory, Turn
+from opentinker.shared.types import Ending, StopReason, Ticket, WeightVersion
 
 V0 = WeightVersion(1, 0)
 

@@ -9,7 +9,8 @@ import torch
 
 from opentinker.shared.nn.forward import PACKED
 from opentinker.shared.spec import JobSpec
-from opentinker.shared.types import Group, WeightVersion
+from opentinker.shared.trajectories import Group
+from opentinker.shared.types import WeightVersion
 from tests.factories import group_of, make_spec, trajectory_of
 
 

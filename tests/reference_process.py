@@ -14,7 +14,8 @@ from typing import Any
 from opentinker.services.reference_forward.scorer import Scorer
 from opentinker.services.reference_forward.service import ReferenceForward
 from opentinker.shared.service import Context, main
-from opentinker.shared.types import F32, Group
+from opentinker.shared.trajectories import Group
+from opentinker.shared.types import F32
 
 ACK_WAIT_S = 1.0
 

@@ -13,7 +13,7 @@ from opentinker.services.trainer import advantages
 from opentinker.services.trainer.credit import assign
 from opentinker.shared.errors import JobFailed
 from opentinker.shared.spec import AlgorithmSpec
-from opentinker.shared.types import Group, Trajectory
+from opentinker.shared.trajectories import Group, Trajectory
 from tests.factories import group_of, trajectory_of
 
 REWARDS = [1.0, 0.0, 0.0, 1.0, 0.5]

@@ -11,15 +11,15 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from opentinker.shared import subjects, types
+from opentinker.shared import subjects, trajectories, types
 from opentinker.shared.codec import WireError, decode, encode, from_json, to_json
 from tests.factories import make_group
 
 NOUNS = [
-    kind for _, kind in inspect.getmembers(types, inspect.isclass)
-    if issubclass(kind, msgspec.Struct) and kind.__module__ == types.__name__
+    kind for module in (types, trajectories) for _, kind in inspect.getmembers(module, inspect.isclass)
+    if issubclass(kind, msgspec.Struct) and kind.__module__ == module.__name__
 ]  # fmt: skip
-BINARY = {types.Trajectory, types.Group}
+BINARY = {trajectories.Trajectory, trajectories.Group}
 """Nouns with arrays: msgpack only."""
 small = st.integers(-(2**40), 2**40)
 plain = st.recursive(
@@ -99,7 +99,7 @@ def test_text_that_is_not_unicode_raises_a_wire_error() -> None:
 
 def test_arrays_of_a_decoded_group_are_views_with_the_values_sent() -> None:
     group = make_group(output=(3, 4, 5, 1), logprob=-0.25)
-    again = decode(types.Group, encode(group))
+    again = decode(trajectories.Group, encode(group))
     for sent, got in zip(group.trajectories, again.trajectories, strict=True):
         np.testing.assert_array_equal(got.ids, sent.ids)
         np.testing.assert_array_equal(got.logprobs, np.asarray([0, 0, 0, -0.25, -0.25, -0.25, -0.25]))

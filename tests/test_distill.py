@@ -27,7 +27,8 @@ from opentinker.shared.errors import JobFailed, SpecError
 from opentinker.shared.spec import AlgorithmSpec, parse_spec
 from opentinker.shared.store import Store
 from opentinker.shared.subjects import GROUP, SCORE
-from opentinker.shared.types import Group, WeightVersion
+from opentinker.shared.trajectories import Group
+from opentinker.shared.types import WeightVersion
 from tests.factories import group_of, trajectory_of
 from tests.learning import Sampler, torch_spec
 from tests.test_reference_forward import add_job, failed, of_job, passed, running

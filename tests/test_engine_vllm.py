@@ -13,7 +13,8 @@ import torch
 
 from opentinker.services.rollout_worker.engine import EngineError, Sampling, SwapError
 from opentinker.shared.spec import ToySpec
-from opentinker.shared.types import Span, StopReason, WeightVersion
+from opentinker.shared.trajectories import Span
+from opentinker.shared.types import StopReason, WeightVersion
 from tests.vllm_engines import (
     EOS,
     GROUP_S,

@@ -16,7 +16,8 @@ import torch
 from opentinker.services.rollout_worker.engine import Completion, EngineError, EngineLost, Sampling
 from opentinker.shared.errors import JobFailed
 from opentinker.shared.spec import LoraSpec
-from opentinker.shared.types import SIMULATED, Span, SwapCommand, WeightVersion
+from opentinker.shared.trajectories import Span
+from opentinker.shared.types import SIMULATED, SwapCommand, WeightVersion
 from tests.conftest import WAIT_S, soon
 from tests.vllm_engines import (
     EOS,

@@ -19,7 +19,8 @@ from opentinker.services.rollout_worker.episode import Episode, EpisodeFailed, m
 from opentinker.services.rollout_worker.render import Renderer
 from opentinker.shared.errors import JobFailed
 from opentinker.shared.sessions import SessionReply, StepSession
-from opentinker.shared.types import Ending, Image, Message, Span, StopReason, Text, Tool, ToolCall, WeightVersion
+from opentinker.shared.trajectories import Span
+from opentinker.shared.types import Ending, Image, Message, StopReason, Text, Tool, ToolCall, WeightVersion
 from tests.factories import V0, make_spec, make_ticket
 
 EOS = 1

@@ -18,7 +18,8 @@ from opentinker.services.trainer.players import players_of
 from opentinker.services.trainer.validation_metrics import validation_metrics
 from opentinker.shared.errors import JobFailed
 from opentinker.shared.spec import AlgorithmSpec
-from opentinker.shared.types import Discard, Ending, Group, Trajectory
+from opentinker.shared.trajectories import Group, Trajectory
+from opentinker.shared.types import Discard, Ending
 from opentinker.shared.validation import ExamResult
 from tests.factories import V0, group_of, make_spec, make_trajectory, trajectory_of
 

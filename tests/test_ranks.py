@@ -26,7 +26,8 @@ from opentinker.shared.errors import JobFailed, OpenTinkerError
 from opentinker.shared.nn.packing import share
 from opentinker.shared.nn.transport import unpack
 from opentinker.shared.spec import JobSpec
-from opentinker.shared.types import Group, Span, WeightVersion
+from opentinker.shared.trajectories import Group, Span
+from opentinker.shared.types import WeightVersion
 from tests.conftest import until
 from tests.factories import V0, group_of, trajectory_of
 from tests.learning import random_groups, torch_spec

@@ -31,7 +31,8 @@ from opentinker.shared.config import Settings
 from opentinker.shared.service import Context
 from opentinker.shared.store import Store
 from opentinker.shared.subjects import GROUP, SCORE
-from opentinker.shared.types import Group, JobState, Pool, WeightVersion
+from opentinker.shared.trajectories import Group
+from opentinker.shared.types import JobState, Pool, WeightVersion
 from tests.conftest import WAIT_S, Server, soon, until
 from tests.learning import plain_logprobs, random_groups, torch_spec
 

@@ -21,7 +21,8 @@ from opentinker.shared.bus import Bus
 from opentinker.shared.errors import JobFailed
 from opentinker.shared.store import Store
 from opentinker.shared.subjects import GROUP, SCORE
-from opentinker.shared.types import F32, Group, JobState
+from opentinker.shared.trajectories import Group
+from opentinker.shared.types import F32, JobState
 from tests.conftest import WAIT_S, Server, start_nats, until
 from tests.factories import make_group
 from tests.test_reference_forward import add_job, failed, launch, of_job, passed, running

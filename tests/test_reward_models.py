@@ -32,7 +32,8 @@ from opentinker.shared.spec import parse_spec
 from opentinker.shared.spec.frozen import is_scored
 from opentinker.shared.store import Store
 from opentinker.shared.subjects import GROUP, SCORE
-from opentinker.shared.types import Group, JobState, Message
+from opentinker.shared.trajectories import Group
+from opentinker.shared.types import JobState, Message
 from tests.factories import V0, group_of, trajectory_of
 from tests.test_episode import Env, Script, episode, reply, say
 from tests.test_reference_forward import add_job, failed, of_job, passed, running

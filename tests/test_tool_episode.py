@@ -16,7 +16,8 @@ from opentinker.services.rollout_worker.engine import Completion
 from opentinker.services.rollout_worker.episode import Episode
 from opentinker.shared.config import Settings
 from opentinker.shared.sessions import CloseSession, OpenSession, SessionReply, StepSession
-from opentinker.shared.types import Ending, Span, StopReason, Trajectory
+from opentinker.shared.trajectories import Span, Trajectory
+from opentinker.shared.types import Ending, StopReason
 from tests.factories import V0, make_spec, make_ticket
 from tests.test_episode import Script
 from tests.test_tool_calls import renderer_of

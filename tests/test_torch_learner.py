@@ -22,7 +22,8 @@ from opentinker.services.trainer.torch_learner import TorchLearner
 from opentinker.shared.errors import JobFailed
 from opentinker.shared.nn.transport import unpack
 from opentinker.shared.spec import JobSpec
-from opentinker.shared.types import Group, WeightVersion
+from opentinker.shared.trajectories import Group
+from opentinker.shared.types import WeightVersion
 from tests.factories import V0, group_of, trajectory_of
 from tests.learning import Sampler, plain_logprobs, random_groups, torch_spec
 

@@ -9,7 +9,8 @@ from opentinker.services.rollout_worker.engine import EngineError, Sampling, Swa
 from opentinker.services.rollout_worker.toy_engine import ToyEngine
 from opentinker.shared.nn.transport import WeightGroup, host_store, snapshot
 from opentinker.shared.spec import ToySpec
-from opentinker.shared.types import Span, StopReason, SwapCommand, WeightVersion
+from opentinker.shared.trajectories import Span
+from opentinker.shared.types import StopReason, SwapCommand, WeightVersion
 
 EOS = 1
 DIGITS = frozenset(range(10, 20))

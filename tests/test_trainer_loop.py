@@ -28,7 +28,8 @@ from opentinker.shared.service import Context
 from opentinker.shared.spec import JobSpec
 from opentinker.shared.store import Store
 from opentinker.shared.subjects import GROUP
-from opentinker.shared.types import Group, JobState, Lease, Pool, WeightVersion
+from opentinker.shared.trajectories import Group
+from opentinker.shared.types import JobState, Lease, Pool, WeightVersion
 from opentinker.shared.waiting import put_down, see_through
 from tests.conftest import WAIT_S, Server, soon, until
 from tests.factories import make_group, make_spec

@@ -33,7 +33,8 @@ from opentinker.shared.spec import parse_spec
 from opentinker.shared.spec.frozen import is_scored
 from opentinker.shared.store import Store
 from opentinker.shared.subjects import GROUP, SCORE
-from opentinker.shared.types import F32, Group, JobState, WeightVersion
+from opentinker.shared.trajectories import Group
+from opentinker.shared.types import F32, JobState, WeightVersion
 from tests.factories import V0, group_of, trajectory_of
 from tests.learning import random_groups, torch_spec
 from tests.test_distill import other_tokenizer

@@ -20,10 +20,10 @@ from opentinker.services.rollout_worker.episode import Episode
 from opentinker.services.rollout_worker.render import Renderer
 from opentinker.shared.sessions import Policy
 from opentinker.shared.types import ToolCall
+from tests.agent_talk import Direct, action, texts
 from tests.cluster import toy_cluster
 from tests.conftest import until
 from tests.factories import make_spec, make_ticket
-from tests.test_agents import Direct, action, texts
 from tests.test_episode import Chars, Script, renderer, say
 from tests.verifiers_samples import write_samples, write_stand_in
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from opentinker.services.reference_forward.needs import ModelKey
 from opentinker.shared.bus import Delivery
-from opentinker.shared.types import Group
+from opentinker.shared.trajectories import Group
 
 BATCHES_IN_HAND = 2
 """Forward passes' worth of groups that are taken at most: enough that none waits for messages. What is not taken is

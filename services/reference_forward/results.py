@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 
 from opentinker.services.reference_forward.needs import REFERENCE, REWARD, TEACHER, VALUES
-from opentinker.shared.types import Group, Trajectory
+from opentinker.shared.trajectories import Group, Trajectory
 
 FIELDS = {REFERENCE: "ref_logprobs_T", TEACHER: "teacher_logprobs_T", VALUES: "values_T"}
 

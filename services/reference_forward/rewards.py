@@ -15,7 +15,8 @@ from torch import Tensor
 
 from opentinker.shared.errors import JobFailed
 from opentinker.shared.nn.models import load_classifier, load_tokenizer
-from opentinker.shared.types import Group, Message
+from opentinker.shared.trajectories import Group
+from opentinker.shared.types import Message
 
 Ids = tuple[int, ...]
 

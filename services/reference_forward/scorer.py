@@ -25,7 +25,8 @@ from opentinker.shared.nn.lora import adapter_bytes, causal_lm, with_adapter
 from opentinker.shared.nn.models import load_model, model_bytes, torch_dtype
 from opentinker.shared.nn.packing import pack
 from opentinker.shared.spec import JobSpec
-from opentinker.shared.types import F32, Group
+from opentinker.shared.trajectories import Group
+from opentinker.shared.types import F32
 
 
 class Scorer:

@@ -38,7 +38,8 @@ from opentinker.shared.service import Context, first_failure
 from opentinker.shared.spec import parse_spec
 from opentinker.shared.subjects import GROUP, SCORE, SCORES, Subject
 from opentinker.shared.telemetry import CLUSTER, Meters, Reporter
-from opentinker.shared.types import Group, JobState, Pool, WorkerInfo
+from opentinker.shared.trajectories import Group
+from opentinker.shared.types import JobState, Pool, WorkerInfo
 from opentinker.shared.waiting import Bell, rest, set_within
 
 if TYPE_CHECKING:

@@ -10,7 +10,8 @@ from typing import Protocol
 import msgspec
 
 from opentinker.shared.errors import OpenTinkerError
-from opentinker.shared.types import Span, StopReason, SwapCommand, WeightVersion
+from opentinker.shared.trajectories import Span
+from opentinker.shared.types import StopReason, SwapCommand, WeightVersion
 
 
 class EngineError(OpenTinkerError):

@@ -25,7 +25,8 @@ from opentinker.services.rollout_worker.render import Renderer
 from opentinker.shared.errors import JobFailed
 from opentinker.shared.sessions import Isolation, Policy, SessionReply, StepSession
 from opentinker.shared.spec import JobSpec
-from opentinker.shared.types import Ending, Message, Span, StopReason, Ticket, Tool, Trajectory, Turn
+from opentinker.shared.trajectories import Span, Trajectory, Turn
+from opentinker.shared.types import Ending, Message, StopReason, Ticket, Tool
 
 
 class EpisodeFailed(Exception):

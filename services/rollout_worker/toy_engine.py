@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 
 from opentinker.services.rollout_worker.engine import Completion, EngineError, Sampling, SwapError
 from opentinker.shared.spec import ToySpec
-from opentinker.shared.types import SIMULATED, Span, StopReason, SwapCommand, WeightVersion
+from opentinker.shared.trajectories import Span
+from opentinker.shared.types import SIMULATED, StopReason, SwapCommand, WeightVersion
 
 if TYPE_CHECKING:
     from opentinker.shared.nn.transport import WeightGroup

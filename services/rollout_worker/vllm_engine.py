@@ -22,7 +22,8 @@ from typing import Any
 from opentinker.services.rollout_worker import vllm_boot
 from opentinker.services.rollout_worker.engine import Completion, EngineError, EngineLost, Sampling, SwapError
 from opentinker.shared.spec import LoraSpec
-from opentinker.shared.types import SIMULATED, Span, StopReason, SwapCommand, WeightVersion
+from opentinker.shared.trajectories import Span
+from opentinker.shared.types import SIMULATED, StopReason, SwapCommand, WeightVersion
 from opentinker.shared.waiting import rest, see_through
 
 vllm_boot.prepare()

@@ -32,7 +32,8 @@ from opentinker.shared.spec import JobSpec
 from opentinker.shared.spec.frozen import is_scored
 from opentinker.shared.subjects import GROUP, SCORE, SWAP, TICKET, WAKE
 from opentinker.shared.telemetry import MetricSource
-from opentinker.shared.types import Ending, Group, Lease, SwapCommand, SwapReply, Ticket, Trajectory
+from opentinker.shared.trajectories import Group, Trajectory
+from opentinker.shared.types import Ending, Lease, SwapCommand, SwapReply, Ticket
 from opentinker.shared.waiting import hand_on, rest, see_through, set_within
 
 log = structlog.get_logger()

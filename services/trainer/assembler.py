@@ -13,7 +13,8 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
-from opentinker.shared.types import Discard, Group, WeightVersion
+from opentinker.shared.trajectories import Group
+from opentinker.shared.types import Discard, WeightVersion
 
 
 @dataclass

@@ -9,7 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 from opentinker.services.trainer.players import Player, players_of
-from opentinker.shared.types import Ending, Group, StopReason, Trajectory, WeightVersion
+from opentinker.shared.trajectories import Group, Trajectory
+from opentinker.shared.types import Ending, StopReason, WeightVersion
 
 LEARNERS = frozenset({"tokens", "entropy", "lr", "ess", "grad_norm", "clip_share", "step_seconds"})
 """Bare names that the learner reports beside these."""

@@ -17,7 +17,7 @@ from opentinker.services.trainer.advantages import F64
 from opentinker.services.trainer.players import Player, credit_groups
 from opentinker.shared.errors import JobFailed
 from opentinker.shared.spec import AlgorithmSpec
-from opentinker.shared.types import Group, Trajectory
+from opentinker.shared.trajectories import Group, Trajectory
 
 GROUPWISE = {"grpo": advantages.grpo, "dr_grpo": advantages.dr_grpo, "rloo": advantages.rloo, "maxrl": advantages.maxrl}
 

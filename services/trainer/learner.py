@@ -18,7 +18,8 @@ from opentinker.services.trainer.batch_metrics import batch_metrics
 from opentinker.services.trainer.examples import Example
 from opentinker.shared.errors import JobFailed, OpenTinkerError
 from opentinker.shared.spec import JobSpec
-from opentinker.shared.types import SIMULATED, Group, TensorInfo, WeightVersion
+from opentinker.shared.trajectories import Group
+from opentinker.shared.types import SIMULATED, TensorInfo, WeightVersion
 
 BUCKET_BYTES = 64 * 2**20
 """Weights travel in flat buckets of at most so many bytes."""

@@ -32,7 +32,8 @@ from opentinker.shared.manifest import Manifest
 from opentinker.shared.service import first_failure
 from opentinker.shared.spec import JobSpec
 from opentinker.shared.subjects import GROUP, WAKE
-from opentinker.shared.types import Discard, Group, Lease, WeightVersion
+from opentinker.shared.trajectories import Group
+from opentinker.shared.types import Discard, Lease, WeightVersion
 from opentinker.shared.waiting import check_cancelled, see_through, set_within
 
 log = structlog.get_logger()

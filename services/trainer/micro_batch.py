@@ -21,7 +21,8 @@ from opentinker.shared.errors import JobFailed
 from opentinker.shared.nn.forward import Layout, layout
 from opentinker.shared.nn.packing import pack, share
 from opentinker.shared.spec import JobSpec
-from opentinker.shared.types import Group, Trajectory, WeightVersion
+from opentinker.shared.trajectories import Group, Trajectory
+from opentinker.shared.types import WeightVersion
 
 
 @dataclass

@@ -7,7 +7,8 @@ import struct
 import msgspec
 
 from opentinker.shared import codec
-from opentinker.shared.types import Group, WeightVersion
+from opentinker.shared.trajectories import Group
+from opentinker.shared.types import WeightVersion
 
 HEAD = struct.Struct("<Q")
 

@@ -29,7 +29,8 @@ from opentinker.services.trainer.torch_learner import TorchLearner
 from opentinker.shared.errors import JobFailed, OpenTinkerError
 from opentinker.shared.nn import transport
 from opentinker.shared.spec import JobSpec
-from opentinker.shared.types import Group, WeightVersion
+from opentinker.shared.trajectories import Group
+from opentinker.shared.types import WeightVersion
 
 T = TypeVar("T")
 

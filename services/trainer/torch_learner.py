@@ -28,7 +28,8 @@ from opentinker.services.trainer.objective import objective
 from opentinker.services.trainer.policy import Policy
 from opentinker.services.trainer.step_record import StepRecord, record_metrics
 from opentinker.shared.manifest import CRITIC
-from opentinker.shared.types import Group, WeightVersion
+from opentinker.shared.trajectories import Group
+from opentinker.shared.types import WeightVersion
 
 
 class TorchLearner(Policy):
