@@ -9,13 +9,15 @@ import uuid
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeGuard
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from opentinker.shared.egress import networks
 from opentinker.shared.errors import SpecError
 
 PREFIX = "OPENTINKER_"
+LOOPBACK_HOSTS = ("127.0.0.1", "::1", "localhost")
+"""Addresses to listen on that only this machine reaches."""
 
 
 class Settings(BaseModel):
@@ -31,6 +33,9 @@ class Settings(BaseModel):
     http_host: str = "127.0.0.1"
     http_port: Annotated[int, Field(ge=0, le=65535)] = 8080
     """Of the scheduler's API."""
+    api_token_file: Path | None = None
+    """A file with the token that whoever asks the API must bear, 24 characters or more. Needed unless http_host is this
+    machine alone."""
     health_host: str = "127.0.0.1"
     health_port: Annotated[int, Field(ge=0, le=65535)] = 0
     """/healthz, /readyz and /metrics of this process; 0 takes a free port."""
@@ -89,6 +94,15 @@ class Settings(BaseModel):
     reference_device: Literal["cpu", "cuda"] = "cpu"
     """Where its models are; `reference_memory_gb` is memory of this device."""
 
+    @model_validator(mode="after")
+    def _nobody_from_outside(self) -> Settings:
+        if self.http_host not in LOOPBACK_HOSTS and self.api_token_file is None:
+            raise PydanticCustomError(
+                "open_to_all", "http_host = {host} is for other machines too: name a file with a token, api_token_file",
+                {"host": self.http_host},
+            )  # fmt: skip
+        return self
+
     @field_validator("env_egress_allow", mode="before")
     @classmethod
     def _networks(cls, given: object) -> object:
@@ -140,15 +154,18 @@ def load_settings(path: str | None = None, environ: dict[str, str] | None = None
                 {
                     "field": ".".join(map(str, item["loc"])),
                     "value": item.get("input"),
-                    "problem": f"{item['msg']} ({_where(str(item['loc'][0]), values, origin, path)})",
+                    "problem": f"{item['msg']}{_where(item['loc'], values, origin, path)}",
                 }
                 for item in error.errors(include_url=False)
             ]
         ) from None
 
 
-def _where(name: str, values: dict[str, Any], origin: dict[str, str], path: str | None) -> str:
-    return f"set in {origin.get(name, path)}" if name in values else "its default"
+def _where(loc: tuple[int | str, ...], values: dict[str, Any], origin: dict[str, str], path: str | None) -> str:
+    if not loc:  # several settings together
+        return ""
+    name = str(loc[0])
+    return f" (set in {origin.get(name, path)})" if name in values else " (its default)"
 
 
 def _is_texts(given: object) -> TypeGuard[list[str]]:

@@ -14,6 +14,7 @@ import structlog
 from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
+from opentinker.services.scheduler.bearer import Bearer, read_token
 from opentinker.services.scheduler.environments_api import EnvironmentsApi
 from opentinker.services.scheduler.gateway import Gateway
 from opentinker.services.scheduler.jobs_api import MOST_JOBS, JobsApi
@@ -42,11 +43,18 @@ ALL = Parameter("all", "query", "`1`: with optimizer and random state, to resume
 NAME = Parameter("name", "query", "Of the environment; default: the one that the package gives itself.")
 VERSION = Parameter("version", "query", "Only this version; default: all of them.", "integer")
 
+FREE = frozenset(("/healthz", "/readyz"))
+"""What answers without a token."""
+
 
 class Api:
+    """Raises SpecError if the token's file is no such thing."""
+
     def __init__(self, ctx: Context, gateway: Gateway) -> None:
         self.ctx = ctx
         self.gateway = gateway
+        file = ctx.settings.api_token_file
+        self.token = None if file is None else read_token(file)
         jobs = JobsApi(ctx)
         environments = EnvironmentsApi(ctx)
         get = "/v1/jobs/{id}"
@@ -93,7 +101,8 @@ class Api:
         ]
 
     def app(self) -> web.Application:
-        app = web.Application(middlewares=[problems], client_max_size=BODY_LIMIT)
+        bearer = [] if self.token is None else [Bearer(self.token, FREE).asks]
+        app = web.Application(middlewares=[problems, *bearer], client_max_size=BODY_LIMIT)
         app.on_shutdown.append(self._let_go)
         for route in self.routes:
             app.router.add_route(route.method, route.path, route.handler)
@@ -140,7 +149,7 @@ class Api:
         return web.Response(body=generate_latest(REGISTRY), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
     async def openapi(self, _: web.Request) -> web.Response:
-        return json_response(document(self.routes))
+        return json_response(document(self.routes, free=FREE))
 
 
 @contextlib.asynccontextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,24 +39,33 @@ class Route:
     """Media type of a body that is not JSON."""
 
 
-def document(routes: Sequence[Route]) -> dict[str, Any]:
+def document(routes: Sequence[Route], free: Collection[str] = ()) -> dict[str, Any]:
+    """`free`: paths that ask nobody for a token."""
     spec = JobSpec.model_json_schema(ref_template=_SCHEMAS + "{model}")
     schemas = spec.pop("$defs", {})
     paths: dict[str, dict[str, Any]] = {}
     for route in routes:
-        paths.setdefault(route.path, {})[route.method.lower()] = _operation(route)
+        paths.setdefault(route.path, {})[route.method.lower()] = _operation(route, free)
     return {
         "openapi": "3.1.0",
         "info": {"title": "OpenTinker", "version": opentinker.__version__},
         "paths": paths,
-        "components": {"schemas": {**schemas, "JobSpec": spec, "Problem": _PROBLEM}},
+        "security": [{"bearer": []}],
+        "components": {
+            "schemas": {**schemas, "JobSpec": spec, "Problem": _PROBLEM},
+            "securitySchemes": {"bearer": {"type": "http", "scheme": "bearer", "description": _BEARER}},
+        },
     }
 
 
-def _operation(route: Route) -> dict[str, Any]:
+_BEARER = "The token of this server; one that listens on its own machine alone may have none."
+
+
+def _operation(route: Route, free: Collection[str]) -> dict[str, Any]:
     in_path = [Parameter(name, "path", "") for name in re.findall(r"{(\w+)}", route.path)]
     errors = {"422": "Every mistake in the request"} if route.body or route.takes or route.parameters else {}
     errors |= {"404": "Unknown id"} if in_path else {}
+    errors |= {} if route.path in free else {"401": "A token is asked for"}
     errors |= {"503": "Redis or NATS does not answer"} if route.path.startswith("/v1") else {}
     problem = {"application/problem+json": {"schema": {"$ref": _SCHEMAS + "Problem"}}}
     operation: dict[str, Any] = {
@@ -76,6 +85,8 @@ def _operation(route: Route) -> dict[str, Any]:
             **{status: {"description": text, "content": problem} for status, text in errors.items()},
         },
     }
+    if route.path in free:
+        operation["security"] = []
     if route.body:
         content = {"application/json": {"schema": {"$ref": _SCHEMAS + route.body}}}
         operation["requestBody"] = {"required": True, "content": content}

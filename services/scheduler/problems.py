@@ -32,6 +32,7 @@ LATENCY = Histogram("opentinker_http_seconds", "Time until the response began", 
 
 HINTS = {
     400: "see /openapi.json for what this route takes",
+    401: "send `Authorization: Bearer TOKEN`; our clients read OPENTINKER_TOKEN, or the file OPENTINKER_TOKEN_FILE",
     404: "see /openapi.json for the routes; GET /v1/jobs lists your jobs",
     405: "see /openapi.json for the methods of this route",
     409: "GET the object to see its present state",
@@ -91,6 +92,10 @@ def _http_problem(request: web.Request, error: web.HTTPException) -> web.Respons
             allowed = sorted(error.allowed_methods)
             response = problem(405, f"{request.method} is not a method of {request.path}", title="Method not allowed")
             response.headers["Allow"] = ", ".join(allowed)
+            return response
+        case web.HTTPUnauthorized():
+            response = problem(401, error.text or error.reason, title="Unauthorized")
+            response.headers["WWW-Authenticate"] = "Bearer"
             return response
         case web.HTTPNotFound():
             return problem(404, f"there is no {request.path}", title="Not found")

@@ -13,6 +13,7 @@ import random
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any, TypeVar
 
 import aiohttp
@@ -67,11 +68,20 @@ def _error(status: int, raw: bytes, url: str) -> ApiError:
     return kind(text, status, problem)
 
 
+def _token() -> str:
+    """Raises OpenTinkerError."""
+    path = os.environ.get("OPENTINKER_TOKEN_FILE", "")
+    try:
+        return os.environ.get("OPENTINKER_TOKEN") or (Path(path).read_text().strip() if path else "")
+    except OSError as error:
+        raise OpenTinkerError(f"OPENTINKER_TOKEN_FILE: {error}") from None
+
+
 class Http:
     """One server, by its URL. What is not answered is tried again until `wait_s` has passed without success.
 
-    OPENTINKER_TOKEN is sent with every request, as `Authorization: Bearer`. `on_wait(sentence)` is called at the first
-    failed try of a request; default: it is logged.
+    OPENTINKER_TOKEN, or what stands in the file OPENTINKER_TOKEN_FILE, is sent with every request, as
+    `Authorization: Bearer`. `on_wait(sentence)` is called at the first failed try of a request; default: it is logged.
     """
 
     def __init__(self, url: str | None, wait_s: float, timeout_s: float, on_wait: Callable[[str], None] | None) -> None:
@@ -88,7 +98,7 @@ class Http:
     @property
     def _session(self) -> aiohttp.ClientSession:
         if self._open_session is None:
-            token = os.environ.get("OPENTINKER_TOKEN")
+            token = _token()
             headers = {"Authorization": f"Bearer {token}"} if token else {}
             self._open_session = aiohttp.ClientSession(read_bufsize=1 << 20, headers=headers)
         return self._open_session

@@ -193,7 +193,7 @@ class AsyncServing:
 
 def _refused(url: str, status: int) -> str:
     hints = {
-        401: "it asks for a token: set OPENTINKER_TOKEN",
+        401: "it asks for a token: set OPENTINKER_TOKEN or OPENTINKER_TOKEN_FILE",
         403: "it does not allow that: is OPENTINKER_TOKEN right?",
         404: "it knows no served environments: is it an OpenTinker server of this version?",
     }

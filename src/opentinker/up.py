@@ -2,6 +2,7 @@
 
 DATA_DIR/run/lock         held by the running `up`
 DATA_DIR/run/state.json   its pid, URLs, and every child's pid, state and log
+DATA_DIR/run/api-token    where other machines may ask: what they must bear
 DATA_DIR/logs/NAME.log
 """
 
@@ -10,11 +11,12 @@ from __future__ import annotations
 import asyncio
 import fcntl
 import os
+import secrets
 import signal
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -26,16 +28,18 @@ import structlog
 from opentinker.embedded import EmbeddedServers
 from opentinker.processes import Child, ChildSpec, Guard, free_port, http_ok, port_free
 from opentinker.shared import egress
+from opentinker.shared.config import LOOPBACK_HOSTS, PREFIX
 from opentinker.shared.errors import OpenTinkerError
 from opentinker.supervisor import Supervisor
 
 log = structlog.get_logger()
 
 DEFAULT_PORT = 8080
+TOKEN_FILE = "api_token_file"
+"""The setting, and its name in state.json."""
 DRAIN_S = 25.0
 """A little more than the services give themselves (`drain_s`)."""
 SMALL_MACHINE_CORES = 4
-LOOPBACK_HOSTS = ("127.0.0.1", "::1", "localhost")
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -119,7 +123,10 @@ async def serve(plan: Plan) -> None:
             nats_url, redis_url = plan.nats_url or servers.nats_url, plan.redis_url or servers.redis_url
             url = api_url(plan.host, port)
             facts = {"url": url, "nats_url": nats_url, "redis_url": redis_url, "data_dir": str(plan.data_dir)}
-            specs = service_specs(plan, port, nats_url, redis_url)
+            token = token_file(plan)
+            if token is not None:
+                facts[TOKEN_FILE] = str(token)
+            specs = service_specs(plan, port, nats_url, redis_url, token)
             stages = [list(servers.children.values()), [Child(spec, guard) for spec in specs]]
             supervisor = Supervisor(stages, plan.data_dir / "run" / "state.json", {**facts, "started": time.time()})
             log.info("starting", **facts, logs=str(plan.data_dir / "logs"))
@@ -146,7 +153,20 @@ def api_port(plan: Plan) -> int:
     return port
 
 
-def service_specs(plan: Plan, port: int, nats_url: str, redis_url: str) -> list[ChildSpec]:
+def token_file(plan: Plan) -> Path | None:
+    """The file that the settings name, else one of ours where other machines may ask, made at the first time."""
+    if given := os.environ.get(PREFIX + TOKEN_FILE.upper()):
+        return Path(given).absolute()
+    if plan.host in LOOPBACK_HOSTS:
+        log.warning("no_api_token", reason=f"whoever is on this machine may use {plan.host}")
+        return None
+    path = plan.data_dir / "run" / "api-token"
+    with suppress(FileExistsError), open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        file.write(secrets.token_hex(32) + "\n")
+    return path
+
+
+def service_specs(plan: Plan, port: int, nats_url: str, redis_url: str, token: Path | None = None) -> list[ChildSpec]:
     common = {
         "OPENTINKER_NATS_URL": nats_url,
         "OPENTINKER_REDIS_URL": redis_url,
@@ -162,6 +182,7 @@ def service_specs(plan: Plan, port: int, nats_url: str, redis_url: str) -> list[
         env = {**common, "OPENTINKER_WORKER_ID": worker, "OPENTINKER_HEALTH_PORT": str(health_port)}
         if module == "scheduler":
             env |= {"OPENTINKER_HTTP_HOST": plan.host, "OPENTINKER_HTTP_PORT": str(port)}
+            env |= {} if token is None else {PREFIX + TOKEN_FILE.upper(): str(token)}
         if module == "env_worker" and plan.host in LOOPBACK_HOSTS:  # who submits jobs is on this machine already
             env[egress.VARIABLE] = os.environ.get(egress.VARIABLE, ",".join(egress.LOOPBACK))
         specs.append(

@@ -36,14 +36,21 @@ DATA_DIR = Path("data")
 
 
 def server_url(url: str | None) -> str:
-    """The given URL, else that of the `up` on the usual data directory, else the default port."""
+    """The given URL, else that of the `up` on the usual data directory, whose token is used then, else the default."""
     if url:
         return url
     from opentinker.up import is_running, read_state
 
     data_dir = Path(os.environ.get("OPENTINKER_DATA_DIR", DATA_DIR))
     state = read_state(data_dir) if is_running(data_dir) else {}
+    bear(state)
     return str(state.get("url", DEFAULT_URL))
+
+
+def bear(state: dict[str, Any]) -> None:
+    """From now on our requests bear the token of the server with this state, unless another one is given."""
+    if file := state.get("api_token_file"):
+        os.environ.setdefault("OPENTINKER_TOKEN_FILE", file)
 
 
 def client(url: str | None, *, patience_s: float = 2.0) -> Client:

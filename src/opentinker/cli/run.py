@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from opentinker.cli.common import as_typed, client, say, shown
+from opentinker.cli.common import as_typed, bear, client, say, shown
 from opentinker.cli.specs import FromCheckpoint, SpecFile, WithOptimizer, read_spec
 from opentinker.shared.errors import OpenTinkerError
 
@@ -150,6 +150,7 @@ def _wait_api(home: Path, process: subprocess.Popen[bytes], log: Path) -> str:
             raise OpenTinkerError(f"the scheduler keeps dying:\n{tail(Path(scheduler['log']), 15)}")
         url = str(state.get("url", ""))
         if scheduler.get("state") == "running" and http_ok(int(url.rpartition(":")[2]), "/healthz"):
+            bear(state)
             return url
         time.sleep(0.05)
     raise OpenTinkerError(f"the HTTP API did not answer within {START_S:.0f} s; see {log}")
