@@ -8,8 +8,11 @@ nothing has to be remembered.
 from __future__ import annotations
 
 import asyncio
+import base64
+import binascii
 import threading
 from functools import lru_cache
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import numpy as np
@@ -130,18 +133,31 @@ def text_of(row: Row, column: str) -> str:
 
 def content_of(text: str, row: Row, column: str | None) -> str | list[Text | Image]:
     """The text alone, or after the row's images: bytes of PNG or JPEG, or what Hugging Face datasets makes of them."""
-    if column is None:
-        return text
+    return text if column is None else [*images_of(row, column), Text(text)]
+
+
+def images_of(row: Row, column: str, folder: Path | None = None) -> list[Image]:
+    """`folder`: where images are that are named by a path alone; None: they are not looked for. Raises RowError."""
     where, values = row
     found = values.get(column)
     images = found if isinstance(found, list) else [] if found is None else [found]
-    return [*(_image(image, f"{where}: {column}") for image in images), Text(text)]
+    return [_image(image, f"{where}: {column}", folder) for image in images]
 
 
-def _image(image: Any, where: str) -> Image:
+def _image(image: Any, where: str, folder: Path | None) -> Image:
     data = image.get("bytes") if isinstance(image, dict) else image
+    if data is None and folder is not None and isinstance(path := image.get("path"), str):
+        try:
+            data = (folder / path).read_bytes()
+        except OSError as error:
+            raise RowError(f"{where}: {error}") from None
+    if isinstance(data, str) and data.startswith("data:image/"):
+        try:
+            data = base64.b64decode(data.partition(",")[2], validate=True)
+        except binascii.Error as error:
+            raise RowError(f"{where}: is not valid base64: {error}") from None
     if isinstance(data, bytes):
         for signature, media_type in SIGNATURES.items():
             if data.startswith(signature):
                 return Image(data, media_type)
-    raise RowError(f"{where} must hold PNG or JPEG images as bytes")
+    raise RowError(f"{where} must hold PNG or JPEG images, as bytes or data: URLs")

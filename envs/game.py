@@ -134,16 +134,23 @@ class PlayedGame(Environment):
         global random numbers are this episode's meanwhile."""
         return function()
 
-    async def open(self, row: int, seed: int) -> list[Message]:
-        self._randomness = Randomness(episode_seed(row, seed))
-        system, first = await self.call(partial(self._begin, row))
+    def begin(self, game: AbstractGame, row: int) -> list[Message]:
+        """Resets the game, and gives what the policy sees first."""
+        system, first = opening_of(game, self.initial_state(game, row))
         return [*([] if system is None else [Message(role="system", content=system)]), user(first)]
 
-    def _begin(self, row: int) -> tuple[str | None, str]:
+    def worded(self, observation: str) -> str:
+        """An observation as the policy sees it."""
+        return observation
+
+    async def open(self, row: int, seed: int) -> list[Message]:
+        self._randomness = Randomness(episode_seed(row, seed))
+        return await self.call(partial(self._begin, row))
+
+    def _begin(self, row: int) -> list[Message]:
         with self._randomness:
             self._game = self.make()
-            state = self.initial_state(self._game, row)
-            return opening_of(self._game, state)
+            return self.begin(self._game, row)
 
     def _step(self, text: str) -> StepResult:
         with self._randomness:
@@ -158,7 +165,7 @@ class PlayedGame(Environment):
         if not isinstance(result, StepResult):
             raise TypeError(f"{type(self._game).__name__}.step must return a StepResult, not {type(result).__name__}")
         return Step(
-            messages=[] if result.done else [user(result.observation)],
+            messages=[] if result.done else [user(self.worded(result.observation))],
             reward=result.reward,
             done=bool(result.done),
             metrics=numbers_of(result.info),

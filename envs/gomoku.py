@@ -11,7 +11,7 @@ from pydantic import Field, model_validator
 from opentinker.envs.base import Action, Environment, EnvironmentConfig, Opening, Step, user
 from opentinker.envs.gomoku_board import BLACK, STONES, WHITE, Board, bot, expert, other
 
-_FIELD = re.compile(r"\b[a-z][1-9][0-9]?\b")
+FIELD = re.compile(r"\b[a-z][1-9][0-9]?\b")
 
 
 class Gomoku(Environment):
@@ -95,7 +95,7 @@ class Gomoku(Environment):
 
     def _read(self, text: str) -> tuple[int | None, str]:
         """The field that is named, or what is wrong."""
-        named = _FIELD.findall(text.lower())
+        named = FIELD.findall(text.lower())
         if not named:
             return None, "no field was named"
         field = self.board.field(named[-1])

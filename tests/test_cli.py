@@ -47,7 +47,7 @@ def test_every_mistake_of_a_spec_is_reported_at_once(tmp_path: Path) -> None:
 
 def test_an_unknown_environment_is_answered_with_the_near_ones(tmp_path: Path) -> None:
     spec = tmp_path / "job.toml"
-    spec.write_text(EXAMPLES[0].read_text().replace('"copy_digits"', '"copy_digit"'))
+    spec.write_text((ROOT / "examples" / "copy_digits.toml").read_text().replace('"copy_digits"', '"copy_digit"'))
     done = opentinker("validate", spec)
     assert done.returncode == 2 and "did you mean copy_digits" in done.stderr
 

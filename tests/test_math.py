@@ -138,7 +138,7 @@ def test_rows_that_are_wrong_are_found_at_submission(tmp_path: Path, rows: list[
 
 def test_images_that_are_none_are_refused(tmp_path: Path) -> None:
     path = write(tmp_path / "p.jsonl", [{"problem": "p", "answer": "1", "image": "cat.png"}])
-    with pytest.raises(SpecError, match="line 1: image must hold PNG or JPEG images as bytes"):
+    with pytest.raises(SpecError, match="line 1: image must hold PNG or JPEG images, as bytes"):
         check("math", {"path": str(path), "images": "image"})
 
 

@@ -11,6 +11,8 @@ from typing import Any
 from opentinker.client.utils.utils import tolerant_merge_dicts
 
 MISSING = object()
+VALIDATION = 50
+"""Episodes of an evaluation."""
 PRESETS = {"gae": "ppo", "ppo": "ppo", "grpo": "grpo", "grpo_per_step": "grpo", "rloo": "rloo"} | {
     "reinforce_plus_plus": "reinforce_pp",
     "reinforce_plus_plus_baseline": "reinforce_pp",  # with the mean of its group taken off, see _algorithm
@@ -111,8 +113,12 @@ def spec_of(
     test_freq: int,
     first_too: bool,
     turns: int = 1,
+    val_rows: int | None = VALIDATION,
 ) -> dict[str, Any]:
-    """The job spec as data. `turns`: where no setting says. Raises ValueError naming what is missing or wrong."""
+    """The job spec as data. `turns`, `val_rows`: where no setting says; None: there is nothing to validate on.
+
+    Raises ValueError naming what is missing or wrong.
+    """
     base = settings.first(("model_path", "tokenizer_path"))
     if not base:
         raise ValueError("tokenizer_path is missing: it names the model that is trained")
@@ -125,11 +131,10 @@ def spec_of(
         "rollout": _rollout(settings, turns),
         "train": {"steps": steps, "checkpoint_every": max(1, save_freq), **_optimizer(settings)},
     }
-    if test_freq > 0 and settings.get("val_batch_size", 1):
-        validation = {"every": test_freq, "episodes": int(settings.get("val_batch_size", 50)), "at_start": first_too}
+    if test_freq > 0 and val_rows and (episodes := int(settings.get("val_batch_size", val_rows))):
+        validation = {"every": test_freq, "episodes": min(episodes, val_rows), "at_start": first_too}
         spec["validation"] = validation | {"config": {"split": "val"}}
     return tolerant_merge_dicts(spec, settings.overrides())
-    return spec
 
 
 def _name(title: str) -> str:

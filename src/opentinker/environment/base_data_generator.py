@@ -7,6 +7,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from opentinker.client.settings import pick
+
 
 class AbstractGameDataGenerator(ABC):
     """Makes sample `index`: prompt, env_kwargs, data_source, and what else there is to know of it."""
@@ -19,7 +21,8 @@ class AbstractGameDataGenerator(ABC):
 
 
 class DynamicGameDataset:
-    """`virtual_size` rows, made when they are asked for; the same row each time if `seed` is given."""
+    """`virtual_size` rows, made when they are asked for; the same row each time if `seed` is given. Of a `processor`
+    the tokenizer is used: what images become, the engine knows alone."""
 
     def __init__(
         self,
@@ -30,19 +33,16 @@ class DynamicGameDataset:
         virtual_size: int = 1000,
         seed: int | None = None,
     ) -> None:
-        self.data_generator, self.tokenizer, self.virtual_size, self.seed = (
-            data_generator,
-            tokenizer,
-            virtual_size,
-            seed,
-        )
+        self.data_generator, self.config, self.virtual_size, self.seed = data_generator, config, virtual_size, seed
+        self.tokenizer = tokenizer if tokenizer is not None else getattr(processor, "tokenizer", None)
 
     def __len__(self) -> int:
         return self.virtual_size
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """raw_prompt (a chat), index, data_source, interaction_kwargs, extra_info, reward_model; with a tokenizer
-        raw_prompt_ids (list of token ids) too."""
+        """raw_prompt (a chat), index, data_source, interaction_kwargs, extra_info, reward_model, and its images.
+        With a tokenizer also raw_prompt_ids, and, padded on the left to the config's `max_prompt_tokens`,
+        input_ids, attention_mask and position_ids: lists of whole numbers. Raises ValueError for a longer prompt."""
         if not 0 <= index < self.virtual_size:
             raise IndexError(index)
         if self.seed is not None:
@@ -58,9 +58,22 @@ class DynamicGameDataset:
             "extra_info": {"index": index, **sample.get("extra_info", {})},
             "reward_model": {"ground_truth": sample.get("ground_truth", arguments.get("ground_truth"))},
         }
-        if self.tokenizer is not None:
-            row["raw_prompt_ids"] = self.tokenizer.apply_chat_template(sample["prompt"], add_generation_prompt=True)
-        return row
+        if sample.get("images"):
+            row["multi_modal_data"] = {"image": sample["images"]}
+        return row if self.tokenizer is None else row | self._tokens(self.tokenizer, index, sample["prompt"])
+
+    def _tokens(self, tokenizer: Any, index: int, prompt: Any) -> dict[str, list[int]]:
+        ids = list(tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False))
+        width = int(pick(self.config, "max_prompt_tokens", 0) or len(ids))
+        if len(ids) > width:
+            raise ValueError(f"row {index}: the prompt has {len(ids)} tokens, max_prompt_tokens is {width}")
+        left = width - len(ids)
+        return {
+            "raw_prompt_ids": ids,
+            "input_ids": [int(tokenizer.pad_token_id or 0)] * left + ids,
+            "attention_mask": [0] * left + [1] * len(ids),
+            "position_ids": [0] * left + list(range(len(ids))),
+        }
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         return (self[index] for index in range(self.virtual_size))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import tempfile
+from collections import OrderedDict
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -12,13 +14,18 @@ import orjson
 from opentinker.client.settings import pick
 from opentinker.environment.base_data_generator import DynamicGameDataset
 from opentinker.environment.environment import BaseEnvironment, RewardFunctionSpec
-from opentinker.environment.game_server import GameServer
+from opentinker.environment.game_server import GameServer, look_for, shard_of
+from opentinker.environment.prompts import messages_of
 from opentinker.envs.base import EnvironmentConfig
 from opentinker.envs.game import AbstractGame, GameDataGenerator, PlayedGame, check_arguments
+from opentinker.shared.types import Message
 
 VALIDATION_SEED = 42
 VALIDATION_SAMPLES = 50
 EPOCH_BATCHES = 100
+REMEMBERED = 1024
+"""Rows of a loader, the newest."""
+OBSERVATION = "{observation}"
 
 
 @dataclass
@@ -62,12 +69,16 @@ class GameEnvironment(BaseEnvironment):
         check_arguments(game_class, self.game_kwargs)
         self.env_endpoint: str | None = pick(config, "interaction.config.env_endpoint", pick(config, "env_endpoint"))
         self.max_steps = int(pick(config, "interaction.config.max_steps", pick(config, "max_steps", 100)))
+        self._shards = int(pick(config, "interaction.config.env_shards", pick(config, "env_shards", 1)))
+        self._template = str(pick(config, "interaction.config.observation_template", OBSERVATION))
+        check_interaction(config, self._template, self._shards)
         self.interaction_name = game_class(**self.game_kwargs).get_interaction_name()
         self.train_dataloader: Any = None
         self.val_dataloader: Any = None
         self._file: Path | None = None
         self._drawn: tuple[Any, ...] = ()
         """Loaders of ours, whose start states the game draws itself."""
+        self._samples: OrderedDict[tuple[str, int], Mapping[str, Any]] = OrderedDict()
         self._setup_dataloader()
 
     # --- data ---------------------------------------------------------------------------------------------------
@@ -86,14 +97,24 @@ class GameEnvironment(BaseEnvironment):
     def get_dataloader(self) -> tuple[Any, Any]:
         return self.train_dataloader, self.val_dataloader
 
-    def state_of(self, game: AbstractGame, row: int, split: str) -> dict[str, Any]:
-        """The keyword arguments of `reset`: those of the loader's row; where it is one of ours, drawn by the game from
-        the global `random`, which is seeded by row before."""
+    def sample_of(self, row: int, split: str) -> Mapping[str, Any] | None:
+        """The loader's row; None where it is one of ours: then the game draws its start state from the global `random`,
+        which is seeded by row before. A row is asked for once, so that the episodes of a group begin alike."""
         loader = self.train_dataloader if split == "train" else self.val_dataloader
+        if loader is None:
+            raise ValueError(f"there are no rows to play for {split!r}: the environment has no such loader")
         if any(loader is own for own in self._drawn):
-            return game.generate_initial_state()
-        rows = loader.dataset
-        return dict(rows[row % len(rows)]["interaction_kwargs"]["env_kwargs"])
+            return None
+        if (split, row) not in self._samples:
+            self._samples[split, row] = loader.dataset[row % len(loader.dataset)]
+            while len(self._samples) > REMEMBERED:
+                self._samples.popitem(last=False)
+        return self._samples[split, row]
+
+    def says_the_prompt(self, sample: Mapping[str, Any], split: str) -> bool:
+        """Whether the row's own words are the prompt; else the game's are, to whose state the row only gives names."""
+        loader = self.train_dataloader if split == "train" else self.val_dataloader
+        return "raw_prompt" in sample and type(getattr(loader.dataset, "data_generator", None)) is not GameDataGenerator
 
     # --- what the published client asks for ----------------------------------------------------------------------
 
@@ -102,7 +123,9 @@ class GameEnvironment(BaseEnvironment):
         return {}
 
     def setup(self, client: Any) -> None:
-        """Nothing to do before `fit`: the environment is served when the job is submitted."""
+        """Called by `set_config`. Raises GameServerError if there should be a game server and there is none."""
+        for shard in range(self._shards if self.env_endpoint else 0):
+            look_for(shard_of(str(self.env_endpoint), shard))
 
     def get_interaction_config_content(self) -> dict[str, Any]:
         kind = f"{self.game_class.__module__}.{self.game_class.__qualname__}"
@@ -141,13 +164,43 @@ class GameEnvironment(BaseEnvironment):
 
             def make(self) -> AbstractGame:
                 game = owner.game_class(**owner.game_kwargs)
-                return game if owner.env_endpoint is None else GameServer(owner.env_endpoint, owner.job_id, game)
+                if owner.env_endpoint is None:
+                    return game
+                return GameServer(owner.env_endpoint, owner.job_id, game, owner._shards)
 
             def initial_state(self, game: AbstractGame, row: int) -> dict[str, Any]:
-                return owner.state_of(game, row, self.config.split)
+                sample = owner.sample_of(row, self.config.split)
+                return game.generate_initial_state() if sample is None else arguments_of(sample)
+
+            def begin(self, game: AbstractGame, row: int) -> list[Message]:
+                sample = owner.sample_of(row, self.config.split)
+                if sample is None or not owner.says_the_prompt(sample, self.config.split):
+                    return super().begin(game, row)
+                game.reset(**arguments_of(sample))
+                return messages_of(sample)
+
+            def worded(self, observation: str) -> str:
+                return owner._template.replace(OBSERVATION, observation)
 
         Served.__name__ = self.game_class.__name__
         return Served
+
+
+def arguments_of(sample: Mapping[str, Any]) -> dict[str, Any]:
+    """Of `reset`."""
+    return dict(sample["interaction_kwargs"]["env_kwargs"])
+
+
+def check_interaction(config: Any, template: str, shards: int) -> None:
+    """Raises ValueError for what would be ignored."""
+    if OBSERVATION not in template:
+        raise ValueError(
+            f"observation_template = {template!r:.100}: must hold {OBSERVATION}, which stands for the text"
+        )
+    if shards < 1:
+        raise ValueError(f"env_shards = {shards}: must be at least 1")
+    if pick(config, "interaction.config.bind_worker_to_endpoint", False):
+        raise ValueError("bind_worker_to_endpoint: episodes go to any game server here; leave it out")
 
 
 def create_game_environment(game_class: type[AbstractGame], config: Any, **game_kwargs: Any) -> GameEnvironment:

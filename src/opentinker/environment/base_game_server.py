@@ -8,8 +8,10 @@ POST /stats/reset, /stats/reset_all         DELETE /stats/job/{id}
 
 from __future__ import annotations
 
+import argparse
 import asyncio
-from collections.abc import Awaitable, Callable
+import inspect
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import orjson
@@ -18,7 +20,7 @@ from aiohttp import web
 from opentinker.environment.game_stats import BaseGameStats, GameStats, JobStats
 from opentinker.envs.game import AbstractGame, check_arguments, opening_of
 
-__all__ = ["BaseGameStats", "GameStats", "create_game_app", "create_game_server", "run_game_server"]
+__all__ = ["BaseGameStats", "GameStats", "create_game_app", "create_game_server", "run_game_server", "serve"]
 
 MOST_GAMES = 100_000
 """At once; more are refused until some are done."""
@@ -152,6 +154,30 @@ def run_game_server(
 ) -> None:
     """Serves until it is interrupted. It asks nobody who they are: use 127.0.0.1 unless the network is yours."""
     web.run_app(create_game_app(game_class, stats_class, **game_kwargs), host=host, port=port, print=None)
+
+
+def serve(
+    game_class: type[AbstractGame],
+    stats_class: type[BaseGameStats] | None = None,
+    *,
+    port: int = 8081,
+    argv: Sequence[str] | None = None,
+) -> None:
+    """A program of its own: --host, --port, and what the game's constructor takes, as options."""
+    arguments = vars(options_of(game_class, port).parse_args(argv))
+    host, port = arguments.pop("host"), arguments.pop("port")
+    run_game_server(game_class, host, port, stats_class, **arguments)
+
+
+def options_of(game_class: type[AbstractGame], port: int) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=f"A game server of {game_class.__name__}.")
+    parser.add_argument("--host", default="0.0.0.0", help="127.0.0.1 unless the network is yours: nobody is asked who")
+    parser.add_argument("--port", type=int, default=port)
+    for name, parameter in inspect.signature(game_class).parameters.items():
+        if isinstance(parameter.default, int | float | str) and not isinstance(parameter.default, bool):
+            option = f"--{name.replace('_', '-')}"
+            parser.add_argument(option, type=type(parameter.default), default=parameter.default)
+    return parser
 
 
 def _json(value: Any) -> web.Response:

@@ -6,7 +6,9 @@ import contextlib
 import urllib.error
 import urllib.request
 import uuid
+import zlib
 from typing import Any
+from urllib.parse import urlsplit, urlunsplit
 
 import orjson
 
@@ -34,12 +36,36 @@ def post(endpoint: str, route: str, body: dict[str, Any], timeout_s: float = TIM
     return answer
 
 
-class GameServer(AbstractGame):
-    """One episode of a game played by the server at `endpoint`. `local` draws the start state."""
+def look_for(endpoint: str) -> None:
+    """Raises GameServerError unless somebody answers there, whatever the answer is."""
+    try:
+        urllib.request.urlopen(f"{endpoint.rstrip('/')}/health", timeout=TIMEOUT_S).close()
+    except urllib.error.HTTPError as error:
+        error.close()
+    except (OSError, ValueError) as error:
+        raise GameServerError(
+            f"no game server at {endpoint} ({error}): start it, or leave env_endpoint out of the config; the game is "
+            "then played in this program"
+        ) from None
 
-    def __init__(self, endpoint: str, job: str | None, local: AbstractGame) -> None:
-        self._endpoint, self._local = endpoint, local
+
+def shard_of(endpoint: str, shard: int) -> str:
+    """Servers of one game stand at consecutive ports."""
+    if not shard:
+        return endpoint
+    parts = urlsplit(endpoint)
+    if parts.port is None:
+        raise ValueError(f"env_shards: the endpoint {endpoint} must name the port of the first")
+    return urlunsplit(parts._replace(netloc=f"{parts.hostname}:{parts.port + shard}"))
+
+
+class GameServer(AbstractGame):
+    """One episode of a game played by the server at `endpoint`, one of `shards`. `local` draws its start state."""
+
+    def __init__(self, endpoint: str, job: str | None, local: AbstractGame, shards: int = 1) -> None:
+        self._local = local
         self._ids = {"instance_id": uuid.uuid4().hex, "job_id": job or "default"}
+        self._endpoint = shard_of(endpoint, zlib.crc32(self._ids["instance_id"].encode()) % shards)
         self._system: str | None = None
 
     def generate_initial_state(self) -> dict[str, Any]:

@@ -60,6 +60,9 @@ class BaseGameStats:
             "completion_rate": len(games) / max(1, self._started),
             "mean_final_reward": _mean(rewards[-1] if rewards else 0.0 for rewards in games),
             "mean_sum_reward": _mean(map(sum, games)),
+            "mean_sum_reward_all": _mean(map(sum, [*games, *(game.rewards for game in self._running.values())])),
+            "mean_avg_reward": _mean(map(_mean, games)),
+            "mean_reward": _mean(reward for rewards in games for reward in rewards),
             "mean_game_steps": _mean(map(len, games)),
             "total_interactions": float(self.total_interactions),
         }

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from opentinker.environment.base_data_generator import AbstractGameDataGenerator
+from opentinker.envs.data import images_of
 from opentinker.shared.dataset import open_rows
 from opentinker.shared.rows import RowError
 
@@ -38,26 +39,44 @@ class StaticDatasetGenerator(AbstractGameDataGenerator):
         self.prompt_key, self.ground_truth_key, self.data_source_key = prompt_key, ground_truth_key, data_source_key
         self.extra_keys = list(extra_keys or ())
         paths = [data_paths] if isinstance(data_paths, str | Path) else list(data_paths)
-        self.rows = [self._checked(where, row) for path in paths for where, row in open_rows(str(path), None, "train")]
+        self.image_key: str | None = None
+        """The column with images, if they are to be shown."""
+        self._read = [
+            (where, self._checked(where, row), Path(path).parent)
+            for path in paths
+            for where, row in open_rows(str(path), None, "train")
+        ]
         if shuffle:
-            random.Random(seed).shuffle(self.rows)
+            random.Random(seed).shuffle(self._read)
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        return [row for _, row, _ in self._read]
 
     def __len__(self) -> int:
-        return len(self.rows)
+        return len(self._read)
 
     def get_interaction_name(self) -> str:
         return self.interaction_name
 
     def generate_sample(self, index: int) -> dict[str, Any]:
         """`index` is taken modulo the number of rows."""
-        row = self.rows[index % len(self.rows)]
+        where, row, folder = self._read[index % len(self._read)]
         prompt = row[self.prompt_key]
         chat = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
         if self.system_prompt:
             chat = [{"role": "system", "content": self.system_prompt}, *(m for m in chat if m["role"] != "system")]
         truth, source = self._truth(row), str(row.get(self.data_source_key, self.interaction_name))
         arguments = {"ground_truth": truth, "data_source": source, **{k: row[k] for k in self.extra_keys if k in row}}
-        return {"prompt": chat, "env_kwargs": arguments, "ground_truth": truth, "data_source": source}
+        sample = {"prompt": chat, "env_kwargs": arguments, "ground_truth": truth, "data_source": source}
+        if self.image_key is not None:
+            sample["images"] = images_of((where, row), self.image_key, folder)
+        return sample
+
+    def first_with_images(self) -> str:
+        """Where the first row stands that shows something; empty if none does."""
+        found = (where for where, row, _ in self._read if self.image_key is not None and row.get(self.image_key))
+        return next(found, "")
 
     def _truth(self, row: dict[str, Any]) -> Any:
         for holder in (row, *(row[name] for name in HOLDERS if isinstance(row.get(name), dict))):

@@ -22,6 +22,7 @@ from typing import Any
 
 from opentinker.api_client import ApiError, Client
 from opentinker.client.settings import Settings, spec_of
+from opentinker.refusal import refused
 from opentinker.serving import serve_environment
 from opentinker.shared.types import JobState
 
@@ -177,7 +178,8 @@ class ServiceClient:
         if self._submission.over:
             raise RuntimeError(f"{self._submission.id} was cancelled")
         settings = self.settings(env)
-        steps = num_steps or (num_epochs or 1) * len(env.get_dataloader()[0])
+        train, validation = env.get_dataloader()
+        steps = num_steps or (num_epochs or 1) * len(train)
         with ExitStack() as held:
             client = held.enter_context(Client(self.url, on_wait=say))
             attached = os.environ.get(ATTACH)
@@ -191,6 +193,7 @@ class ServiceClient:
                     steps=steps,
                     save_freq=save_freq,
                     test_freq=test_freq,
+                    val_rows=None if validation is None else rows_of(validation),
                     first_too=validate_before_training,
                     turns=env.max_steps,
                 )
@@ -201,6 +204,11 @@ class ServiceClient:
             if verbose:
                 say(f"job {attached} on {self.url}; if this process dies, go on with {ATTACH}={attached}")
             return _follow(client, attached, verbose, game_stats_client, max(1, game_stats_log_freq))
+
+
+def rows_of(loader: Any) -> int:
+    """Of a loader of any make."""
+    return len(loader.dataset) if hasattr(loader, "dataset") else len(loader)
 
 
 def _served_name(client: Client, job: str | None) -> str:
@@ -246,3 +254,8 @@ def say(sentence: str) -> None:
     """To the person at the terminal: this is their program's own process."""
     sys.stdout.write(f"{sentence}\n")
     sys.stdout.flush()
+
+
+HTTPTrainingClient = refused(
+    "HTTPTrainingClient", "a job trains in the service, not step by step from here: ServiceClient(server_url).fit(env)"
+)

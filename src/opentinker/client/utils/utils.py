@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from opentinker.refusal import refused
+
 PATH_KEYS = ("tokenizer_path", "model_path", "processor_path", "data_path", "val_data_path", "output_path")
 LISTS = ("data_paths", "val_data_paths")
 
@@ -55,3 +57,18 @@ def verify_raw_prompt_format(rows: Any) -> None:
             isinstance(m, Mapping) and {"role", "content"} <= m.keys() for m in chat
         ):
             raise ValueError(f"row {number}: raw_prompt must be a list of {{role, content}}")
+
+
+def math_reward_function(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None) -> float:
+    """1.0 if the answer that `solution_str` gives is equal to `ground_truth` by value, else 0.0. Blocking."""
+    from opentinker.environment.beside import graded  # most programs need no graders
+
+    return float(graded(str(ground_truth), solution_str, data_source).right)
+
+
+_BATCHES = "batches never leave the service here; `fit` trains, and rows are seen with StaticDatasetGenerator"
+serialize_dataproto = refused("serialize_dataproto", _BATCHES)
+deserialize_dataproto = refused("deserialize_dataproto", _BATCHES)
+prepare_dataset = refused(
+    "prepare_dataset", "give data_paths to MathGameEnvironment, or rows to StaticDatasetGenerator"
+)

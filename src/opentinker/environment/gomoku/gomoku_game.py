@@ -1,0 +1,119 @@
+"""Five in a row, with the published rewards, on the board and against the bot of the environment `gomoku`."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+from opentinker.envs.game import AbstractGame, StepResult
+from opentinker.envs.gomoku import FIELD
+from opentinker.envs.gomoku_board import BLACK, STONES, Board, bot
+
+
+class GomokuGame(AbstractGame):
+    """The policy is black and begins. A move that is none costs REWARD_INVALID and is asked for again.
+
+    Everything random, the bot's moves too, comes from the `seed` of the start state: the games of a group begin with
+    the same stones and meet the same player.
+    """
+
+    REWARD_WIN = 10.0
+    REWARD_LOSS = -10.0
+    REWARD_DRAW = 0.0
+    REWARD_INVALID = -1.0
+    REWARD_TIMEOUT = -20.0
+
+    def __init__(
+        self,
+        board_size: int = 9,
+        max_total_steps: int = 40,
+        win_length: int = 5,
+        random_moves: float = 0.3,
+        max_initial_moves: int = 4,
+    ) -> None:
+        """`max_total_steps`: answers of the policy; then the game is lost by time. `random_moves`: share of the bot's.
+        `max_initial_moves`: up to so many stones, of each colour as many, stand at the beginning."""
+        if not 3 <= win_length <= board_size <= 19:
+            raise ValueError(
+                f"win_length = {win_length}, board_size = {board_size}: 3 <= win_length <= board_size <= 19"
+            )
+        if max_total_steps < 1 or not 0.0 <= random_moves <= 1.0 or not 0 <= 2 * max_initial_moves <= board_size**2:
+            raise ValueError(
+                "max_total_steps must be at least 1, random_moves 0 to 1, max_initial_moves 0 to half of the fields"
+            )
+        self.board_size, self.win_length, self.max_total_steps = board_size, win_length, max_total_steps
+        self.random_moves, self.max_initial_moves = random_moves, max_initial_moves
+        self.board = Board(board_size, win_length)
+        self.steps = self.illegal = 0
+
+    def generate_initial_state(self) -> dict[str, Any]:
+        return {"seed": random.randrange(2**31)}
+
+    def reset(self, seed: int | None = None, **kwargs: Any) -> str:
+        self.draw = random.Random(f"gomoku/{random.randrange(2**31) if seed is None else seed}")
+        self.board = Board(self.board_size, self.win_length)
+        self.steps = self.illegal = 0
+        stones = 2 * self.draw.randint(0, self.max_initial_moves // 2)
+        for field in self.draw.sample(self.board.free(), stones):
+            if not self.board.over:
+                self.board.place(field)
+        if self.board.over:
+            self.board = Board(self.board_size, self.win_length)
+        return str(self.board)
+
+    def step(self, action: str) -> StepResult:
+        self.steps += 1
+        field, problem = self._read(action)
+        if field is None:
+            self.illegal += 1
+            return self._goes_on(f"{problem}: say another one.", self.REWARD_INVALID)
+        self.board.place(field)
+        said = ""
+        if not self.board.over:
+            answer = bot(self.board, self.draw, self.random_moves)
+            self.board.place(answer)
+            said = f"{STONES[BLACK]} took {self.board.name(field)}, the other player {self.board.name(answer)}."
+        if not self.board.over:
+            return self._goes_on(said, 0.0)
+        if not self.board.winner:
+            return self._ended("draw", self.REWARD_DRAW)
+        won = self.board.winner == BLACK
+        return self._ended("win" if won else "loss", self.REWARD_WIN if won else self.REWARD_LOSS)
+
+    def _read(self, action: str) -> tuple[int | None, str]:
+        """The field that is named last, or what is wrong."""
+        named = FIELD.findall(action.lower())
+        if not named:
+            return None, "no field was named"
+        field = self.board.field(named[-1])
+        if field is None:
+            return None, f"{named[-1]} is not on the board"
+        return (None, f"{named[-1]} is taken") if self.board.fields[field] else (field, "")
+
+    def _goes_on(self, said: str, reward: float) -> StepResult:
+        if self.steps >= self.max_total_steps:
+            return self._ended("timeout", self.REWARD_TIMEOUT)
+        return StepResult(f"{said}\n\n{self.board}", reward, False, self._info(""))
+
+    def _ended(self, result: str, reward: float) -> StepResult:
+        return StepResult(f"{result}\n\n{self.board}", reward, True, self._info(result))
+
+    def _info(self, result: str) -> dict[str, Any]:
+        told = {"exact": float(result == "win"), "moves": float(self.board.played), "illegal": float(self.illegal)}
+        return told | ({"result": result} if result else {})
+
+    def get_system_prompt(self) -> str:
+        return (
+            f"You play gomoku on a board of {self.board_size} by {self.board_size} fields. You are x and begin; "
+            f"{self.win_length} of your stones in an unbroken row, column or diagonal win. Think if you like; the last "
+            "field that you name, column and row like c3, is your move."
+        )
+
+    def get_initial_user_message(self) -> str:
+        return "It is your move."
+
+    def get_state(self) -> dict[str, Any]:
+        return {"board": str(self.board), "steps": self.steps}
+
+    def get_interaction_name(self) -> str:
+        return "gomoku"
