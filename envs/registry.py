@@ -25,6 +25,7 @@ ADAPTERS = {
 BUILT_IN = {
     **ADAPTERS,
     "agent_program": "opentinker.envs.agents.program:AgentProgram",
+    "alfworld": "opentinker.envs.alfworld:AlfWorld",
     "bandit": "opentinker.envs.bandit:Bandit",
     "copy_digits": "opentinker.envs.copy_digits:CopyDigits",
     "gomoku": "opentinker.envs.gomoku:Gomoku",

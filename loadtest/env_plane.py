@@ -120,8 +120,8 @@ def main() -> None:
 
 
 @contextmanager
-def serving() -> Iterator[tuple[str, dict[str, int]]]:
-    """Servers and an env worker of their own: the URL of NATS, and the processes to look at."""
+def serving(**settings: object) -> Iterator[tuple[str, dict[str, int]]]:
+    """Servers and an env worker of their own, with these settings: the URL of NATS, and the processes to look at."""
     with tempfile.TemporaryDirectory() as directory, EmbeddedServers(Path(directory), default_ports=False) as servers:
         environ = {
             **os.environ,
@@ -132,6 +132,7 @@ def serving() -> Iterator[tuple[str, dict[str, int]]]:
             "OPENTINKER_REDIS_URL": servers.redis_url,
             "OPENTINKER_ENV_MODULES": "1",
             "OPENTINKER_LOG_LEVEL": "warning",
+            **{f"OPENTINKER_{name.upper()}": str(value) for name, value in settings.items()},
         }
         worker = subprocess.Popen([sys.executable, "-m", "opentinker.services.env_worker"], env=environ)
         try:

@@ -1,13 +1,15 @@
 """How many steps per second one env worker plays of an environment, and how many there would be without the wire.
 
     python -m loadtest.environment NAME [--config JSON] [--sessions 64] [--seconds 5] [--warm-up 1] [--episodes 32]
-                                        [--say TEXT]
+                                        [--say TEXT] [--children N]
 
 The environment's own expert plays `episodes` start states in this process first; then what it said is played again: in
 one thread, with nothing in between, and by `sessions` episodes at once through an env worker and a real NATS server.
 `--say` is for environments without an expert: every action is that text. `module:Class` names work too. Opening and
-closing episodes is in all the times. Prints steps/s and CPU time; other processes on the machine disturb the first more
-than the second, and their share is printed.
+closing episodes is in all the times. `--children`: so many child processes for an environment that blocks, with as
+many sessions in each as it takes (default: those of an env worker, 2 with 8). Prints steps/s, CPU time, and how many
+episodes ended and were right (`exact`); other processes on the machine disturb the first more than the second, and
+their share is printed.
 """
 
 from __future__ import annotations
@@ -66,6 +68,8 @@ class Client:
         self.counting = self.stop = False
         self.begun = asyncio.Event()
         self.latencies: list[float] = []
+        self.ended: list[float] = []
+        """`exact` of each episode that came to its end, also before the counting."""
 
     async def play(self, number: int) -> None:
         for episode in count(number):
@@ -97,7 +101,9 @@ class Client:
                 self.latencies.append(time.perf_counter() - began)
             if self.stop:
                 break
-        if not reply.done:
+        if reply.done:
+            self.ended.append(reply.metrics.get("exact", 0.0))
+        else:
             await self.sessions.close(worker=reply.worker, session=session)
 
 
@@ -137,6 +143,7 @@ async def measure(arguments: argparse.Namespace, url: str, pids: dict[str, int])
     print(
         f"served: {steps / meter.seconds:,.0f} steps/s at {arguments.sessions} sessions; p50 {p50:.2f} p99 {p99:.2f} ms"
     )
+    print(f"ended: {len(client.ended):,} episodes, {sum(client.ended):,.0f} of them right")
     print("CPU-us per step: " + ", ".join(f"{name} {value / steps * 1e6:,.0f}" for name, value in meter.used.items()))
     print(f"cores used by others meanwhile: {meter.foreign:.2f}")
 
@@ -150,8 +157,13 @@ def main() -> None:
     parser.add_argument("--warm-up", type=float, default=1.0)
     parser.add_argument("--episodes", type=int, default=32)
     parser.add_argument("--say")
+    parser.add_argument("--children", type=int)
     arguments = parser.parse_args()
-    with serving() as (url, pids):
+    children = {}
+    if arguments.children:
+        per_child = -(-arguments.sessions // arguments.children)
+        children = {"env_children": arguments.children, "env_sessions_per_child": per_child}
+    with serving(**children) as (url, pids):
         uvloop.run(measure(arguments, url, pids))
 
 

@@ -1,0 +1,130 @@
+"""One game of ALFWorld, played through TextWorld and ALFWorld's own wrapper for names.
+
+The library's parser is one for the whole process and takes one call at a time: a lock sees to that. It is slow (a step
+takes about 60 ms), so several processes play, not several threads.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from functools import cache
+from typing import Any, NamedTuple
+
+import msgspec
+
+from opentinker.envs.adapters.library import Randomness
+from opentinker.envs.alfworld_games import GameFile
+
+_one_call = threading.Lock()
+_TAGGED = re.compile(r"<action>(.*?)(?:</action>|$)", re.IGNORECASE | re.DOTALL)
+_AFTER = re.compile(r"action:[ \t]*\n*([^\n]*)", re.IGNORECASE)
+_PUT = re.compile(r"put (.+?) (?:in/on|in|on|into|onto) (.+)")
+_TITLE = re.compile(r"\A-= .*? =-\s*")
+
+
+class Seen(NamedTuple):
+    """What a command led to, or the start."""
+
+    text: str
+    commands: list[str]
+    """Those that do something now."""
+    won: bool
+    valid: bool
+    """Whether the command was one of them."""
+
+
+class Play:
+    """From the start of the game to `close`."""
+
+    def __init__(self, game: GameFile, *, shuffle_names: bool, seed: int) -> None:
+        """`shuffle_names`: which of several equal things has which number is drawn by `seed`."""
+        self._randomness = Randomness(seed)
+        with self._library():
+            named, bare, infos = _classes()
+            self._inner: Any = bare(infos(feedback=True, won=True, admissible_commands=True))
+            self._environment: Any = named(self._inner, shuffle=shuffle_names)
+            self._environment.load(msgspec.to_builtins(game))
+            self._state = self._environment.reset()
+        self.start = Seen(_TITLE.sub("", self._state.feedback), self.commands, False, True)
+        self._plan = [] if shuffle_names else list(game.walkthrough)
+        """What the expert goes on to say; empty: it has to think."""
+
+    @property
+    def commands(self) -> list[str]:
+        return [" ".join(command.split()) for command in self._state["admissible_commands"]]
+
+    def say(self, command: str) -> Seen:
+        """Anything that is not among the commands leaves the game as it is."""
+        exact = dict(zip(self.commands, self._state["admissible_commands"], strict=True))
+        valid = command in exact
+        with self._library():
+            self._state, _, _ = self._environment.step(exact.get(command, command))
+        if valid:
+            self._plan = self._plan[1:] if self._plan[:1] == [command] else []
+        return Seen(self._state.feedback, self.commands, bool(self._state["won"]), valid)
+
+    def expert(self) -> str:
+        """A command on a way to the goal: the one that came with the game, else one that the planner finds (seconds).
+
+        Raises ValueError if there is none.
+        """
+        if not self._plan:
+            with self._library():
+                found = self._inner._pddl_state.replan(self._inner._entity_infos)
+            self._plan = [" ".join(command.split()) for command in found]
+        if not self._plan:
+            raise ValueError("the planner finds no way to the goal from here")
+        return self._plan[0]
+
+    def close(self) -> None:
+        """Gives the planner's memory back: what the library leaks otherwise is several times as much."""
+        with self._library():
+            self._inner.downward_lib.cleanup()
+
+    @contextlib.contextmanager
+    def _library(self) -> Iterator[None]:
+        """It translates games by a program that reads, and writes, sys.argv, and draws from the global generators."""
+        with _one_call, self._randomness:
+            arguments = sys.argv
+            try:
+                yield
+            finally:
+                sys.argv = arguments
+
+
+def command_of(text: str, commands: list[str]) -> str:
+    """What the policy wants to do: in the last `<action>`, else after the last `Action:`, else the last line.
+
+    Small and capital letters are the same. `put X in/on Y`, as it was in older games, is `move X to Y`.
+    """
+    tagged, after = _TAGGED.findall(text), _AFTER.findall(text)
+    lines = [line for line in (tagged or after or [text])[-1].splitlines() if line.strip()]
+    said = " ".join(lines[-1].lower().split()) if lines else ""
+    said = said.strip(" .>*`'\"")
+    if said not in commands and (put := _PUT.fullmatch(said)):
+        said = f"move {put[1]} to {put[2]}"
+    return said
+
+
+@cache
+def _classes() -> tuple[Any, Any, Any]:
+    """Gives things their names, plays, says what is to be told. Importing them takes about a second.
+
+    ALFWorld makes a directory for its data when it is imported: where ALFWORLD_DATA says, else in the user's home.
+    """
+    given = os.environ.get("ALFWORLD_DATA")
+    os.environ["ALFWORLD_DATA"] = given or tempfile.gettempdir()
+    try:
+        from alfworld.agents.environment.alfred_tw_env import AlfredDemangler
+        from textworld import EnvInfos
+        from textworld.envs.pddl import PddlEnv
+    finally:
+        if given is None:
+            del os.environ["ALFWORLD_DATA"]
+    return AlfredDemangler, PddlEnv, EnvInfos
