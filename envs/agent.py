@@ -94,6 +94,7 @@ class AgentEnvironment(Environment):
                 messages=asked.messages,
                 tools=asked.tools,
                 prompt_ids=asked.prompt_ids,
+                prompt_text=asked.prompt_text,
                 max_tokens=asked.max_tokens,
                 stop=asked.stop,
             )
@@ -129,9 +130,9 @@ class AgentEnvironment(Environment):
                 return None
             self._playing = asking.result()
             placed = self._contexts.place(self._playing)
-            if sum(map(_size, placed.messages)) <= OBSERVED_BYTES:
+            if sum(map(_size, placed.messages)) + len((placed.prompt_text or "").encode()) <= OBSERVED_BYTES:
                 return placed
-            problem = f"the messages have more than {OBSERVED_BYTES:,} bytes"
+            problem = f"what is new in the request has more than {OBSERVED_BYTES:,} bytes"
             self._playing.answer.set_exception(Refused(problem, code="context_length_exceeded"))
 
 

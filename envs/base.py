@@ -64,6 +64,8 @@ class Action(msgspec.Struct, frozen=True, kw_only=True):
     """What the text asks tools for, in an environment that offers any."""
     problem: str = ""
     """Why something that looks like a tool call is none; tell the policy."""
+    words: str = ""
+    """What the text says before its tool calls."""
     ids: list[int] = []
     """The sampled tokens, if the environment `wants_tokens`."""
     logprobs: list[float] = []
@@ -84,6 +86,8 @@ class Opening(msgspec.Struct, kw_only=True):
     """What the first seat may call; the others' come with their first Step."""
     prompt_ids: list[int] | None = None
     """In place of messages: the prompt as token ids."""
+    prompt_text: str | None = None
+    """In place of messages: the prompt as plain text, which no chat template writes."""
     max_tokens: int | None = None
     """As in Step."""
     stop: list[str] = []
@@ -110,6 +114,8 @@ class Step(msgspec.Struct, kw_only=True):
     """What other seats get now: named parts, which are summed."""
     prompt_ids: list[int] | None = None
     """In place of messages: the whole prompt of the next turn as token ids, the stream's tokens so far first."""
+    prompt_text: str | None = None
+    """In place of messages: plain text that the stream goes on with, by no chat template."""
     max_tokens: int | None = None
     """Of the next turn, where that is less than the job allows."""
     stop: list[str] = []

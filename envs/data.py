@@ -10,7 +10,10 @@ from __future__ import annotations
 import asyncio
 import base64
 import binascii
+import sys
 import threading
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -26,6 +29,12 @@ from opentinker.shared.types import Image, Text
 Row = tuple[str, dict[str, Any]]
 """Where it stands, for messages to people, and the row."""
 Stamp = tuple[tuple[str, int, int], ...]
+KEPT_BYTES = 1 << 30
+"""Of rows in memory, about."""
+MOST_TABLES = 16
+"""Over the same rows."""
+SAMPLED = 200
+"""Rows that are measured."""
 SIGNATURES = {b"\x89PNG\r\n\x1a\n": "image/png", b"\xff\xd8\xff": "image/jpeg"}
 
 
@@ -76,18 +85,85 @@ class Table:
         return self.rows[int(self._order(epoch)[place]) if shuffle else place]
 
 
-_one_reader = threading.Lock()
+Key = tuple[str, str | None, str | None]
 
 
-@lru_cache(maxsize=8)
-def _rows(path: str, split: str | None, subset: str | None, _: Stamp) -> list[Row]:
-    return list(open_rows(path, split, "train", subset))
+class Kept:
+    """The rows of one path, and the tables over them."""
+
+    def __init__(self, stamp: Stamp) -> None:
+        self.stamp = stamp
+        self.reading = threading.Lock()
+        self.rows: list[Row] | None = None
+        self.bytes = 0
+        self.tables: dict[DataConfig, Table] = {}
+
+    def table(self, config: DataConfig) -> Table:
+        with self.reading:
+            if self.rows is None:
+                rows = list(open_rows(config.path, config.split, "train", config.subset))
+                self.bytes, self.rows = estimate(rows), rows
+            if config not in self.tables:
+                if len(self.tables) >= MOST_TABLES:
+                    del self.tables[next(iter(self.tables))]
+                self.tables[config] = Table(self.rows, config.validation, config.part, config.seed, config.path)
+            return self.tables[config]
 
 
-@lru_cache(maxsize=64)
-def _table(config: DataConfig, stamp: Stamp) -> Table:
-    rows = _rows(config.path, config.split, config.subset, stamp)
-    return Table(rows, config.validation, config.part, config.seed, config.path)
+class Library:
+    """What was read stays for the next episode, the latest first, within `most_bytes`. Who reads holds up nobody but
+    those who want the same rows. The rows asked for last stay, however many they are."""
+
+    def __init__(self, most_bytes: int) -> None:
+        self.most_bytes = most_bytes
+        self._lock = threading.Lock()
+        self._kept: OrderedDict[Key, Kept] = OrderedDict()
+
+    @property
+    def bytes(self) -> int:
+        return sum(kept.bytes for kept in self._kept.values())
+
+    def table(self, config: DataConfig, stamp: Stamp) -> Table:
+        """Raises RowError."""
+        key = (config.path, config.split, config.subset)
+        with self._lock:
+            kept = self._kept.get(key)
+            if kept is None or kept.stamp != stamp:  # never read, or written anew since
+                kept = self._kept[key] = Kept(stamp)
+            self._kept.move_to_end(key)
+        try:
+            table = kept.table(config)
+        except BaseException:
+            self._forget(key, kept)
+            raise
+        with self._lock:
+            while len(self._kept) > 1 and self.bytes > self.most_bytes:
+                self._kept.popitem(last=False)
+        return table
+
+    def _forget(self, key: Key, kept: Kept) -> None:
+        with self._lock:
+            if kept.rows is None and self._kept.get(key) is kept:
+                del self._kept[key]
+
+
+def estimate(rows: Sequence[Row]) -> int:
+    """Bytes, by some of them."""
+    some = rows[:: max(1, len(rows) // SAMPLED)]
+    return sum(map(_size, some)) * len(rows) // max(1, len(some))
+
+
+def _size(value: Any) -> int:
+    inner: Iterable[Any] = ()
+    if isinstance(value, dict):
+        inner = (*value.keys(), *value.values())
+    elif isinstance(value, list | tuple):
+        inner = value
+    return sys.getsizeof(value) + sum(map(_size, inner))
+
+
+_library = Library(KEPT_BYTES)
+"""Of this process."""
 
 
 def _stamp(name: str) -> Stamp:
@@ -104,8 +180,7 @@ def read(config: DataConfig) -> Table:
     if config.part == "validation" and not config.validation:
         raise RowError('part = "validation" needs a share in `validation`, or another path or split')
     alone = DataConfig.model_validate({name: getattr(config, name) for name in DataConfig.model_fields})
-    with _one_reader:
-        return _table(alone, _stamp(config.path))
+    return _library.table(alone, _stamp(config.path))
 
 
 def in_event_loop() -> bool:

@@ -35,8 +35,8 @@ from opentinker.shared.frames import (
     ConnectionLost,
     Welcome,
     greet,
-    sound,
 )
+from opentinker.shared.replies import sound
 from opentinker.shared.sessions import CloseSession, OpenSession, SessionReply, StepSession
 from opentinker.shared.types import Ending, Message
 
@@ -229,6 +229,7 @@ class WebSocketRemote(Remote):
             stream=reply.stream,
             tools=reply.tools,
             prompt_ids=reply.prompt_ids,
+            prompt_text=reply.prompt_text,
             max_tokens=reply.max_tokens,
             stop=reply.stop,
         )
@@ -242,6 +243,7 @@ class WebSocketRemote(Remote):
             stop=action.stop,
             tool_calls=action.tool_calls,
             problem=action.problem,
+            words=action.words,
             ids=action.ids,
             logprobs=action.logprobs,
             prompt_tokens=action.prompt_tokens,
@@ -257,6 +259,7 @@ class WebSocketRemote(Remote):
             tools=reply.tools,
             rewards=reply.rewards,
             prompt_ids=reply.prompt_ids,
+            prompt_text=reply.prompt_text,
             max_tokens=reply.max_tokens,
             stop=reply.stop,
             metrics=reply.metrics,

@@ -40,6 +40,8 @@ RESULT_BYTES = 20_000
 """Of what one call gives; the middle of more is left out."""
 END_BYTES = 2000
 """Of these, from its end: there stands what went wrong."""
+NOTE_BYTES = 100
+"""For the words that stand between: what was cut once is not cut again."""
 TOOL_TURNS = 16
 """Of one seat in an episode, unless the job says another number."""
 TIMEOUT_S = 30.0
@@ -189,6 +191,7 @@ class ToolTurns:
         self.calls = self.errors = 0
         self._turns: dict[str, int] = {}
         """By seat."""
+        self._owed: dict[tuple[str, str], list[Message]] = {}
 
     @property
     def tools(self) -> list[Tool]:
@@ -207,6 +210,15 @@ class ToolTurns:
         """Those for these tools, and those for `others`: if there are none, unknown names are for us to answer."""
         theirs = [call for call in calls if call.name not in self.offered] if others else []
         return [call for call in calls if call not in theirs], theirs
+
+    def owe(self, seat: str, stream: str, messages: list[Message]) -> None:
+        """Results for a turn that the environment answered too: the stream that called sees them when it acts again."""
+        if messages:
+            self._owed[seat, stream] = [*self._owed.get((seat, stream), []), *messages]
+
+    def due(self, seat: str, stream: str) -> list[Message]:
+        """What the stream is owed, before anything else that it sees."""
+        return self._owed.pop((seat, stream), [])
 
     async def answer(
         self, seat: str, calls: Sequence[ToolCall], problem: str, note: Callable[[str, Outcome], None] | None = None
@@ -248,19 +260,38 @@ async def perform(offered: Mapping[str, Offered], call: ToolCall) -> Outcome:
         text = str(error)
     except ToolError as error:
         text = f"error: {error}"
-    except Exception as error:  # noqa: BLE001 - the tool's own mistake is an observation
-        text = f"error: {type(error).__name__}: {error}"
+    except asyncio.CancelledError:
+        if (playing := asyncio.current_task()) is None or playing.cancelling():
+            raise
+        text = "error: the tool raised CancelledError"
+    except BaseException as error:  # noqa: BLE001 - the tool's own mistake, sys.exit() in it too, is an observation
+        text = f"error: {type(error).__name__}: {_words(error)}"
     return Outcome(text=shortened(text), failed=failed, seconds=time.perf_counter() - began)
+
+
+def _words(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception:  # noqa: BLE001 - an error that cannot even be written
+        return "(without words)"
 
 
 def shortened(text: str) -> str:
     """At most RESULT_BYTES of it, and fit to be sent."""
+    if len(text) > 4 * RESULT_BYTES:  # never encode all of what has no end
+        left = len(text) - RESULT_BYTES + NOTE_BYTES
+        return _without_middle(text[:RESULT_BYTES], text[-END_BYTES:], f"{left:,} characters")
     data = text.encode(errors="replace")
     if len(data) <= RESULT_BYTES:
         return data.decode()
-    first = data[: RESULT_BYTES - END_BYTES].decode(errors="ignore")
-    last = data[-END_BYTES:].decode(errors="ignore")
-    return f"{first}\n... ({len(data) - RESULT_BYTES:,} bytes are left out) ...\n{last}"
+    whole = data.decode()
+    return _without_middle(whole, whole[-END_BYTES:], f"{len(data) - RESULT_BYTES + NOTE_BYTES:,} bytes")
+
+
+def _without_middle(first: str, last: str, left: str) -> str:
+    head = first.encode(errors="replace")[: RESULT_BYTES - END_BYTES - NOTE_BYTES].decode(errors="ignore")
+    tail = last.encode(errors="replace")[-END_BYTES:].decode(errors="ignore")
+    return f"{head}\n... ({left} are left out) ...\n{tail}"
 
 
 class WithTools(Environment):
@@ -300,8 +331,9 @@ class WithTools(Environment):
         if isinstance(step, Step):  # else it is nothing, and whoever called us says so
             self._metrics = dict(step.metrics)
             step.metrics = self._metrics | self._turns.metrics
-            step.messages = [*said, *step.messages]
+            self._turns.owe(self._asked.seat, self._asked.stream, said)
             if not step.done:
+                step.messages = [*self._turns.due(step.seat, step.stream), *step.messages]
                 self._offer(step)
         return step
 

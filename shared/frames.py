@@ -12,7 +12,6 @@ repeated open or turn is answered from memory (sessions.py). Pings of both sides
 from __future__ import annotations
 
 import asyncio
-import math
 import re
 from collections.abc import Awaitable, Callable
 from typing import Any, Protocol, TypeVar
@@ -24,7 +23,7 @@ from aiohttp import WSCloseCode, WSMessage, WSMsgType
 from opentinker.shared import codec
 from opentinker.shared.errors import OpenTinkerError
 from opentinker.shared.sessions import CloseSession, EnvCheck, EnvCheckReply, OpenSession, SessionReply, StepSession
-from opentinker.shared.types import Ending, Message, Text
+from opentinker.shared.types import Ending
 
 T = TypeVar("T")
 log = structlog.get_logger()
@@ -36,12 +35,7 @@ HEARTBEAT_S = 3.0
 HELLO_S = 5.0
 GOODBYE = 4000
 """WebSocket close code of a player that will not come back. Any other end of a connection may be an accident."""
-OBSERVATION_BYTES = 256 * 1024
-NAMED_NUMBERS = 64
-NAME_CHARACTERS = 100
-TEXT_CHARACTERS = 2000
 TITLE_CHARACTERS = 200
-MISTAKES = 50
 MOST_SESSIONS = 4096
 """Of one player at once, whatever it says of itself."""
 _PROCESS = re.compile(r"[A-Za-z0-9_-]{16,64}")
@@ -251,60 +245,3 @@ def _answer(serial: int, reply: Any) -> bytes:
         return codec.encode(Answer(serial, msgspec.Raw(codec.encode(EnvCheckReply(errors=[mistake])))))
     failed = SessionReply(worker=reply.worker, failure=Ending.ENV_BAD_REPLY, error=problem)
     return codec.encode(Answer(serial, msgspec.Raw(codec.encode(failed))))
-
-
-# --- what is believed of a player -----------------------------------------------------------------------------------
-
-
-def sound(reply: SessionReply, worker: str) -> SessionReply:
-    """The reply as anybody may have written it, under the address of `worker`: a failure if it is not one that an
-    environment may give. Its types are right, or it could not have been read."""
-    if reply.failure is not None:
-        known = reply.failure in (Ending.ENV_ERROR, Ending.ENV_BAD_REPLY, Ending.ENV_TIMEOUT, Ending.ENV_LOST)
-        ending = reply.failure if known else Ending.ENV_ERROR
-        return SessionReply(worker=worker, failure=ending, error=reply.error[-TEXT_CHARACTERS:])
-    if reply.busy or reply.opening:
-        return SessionReply(worker=worker, busy=reply.busy, opening=reply.opening)
-    if problem := _problem(reply):
-        return SessionReply(worker=worker, failure=Ending.ENV_BAD_REPLY, error=problem)
-    return msgspec.structs.replace(reply, worker=worker, error="")
-
-
-def _problem(reply: SessionReply) -> str:
-    """The first that is wrong, in words; empty if nothing is."""
-    size = sum(map(_size, reply.messages))
-    names = (reply.seat, reply.stream, *reply.rewards)
-    named = (reply.components, reply.metrics, *reply.rewards.values())
-    values = (reply.reward, *(value for numbers in named for value in numbers.values()))
-    wrong = {
-        f"{size:,} bytes of messages; at most {OBSERVATION_BYTES:,} are allowed": size > OBSERVATION_BYTES,
-        f"seats and streams have names of at most {NAME_CHARACTERS} characters": any(
-            len(name) > NAME_CHARACTERS for name in names
-        ),
-        "max_tokens must be positive": reply.max_tokens is not None and reply.max_tokens < 1,
-        f"at most {NAMED_NUMBERS} named numbers are allowed": any(len(numbers) > NAMED_NUMBERS for numbers in named),
-        "numbers must be named by short ASCII strings": any(
-            len(name) > NAME_CHARACTERS or not name.isascii() for numbers in named for name in numbers
-        ),
-        "rewards and metrics must be finite": not all(map(math.isfinite, values)),
-    }
-    return next((problem for problem, found in wrong.items() if found), "")
-
-
-def _size(message: Message) -> int:
-    if isinstance(message.content, str):
-        return len(message.content.encode())
-    return sum(len(part.text.encode()) if isinstance(part, Text) else len(part.data) for part in message.content)
-
-
-def sound_mistakes(reply: EnvCheckReply) -> EnvCheckReply:
-    return EnvCheckReply(
-        errors=[
-            {
-                "field": str(error.get("field", "environment"))[:NAME_CHARACTERS],
-                "value": value if len(repr(value := error.get("value"))) <= NAME_CHARACTERS else None,
-                "problem": str(error.get("problem", ""))[:TEXT_CHARACTERS],
-            }
-            for error in reply.errors[:MISTAKES]
-        ]
-    )

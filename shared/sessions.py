@@ -72,6 +72,8 @@ class StepSession(msgspec.Struct, frozen=True, kw_only=True):
     """That the text holds, where the seat has tools."""
     problem: str = ""
     """What is wrong with a tool call that the text tries to make; the policy should hear of it."""
+    words: str = ""
+    """What the text says before its tool calls."""
     ids: list[int] = []
     """The sampled tokens, where the environment wants them."""
     logprobs: list[float] = []
@@ -97,6 +99,8 @@ class SessionReply(msgspec.Struct, frozen=True, kw_only=True):
     """What that seat sees next in that stream."""
     prompt_ids: list[int] | None = None
     """In place of messages: the whole prompt of the next turn, which must begin with the stream's tokens so far."""
+    prompt_text: str | None = None
+    """In place of messages: what the stream goes on with, tokenised as it is, without a chat template."""
     tools: list[Tool] = []
     """In the first reply to a stream: what the seat may call in it."""
     max_tokens: int | None = None

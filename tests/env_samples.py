@@ -14,7 +14,8 @@ from typing import Any
 
 from opentinker.envs.base import Action, Environment, EnvironmentConfig, Opening, Step, user
 from opentinker.envs.copy_digits import CopyDigits
-from opentinker.shared.types import Message
+from opentinker.envs.tools import tool
+from opentinker.shared.types import Message, Tool
 
 
 class Counting(Environment):
@@ -289,3 +290,29 @@ class Duel(Environment):
             reward=won, components={"outcome": won}, rewards={other: {"outcome": -won}}, done=True,
             metrics={"exact": won},
         )  # fmt: skip
+
+
+class Relay(Environment):
+    """A referee of two seats, which tells each in turn what it has done; or, with `anew`, of one in a new context."""
+
+    class Config(EnvironmentConfig):
+        anew: bool = False
+
+    config: Config
+    seats = ("a", "b")
+
+    @tool
+    def look(self) -> str:
+        """See."""
+        return "nothing"
+
+    async def open(self, row: int, seed: int) -> Opening:
+        self.turn = 0
+        own = Tool(name="move", description="", parameters={"type": "object", "properties": {}})
+        return Opening(messages=[user("begin")], seat="a", stream="0", tools=[own])
+
+    async def step(self, action: Action) -> Step:
+        self.turn += 1
+        if self.config.anew:
+            return Step(messages=[user("anew")], seat="a", stream=str(self.turn))
+        return Step(messages=[user(f"after {action.seat}")], seat="b" if action.seat == "a" else "a", stream="0")

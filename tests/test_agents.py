@@ -190,8 +190,10 @@ async def test_tokens_in_tokens_out_and_a_prompt_that_begins_with_earlier_tokens
 
 async def test_completions_take_token_ids() -> None:
     async def talk(model: AsyncOpenAI) -> Any:
-        with pytest.raises(openai.BadRequestError, match="list of token ids"):
-            await model.completions.create(model="m", prompt="text")
+        mistakes = (("", "must not be empty"), (["a", "b"], "one prompt at a time"), ([-1], "list of token ids"))
+        for wrong, said in mistakes:
+            with pytest.raises(openai.BadRequestError, match=said):
+                await model.completions.create(model="m", prompt=wrong)
         stream = await model.completions.create(model="m", prompt=[1, 2], stream=True)
         chunks = [chunk async for chunk in stream]
         return chunks, await model.completions.create(model="m", prompt=[1, 2, 97, 3], logprobs=1, max_tokens=2)
@@ -200,6 +202,47 @@ async def test_completions_take_token_ids() -> None:
     assert (chunks[0].choices[0].text, given.choices[0].text) == ("a", "b")
     assert given.choices[0].logprobs.token_logprobs == [0.0]
     assert [(step.stream, step.prompt_ids) for step in asked] == [("", [1, 2]), ("", [1, 2, 97, 3])]
+
+
+async def test_completions_take_plain_text_which_goes_on_unless_a_turn_has_ended() -> None:
+    async def talk(model: AsyncOpenAI) -> Any:
+        await model.completions.create(model="m", prompt=["one "], max_tokens=3, stop="!")
+        await model.completions.create(model="m", prompt="one ab! and")
+        await model.completions.create(model="m", prompt="one ab! and c more")
+        return await model.completions.create(model="m", prompt="one ab! and")
+
+    answers = (action("ab!", stop=StopReason.STOP), action("c"), action("d"), action("e"))
+    given, asked = await play(talk, *answers)
+    assert given.choices[0].text == "e"
+    assert [(step.stream, step.prompt_text) for step in asked] == [
+        ("", "one "),
+        ("", " and"),
+        ("1", "one ab! and c more"),
+        ("2", "one ab! and"),
+    ]
+    assert [step.messages for step in asked] == [[]] * 4 and asked[0].stop == ["!"]
+
+
+async def test_words_before_tool_calls_are_said_and_stay_in_the_stream() -> None:
+    call = ToolCall(id="t0", name="add", arguments={"a": 1})
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
+
+    async def talk(model: AsyncOpenAI) -> Any:
+        question: Any = {"role": "user", "content": "q"}
+        options: dict[str, Any] = {"model": "m", "tools": tools}
+        first = await model.chat.completions.create(messages=[question], **options)
+        said = first.choices[0].message
+        result = {"role": "tool", "content": "3", "tool_call_id": "t0"}
+        history: Any = [question, said.model_dump(exclude_none=True), result]
+        stream: Any = await model.chat.completions.create(messages=history, stream=True, **options)
+        return said, [chunk.choices[0].delta async for chunk in stream]
+
+    calling = action("I add.<call>", words="I add.", tool_calls=[call])
+    (said, deltas), asked = await play(talk, calling, calling)
+    assert (said.content, said.tool_calls[0].function.name) == ("I add.", "add")
+    assert "".join(delta.content or "" for delta in deltas) == "I add."
+    assert [name for delta in deltas for one in delta.tool_calls or [] for name in [one.function.name]] == ["add"]
+    assert [(step.stream, texts(step)) for step in asked] == [("", [("user", "q")]), ("", [("tool", "3")])]
 
 
 async def test_the_model_is_listed_with_its_context() -> None:

@@ -18,12 +18,12 @@ from hypothesis import strategies as st
 
 from opentinker.envs.registry import find
 from opentinker.services.env_worker.host import Host
-from opentinker.services.env_worker.player import OBSERVATION_BYTES
 from opentinker.services.env_worker.resolver import Resolver
 from opentinker.services.env_worker.service import check_environment
 from opentinker.services.env_worker.worker import Sessions
 from opentinker.shared import codec
 from opentinker.shared.errors import SpecError
+from opentinker.shared.replies import OBSERVATION_BYTES
 from opentinker.shared.sessions import OPEN, CloseSession, EnvCheck, OpenSession, SessionReply, StepSession
 from opentinker.shared.types import Ending, StopReason
 from tests import env_samples

@@ -101,6 +101,23 @@ def episode(engine: Script, env: Env, mode: str = "model", **spec: Any) -> Episo
     return Episode(job, make_ticket(), 0, engine, renderer(mode), env)  # type: ignore[arg-type]
 
 
+async def test_plain_text_goes_on_by_no_template_and_begins_as_the_tokenizer_begins() -> None:
+    env = Env([reply(prompt_text="hi "), reply(prompt_text=" and "), reply(done=True)])
+    engine = Script([say("ab", stop=StopReason.LENGTH), say("c$")])
+    (trajectory,) = await episode(engine, env).run()
+    assert trajectory.ids.tolist() == Chars().encode("hi ab and c$")
+    assert trajectory.mask.tolist() == [0, 0, 0, 1, 1, 0, 0, 0, 0, 0, 1, 1]
+    asked: list[bool] = []
+
+    class Begins(Chars):
+        def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
+            asked.append(add_special_tokens)
+            return super().encode(text)
+
+    plain = Renderer(Begins(), "model", frozenset({EOS}))
+    assert plain.plain("a", first=True) == plain.plain("a", first=False) and asked == [True, False]
+
+
 async def test_two_turns_have_the_template_s_tokens_and_exact_masks() -> None:
     env = Env([reply("hi"), reply("more", reward=0.25), reply(reward=1.0, done=True, metrics={"exact": 1.0})])
     engine = Script([say("ab$"), say("c$")])

@@ -15,6 +15,7 @@ import pytest
 from opentinker.envs.tools import RESULT_BYTES, Offered, Outcome, perform
 from opentinker.services.env_worker.host import Host
 from opentinker.services.env_worker.resolver import Resolver
+from opentinker.services.env_worker.tools import functions
 from opentinker.services.env_worker.tools.errors import NoTools
 from opentinker.services.env_worker.tools.lending import Lending
 from opentinker.services.env_worker.tools.shop import Shop, Tools
@@ -267,6 +268,29 @@ async def test_functions_are_tools_and_a_stuck_one_holds_up_nobody(shop: Shop) -
     await tools.close()
 
 
+async def test_whatever_a_function_does_is_an_observation_and_one_that_goes_on_is_left_alone(shop: Shop) -> None:
+    hostile = {**FUNCTIONS, "module": "tests.tool_samples:HOSTILE"}
+    stubborn = {**STUCK, "module": "tests.tool_samples:stubborn"}
+    tools = await shop.open("j", [hostile, stubborn])
+    said = {
+        "leave": "error: SystemExit: gone",
+        "leave_too": "error: KeyboardInterrupt: ",
+        "stop": "error: StopIteration: stopped",
+        "cancelled": "error: the tool raised CancelledError",
+        "endless": "error: the function gave an iterator in place of a result",
+        "secretly_async": "3",
+        "stubborn": "error: the tool took too long: it had 0.2 s",
+    }
+    assert {name: (await use(tools, name)).text for name in said} == said
+    huge = (await use(tools, "huge", size=50_000_000)).text
+    assert len(huge) <= 20_000 and "(49,980,100 characters are left out)" in huge
+    calls = [asyncio.create_task(use(tools, "stubborn")) for _ in range(functions.MOST_RUNNING)]
+    assert "16 calls of it have not returned yet" in "".join([(await one).text for one in calls])
+    tool_samples.LET_GO.set()
+    await until(lambda: not [task for task in asyncio.all_tasks() if task.get_name() == "tool"])
+    await tools.close()
+
+
 async def test_what_the_operator_has_not_allowed_or_is_not_there_is_a_mistake_of_the_spec(shop: Shop) -> None:
     strict = Shop(Settings())
     found = await strict.check([MCP, FUNCTIONS, MONTY])
@@ -389,6 +413,16 @@ async def test_tools_of_the_environment_and_of_the_job_are_called_side_by_side(s
     assert [one.text for one in alone.messages] == ["4"]
     done = await sessions.step(step(2, text="7"))
     assert done.done and done.metrics["tool_calls"] == 3.0 and done.metrics["exact"] == 0.0
+
+
+async def test_results_wait_for_the_stream_that_called_where_another_one_acts_next(sessions: Sessions) -> None:
+    opened = await sessions.open(with_tools(MONTY, environment="tests.env_samples:Relay"))
+    assert opened.seat == "a"
+    move = ToolCall(id="m", name="move", arguments={})
+    first = await sessions.step(step(0, run("1 + 1"), move, seat="a"))
+    assert (first.seat, [one.text for one in first.messages]) == ("b", ["after a"])
+    second = await sessions.step(step(1, text="x", seat="b"))
+    assert (second.seat, [one.text for one in second.messages]) == ("a", ["2", "after b"])
 
 
 async def test_two_tools_of_one_name_fail_the_episode(sessions: Sessions) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +13,14 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from opentinker.envs import grading
+from opentinker.envs import data, grading
 from opentinker.envs.base import Action, play_gold
 from opentinker.envs.data import DataConfig, read, table
 from opentinker.envs.registry import check, make
 from opentinker.shared.errors import SpecError
+from opentinker.shared.rows import RowError
 from opentinker.shared.types import Image, StopReason, Text
+from tests.conftest import WAIT_S
 
 PROBLEMS = [
     {"problem": "Half of one?", "answer": "\\frac{1}{2}"},
@@ -65,6 +69,61 @@ def test_what_is_held_back_is_never_trained_on(tmp_path: Path) -> None:
     held = read(numbered(tmp_path, validation=0.3, part="validation"))
     found = [{row["n"] for _, row in rows.rows} for rows in (train, held)]
     assert (len(found[0]), len(found[1]), found[0] | found[1]) == (7, 3, set(range(10)))
+
+
+def test_what_is_kept_of_the_data_is_bounded_by_memory_and_written_anew_read_anew(tmp_path: Path) -> None:
+    library = data.Library(most_bytes=100_000)
+
+    def table_of(name: str, rows: int, seed: int = 0) -> data.Table:
+        path = tmp_path / name
+        if not path.exists():
+            write(path, [{"n": n, "text": "x" * 100} for n in range(rows)])
+        config = DataConfig.model_validate({"path": str(path), "seed": seed})
+        return library.table(config, data._stamp(str(path)))
+
+    first = table_of("a.jsonl", 100)
+    assert table_of("a.jsonl", 100) is first and 20_000 < library.bytes < 80_000
+    assert table_of("a.jsonl", 100, seed=1).rows is first.rows
+    for seed in range(40):
+        table_of("a.jsonl", 100, seed)
+    assert library.bytes < 80_000 and len(next(iter(library._kept.values())).tables) <= data.MOST_TABLES
+    for name in "bcdefg":
+        table_of(f"{name}.jsonl", 100)
+    assert library.bytes <= 100_000 and table_of("a.jsonl", 100) is not first
+    big = table_of("big.jsonl", 1000)
+    assert len(library._kept) == 1 and table_of("big.jsonl", 1000) is big
+    write(tmp_path / "big.jsonl", [{"n": 1}])
+    assert len(table_of("big.jsonl", 1)) == 1 and library.bytes < 1000
+
+
+def test_who_reads_holds_up_only_those_who_want_the_same_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    library, reading, go_on = data.Library(1 << 20), threading.Event(), threading.Event()
+    opened: list[str] = []
+
+    def slowly(path: str, *_: Any) -> list[Any]:
+        opened.append(path)
+        if path == "hub/slow":
+            reading.set()
+            assert go_on.wait(WAIT_S)
+        if path == "hub/none":
+            raise RowError("no such data set")
+        return [("row 1", {"n": 1})]
+
+    monkeypatch.setattr(data, "open_rows", slowly)
+
+    def get(path: str) -> data.Table:
+        return library.table(DataConfig.model_validate({"path": path}), ())
+
+    with ThreadPoolExecutor(2) as threads:
+        slow = [threads.submit(get, "hub/slow") for _ in range(2)]
+        assert reading.wait(WAIT_S)
+        assert len(get("hub/fast")) == 1 and not slow[0].done()
+        go_on.set()
+        assert slow[0].result() is slow[1].result()
+    for _ in range(2):
+        with pytest.raises(RowError, match="no such data set"):
+            get("hub/none")
+    assert opened == ["hub/slow", "hub/fast", "hub/none", "hub/none"]
 
 
 @pytest.mark.parametrize(

@@ -55,6 +55,9 @@ SIGNATURES = {
     "max_initial_moves=4",
     "environment.gomoku:GomokuGameStats": "",
     "environment.gomoku.gomoku_stats:GomokuGameStats": "",
+    "environment.alfworld:ALFWorldGame": "config_path=None, max_steps=50, task_types=None, split=train, num_games=-1",
+    "environment.alfworld.alfworld_game:ALFWorldGame": "config_path=None, max_steps=50, task_types=None, split=train, "
+    "num_games=-1",
     "environment.vl_game_environment:VLGameEnvironment": f"{ROWS}, image_key=images",
     "environment.geo3k:Geo3KGame": "",
     "environment.geo3k.geo3k_game:Geo3KGame": "",

@@ -84,6 +84,18 @@ async def test_an_episode_with_the_environment_s_tool_has_exact_tokens_and_masks
     assert trajectory.metrics == {"exact": 0.0, "helped": 0.0, "tool_calls": 1.0, "tool_errors": 0.0}
 
 
+async def test_words_before_a_call_are_told_beside_it(near: Near) -> None:
+    told: list[StepSession] = []
+
+    class Listening(Near):
+        async def step(self, worker: str, request: StepSession) -> SessionReply:
+            told.append(request)
+            return await super().step(worker, request)
+
+    await play(Listening(near.sessions), ["I count.\n" + CALCULATE, "4"], environment__name="tool_calc")
+    assert [request.words for request in told] == ["I count.", ""]
+
+
 PYTHON = '<tool_call>\n{"name": "python", "arguments": {"code": "%s"}}\n</tool_call>'
 
 

@@ -28,6 +28,7 @@ from opentinker.services.env_worker.player import LocalPlayer
 from opentinker.shared.errors import SpecError
 from opentinker.shared.sessions import StepSession
 from opentinker.shared.types import Ending, Message, StopReason, Tool, ToolCall
+from tests.env_samples import Relay
 from tests.factories import make_spec
 from tests.test_env_worker import opening
 
@@ -83,6 +84,26 @@ def say(text: str, turn: int = 0, seat: str = "buyer") -> Action:
 
 async def shop(most: int = 16) -> Environment:
     return with_tools(Shop(Shop.Config()), most)
+
+
+def seen(step: Any) -> list[str]:
+    return [message.text for message in step.messages]
+
+
+async def test_results_of_a_turn_that_the_environment_answers_too_reach_the_stream_that_called() -> None:
+    environment = with_tools(Relay(Relay.Config()))
+    await environment.open(0, 0)
+    calls = [ToolCall(id="1", name="look", arguments={}), ToolCall(id="2", name="move", arguments={})]
+    first = await environment.step(Action(text="?", stop=StopReason.EOS, turn=0, seat="a", tool_calls=calls))
+    assert (first.seat, seen(first)) == ("b", ["after a"])
+    second = await environment.step(say("x", 1, "b"))
+    assert (second.seat, seen(second)) == ("a", ["nothing", "after b"])
+    third = await environment.step(say("x", 2, "a"))
+    assert seen(third) == ["after a"]
+    anew = with_tools(Relay(Relay.Config(anew=True)))
+    await anew.open(0, 0)
+    begun = await anew.step(Action(text="?", stop=StopReason.EOS, turn=0, seat="a", tool_calls=calls))
+    assert (begun.stream, seen(begun)) == ("1", ["anew"]), "its messages are the whole prompt"
 
 
 def test_a_method_is_described_by_its_hints_and_its_docstring() -> None:
@@ -199,7 +220,7 @@ async def test_a_long_result_is_cut_and_a_slow_one_given_up() -> None:
         return (await perform(offered, ToolCall(id="c", name=name, arguments={}))).text
 
     cut = await text_of("flood")
-    assert cut.startswith("é") and "... (20,000 bytes are left out) ..." in cut
+    assert cut.startswith("é") and "... (20,100 bytes are left out) ..." in cut
     assert len(cut.encode()) < RESULT_BYTES + 100
     assert await text_of("hang") == "error: the tool took too long: it had 0.01 s"
     assert await text_of("complain") == "error: the shop is closed"

@@ -6,9 +6,11 @@ python -m tests.tool_samples [PORT]     over stdin and stdout, or over HTTP on t
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import sys
 import threading
+from typing import Any
 
 LET_GO = threading.Event()
 
@@ -30,7 +32,51 @@ def stuck() -> str:
     return "late"
 
 
+def leave() -> str:
+    """Ends the process, it thinks."""
+    sys.exit("gone")
+
+
+async def leave_too() -> str:
+    """The same, from the event loop."""
+    raise KeyboardInterrupt
+
+
+def stop() -> str:
+    """Raises what no future can hold."""
+    raise StopIteration("stopped")
+
+
+async def cancelled() -> str:
+    """Raises what looks as if it had been given up."""
+    raise asyncio.CancelledError
+
+
+def endless() -> Any:
+    """Something without an end."""
+    return iter(int, 1)
+
+
+def huge(size: int) -> str:
+    """A long text."""
+    return "x" * size
+
+
+def secretly_async() -> Any:
+    """Does not say that it has to be awaited."""
+    return slowly(3)
+
+
+async def stubborn() -> str:
+    """Goes on when it should end."""
+    while not LET_GO.is_set():
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.sleep(0.01)
+    return "late"
+
+
 FUNCTIONS = [double, slowly]
+HOSTILE = [leave, leave_too, stop, cancelled, endless, huge, secretly_async]
 NO_FUNCTION = [3]
 
 

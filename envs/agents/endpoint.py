@@ -1,7 +1,7 @@
 """The model, as one agent sees it: an OpenAI-compatible server on loopback, for one episode.
 
     POST {base}/v1/chat/completions    messages, tools, streams
-    POST {base}/v1/completions         token ids in place of a prompt
+    POST {base}/v1/completions         a prompt as plain text or as token ids
     GET  {base}/v1/models
     POST {base}/inference/v1/generate  token ids in, token ids and logprobs out (X-Session-ID tells conversations apart)
 

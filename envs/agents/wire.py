@@ -51,6 +51,8 @@ class Asked:
     tools: list[Tool] = field(default_factory=list)
     token_ids: list[int] | None = None
     """In place of messages: the whole prompt."""
+    text: str | None = None
+    """In place of messages: the whole prompt, tokenised as it is."""
     session: str = ""
     """X-Session-ID: prompts of different sessions never continue each other."""
     max_tokens: int | None = None
@@ -102,24 +104,32 @@ def parse_chat(body: Json, session: str = "") -> Asked:
 
 
 def parse_completion(body: Json, session: str = "") -> Asked:
-    """Of `POST /v1/completions`, with token ids as the prompt. Raises Refused."""
+    """Of `POST /v1/completions`: a text or token ids, or a list with one of them. Raises Refused."""
     _refuse_unsupported(body)
     for name in ("echo", "suffix"):
         if body.get(name):
             raise Refused(f"{name} is not supported", param=name)
-    if not isinstance(body.get("prompt"), list):
-        raise Refused("prompt must be a list of token ids here; for text, ask /v1/chat/completions", param="prompt")
+    prompt = body.get("prompt")
+    if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list):
+        if len(prompt) > 1:
+            raise Refused("one prompt at a time: ask several times for several answers", param="prompt")
+        prompt = prompt[0]
+    if prompt == "":
+        raise Refused("must not be empty", param="prompt")
     logprobs = _int(body, "logprobs", 0)
     if logprobs is not None and logprobs > MOST_TOP_LOGPROBS:
         raise Refused("logprobs can be 0 or 1 here: the sampled token alone is known", param="logprobs")
-    return Asked(
-        token_ids=_token_ids(body, "prompt"),
+    asked = Asked(
+        token_ids=None if isinstance(prompt, str) else _token_ids({"prompt": prompt}, "prompt"),
+        text=prompt if isinstance(prompt, str) else None,
         session=session,
         max_tokens=_int(body, "max_tokens", 1),
         stop=_stop(body),
         logprobs=logprobs is not None,
         **_manner(body),
     )
+    _check_sendable(asked)
+    return asked
 
 
 def parse_generate(body: Json, session: str = "") -> Asked:
@@ -276,9 +286,9 @@ def _tool(given: Any, where: str) -> Tool:
 def _check_sendable(asked: Asked) -> None:
     """JSON knows numbers and half characters that cannot travel."""
     try:
-        codec.encode([asked.messages, asked.tools])
+        codec.encode([asked.messages, asked.tools, asked.text])
     except (OverflowError, ValueError, RecursionError) as error:  # UnicodeEncodeError is a ValueError
-        raise Refused(f"cannot be sent: {error}", param="messages") from None
+        raise Refused(f"cannot be sent: {error}", param="messages" if asked.text is None else "prompt") from None
 
 
 # --- answers --------------------------------------------------------------------------------------------------------
@@ -287,7 +297,7 @@ def _check_sendable(asked: Asked) -> None:
 def said(asked: Asked, action: Action) -> Message:
     """The answer as the agent gets it, and as it stands in a request that continues from it."""
     if action.tool_calls:
-        return Message(role="assistant", tool_calls=action.tool_calls)
+        return Message(role="assistant", content=action.words, tool_calls=action.tool_calls)
     text = action.text
     if action.stop == StopReason.STOP:
         text = next((text.removesuffix(stop) for stop in asked.stop if text.endswith(stop)), text)
@@ -298,7 +308,7 @@ def chat_answer(asked: Asked, action: Action) -> Json:
     message = said(asked, action)
     choice = {
         "index": 0,
-        "message": {"role": "assistant", "content": message.text if not message.tool_calls else None, "refusal": None}
+        "message": {"role": "assistant", "content": _words(message), "refusal": None}
         | ({"tool_calls": _calls(message.tool_calls)} if message.tool_calls else {}),
         "logprobs": _chat_logprobs(asked, action),
         "finish_reason": _finish(action),
@@ -306,15 +316,20 @@ def chat_answer(asked: Asked, action: Action) -> Json:
     return {**_head(asked, "chat.completion"), "choices": [choice], "usage": _usage(action)}
 
 
+def _words(message: Message) -> str | None:
+    """None where there are calls alone."""
+    return message.text or (None if message.tool_calls else "")
+
+
 def chat_chunks(asked: Asked, action: Action) -> list[Json]:
     """The same as a stream. The policy's turn is there as a whole, so it comes in one piece."""
     head = _head(asked, "chat.completion.chunk")
     message = said(asked, action)
-    content: Json = {"content": message.text}
+    content: Json = {"content": message.text} if message.text or not message.tool_calls else {}
     if message.tool_calls:
-        content = {"tool_calls": [{"index": n, **call} for n, call in enumerate(_calls(message.tool_calls))]}
+        content["tool_calls"] = [{"index": n, **call} for n, call in enumerate(_calls(message.tool_calls))]
     deltas: list[tuple[Json, Json | None, str | None]] = [
-        ({"role": "assistant", "content": None if message.tool_calls else ""}, None, None),
+        ({"role": "assistant", "content": None if _words(message) is None else ""}, None, None),
         (content, _chat_logprobs(asked, action), None),
         ({}, None, _finish(action)),
     ]

@@ -22,9 +22,10 @@ import msgspec
 from opentinker.envs.base import Environment
 from opentinker.envs.registry import check, find
 from opentinker.services.env_worker.checks import mistakes_of
-from opentinker.services.env_worker.player import LocalPlayer, failure
+from opentinker.services.env_worker.player import LocalPlayer
 from opentinker.services.env_worker.wire import HEAD, Answer, Call, frame
 from opentinker.shared import codec
+from opentinker.shared.replies import failure
 from opentinker.shared.sessions import CloseSession, EnvCheck, OpenSession, SessionReply, StepSession
 from opentinker.shared.types import Ending
 

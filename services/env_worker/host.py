@@ -22,14 +22,14 @@ from typing import Any, Protocol
 import msgspec
 import structlog
 
-from opentinker.services.env_worker.checks import sound, sound_mistakes
 from opentinker.services.env_worker.interpreters import Interpreters
-from opentinker.services.env_worker.player import failure, on_worker
+from opentinker.services.env_worker.player import on_worker
 from opentinker.services.env_worker.sandboxes import Sandboxes
 from opentinker.services.env_worker.turns import Turns
 from opentinker.services.env_worker.wire import HEAD, LARGEST, Answer, Call, frame
 from opentinker.shared import codec, egress
 from opentinker.shared.errors import OpenTinkerError, SpecError
+from opentinker.shared.replies import failure, sound, sound_mistakes
 from opentinker.shared.sessions import CloseSession, EnvCheck, OpenSession, SessionReply, StepSession
 from opentinker.shared.types import Ending
 
@@ -122,7 +122,7 @@ class Host:
                 child.kill("the check is over")
                 await child.ended()
         if answer.reply.failure is not None:
-            return [_wrong(request.name, sound(answer.reply).error)]
+            return [_wrong(request.name, sound(answer.reply, "", player=False).error)]
         return sound_mistakes(answer.errors)
 
     async def close(self) -> None:
@@ -199,7 +199,9 @@ class ChildPlayer:
             self._child.retire()
 
     def _checked(self, answer: Answer) -> SessionReply:
-        return on_worker(sound(answer.reply) if self._child.key else answer.reply, self._worker)
+        if self._child.key:
+            return sound(answer.reply, self._worker, player=False)
+        return on_worker(answer.reply, self._worker)
 
 
 class Child:

@@ -18,15 +18,9 @@ from opentinker.envs.base import Action, BadReply, Environment, Opening, Step
 from opentinker.envs.registry import make
 from opentinker.envs.tools import with_tools
 from opentinker.shared.errors import OpenTinkerError
+from opentinker.shared.replies import ERROR_CHARACTERS, NAME_CHARACTERS, NAMED_NUMBERS, OBSERVATION_BYTES, failure
 from opentinker.shared.sessions import OpenSession, SessionReply, StepSession
 from opentinker.shared.types import Ending, Image, Message, Text, Tool, ToolCall
-
-OBSERVATION_BYTES = 256 * 1024
-"""All messages of one reply together."""
-NAME_CHARACTERS = 100
-NAMED_NUMBERS = 64
-"""Components, and metrics, of one reply."""
-ERROR_CHARACTERS = 2000
 
 
 class Player(Protocol):
@@ -39,12 +33,6 @@ class Player(Protocol):
 
 class OutOfTurn(Exception):
     """The caller's mistake, not the environment's."""
-
-
-def failure(worker: str, ending: Ending, error: str) -> SessionReply:
-    """`error` is cut to its end, where a traceback says what happened, and made fit to be sent."""
-    text = error[-ERROR_CHARACTERS:].encode(errors="replace").decode()
-    return SessionReply(worker=worker, failure=ending, error=text)
 
 
 class LocalPlayer:
@@ -122,6 +110,7 @@ def action_of(request: StepSession) -> Action:
         seat=request.seat,
         tool_calls=request.tool_calls,
         problem=request.problem,
+        words=request.words,
         ids=request.ids,
         logprobs=request.logprobs,
         prompt_tokens=request.prompt_tokens,
@@ -135,7 +124,7 @@ def opening_of(worker: str, environment: Environment, opened: object) -> Session
     reply = SessionReply(
         worker=worker, wants_tokens=environment.wants_tokens, **_next_turn(environment, opened, "open()")
     )
-    if not reply.messages and not reply.prompt_ids:
+    if not (reply.messages or reply.prompt_ids or reply.prompt_text):
         raise BadReply("open() gave no message: the policy needs a prompt")
     return reply
 
@@ -168,12 +157,17 @@ def _next_turn(environment: Environment, said: Opening | Step, source: str) -> d
         raise BadReply(f"{source}: stream must be a str of at most {NAME_CHARACTERS} characters")
     if said.max_tokens is not None and (type(said.max_tokens) is not int or said.max_tokens < 1):
         raise BadReply(f"{source}: max_tokens must be a positive int or None, not {_kind(said.max_tokens)}")
+    if said.prompt_text is not None and (
+        type(said.prompt_text) is not str or len(said.prompt_text.encode(errors="replace")) > OBSERVATION_BYTES
+    ):
+        raise BadReply(f"{source}: prompt_text must be a str of at most {OBSERVATION_BYTES:,} bytes, or None")
     return {
         "seat": said.seat,
         "stream": said.stream,
         "messages": checked_messages(said.messages, source),
         "tools": _checked_list("tools", said.tools, Tool),
         "prompt_ids": None if said.prompt_ids is None else _checked_list("prompt_ids", said.prompt_ids, int),
+        "prompt_text": said.prompt_text,
         "max_tokens": said.max_tokens,
         "stop": _checked_list("stop", said.stop, str),
     }
@@ -231,7 +225,7 @@ def checked_numbers(field: str, values: object) -> dict[str, float]:
         raise BadReply(f"{field} has {len(values)} entries; at most {NAMED_NUMBERS} are allowed")
     checked = {}
     for name, value in values.items():
-        if type(name) is not str or len(name) > 100 or not name.isascii():
+        if type(name) is not str or len(name) > NAME_CHARACTERS or not name.isascii():
             raise BadReply(f"{field} must be named by short ASCII strings, not {_kind(name)}")
         checked[name] = checked_number(f"{field}[{name!r}]", value)
     return checked

@@ -18,10 +18,11 @@ import structlog
 from prometheus_client import Counter, Gauge
 
 from opentinker.services.env_worker.host import Host
-from opentinker.services.env_worker.player import LocalPlayer, Player, contain, failure
+from opentinker.services.env_worker.player import LocalPlayer, Player, contain
 from opentinker.services.env_worker.resolver import Resolver
 from opentinker.services.env_worker.tools.player import ToolPlayer
 from opentinker.services.env_worker.tools.shop import Shop
+from opentinker.shared.replies import failure
 from opentinker.shared.sessions import OPEN, CloseSession, OpenSession, SessionReply, StepSession
 from opentinker.shared.telemetry import REGISTRY, Meters
 from opentinker.shared.types import Ending

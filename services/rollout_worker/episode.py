@@ -201,6 +201,7 @@ class Episode:
             stop=completion.stop,
             tool_calls=said.calls,
             problem=said.problem,
+            words=said.words,
             ids=completion.ids if self.wants_tokens else [],
             logprobs=completion.logprobs if self.wants_tokens else [],
             prompt_tokens=start if self.wants_tokens else 0,
@@ -242,6 +243,8 @@ class Episode:
             if reply.prompt_ids[: len(stream.ids)] != stream.ids:
                 raise EpisodeFailed(Ending.ENV_BAD_REPLY, "prompt_ids do not begin with the stream's tokens so far")
             observed = reply.prompt_ids[len(stream.ids) :]
+        elif reply.prompt_text is not None:
+            observed = self.renderer.plain(reply.prompt_text, first=new)
         else:
             observed = self._rendered(stream, new, reply)
         fits = len(stream.ids) + len(observed) < self.context

@@ -112,6 +112,12 @@ class Renderer:
             raise JobFailed('tools need a chat template that describes them: model.chat_template is "plain"')
         return "".join(_text(message) for message in messages)
 
+    def plain(self, text: str, *, first: bool) -> list[int]:
+        """Ids of a text that no template has written. A stream that begins with it (`first`) begins with the special
+        tokens of the tokenizer's own, as servers of `/v1/completions` have it."""
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=first)
+        return ids
+
     def extend(self, ended_with_eos: bool, messages: Sequence[Message]) -> list[int]:
         """Ids between the model's last sampled token and its next turn."""
         if self._plain:

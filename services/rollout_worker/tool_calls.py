@@ -31,6 +31,8 @@ class Said(msgspec.Struct, frozen=True, kw_only=True):
 
     calls: list[ToolCall] = []
     problem: str = ""
+    words: str = ""
+    """What stands before the first of the calls."""
 
 
 class Malformed(Exception):
@@ -50,7 +52,9 @@ def parse(form: str, text: str, tools: Sequence[Tool], *, stop: StopReason, turn
         found = list(FORMATS[form].find(text, tools))
         if len(found) > MOST_CALLS:
             raise Malformed(f"{len(found)} tools were called in one turn; at most {MOST_CALLS} can be")
-        return Said(calls=[_call(one, f"t{turn:05d}n{place:02d}") for place, one in enumerate(found)])
+        calls = [_call(one, f"t{turn:05d}n{place:02d}") for place, one in enumerate(found)]
+        begun = FORMATS[form].begins.search(text) if calls else None
+        return Said(calls=calls, words="" if begun is None else text[: begun.start()].strip())
     except Cut as error:
         if stop in (StopReason.LENGTH, StopReason.CONTEXT):
             return Said(problem="the tool call was cut off, because the turn was too long; be shorter")
@@ -221,17 +225,33 @@ class _Format(msgspec.Struct, frozen=True):
     mark: str
     """In a chat template that teaches it."""
     example: str
+    begins: re.Pattern[str]
+    """What a call begins with."""
     find: Callable[[str, Sequence[Tool]], Iterator[Found]]
 
 
+_TAG = re.compile("<tool_call>")
 FORMATS = {
     "qwen3_coder": _Format(
         "<function=",
         "<tool_call>\n<function=NAME>\n<parameter=KEY>\nVALUE\n</parameter>\n</function>\n</tool_call>",
+        _TAG,
         _qwen3_coder,
     ),
-    "hermes": _Format("<tool_call>", '<tool_call>\n{"name": NAME, "arguments": {KEY: VALUE}}\n</tool_call>', _hermes),
-    "mistral": _Format("[TOOL_CALLS]", '[TOOL_CALLS][{"name": NAME, "arguments": {KEY: VALUE}}]', _mistral),
-    "llama3_json": _Format("ipython", '{"name": NAME, "parameters": {KEY: VALUE}}', _llama3),
+    "hermes": _Format(
+        "<tool_call>", '<tool_call>\n{"name": NAME, "arguments": {KEY: VALUE}}\n</tool_call>', _TAG, _hermes
+    ),
+    "mistral": _Format(
+        "[TOOL_CALLS]",
+        '[TOOL_CALLS][{"name": NAME, "arguments": {KEY: VALUE}}]',
+        re.compile(r"\[TOOL_CALLS\]"),
+        _mistral,
+    ),
+    "llama3_json": _Format(
+        "ipython",
+        '{"name": NAME, "parameters": {KEY: VALUE}}',
+        re.compile(rf"<\|python_tag\|>|{_LLAMA_CALL.pattern}"),
+        _llama3,
+    ),
 }
 """By `model.tool_format`, in the order in which they are recognised."""

@@ -18,7 +18,8 @@ from nats.aio.subscription import Subscription
 
 from opentinker.shared.codec import WireError
 from opentinker.shared.errors import OpenTinkerError
-from opentinker.shared.frames import Asker, ConnectionLost, Hello, sound, sound_mistakes
+from opentinker.shared.frames import Asker, ConnectionLost, Hello
+from opentinker.shared.replies import sound, sound_mistakes
 from opentinker.shared.service import Context
 from opentinker.shared.sessions import (
     AWAY_S,
@@ -241,7 +242,8 @@ class Served:
             if self._asker is None:
                 raise ConnectionLost("it has just left")
             async with asyncio.timeout(CHECK_S):
-                return sound_mistakes(await self._asker.ask("check", request, EnvCheckReply))
+                answer = await self._asker.ask("check", request, EnvCheckReply)
+                return EnvCheckReply(errors=sound_mistakes(answer.errors))
         except (ConnectionLost, TimeoutError, WireError) as error:
             why = str(error) or f"no answer within {CHECK_S:g} s"
             problem = f"the process that serves it could not say whether it would start: {why}"

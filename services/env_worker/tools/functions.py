@@ -5,16 +5,16 @@ from __future__ import annotations
 import asyncio
 import inspect
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from importlib import import_module
 from typing import Any
 
-from opentinker.envs.tools import Offered, ToolError, as_text, checked, describe, offer
+from opentinker.envs.tools import Offered, ToolError, as_text, checked, describe, shortened
 from opentinker.services.env_worker.tools.errors import NoTools
 from opentinker.shared.spec.tools import ToolSpec
 
-MOST_THREADS = 16
-"""Of one function that does not return: threads cannot be ended."""
+MOST_RUNNING = 16
+"""Calls of one function that have not returned: threads cannot be ended, and coroutines may go on regardless."""
 
 
 def load(spec: ToolSpec) -> list[Offered]:
@@ -36,27 +36,68 @@ def load(spec: ToolSpec) -> list[Offered]:
 
 
 def _offered(function: Callable[..., Any], timeout_s: float) -> Offered:
-    """Async functions run in the event loop, plain ones each in a thread: they may block."""
-    if inspect.iscoroutinefunction(function):
-        return offer(function, timeout_s)
+    """Async functions run in the event loop, plain ones each in a thread: they may block. Either way one that does not
+    end when it should is left alone, and counted."""
     described, model = describe(function)
-    running: set[threading.Thread] = set()
+    running: set[threading.Thread | asyncio.Task[str]] = set()
+    begin = _in_loop if inspect.iscoroutinefunction(function) else _in_thread
 
     async def run(arguments: dict[str, Any]) -> str:
         given = checked(model, arguments)
-        running.difference_update([thread for thread in running if not thread.is_alive()])
-        if len(running) >= MOST_THREADS:
-            raise ToolError(f"{MOST_THREADS} calls of it have not returned yet")
-        return as_text(await _in_thread(lambda: function(**given), running))
+        running.difference_update([one for one in running if isinstance(one, threading.Thread) and not one.is_alive()])
+        if len(running) >= MOST_RUNNING:
+            raise ToolError(f"{MOST_RUNNING} calls of it have not returned yet")
+        return await begin(lambda: function(**given), running)
 
     return Offered(tool=described, run=run, timeout_s=timeout_s)
 
 
-def _in_thread(call: Callable[[], Any], running: set[threading.Thread]) -> asyncio.Future[Any]:
-    loop = asyncio.get_running_loop()
-    coming: asyncio.Future[Any] = loop.create_future()
+def _worded(result: Any) -> str:
+    """What an observation can hold of it: writing all of what has no end would have none. In a thread."""
+    if isinstance(result, Iterator):
+        raise ToolError("the function gave an iterator in place of a result")
+    return shortened(as_text(result))
 
-    def settle(result: Any, error: BaseException | None) -> None:
+
+def _own(error: BaseException) -> Exception:
+    """One that a future can hold, and that ends nothing but the call."""
+    if isinstance(error, Exception) and not isinstance(error, StopIteration):
+        return error
+    return ToolError(f"{type(error).__name__}: {error}")
+
+
+async def _in_loop(call: Callable[[], Awaitable[Any]], running: set[Any]) -> str:
+    async def contained() -> str:
+        try:
+            result = await call()
+        except asyncio.CancelledError:
+            raise
+        except BaseException as error:  # noqa: BLE001 - the function's own; sys.exit() would end the event loop
+            raise _own(error) from None
+        return await asyncio.to_thread(_worded, result)
+
+    task = asyncio.get_running_loop().create_task(contained(), name="tool")
+    running.add(task)
+    task.add_done_callback(running.discard)
+    try:
+        await asyncio.wait([task])
+    except asyncio.CancelledError:
+        task.cancel()
+        task.add_done_callback(_heard)
+        raise
+    return task.result()
+
+
+def _heard(task: asyncio.Task[str]) -> None:
+    if not task.cancelled():
+        task.exception()  # nobody waits for it any more
+
+
+def _in_thread(call: Callable[[], Any], running: set[Any]) -> asyncio.Future[str]:
+    loop = asyncio.get_running_loop()
+    coming: asyncio.Future[str] = loop.create_future()
+
+    def settle(result: str, error: Exception | None) -> None:
         if coming.done():
             return
         if error is None:
@@ -65,11 +106,12 @@ def _in_thread(call: Callable[[], Any], running: set[threading.Thread]) -> async
             coming.set_exception(error)
 
     def run() -> None:
-        outcome: tuple[Any, BaseException | None]
+        outcome: tuple[str, Exception | None]
         try:
-            outcome = (call(), None)
-        except Exception as error:  # noqa: BLE001 - the function's own; raised again in the loop
-            outcome = (None, error)
+            result = call()
+            outcome = (_worded(asyncio.run(_awaited(result)) if inspect.isawaitable(result) else result), None)
+        except BaseException as error:  # noqa: BLE001 - the function's own; raised again in the loop
+            outcome = ("", _own(error))
         if not loop.is_closed():
             loop.call_soon_threadsafe(settle, *outcome)
 
@@ -77,3 +119,8 @@ def _in_thread(call: Callable[[], Any], running: set[threading.Thread]) -> async
     running.add(thread)
     thread.start()
     return coming
+
+
+async def _awaited(result: Awaitable[Any]) -> Any:
+    """Of a function that does not say that it is async."""
+    return await result

@@ -11,9 +11,10 @@ from collections.abc import Callable
 import msgspec
 
 from opentinker.envs.tools import Outcome, ToolTurns
-from opentinker.services.env_worker.player import Player, contain, failure
+from opentinker.services.env_worker.player import Player, contain
 from opentinker.services.env_worker.tools.errors import NoTools
 from opentinker.services.env_worker.tools.shop import Shop, Tools
+from opentinker.shared.replies import failure
 from opentinker.shared.sandbox import Unavailable
 from opentinker.shared.sessions import OpenSession, SessionReply, StepSession
 from opentinker.shared.telemetry import JobMeter
@@ -65,7 +66,10 @@ class ToolPlayer:
         if reply.failure is not None:
             return reply
         self._played += 1
-        reply = msgspec.structs.replace(reply, messages=[*said, *reply.messages])
+        self._turns.owe(request.seat, self._asked.stream, said)
+        if not reply.done:
+            due = self._turns.due(reply.seat, reply.stream)
+            reply = msgspec.structs.replace(reply, messages=[*due, *reply.messages])
         return self._offer(reply)
 
     def _again(self, said: list[Message]) -> SessionReply:

@@ -1,0 +1,87 @@
+"""What is believed of a reply that anybody may have written: a user's process, an environment behind a URL, a sandboxed
+child. Its types are right, or it could not have been read (`codec.py`).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import msgspec
+
+from opentinker.shared.sessions import SessionReply
+from opentinker.shared.types import Ending, Message, Text
+
+OBSERVATION_BYTES = 256 * 1024
+"""All messages of one reply together."""
+NAME_CHARACTERS = 100
+NAMED_NUMBERS = 64
+"""Components, and metrics, of one reply."""
+ERROR_CHARACTERS = 2000
+MISTAKES = 50
+ENVIRONMENTS = frozenset({Ending.ENV_ERROR, Ending.ENV_BAD_REPLY})
+"""How an environment may fail."""
+PLAYERS = ENVIRONMENTS | {Ending.ENV_TIMEOUT, Ending.ENV_LOST}
+"""How one may fail who plays environments for others, and knows their deadlines."""
+
+
+def sound(reply: SessionReply, worker: str, *, player: bool = True) -> SessionReply:
+    """The reply under the address of `worker`: a failure if it is not one that an environment may give.
+
+    `player`: of one who plays it for others, and may be busy; else of the environment's own process.
+    """
+    if reply.failure is not None:
+        known = reply.failure in (PLAYERS if player else ENVIRONMENTS)
+        return failure(worker, reply.failure if known else Ending.ENV_ERROR, reply.error)
+    if player and (reply.busy or reply.opening):
+        return SessionReply(worker=worker, busy=reply.busy, opening=reply.opening)
+    if problem := _problem(reply):
+        return failure(worker, Ending.ENV_BAD_REPLY, problem)
+    return msgspec.structs.replace(reply, worker=worker, busy=False, opening=False, error="")
+
+
+def failure(worker: str, ending: Ending, error: str) -> SessionReply:
+    """`error` is cut to its end, where a traceback says what happened, and made fit to be sent."""
+    text = error[-ERROR_CHARACTERS:].encode(errors="replace").decode()
+    return SessionReply(worker=worker, failure=ending, error=text)
+
+
+def _problem(reply: SessionReply) -> str:
+    """The first that is wrong, in words; empty if nothing is."""
+    size = sum(map(_size, reply.messages)) + len((reply.prompt_text or "").encode())
+    names = (reply.seat, reply.stream, *reply.rewards)
+    named = (reply.components, reply.metrics, *reply.rewards.values())
+    values = (reply.reward, *(value for numbers in named for value in numbers.values()))
+    wrong = {
+        f"{size:,} bytes of messages; at most {OBSERVATION_BYTES:,} are allowed": size > OBSERVATION_BYTES,
+        f"seats and streams have names of at most {NAME_CHARACTERS} characters": any(
+            len(name) > NAME_CHARACTERS for name in names
+        ),
+        f"max_tokens must be positive, not {reply.max_tokens}": reply.max_tokens is not None and reply.max_tokens < 1,
+        f"at most {NAMED_NUMBERS} named numbers are allowed": any(len(numbers) > NAMED_NUMBERS for numbers in named),
+        "numbers must be named by short ASCII strings": any(
+            len(name) > NAME_CHARACTERS or not name.isascii() for numbers in named for name in numbers
+        ),
+        "rewards and metrics must be finite": not all(map(math.isfinite, values)),
+    }
+    return next((problem for problem, found in wrong.items() if found), "")
+
+
+def _size(message: Message) -> int:
+    """Bytes of what a policy would see of it."""
+    size = len(message.role.encode())
+    if isinstance(message.content, str):
+        return size + len(message.content.encode())
+    return size + sum(len(part.text.encode()) if isinstance(part, Text) else len(part.data) for part in message.content)
+
+
+def sound_mistakes(errors: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """As `sound`, of the answer to a check."""
+    return [
+        {
+            "field": str(error.get("field", "environment"))[:NAME_CHARACTERS],
+            "value": value if len(repr(value := error.get("value"))) <= NAME_CHARACTERS else None,
+            "problem": str(error.get("problem", ""))[:ERROR_CHARACTERS],
+        }
+        for error in errors[:MISTAKES]
+    ]
