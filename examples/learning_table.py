@@ -73,10 +73,8 @@ TASKS: dict[str, dict[str, Any]] = {
 TRAIN = {"warmup_steps": 10, "tokens_per_micro_batch": 1 << 20}
 SETTINGS: dict[str, dict[str, Any]] = {
     "ppo": {"critic_lr": 1e-3},
-    "gspo": {"clip_low": 0.2, "clip_high": 0.2},
 }
-"""Where a preset's own values are for another size: the default critic_lr goes with the default lr, and GSPO's clip
-range of a few ten-thousandths with steps so small that a whole sequence's ratio stays inside."""
+"""Where a preset's own values are for another size: the default critic_lr goes with the default lr."""
 
 
 class Run(NamedTuple):

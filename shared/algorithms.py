@@ -57,9 +57,7 @@ LOSSES = {
     "cispo": Component(
         "REINFORCE weighted by the clipped ratio", {"clip_low": 1.0, "clip_high": 4.0, "proximal": "behaviour"}
     ),
-    "gspo": Component(
-        "clipped ratio of whole sequences", {"clip_low": 3e-4, "clip_high": 4e-4, "proximal": "behaviour"}
-    ),
+    "gspo": Component("clipped ratio of whole sequences", {"clip_low": 0.2, "clip_high": 0.2, "proximal": "behaviour"}),
     "dppo": Component(
         "ratio pi/mu, dropped where the probability moved too far", {"tv_limit": 0.2, "log_ratio_penalty": 1e-3}
     ),
@@ -111,8 +109,9 @@ class Preset(msgspec.Struct, frozen=True):
 
 PRESETS = {
     "grpo": Preset(
-        "Group-relative advantages, decoupled clipping.",
-        "DeepSeekMath, arXiv 2402.03300; decoupled clipping: AReaL, arXiv 2505.24298",
+        "Group-relative advantages, decoupled clipping, all tokens of a batch alike, no KL unless set.",
+        "DeepSeekMath, arXiv 2402.03300 (eq. 3 there: a mean by sequence, and KL); decoupled clipping: AReaL, arXiv "
+        "2505.24298; token mean: DAPO, arXiv 2503.14476",
         {"advantage": "grpo", "loss": "decoupled_ppo", "aggregation": "token_mean"},
     ),
     "dr_grpo": Preset(
@@ -133,8 +132,8 @@ PRESETS = {
         },
     ),
     "rloo": Preset(
-        "REINFORCE with the mean of the group's others as baseline.",
-        "arXiv 2402.14740",
+        "REINFORCE with the mean of the group's others as baseline; its ratio is clipped token by token.",
+        "arXiv 2402.14740 (on policy, where nothing is clipped)",
         {"advantage": "rloo", "loss": "decoupled_ppo", "aggregation": "token_mean"},
     ),
     "reinforce_pp": Preset(
@@ -154,7 +153,8 @@ PRESETS = {
         {"advantage": "gae", "loss": "ppo", "aggregation": "token_mean", "kl_in": "reward", "kl_estimator": "k1"},
     ),
     "gspo": Preset(
-        "Clips the ratio of whole sequences.",
+        "Clips the ratio of whole sequences; the paper's range, 3e-4 and 4e-4, is for samples of the very weights that "
+        "are trained, and lets nothing learn from those a version behind.",
         "arXiv 2507.18071",
         {"advantage": "grpo", "loss": "gspo", "aggregation": "sequence_mean"},
     ),
@@ -246,26 +246,47 @@ def _conflicts(values: Values, given: Values) -> list[Mistake]:
                     f"with proximal = 'behaviour' the weight of {correction} is always 1; take another proximal",
                 )
             )
+        elif proximal == "loglinear" and given.get("max_staleness", 2) <= 1:
+            found.append(
+                (
+                    "correction",
+                    f"with proximal = 'loglinear' the weight of {correction} is 1 up to one version of lag: take "
+                    "proximal = 'recomputed', or max_staleness = 2 or more",
+                )
+            )
     if loss == "gspo" and advantage in TOKEN_LEVEL:
         found.append(("loss", f"gspo has one advantage per trajectory, advantage = {advantage!r} has one per token"))
     if loss == "gspo" and advantage == "reinforce_pp" and values.get("kl_in") == "reward":
         found.append(
             ("kl_in", "gspo has one advantage per trajectory; with KL in the reward reinforce_pp has one per token")
         )
-    if values["drop_zero_variance"] and advantage not in GROUP_BASELINES:
-        found.append(
-            (
-                "drop_zero_variance",
-                f"advantage = {advantage!r} has no group baseline: groups of equal rewards teach too",
-            )
-        )
-    if values["drop_zero_variance"] and advantage == "per_turn":
-        found.append(("drop_zero_variance", "per_turn: groups of equal total rewards may differ turn by turn"))
+    found += _reward_conflicts(values, given)
     found += _distillation_conflicts(values)
     for low, high in (("icepop_low", "icepop_high"), ("geometric_low", "geometric_high")):
         if low in values and values[low] > values[high]:
             found.append((low, f"is larger than {high} = {values[high]}"))
     return [{"field": field, "value": given.get(field, values.get(field)), "problem": why} for field, why in found]
+
+
+def _reward_conflicts(values: Values, given: Values) -> list[tuple[str, str]]:
+    """What the advantages make of the rewards, and what else looks at them."""
+    found: list[tuple[str, str]] = []
+    advantage, in_reward = values["advantage"], values.get("kl_in") == "reward"
+    if values["drop_zero_variance"]:
+        if advantage not in GROUP_BASELINES:
+            why = f"advantage = {advantage!r} has no group baseline: groups of equal rewards teach too"
+            found.append(("drop_zero_variance", why))
+        if advantage == "per_turn":
+            found.append(("drop_zero_variance", "per_turn: groups of equal total rewards may differ turn by turn"))
+        if in_reward:
+            found.append(("drop_zero_variance", "with KL in the reward, groups whose own rewards are equal teach too"))
+    if advantage == "maxrl" and in_reward:
+        found.append(("kl_in", "maxrl needs rewards of 0 or more, and the KL is taken off them: take kl_in = 'loss'"))
+    if advantage == "maxrl" and values["overlong_shaping"]:
+        found.append(("overlong_shaping", "maxrl needs rewards of 0 or more, and the penalty is taken off them"))
+    if advantage == "reinforce_pp" and given.get("group_size") == given.get("groups_per_batch") == 1:
+        found.append(("groups_per_batch", "reinforce_pp compares what a batch holds: one trajectory teaches nothing"))
+    return found
 
 
 def _distillation_conflicts(values: Values) -> list[tuple[str, str]]:

@@ -109,6 +109,15 @@ def test_every_part_and_option_of_the_tables_is_a_field_that_takes_it() -> None:
         ({"proximal": "behaviour"}, "proximal", "plain PPO"),
         ({"correction": "tis"}, "correction", "twice"),
         ({"loss": "ppo", "correction": "icepop"}, "correction", "always 1"),
+        (
+            {"loss": "cispo", "proximal": "loglinear", "correction": "tis", "max_staleness": 1},
+            "correction",
+            "up to one version of lag",
+        ),
+        ({"name": "dapo", "kl_coef": 0.1, "kl_in": "reward"}, "drop_zero_variance", "KL in the reward"),
+        ({"advantage": "maxrl", "kl_coef": 0.1, "kl_in": "reward"}, "kl_in", "0 or more"),
+        ({"advantage": "maxrl", "overlong_shaping": True}, "overlong_shaping", "0 or more"),
+        ({"name": "reinforce_pp", "group_size": 1, "groups_per_batch": 1}, "groups_per_batch", "one trajectory"),
         ({"name": "gspo", "advantage": "per_turn"}, "loss", "one advantage per trajectory"),
         ({"correction": "geometric", "geometric_low": 2.0}, "geometric_low", "larger than geometric_high"),
         ({"advantage": "fancy"}, "advantage", "grpo"),
@@ -193,6 +202,15 @@ def test_every_combination_of_parts_makes_a_step(tiny: Path) -> None:
         assert all(np.isfinite(value) for value in metrics.values()), fields
         assert metrics["grad_norm"] > 0 or everything_masked(metrics), fields
         assert {"masked/positive", "masked/negative", "ess", "ratio/k3", "ratio/outside"} <= set(metrics)
+
+
+def test_a_batch_s_own_updates_do_not_move_its_sequences_out_of_the_geometric_window(tiny: Path) -> None:
+    groups, algorithm = random_groups(0, groups=2), {"groups_per_batch": 2, "updates_per_batch": 2}
+    algorithm |= {"loss": "importance_sampling", "correction": "geometric", "geometric_low": 0.0, "geometric_high": 1.0}
+    found = [loaded(tiny, algorithm=algorithm, train={"lr": lr}).step(groups, version(0)) for lr in (0.0, 0.05)]
+    assert 0 < found[0]["masked/positive"] < 1
+    for sign in ("positive", "negative"):
+        assert found[0][f"masked/{sign}"] == found[1][f"masked/{sign}"]
 
 
 def test_entropy_bonus_raises_entropy(tiny: Path) -> None:

@@ -249,6 +249,20 @@ def test_longer_rows_are_refused_dropped_or_cut_and_counted(tmp_path: Path) -> N
         make(path, max_length=101)
 
 
+def test_rows_that_outgrow_a_sliding_window_are_refused_before_training(tmp_path: Path) -> None:
+    model = chat_model(tmp_path / "m", context_length=64)
+    config = orjson.loads((model / "config.json").read_bytes())
+    kinds = ["sliding_attention"] * config["num_hidden_layers"]
+    config |= {"use_sliding_window": True, "sliding_window": 32, "max_window_layers": 0, "layer_types": kinds}
+    (model / "config.json").write_bytes(orjson.dumps(config))
+    rows = [{"prompt": "1" * length, "completion": "2"} for length in (1, 20)]
+    path = write_rows(tmp_path / "a.jsonl", rows)
+    with pytest.raises(JobFailed, match=r"looks back 32 tokens.*data\.max_length to at most 32"):
+        load_examples(row_spec(model, path))
+    kept = load_examples(row_spec(model, path, data={"max_length": 32, "longer": "drop"}))
+    assert kept.counts["dropped"] == 1 and len(kept.train) == 1
+
+
 def test_the_default_length_is_the_models(tmp_path: Path) -> None:
     model = chat_model(tmp_path / "m", context_length=16)
     path = write_rows(tmp_path / "a.jsonl", [{"prompt": "1" * 20, "completion": "2"}])

@@ -124,6 +124,7 @@ def test_numbers_are_finite_numbers(path: str, value: Any) -> None:
         ({"algorithm": {"groups_per_batch": 4, "updates_per_batch": 3}}, "updates_per_batch"),
         ({"rollout": {"max_tokens": 4, "max_tokens_per_turn": 5}}, "max_tokens_per_turn"),
         ({"train": {"steps": 2, "warmup_steps": 3}}, "warmup_steps"),
+        ({"train": {"steps": 2, "lr_end": 0.1}}, "lr_end"),
     ],
 )
 def test_fields_that_contradict_each_other_are_refused(changes: dict[str, Any], named: str) -> None:

@@ -49,6 +49,7 @@ class Student:
         self.evaluated: list[int] = []
         """Steps done at each evaluation."""
         self.prepared = 0
+        self.total_steps = 0
         self.waits = threading.Event()
         """Set while `evaluate` goes on until it is interrupted."""
         self.endless = False

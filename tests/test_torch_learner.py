@@ -205,7 +205,7 @@ def test_start_takes_weights_to_the_bit_and_begins_everything_else_anew(
     fresh, again = loaded(spec), started(spec, tmp_path / "c")
     assert torch.equal(torch.get_rng_state(), _random_state_of(spec)), "dropout draws what a first start would draw"
     assert same_weights(first, again) and not same_weights(fresh, again)
-    assert (again.steps, again.warmup, len(again.optimizer.state)) == (0, fresh.warmup, 0)
+    assert (again.steps, again.lr_share, len(again.optimizer.state)) == (0, fresh.lr_share, 0)
     continued = started(spec, tmp_path / "c", optimizer=True)
     assert digest(continued) == digest(first) and continued.steps == 0
     if again.critic is not None and first.critic is not None and continued.critic is not None:
@@ -378,8 +378,35 @@ def test_lora_trains_sends_and_saves_only_the_adapter(tiny: Path, tmp_path: Path
 def test_wrong_lora_targets_and_missing_state_are_named(tiny: Path) -> None:
     with pytest.raises(JobFailed, match="target_modules"):
         loaded(torch_spec(tiny, model={"lora": {"target_modules": ["nothing"]}}))
+    with pytest.raises(JobFailed, match=r"no module 'v_porj', 'proj'$"):
+        loaded(torch_spec(tiny, model={"lora": {"target_modules": ["q_proj", "v_porj", "self_attn.o_proj", "proj"]}}))
     with pytest.raises(JobFailed, match="cannot be resumed"):
         loaded(torch_spec(tiny), tiny)
+
+
+@pytest.mark.parametrize(
+    ("train", "shares"),
+    [
+        ({"warmup_steps": 2}, [0.5, 1, 1, 1, 1, 1, 1]),
+        ({"warmup_steps": 2, "schedule": "linear"}, [0.5, 1, 0.75, 0.5, 0.25, 0, 0]),
+        ({"schedule": "linear", "lr_end": 0.5}, [1 - 0.5 / 6, 1 - 1 / 6, 0.75, 1 - 2 / 6, 1 - 2.5 / 6, 0.5, 0.5]),
+        ({"warmup_steps": 2, "schedule": "cosine", "lr_end": 0.2}, [0.5, 1, 0.8828427, 0.6, 0.3171573, 0.2, 0.2]),
+        ({"warmup_steps": 6, "schedule": "cosine"}, [1 / 6, 2 / 6, 3 / 6, 4 / 6, 5 / 6, 1, 0]),
+    ],
+)
+def test_the_learning_rate_warms_up_and_falls_as_the_schedule_says(
+    tiny: Path, train: dict[str, Any], shares: list[float]
+) -> None:
+    """Of six steps; a job that is told of fewer by its data ends there."""
+    learner = TorchLearner(torch_spec(tiny, train={"steps": 6, "lr": 1e-3, **train}))
+    found = []
+    for step in range(7):
+        learner.steps = step
+        found.append(learner.lr_share)
+    assert found == pytest.approx(shares, abs=1e-6)
+    if learner.spec.train.schedule != "constant":
+        learner.steps, learner.total_steps = 2, 3
+        assert learner.lr_share == pytest.approx(learner.spec.train.lr_end if train.get("warmup_steps", 0) < 3 else 0.5)
 
 
 def test_simulated_learner_takes_its_time_and_counts(tiny: Path, tmp_path: Path) -> None:

@@ -411,6 +411,56 @@ async def test_checkpoint_to_start_from_that_is_damaged_fails_the_job_by_name(ct
         await train(job)
 
 
+async def test_a_damaged_checkpoint_is_told_of_and_the_one_before_is_taken(ctx: Context) -> None:
+    job = await prepare(ctx, nan_at=5)
+    with pytest.raises(JobFailed, match="last good checkpoint is step 4"):
+        await train(job)
+    root = job.record.root
+    (root / "step-000004" / "trainer" / "state.json").write_bytes(b"{}")
+    await train(after(job))
+    (told,) = [e for e in await ctx.store.events(JOB) if e["event"] == "checkpoint_damaged"]
+    assert told["checkpoint"] == "step-000004" and "instead of" in told["problem"]
+    resumed = [e["step"] for e in await ctx.store.events(JOB) if e["event"] == "resumed"]
+    assert resumed == [2]
+
+
+async def test_a_job_whose_checkpoints_are_all_damaged_does_not_begin_anew(ctx: Context) -> None:
+    job = await prepare(ctx, nan_at=5)
+    with pytest.raises(JobFailed, match="last good checkpoint is step 4"):
+        await train(job)
+    for directory, _ in checkpoint.listing(job.record.root):
+        (directory / "manifest.json").write_bytes(b"{")
+    with pytest.raises(JobFailed, match=r"none of its [23] checkpoints is whole .* submit the job again"):
+        await train(after(job))
+
+
+@pytest.mark.parametrize(
+    "error", [MemoryError("no room"), RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried 4 bytes.")]
+)
+async def test_a_step_that_does_not_fit_into_memory_fails_the_job_and_says_what_to_lower(
+    ctx: Context, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def refuse(*_: object) -> dict[str, float]:
+        raise error
+
+    job = await prepare(ctx)
+    monkeypatch.setattr(job.learner, "step", refuse)
+    with pytest.raises(JobFailed, match=r"step 1: it does not fit into memory: .*tokens_per_micro_batch"):
+        await train(job)
+
+
+async def test_what_else_goes_wrong_in_a_step_is_no_fault_of_the_job(
+    ctx: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> dict[str, float]:
+        raise RuntimeError("a kernel is missing")
+
+    job = await prepare(ctx)
+    monkeypatch.setattr(job.learner, "step", refuse)
+    with pytest.raises(RuntimeError, match="kernel"):
+        await train(job)
+
+
 async def test_group_that_cannot_be_decoded_is_discarded_and_replaced(ctx: Context) -> None:
     job = await prepare(ctx)
     real = codec.encode

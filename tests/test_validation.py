@@ -91,6 +91,8 @@ def test_metrics_leave_failed_episodes_out_of_every_mean_and_count_them() -> Non
         0.75,
         0.5,
     )
+    assert found["val/task/easy/reward/low"] < 0.75 < found["val/task/easy/reward/high"]
+    assert found["val/task/easy/exact/low"] < 0.5 < found["val/task/easy/exact/high"]
     assert found["val/task/hard/reward"] == 0.0 and found["val/component/form"] == 0.5
     assert (found["val/ending/env_done"], found["val/ending/env_timeout"]) == (0.75, 0.25)
     assert found["val/exact/low"] < 1 / 3 < found["val/exact/high"]

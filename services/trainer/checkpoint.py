@@ -37,6 +37,10 @@ def _nowhere(point: str) -> None:
     """Default of `crash`."""
 
 
+def _undamaged(directory: Path, problem: str) -> None:
+    """Default of `damaged`: the log says it."""
+
+
 def fence(root: Path, epoch: int) -> None:
     """From now on no lower epoch commits here, even one that is just writing. Raises Fenced if a higher one did so,
     JobFailed if the disk is full or refuses otherwise."""
@@ -94,16 +98,20 @@ def commit(
     return final
 
 
-def newest(root: Path) -> tuple[Path, Manifest] | None:
-    """The newest checkpoint whose every file has its recorded hash; bad ones are skipped with a loud log line.
+def newest(root: Path, damaged: Callable[[Path, str], None] = _undamaged) -> tuple[Path, Manifest] | None:
+    """The newest checkpoint whose every file has its recorded hash; bad ones are skipped with a loud log line, and
+    `damaged(directory, problem)` is called for each.
 
     When a crash hit the replacement of a checkpoint, the one that was to be replaced still counts.
     """
-    for directory, manifest in reversed(_readable([*root.glob(f"{REMOVING}step-*"), *root.glob("step-*")])):
+    found = _readable([*root.glob(f"{REMOVING}step-*"), *root.glob("step-*")], damaged)
+    for directory, manifest in reversed(found):
         try:
             _verify(directory, manifest)
         except (OSError, ValueError) as error:
             log.error("checkpoint is damaged, using the one before", checkpoint=str(directory), problem=str(error))
+            if not directory.name.startswith(REMOVING):
+                damaged(directory, str(error))
             continue
         return directory, manifest
     return None
@@ -124,7 +132,9 @@ def listing(root: Path) -> list[tuple[Path, Manifest]]:
     return _readable(list(root.glob("step-*")))
 
 
-def _readable(directories: list[Path]) -> list[tuple[Path, Manifest]]:
+def _readable(
+    directories: list[Path], damaged: Callable[[Path, str], None] = _undamaged
+) -> list[tuple[Path, Manifest]]:
     """Oldest first."""
     found = []
     for directory in directories:
@@ -133,6 +143,7 @@ def _readable(directories: list[Path]) -> list[tuple[Path, Manifest]]:
         except (OSError, msgspec.MsgspecError) as error:
             if not directory.name.startswith(REMOVING):  # those are expected to be in pieces
                 log.error("checkpoint has no readable manifest", checkpoint=str(directory), problem=str(error))
+                damaged(directory, str(error))
     return sorted(found, key=lambda pair: (pair[1].age, not pair[0].name.startswith(REMOVING)))
 
 

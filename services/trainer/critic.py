@@ -90,10 +90,10 @@ class Critic:
         """Bound the gradient's norm; returns it as it was."""
         return nn.utils.clip_grad_norm_(list(self.parameters.values()), self.spec.train.grad_clip)
 
-    def step(self, warmup: float) -> None:
-        """`warmup`: share of the learning rate that the schedule allows."""
+    def step(self, lr_share: float) -> None:
+        """`lr_share`: of the learning rate, as the schedule allows."""
         for group in self.optimizer.param_groups:
-            group["lr"] = float(self.spec.algorithm.critic_lr or 0.0) * warmup
+            group["lr"] = float(self.spec.algorithm.critic_lr or 0.0) * lr_share
         self.optimizer.step()
         self.optimizer.zero_grad()
 

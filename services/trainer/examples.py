@@ -231,11 +231,13 @@ def shared_out(examples: Examples, share: float, seed: int) -> Examples:
 
 def load_examples(spec: JobSpec) -> Examples:
     """All that a job trains and validates on. Blocking, for as long as it takes to tokenise. Raises JobFailed."""
-    from opentinker.shared.nn.models import load_tokenizer, longest_context
+    from opentinker.shared.nn.models import check_window, config_of, load_tokenizer, longest_context
 
     assert spec.data is not None
     maker = Maker(spec, load_tokenizer(spec.model.base), longest_context(spec.model.base))
     examples = maker.make()
+    longest = min(examples.longest, maker.limit)
+    check_window(spec.model.base, config_of(spec.model.base), longest, "data.max_length")
     if isinstance(spec.data.validation, float):
         examples = shared_out(examples, spec.data.validation, spec.train.seed)
     return examples

@@ -65,8 +65,29 @@ class Trainable(Protocol):
         """Let go of what is outside this process, also in the middle of a step. Idempotent."""
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """torch has a class of its own for GPUs, which is not imported here, and none for processors."""
+    return (
+        isinstance(error, MemoryError)
+        or type(error).__name__ == "OutOfMemoryError"
+        or "can't allocate memory" in str(error)
+    )
+
+
+def too_large(error: BaseException) -> str:
+    """For who owns the job."""
+    said = (str(error).strip() or type(error).__name__).splitlines()[0]
+    return (
+        f"it does not fit into memory: {said} Lower train.tokens_per_micro_batch or the length of trajectories, or set "
+        "train.gradient_checkpointing, model.lora, or train.parallel with more ranks"
+    )
+
+
 class RowLearner(Trainable, Protocol):
     """Learns from rows: sft and dpo. `step` raises NonFinite with nothing changed."""
+
+    total_steps: int
+    """Of the learning rate's schedule; set once the rows have been counted."""
 
     def prepare(self, examples: list[Example], home: Path) -> None:
         """Once after `load` or `start`: what has to be known beforehand of all that will be trained or evaluated on.

@@ -260,9 +260,9 @@ class TrainerJob:
         allowed = (algorithm.max_zero_variance_batches or 0) * algorithm.groups_per_batch
         if algorithm.drop_zero_variance and self.assembler.barren >= allowed:
             raise JobFailed(
-                f"{self.assembler.barren} groups in a row had {algorithm.group_size} equal rewards each, so that step "
-                f"{self.step + 1} could not be filled: the task is too easy or too hard for the model by now. Set a "
-                "`train.target` to end in time, take a larger group_size, or drop_zero_variance = false; "
+                f"{self.assembler.barren} groups since the last step had {algorithm.group_size} equal rewards each, so "
+                f"step {self.step + 1} could not be filled: the task is too easy or too hard for the model by now. "
+                "Set a `train.target` to end in time, take a larger group_size, or drop_zero_variance = false; "
                 f"{self.record.last_good()}"
             )
 

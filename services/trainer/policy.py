@@ -9,6 +9,7 @@ A learner adds up gradients with `backward()`, then `set_lr`, `clip`, `finite`, 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -49,6 +50,8 @@ class Policy:
         self.device = device
         self.gang = gang or Gang(device=device)
         self.dtype = torch_dtype(spec.model.dtype)
+        self.total_steps = spec.train.steps
+        """Of the schedule. Where data.epochs say how many, whoever has read the data sets it."""
         self.steps = 0
         """Batches trained on, over all resumes: the position of the learning-rate schedule."""
 
@@ -127,13 +130,23 @@ class Policy:
         )
 
     @property
-    def warmup(self) -> float:
-        """Share of the learning rate for the next batch: (batches so far + 1) / warmup_steps, then 1."""
-        return min(1.0, (self.steps + 1) / max(1, self.spec.train.warmup_steps))
+    def lr_share(self) -> float:
+        """Of the learning rate, for the next batch: (batches so far + 1) / warmup_steps, then by train.schedule.
+
+        With x the share of the steps after the warmup that is over: constant 1, linear 1 - (1 - end) x, cosine
+        end + (1 - end) (1 + cos(pi x)) / 2.
+        """
+        train, step = self.spec.train, self.steps + 1
+        if step < train.warmup_steps or train.schedule == "constant":
+            return min(1.0, step / max(1, train.warmup_steps))
+        over = min(1.0, (step - train.warmup_steps) / max(1, self.total_steps - train.warmup_steps))
+        left = 1.0 - over if train.schedule == "linear" else (1.0 + math.cos(math.pi * over)) / 2.0
+        end = train.lr_end or 0.0
+        return end + (1.0 - end) * left
 
     def set_lr(self) -> float:
         """The next step's learning rate, which is returned."""
-        lr = self.spec.train.lr * self.warmup
+        lr = self.spec.train.lr * self.lr_share
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         return lr

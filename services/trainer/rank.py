@@ -20,7 +20,7 @@ from pathlib import Path
 import orjson
 
 from opentinker.services.trainer.gang import Gang
-from opentinker.services.trainer.learner import NonFinite
+from opentinker.services.trainer.learner import NonFinite, is_out_of_memory, too_large
 from opentinker.services.trainer.rank_wire import (
     HEAD,
     Answer,
@@ -95,6 +95,10 @@ class Rank:
                     self._say(Refused(str(error), finite=False))
                 except JobFailed as error:
                     self._say(Refused(str(error), finite=True))
+                except (MemoryError, RuntimeError) as error:
+                    if not is_out_of_memory(error):
+                        raise
+                    self._say(Refused(too_large(error), finite=True))
                 else:
                     self._say(Done())
 

@@ -20,7 +20,7 @@ import structlog
 from opentinker.services.trainer import checkpoint
 from opentinker.services.trainer.alarm import WATCHED, WINDOW, SlopeAlarm
 from opentinker.services.trainer.evaluations import Evaluations
-from opentinker.services.trainer.learner import NonFinite, Trainable
+from opentinker.services.trainer.learner import NonFinite, Trainable, is_out_of_memory, too_large
 from opentinker.services.trainer.step_log import StepLog, lineage
 from opentinker.shared.errors import Conflict, Fenced, JobFailed
 from opentinker.shared.manifest import Manifest, start_of
@@ -60,7 +60,17 @@ class Record:
         From here on no older epoch can write. Raises JobFailed, Fenced.
         """
         await asyncio.to_thread(checkpoint.fence, self.root, self.lease.epoch)
-        found = await asyncio.to_thread(checkpoint.newest, self.root)
+        damaged: list[dict[str, object]] = []
+        found = await asyncio.to_thread(
+            checkpoint.newest, self.root, lambda at, why: damaged.append({"checkpoint": at.name, "problem": why})
+        )
+        for skipped in damaged:
+            await self.event("checkpoint_damaged", skipped)
+        if found is None and damaged:
+            raise JobFailed(
+                f"none of its {len(damaged)} checkpoints is whole ({damaged[0]['problem']}), and it will not begin "
+                f"anew unasked. They are in {self.root}; submit the job again to begin with step 0"
+            )
         path, manifest = found or (None, None)
         if manifest is not None:
             if manifest.epoch >= self.lease.epoch:
@@ -125,6 +135,10 @@ class Record:
             values = await asyncio.to_thread(work)
         except NonFinite as error:
             raise JobFailed(f"step {step} was refused: {error}; {self.last_good()}") from None
+        except (MemoryError, RuntimeError) as error:
+            if not is_out_of_memory(error):
+                raise
+            raise JobFailed(f"step {step}: {too_large(error)}; {self.last_good()}") from None
         self._sound = True
         return values
 

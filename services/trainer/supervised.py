@@ -71,6 +71,7 @@ class SupervisedJob:
         self.fingerprint = await see_through(asyncio.to_thread(fingerprint, examples.train))
         if self.data.epochs is not None:
             self.steps = -(-self.data.epochs * len(examples.train) // self.data.batch_size)
+            self.learner.total_steps = self.steps
             if self.spec.train.warmup_steps > self.steps:
                 raise JobFailed(
                     f"train.warmup_steps = {self.spec.train.warmup_steps} is larger than the {self.steps} steps that "

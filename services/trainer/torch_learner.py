@@ -53,18 +53,19 @@ class TorchLearner(Policy):
 
     def step(self, groups: list[Group], version: WeightVersion) -> dict[str, float]:
         start = time.perf_counter()
-        algorithm, warmup = self.spec.algorithm, self.warmup
+        algorithm, lr_share = self.spec.algorithm, self.lr_share
         self.gang.separate_noise(self.spec.train.seed, self.steps)
         batches = micro_batches(groups, version, self.spec, torch.device(self.device), self.gang)
         micros = [micro for update in batches for micro in update]
         credit = self._give_credit(groups, micros)
-        if self.drops_out or (algorithm.updates_per_batch > 1 and algorithm.proximal == "recomputed"):
+        of_the_start = algorithm.proximal == "recomputed" or algorithm.correction == "geometric"
+        if self.drops_out or (algorithm.updates_per_batch > 1 and of_the_start):
             self._measure_start(micros)
         lr = self.set_lr()
         record = StepRecord()
         undo = self._remember() if len(batches) > 1 else []
         try:
-            results = [self._update(update, record, warmup, first=u == 0) for u, update in enumerate(batches)]
+            results = [self._update(update, record, lr_share, first=u == 0) for u, update in enumerate(batches)]
         except NonFinite:
             for back in undo:
                 back()
@@ -96,7 +97,9 @@ class TorchLearner(Policy):
     def _remember(self) -> list[Callable[[], None]]:
         return [self.remember(), *([self.critic.remember()] if self.critic else [])]
 
-    def _update(self, micros: list[MicroBatch], record: StepRecord, warmup: float, *, first: bool) -> dict[str, float]:
+    def _update(
+        self, micros: list[MicroBatch], record: StepRecord, lr_share: float, *, first: bool
+    ) -> dict[str, float]:
         """One optimizer step: losses and gradient norms before clipping. Raises NonFinite instead of stepping.
 
         `first`: the weights are still those before the batch.
@@ -132,7 +135,7 @@ class TorchLearner(Policy):
             raise
         self.apply()
         if self.critic is not None:
-            self.critic.step(warmup)
+            self.critic.step(lr_share)
         return result
 
     def _forward(self, micro: MicroBatch) -> tuple[Tensor, Tensor]:

@@ -70,9 +70,12 @@ def validation_metrics(results: Sequence[ExamResult], episodes: int) -> dict[str
     for task, own in by_task.items():
         values[f"val/{task}/episodes"] = float(len(own))
         values[f"val/{task}/reward"] = float(np.mean([r.reward for r in own]))
+        values |= _bounds(f"val/{task}/reward", [r.reward for r in own])
     for task, own in by_task.items():
         for name, found in _by_name([r.metrics for r in own]).items():
-            values[_place(f"val/{task}", name, values, TASKS_OWN)] = float(np.mean(found))
+            place = _place(f"val/{task}", name, values, TASKS_OWN)
+            values[place] = float(np.mean(found))
+            values |= _bounds(place, found)
     return values
 
 

@@ -29,9 +29,14 @@ def attach_lora(model: nn.Module, lora: LoraSpec) -> PeftModel:
         init_lora_weights=True if lora.init == "kaiming" else lora.init,
     )
     try:
-        return get_peft_model(model, config)
+        adapted = get_peft_model(model, config)
     except ValueError as error:
         raise JobFailed(f"LoRA target_modules={lora.target_modules!r}: {first_line(error)}") from error
+    targets = [] if isinstance(lora.target_modules, str) else lora.target_modules
+    found = [f".{name}" for name in adapted.targeted_module_names]
+    if absent := [target for target in targets if not any(name.endswith(f".{target}") for name in found)]:
+        raise JobFailed(f"LoRA target_modules: the model has no module {', '.join(map(repr, absent))}")
+    return adapted
 
 
 def lora_dropouts(model: nn.Module) -> list[nn.Module]:

@@ -57,7 +57,7 @@ def load_model(base: str, dtype: torch.dtype, device: torch.device | str = "cpu"
     Safetensors only, no remote code. Raises JobFailed for a path that is no such model, and for an architecture that
     the packed forward pass cannot compute.
     """
-    model = _from_pretrained(AutoModelForCausalLM, base, _config(base), dtype, attn_implementation="sdpa")
+    model = _from_pretrained(AutoModelForCausalLM, base, config_of(base), dtype, attn_implementation="sdpa")
     model.to(device).eval()
 
     def plain(ids_1T: Tensor) -> Tensor:
@@ -117,7 +117,7 @@ _HEADED = {
 
 def _headed_config(base: str, head: str) -> Any:
     """Raises JobFailed unless the model ends with that."""
-    config = _config(base)
+    config = config_of(base)
     if head == "language":
         return config
     architectures = config.architectures or ["nothing"]
@@ -169,7 +169,7 @@ def refuse_other_model(base: str, wanted: str) -> None:
     """Raise JobFailed, naming tensors or settings, unless both configs make the same model. Loads no weights."""
     shapes, settings = [], []
     for name in (base, wanted):
-        config = _config(name)
+        config = config_of(name)
         with _LOADING, torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
         shapes.append({name: p.shape for name, p in model.named_parameters()})
@@ -200,7 +200,7 @@ def load_tokenizer(base: str) -> Any:
 
 def longest_context(base: str) -> int:
     """Tokens that the model has positions for. Raises JobFailed if it has no readable config."""
-    return int(getattr(_config(base).get_text_config(), "max_position_embeddings", None) or 2**31)
+    return int(getattr(config_of(base).get_text_config(), "max_position_embeddings", None) or 2**31)
 
 
 _ADVICE = (
@@ -209,7 +209,7 @@ _ADVICE = (
 )
 
 
-def _config(base: str) -> Any:
+def config_of(base: str) -> Any:
     directory = Path(base).expanduser()
     if directory.exists() and not (directory / "config.json").is_file():
         raise JobFailed(f"model {base!r} has no config.json. {_ADVICE}")
@@ -236,7 +236,7 @@ def _refuse_remote_code(base: str, config: dict[str, Any]) -> None:
         raise JobFailed(f"model {base!r} brings its own code (auto_map in config.json), which is never run here")
 
 
-def check_window(base: str, config: Any, context_length: int) -> None:
+def check_window(base: str, config: Any, context_length: int, setting: str = "rollout.context_length") -> None:
     """Raises JobFailed if trajectories may outgrow a sliding window that the model's attention uses.
 
     The packed forward pass has no windows. Asked before training: where the context length is decided.
@@ -247,7 +247,7 @@ def check_window(base: str, config: Any, context_length: int) -> None:
     if window is not None and in_use and context_length > window:
         raise JobFailed(
             f"model {base!r} cannot be trained here on trajectories of {context_length} tokens: its attention looks "
-            f"back {window} tokens (sliding window), which is not supported. Set rollout.context_length to at most "
+            f"back {window} tokens (sliding window), which is not supported. Set {setting} to at most "
             f"{window}, or take another model"
         )
 

@@ -62,8 +62,8 @@ SIMULATED_IGNORES = {
     "algorithm": set(AlgorithmSpec.model_fields)
     - {"group_size", "groups_per_batch", "max_staleness", "drop_zero_variance", "max_zero_variance_batches"}
     - {"name", "kl_coef", "kl_in", "kl_estimator"},
-    "train": {"lr", "warmup_steps", "beta1", "beta2", "weight_decay", "grad_clip", "tokens_per_micro_batch"}
-    | {"gradient_checkpointing", "parallel", "seed"},
+    "train": {"lr", "warmup_steps", "schedule", "lr_end", "beta1", "beta2", "weight_decay", "grad_clip"}
+    | {"tokens_per_micro_batch", "gradient_checkpointing", "parallel", "seed"},
     "resources": {"trainer_gpus", "trainer_ranks"},
 }
 """By part of the spec. Groups are still dropped for equal rewards, and scored by reference-forward."""

@@ -56,7 +56,8 @@ class AlgorithmSpec(Part):
     dual_clip: Annotated[float, Field(gt=1.0)] | None = None
     """ppo: largest ratio that a negative advantage is multiplied with; none: no such bound."""
     behaviour_cap: Annotated[float, Field(gt=0.0)] | None = None
-    """decoupled_ppo: upper bound of the weight pi_prox/mu."""
+    """decoupled_ppo: upper bound of the weight pi_prox/mu; with proximal = `loglinear` that is 1 up to one version of
+    lag."""
     proximal: Literal["behaviour", "loglinear", "recomputed"] | None = None
     """Where pi_prox, the centre of the clip range, lies. `behaviour`: it is mu. `loglinear`: between mu and pi, one
     version behind pi on the straight line of log-probabilities, so that every version of lag has a clip range of its
@@ -85,7 +86,8 @@ class AlgorithmSpec(Part):
     kl_in: Literal["loss", "reward"] | None = None
     """`loss`: a term of the loss. `reward`: taken off the reward, token by token, with mu in place of pi."""
     kl_estimator: Literal["k1", "k2", "k3"] | None = None
-    """With d = log pi - log reference: k1 = d, k2 = d^2/2, k3 = exp(-d) - 1 + d."""
+    """With d = log pi - log reference: k1 = d, k2 = d^2/2, k3 = exp(-d) - 1 + d. In the loss take k2
+    or k3: the gradient of k1 has mean 0 over the policy's own samples, and pulls nowhere."""
     distill_coef: Annotated[float, Field(ge=0.0)] | None = None
     """Weight of log teacher - log mu of each sampled token, which is added to its advantage: the reverse KL to the
     [teacher] on the policy's own samples. 0: off."""
@@ -94,7 +96,8 @@ class AlgorithmSpec(Part):
     drop_zero_variance: bool | None = None
     """Groups whose rewards are all equal are discarded when a batch is assembled, and replaced by new ones."""
     max_zero_variance_batches: Positive | None = None
-    """drop_zero_variance: the job fails when so many batches' worth of groups in a row was discarded for it."""
+    """drop_zero_variance: the job fails when so many batches' worth of groups was discarded for it since the
+    last step, or the last restart."""
     overlong_shaping: bool | None = None
     """Take up to 1 off the reward of a seat that says nearly overlong_length tokens in an episode."""
     overlong_length: Positive | None = None

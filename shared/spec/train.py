@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from opentinker.shared.spec.mistakes import fill
-from opentinker.shared.spec.part import Part, Positive
+from opentinker.shared.spec.part import Fraction, Part, Positive
 
 SIMULATED = "learner = 'simulated'"
 
@@ -22,7 +22,11 @@ class TrainSpec(Part):
     lr: Annotated[float, Field(ge=0.0)] = 1e-5
     """Learning rate of AdamW."""
     warmup_steps: Annotated[int, Field(ge=0)] = 0
-    """Steps over which lr rises linearly from 0; constant afterwards."""
+    """Steps over which lr rises linearly from 0."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """What lr does after the warmup: it stays, or falls until the last of `steps`."""
+    lr_end: Fraction | None = None
+    """linear, cosine: the share of lr at the last step; default 0."""
     beta1: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.9
     """AdamW: decay of the mean of gradients."""
     beta2: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.95
@@ -58,6 +62,10 @@ class TrainSpec(Part):
         if self.warmup_steps > self.steps > 0:
             problem = f"is larger than steps={self.steps}"
             found.append({"field": "warmup_steps", "value": self.warmup_steps, "problem": problem})
+        if self.schedule != "constant":
+            fill(self, {"lr_end": self.lr_end or 0.0})
+        elif self.lr_end is not None:
+            found.append({"field": "lr_end", "value": self.lr_end, "problem": "needs schedule = 'linear' or 'cosine'"})
         if self.learner == "simulated":
             fill(self, {"simulated_step_s": self.simulated_step_s or 0.0})
         elif self.simulated_step_s is not None:
