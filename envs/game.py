@@ -43,6 +43,10 @@ class AbstractGame(ABC):
 
     agent_loop_name: str = "generic_agent"
     """Of the published interface; there is one loop here, and it plays every game."""
+    concurrent: ClassVar[bool] = False
+    """True: its calls touch nothing that games of one process share, the global random numbers neither (all but
+    `generate_initial_state`), so those of several games may be made at once. Said by the class that writes `step`, and
+    for that class alone."""
 
     @abstractmethod
     def reset(self, **kwargs: Any) -> str:
@@ -125,43 +129,48 @@ class PlayedGame(Environment):
     def make(self) -> AbstractGame:
         return self.game(**self.config.arguments)
 
-    def initial_state(self, game: AbstractGame, row: int) -> dict[str, Any]:
-        """The keyword arguments of `reset`."""
+    def draw(self, game: AbstractGame, row: int) -> Any:
+        """Where the episode begins: for `begin`."""
         return game.generate_initial_state()
 
-    async def call(self, function: Callable[[], T]) -> T:
-        """One blocking call of the game. One that is overridden must not let two of them overlap in a process: the
-        global random numbers are this episode's meanwhile."""
-        return function()
-
-    def begin(self, game: AbstractGame, row: int) -> list[Message]:
+    def begin(self, game: AbstractGame, drawn: Any) -> list[Message]:
         """Resets the game, and gives what the policy sees first."""
-        system, first = opening_of(game, self.initial_state(game, row))
+        system, first = opening_of(game, drawn)
         return [*([] if system is None else [Message(role="system", content=system)]), user(first)]
 
     def worded(self, observation: str) -> str:
         """An observation as the policy sees it."""
         return observation
 
+    async def call(self, function: Callable[[], T]) -> T:
+        """One blocking call of the game. One that is overridden must not let two of them overlap in a process: the
+        global random numbers are this episode's meanwhile."""
+        return function()
+
+    async def beside(self, function: Callable[[], T]) -> T:
+        """One blocking call of a game that shares nothing: one that is overridden may let them overlap."""
+        return function()
+
     async def open(self, row: int, seed: int) -> list[Message]:
         self._randomness = Randomness(episode_seed(row, seed))
-        return await self.call(partial(self._begin, row))
+        drawn = await self.call(partial(self._alone, partial(self._make, row)))
+        return await self._turn(partial(self.begin, self._game, drawn))
 
-    def _begin(self, row: int) -> list[Message]:
-        with self._randomness:
-            self._game = self.make()
-            return self.begin(self._game, row)
+    def _make(self, row: int) -> Any:
+        self._game = self.make()
+        return self.draw(self._game, row)
 
-    def _step(self, text: str) -> StepResult:
-        with self._randomness:
-            return self._game.step(text)
+    async def _turn(self, function: Callable[[], T]) -> T:
+        if concurrent(type(self._game)):
+            return await self.beside(function)
+        return await self.call(partial(self._alone, function))
 
-    def _close(self) -> None:
+    def _alone(self, function: Callable[[], T]) -> T:
         with self._randomness:
-            self._game.close()
+            return function()
 
     async def step(self, action: Action) -> Step:
-        result = await self.call(partial(self._step, action.text))
+        result = await self._turn(partial(self._game.step, action.text))
         if not isinstance(result, StepResult):
             raise TypeError(f"{type(self._game).__name__}.step must return a StepResult, not {type(result).__name__}")
         return Step(
@@ -173,7 +182,13 @@ class PlayedGame(Environment):
 
     async def close(self) -> None:
         if hasattr(self, "_game"):
-            await self.call(self._close)
+            await self._turn(self._game.close)
+
+
+def concurrent(kind: type[AbstractGame]) -> bool:
+    """Whether the class that writes `step` says that it shares nothing."""
+    writer = next(base for base in kind.__mro__ if "step" in vars(base))
+    return bool(vars(writer).get("concurrent", False))
 
 
 def opening_of(game: AbstractGame, state: dict[str, Any]) -> tuple[str | None, str]:
@@ -181,22 +196,32 @@ def opening_of(game: AbstractGame, state: dict[str, Any]) -> tuple[str | None, s
 
     A game that words its state itself may reset to do so: it is reset again, from the same random numbers.
     """
-    start, numpy_start = random.getstate(), np.random.get_state()
-    observation = game.reset(**state)
     kind = type(game)
+    again = _rewinder(kind)
+    observation = game.reset(**state)
     if (
         kind.get_user_message_with_state is AbstractGame.get_user_message_with_state
         and kind.render_state_for_prompt is AbstractGame.render_state_for_prompt
     ):
         before = game.get_initial_user_message()
         return game.get_system_prompt(), f"{before}\n\n{observation}" if before else observation
-    random.setstate(start)
-    np.random.set_state(numpy_start)
+    again()
     first = game.get_user_message_with_state(**state)
-    random.setstate(start)
-    np.random.set_state(numpy_start)
+    again()
     game.reset(**state)
     return game.get_system_prompt(), first
+
+
+def _rewinder(kind: type[AbstractGame]) -> Callable[[], None]:
+    """Puts the global random numbers back to where they are now; others' are not touched for a game that has none."""
+    start, numpy_start = random.getstate(), np.random.get_state()
+
+    def again() -> None:
+        if not concurrent(kind):
+            random.setstate(start)
+            np.random.set_state(numpy_start)
+
+    return again
 
 
 def numbers_of(info: object) -> dict[str, float]:

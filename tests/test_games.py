@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import threading
 from typing import Any
 
 import pytest
@@ -19,10 +20,12 @@ from opentinker.environment import (
 )
 from opentinker.environment.game_stats_client import GameStatsClient
 from opentinker.envs.base import Action, Environment, Step
+from opentinker.envs.game import concurrent
 from opentinker.envs.registry import check, find, make
 from opentinker.services.env_worker.serving import _playable
 from opentinker.shared.errors import SpecError
 from opentinker.shared.types import Message, StopReason
+from tests.conftest import WAIT_S
 from tests.published_games import HigherLower
 
 GAME, WORDED, CARELESS = (f"tests.published_games:{name}" for name in ("HigherLower", "Worded", "Careless"))
@@ -73,6 +76,40 @@ async def test_games_in_one_process_do_not_disturb_each_other_s_random_numbers()
     await say(other, "0")
     assert (await say(one, "0")).messages[0].text == expected
     assert random.random() == outside
+
+
+class Meeting(HigherLower):
+    """Its step waits until two of them are there."""
+
+    concurrent = True
+    met = threading.Barrier(2)
+
+    def step(self, action: str) -> StepResult:
+        self.met.wait(WAIT_S)
+        return StepResult("", 1.0, True)
+
+
+class Heir(Meeting):
+    def step(self, action: str) -> StepResult:
+        return super().step(action)
+
+
+async def test_calls_of_games_that_share_nothing_are_made_at_once() -> None:
+    kind: Any = _playable(Meeting)
+    one, other = kind(kind.Config()), kind(kind.Config())
+    for row, playing in enumerate((one, other)):
+        await opened(playing, row, 0)
+    assert [step.reward for step in await asyncio.gather(say(one, "1"), say(other, "1"))] == [1.0, 1.0]
+    assert concurrent(Meeting) and not concurrent(Heir) and not concurrent(HigherLower)
+    async with TestClient(TestServer(create_game_server(Meeting))) as http:
+
+        async def step(instance: str) -> float:
+            ids = {"instance_id": instance, "job_id": "j"}
+            await http.post("/reset", json=ids)
+            answer = await (await http.post("/step", json={**ids, "action": "1"})).json()
+            return float(answer["reward"])
+
+        assert sum(await asyncio.gather(step("a"), step("b"))) == 2.0
 
 
 async def test_a_game_that_words_its_state_itself_plays_the_state_that_it_showed() -> None:

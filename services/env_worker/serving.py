@@ -11,6 +11,7 @@ import os
 import threading
 import uuid
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 import msgspec
@@ -26,6 +27,8 @@ from opentinker.shared.errors import SpecError
 from opentinker.shared.sessions import EnvCheck, EnvCheckReply, OpenSession, SessionReply, StepSession
 
 T = TypeVar("T")
+THREADS = 64
+"""For calls of games that share nothing."""
 
 
 class Stage:
@@ -91,7 +94,8 @@ class Stage:
 
 
 def _playable(given: type[Environment] | type[AbstractGame]) -> type[Environment]:
-    """Games use the global random numbers of their process, so their calls wait for each other, in threads."""
+    """Games use the global random numbers of their process, so their calls wait for each other, in threads; those of
+    games that share nothing do not."""
     kind = environment_of(given) if issubclass(given, AbstractGame) else given
     if not (issubclass(kind, PlayedGame) and kind.blocking):
         return kind
@@ -108,7 +112,13 @@ def _playable(given: type[Environment] | type[AbstractGame]) -> type[Environment
         if not running.cancelled():
             running.exception()  # nobody may be left to take it
 
-    return type(kind.__name__, (kind,), {"blocking": False, "call": call, "__module__": kind.__module__})
+    pool = ThreadPoolExecutor(THREADS, "game")
+
+    async def beside(_: PlayedGame, function: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(pool, function)
+
+    own = {"blocking": False, "call": call, "beside": beside, "__module__": kind.__module__}
+    return type(kind.__name__, (kind,), own)
 
 
 class _Served(Sessions):

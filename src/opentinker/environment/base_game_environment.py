@@ -168,27 +168,26 @@ class GameEnvironment(BaseEnvironment):
                     return game
                 return GameServer(owner.env_endpoint, owner.job_id, game, owner._shards)
 
-            def initial_state(self, game: AbstractGame, row: int) -> dict[str, Any]:
+            def draw(self, game: AbstractGame, row: int) -> tuple[dict[str, Any], list[Message] | None]:
+                """The keyword arguments of `reset`, and the prompt if the row says it."""
                 sample = owner.sample_of(row, self.config.split)
-                return game.generate_initial_state() if sample is None else arguments_of(sample)
+                if sample is None:
+                    return game.generate_initial_state(), None
+                said = owner.says_the_prompt(sample, self.config.split)
+                return dict(sample["interaction_kwargs"]["env_kwargs"]), messages_of(sample) if said else None
 
-            def begin(self, game: AbstractGame, row: int) -> list[Message]:
-                sample = owner.sample_of(row, self.config.split)
-                if sample is None or not owner.says_the_prompt(sample, self.config.split):
-                    return super().begin(game, row)
-                game.reset(**arguments_of(sample))
-                return messages_of(sample)
+            def begin(self, game: AbstractGame, drawn: Any) -> list[Message]:
+                arguments, said = drawn
+                if said is None:
+                    return super().begin(game, arguments)
+                game.reset(**arguments)
+                return list(said)
 
             def worded(self, observation: str) -> str:
                 return owner._template.replace(OBSERVATION, observation)
 
         Served.__name__ = self.game_class.__name__
         return Served
-
-
-def arguments_of(sample: Mapping[str, Any]) -> dict[str, Any]:
-    """Of `reset`."""
-    return dict(sample["interaction_kwargs"]["env_kwargs"])
 
 
 def check_interaction(config: Any, template: str, shards: int) -> None:

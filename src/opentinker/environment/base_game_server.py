@@ -12,22 +12,25 @@ import argparse
 import asyncio
 import inspect
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import orjson
 from aiohttp import web
 
 from opentinker.environment.game_stats import BaseGameStats, GameStats, JobStats
-from opentinker.envs.game import AbstractGame, check_arguments, opening_of
+from opentinker.envs.game import AbstractGame, check_arguments, concurrent, opening_of
 
 __all__ = ["BaseGameStats", "GameStats", "create_game_app", "create_game_server", "run_game_server", "serve"]
 
+T = TypeVar("T")
 MOST_GAMES = 100_000
 """At once; more are refused until some are done."""
 
 
 class GameRoutes:
-    """Games are played in threads, one call at a time: they share the process's random numbers."""
+    """Games are played in threads, one call at a time: they share the process's random numbers. Calls of games that
+    share nothing (`concurrent`) are made at once."""
 
     def __init__(
         self, game_class: type[AbstractGame], stats_class: type[BaseGameStats] | None, arguments: dict[str, Any]
@@ -44,8 +47,7 @@ class GameRoutes:
             raise web.HTTPServiceUnavailable(text=f"{MOST_GAMES} games are being played")
         kwargs = {name: value for name, value in body.items() if name not in ("instance_id", "job_id")}
         game = self.games.get((job, instance)) or self.game_class(**self.arguments)
-        async with self.turn:
-            system, first = await asyncio.to_thread(opening_of, game, kwargs)
+        system, first = await self._call(partial(opening_of, game, kwargs))
         self.games[job, instance] = game
         self.stats.of(job).register_game_start(instance, job)
         return {"observation": first, "system_prompt": system, "game_state": game.get_state()}
@@ -55,8 +57,7 @@ class GameRoutes:
         game = self.games.get((job, instance))
         if game is None:
             raise web.HTTPNotFound(text=f"no game {instance} of job {job}: reset it first")
-        async with self.turn:
-            result = await asyncio.to_thread(game.step, str(body.get("action", "")))
+        result = await self._call(partial(game.step, str(body.get("action", ""))))
         stats = self.stats.of(job)
         stats.record_step(instance, result.reward)
         stats.record_game_result(result.info, result.reward, result.done, instance, job)
@@ -77,8 +78,13 @@ class GameRoutes:
     async def _drop(self, job: str, instance: str) -> None:
         game = self.games.pop((job, instance), None)
         if game is not None:
-            async with self.turn:
-                await asyncio.to_thread(game.close)
+            await self._call(game.close)
+
+    async def _call(self, function: Callable[[], T]) -> T:
+        if concurrent(self.game_class):
+            return await asyncio.to_thread(function)
+        async with self.turn:
+            return await asyncio.to_thread(function)
 
     def statistics(self, job: str) -> dict[str, float]:
         stats = self.stats.of(job)

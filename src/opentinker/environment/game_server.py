@@ -62,6 +62,8 @@ def shard_of(endpoint: str, shard: int) -> str:
 class GameServer(AbstractGame):
     """One episode of a game played by the server at `endpoint`, one of `shards`. `local` draws its start state."""
 
+    concurrent = True
+
     def __init__(self, endpoint: str, job: str | None, local: AbstractGame, shards: int = 1) -> None:
         self._local = local
         self._ids = {"instance_id": uuid.uuid4().hex, "job_id": job or "default"}

@@ -13,6 +13,7 @@ class Geo3KToolGame(Geo3KGame):
     """A wrong answer is answered with what was read and what it was worth, never with the right one. Each try after
     the first that is no better costs NO_BETTER. `max_retries`: tries after the first."""
 
+    concurrent = True
     NO_BETTER = -0.05
 
     def __init__(self, max_retries: int = 3) -> None:

@@ -17,6 +17,7 @@ class MathGame(AbstractGame):
     The problem itself is the prompt of the data set's row.
     """
 
+    concurrent = True
     REWARD_CORRECT = 1.0
     REWARD_INCORRECT = 0.0
 

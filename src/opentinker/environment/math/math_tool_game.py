@@ -21,6 +21,8 @@ class CodeInterpreterMathGame(MathGame):
     (docs/environments/tools.md): what runs is an interpreter without an operating system, or a sandbox.
     """
 
+    concurrent = True
+
     def __init__(self, max_turns: int = 5, backend: Backend = "monty", timeout_s: float = 10.0) -> None:
         super().__init__()
         if max_turns < 1:
