@@ -10,8 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from opentinker.envs.agents.answers import said
-from opentinker.envs.agents.wire import Asked
+from opentinker.envs.agents.wire import Asked, said
 from opentinker.envs.base import Action, Opening
 from opentinker.shared.types import Message, StopReason, Tool
 

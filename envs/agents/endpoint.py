@@ -18,7 +18,7 @@ from collections.abc import Callable
 
 from aiohttp import web
 
-from opentinker.envs.agents import answers, wire
+from opentinker.envs.agents import wire
 from opentinker.envs.agents.wire import Asked, Json, Refused
 from opentinker.envs.base import Action
 from opentinker.shared.sessions import Policy
@@ -31,9 +31,9 @@ Answer = Callable[[Asked, Action], Json]
 Chunks = Callable[[Asked, Action], list[Json]]
 
 ROUTES: dict[str, tuple[Parse, Answer, Chunks | None]] = {
-    "v1/chat/completions": (wire.parse_chat, answers.chat_answer, answers.chat_chunks),
-    "v1/completions": (wire.parse_completion, answers.completion_answer, answers.completion_chunks),
-    "inference/v1/generate": (wire.parse_generate, answers.generate_answer, None),
+    "v1/chat/completions": (wire.parse_chat, wire.chat_answer, wire.chat_chunks),
+    "v1/completions": (wire.parse_completion, wire.completion_answer, wire.completion_chunks),
+    "inference/v1/generate": (wire.parse_generate, wire.generate_answer, None),
 }
 
 
@@ -80,7 +80,7 @@ class Endpoint:
             raise Refused("no such model server", status=404)
         path = request.match_info["path"]
         if path == "v1/models" and request.method == "GET":
-            return web.json_response(answers.models(self._policy.model, self._policy.context_length))
+            return web.json_response(wire.models(self._policy.model, self._policy.context_length))
         if path not in ROUTES:
             served = ", ".join(["v1/models", *ROUTES])
             raise Refused(f"{request.method} {path} is not served; there are: {served}", status=404)
