@@ -205,7 +205,8 @@ def test_every_combination_of_parts_makes_a_step(tiny: Path) -> None:
 
 
 def test_a_batch_s_own_updates_do_not_move_its_sequences_out_of_the_geometric_window(tiny: Path) -> None:
-    groups, algorithm = random_groups(0, groups=2), {"groups_per_batch": 2, "updates_per_batch": 2}
+    groups = random_groups(0, groups=2)
+    algorithm: dict[str, Any] = {"groups_per_batch": 2, "updates_per_batch": 2}
     algorithm |= {"loss": "importance_sampling", "correction": "geometric", "geometric_low": 0.0, "geometric_high": 1.0}
     found = [loaded(tiny, algorithm=algorithm, train={"lr": lr}).step(groups, version(0)) for lr in (0.0, 0.05)]
     assert 0 < found[0]["masked/positive"] < 1
