@@ -31,9 +31,9 @@ import msgspec
 from pydantic import BaseModel
 
 from opentinker.envs.agents.contexts import Contexts
-from opentinker.envs.agents.endpoint import Endpoint
-from opentinker.envs.agents.wire import Asked, Refused
+from opentinker.envs.agents.endpoint import Endpoint, Waiting
 from opentinker.envs.base import Action, Environment, Opening, Step
+from opentinker.shared.openai.fields import Refused
 from opentinker.shared.types import Message
 
 OBSERVED_BYTES = 256 * 1024
@@ -64,7 +64,7 @@ class AgentEnvironment(Environment):
         self._contexts = Contexts()
         self._endpoint: Endpoint | None = None
         self._agent: asyncio.Future[Result] | None = None
-        self._playing: Asked
+        self._playing: Waiting
 
     @abstractmethod
     async def run(self, base_url: str, row: int, seed: int) -> Result:
@@ -84,7 +84,7 @@ class AgentEnvironment(Environment):
         return opening
 
     async def step(self, action: Action) -> Step:
-        self._contexts.answered(self._playing, action)
+        self._contexts.answered(self._playing.asked, action)
         if not self._playing.gone:
             self._playing.answer.set_result(action)
         asked = await self._next()
@@ -129,7 +129,7 @@ class AgentEnvironment(Environment):
                 _check(self._agent)
                 return None
             self._playing = asking.result()
-            placed = self._contexts.place(self._playing)
+            placed = self._contexts.place(self._playing.asked)
             if sum(map(_size, placed.messages)) + len((placed.prompt_text or "").encode()) <= OBSERVED_BYTES:
                 return placed
             problem = f"what is new in the request has more than {OBSERVED_BYTES:,} bytes"

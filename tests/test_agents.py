@@ -12,7 +12,7 @@ from openai import AsyncOpenAI
 
 from opentinker.envs import agent as agent_module
 from opentinker.envs.agent import AgentEnvironment, AgentError
-from opentinker.envs.agents.wire import Asked
+from opentinker.envs.agents.endpoint import Waiting
 from opentinker.envs.base import Opening, Step
 from opentinker.shared.types import Image, StopReason, ToolCall
 from tests.agent_talk import Scripted, action, chat, generate, play, root, texts
@@ -357,7 +357,7 @@ async def test_a_request_that_was_given_up_while_it_waited_is_never_played() -> 
     await environment.close()
 
 
-def waiting(environment: AgentEnvironment) -> set[Asked]:
+def waiting(environment: AgentEnvironment) -> set[Waiting]:
     assert environment._endpoint is not None
     return environment._endpoint._waiting
 

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from opentinker.envs.agents.wire import Asked, said
 from opentinker.envs.base import Action, Opening
+from opentinker.shared.openai.answers import said
+from opentinker.shared.openai.requests import Asked
 from opentinker.shared.types import Message, StopReason, Tool
 
 

@@ -5,7 +5,7 @@
     GET  {base}/v1/models
     POST {base}/inference/v1/generate  token ids in, token ids and logprobs out (X-Session-ID tells conversations apart)
 
-Consumes HTTP requests, produces Asked in the order of their arrival; waits for the policy's turn. `{base}` is
+Consumes HTTP requests, produces what they ask in the order of their arrival; waits for the policy's turn. `{base}` is
 `http://127.0.0.1:PORT/KEY`, the key being drawn anew: who does not know it is told nothing.
 """
 
@@ -18,9 +18,10 @@ from collections.abc import Callable
 
 from aiohttp import web
 
-from opentinker.envs.agents import wire
-from opentinker.envs.agents.wire import Asked, Json, Refused
 from opentinker.envs.base import Action
+from opentinker.shared.openai import answers, requests
+from opentinker.shared.openai.fields import Json, Refused
+from opentinker.shared.openai.requests import Asked
 from opentinker.shared.sessions import Policy
 
 BODY_BYTES = 32 * 1024 * 1024
@@ -31,19 +32,33 @@ Answer = Callable[[Asked, Action], Json]
 Chunks = Callable[[Asked, Action], list[Json]]
 
 ROUTES: dict[str, tuple[Parse, Answer, Chunks | None]] = {
-    "v1/chat/completions": (wire.parse_chat, wire.chat_answer, wire.chat_chunks),
-    "v1/completions": (wire.parse_completion, wire.completion_answer, wire.completion_chunks),
-    "inference/v1/generate": (wire.parse_generate, wire.generate_answer, None),
+    "v1/chat/completions": (requests.parse_chat, answers.chat_answer, answers.chat_chunks),
+    "v1/completions": (requests.parse_completion, answers.completion_answer, answers.completion_chunks),
+    "inference/v1/generate": (requests.parse_generate, answers.generate_answer, None),
 }
+
+
+class Waiting:
+    """One request of an agent, on its way to the policy."""
+
+    def __init__(self, asked: Asked) -> None:
+        self.asked = asked
+        self.answer: asyncio.Future[Action] = asyncio.get_running_loop().create_future()
+        """Set with the policy's turn, or with Refused."""
+
+    @property
+    def gone(self) -> bool:
+        """Nobody waits for the answer any more."""
+        return self.answer.done()
 
 
 class Endpoint:
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
         self._key = secrets.token_urlsafe(24)
-        self._asked: asyncio.Queue[Asked] = asyncio.Queue()
+        self._asked: asyncio.Queue[Waiting] = asyncio.Queue()
         self._runner: web.AppRunner | None = None
-        self._waiting: set[Asked] = set()
+        self._waiting: set[Waiting] = set()
 
     async def start(self) -> str:
         """The base URL for OpenAI clients, which ends in /v1."""
@@ -57,17 +72,17 @@ class Endpoint:
 
     async def close(self) -> None:
         """Requests that wait get no answer any more."""
-        for asked in list(self._waiting):
-            asked.answer.cancel()
+        for waiting in list(self._waiting):
+            waiting.answer.cancel()
         if self._runner is not None:
             await self._runner.cleanup()
 
-    async def next(self) -> Asked:
+    async def next(self) -> Waiting:
         """The oldest request that somebody still waits for."""
         while True:
-            asked = await self._asked.get()
-            if not asked.gone:
-                return asked
+            waiting = await self._asked.get()
+            if not waiting.gone:
+                return waiting
 
     async def _handle(self, request: web.Request) -> web.StreamResponse:
         try:
@@ -80,7 +95,7 @@ class Endpoint:
             raise Refused("no such model server", status=404)
         path = request.match_info["path"]
         if path == "v1/models" and request.method == "GET":
-            return web.json_response(wire.models(self._policy.model, self._policy.context_length))
+            return web.json_response(answers.models(self._policy.model, self._policy.context_length))
         if path not in ROUTES:
             served = ", ".join(["v1/models", *ROUTES])
             raise Refused(f"{request.method} {path} is not served; there are: {served}", status=404)
@@ -106,15 +121,16 @@ class Endpoint:
 
     async def _answer(self, asked: Asked) -> Action:
         """Whoever hangs up leaves the queue, or, if the policy is at it already, its answer to nobody."""
-        self._waiting.add(asked)
-        self._asked.put_nowait(asked)
+        waiting = Waiting(asked)
+        self._waiting.add(waiting)
+        self._asked.put_nowait(waiting)
         try:
-            return await asked.answer
+            return await waiting.answer
         except asyncio.CancelledError:
-            asked.answer.cancel()
+            waiting.answer.cancel()
             raise
         finally:
-            self._waiting.discard(asked)
+            self._waiting.discard(waiting)
 
 
 async def _body(request: web.Request) -> Json:

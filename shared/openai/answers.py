@@ -1,0 +1,213 @@
+"""An answer of the model -> OpenAI's responses, whole or as the chunks of a stream."""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from collections.abc import Sequence
+from typing import Protocol
+
+from opentinker.shared.openai.fields import Json
+from opentinker.shared.openai.requests import Asked
+from opentinker.shared.types import Message, StopReason, ToolCall
+
+FINISH = {reason: "stop" if reason in (StopReason.EOS, StopReason.STOP) else "length" for reason in StopReason}
+
+
+class Answer(Protocol):
+    """What the model said."""
+
+    @property
+    def text(self) -> str: ...
+    @property
+    def stop(self) -> StopReason: ...
+    @property
+    def tool_calls(self) -> list[ToolCall]: ...
+    @property
+    def words(self) -> str:
+        """What the text says before its tool calls."""
+
+    @property
+    def ids(self) -> list[int]:
+        """Every sampled token, the end-of-turn token included."""
+
+    @property
+    def logprobs(self) -> list[float]:
+        """Of `ids`."""
+
+    @property
+    def prompt_tokens(self) -> int: ...
+
+
+def said(asked: Asked, answer: Answer) -> Message:
+    """The answer as the asker gets it, and as it stands in a request that continues from it."""
+    if answer.tool_calls:
+        return Message(role="assistant", content=answer.words, tool_calls=answer.tool_calls)
+    text = answer.text
+    return Message(role="assistant", content=cut(text, asked.stop) if answer.stop == StopReason.STOP else text)
+
+
+def cut(text: str, stops: Sequence[str]) -> str:
+    """Up to the first of the stop strings."""
+    return text[: min((at for stop in stops if (at := text.find(stop)) >= 0), default=len(text))]
+
+
+class Stream:
+    """The chunks of one response, in order: `begin`, `more` any number of times, `end`."""
+
+    def __init__(self, asked: Asked, *, chat: bool, mark: str = "") -> None:
+        self._asked, self._chat = asked, chat
+        self._head = _head(asked, "chat.completion.chunk" if chat else "text_completion", mark)
+
+    def begin(self, answer: Answer | None = None) -> list[Json]:
+        """`answer`: where it is known to be one that calls tools."""
+        content = "" if answer is None else _words(said(self._asked, answer)) and ""
+        return [self._chunk({"role": "assistant", "content": content})] if self._chat else []
+
+    def more(
+        self, text: str, ids: Sequence[int] = (), logprobs: Sequence[float] = (), tokens: Sequence[str] = ()
+    ) -> Json:
+        """`ids`, `logprobs` and `tokens` are those that the text came from."""
+        if self._chat:
+            listed = _token_logprobs(ids, logprobs, tokens, self._asked.top_logprobs)
+            return self._chunk(
+                {"content": text}, {"content": listed, "refusal": None} if self._asked.logprobs else None
+            )
+        return {**self._head, "choices": [_completion(self._asked, text, ids, logprobs, tokens, None)]}
+
+    def calls(self, answer: Answer, tokens: Sequence[str] = ()) -> Json:
+        """And the words before them, if there are any."""
+        words = {"content": answer.words} if answer.words else {}
+        listed = [{"index": n, **call} for n, call in enumerate(_calls(answer.tool_calls))]
+        return self._chunk({**words, "tool_calls": listed}, _chat_logprobs(self._asked, answer, tokens))
+
+    def end(self, answer: Answer) -> list[Json]:
+        if self._chat:
+            last = self._chunk({}, None, _finish(answer))
+        else:
+            last = {**self._head, "choices": [_completion(self._asked, "", (), (), (), FINISH[answer.stop])]}
+        usage = [{**self._head, "choices": [], "usage": _usage(answer)}] if self._asked.usage else []
+        return [last, *usage]
+
+    def _chunk(self, delta: Json, logprobs: Json | None = None, finish: str | None = None) -> Json:
+        choice = {"index": 0, "delta": delta, "logprobs": logprobs, "finish_reason": finish}
+        return {**self._head, "choices": [choice]}
+
+
+def chat_answer(asked: Asked, answer: Answer, tokens: Sequence[str] = (), mark: str = "") -> Json:
+    """`tokens`: the sampled ones as text, where that is known; `mark`: names the weights."""
+    message = said(asked, answer)
+    choice = {
+        "index": 0,
+        "message": {"role": "assistant", "content": _words(message), "refusal": None}
+        | ({"tool_calls": _calls(message.tool_calls)} if message.tool_calls else {}),
+        "logprobs": _chat_logprobs(asked, answer, tokens),
+        "finish_reason": _finish(answer),
+    }
+    return {**_head(asked, "chat.completion", mark), "choices": [choice], "usage": _usage(answer)}
+
+
+def _words(message: Message) -> str | None:
+    """None where there are calls alone."""
+    return message.text or (None if message.tool_calls else "")
+
+
+def chat_chunks(asked: Asked, answer: Answer) -> list[Json]:
+    """The same as a stream in one piece, where the answer is there as a whole."""
+    stream = Stream(asked, chat=True)
+    whole = stream.more(said(asked, answer).text, answer.ids, answer.logprobs)
+    return [*stream.begin(answer), stream.calls(answer) if answer.tool_calls else whole, *stream.end(answer)]
+
+
+def completion_answer(asked: Asked, answer: Answer, tokens: Sequence[str] = (), mark: str = "") -> Json:
+    text = said(asked, answer).text
+    choice = _completion(asked, text, answer.ids, answer.logprobs, tokens, FINISH[answer.stop])
+    return {**_head(asked, "text_completion", mark), "choices": [choice], "usage": _usage(answer)}
+
+
+def completion_chunks(asked: Asked, answer: Answer) -> list[Json]:
+    stream = Stream(asked, chat=False)
+    return [stream.more(said(asked, answer).text, answer.ids, answer.logprobs), *stream.end(answer)]
+
+
+def generate_answer(asked: Asked, answer: Answer) -> Json:
+    """Of `POST /inference/v1/generate`: every sampled token, the end-of-turn token included, and a logprob for each."""
+    choice = {
+        "index": 0,
+        "token_ids": answer.ids,
+        "logprobs": {"content": _token_logprobs(answer.ids, answer.logprobs, (), top=0)},
+        "finish_reason": FINISH[answer.stop],
+    }
+    return {"request_id": f"gen-{uuid.uuid4().hex}", "choices": [choice], "usage": _usage(answer)}
+
+
+def models(model: str, context_length: int, *others: str) -> Json:
+    """The first is the model's own name; it is known by the others too."""
+    length = {"max_model_len": context_length} if context_length else {}
+    cards = [
+        {"id": name, "object": "model", "created": 0, "owned_by": "opentinker", **length}
+        | ({"root": model} if name != model else {})
+        for name in dict.fromkeys([model, *others])
+    ]
+    return {"object": "list", "data": cards}
+
+
+def _head(asked: Asked, kind: str, mark: str) -> Json:
+    head = {"id": f"cmpl-{uuid.uuid4().hex}", "object": kind, "created": int(time.time()), "model": asked.model}
+    return head | ({"system_fingerprint": mark} if mark else {})
+
+
+def _usage(answer: Answer) -> Json:
+    prompt, sampled = answer.prompt_tokens, len(answer.ids)
+    return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
+
+
+def _finish(answer: Answer) -> str:
+    return "tool_calls" if answer.tool_calls else FINISH[answer.stop]
+
+
+def _calls(calls: list[ToolCall]) -> list[Json]:
+    return [
+        {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": json.dumps(call.arguments)}}
+        for call in calls
+    ]
+
+
+def _chat_logprobs(asked: Asked, answer: Answer, tokens: Sequence[str]) -> Json | None:
+    listed = _token_logprobs(answer.ids, answer.logprobs, tokens, asked.top_logprobs)
+    return {"content": listed, "refusal": None} if asked.logprobs else None
+
+
+def _token_logprobs(ids: Sequence[int], logprobs: Sequence[float], tokens: Sequence[str], top: int) -> list[Json]:
+    """A token whose text is not known is named by its id."""
+    names = tokens or [f"token_id:{id}" for id in ids]
+    listed: list[Json] = [
+        {"token": name, "logprob": logprob, "bytes": _bytes(name) if tokens else None}
+        for name, logprob in zip(names, logprobs, strict=True)
+    ]
+    return [{**token, "top_logprobs": [token] if top else []} for token in listed]
+
+
+def _bytes(token: str) -> list[int] | None:
+    """None for a part of a character, of which the text does not say what it is."""
+    return None if "\ufffd" in token else list(token.encode())
+
+
+def _completion(
+    asked: Asked,
+    text: str,
+    ids: Sequence[int],
+    logprobs: Sequence[float],
+    tokens: Sequence[str],
+    finish: str | None,
+) -> Json:
+    names = list(tokens) or [f"token_id:{id}" for id in ids]
+    named = {"tokens": names, "token_logprobs": list(logprobs), "top_logprobs": None, "text_offset": []}
+    return {
+        "index": 0,
+        "text": text,
+        "token_ids": list(ids),
+        "logprobs": named if asked.logprobs else None,
+        "finish_reason": finish,
+    }

@@ -1,0 +1,79 @@
+"""The parts of a request's body, read one by one. What is wrong with one is Refused, by its name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+Json = dict[str, Any]
+MOST_STOPS = 16
+LARGEST_ID = 2**31
+
+
+class Refused(Exception):
+    """The asker's mistake, or a wish that cannot be met: answered as OpenAI's API answers."""
+
+    def __init__(self, message: str, *, status: int = 400, param: str = "", code: str = "") -> None:
+        self.message, self.status, self.param, self.code = message, status, param, code
+        super().__init__(message)
+
+    @property
+    def body(self) -> Json:
+        kind = "invalid_request_error" if self.status < 500 else "server_error"
+        error = {"message": self.message, "type": kind, "param": self.param or None, "code": self.code or None}
+        return {"error": error}
+
+
+def items(body: Json, name: str) -> list[Any]:
+    value = body.get(name)
+    if value is not None and not isinstance(value, list):
+        raise Refused("must be a list", param=name)
+    return value or []
+
+
+def whole(body: Json, name: str, least: int) -> int | None:
+    value = body.get(name)
+    if value is not None and (type(value) is not int or value < least):
+        raise Refused(f"must be a whole number of at least {least}", param=name)
+    return value
+
+
+def flag(body: Json, name: str) -> bool:
+    value = body.get(name)
+    if value is not None and type(value) is not bool:
+        raise Refused("must be true or false", param=name)
+    return bool(value)
+
+
+def stops(body: Json) -> list[str]:
+    value = body.get("stop")
+    found = [value] if isinstance(value, str) else [] if value is None else value
+    if not isinstance(found, list) or any(not isinstance(stop, str) or not stop for stop in found):
+        raise Refused("must be a string or a list of strings", param="stop")
+    if len(found) > MOST_STOPS:
+        raise Refused(f"can have {MOST_STOPS} strings at most", param="stop")
+    return found
+
+
+def token_ids(body: Json, name: str) -> list[int]:
+    ids = body.get(name)
+    if not isinstance(ids, list) or not ids or any(type(id) is not int or not 0 <= id < LARGEST_ID for id in ids):
+        raise Refused("must be a list of token ids, at least one", param=name)
+    return ids
+
+
+def text(given: Json, name: str, where: str) -> str:
+    value = given.get(name)
+    if value is not None and not isinstance(value, str):
+        raise Refused("must be a string", param=f"{where}.{name}")
+    return value or ""
+
+
+def number(body: Json, name: str, low: float, high: float, *, above: bool = False) -> float | None:
+    """`above`: `low` itself is too low."""
+    value = body.get(name)
+    if value is None:
+        return None
+    fits = type(value) in (int, float) and low <= value <= high and not (above and value == low)
+    if not fits:
+        raise Refused(f"must be a number {'above' if above else 'from'} {low:g} {'up ' * above}to {high:g}", param=name)
+    return float(value)

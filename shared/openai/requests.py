@@ -1,0 +1,215 @@
+"""Requests -> Asked. What is asked for and cannot be given is refused.
+
+How tokens are sampled is not read here: an agent's requests leave that to the job, whatever they name, for the logprobs
+that training needs are those of the distribution really sampled from; requests to inference jobs say it themselves
+(sampling.py).
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+from opentinker.shared import codec
+from opentinker.shared.openai.fields import Json, Refused, flag, items, stops, text, token_ids, whole
+from opentinker.shared.types import Image, Message, Text, Tool, ToolCall
+
+MOST_TOP_LOGPROBS = 1
+ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
+IMAGE_TYPES = ("image/png", "image/jpeg")
+
+
+@dataclass(eq=False, kw_only=True)
+class Asked:
+    """What a model is asked to say."""
+
+    messages: list[Message] = field(default_factory=list)
+    tools: list[Tool] = field(default_factory=list)
+    token_ids: list[int] | None = None
+    """In place of messages: the whole prompt."""
+    text: str | None = None
+    """In place of messages: the whole prompt, tokenised as it is."""
+    session: str = ""
+    """X-Session-ID: prompts of different sessions never continue each other."""
+    max_tokens: int | None = None
+    stop: list[str] = field(default_factory=list)
+    model: str = ""
+    stream: bool = False
+    usage: bool = False
+    """A stream ends with the usage."""
+    logprobs: bool = False
+    top_logprobs: int = 0
+
+
+def parse_chat(body: Json, session: str = "") -> Asked:
+    """Of `POST /v1/chat/completions`. Raises Refused."""
+    _refuse_unsupported(body)
+    messages = items(body, "messages")
+    if not messages:
+        raise Refused("there is no message", param="messages")
+    choice = body.get("tool_choice")
+    if choice not in (None, "auto", "none"):
+        raise Refused('tool_choice can be "auto" or "none" here: nothing forces what is sampled', param="tool_choice")
+    tools = [] if choice == "none" else [_tool(tool, f"tools[{n}]") for n, tool in enumerate(items(body, "tools"))]
+    limit = "max_completion_tokens" if body.get("max_completion_tokens") is not None else "max_tokens"
+    top = whole(body, "top_logprobs", 0) or 0
+    if top > MOST_TOP_LOGPROBS:
+        raise Refused("top_logprobs can be 0 or 1 here: the sampled token alone is known", param="top_logprobs")
+    asked = Asked(
+        messages=[_message(message, f"messages[{n}]") for n, message in enumerate(messages)],
+        tools=tools,
+        session=session,
+        max_tokens=whole(body, limit, 1),
+        stop=stops(body),
+        logprobs=flag(body, "logprobs"),
+        top_logprobs=top,
+        **_manner(body),
+    )
+    _check_sendable(asked)
+    return asked
+
+
+def parse_completion(body: Json, session: str = "") -> Asked:
+    """Of `POST /v1/completions`: a text or token ids, or a list with one of them. Raises Refused."""
+    _refuse_unsupported(body)
+    for name in ("echo", "suffix"):
+        if body.get(name):
+            raise Refused(f"{name} is not supported", param=name)
+    prompt = body.get("prompt")
+    if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list):
+        if len(prompt) > 1:
+            raise Refused("one prompt at a time: ask several times for several answers", param="prompt")
+        prompt = prompt[0]
+    if prompt == "":
+        raise Refused("must not be empty", param="prompt")
+    logprobs = whole(body, "logprobs", 0)
+    if logprobs is not None and logprobs > MOST_TOP_LOGPROBS:
+        raise Refused("logprobs can be 0 or 1 here: the sampled token alone is known", param="logprobs")
+    asked = Asked(
+        token_ids=None if isinstance(prompt, str) else token_ids({"prompt": prompt}, "prompt"),
+        text=prompt if isinstance(prompt, str) else None,
+        session=session,
+        max_tokens=whole(body, "max_tokens", 1),
+        stop=stops(body),
+        logprobs=logprobs is not None,
+        **_manner(body),
+    )
+    _check_sendable(asked)
+    return asked
+
+
+def parse_generate(body: Json, session: str = "") -> Asked:
+    """Of `POST /inference/v1/generate`: tokens in, tokens out. Raises Refused."""
+    params = body.get("sampling_params") or {}
+    if not isinstance(params, dict):
+        raise Refused("must be an object", param="sampling_params")
+    _refuse_unsupported(params)
+    for name in ("features", "content_parts"):
+        if body.get(name):
+            raise Refused(f"{name}: images are not supported at the token endpoint", param=name)
+    return Asked(
+        token_ids=token_ids(body, "token_ids"),
+        session=session,
+        max_tokens=whole(params, "max_tokens", 1),
+        stop=stops(params),
+        model=_model(body),
+    )
+
+
+def _refuse_unsupported(body: Json) -> None:
+    for name in ("n", "best_of"):
+        if body.get(name) not in (None, 1):
+            raise Refused(f"{name} can only be 1: ask several times for several answers", param=name)
+    form = body.get("response_format")
+    if form is not None and form != {"type": "text"}:
+        raise Refused('response_format can only be {"type": "text"}: nothing forces a format', param="response_format")
+    for name in ("functions", "logit_bias", "audio", "prompt_logprobs", "structured_outputs", "guided_json"):
+        if body.get(name):
+            raise Refused(f"{name} is not supported", param=name)
+
+
+def _manner(body: Json) -> Json:
+    options = body.get("stream_options") or {}
+    if not isinstance(options, dict):
+        raise Refused("must be an object", param="stream_options")
+    return {"model": _model(body), "stream": flag(body, "stream"), "usage": flag(options, "include_usage")}
+
+
+def _model(body: Json) -> str:
+    model = body.get("model")
+    if model is not None and not isinstance(model, str):
+        raise Refused("must be a string", param="model")
+    return model or ""
+
+
+def _message(given: Any, where: str) -> Message:
+    if not isinstance(given, dict) or given.get("role") not in ROLES:
+        raise Refused(f"must be an object with one of the roles {', '.join(ROLES)}", param=where)
+    return Message(
+        role=ROLES[given["role"]],
+        content=_content(given.get("content"), f"{where}.content"),
+        tool_calls=[_call(call, f"{where}.tool_calls[{n}]") for n, call in enumerate(items(given, "tool_calls"))],
+        tool_call_id=text(given, "tool_call_id", where),
+        name=text(given, "name", where),
+    )
+
+
+def _content(given: Any, where: str) -> str | list[Text | Image]:
+    """Parts that are all text are one text."""
+    if given is None or isinstance(given, str):
+        return given or ""
+    if not isinstance(given, list):
+        raise Refused("must be a string or a list of parts", param=where)
+    parts = [_part(part, f"{where}[{n}]") for n, part in enumerate(given)]
+    texts = [part.text for part in parts if isinstance(part, Text)]
+    return "".join(texts) if len(texts) == len(parts) else parts
+
+
+def _part(given: Any, where: str) -> Text | Image:
+    kind = given.get("type") if isinstance(given, dict) else None
+    if kind == "text" and isinstance(given.get("text"), str):
+        return Text(given["text"])
+    if kind == "image_url" and isinstance(given.get("image_url"), dict):
+        head, _, data = str(given["image_url"].get("url")).partition(";base64,")
+        media_type = head.removeprefix("data:")
+        if media_type not in IMAGE_TYPES:
+            raise Refused("images are taken as data:image/png;base64,... or image/jpeg", param=where)
+        try:
+            return Image(base64.b64decode(data, validate=True), media_type)
+        except binascii.Error as error:
+            raise Refused(f"the image is not valid base64: {error}", param=where) from None
+    raise Refused("parts of type text and image_url are understood", param=where)
+
+
+def _call(given: Any, where: str) -> ToolCall:
+    function = given.get("function") if isinstance(given, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise Refused("must be a call of a function, with its name", param=where)
+    try:
+        arguments = json.loads(function.get("arguments") or "{}")
+    except (TypeError, ValueError) as error:
+        raise Refused(f"is not JSON: {error}", param=f"{where}.function.arguments") from None
+    if not isinstance(arguments, dict):
+        raise Refused("must be a JSON object", param=f"{where}.function.arguments")
+    return ToolCall(id=text(given, "id", where), name=function["name"], arguments=arguments)
+
+
+def _tool(given: Any, where: str) -> Tool:
+    function = given.get("function") if isinstance(given, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise Refused("must be a function, with its name", param=where)
+    parameters = function.get("parameters") or {"type": "object", "properties": {}}
+    if not isinstance(parameters, dict):
+        raise Refused("must be a JSON schema", param=f"{where}.function.parameters")
+    return Tool(name=function["name"], description=text(function, "description", where), parameters=parameters)
+
+
+def _check_sendable(asked: Asked) -> None:
+    """JSON knows numbers and half characters that cannot travel."""
+    try:
+        codec.encode([asked.messages, asked.tools, asked.text, asked.stop])
+    except (OverflowError, ValueError, RecursionError) as error:  # UnicodeEncodeError is a ValueError
+        raise Refused(f"cannot be sent: {error}", param="messages" if asked.text is None else "prompt") from None

@@ -1,0 +1,53 @@
+"""How a request wants to be sampled, and what nobody here can do for it: that is refused, never ignored."""
+
+from __future__ import annotations
+
+import msgspec
+
+from opentinker.shared.openai.fields import Json, Refused, flag, number, whole
+
+READ = frozenset(
+    {"model", "messages", "tools", "tool_choice", "max_tokens", "max_completion_tokens", "stop", "stream", "prompt"}
+    | {"stream_options", "logprobs", "top_logprobs", "temperature", "top_p", "top_k", "seed", "n", "best_of"}
+    | {"response_format", "echo", "suffix", "parallel_tool_calls"}
+)
+"""Here or in requests.py."""
+INERT = frozenset({"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "verbosity"})
+"""Say nothing about what is sampled."""
+USUAL: Json = {"presence_penalty": 0, "frequency_penalty": 0, "repetition_penalty": 1, "min_p": 0, "min_tokens": 0}
+"""What may be said because it changes nothing."""
+HOTTEST = 10.0
+LARGEST_SEED = 2**63 - 1
+
+
+class Manner(msgspec.Struct, frozen=True, kw_only=True):
+    """What a request says of sampling."""
+
+    temperature: float = 1.0
+    """0: always the most likely token."""
+    top_p: float = 1.0
+    top_k: int = 0
+    """0: all tokens."""
+    seed: int | None = None
+    """None: drawn anew."""
+
+
+def parse_manner(body: Json) -> Manner:
+    """Raises Refused, also for anything in the body that would have no effect."""
+    for name in sorted(body.keys() - READ - INERT):
+        if body[name] is not None and (name not in USUAL or body[name] != USUAL[name]):
+            raise Refused(f"{name} is not supported", param=name)
+    if body.get("parallel_tool_calls") is not None and not flag(body, "parallel_tool_calls"):
+        raise Refused(
+            "parallel_tool_calls can only be true: nothing forces what is sampled", param="parallel_tool_calls"
+        )
+    temperature, top_p = number(body, "temperature", 0, HOTTEST), number(body, "top_p", 0, 1, above=True)
+    top_k, seed = body.get("top_k"), whole(body, "seed", 0)
+    if seed is not None and seed > LARGEST_SEED:
+        raise Refused(f"must be at most {LARGEST_SEED}", param="seed")
+    return Manner(
+        temperature=1.0 if temperature is None else temperature,
+        top_p=1.0 if top_p is None else top_p,
+        top_k=0 if top_k == -1 else whole(body, "top_k", 0) or 0,
+        seed=seed,
+    )
