@@ -205,7 +205,7 @@ class Store:
             "created": now,
             "updated": now,
             "step": 0,
-            "steps": spec["train"]["steps"],
+            "steps": spec.get("train", {}).get("steps", 0),
             "reason": "",
         }
         queued = _event("queued", now, state=JobState.QUEUED.value)

@@ -5,6 +5,8 @@ Token ids in, token ids out. A weight swap may fall inside a generation: the spa
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
 from typing import Protocol
 
 import msgspec
@@ -47,8 +49,12 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
     stop: StopReason
 
 
+Progress = Callable[[list[int], list[float]], None]
+"""Called with the tokens sampled since its last call, and their logprobs."""
+
+
 class Engine(Protocol):
-    """`version` is None, and nothing can be generated, until the first `receive`."""
+    """`version` is None, and nothing can be generated, until the first `receive` or `serve`."""
 
     version: WeightVersion | None
     context_length: int
@@ -56,14 +62,23 @@ class Engine(Protocol):
 
     async def start(self) -> None: ...
 
-    async def generate(self, request: str, prompt_ids: list[int], sampling: Sampling) -> Completion:
-        """Raises EngineError, EngineLost among them. Cancelling the caller frees the request's resources."""
+    async def generate(
+        self, request: str, prompt_ids: list[int], sampling: Sampling, progress: Progress | None = None
+    ) -> Completion:
+        """Raises EngineError, EngineLost among them. Cancelling the caller frees the request's resources.
+
+        `progress` hears of the completion's tokens as they come; of the last ones too.
+        """
 
     async def abort(self, request: str) -> None:
         """End a running request: its `generate` raises EngineError. Unknown requests are ignored."""
 
     async def watch(self) -> None:
         """Returns never. Raises EngineLost when the engine dies, also while nobody asks it for anything."""
+
+    async def serve(self, version: WeightVersion, adapter: Path | None = None) -> None:
+        """Generate with the weights it was started with, by this name; with `adapter`, a PEFT directory, on top of
+        them. Raises EngineError. For jobs without a trainer: there is no weight group."""
 
     async def join(self, command: SwapCommand) -> None:
         """Enter the job's weight group; the old one is left first. Raises SwapError, EngineLost."""

@@ -11,9 +11,10 @@ import hashlib
 import math
 import random
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from opentinker.services.rollout_worker.engine import Completion, EngineError, Sampling, SwapError
+from opentinker.services.rollout_worker.engine import Completion, EngineError, Progress, Sampling, SwapError
 from opentinker.shared.spec import ToySpec
 from opentinker.shared.trajectories import Span
 from opentinker.shared.types import SIMULATED, StopReason, SwapCommand, WeightVersion
@@ -50,14 +51,16 @@ class ToyEngine:
     async def start(self) -> None:
         """Nothing to load."""
 
-    async def generate(self, request: str, prompt_ids: list[int], sampling: Sampling) -> Completion:
+    async def generate(
+        self, request: str, prompt_ids: list[int], sampling: Sampling, progress: Progress | None = None
+    ) -> Completion:
         if self.version is None:
             raise EngineError("the engine has no weights yet")
         if len(prompt_ids) >= self.context_length:
             raise EngineError(f"the prompt has {len(prompt_ids)} tokens, the context holds {self.context_length}")
         if request in self._running:
             raise EngineError(f"request {request} is already running")
-        task = asyncio.ensure_future(self._sample(prompt_ids, sampling))
+        task = asyncio.ensure_future(self._sample(prompt_ids, sampling, progress))
         self._running[request] = task
         try:
             return await task
@@ -76,6 +79,10 @@ class ToyEngine:
 
     async def watch(self) -> None:
         await asyncio.Event().wait()
+
+    async def serve(self, version: WeightVersion, adapter: Path | None = None) -> None:
+        """It has no weights, so an adapter is nothing to it."""
+        self.version = version
 
     async def join(self, command: SwapCommand) -> None:
         await self._leave()
@@ -125,10 +132,12 @@ class ToyEngine:
         if group is not None:
             await asyncio.to_thread(group.close)
 
-    async def _sample(self, prompt_ids: list[int], sampling: Sampling) -> Completion:
+    async def _sample(self, prompt_ids: list[int], sampling: Sampling, progress: Progress | None) -> Completion:
         ids, stop = self._answer(prompt_ids, sampling)
         if not self._spec.seconds_per_token:
             await self._unpaused.wait()
+            if progress is not None:
+                progress(ids, [self._logprob] * len(ids))
             return self._completion(ids, stop, [self._current()] * len(ids))
         versions: list[WeightVersion] = []
         due = time.perf_counter()
@@ -138,6 +147,8 @@ class ToyEngine:
             if not self._unpaused.is_set():
                 await self._unpaused.wait()
                 due = time.perf_counter()
+            if progress is not None:
+                progress([ids[len(versions)]], [self._logprob])
             versions.append(self._current())
         return self._completion(ids, stop, versions)
 
@@ -170,7 +181,11 @@ class ToyEngine:
                 spans[-1] = Span(spans[-1].start, place + 1, version)
             else:
                 spans.append(Span(place, place + 1, version))
-        return Completion(ids=ids, logprobs=[-math.log(self._vocab_size)] * len(ids), spans=spans, stop=stop)
+        return Completion(ids=ids, logprobs=[self._logprob] * len(ids), spans=spans, stop=stop)
+
+    @property
+    def _logprob(self) -> float:
+        return -math.log(self._vocab_size)
 
 
 def _last_run(ids: list[int], wanted: frozenset[int]) -> list[int]:

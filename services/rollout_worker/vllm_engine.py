@@ -20,7 +20,14 @@ from pathlib import Path
 from typing import Any
 
 from opentinker.services.rollout_worker import vllm_boot
-from opentinker.services.rollout_worker.engine import Completion, EngineError, EngineLost, Sampling, SwapError
+from opentinker.services.rollout_worker.engine import (
+    Completion,
+    EngineError,
+    EngineLost,
+    Progress,
+    Sampling,
+    SwapError,
+)
 from opentinker.shared.spec import LoraSpec
 from opentinker.shared.trajectories import Span
 from opentinker.shared.types import SIMULATED, StopReason, SwapCommand, WeightVersion
@@ -38,7 +45,7 @@ from vllm.exceptions import VLLMClientError  # noqa: E402
 from vllm.inputs.engine import tokens_input  # noqa: E402
 from vllm.lora.request import LoRARequest  # noqa: E402
 from vllm.model_executor.models.registry import ModelRegistry  # noqa: E402
-from vllm.outputs import RequestOutput  # noqa: E402
+from vllm.outputs import CompletionOutput, RequestOutput  # noqa: E402
 from vllm.sampling_params import RequestOutputKind  # noqa: E402
 from vllm.v1.engine.async_llm import AsyncLLM  # noqa: E402
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError  # noqa: E402
@@ -126,7 +133,9 @@ class VllmEngine:
         vllm_boot.settle_heap()
         log.info("engine_started", model=self._model, seconds=round(time.perf_counter() - started, 2))
 
-    async def generate(self, request: str, prompt_ids: list[int], sampling: Sampling) -> Completion:
+    async def generate(
+        self, request: str, prompt_ids: list[int], sampling: Sampling, progress: Progress | None = None
+    ) -> Completion:
         room = self.context_length - len(prompt_ids)
         if self._broken:
             raise EngineLost(self._broken)
@@ -138,14 +147,17 @@ class VllmEngine:
         number = adapter.request.lora_int_id if adapter else 0
         self._users[number] += 1
         final: RequestOutput | None = None
+        told = 0
         try:
             async for output in self._engine().generate(
                 tokens_input(prompt_ids),
-                self._params(sampling, room),
+                self._params(sampling, room, whole=progress is None),
                 request,
                 lora_request=adapter.request if adapter else None,
             ):
                 final = output
+                if progress is not None:
+                    told = _tell(progress, told, output.outputs[0])
         except EngineDeadError as error:
             raise self._lost() from error
         except (EngineGenerateError, VLLMClientError, ValueError) as error:
@@ -161,6 +173,19 @@ class VllmEngine:
         while not self._broken and not self._engine().errored:
             await rest(LOOK_S)
         raise self._lost()
+
+    async def serve(self, version: WeightVersion, adapter: Path | None = None) -> None:
+        if adapter is not None:
+            request = LoRARequest(lora_name=str(version), lora_int_id=1, lora_path=str(adapter))
+            try:
+                await self._engine().add_lora(request)
+            except EngineDeadError as error:
+                raise self._lost() from error
+            except Exception as error:  # noqa: BLE001 - it comes from vLLM's own process, where any class may be raised
+                raise EngineError(f"the adapter cannot be loaded: {error}") from error
+            self._adapters[1] = Adapter(request, version)
+        await self._engine().engine_core.set_weight_version_async(str(version))
+        self.version = version
 
     async def join(self, command: SwapCommand) -> None:
         async with self._swapping:
@@ -287,7 +312,7 @@ class VllmEngine:
         self._broken = self._broken or why
         return EngineLost(self._broken)
 
-    def _params(self, sampling: Sampling, room: int) -> SamplingParams:
+    def _params(self, sampling: Sampling, room: int, *, whole: bool) -> SamplingParams:
         if sampling.stop and not self._stop_strings:
             raise EngineError("this engine was started without a tokenizer, so it cannot find stop strings")
         return SamplingParams(
@@ -302,7 +327,7 @@ class VllmEngine:
             logprobs=0,
             flat_logprobs=True,
             detokenize=bool(sampling.stop),
-            output_kind=RequestOutputKind.FINAL_ONLY,
+            output_kind=RequestOutputKind.FINAL_ONLY if whole else RequestOutputKind.CUMULATIVE,
         )
 
     def _completion(
@@ -391,6 +416,14 @@ class VllmEngine:
             return (await self._engine().collective_rpc(method, args=arguments))[0]
         except EngineDeadError as error:
             raise self._lost() from error
+
+
+def _tell(progress: Progress, told: int, output: CompletionOutput) -> int:
+    """Of the tokens beyond the first `told` ones; gives how many there are now. vLLM's lists grow in place."""
+    ids, logprobs = output.token_ids, output.logprobs
+    if logprobs is not None and len(ids) > told:
+        progress(list(ids[told:]), list(logprobs.logprobs[told : len(ids)]))
+    return len(ids)
 
 
 def _register_here(architectures: list[str]) -> None:

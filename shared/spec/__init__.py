@@ -29,6 +29,7 @@ from opentinker.shared.spec.model import LoraSpec, ModelSpec
 from opentinker.shared.spec.part import Part
 from opentinker.shared.spec.ranks import settle_parallel
 from opentinker.shared.spec.rollout import NO_ENVIRONMENT, EnvironmentSpec, RolloutSpec, ToySpec
+from opentinker.shared.spec.serving import ServingSpec, settle_serving
 from opentinker.shared.spec.start import StartSpec
 from opentinker.shared.spec.tools import ToolSpec
 from opentinker.shared.spec.train import SIMULATED, ResourceSpec, TrainSpec
@@ -45,6 +46,7 @@ __all__ = [
     "ResourceSpec",
     "RewardModelSpec",
     "RolloutSpec",
+    "ServingSpec",
     "StartSpec",
     "TeacherSpec",
     "ToolSpec",
@@ -67,10 +69,20 @@ SIMULATED_IGNORES = {
     "resources": {"trainer_gpus", "trainer_ranks"},
 }
 """By part of the spec. Groups are still dropped for equal rewards, and scored by reference-forward."""
-RL_PARTS = {"environment", "algorithm", "rollout", "teacher", "validation", "reward_models", "value_model"}
-PARTS_OF = {"rl": RL_PARTS, "sft": {"data"}, "dpo": {"data", "dpo"}}
+RL_PARTS = {"environment", "algorithm", "rollout", "teacher", "validation", "reward_models", "value_model", "train"}
+PARTS_OF = {
+    "rl": RL_PARTS,
+    "sft": {"data", "train"},
+    "dpo": {"data", "dpo", "train"},
+    "inference": {"rollout", "serving"},
+}
 """By kind: the parts that not every kind has. The others are refused where they are written, and are not stored."""
-NEEDED = {"rl": "environment", "sft": "data", "dpo": "data"}
+NEEDED: dict[str, tuple[str, ...]] = {
+    "rl": ("environment", "train"),
+    "sft": ("data", "train"),
+    "dpo": ("data", "train"),
+    "inference": (),
+}
 TARGETS = {"sft": {"accuracy"}, "dpo": {"rewards/accuracy", "rewards/margin"}}
 """What grows as the job learns."""
 
@@ -78,10 +90,11 @@ TARGETS = {"sft": {"accuracy"}, "dpo": {"rewards/accuracy", "rewards/margin"}}
 class JobSpec(Part):
     name: Annotated[str, Field(pattern=NAME)]
     """For people; ids are given by the server."""
-    kind: Literal["rl", "sft", "dpo"] = "rl"
+    kind: Literal["rl", "sft", "dpo", "inference"] = "rl"
     """`rl`: reinforcement learning in an environment. `sft`: supervised learning of what rows of data say. `dpo`: of
     preferences between two completions. sft and dpo take [data], and none of [environment], [algorithm],
-    [rollout] and what goes with them."""
+    [rollout] and what goes with them. `inference`: nothing is trained, an OpenAI-compatible endpoint answers; it takes
+    [serving], and of [rollout] engine, toy and context_length."""
     model: ModelSpec
     environment: EnvironmentSpec = NO_ENVIRONMENT
     algorithm: AlgorithmSpec = AlgorithmSpec()
@@ -98,9 +111,12 @@ class JobSpec(Part):
     """sft, dpo: the rows."""
     dpo: DpoSpec | None = None
     """dpo: the loss."""
-    train: TrainSpec
+    serving: ServingSpec = ServingSpec()
+    """inference: of the endpoint."""
+    train: TrainSpec = TrainSpec()
+    """Needed, but for inference."""
     start: StartSpec | None = None
-    """Begin with the checkpoint of another job instead of the weights in model.base."""
+    """Begin with the checkpoint of another job instead of the weights in model.base; inference: serve it."""
     resources: ResourceSpec = ResourceSpec()
 
     STAND_INS: ClassVar[dict[str, Any]] = {
@@ -122,8 +138,9 @@ class JobSpec(Part):
             {"field": part, "value": data[part], "problem": f"does not apply to kind = {kind!r}"}
             for part in sorted(others & there)
         ]
-        if NEEDED[kind] not in there:
-            found.append({"field": NEEDED[kind], "value": None, "problem": f"is needed for kind = {kind!r}"})
+        for part in NEEDED[kind]:
+            if part not in there:
+                found.append({"field": part, "value": None, "problem": f"is needed for kind = {kind!r}"})
         return found + misplaced_critic(data) + _length(kind, data.get("train"), data.get("data"))
 
     @model_serializer(mode="wrap")
@@ -133,6 +150,8 @@ class JobSpec(Part):
         return {name: value for name, value in handler(self).items() if name not in others}
 
     def settle(self) -> list[dict[str, Any]]:
+        if self.kind == "inference":
+            return settle_serving(self)
         if self.kind != "rl":
             return self._settle_supervised()
         found = []

@@ -1,0 +1,49 @@
+"""Of jobs that answer requests and train nothing: how many at once, how long, and when they have nothing more to do."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+from pydantic import Field
+
+from opentinker.shared.spec.mistakes import unused
+from opentinker.shared.spec.part import Part, Positive
+
+if TYPE_CHECKING:
+    from opentinker.shared.spec import JobSpec
+
+KIND = "inference"
+USED = {"engine", "toy", "context_length"}
+"""Of [rollout]: how to sample is said by each request."""
+
+
+class ServingSpec(Part):
+    max_concurrent: Annotated[int, Field(ge=1, le=1024)] = 64
+    """Requests that one rollout worker answers at the same time."""
+    max_waiting: Annotated[int, Field(ge=0, le=10_000)] = 256
+    """Requests that wait in one rollout worker beyond those; of more it takes none, and who asks is told to try again
+    (429)."""
+    request_timeout_s: Annotated[float, Field(gt=0.0, le=86_400.0)] = 600.0
+    """Wall clock of one request, its waiting included."""
+    idle_s: Annotated[float, Field(gt=0.0)] | None = None
+    """The job succeeds when nobody has asked it anything for so long; default: it goes on until it is completed or
+    cancelled."""
+
+
+def settle_serving(spec: JobSpec) -> list[dict[str, Any]]:
+    """What is wrong between the parts of an inference job."""
+    usual = type(spec.rollout)()
+    ignored = unused(spec.rollout, usual, set(type(usual).model_fields) - USED, f"kind = {KIND!r}")
+    found = [{**mistake, "field": f"rollout.{mistake['field']}"} for mistake in ignored]
+    if spec.model.lora is not None and spec.start is None:
+        problem = "needs start.from: the checkpoint that holds the adapter, which says all about it"
+        found.append({"field": "model.lora", "value": spec.model.lora.model_dump(), "problem": problem})
+    if spec.start is not None and spec.start.optimizer:
+        problem = f"does not apply to kind = {KIND!r}: nothing is trained"
+        found.append({"field": "start.optimizer", "value": True, "problem": problem})
+    gpus, ranks = spec.resources.trainer_gpus, spec.resources.ranks
+    if gpus or ranks > 1:
+        problem = f"does not apply to kind = {KIND!r}: nothing is trained"
+        field = "resources.trainer_gpus" if gpus else "resources.trainer_ranks"
+        found.append({"field": field, "value": gpus or ranks, "problem": problem})
+    return found
