@@ -53,6 +53,10 @@ class LeasedWorker:
         await self._beat()
         await self.ctx.bus.emit(WAKE, {"worker": self.info.id}, who="scheduler")
 
+    def tell(self, detail: dict[str, Any]) -> None:
+        """With the next beat, in the place of what was told before."""
+        self.info = msgspec.structs.replace(self.info, detail=detail)
+
     async def serve(self) -> None:
         """Returns when the service is told to stop; a running job may finish within `drain_s`."""
 

@@ -4,6 +4,7 @@ scheduler --TICKET--> rollout worker --ENV_OPEN/ENV_SESSION--> env worker
 rollout worker --GROUP--> trainer            (or --SCORE--> reference-forward --GROUP--> trainer)
 trainer --SWAP--> rollout worker             (the tensors travel by torch.distributed)
 trainer --EXAM--> rollout worker --EXAM_RESULT--> trainer    (validation)
+scheduler --GENERATE--> rollout worker       (inference jobs)
 everybody --METRIC--> whoever subscribes; anybody --WAKE--> a sleeping loop
 """
 
@@ -16,7 +17,7 @@ from typing import Generic, TypeVar
 
 from nats.js.api import DiscardPolicy, PersistMode, RetentionPolicy, StorageType, StreamConfig
 
-from opentinker.shared import sessions, trajectories, types, validation
+from opentinker.shared import inference, sessions, trajectories, types, validation
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -91,6 +92,12 @@ EXAM_RESULT = Call("examined.{job}", validation.ExamResult, validation.Seen)
 """Rollout worker -> the job's trainer."""
 SWAP = Call("swap.{worker}", types.SwapCommand, types.SwapReply)
 """Trainer -> one rollout worker: join the weight group, or receive a version through it."""
+GENERATE = Call("generate.ask.{worker}", inference.Ask, inference.Piece)
+"""Scheduler -> one rollout worker of an inference job, by its address. Answered in pieces (streaming.py)."""
+ABANDON = Subject("generate.abandon.{worker}", inference.Abandoned)
+"""Scheduler -> the rollout worker that it has asked."""
+WANTED = Call("generate.wanted.{asker}", inference.Underway, inference.Underway)
+"""Rollout worker -> the scheduler that has asked it: schedulers die, and messages get lost."""
 
 MIB = 1024**2
 DEDUP_S = 600.0

@@ -356,7 +356,7 @@ async def test_openapi_describes_every_route_and_the_spec(http: Http) -> None:
     assert status == 200
     operations = {(method, path) for path, item in document["paths"].items() for method in item}
     assert ("post", "/v1/jobs") in operations and ("get", "/v1/jobs/{id}/checkpoints/{step}/download") in operations
-    assert len(operations) == 21
+    assert len(operations) == 25
     assert [p["name"] for p in document["paths"]["/v1/jobs"]["get"]["parameters"]] == ["before", "limit"]
     schemas = document["components"]["schemas"]
     references = [r for r in str(document).split("'") if r.startswith("#/components/schemas/")]

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from opentinker.services.rollout_worker.engine import Completion, EngineError, Sampling
+from opentinker.services.rollout_worker.engine import Completion, EngineError, Progress, Sampling
 from opentinker.services.trainer.assembler import Assembler
 from opentinker.services.trainer.step_log import StepLog, lineage
 from opentinker.shared.admission import Admission
@@ -91,7 +91,9 @@ async def test_weights_are_the_same_with_vllm(tmp_path: Path, tiny: Path) -> Non
 class Failing(Mortal):
     """Cannot generate anything."""
 
-    async def generate(self, request: str, prompt_ids: list[int], sampling: Sampling) -> Completion:
+    async def generate(
+        self, request: str, prompt_ids: list[int], sampling: Sampling, progress: Progress | None = None
+    ) -> Completion:
         raise EngineError("out of luck")
 
 

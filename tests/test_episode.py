@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
-from opentinker.services.rollout_worker.engine import Completion, EngineError, Sampling
+from opentinker.services.rollout_worker.engine import Completion, EngineError, Progress, Sampling
 from opentinker.services.rollout_worker.episode import Episode, EpisodeFailed, merge, turn_seed
 from opentinker.services.rollout_worker.render import Renderer
 from opentinker.shared.errors import JobFailed
@@ -53,7 +53,9 @@ class Script:
     version: WeightVersion | None = V0
     asked: list[tuple[list[int], Sampling]] = field(default_factory=list)
 
-    async def generate(self, request: str, prompt_ids: list[int], sampling: Sampling) -> Completion:
+    async def generate(
+        self, request: str, prompt_ids: list[int], sampling: Sampling, progress: Progress | None = None
+    ) -> Completion:
         self.asked.append((list(prompt_ids), sampling))
         if not self.answers:
             raise EngineError("nothing left to say")

@@ -12,7 +12,7 @@ import pytest
 from nats.js.errors import NotFoundError
 
 from opentinker.services.rollout_worker import examiner
-from opentinker.services.rollout_worker.engine import Completion, EngineError, EngineLost, Sampling
+from opentinker.services.rollout_worker.engine import Completion, EngineError, EngineLost, Progress, Sampling
 from opentinker.shared.bus import Bus
 from opentinker.shared.spec import JobSpec
 from opentinker.shared.store import Store
@@ -135,7 +135,9 @@ async def test_exam_of_a_lost_engine_is_played_by_the_next(exams: Exams) -> None
 
 async def test_episode_that_always_fails_is_a_result_with_its_reason(exams: Exams) -> None:
     class Unlucky(Mortal):
-        async def generate(self, request: str, prompt_ids: list[int], sampling: Sampling) -> Completion:
+        async def generate(
+            self, request: str, prompt_ids: list[int], sampling: Sampling, progress: Progress | None = None
+        ) -> Completion:
             raise EngineError("out of luck")
 
     await exams.ask(V(1, 0))

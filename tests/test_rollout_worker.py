@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import structlog
 
-from opentinker.services.rollout_worker.engine import Completion, EngineError, EngineLost, Sampling
+from opentinker.services.rollout_worker.engine import Completion, EngineError, EngineLost, Progress, Sampling
 from opentinker.services.rollout_worker.episode import Sessions
 from opentinker.services.rollout_worker.render import Renderer
 from opentinker.services.rollout_worker.toy_engine import ToyEngine
@@ -54,10 +54,12 @@ class Mortal(ToyEngine):
         self.poisoned = False
         self.died = asyncio.Event()
 
-    async def generate(self, request: str, prompt_ids: list[int], sampling: Sampling) -> Completion:
+    async def generate(
+        self, request: str, prompt_ids: list[int], sampling: Sampling, progress: Progress | None = None
+    ) -> Completion:
         if self.poisoned:
             raise EngineLost("killed by its request")
-        return await super().generate(request, prompt_ids, sampling)
+        return await super().generate(request, prompt_ids, sampling, progress)
 
     async def watch(self) -> None:
         await self.died.wait()
@@ -164,7 +166,9 @@ class Uneven(Mortal):
         self.hanging, self.failing = hanging, failing
         self.freed: list[int] = []
 
-    async def generate(self, request: str, prompt_ids: list[int], sampling: Sampling) -> Completion:
+    async def generate(
+        self, request: str, prompt_ids: list[int], sampling: Sampling, progress: Progress | None = None
+    ) -> Completion:
         index = int(request.split("-")[-3])
         if index in self.failing:
             raise EngineError("this one never works")
@@ -173,7 +177,7 @@ class Uneven(Mortal):
                 await asyncio.Event().wait()
             finally:
                 self.freed.append(index)
-        return await super().generate(request, prompt_ids, sampling)
+        return await super().generate(request, prompt_ids, sampling, progress)
 
 
 async def test_an_oversampled_group_is_closed_when_enough_episodes_have_ended(bench: Bench) -> None:

@@ -251,3 +251,35 @@ def test_what_is_stored_is_valid_again_and_means_the_same(preset: str, learner: 
     train = {"steps": 1, "learner": learner}
     spec = parse_spec({**SMALLEST, "algorithm": {"name": preset}, "teacher": teacher, "train": train})
     assert parse_spec(spec.model_dump(mode="json")) == spec
+
+
+INFERENCE: dict[str, Any] = {"name": "x", "kind": "inference", "model": {"base": "m"}}
+
+
+def test_an_inference_job_is_a_model_and_what_serves_it() -> None:
+    spec = parse_spec(INFERENCE | {"rollout": {"context_length": 99}, "serving": {"idle_s": 60}})
+    stored = spec.model_dump(mode="json")
+    assert parse_spec(stored) == spec
+    assert stored.keys() == {"name", "kind", "model", "rollout", "serving", "start", "resources"}
+
+
+@pytest.mark.parametrize(
+    ("parts", "field", "said"),
+    [
+        ({"train": {"steps": 1}}, "train", "does not apply to kind = 'inference'"),
+        ({"environment": {"name": "bandit"}}, "environment", "does not apply"),
+        ({"rollout": {"temperature": 0.5}}, "rollout.temperature", "does not apply to kind = 'inference'"),
+        ({"rollout": {"max_tokens": 5}}, "rollout.max_tokens", "does not apply"),
+        ({"model": {"base": "m", "lora": {}}}, "model.lora", "needs start.from"),
+        ({"start": {"from": "j-0123456789@1", "optimizer": True}}, "start.optimizer", "nothing is trained"),
+        ({"resources": {"trainer_gpus": 2}}, "resources.trainer_gpus", "nothing is trained"),
+        ({"resources": {"trainer_ranks": 2}}, "resources.trainer_ranks", "nothing is trained"),
+        ({"kind": "sft", "data": {"path": "p"}, "train": {"steps": 1}, "serving": {}}, "serving", "kind = 'sft'"),
+        ({"kind": "sft", "data": {"path": "p"}}, "train", "is needed for kind = 'sft'"),
+    ],
+)
+def test_what_a_kind_has_no_use_for_is_refused(parts: dict[str, Any], field: str, said: str) -> None:
+    with pytest.raises(SpecError) as refused:
+        parse_spec(INFERENCE | parts)
+    (mistake,) = refused.value.mistakes
+    assert mistake["field"] == field and said in mistake["problem"]

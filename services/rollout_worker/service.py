@@ -7,8 +7,8 @@ import asyncio
 from opentinker.services.rollout_worker import vllm_boot
 from opentinker.services.rollout_worker.engine import Engine
 from opentinker.services.rollout_worker.render import Renderer
+from opentinker.services.rollout_worker.serving import serve_lease
 from opentinker.services.rollout_worker.toy_engine import ToyEngine
-from opentinker.services.rollout_worker.worker import serve_lease
 from opentinker.shared.config import Settings
 from opentinker.shared.env_client import EnvClient
 from opentinker.shared.leasing import LeasedWorker
@@ -25,7 +25,7 @@ MAX_SEQUENCES = 256
 
 async def serve(ctx: Context) -> None:
     async def work(worker: LeasedWorker, lease: Lease, spec: JobSpec) -> None:
-        await serve_lease(worker, lease, spec, lambda s, r: make_engine(s, r, ctx.settings), EnvClient(ctx.bus))
+        await serve_lease(worker, lease, spec, lambda s, r, m: make_engine(s, r, m, ctx.settings), EnvClient(ctx.bus))
 
     if ctx.settings.preload:
         # Before the first heartbeat: imports hold the interpreter for seconds, and a silent worker counts as dead.
@@ -33,7 +33,8 @@ async def serve(ctx: Context) -> None:
     await LeasedWorker(ctx, Pool.ROLLOUT, work).serve()
 
 
-def make_engine(spec: JobSpec, renderer: Renderer, settings: Settings) -> Engine:
+def make_engine(spec: JobSpec, renderer: Renderer, model: str, settings: Settings) -> Engine:
+    """`model`: the directory or hub id of the weights that it starts with."""
     if spec.rollout.toy is not None:
         return ToyEngine(
             spec.rollout.toy,
@@ -47,16 +48,18 @@ def make_engine(spec: JobSpec, renderer: Renderer, settings: Settings) -> Engine
 
     rollout, algorithm = spec.rollout, spec.algorithm
     group_size = algorithm.group_size + rollout.oversample
+    serves = spec.kind == "inference"
+    at_once = spec.serving.max_concurrent if serves else rollout.max_concurrent_groups * group_size
     return VllmEngine(
-        spec.model.base,
+        model,
         eos_ids=renderer.eos_ids,
         dtype=spec.model.dtype,
         fp32_head=spec.model.fp32_head,
         context_length=rollout.context_length,
-        max_concurrent=min(rollout.max_concurrent_groups * group_size, MAX_SEQUENCES),
-        stop_strings=bool(rollout.stop) or may_name_stops(spec.environment.name),
+        max_concurrent=min(at_once, MAX_SEQUENCES),
+        stop_strings=serves or bool(rollout.stop) or may_name_stops(spec.environment.name),
         lora=spec.model.lora,
-        max_staleness=algorithm.max_staleness,
+        max_staleness=0 if serves else algorithm.max_staleness,
         group_timeout_s=settings.swap_timeout_s,
         one_by_one=spec.train.deterministic,
     )

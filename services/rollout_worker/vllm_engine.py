@@ -181,7 +181,7 @@ class VllmEngine:
                 await self._engine().add_lora(request)
             except EngineDeadError as error:
                 raise self._lost() from error
-            except Exception as error:  # noqa: BLE001 - it comes from vLLM's own process, where any class may be raised
+            except Exception as error:
                 raise EngineError(f"the adapter cannot be loaded: {error}") from error
             self._adapters[1] = Adapter(request, version)
         await self._engine().engine_core.set_weight_version_async(str(version))

@@ -13,7 +13,7 @@ import asyncio
 import time
 import uuid
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
 
 import msgspec
@@ -34,7 +34,7 @@ from opentinker.shared.subjects import GROUP, SCORE, SWAP, TICKET, WAKE
 from opentinker.shared.telemetry import MetricSource
 from opentinker.shared.trajectories import Group, Trajectory
 from opentinker.shared.types import Ending, Lease, SwapCommand, SwapReply, Ticket
-from opentinker.shared.waiting import hand_on, rest, see_through, set_within
+from opentinker.shared.waiting import hand_on, rest, set_within
 
 log = structlog.get_logger()
 
@@ -358,23 +358,3 @@ async def first_to_end(samples: Sequence[asyncio.Task[Sample]], wanted: int) -> 
             return [sample.result() for sample in ended[:wanted]]
         if len(ended) + len(pending) < wanted:
             raise failures[-1]
-
-
-MakeEngine = Callable[[JobSpec, Renderer], Engine]
-
-
-async def serve_lease(
-    worker: LeasedWorker, lease: Lease, spec: JobSpec, make_engine: MakeEngine, sessions: Sessions
-) -> None:
-    """Load tokenizer and engine, then run the job. Raises JobFailed when the model cannot be served."""
-    load = Renderer.load_light if spec.rollout.engine == "toy" else Renderer.load
-    renderer = await asyncio.to_thread(load, spec.model.base, spec.model.chat_template, spec.model.tool_format)
-    engine = make_engine(spec, renderer)
-    try:
-        try:
-            await engine.start()
-        except EngineError as error:
-            raise JobFailed(f"model {spec.model.base!r} cannot be served: {error}") from None
-        await RolloutJob(worker, lease, spec, engine, renderer, sessions).run()
-    finally:
-        await see_through(engine.close())  # its processes would live on

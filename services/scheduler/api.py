@@ -17,9 +17,11 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from opentinker.services.scheduler.bearer import Bearer, read_token
 from opentinker.services.scheduler.environments_api import EnvironmentsApi
 from opentinker.services.scheduler.gateway import Gateway
+from opentinker.services.scheduler.inference_api import InferenceApi
 from opentinker.services.scheduler.jobs_api import MOST_JOBS, JobsApi
 from opentinker.services.scheduler.openapi import Parameter, Route, document
 from opentinker.services.scheduler.problems import BODY_LIMIT, json_response, problems
+from opentinker.services.scheduler.replicas import Replicas
 from opentinker.shared.service import Context
 from opentinker.shared.subjects import STREAMS
 from opentinker.shared.telemetry import REGISTRY
@@ -50,20 +52,27 @@ FREE = frozenset(("/healthz", "/readyz"))
 class Api:
     """Raises SpecError if the token's file is no such thing."""
 
-    def __init__(self, ctx: Context, gateway: Gateway) -> None:
+    def __init__(self, ctx: Context, gateway: Gateway, replicas: Replicas) -> None:
         self.ctx = ctx
         self.gateway = gateway
         file = ctx.settings.api_token_file
         self.token = None if file is None else read_token(file)
         jobs = JobsApi(ctx)
+        inference = InferenceApi(jobs, replicas)
         environments = EnvironmentsApi(ctx)
         get = "/v1/jobs/{id}"
+        openai = get + "/v1"
+        json = "application/json"
         env = "/v1/environments"
         self.routes = [
             Route("POST", "/v1/jobs", jobs.create, "Submit a job", 201, (KEY,), body="JobSpec"),
             Route("GET", "/v1/jobs", jobs.list, "Your jobs, newest first", 200, (BEFORE_JOB, LIMIT_JOBS)),
             Route("GET", get, jobs.get, "One job: state, ledger, workers, last metrics"),
             Route("POST", get + "/cancel", jobs.cancel, "Cancel a job in any state"),
+            Route("POST", get + "/complete", jobs.complete, "End an inference job: it has succeeded"),
+            Route("GET", openai + "/models", inference.models, "OpenAI: what an inference job serves"),
+            Route("POST", openai + "/chat/completions", inference.chat, "OpenAI: chat, streamed or not", takes=json),
+            Route("POST", openai + "/completions", inference.completions, "OpenAI: text or token ids", takes=json),
             Route(
                 "GET", get + "/events", jobs.events, "The job's log, as server-sent events", 200, (AFTER_EVENT, FORMAT)
             ),
@@ -153,9 +162,9 @@ class Api:
 
 
 @contextlib.asynccontextmanager
-async def listening(ctx: Context, gateway: Gateway) -> AsyncIterator[int]:
+async def listening(ctx: Context, gateway: Gateway, replicas: Replicas) -> AsyncIterator[int]:
     """Serve while the block runs; gives the port. A port that is taken is an error of the process."""
-    runner = web.AppRunner(Api(ctx, gateway).app(), access_log=None, shutdown_timeout=2.0)
+    runner = web.AppRunner(Api(ctx, gateway, replicas).app(), access_log=None, shutdown_timeout=2.0)
     await runner.setup()
     try:
         site = web.TCPSite(runner, ctx.settings.http_host, ctx.settings.http_port)

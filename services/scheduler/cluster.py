@@ -45,6 +45,12 @@ class Cluster:
         workers = [self.workers.get(lease.worker) for lease in self.leases_of(job, Pool.ROLLOUT)]
         return any(worker is not None and worker.job == job and worker.status == "ready" for worker in workers)
 
+    def quiet_s(self, job: str) -> float | None:
+        """How long nobody has asked any of the job's ready rollout workers anything; None if none is ready."""
+        workers = [self.workers.get(lease.worker) for lease in self.leases_of(job, Pool.ROLLOUT)]
+        ready = [worker for worker in workers if worker is not None and worker.job == job and worker.status == "ready"]
+        return min((float(worker.detail.get("quiet_s", 0.0)) for worker in ready), default=None)
+
     def free(self, pool: Pool) -> WorkerInfo | None:
         """A live worker without a lease that has let go of its last job."""
         for worker in self.alive(pool):

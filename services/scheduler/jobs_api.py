@@ -1,4 +1,4 @@
-"""Handlers of /v1/jobs and everything below it. A handler gets a job only through `_job`, which asks who may see it."""
+"""Handlers of /v1/jobs and everything below it. `found` alone gives them a job, and asks who may see it."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class JobsApi:
     def __init__(self, ctx: Context) -> None:
         self.ctx, self.store, self.bus = ctx, ctx.store, ctx.bus
 
-    async def _job(self, request: web.Request) -> JobRecord:
+    async def found(self, request: web.Request) -> JobRecord:
         """Raises NotFound; a job of another tenant looks like one that does not exist."""
         id = request.match_info["id"]
         if JOB_ID.fullmatch(id):
@@ -74,7 +74,7 @@ class JobsApi:
         return json_response({"jobs": [_summary(job) for job in found], "cursor": cursor, "more": len(found) == limit})
 
     async def get(self, request: web.Request) -> web.Response:
-        job = await self._job(request)
+        job = await self.found(request)
         ledger = await Admission(self.store.redis, job.id).ledger()
         workers = [
             {"id": w.id, "pool": w.pool, "status": w.status, "host": w.host, "pid": w.pid, "detail": w.detail}
@@ -103,7 +103,7 @@ class JobsApi:
 
     async def cancel(self, request: web.Request) -> web.Response:
         """Cancelling what is cancelled already is fine: the call may be repeated."""
-        job = await self._job(request)
+        job = await self.found(request)
         try:
             await self.store.transition(job.id, JobState.CANCELLED, reason="cancelled by request")
         except Conflict:
@@ -113,10 +113,24 @@ class JobsApi:
         await self.bus.emit(WAKE, {"job": job.id}, who="scheduler")
         return json_response(_summary(await self.store.job(job.id)))
 
+    async def complete(self, request: web.Request) -> web.Response:
+        """Of a job that has no end of its own. Completing what is completed already is fine."""
+        job = await self.found(request)
+        if job.kind != "inference":
+            raise Conflict(f"job {job.id} is of kind {job.kind}, and ends by itself; it can be cancelled")
+        try:
+            await self.store.transition(job.id, JobState.SUCCEEDED, reason="completed by request")
+        except Conflict:
+            job = await self.store.job(job.id)
+            if job.state != JobState.SUCCEEDED:
+                raise Conflict(f"job {job.id} has {job.state} already; there is nothing to complete") from None
+        await self.bus.emit(WAKE, {"job": job.id}, who="scheduler")
+        return json_response(_summary(await self.store.job(job.id)))
+
     # --- events -------------------------------------------------------------------------------------------------
 
     async def events(self, request: web.Request) -> web.StreamResponse:
-        job = await self._job(request)
+        job = await self.found(request)
         after = request.query.get("after") or request.headers.get("Last-Event-ID") or "0"
         if not EVENT_ID.fullmatch(after):
             raise SpecError(
@@ -165,7 +179,7 @@ class JobsApi:
 
     async def metrics(self, request: web.Request) -> web.Response:
         """Served from the stream, so it survives every service; `cursor` is the `after` of the next call."""
-        job = await self._job(request)
+        job = await self.found(request)
         after = _integer(request, "after", 0, 0, 2**62)
         limit = _integer(request, "limit", POINTS, 1, MOST_POINTS)
         source, names = request.query.get("source", "*"), request.query.get("names", "")
@@ -190,7 +204,7 @@ class JobsApi:
 
     async def transcripts(self, request: web.Request) -> web.Response:
         """Validation episodes, word by word: of one step, by default the newest that has any."""
-        job = await self._job(request)
+        job = await self.found(request)
         step = _integer(request, "step", -1, 0, 10**12)
         home = self._root(job).parent
         return json_response(await asyncio.to_thread(transcripts.read, home, None if step < 0 else step))
@@ -201,11 +215,11 @@ class JobsApi:
         return self.ctx.settings.data_dir / "jobs" / job.id / "checkpoints"
 
     async def checkpoints(self, request: web.Request) -> web.Response:
-        job = await self._job(request)
+        job = await self.found(request)
         return json_response({"checkpoints": await asyncio.to_thread(checkpoints.listed, self._root(job))})
 
     async def download(self, request: web.Request) -> web.StreamResponse:
-        job = await self._job(request)
+        job = await self.found(request)
         text, everything = request.match_info["step"], request.query.get("all", "0")
         if not (text == "latest" or re.fullmatch(r"[0-9]{1,12}", text)):
             raise SpecError([{"field": "step", "value": text[:100], "problem": "must be a step number or `latest`"}])
@@ -246,6 +260,8 @@ def _summary(job: JobRecord) -> dict[str, Any]:
         if part in job.spec:
             shown[part] = job.spec[part][field]
     shown["model"] = job.spec["model"]["base"]
+    if job.kind == "inference":
+        shown["endpoint"] = f"/v1/jobs/{job.id}/v1"
     return dict(shown)
 
 

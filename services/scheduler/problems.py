@@ -6,6 +6,7 @@ Bad input is never a 500: the middleware knows every error of ours and aiohttp's
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -19,11 +20,13 @@ from redis.exceptions import RedisError
 
 from opentinker.shared.bus import NoReply
 from opentinker.shared.errors import Conflict, NotFound, SpecError
+from opentinker.shared.openai.fields import Refused
 from opentinker.shared.telemetry import REGISTRY
 
 log = structlog.get_logger()
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
+PROBLEM = "application/problem+json"
 BODY_LIMIT = 1 << 20
 DEPTH_LIMIT = 32
 NODE_LIMIT = 100_000
@@ -43,6 +46,11 @@ HINTS = {
 }
 
 
+TITLES = {404: "Not found", 409: "Conflict", 429: "Overloaded", 503: "Unavailable"}
+OPENAI = re.compile(r"/v1/jobs/[^/]+/v1(/|$)")
+"""Paths below which errors look as OpenAI's do."""
+
+
 def json_response(data: Any, status: int = 200, headers: dict[str, str] | None = None) -> web.Response:
     body = orjson.dumps(data, option=orjson.OPT_NON_STR_KEYS, default=str)
     return web.Response(body=body, status=status, headers=headers, content_type="application/json")
@@ -58,10 +66,20 @@ def problem(status: int, detail: str, *, title: str, **more: Any) -> web.Respons
         **more,
     }
     response = json_response(body, status)
-    response.content_type = "application/problem+json"
-    if status == 503:
+    response.content_type = PROBLEM
+    if status in (429, 503):
         response.headers["Retry-After"] = "2"
     return response
+
+
+def _as_openai(response: web.Response) -> web.Response:
+    """The same problem in OpenAI's shape; what is wrong in a body is a 400 there."""
+    assert isinstance(response.body, bytes)
+    said = orjson.loads(response.body)
+    status = 400 if response.status == 422 else response.status
+    body = said.get("openai") or Refused(said["detail"], status=status).body
+    headers = {name: response.headers[name] for name in ("Retry-After", "Allow") if name in response.headers}
+    return json_response(body, status, headers)
 
 
 async def _answer(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -73,10 +91,11 @@ async def _answer(request: web.Request, handler: Handler) -> web.StreamResponse:
         count = len(error.mistakes)
         detail = f"{count} mistake{'s' if count != 1 else ''}: {error}"
         return problem(422, detail, title=title, errors=error.mistakes)
-    except NotFound as error:
-        return problem(404, str(error), title="Not found")
-    except Conflict as error:
-        return problem(409, str(error), title="Conflict")
+    except Refused as error:
+        return problem(error.status, error.message, title=TITLES.get(error.status, "Refused"), openai=error.body)
+    except (NotFound, Conflict) as error:
+        status = 404 if isinstance(error, NotFound) else 409
+        return problem(status, str(error), title=TITLES[status])
     except (RedisError, NoReply, TimeoutError, nats.errors.Error) as error:
         log.warning("request_unavailable", path=request.path, error=str(error) or type(error).__name__)
         return problem(503, "the state store or the message server does not answer", title="Unavailable")
@@ -109,6 +128,8 @@ def _http_problem(request: web.Request, error: web.HTTPException) -> web.Respons
 async def problems(request: web.Request, handler: Handler) -> web.StreamResponse:
     started = time.monotonic()
     response = await _answer(request, handler)
+    if OPENAI.match(request.path) and response.content_type == PROBLEM and isinstance(response, web.Response):
+        response = _as_openai(response)
     resource = request.match_info.route.resource
     route = "(none)" if resource is None else resource.canonical
     LATENCY.labels(route).observe(time.monotonic() - started)

@@ -12,6 +12,9 @@ One look, oldest job first, and a job that cannot be served never holds back the
     starting/running without a trainer      -> the next free one, epoch + 1; rollout workers keep generating
     starting/running without rollout worker -> the next free one
     then, if any are left: rollout workers up to `resources.rollout_workers`
+
+An inference job needs rollout workers alone. It is running once one of them is ready, which nobody else says, and it
+has succeeded when nobody asked it anything for `serving.idle_s`.
 """
 
 from __future__ import annotations
@@ -174,10 +177,23 @@ class Reconciler:
         if job.state == JobState.QUEUED:
             await self._start(job, cluster)
         elif job.state in HELD:
-            if not cluster.leases_of(job.id, Pool.TRAINER):
+            if Pool.TRAINER in _leased(job) and not cluster.leases_of(job.id, Pool.TRAINER):
                 job = await self._replace_trainer(job, cluster)
             await self._add_rollout_workers(job, cluster, min(1, _rollout_workers(job)))
             await self._say_waiting(job, cluster)
+            if job.kind == "inference":
+                await self._serve_requests(job, cluster)
+
+    async def _serve_requests(self, job: JobRecord, cluster: Cluster) -> None:
+        """From the first rollout worker that is ready to the last question."""
+        if job.state == JobState.STARTING and cluster.serving(job.id):
+            await self.store.transition(job.id, JobState.RUNNING, allowed=[JobState.STARTING])
+            log.info("job_serves", job=job.id)
+        idle_s, quiet_s = job.spec["serving"]["idle_s"], cluster.quiet_s(job.id)
+        if job.state == JobState.RUNNING and idle_s is not None and quiet_s is not None and quiet_s >= idle_s:
+            reason = f"nobody asked it anything for {idle_s:g} s (serving.idle_s)"
+            await self.store.transition(job.id, JobState.SUCCEEDED, allowed=[JobState.RUNNING], reason=reason)
+            log.info("job_idle", job=job.id, idle_s=idle_s)
 
     async def _start(self, job: JobRecord, cluster: Cluster) -> None:
         if _lacking(job, cluster):
@@ -271,12 +287,13 @@ LEASED = {Pool.TRAINER: "trainer", Pool.ROLLOUT: "rollout_worker"}
 
 def _leased(job: JobRecord) -> list[Pool]:
     """The pools of which the job needs a worker of its own."""
-    return [Pool.TRAINER, Pool.ROLLOUT] if job.kind == "rl" else [Pool.TRAINER]
+    needs = {"rl": [Pool.TRAINER, Pool.ROLLOUT], "inference": [Pool.ROLLOUT]}
+    return needs.get(job.kind, [Pool.TRAINER])
 
 
 def _rollout_workers(job: JobRecord) -> int:
     """That the job asks for."""
-    return int(job.spec["resources"]["rollout_workers"]) if job.kind == "rl" else 0
+    return int(job.spec["resources"]["rollout_workers"]) if Pool.ROLLOUT in _leased(job) else 0
 
 
 def _served(job: JobRecord) -> str:

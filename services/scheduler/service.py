@@ -6,6 +6,7 @@
     tickets     consumes admission's room; produces TICKET; woken by WAKE "admission"
     measure     consumes ledgers, heartbeats and stream sizes; produces METRIC
     served      produces heartbeats of connected processes that serve environments
+    replicas    answers rollout workers of inference jobs, which ask what is still wanted
 
 Killed and started again it goes on where it was; jobs that run do not notice.
 """
@@ -17,13 +18,14 @@ from opentinker.services.scheduler.clearing import Clearing
 from opentinker.services.scheduler.gateway import Gateway
 from opentinker.services.scheduler.measuring import Measuring
 from opentinker.services.scheduler.reconcile import Reconciler
+from opentinker.services.scheduler.replicas import Replicas
 from opentinker.services.scheduler.tickets import TicketIssuer
 from opentinker.shared.service import Context, first_failure
 
 
 async def serve(ctx: Context) -> None:
-    gateway = Gateway(ctx)
-    async with listening(ctx, gateway):
+    gateway, replicas = Gateway(ctx), Replicas(ctx)
+    async with listening(ctx, gateway, replicas):
         ctx.ready()
         await first_failure(
             {
@@ -32,6 +34,7 @@ async def serve(ctx: Context) -> None:
                 "tickets": TicketIssuer(ctx).run(),
                 "measure": Measuring(ctx).run(),
                 "served": gateway.run(),
+                "replicas": replicas.run(),
                 "stop": ctx.stopping.wait(),
             }
         )

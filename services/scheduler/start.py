@@ -61,13 +61,14 @@ async def find(ctx: Context, start: StartSpec, tenant: str) -> Chosen | str:
 
 def mistakes_in(chosen: Chosen, spec: JobSpec, base: str) -> Mistakes:
     """What does not fit. `base`: model.base, an absolute path if it is a directory."""
-    lora, files = spec.model.lora, chosen.manifest.files
-    wanted = "nothing" if spec.train.learner == "simulated" else "full weights" if lora is None else "an adapter"
+    files = chosen.manifest.files
     weights = [name for name in files if name.endswith(".safetensors") and "/" not in name]
     held = "an adapter" if ADAPTER in weights else "full weights" if weights else "nothing"
-    if held != wanted:
-        return [_wrong(f"it holds {_KINDS[held]}, and this job trains {_KINDS[wanted]}{_INSTEAD.get(held, '')}")]
     try:
+        lora, wanted = _wanted(chosen, spec, held)
+        if held != wanted:
+            does = "serves" if spec.kind == "inference" else "trains"
+            return [_wrong(f"it holds {_KINDS[held]}, and this job {does} {_KINDS[wanted]}{_INSTEAD.get(held, '')}")]
         if lora is not None:
             problems = _other_adapter(chosen, lora, base)
         else:
@@ -75,6 +76,19 @@ def mistakes_in(chosen: Chosen, spec: JobSpec, base: str) -> Mistakes:
     except (OSError, ValueError) as error:
         problems = [f"it cannot be read: {error}"]
     return [_wrong(problem) for problem in problems] + _rounded_reference(chosen, spec) + _lacking_state(chosen, spec)
+
+
+def _wanted(chosen: Chosen, spec: JobSpec, held: str) -> tuple[LoraSpec | None, str]:
+    """The adapter that the job is about, and which kind of checkpoint it can begin with."""
+    lora = spec.model.lora
+    if spec.kind != "inference":
+        simulated = spec.train.learner == "simulated"
+        return lora, "nothing" if simulated else "full weights" if lora is None else "an adapter"
+    if lora is None and held == "an adapter":
+        lora = adapter_in(chosen)
+    if held == "nothing" and spec.rollout.engine == "toy":  # which has no weights
+        return lora, "nothing"
+    return lora, "full weights" if lora is None else "an adapter"
 
 
 _KINDS = {"nothing": "no weights (learner = 'simulated')", "full weights": "full weights", "an adapter": "an adapter"}
@@ -134,6 +148,19 @@ def _other_adapter(chosen: Chosen, lora: LoraSpec, base: str) -> list[str]:
     absent = [t for t in lora.target_modules if not any(_is(module, t) for module in modules.values())]
     return ([f"model.lora.target_modules leaves out what its adapter has: {_some(shapes, odd)}"] if odd else []) + (
         [f"its adapter has nothing for {', '.join(absent)} of model.lora.target_modules"] if absent else []
+    )
+
+
+def adapter_in(chosen: Chosen) -> LoraSpec | None:
+    """What the checkpoint's adapter is, as a job would describe it. Blocking. Raises OSError, ValueError."""
+    if ADAPTER not in chosen.manifest.files:
+        return None
+    config = orjson.loads((chosen.directory / "adapter_config.json").read_bytes())
+    targets = config["target_modules"]
+    return LoraSpec(
+        rank=config["r"],
+        alpha=config["lora_alpha"],
+        target_modules="all-linear" if targets == "all-linear" else sorted(targets),
     )
 
 

@@ -69,7 +69,7 @@ async def submit(ctx: Context, data: Any, tenant: str, idempotency: str = "") ->
         plain["environment"]["name"] = asked.check.name
     new = new_job_id()
     if chosen is not None:
-        plain["start"]["from"] = chosen.name
+        plain |= await asyncio.to_thread(_started, plain, chosen)
         if problem := await asyncio.to_thread(starting.keep, chosen, ctx.settings.data_dir, new):
             raise SpecError([{"field": "start.from", "value": chosen.name, "problem": problem}])
     id = await ctx.store.create_job(id=new, spec=plain, tenant=tenant, idempotency=idempotency, body_hash=body_hash)
@@ -83,6 +83,15 @@ async def submit(ctx: Context, data: Any, tenant: str, idempotency: str = "") ->
         )
     await ctx.bus.emit(WAKE, {"job": id}, who="scheduler")
     return id, id != new
+
+
+def _started(plain: dict[str, Any], chosen: starting.Chosen) -> dict[str, Any]:
+    """Blocking. The parts of a spec that say which checkpoint it is, and, to serve an adapter, which adapter."""
+    model = plain["model"]
+    adapter = starting.adapter_in(chosen) if plain["kind"] == "inference" else None
+    if adapter is not None:
+        model = {**model, "lora": adapter.model_dump(mode="json")}
+    return {"model": model, "start": {**plain["start"], "from": chosen.name}}
 
 
 def _with_bases(plain: dict[str, Any]) -> list[dict[str, Any]]:

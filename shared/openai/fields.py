@@ -19,7 +19,9 @@ class Refused(Exception):
     @property
     def body(self) -> Json:
         kind = "invalid_request_error" if self.status < 500 else "server_error"
-        error = {"message": self.message, "type": kind, "param": self.param or None, "code": self.code or None}
+        named = not self.param or self.param in self.message
+        said = self.message if named else f"{self.param}: {self.message}"
+        error = {"message": said, "type": kind, "param": self.param or None, "code": self.code or None}
         return {"error": error}
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from pydantic import Field
 
 from opentinker.shared.spec.mistakes import unused
-from opentinker.shared.spec.part import Part, Positive
+from opentinker.shared.spec.part import Part
 
 if TYPE_CHECKING:
     from opentinker.shared.spec import JobSpec

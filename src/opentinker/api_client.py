@@ -106,6 +106,10 @@ class AsyncClient(EnvironmentCalls):
     async def cancel(self, id: str) -> Json:
         return await self._http.json("POST", _of(id, "/cancel"))
 
+    async def complete(self, id: str) -> Json:
+        """Ends an inference job: it has succeeded."""
+        return await self._http.json("POST", _of(id, "/complete"))
+
     async def wait(self, id: str, timeout_s: float | None = None) -> Json:
         """The job in its final state. Raises TimeoutError; the job goes on."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
@@ -315,6 +319,9 @@ class Client:
 
     def cancel(self, id: str) -> Json:
         return self._call(self._core.cancel(id))
+
+    def complete(self, id: str) -> Json:
+        return self._call(self._core.complete(id))
 
     def wait(self, id: str, timeout_s: float | None = None) -> Json:
         return self._call(self._core.wait(id, timeout_s))

@@ -1,0 +1,345 @@
+"""Inference jobs: requests of whoever asks the job's endpoint, answered with the job's model, and nothing trained.
+
+asks         consumes ASK by this worker's address, starts a task for each; more than may wait are refused
+ask task     renders, waits for a place in the engine, generates, produces PIECEs
+beat loop    produces empty PIECEs for requests that have nothing to say, and asks whether they are still wanted
+report loop  produces METRIC, and tells with the heartbeat how long nobody has asked anything
+
+Rendering, tokenisation, stops and the reading of tool calls are those of episodes: the same renderer and engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import structlog
+
+from opentinker.services.rollout_worker.engine import Completion, Engine, EngineError, EngineLost, Sampling
+from opentinker.services.rollout_worker.render import Renderer
+from opentinker.services.rollout_worker.unfolding import Unfolding
+from opentinker.shared.bus import NoReply, NoResponders
+from opentinker.shared.codec import WireError
+from opentinker.shared.errors import JobFailed
+from opentinker.shared.inference import BEAT_S, Abandoned, Ask, Piece, Refusal, Reply, Underway, names_of
+from opentinker.shared.leasing import LeasedWorker
+from opentinker.shared.manifest import ADAPTER, read_manifest, start_of
+from opentinker.shared.openai.answers import cut
+from opentinker.shared.openai.fields import Refused
+from opentinker.shared.service import first_failure
+from opentinker.shared.spec import JobSpec
+from opentinker.shared.streaming import Send, answer
+from opentinker.shared.subjects import ABANDON, GENERATE, WANTED
+from opentinker.shared.telemetry import Meters, Reporter
+from opentinker.shared.types import Lease, StopReason, WeightVersion
+from opentinker.shared.waiting import hand_on, put_down, rest
+
+log = structlog.get_logger()
+
+REPORT_S = 1.0
+LOST = "the rollout worker that was answering is gone"
+
+
+def weights_of(spec: JobSpec, data_dir: Path, job: str) -> tuple[WeightVersion, Path | None, Path | None]:
+    """Blocking. Which version the job serves, and, of a checkpoint, the directory of its full weights or of its
+    adapter. Raises JobFailed."""
+    if spec.start is None:
+        return WeightVersion(0, 0), None, None
+    place = start_of(data_dir, job)
+    try:
+        manifest = read_manifest(place)
+    except (OSError, ValueError) as error:
+        raise JobFailed(
+            f"the checkpoint {spec.start.checkpoint} that was kept for this job cannot be read: {error}"
+        ) from None
+    return (manifest.version, None, place) if ADAPTER in manifest.files else (manifest.version, place, None)
+
+
+class Talk:
+    """One request, and what was said of it so far."""
+
+    def __init__(self, ask: Ask, send: Send[Piece]) -> None:
+        self.ask, self._send = ask, send
+        self._seq = 0
+        self.spoke_at = time.monotonic()
+        self.abandoned = False
+
+    async def say(self, **parts: object) -> None:
+        piece = Piece(seq=self._seq, **parts)  # type: ignore[arg-type]
+        self._seq += 1
+        self.spoke_at = time.monotonic()
+        await self._send(piece)
+
+
+class News:
+    """Tokens on their way from the engine to whoever streams them."""
+
+    def __init__(self) -> None:
+        self.ids: list[int] = []
+        self.logprobs: list[float] = []
+        self._there = asyncio.Event()
+
+    def add(self, ids: list[int], logprobs: list[float]) -> None:
+        self.ids += ids
+        self.logprobs += logprobs
+        self._there.set()
+
+    async def more(self, generating: asyncio.Task[Completion]) -> tuple[list[int], list[float]]:
+        """What is new; nothing when the generation has ended."""
+        waiting = asyncio.ensure_future(self._there.wait())
+        try:
+            await asyncio.wait([waiting, generating], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            waiting.cancel()
+        self._there.clear()
+        found = self.ids, self.logprobs
+        self.ids, self.logprobs = [], []
+        return found
+
+
+class InferenceJob:
+    """One lease's work. `engine` is started, and serves the job's weights."""
+
+    def __init__(self, worker: LeasedWorker, lease: Lease, spec: JobSpec, engine: Engine, renderer: Renderer) -> None:
+        self.worker, self.lease, self.spec = worker, lease, spec
+        self.engine, self.renderer = engine, renderer
+        self.bus = worker.ctx.bus
+        self.model = names_of(lease.job, spec.model_dump(mode="json"))[0]
+        self.address = f"{worker.info.id}-{uuid.uuid4().hex[:12]}"
+        self.places = asyncio.Semaphore(spec.serving.max_concurrent)
+        self.tasks: dict[str, tuple[Talk, asyncio.Task[None]]] = {}
+        """By id of the request."""
+        self.closing: set[asyncio.Task[None]] = set()
+        """Refusals on their way."""
+        self.broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.quiet_since = time.monotonic()
+        meters = Meters()
+        self.meter = meters.of(lease.job)
+        self.reporter = Reporter(self.bus, worker.info.id, meters)
+
+    async def run(self) -> None:
+        """Until the lease is taken away or the service stops (then what was begun is answered)."""
+        async with AsyncExitStack() as held:
+            asks = await answer(self.bus, GENERATE, self._begin, worker=self.address)
+            held.push_async_callback(asks.unsubscribe)
+            abandons = await self.bus.listen(ABANDON, self._abandon, worker=self.address)
+            held.push_async_callback(abandons.unsubscribe)
+            held.callback(self.worker.tell, {})
+            held.push_async_callback(self._end)
+            self._tell()
+            await self.worker.status("ready", job=self.lease.job, epoch=self.lease.epoch, address=self.address)
+            await first_failure(
+                {
+                    "beat": self._beat_loop(),
+                    "report": self._report_loop(),
+                    "broken": self._broken(),
+                    "engine": self.engine.watch(),
+                    "stop": self._until_stopped(),
+                }
+            )
+
+    async def _until_stopped(self) -> None:
+        await self.worker.ctx.stopping.wait()
+        if self.tasks:
+            log.info("draining", requests=len(self.tasks))
+            await asyncio.wait([task for _, task in self.tasks.values()])
+
+    async def _broken(self) -> None:
+        await self.broken
+
+    async def _end(self) -> None:
+        await put_down(*(task for _, task in self.tasks.values()), *self.closing)
+
+    # --- requests -----------------------------------------------------------------------------------------------
+
+    def _begin(self, ask: Ask, send: Send[Piece]) -> None:
+        talk = Talk(ask, send)
+        self.meter.counts["serving/requests"] += 1
+        room = self.spec.serving.max_concurrent + self.spec.serving.max_waiting
+        refusal = None
+        if self.worker.ctx.stopping.is_set():
+            refusal = Refusal(message=LOST, status=503, elsewhere=True)
+        elif len(self.tasks) >= room:
+            self.meter.counts["serving/overloaded"] += 1
+            refusal = Refusal(
+                message=f"{room} requests are being answered or wait (serving.max_concurrent, serving.max_waiting): "
+                "try again in a moment, or give the job more rollout workers",
+                status=429,
+                code="overloaded",
+                elsewhere=True,
+            )
+        elif ask.job != self.lease.job or ask.model != self.model:
+            refusal = Refusal(message=f"this rollout worker serves {self.model} of job {self.lease.job}", status=404)
+        if refusal is not None:
+            closing = asyncio.create_task(talk.say(refusal=refusal))
+            self.closing.add(closing)
+            closing.add_done_callback(self.closing.discard)
+            return
+        task = asyncio.create_task(self._run(talk))
+        self.tasks[ask.id] = talk, task
+        task.add_done_callback(lambda task: self._done(ask.id, task))
+
+    def _done(self, id: str, task: asyncio.Task[None]) -> None:
+        del self.tasks[id]
+        self.quiet_since = time.monotonic()
+        hand_on(task, self.broken)
+
+    async def _abandon(self, message: Abandoned) -> None:
+        self._leave(message.id)
+
+    def _leave(self, id: str) -> None:
+        if id in self.tasks:
+            talk, task = self.tasks[id]
+            talk.abandoned = True
+            self.meter.counts["serving/abandoned"] += 1
+            task.cancel()
+
+    async def _run(self, talk: Talk) -> None:
+        """One request to its last piece. Raises what is a failure of this service."""
+        within = self.spec.serving.request_timeout_s
+        try:
+            try:
+                async with asyncio.timeout(within):
+                    reply = await self._answer(talk)
+            except Refused as refused:
+                await self._refuse(talk, refused.message, refused.status, refused.param, refused.code)
+            except TimeoutError:
+                late = f"no answer within {within:g} s (serving.request_timeout_s), its waiting included"
+                await self._refuse(talk, late, 504, code="timeout")
+            except EngineLost:
+                await talk.say(refusal=Refusal(message=LOST, status=503, elsewhere=True))
+                raise
+            except EngineError as error:
+                await self._refuse(talk, str(error), 500)
+            else:
+                await talk.say(reply=reply)
+        except asyncio.CancelledError:
+            if not talk.abandoned:
+                await talk.say(refusal=Refusal(message=LOST, status=503, elsewhere=True))
+            raise
+
+    async def _refuse(self, talk: Talk, message: str, status: int, param: str = "", code: str = "") -> None:
+        self.meter.counts["serving/refused"] += 1
+        await talk.say(refusal=Refusal(message=message, status=status, param=param, code=code))
+
+    async def _answer(self, talk: Talk) -> Reply:
+        ask = talk.ask
+        prompt = self._prompt(ask)
+        room = self.engine.context_length - len(prompt)
+        sampling = Sampling(
+            temperature=ask.manner.temperature,
+            top_p=ask.manner.top_p,
+            top_k=ask.manner.top_k,
+            max_tokens=room if ask.max_tokens is None else min(ask.max_tokens, room),
+            stop=ask.stop,
+            seed=ask.manner.seed,
+        )
+        async with self.places:
+            if ask.stream and not ask.tools:
+                completion = await self._stream(talk, prompt, sampling)
+            else:
+                completion = await self.engine.generate(ask.id, prompt, sampling)
+        self.meter.counts["serving/answers"] += 1
+        self.meter.counts["serving/prompt_tokens"] += len(prompt)
+        self.meter.counts["serving/tokens"] += len(completion.ids)
+        return self._reply(ask, len(prompt), completion)
+
+    def _prompt(self, ask: Ask) -> list[int]:
+        """Raises Refused."""
+        if ask.stop and self.spec.rollout.engine == "toy":
+            raise Refused("the simulated engine knows no stop strings", param="stop")
+        if ask.token_ids is not None:
+            if max(ask.token_ids) >= self.renderer.vocab_size:
+                raise Refused(f"the model has token ids up to {self.renderer.vocab_size - 1}", param="prompt")
+            ids = ask.token_ids
+        elif ask.text is not None:
+            ids = self.renderer.encode(ask.text)
+        else:
+            try:
+                ids = self.renderer.prompt(ask.messages, ask.tools)
+            except JobFailed as error:
+                raise Refused(str(error), param="messages") from None
+        limit = self.engine.context_length
+        if not 0 < len(ids) < limit:
+            raise Refused(
+                f"This model's maximum context length is {limit} tokens. However, the prompt has {len(ids)} tokens, of "
+                "which there must be one, and at least one must be left for the answer.",
+                code="context_length_exceeded",
+            )
+        return ids
+
+    async def _stream(self, talk: Talk, prompt: list[int], sampling: Sampling) -> Completion:
+        """Sends what is certain of the text while it grows; the rest comes with the reply."""
+        news, unfolding = News(), Unfolding(self.renderer, talk.ask.stop)
+        generating = asyncio.create_task(self.engine.generate(talk.ask.id, prompt, sampling, news.add))
+        ids: list[int] = []
+        logprobs: list[float] = []
+        try:
+            while not generating.done():
+                new_ids, new_logprobs = await news.more(generating)
+                ids, logprobs = ids + new_ids, logprobs + new_logprobs
+                if text := unfolding.add(new_ids):
+                    await talk.say(text=text, ids=ids, logprobs=logprobs, tokens=self._tokens(talk.ask, ids))
+                    ids, logprobs = [], []
+            return generating.result()
+        finally:
+            await put_down(generating)
+
+    def _reply(self, ask: Ask, prompt_tokens: int, completion: Completion) -> Reply:
+        text = self.renderer.text(completion.ids)
+        answered = sum(message.role == "assistant" for message in ask.messages)
+        said = self.renderer.said(completion.ids, ask.tools, stop=completion.stop, turn=answered)
+        assert self.engine.version is not None
+        return Reply(
+            text=cut(text, ask.stop) if completion.stop == StopReason.STOP else text,
+            stop=completion.stop,
+            ids=completion.ids,
+            logprobs=completion.logprobs,
+            prompt_tokens=prompt_tokens,
+            version=completion.spans[-1].version if completion.spans else self.engine.version,
+            tool_calls=said.calls,
+            tokens=self._tokens(ask, completion.ids),
+        )
+
+    def _tokens(self, ask: Ask, ids: list[int]) -> list[str]:
+        return [self.renderer.piece(id) for id in ids] if ask.tokens else []
+
+    # --- loops --------------------------------------------------------------------------------------------------
+
+    async def _beat_loop(self) -> None:
+        """Consumes nothing; produces empty pieces, and asks with WANTED; looks every BEAT_S."""
+        while True:
+            await rest(BEAT_S)
+            now = time.monotonic()
+            talks = [talk for talk, _ in self.tasks.values()]
+            for talk in talks:
+                if now - talk.spoke_at >= BEAT_S / 2:
+                    await talk.say()
+            for asker in {talk.ask.asker for talk in talks}:
+                await self._ask_after(asker, [talk.ask.id for talk in talks if talk.ask.asker == asker])
+
+    async def _ask_after(self, asker: str, ids: list[str]) -> None:
+        try:
+            wanted = (await self.bus.request(WANTED, Underway(ids), BEAT_S, asker=asker)).ids
+        except NoResponders:
+            wanted = []
+        except (NoReply, WireError):
+            return  # NATS is away, or the scheduler busy: the next round tells
+        for id in set(ids) - set(wanted):
+            self._leave(id)
+
+    async def _report_loop(self) -> None:
+        while True:
+            await rest(REPORT_S)
+            self._tell()
+            waiting = max(0, len(self.tasks) - self.spec.serving.max_concurrent)
+            self.meter.gauges["serving/waiting"] = waiting
+            self.meter.gauges["serving/running"] = len(self.tasks) - waiting
+            await self.reporter.report()
+
+    def _tell(self) -> None:
+        quiet_s = 0.0 if self.tasks else time.monotonic() - self.quiet_since
+        self.worker.tell({"requests": len(self.tasks), "quiet_s": round(quiet_s, 1)})

@@ -1,0 +1,63 @@
+"""From a lease to its work: tokenizer and engine of the job are loaded, and closed whatever happens."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+
+from opentinker.services.rollout_worker.engine import Engine, EngineError
+from opentinker.services.rollout_worker.episode import Sessions
+from opentinker.services.rollout_worker.inference import InferenceJob, weights_of
+from opentinker.services.rollout_worker.render import Renderer
+from opentinker.services.rollout_worker.worker import RolloutJob
+from opentinker.shared.errors import JobFailed
+from opentinker.shared.leasing import LeasedWorker
+from opentinker.shared.spec import JobSpec
+from opentinker.shared.types import Lease
+from opentinker.shared.waiting import see_through
+
+MakeEngine = Callable[[JobSpec, Renderer, str], Engine]
+"""The last is the model's directory or hub id."""
+
+
+async def serve_lease(
+    worker: LeasedWorker, lease: Lease, spec: JobSpec, make_engine: MakeEngine, sessions: Sessions
+) -> None:
+    """Load tokenizer and engine, then run the job. Raises JobFailed when the model cannot be served."""
+    load = Renderer.load_light if spec.rollout.engine == "toy" else Renderer.load
+    renderer = await asyncio.to_thread(load, spec.model.base, spec.model.chat_template, spec.model.tool_format)
+    if spec.kind == "inference":
+        await _serve_requests(worker, lease, spec, make_engine, renderer)
+        return
+    engine = make_engine(spec, renderer, spec.model.base)
+    try:
+        await _start(engine, spec.model.base)
+        await RolloutJob(worker, lease, spec, engine, renderer, sessions).run()
+    finally:
+        await see_through(engine.close())  # its processes would live on
+
+
+async def _serve_requests(
+    worker: LeasedWorker, lease: Lease, spec: JobSpec, make_engine: MakeEngine, renderer: Renderer
+) -> None:
+    data_dir: Path = worker.ctx.settings.data_dir
+    version, full, adapter = await asyncio.to_thread(weights_of, spec, data_dir, lease.job)
+    model = str(full or spec.model.base)
+    engine = make_engine(spec, renderer, model)
+    try:
+        await _start(engine, model)
+        try:
+            await engine.serve(version, adapter)
+        except EngineError as error:
+            raise JobFailed(f"{model} cannot be served: {error}") from None
+        await InferenceJob(worker, lease, spec, engine, renderer).run()
+    finally:
+        await see_through(engine.close())
+
+
+async def _start(engine: Engine, model: str) -> None:
+    try:
+        await engine.start()
+    except EngineError as error:
+        raise JobFailed(f"model {model!r} cannot be served: {error}") from None

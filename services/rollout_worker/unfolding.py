@@ -1,0 +1,51 @@
+"""Tokens as they are sampled -> text, as far as no later token can change it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from opentinker.services.rollout_worker.render import Renderer
+from opentinker.shared.openai.answers import cut
+
+PART = "\ufffd"
+"""What a part of a character is decoded to."""
+
+
+class Unfolding:
+    """The text of one answer while it grows. Held back are parts of characters, and what may become a stop string."""
+
+    def __init__(self, renderer: Renderer, stops: Sequence[str]) -> None:
+        self._renderer, self._stops = renderer, stops
+        self._ids: list[int] = []
+        self._from, self._read = 0, 0
+        """Tokens are decoded from `_from` on, so that they have before them what they need; those up to `_read` are
+        out."""
+        self._held = ""
+        self._stopped = False
+
+    def add(self, ids: Sequence[int]) -> str:
+        """What is new, and certain."""
+        self._ids += ids
+        before = self._renderer.text(self._ids[self._from : self._read])
+        now = self._renderer.text(self._ids[self._from :])
+        if len(now) <= len(before) or now.endswith(PART):
+            return ""
+        self._from, self._read = self._read, len(self._ids)
+        return self._certain(now[len(before) :])
+
+    def _certain(self, more: str) -> str:
+        if self._stopped:
+            return ""
+        self._held += more
+        whole = cut(self._held, self._stops)
+        if len(whole) < len(self._held):
+            self._stopped = True
+            return whole
+        begun = max((_begun(whole, stop) for stop in self._stops), default=0)
+        certain, self._held = whole[: len(whole) - begun], whole[len(whole) - begun :]
+        return certain
+
+
+def _begun(text: str, stop: str) -> int:
+    """How many characters at the end of the text are the beginning of the stop string."""
+    return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)

@@ -1,0 +1,386 @@
+"""Inference jobs, asked with OpenAI's own client: answers, streams, tools, errors, and what happens when one dies."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import aiohttp
+import openai
+import pytest
+
+from opentinker.client import ApiConflict, ApiError, AsyncClient
+from opentinker.shared.bus import Bus
+from opentinker.shared.inference import Ask, Piece
+from opentinker.shared.service import Context
+from opentinker.shared.store import Store
+from opentinker.shared.streaming import ask
+from opentinker.shared.subjects import GENERATE
+from opentinker.shared.types import JobState, Message
+from tests.api import write_checkpoint
+from tests.conftest import Server, soon, until
+from tests.inference import Site, site_of
+from tests.scheduling import kinds, new_job
+
+HELLO: Any = [{"role": "user", "content": "Hello?"}]
+ADD: Any = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "description": "Adds.",
+        "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}},
+    },
+}
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 3}}\n</tool_call>'
+
+
+@pytest.fixture
+async def site(client: AsyncClient, ctx: Context, nats_server: Server, valkey_server: Server) -> AsyncIterator[Site]:
+    async with site_of(client, nats_server, valkey_server, ctx.settings.data_dir) as site:
+        yield site
+
+
+async def collected(stream: Any) -> tuple[str, list[Any]]:
+    """The text of a stream, and its chunks."""
+    chunks = [chunk async for chunk in stream]
+    choices = [choice for chunk in chunks for choice in chunk.choices]
+    return "".join(
+        getattr(c, "text", None) or getattr(getattr(c, "delta", None), "content", None) or "" for c in choices
+    ), chunks
+
+
+# --- answers --------------------------------------------------------------------------------------------------------
+
+
+async def test_a_chat_is_answered_whole_and_streamed_alike(site: Site) -> None:
+    job = await site.job()
+    async with site.openai(job) as model:
+        (first, *others) = [card.id for card in (await model.models.list()).data]
+        assert (first, others) == ("some/model", ["chat", job])
+        whole = await model.chat.completions.create(model=first, messages=HELLO, logprobs=True, seed=5)
+        (choice,) = whole.choices
+        assert (choice.message.content, choice.finish_reason) == ("Hello there.", "stop")
+        assert choice.logprobs is not None and choice.logprobs.content is not None
+        assert [token.token for token in choice.logprobs.content] == [*"Hello there.", "<|im_end|>"]
+        assert choice.logprobs.content[0].bytes == [ord("H")] and choice.logprobs.content[0].logprob == -0.5
+        assert whole.system_fingerprint == "weights-3.7" and whole.model == first
+        assert whole.usage is not None and whole.usage.completion_tokens == 13
+        stream = await model.chat.completions.create(
+            model="chat", messages=HELLO, stream=True, logprobs=True, stream_options={"include_usage": True}
+        )
+        text, chunks = await collected(stream)
+        assert text == "Hello there." and len(chunks) > 5 and chunks[-1].usage == whole.usage
+        tokens = [t.token for c in chunks for d in c.choices if d.logprobs for t in d.logprobs.content]
+        assert tokens == [token.token for token in choice.logprobs.content]
+        assert [d.finish_reason for c in chunks for d in c.choices][-1] == "stop"
+        assert len({chunk.id for chunk in chunks}) == 1
+    prompt, sampling = site.speakers["rollout-0"].asked[0]
+    assert prompt == "<|im_start|>user\nHello?<|im_end|>\n<|im_start|>assistant\n"
+    assert (sampling.seed, sampling.temperature, sampling.max_tokens) == (5, 1.0, 10_000 - whole.usage.prompt_tokens)
+
+
+async def test_sampling_is_what_the_request_says(site: Site) -> None:
+    job = await site.job()
+    async with site.openai(job) as model:
+        cut = await model.chat.completions.create(
+            model=job, messages=HELLO, max_completion_tokens=4, temperature=0, top_p=0.5, extra_body={"top_k": 7}
+        )
+        assert (cut.choices[0].message.content, cut.choices[0].finish_reason) == ("Hell", "length")
+    sampling = site.speakers["rollout-0"].asked[0][1]
+    assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.max_tokens) == (0.0, 0.5, 7, 4)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_text_ends_before_its_stop_string_also_where_tokens_cut_it(site: Site, stream: bool) -> None:
+    site.words = lambda prompt: "one ## two ### three"
+    job = await site.job()
+    async with site.openai(job) as model:
+        answer: Any = await model.completions.create(model="chat", prompt="Count: ", stop=["###"], stream=stream)
+        text = (await collected(answer))[0] if stream else answer.choices[0].text
+    assert text == "one ## two "
+    assert site.speakers["rollout-0"].asked[0][0] == "Count: "
+
+
+async def test_plain_completions_take_token_ids_too(site: Site) -> None:
+    job = await site.job()
+    async with site.openai(job) as model:
+        answer = await model.completions.create(model=job, prompt=[5, 6, 7], logprobs=1)
+        assert answer.choices[0].text == "Hello there." and answer.usage is not None
+        assert answer.usage.prompt_tokens == 3
+        assert answer.choices[0].logprobs is not None and answer.choices[0].logprobs.tokens is not None
+        assert "".join(answer.choices[0].logprobs.tokens) == "Hello there.<|im_end|>"
+        with pytest.raises(openai.BadRequestError, match="token ids up to"):
+            await model.completions.create(model=job, prompt=[5, 10**6])
+        with pytest.raises(openai.BadRequestError, match="several prompts"):
+            await model.completions.create(model=job, prompt=["a", "b"])
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_tools_are_offered_called_and_answered(site: Site, stream: bool) -> None:
+    site.words = lambda prompt: "It is 4." if "tool_response" in prompt else f"I add.\n{CALL}"
+    job = await site.job()
+    async with site.openai(job) as model:
+        answer: Any = await model.chat.completions.create(model=job, messages=HELLO, tools=[ADD], stream=stream)
+        if stream:
+            _, chunks = await collected(answer)
+            deltas = [choice for chunk in chunks for choice in chunk.choices]
+            (call,) = [call for choice in deltas for call in choice.delta.tool_calls or []]
+            finish = deltas[-1].finish_reason
+        else:
+            (call,), finish = answer.choices[0].message.tool_calls, answer.choices[0].finish_reason
+        assert (call.function.name, json.loads(call.function.arguments), finish) == ("add", {"a": 3}, "tool_calls")
+        asked: Any = {
+            "role": "assistant",
+            "tool_calls": [{"id": call.id, "type": "function", "function": call.function.model_dump()}],
+        }
+        result: Any = {"role": "tool", "tool_call_id": call.id, "content": "4"}
+        last = await model.chat.completions.create(model=job, messages=[*HELLO, asked, result], tools=[ADD])
+        assert last.choices[0].message.content == "It is 4."
+    assert '"name": "add"' in site.speakers["rollout-0"].asked[0][0]
+
+
+# --- refusals -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"n": 2}, "n can only be 1"),
+        ({"frequency_penalty": 0.5}, "frequency_penalty is not supported"),
+        ({"response_format": {"type": "json_object"}}, "nothing forces a format"),
+        ({"temperature": 11}, "temperature: must be a number from 0 to 10"),
+        ({"top_p": 0}, "top_p: must be a number above 0"),
+        ({"extra_body": {"guided_regex": "x"}}, "guided_regex is not supported"),
+        ({"extra_body": {"chat_template_kwargs": {"enable_thinking": True}}}, "chat_template_kwargs is not supported"),
+        ({"tool_choice": "required"}, "nothing forces"),
+        ({"parallel_tool_calls": False}, "parallel_tool_calls can only be true"),
+        ({"max_tokens": 0}, "max_tokens: must be a whole number of at least 1"),
+        ({"messages": [{"role": "user", "content": "x" * 20_000}]}, "maximum context length is 10000"),
+    ],
+)
+async def test_what_cannot_be_done_is_refused_in_words(site: Site, options: dict[str, Any], said: str) -> None:
+    job = await site.job()
+    async with site.openai(job) as model:
+        with pytest.raises(openai.BadRequestError, match=said) as refused:
+            await model.chat.completions.create(**{"model": job, "messages": HELLO, **options})
+    assert refused.value.type == "invalid_request_error"
+    assert site.speakers["rollout-0"].asked == []
+
+
+async def test_errors_below_the_endpoint_have_openai_s_shape(site: Site) -> None:
+    job = await site.job()
+    async with site.openai(job) as model:
+        with pytest.raises(openai.NotFoundError, match="this job has: some/model, chat") as refused:
+            await model.chat.completions.create(model="gpt", messages=HELLO)
+        assert refused.value.code == "model_not_found"
+    async with aiohttp.ClientSession() as session:
+        for method, path, body, status in [
+            ("POST", f"{job}/v1/chat/completions", "{", 400),
+            ("POST", f"{job}/v1/chat/completions", "[]", 400),
+            ("POST", f"{job}/v1/chat/completions", '{"messages": []}', 400),
+            ("POST", f"{job}/v1/chat/completions", " " * 1_048_577, 413),
+            ("GET", f"{job}/v1/chat/completions", "", 405),
+            ("GET", f"{job}/v1/embeddings", "", 404),
+            ("GET", "j-0000000000/v1/models", "", 404),
+        ]:
+            async with session.request(
+                method, f"{site.client.url}/v1/jobs/{path}", data=io.BytesIO(body.encode())
+            ) as response:
+                error = (await response.json())["error"]
+                assert (response.status, error["type"]) == (status, "invalid_request_error"), path
+                assert error["message"]
+
+
+async def test_jobs_that_answer_nothing_say_why(site: Site, store: Store) -> None:
+    rl = await new_job(store, "j-0123456789")
+    over = await site.job()
+    await site.client.cancel(over)
+    waiting = (
+        await site.client.submit(
+            {"name": "x", "kind": "inference", "model": {"base": "m"}, "resources": {"rollout_workers": 1}}
+        )
+    )["id"]
+    for job, kind, said in [
+        (rl, openai.BadRequestError, "is of kind rl.*start.from = 'j-0123456789@latest'"),
+        (over, openai.ConflictError, "has cancelled"),
+    ]:
+        async with site.openai(job) as model:
+            with pytest.raises(kind, match=said):
+                await model.chat.completions.create(model="x", messages=HELLO)
+    await site.runs(waiting)
+
+
+# --- life -----------------------------------------------------------------------------------------------------------
+
+
+async def test_a_job_needs_rollout_workers_alone_and_is_completed(site: Site, store: Store, ctx: Context) -> None:
+    job = await site.job()
+    record = await site.client.job(job)
+    assert (record["kind"], record["endpoint"]) == ("inference", f"/v1/jobs/{job}/v1")
+    assert [worker["pool"] for worker in record["workers"]] == ["rollout"] and "train" not in record["spec"]
+    assert await kinds(store, job) == ["queued", "starting", "running"]
+    for _ in range(2):  # it may be repeated
+        assert (await site.client.complete(job))["state"] == "succeeded"
+    with pytest.raises(ApiConflict, match="succeeded already"):
+        await site.client.cancel(job)
+    again = await site.job()  # the worker is free
+    assert (await site.client.cancel(again))["state"] == "cancelled"
+    with pytest.raises(ApiConflict, match="cancelled already"):
+        await site.client.complete(again)
+    with pytest.raises(ApiConflict, match="kind rl, and ends by itself"):
+        await site.client.complete(await new_job(store, "j-0123456789"))
+
+
+async def test_a_queued_job_waits_for_a_worker_and_says_so(site: Site) -> None:
+    await site.job()
+    second = (await site.client.submit({"name": "y", "kind": "inference", "model": {"base": "m"}}))["id"]
+
+    async def waits() -> bool:
+        return bool((await site.client.job(second))["waiting_for"] == "a free rollout worker")
+
+    await until(waits)
+    async with site.openai(second) as model:
+        with pytest.raises(openai.InternalServerError, match="is queued: it waits for a free rollout worker"):
+            await model.models.list()
+
+
+async def test_an_idle_job_ends(site: Site) -> None:
+    job = (
+        await site.client.submit({"name": "x", "kind": "inference", "model": {"base": "m"}, "serving": {"idle_s": 0.2}})
+    )["id"]
+    record = await site.client.wait(job, 60)
+    assert (record["state"], record["reason"]) == ("succeeded", "nobody asked it anything for 0.2 s (serving.idle_s)")
+
+
+async def test_a_worker_that_is_lost_is_replaced_and_the_request_waits_for_it(site: Site) -> None:
+    job = await site.job()
+    await site.kill("rollout-0")
+    async with site.openai(job) as model:
+        asking = asyncio.create_task(model.chat.completions.create(model=job, messages=HELLO))
+        await site.worker("rollout-1")
+        assert (await soon(asking)).choices[0].message.content == "Hello there."
+    assert (await site.client.job(job))["state"] == "running"
+
+
+async def test_a_request_that_has_no_answer_yet_goes_to_another_worker(site: Site) -> None:
+    await site.worker("rollout-1")
+    job = await site.job(resources={"rollout_workers": 2})
+    await until(lambda: len(site.speakers) == 2)
+    for speaker in site.speakers.values():
+        speaker.gate = asyncio.Event()
+    async with site.openai(job) as model:
+        asking = asyncio.create_task(model.chat.completions.create(model=job, messages=HELLO))
+        await until(lambda: any(speaker.running for speaker in site.speakers.values()))
+        (at_it,) = [id for id, speaker in site.speakers.items() if speaker.running]
+        (other,) = site.speakers.keys() - {at_it}
+        gate = site.speakers[other].gate
+        assert gate is not None
+        gate.set()
+        await site.kill(at_it)
+        assert (await soon(asking)).choices[0].message.content == "Hello there."
+
+
+async def test_a_stream_whose_worker_is_lost_ends_with_an_error(site: Site) -> None:
+    job = await site.job()
+    site.speakers["rollout-0"].gate, site.speakers["rollout-0"].at = asyncio.Event(), 4
+    async with site.openai(job) as model:
+        stream = await model.chat.completions.create(model=job, messages=HELLO, stream=True)
+        got = ""
+        with pytest.raises(openai.APIError, match="is gone"):
+            async for chunk in stream:
+                got += chunk.choices[0].delta.content or ""
+                if got == "Hell":
+                    await site.kill("rollout-0")
+        assert got == "Hell"
+
+
+async def test_an_engine_that_dies_ends_its_worker(site: Site) -> None:
+    job = await site.job()
+    site.speakers["rollout-0"].died.set_result(None)
+    life = site._lives["rollout-0"]
+    await until(life.done)
+    with pytest.raises(Exception, match="killed by the test"):
+        life.result()
+    await site.worker("rollout-0")
+    async with site.openai(job) as model:
+        assert (await model.chat.completions.create(model=job, messages=HELLO)).choices
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_client_that_goes_away_frees_the_engine(site: Site, stream: bool) -> None:
+    job = await site.job()
+    speaker = site.speakers["rollout-0"]
+    speaker.gate, speaker.at = asyncio.Event(), 3
+    async with site.openai(job) as model:
+        asking = asyncio.create_task(model.chat.completions.create(model=job, messages=HELLO, stream=stream))
+        await until(lambda: speaker.running)
+        if stream:
+            opened: Any = await soon(asking)
+            await opened.close()
+        else:
+            asking.cancel()
+        await until(lambda: not speaker.running)
+
+
+async def test_requests_of_a_scheduler_that_is_gone_are_given_up(site: Site, bus: Bus, store: Store) -> None:
+    job = await site.job()
+    speaker = site.speakers["rollout-0"]
+    speaker.gate = asyncio.Event()
+    (worker,) = [w for w in await store.workers() if w.job == job]
+    question = Ask(id="q", asker="nobody", job=job, model="some/model", messages=[Message(role="user", content="?")])
+    pieces = ask(bus, GENERATE, question, silence_s=60.0, worker=worker.address)
+    waiting: asyncio.Task[Piece] = asyncio.create_task(anext(pieces))
+    await until(lambda: speaker.running)
+    await until(lambda: not speaker.running)
+    waiting.cancel()
+    await asyncio.wait([waiting])
+    await pieces.aclose()
+
+
+async def test_more_than_may_wait_is_refused_for_the_moment(site: Site) -> None:
+    job = await site.job(serving={"max_concurrent": 1, "max_waiting": 1})
+    speaker = site.speakers["rollout-0"]
+    speaker.gate = asyncio.Event()
+    async with site.openai(job) as model:
+        two = [asyncio.create_task(model.chat.completions.create(model=job, messages=HELLO)) for _ in range(2)]
+
+        async def both() -> bool:
+            (worker,) = (await site.client.job(job))["workers"]
+            return bool(worker["detail"]["requests"] == 2)
+
+        await until(both)
+        with pytest.raises(openai.RateLimitError, match="2 requests are being answered or wait") as refused:
+            await model.chat.completions.create(model=job, messages=HELLO)
+        assert refused.value.code == "overloaded" and refused.value.response.headers["Retry-After"]
+        assert len(speaker.running) == 1
+        speaker.gate.set()
+        for asking in two:
+            assert (await soon(asking)).choices
+
+
+async def test_a_request_has_its_time(site: Site) -> None:
+    job = await site.job(serving={"request_timeout_s": 0.2})
+    site.speakers["rollout-0"].gate = asyncio.Event()
+    async with site.openai(job) as model:
+        with pytest.raises(openai.InternalServerError, match=r"no answer within 0.2 s \(serving.request_timeout_s\)"):
+            await model.chat.completions.create(model=job, messages=HELLO)
+
+
+# --- what is served -------------------------------------------------------------------------------------------------
+
+
+ADAPTER = {"adapter_config.json": b"", "adapter_model.safetensors": b"x"}
+
+
+async def test_a_checkpoint_is_kept_for_the_job_and_named(site: Site, ctx: Context, store: Store) -> None:
+    other = await new_job(store, "j-0123456789", JobState.SUCCEEDED, model__base="some/model")
+    write_checkpoint(ctx, other, 7, {"model.safetensors": b"\x02\0\0\0\0\0\0\0{}"})
+    job = await site.job(start={"from": f"{other}@latest"})
+    async with site.openai(job) as model:
+        assert (await model.models.list()).data[0].id == f"{other}@7"
+        assert (await model.chat.completions.create(model=f"{other}@7", messages=HELLO)).choices
+    with pytest.raises(ApiError, match=r"model\.lora.*needs start\.from"):
+        await site.client.submit({"name": "x", "kind": "inference", "model": {"base": "m", "lora": {}}})
