@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import sys
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -12,6 +13,7 @@ import aiohttp
 import openai
 import pytest
 
+from opentinker.asking import text_of
 from opentinker.client import ApiConflict, ApiError, AsyncClient
 from opentinker.shared.bus import Bus
 from opentinker.shared.inference import Ask, Piece
@@ -367,6 +369,49 @@ async def test_a_request_has_its_time(site: Site) -> None:
     async with site.openai(job) as model:
         with pytest.raises(openai.InternalServerError, match=r"no answer within 0.2 s \(serving.request_timeout_s\)"):
             await model.chat.completions.create(model=job, messages=HELLO)
+
+
+# --- chat -----------------------------------------------------------------------------------------------------------
+
+
+async def opentinker(*arguments: str, lines: str = "") -> tuple[int, str, str]:
+    """Exit status, output and complaints of a command."""
+    pipe = asyncio.subprocess.PIPE
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "opentinker.cli", *arguments, stdin=pipe, stdout=pipe, stderr=pipe
+    )
+    out, complaints = await soon(process.communicate(lines.encode()))
+    assert process.returncode is not None
+    return process.returncode, out.decode(), complaints.decode()
+
+
+async def test_people_chat_line_by_line(site: Site) -> None:
+    site.words = lambda prompt: f"Answer {prompt.count('<|im_start|>user')}."
+    job = await site.job()
+    url = ["--url", site.client.url]
+    status, out, _ = await opentinker("chat", job, *url, "--system", "Be short.", lines="one\n\ntwo\n")
+    assert (status, out) == (0, "Answer 1.\nAnswer 2.\n")
+    prompts = [prompt for prompt, _ in site.speakers["rollout-0"].asked]
+    assert "Be short." in prompts[1] and "one<|im_end|>" in prompts[1] and "Answer 1.<|im_end|>" in prompts[1]
+    status, out, _ = await opentinker("chat", job, *url, "-m", "once", "--json", "--seed", "3", "--max-tokens", "4")
+    chunks = [json.loads(line) for line in out.splitlines()]
+    assert status == 0 and "".join(text_of(chunk) for chunk in chunks) == "Answ"
+    assert chunks[-1]["choices"][0]["finish_reason"] == "length"
+    assert site.speakers["rollout-0"].asked[-1][1].seed == 3
+    status, _, complaints = await opentinker("chat", job, *url, "-m", "x", "--model", "other")
+    assert status == 1 and "The model `other` does not exist here" in complaints
+
+
+async def test_an_answer_that_breaks_off_is_an_error_of_the_client(site: Site) -> None:
+    job = await site.job()
+    site.speakers["rollout-0"].gate, site.speakers["rollout-0"].at = asyncio.Event(), 4
+    got = ""
+    with pytest.raises(ApiError, match=r"the answer broke off: .* is gone"):
+        async for chunk in site.client.chat(job, HELLO):
+            got += text_of(chunk)
+            if got == "Hell":
+                await site.kill("rollout-0")
+    assert got == "Hell"
 
 
 # --- what is served -------------------------------------------------------------------------------------------------

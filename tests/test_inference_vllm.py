@@ -57,8 +57,8 @@ async def served(cluster: Cluster, model: Path, **parts: Any) -> str:
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def job(cluster: Cluster, small: Path) -> str:
-    return await served(cluster, small, rollout={"context_length": 256})
+async def job(cluster: Cluster, tiny: Path) -> str:
+    return await served(cluster, tiny, rollout={"context_length": 256})
 
 
 def asking(cluster: Cluster, job: str) -> AsyncOpenAI:
@@ -71,10 +71,10 @@ def logprobs_of(model: Any, prompt: list[int], ids: list[int]) -> torch.Tensor:
     return logits.double().log_softmax(-1).gather(-1, torch.tensor(ids)[:, None])[:, 0]
 
 
-async def test_answers_are_those_of_the_model_whole_and_streamed_alike(system: Cluster, job: str, small: Path) -> None:
+async def test_answers_are_those_of_the_model_whole_and_streamed_alike(system: Cluster, job: str, tiny: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    tokenizer, model = AutoTokenizer.from_pretrained(small), AutoModelForCausalLM.from_pretrained(small)
+    tokenizer, model = AutoTokenizer.from_pretrained(tiny), AutoModelForCausalLM.from_pretrained(tiny)
     options: Any = {"model": "chat", "messages": ASKED, "max_tokens": 20, "seed": 11, "logprobs": True}
     async with asking(system, job) as client:
         whole = await client.chat.completions.create(**options)
@@ -147,27 +147,27 @@ async def test_what_is_killed_comes_back_and_serves_again(system: Cluster, job: 
     assert (await system.client.complete(job))["state"] == "succeeded"
 
 
-async def test_the_adapter_of_a_checkpoint_is_served(system: Cluster, small: Path, tmp_path: Path) -> None:
+async def test_the_adapter_of_a_checkpoint_is_served(system: Cluster, tiny: Path, tmp_path: Path) -> None:
     from peft import LoraConfig, PeftModel, get_peft_model
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     torch.manual_seed(3)
-    base = AutoModelForCausalLM.from_pretrained(small)
+    base = AutoModelForCausalLM.from_pretrained(tiny)
     config = LoraConfig(r=4, lora_alpha=64, target_modules=["q_proj", "v_proj", "down_proj"], init_lora_weights=False)
     get_peft_model(base, config).save_pretrained(tmp_path / "adapter")
     files = {
         name: (tmp_path / "adapter" / name).read_bytes()
         for name in ("adapter_config.json", "adapter_model.safetensors")
     }
+    model = {"base": str(tiny), "lora": {"rank": 4}}
     trained = await new_job(
-        system.store, "j-adapter000", JobState.CANCELLED, model={"base": str(small.resolve()), "lora": {"rank": 4}},
-        rollout={}, train={"steps": 1},
-    )  # fmt: skip
+        system.store, "j-adapter000", JobState.CANCELLED, model=model, rollout={}, train={"steps": 1}
+    )
     surroundings: Any = SimpleNamespace(settings=SimpleNamespace(data_dir=system.data))
     write_checkpoint(surroundings, trained, 9, files)
-    job = await served(system, small, start={"from": f"{trained}@latest"}, rollout={"context_length": 256})
-    tokenizer = AutoTokenizer.from_pretrained(small)
-    adapted = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(small), tmp_path / "adapter")
+    job = await served(system, tiny, start={"from": f"{trained}@latest"}, rollout={"context_length": 256})
+    tokenizer = AutoTokenizer.from_pretrained(tiny)
+    adapted = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tiny), tmp_path / "adapter")
     prompt = tokenizer.apply_chat_template(ASKED, add_generation_prompt=True, tokenize=True, return_dict=False)
     async with asking(system, job) as client:
         assert (await client.models.list()).data[0].id == f"{trained}@9"
@@ -177,5 +177,5 @@ async def test_the_adapter_of_a_checkpoint_is_served(system: Cluster, small: Pat
     assert answer.system_fingerprint == "weights-1.9"
     said, ids = torch.tensor(answer.choices[0].logprobs.token_logprobs), answer.choices[0].token_ids
     assert float((said - logprobs_of(adapted, prompt, ids)).abs().max()) < 1e-3
-    assert float((said - logprobs_of(AutoModelForCausalLM.from_pretrained(small), prompt, ids)).abs().max()) > 0.1
+    assert float((said - logprobs_of(AutoModelForCausalLM.from_pretrained(tiny), prompt, ids)).abs().max()) > 0.1
     assert (await system.client.cancel(job))["state"] == "cancelled"
