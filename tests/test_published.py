@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import orjson
 import pytest
 import pytest_asyncio
 
@@ -39,14 +41,17 @@ class System:
     def __init__(self, cluster: Cluster, model: Path) -> None:
         self.cluster, self.model = cluster, model
 
-    @contextmanager
-    def program(self, log: Path, steps: int, **environ: str) -> Iterator[subprocess.Popen[bytes]]:
+    def program(
+        self, log: Path, steps: int, **environ: str
+    ) -> contextlib.AbstractContextManager[subprocess.Popen[bytes]]:
         script = [str(ROOT / "tests" / "published_program.py"), self.cluster.client.url, str(self.model), str(steps)]
+        return self.running(["-m", "opentinker.client", *script], log, **environ)
+
+    @contextmanager
+    def running(self, arguments: list[str], log: Path, **environ: str) -> Iterator[subprocess.Popen[bytes]]:
         variables = {**os.environ, "PYTHONPATH": PYTHONPATH, "PYTHONUNBUFFERED": "1", **environ}
         with log.open("wb") as file:
-            process = subprocess.Popen(
-                [sys.executable, "-m", "opentinker.client", *script], env=variables, stdout=file, stderr=file
-            )
+            process = subprocess.Popen([sys.executable, *arguments], env=variables, stdout=file, stderr=file)
         try:
             yield process
         finally:
@@ -102,6 +107,27 @@ async def test_a_program_that_was_killed_is_started_again_and_goes_on(system: Sy
     record = await system.cluster.client.job(job)
     assert (record["state"], record["step"]) == ("succeeded", 60)
     assert (await system.newest())["id"] == job
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("style", ["opentinker.client.utils", "utils"])
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_published_program_runs_inference(system: System, tmp_path: Path, style: str) -> None:
+    text = (ROOT / "tests" / "published_inference.py").read_text()
+    program = tmp_path / "program.py"
+    program.write_text(text.replace("opentinker.client.utils", style))
+    (tmp_path / "rows.jsonl").write_text(
+        '{"prompt": "12", "ground_truth": "12"}\n{"prompt": "345", "ground_truth": "x"}\n'
+    )
+    run = ["-m", "opentinker.client"] if style == "utils" else []
+    arguments = [*run, str(program), system.cluster.client.url, str(system.model), str(tmp_path)]
+    with system.running(arguments, tmp_path / "log") as process:
+        assert await ended(process) == 0, (tmp_path / "log").read_text()
+    said = (tmp_path / "log").read_text().splitlines()
+    assert said[0].startswith("2 samples: mean reward 0.5000, accuracy 0.5000")
+    assert said[1:] == ["results 2 1.0", "COMPLETED"]
+    lines = [orjson.loads(line) for line in (tmp_path / "results.jsonl").read_bytes().splitlines()]
+    assert [(line["response_text"], line["reward"]) for line in lines] == [("12", 1.0), ("345", 0.0)]
 
 
 # --- settings -------------------------------------------------------------------------------------------------------

@@ -123,7 +123,7 @@ def spec_of(
     if not base:
         raise ValueError("tokenizer_path is missing: it names the model that is trained")
     spec: dict[str, Any] = {
-        "name": _name(str(settings.get("experiment_name", "game"))),
+        "name": job_name(str(settings.get("experiment_name", "game"))),
         "kind": "rl",
         "model": {"base": str(base), **_lora(settings)},
         "environment": environment,
@@ -137,7 +137,8 @@ def spec_of(
     return tolerant_merge_dicts(spec, settings.overrides())
 
 
-def _name(title: str) -> str:
+def job_name(title: str) -> str:
+    """A name that a spec may have."""
     kept = "".join(c if c.isascii() and (c.isalnum() or c in "_-") else "-" for c in title.lower()).strip("-_")
     return kept[:63] or "game"
 

@@ -15,6 +15,12 @@ _HOME = {
     "DynamicGameDataset": "base_data_generator",
     "collate_fn": "base_data_generator",
     "StaticDatasetGenerator": "static_data_generator",
+    "InferencePipeline": "inference_pipeline",
+    "InferenceResult": "inference_pipeline",
+    "RemoteEnvironmentClient": "inference_pipeline",
+    "generate_samples": "inference_pipeline",
+    "load_samples": "inference_pipeline",
+    "run_inference": "inference_pipeline",
     "BaseGameStats": "base_game_server",
     "GameStats": "base_game_server",
     "create_game_server": "base_game_server",
@@ -33,6 +39,12 @@ if TYPE_CHECKING:
     from opentinker.environment.base_game_server import run_game_server as run_game_server
     from opentinker.environment.environment import BaseEnvironment as BaseEnvironment
     from opentinker.environment.environment import RewardFunctionSpec as RewardFunctionSpec
+    from opentinker.environment.inference_pipeline import InferencePipeline as InferencePipeline
+    from opentinker.environment.inference_pipeline import InferenceResult as InferenceResult
+    from opentinker.environment.inference_pipeline import RemoteEnvironmentClient as RemoteEnvironmentClient
+    from opentinker.environment.inference_pipeline import generate_samples as generate_samples
+    from opentinker.environment.inference_pipeline import load_samples as load_samples
+    from opentinker.environment.inference_pipeline import run_inference as run_inference
     from opentinker.environment.static_data_generator import StaticDatasetGenerator as StaticDatasetGenerator
     from opentinker.envs.game import AbstractGame as AbstractGame
     from opentinker.envs.game import GameDataGenerator as GameDataGenerator

@@ -22,22 +22,15 @@ from typing import Any
 
 from opentinker.api_client import ApiError, Client
 from opentinker.client.settings import Settings, spec_of
+from opentinker.client.utils.inference_client import STATES, TOKEN, InferenceSchedulerClient, one_url
 from opentinker.refusal import refused
 from opentinker.serving import serve_environment
 from opentinker.shared.types import JobState
 
+__all__ = ["InferenceSchedulerClient", "SchedulerClient", "ServiceClient"]
+
 ATTACH = "OPENTINKER_ATTACH"
-TOKEN = "OPENTINKER_TOKEN"
 SHOWN = {"reward/mean": "reward", "loss/policy": "loss", "mismatch/mean": "mismatch", "step_seconds": "s/step"}
-STATES = {
-    "queued": "QUEUED",
-    "starting": "STARTING",
-    "running": "RUNNING",
-    "succeeded": "COMPLETED",
-    "failed": "FAILED",
-    "cancelled": "CANCELLED",
-}
-"""Our states by their published names."""
 
 
 class Submission:
@@ -66,12 +59,10 @@ class SchedulerClient:
         *,
         url: str | None = None,
     ) -> None:
-        if scheduler_url is not None and url is not None and scheduler_url != url:
-            raise ValueError(f"url = {url!r} and scheduler_url = {scheduler_url!r} mean the same: give one of them")
         if api_key:
             os.environ[TOKEN] = api_key
         self.timeout, self.poll_interval = timeout, poll_interval
-        self._client = Client(url or scheduler_url, wait_s=timeout)
+        self._client = Client(one_url(scheduler_url, url), wait_s=timeout)
         self.scheduler_url = self._client.url
 
     def submit_job(

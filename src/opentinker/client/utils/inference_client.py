@@ -1,0 +1,131 @@
+"""The published client of inference jobs.
+
+scheduler = InferenceSchedulerClient(url="http://127.0.0.1:8080")
+job = scheduler.submit_inference_job(model_path="models/mine")
+results = run_inference(vllm_server_url=job["vllm_server_url"], data_path="rows.jsonl", game_class=MyGame)
+scheduler.complete_job(job["job_id"])
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from opentinker.api_client import Client
+from opentinker.client.settings import job_name
+from opentinker.client.utils.utils import tolerant_merge_dicts
+from opentinker.shared.types import JobState
+
+TOKEN = "OPENTINKER_TOKEN"
+STATES = {
+    "queued": "QUEUED",
+    "starting": "STARTING",
+    "running": "RUNNING",
+    "succeeded": "COMPLETED",
+    "failed": "FAILED",
+    "cancelled": "CANCELLED",
+}
+"""Our states by their published names."""
+
+
+def one_url(scheduler_url: str | None, url: str | None) -> str | None:
+    """`url` and `scheduler_url` mean the same. Raises ValueError if both are given and differ."""
+    if scheduler_url is not None and url is not None and scheduler_url != url:
+        raise ValueError(f"url = {url!r} and scheduler_url = {scheduler_url!r} mean the same: give one of them")
+    return url or scheduler_url
+
+
+class InferenceSchedulerClient:
+    """`url` and `scheduler_url` mean the same. `api_key` is sent with every request of this process."""
+
+    def __init__(
+        self,
+        scheduler_url: str | None = None,
+        api_key: str | None = None,
+        timeout: float = 600.0,
+        poll_interval: float = 2.0,
+        *,
+        url: str | None = None,
+    ) -> None:
+        if api_key:
+            os.environ[TOKEN] = api_key
+        self.timeout, self.poll_interval = timeout, poll_interval
+        self._client = Client(one_url(scheduler_url, url), wait_s=timeout)
+        self.scheduler_url = self._client.url
+
+    def submit_inference_job(
+        self,
+        model_path: str,
+        tokenizer_path: str | None = None,
+        tensor_parallel_size: int = 1,
+        num_gpus: int | None = None,
+        gpu_memory_utilization: float = 0.9,
+        max_model_len: int | None = None,
+        trust_remote_code: bool = True,
+        *,
+        opentinker: Mapping[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        """job_id, status, message and vllm_server_url (an OpenAI-compatible server: its routes begin with /v1), once
+        the job answers. Raises TimeoutError after `timeout`, RuntimeError if it fails or is cancelled.
+
+        An engine has the one device of its worker, and shares it out itself: `num_gpus` and `gpu_memory_utilization`
+        say nothing here. No code of a model directory is run, whatever `trust_remote_code` says. `opentinker` says
+        anything of the job's spec otherwise: {"resources": {"rollout_workers": 2}, "serving": {"idle_s": 600}}.
+        """
+        if tensor_parallel_size != 1:
+            raise ValueError(
+                f"tensor_parallel_size = {tensor_parallel_size}: an engine has one device; for more requests at once "
+                'give the job more of them: opentinker={"resources": {"rollout_workers": 2}}'
+            )
+        if tokenizer_path not in (None, model_path):
+            raise ValueError(f"tokenizer_path = {tokenizer_path!r}: the tokenizer is that of the model, leave it out")
+        spec: dict[str, Any] = {
+            "name": job_name(os.path.basename(model_path.rstrip("/"))),
+            "kind": "inference",
+            "model": {"base": model_path},
+        }
+        if max_model_len is not None:
+            spec["rollout"] = {"context_length": max_model_len}
+        spec = tolerant_merge_dicts(spec, opentinker or {})
+        job = str(self._client.submit(spec)["id"])
+        self._until_running(job)
+        return {**self.get_job_status(job), "message": "it answers", "vllm_server_url": self._url(job)}
+
+    def _until_running(self, job: str) -> None:
+        deadline = time.monotonic() + self.timeout
+        while True:
+            record = self._client.job(job)
+            state = JobState(record["state"])
+            if state == JobState.RUNNING:
+                return
+            if state.final:
+                raise RuntimeError(f"inference job {job} {state}: {record['reason'] or 'no reason was given'}")
+            if time.monotonic() >= deadline:
+                waits = f", it waits for {record['waiting_for']}" if record["waiting_for"] else ""
+                self._client.cancel(job)
+                raise TimeoutError(f"inference job {job} was {state} after {self.timeout:g} s{waits}: cancelled")
+            time.sleep(min(self.poll_interval, max(0.0, deadline - time.monotonic())))
+
+    def _url(self, job: str) -> str:
+        return f"{self.scheduler_url}/v1/jobs/{job}"
+
+    def get_job_status(self, job_id: str) -> dict[str, Any]:
+        job = self._client.job(job_id)
+        status = {"status": STATES[job["state"]], "error_message": job["reason"] or None}
+        return {**job, "job_id": job_id, **status, "vllm_server_url": self._url(job_id)}
+
+    job_status = get_job_status
+
+    def cancel_job(self, job_id: str) -> dict[str, Any]:
+        """Cancels what is not over yet."""
+        if not JobState(self._client.job(job_id)["state"]).final:
+            self._client.cancel(job_id)
+        return self.get_job_status(job_id)
+
+    def complete_job(self, job_id: str) -> dict[str, Any]:
+        """The job has succeeded, and its workers are free."""
+        if not JobState(self._client.job(job_id)["state"]).final:
+            self._client.complete(job_id)
+        return self.get_job_status(job_id)

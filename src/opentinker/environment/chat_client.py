@@ -1,0 +1,94 @@
+"""One OpenAI-compatible server, asked patiently: what is full or restarting is asked again."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import time
+from typing import Any
+
+import aiohttp
+import orjson
+
+AGAIN = (429, 502, 503, 504)
+PATIENCE_S = 300.0
+"""Without any answer."""
+ANSWER_S = 1800.0
+"""Of one request: a full server lets it wait."""
+
+
+class ChatError(Exception):
+    """The server refused, or was not reached (`status` 0). `code` as the server says it."""
+
+    def __init__(self, message: str, status: int = 0, code: str = "") -> None:
+        self.status, self.code = status, code
+        super().__init__(message)
+
+
+class ChatServer:
+    """`url` with or without the /v1 at its end. OPENTINKER_TOKEN, else OPENAI_API_KEY, goes with every request."""
+
+    def __init__(self, url: str, model: str | None = None) -> None:
+        self.url = url.rstrip("/").removesuffix("/v1")
+        self.model = model
+        self._session: aiohttp.ClientSession | None = None
+
+    async def __aenter__(self) -> ChatServer:
+        token = os.environ.get("OPENTINKER_TOKEN") or os.environ.get("OPENAI_API_KEY")
+        headers = {"Authorization": f"Bearer {token}"} if token else {}
+        timeout = aiohttp.ClientTimeout(total=ANSWER_S, sock_connect=5.0)
+        self._session = aiohttp.ClientSession(headers=headers, timeout=timeout)
+        try:
+            names = [card["id"] for card in (await self._json("GET", "/v1/models"))["data"]]
+        except BaseException:
+            await self._session.close()
+            raise
+        if not names:
+            await self._session.close()
+            raise ChatError(f"{self.url} serves no model")
+        self.model = self.model if self.model in names else names[0]
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        assert self._session is not None
+        await self._session.close()
+
+    async def chat(self, messages: list[dict[str, Any]], **options: Any) -> dict[str, Any]:
+        """The whole answer. Raises ChatError."""
+        return await self._json("POST", "/v1/chat/completions", {"model": self.model, "messages": messages, **options})
+
+    async def _json(self, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+        deadline, pause = time.monotonic() + PATIENCE_S, 0.2
+        while True:
+            try:
+                status, answer = await self._once(method, path, body)
+                problem = _problem(answer)
+            except (aiohttp.ClientError, TimeoutError) as error:
+                status, answer, problem = (
+                    0,
+                    None,
+                    ChatError(f"cannot reach {self.url}: {error or type(error).__name__}"),
+                )
+            if 200 <= status < 300 and isinstance(answer, dict):
+                return answer
+            if (status and status not in AGAIN) or time.monotonic() + pause > deadline:
+                raise ChatError(str(problem) or f"{self.url}{path} answered {status}", status, problem.code)
+            await asyncio.sleep(pause * (0.5 + random.random()))
+            pause = min(2 * pause, 5.0)
+
+    async def _once(self, method: str, path: str, body: dict[str, Any] | None) -> tuple[int, Any]:
+        assert self._session is not None
+        async with self._session.request(method, self.url + path, json=body) as response:
+            raw = await response.read()
+            try:
+                return response.status, orjson.loads(raw)
+            except ValueError:
+                return response.status, None
+
+
+def _problem(answer: Any) -> ChatError:
+    error = answer.get("error") if isinstance(answer, dict) else None
+    if not isinstance(error, dict):
+        return ChatError(str(answer.get("detail", "")) if isinstance(answer, dict) else "")
+    return ChatError(str(error.get("message", "")), code=str(error.get("code") or ""))

@@ -1,0 +1,124 @@
+"""The other side of a sample that a model plays: a game in this process, or one of a game server."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import uuid
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Protocol, TypeVar
+
+from opentinker.environment.game_server import GameServerError, post
+from opentinker.environment.game_stats_client import GameStatsClient
+from opentinker.envs.adapters.library import Randomness
+from opentinker.envs.game import AbstractGame, StepResult, opening_of
+
+T = TypeVar("T")
+Chat = list[dict[str, Any]]
+
+
+class Play(Protocol):
+    """One episode."""
+
+    async def open(self) -> Chat:
+        """What the model is shown first."""
+
+    async def step(self, action: str) -> StepResult: ...
+
+    async def close(self) -> None: ...
+
+
+class LocalGame:
+    """Played in a thread, one call of all games at a time (`turn`): the global random numbers are its own meanwhile."""
+
+    def __init__(
+        self, make: Callable[[], AbstractGame], state: dict[str, Any], seed: int | None, turn: asyncio.Lock
+    ) -> None:
+        self._make, self._state, self._turn = make, state, turn
+        self._randomness = Randomness(random.SystemRandom().getrandbits(32) if seed is None else seed)
+        self._game: AbstractGame | None = None
+
+    async def _call(self, function: Callable[[], T]) -> T:
+        def drawn() -> T:
+            with self._randomness:
+                return function()
+
+        async with self._turn:
+            return await asyncio.to_thread(drawn)
+
+    async def open(self) -> Chat:
+        return _chat(*await self._call(self._begin))
+
+    def _begin(self) -> tuple[str | None, str]:
+        self._game = self._make()
+        return opening_of(self._game, self._state)
+
+    async def step(self, action: str) -> StepResult:
+        assert self._game is not None
+        result = await self._call(partial(self._game.step, action))
+        if not isinstance(result, StepResult):
+            raise TypeError(f"{type(self._game).__name__}.step must return a StepResult, not {type(result).__name__}")
+        return result
+
+    async def close(self) -> None:
+        if self._game is not None:
+            await self._call(self._game.close)
+
+
+class RemoteEnvironmentClient:
+    """One game of a game server. Its calls block, and raise GameServerError."""
+
+    def __init__(self, env_endpoint: str, job_id: str = "default", instance_id: str | None = None) -> None:
+        self.env_endpoint, self.job_id = env_endpoint, job_id
+        self.instance_id = instance_id or uuid.uuid4().hex
+
+    def reset(self, **kwargs: Any) -> dict[str, Any]:
+        """observation, system_prompt, game_state."""
+        return post(self.env_endpoint, "/reset", {**self._ids, **kwargs})
+
+    def step(self, action: str) -> StepResult:
+        answer = post(self.env_endpoint, "/step", {**self._ids, "action": action})
+        return StepResult(
+            str(answer.get("observation", "")), answer["reward"], bool(answer["done"]), answer.get("info") or {}
+        )
+
+    def finalize(self) -> None:
+        """The game is over, whatever its state."""
+        post(self.env_endpoint, "/finalize", self._ids)
+
+    def health_check(self) -> bool:
+        return GameStatsClient(self.env_endpoint, self.job_id).health_check()
+
+    @property
+    def _ids(self) -> dict[str, str]:
+        return {"instance_id": self.instance_id, "job_id": self.job_id}
+
+
+class RemoteGame:
+    def __init__(self, client: RemoteEnvironmentClient, state: dict[str, Any]) -> None:
+        self._client, self._state = client, state
+        self._done = True
+
+    async def open(self) -> Chat:
+        answer = await asyncio.to_thread(partial(self._client.reset, **self._state))
+        self._done = False
+        return _chat(answer.get("system_prompt"), str(answer["observation"]))
+
+    async def step(self, action: str) -> StepResult:
+        result = await asyncio.to_thread(self._client.step, action)
+        self._done = result.done
+        return result
+
+    async def close(self) -> None:
+        """A server forgets a game that is done by itself; one that does not answer is none to tell anything."""
+        if not self._done:
+            try:
+                await asyncio.to_thread(self._client.finalize)
+            except GameServerError:
+                return
+
+
+def _chat(system: str | None, first: str) -> Chat:
+    before = [] if system is None else [{"role": "system", "content": system}]
+    return [*before, {"role": "user", "content": first}]

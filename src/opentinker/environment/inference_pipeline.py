@@ -1,0 +1,291 @@
+"""A model plays a game, sample by sample, and is rewarded for it: the published way of looking at what was learnt.
+
+    results = run_inference(vllm_server_url=job["vllm_server_url"], data_path="rows.jsonl", game_class=MathGame)
+
+The model answers at `vllm_server_url`, an inference job's or any OpenAI-compatible server's; the game is played in this
+process, or by the game server at `env_endpoint`. Samples are played side by side.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from opentinker.client.utils.inference_client import InferenceSchedulerClient
+from opentinker.environment.chat_client import ChatError, ChatServer
+from opentinker.environment.inference_games import Chat, LocalGame, Play, RemoteEnvironmentClient, RemoteGame
+from opentinker.environment.static_data_generator import StaticDatasetGenerator
+from opentinker.envs.game import AbstractGame, GameDataGenerator, check_arguments
+
+__all__ = [
+    "InferencePipeline", "InferenceResult", "RemoteEnvironmentClient", "generate_samples", "load_samples",
+    "run_inference",
+]  # fmt: skip
+
+AT_ONCE = 64
+"""Samples that are played side by side."""
+SUCCESS = 0.5
+"""A reward above it counts as right."""
+GENERATED = 50
+"""Samples of a game without data, where nobody says how many."""
+TOO_LONG = "context_length_exceeded"
+Sample = dict[str, Any]
+
+
+@dataclass
+class InferenceResult:
+    """What became of one sample."""
+
+    sample_id: int
+    messages: Chat
+    """Both sides' words."""
+    prompt_text: str
+    """The first messages, one after the other."""
+    response_text: str
+    """All that the model said."""
+    reward: float
+    """Sum over the steps."""
+    done: bool
+    """Whether the game came to its end."""
+    num_turns: int
+    """Of the model."""
+    ground_truth: Any = None
+    info: dict[str, Any] = field(default_factory=dict)
+    """Of the last step; `error` where the game failed, or the conversation was too long for the model."""
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def load_samples(data_path: str | Sequence[str], max_samples: int | None = None, **options: Any) -> list[Sample]:
+    """Rows of .jsonl, .json and .parquet files in their order: prompt, env_kwargs, ground_truth, data_source. `options`
+    are those of StaticDatasetGenerator. Raises RowError."""
+    rows = StaticDatasetGenerator(data_path, **{"shuffle": False, **options})
+    return [rows.generate_sample(i) for i in range(len(rows) if max_samples is None else min(max_samples, len(rows)))]
+
+
+def generate_samples(
+    game_class: type[AbstractGame], num_samples: int = GENERATED, seed: int = 42, **game_kwargs: Any
+) -> list[Sample]:
+    """Start states of a game without data. A sample's `seed` is that of its game, which says the prompt itself."""
+    generator = GameDataGenerator(game_class, game_kwargs, seed)
+    return [{**generator.generate_sample(i), "seed": seed + i} for i in range(num_samples)]
+
+
+class InferencePipeline:
+    """`run` plays samples. A turn of the model has up to `max_tokens_per_turn` tokens, a sample up to `max_tokens`,
+    `max_assistant_turns` turns (0: any number) and, unless it is 0, `max_user_turns` observations after the first; a
+    conversation of `max_context_length` tokens is not continued. The server renders and tokenises, so `tokenizer_path`
+    is not needed; `game_kwargs` are those of the game's constructor."""
+
+    def __init__(
+        self,
+        model_path: str | None = None,
+        game_class: type[AbstractGame] | None = None,
+        env_endpoint: str | None = None,
+        job_id: str = "default",
+        vllm_server_url: str | None = None,
+        tokenizer_path: str | None = None,
+        temperature: float = 0.0,
+        top_p: float = 1.0,
+        max_tokens: int = 4096,
+        max_tokens_per_turn: int | None = None,
+        max_user_turns: int = 0,
+        max_assistant_turns: int = 1,
+        max_context_length: int = 30000,
+        concurrency: int = AT_ONCE,
+        **game_kwargs: Any,
+    ) -> None:
+        if vllm_server_url is None:
+            raise ValueError("vllm_server_url is missing: submit_inference_job gives one")
+        if game_class is None and env_endpoint is None:
+            raise ValueError("there is nothing to play: give game_class, or env_endpoint of a game server")
+        if min(max_tokens, concurrency, max_context_length) < 1 or min(max_user_turns, max_assistant_turns) < 0:
+            raise ValueError(
+                "max_tokens, max_context_length and concurrency must be 1 or more, numbers of turns 0 or more"
+            )
+        if game_class is not None:
+            check_arguments(game_class, game_kwargs)
+        self.server_url, self.model_path = vllm_server_url, model_path
+        self.game_class, self.game_kwargs = game_class, game_kwargs
+        self.env_endpoint, self.job_id = env_endpoint, job_id
+        self.sampling = {"temperature": temperature, "top_p": top_p}
+        self.max_tokens, self.max_tokens_per_turn = max_tokens, max_tokens_per_turn or max_tokens
+        self.max_user_turns, self.max_assistant_turns = max_user_turns, max_assistant_turns
+        self.max_context_length, self.concurrency = max_context_length, concurrency
+
+    def run(self, samples: Sequence[Sample]) -> list[InferenceResult]:
+        """One result per sample, in their order. Raises ChatError when the server refuses or is gone, RuntimeError when
+        every sample failed."""
+        return asyncio.run(self.play(samples))
+
+    async def play(self, samples: Sequence[Sample]) -> list[InferenceResult]:
+        places, turn = asyncio.Semaphore(self.concurrency), asyncio.Lock()
+        async with ChatServer(self.server_url, self.model_path) as server:
+
+            async def one(number: int, sample: Sample) -> InferenceResult:
+                async with places:
+                    return await self._sample(number, sample, server, turn)
+
+            tasks = [asyncio.create_task(one(number, sample)) for number, sample in enumerate(samples)]
+            try:
+                results = list(await asyncio.gather(*tasks))
+            finally:
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
+        failed = [result for result in results if "error" in result.info and not result.done]
+        if results and len(failed) == len(results):
+            raise RuntimeError(f"every sample failed; the first: {failed[0].info['error']}")
+        return results
+
+    def _game(self, sample: Sample, turn: asyncio.Lock) -> Play:
+        state = dict(sample.get("env_kwargs") or {})
+        if self.env_endpoint is not None:
+            return RemoteGame(RemoteEnvironmentClient(self.env_endpoint, self.job_id), state)
+        assert self.game_class is not None
+        return LocalGame(partial(self.game_class, **self.game_kwargs), state, sample.get("seed"), turn)
+
+    async def _sample(self, number: int, sample: Sample, server: ChatServer, turn: asyncio.Lock) -> InferenceResult:
+        result = InferenceResult(number, [], "", "", 0.0, False, 0, sample.get("ground_truth"))
+        game = self._game(sample, turn)
+        try:
+            opening = await game.open()
+            own = "seed" in sample or not sample.get("prompt")
+            result.messages = opening if own else [dict(message) for message in sample["prompt"]]
+            result.prompt_text = _text(result.messages)
+            await self._turns(result, game, server)
+        except ChatError as error:
+            if error.code != TOO_LONG:
+                raise
+            result.info = {**result.info, "error": str(error)}
+        except Exception as error:  # noqa: BLE001 - the game is the user's code: it fails its sample, and says so there
+            result.info = {**result.info, "error": f"{type(error).__name__}: {error}"}
+        finally:
+            await game.close()
+        result.response_text = _text([m for m in result.messages if m["role"] == "assistant"])
+        return result
+
+    async def _turns(self, result: InferenceResult, game: Play, server: ChatServer) -> None:
+        left = self.max_tokens
+        while True:
+            limit = min(left, self.max_tokens_per_turn)
+            answer = await server.chat(result.messages, max_tokens=limit, **self.sampling)
+            text = answer["choices"][0]["message"]["content"] or ""
+            result.messages.append({"role": "assistant", "content": text})
+            result.num_turns += 1
+            step = await game.step(text)
+            result.reward += float(step.reward)
+            result.done, result.info = bool(step.done), dict(step.info)
+            usage = answer["usage"]
+            left -= usage["completion_tokens"]
+            turns = result.num_turns
+            if (
+                result.done
+                or left <= 0
+                or usage["total_tokens"] >= self.max_context_length
+                or turns == self.max_assistant_turns
+                or turns - 1 == self.max_user_turns > 0
+            ):
+                return
+            result.messages.append({"role": "user", "content": step.observation})
+
+
+def run_inference(
+    model_path: str | None = None,
+    data_path: str | Sequence[str] | None = None,
+    game_class: type[AbstractGame] | None = None,
+    env_endpoint: str | None = None,
+    job_id: str = "default",
+    vllm_server_url: str | None = None,
+    tokenizer_path: str | None = None,
+    output_path: str | None = None,
+    temperature: float = 0.0,
+    top_p: float = 1.0,
+    max_tokens: int = 4096,
+    max_tokens_per_turn: int | None = None,
+    max_samples: int | None = None,
+    max_user_turns: int = 0,
+    max_assistant_turns: int = 1,
+    max_context_length: int = 30000,
+    tensor_parallel_size: int = 1,
+    concurrency: int = AT_ONCE,
+    **game_kwargs: Any,
+) -> list[InferenceResult]:
+    """Plays the rows of `data_path`, or start states that the game draws, and says how it went.
+
+    Without `vllm_server_url` an inference job of `model_path` is submitted to the service (OPENTINKER_URL) and
+    completed in the end. With `output_path` every result is a line of JSON there. Everything else: InferencePipeline.
+    """
+    if vllm_server_url is None:
+        if model_path is None:
+            raise ValueError("there is no model: give model_path, or the vllm_server_url of an inference job")
+        scheduler = InferenceSchedulerClient()
+        job = scheduler.submit_inference_job(model_path, tensor_parallel_size=tensor_parallel_size)
+        url = str(job["vllm_server_url"])
+    elif tensor_parallel_size != 1:
+        raise ValueError("tensor_parallel_size is the server's, which vllm_server_url names: leave it out")
+    else:
+        scheduler, job, url = None, {}, vllm_server_url
+    try:
+        pipeline = InferencePipeline(
+            model_path=model_path,
+            game_class=game_class,
+            env_endpoint=env_endpoint,
+            job_id=job_id,
+            vllm_server_url=url,
+            tokenizer_path=tokenizer_path,
+            temperature=temperature,
+            top_p=top_p,
+            max_tokens=max_tokens,
+            max_tokens_per_turn=max_tokens_per_turn,
+            max_user_turns=max_user_turns,
+            max_assistant_turns=max_assistant_turns,
+            max_context_length=max_context_length,
+            concurrency=concurrency,
+            **game_kwargs,
+        )
+        results = pipeline.run(_samples(data_path, game_class, max_samples, game_kwargs))
+    finally:
+        if scheduler is not None:
+            scheduler.complete_job(job["job_id"])
+    if output_path is not None:
+        target = Path(output_path)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_bytes(b"".join(orjson.dumps(r.to_dict(), default=str) + b"\n" for r in results))
+    _say(results, output_path)
+    return results
+
+
+def _samples(
+    data_path: str | Sequence[str] | None,
+    game_class: type[AbstractGame] | None,
+    max_samples: int | None,
+    game_kwargs: dict[str, Any],
+) -> list[Sample]:
+    if data_path is not None:
+        return load_samples(data_path, max_samples)
+    count = GENERATED if max_samples is None else max_samples
+    return [{} for _ in range(count)] if game_class is None else generate_samples(game_class, count, **game_kwargs)
+
+
+def _text(messages: Chat) -> str:
+    return "\n\n".join(str(message.get("content") or "") for message in messages)
+
+
+def _say(results: list[InferenceResult], output_path: str | None) -> None:
+    """To the person at the terminal: this is their program's own process."""
+    count = len(results) or 1
+    mean, right = sum(r.reward for r in results) / count, sum(r.reward > SUCCESS for r in results)
+    failed = sum("error" in r.info for r in results)
+    said = f"{len(results)} samples: mean reward {mean:.4f}, accuracy {right / count:.4f} (reward > {SUCCESS:g})"
+    said += f", {failed} with an error" if failed else ""
+    sys.stdout.write(f"{said}{f'; see {output_path}' if output_path else ''}\n")
+    sys.stdout.flush()
