@@ -33,6 +33,11 @@ def test_every_example_is_valid(path: Path) -> None:
     assert done.stdout.startswith("ok: ")
 
 
+def test_an_inference_job_is_not_run_to_its_end() -> None:
+    done = opentinker("run", ROOT / "examples" / "inference.toml")
+    assert done.returncode == 1 and "an inference job has no end to wait for" in done.stderr
+
+
 def test_every_mistake_of_a_spec_is_reported_at_once(tmp_path: Path) -> None:
     spec = tmp_path / "job.toml"
     spec.write_text('name = "X Y"\nfoo = 1\n[model]\n[train]\nsteps = 0\n[environment]\nname = "copy_digits"\n')

@@ -20,7 +20,7 @@ import threading
 import time
 import uuid
 import weakref
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import quote
@@ -29,6 +29,7 @@ import aiohttp
 import orjson
 
 from opentinker.archive import unpack
+from opentinker.asking import InferenceCalls
 from opentinker.given import empty_place, plain, started
 from opentinker.http import ApiConflict, ApiError, ApiNotFound, Http, Json
 from opentinker.pushing import EnvironmentCalls
@@ -45,7 +46,7 @@ PAGE = 5000
 JOBS_PAGE = 500
 
 
-class AsyncClient(EnvironmentCalls):
+class AsyncClient(EnvironmentCalls, InferenceCalls):
     """`url` defaults to OPENTINKER_URL. `on_wait(sentence)` is called when the server is not reached; default: it is
     logged."""
 
@@ -105,10 +106,6 @@ class AsyncClient(EnvironmentCalls):
 
     async def cancel(self, id: str) -> Json:
         return await self._http.json("POST", _of(id, "/cancel"))
-
-    async def complete(self, id: str) -> Json:
-        """Ends an inference job: it has succeeded."""
-        return await self._http.json("POST", _of(id, "/complete"))
 
     async def wait(self, id: str, timeout_s: float | None = None) -> Json:
         """The job in its final state. Raises TimeoutError; the job goes on."""
@@ -322,6 +319,9 @@ class Client:
 
     def complete(self, id: str) -> Json:
         return self._call(self._core.complete(id))
+
+    def chat(self, id: str, messages: Sequence[Mapping[str, Any]], **options: Any) -> Iterator[Json]:
+        return self._iterate(self._core.chat(id, messages, **options))
 
     def wait(self, id: str, timeout_s: float | None = None) -> Json:
         return self._call(self._core.wait(id, timeout_s))

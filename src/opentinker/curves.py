@@ -52,14 +52,15 @@ class Curves:
                 step = int(point["step"])
                 self.steps[step] = {**self.steps.get(step, {}), **values}
                 self.times.setdefault(step, point["time"])
-            elif "rollout/tokens_per_s" in values:
-                self._report(str(point["source"]), float(point["time"]), values)
+            elif made := next((kind for kind in ("rollout", "serving") if f"{kind}/tokens_per_s" in values), None):
+                rate, total = values[f"{made}/tokens_per_s"], values[f"{made}/tokens"]
+                self._report(str(point["source"]), float(point["time"]), rate, total)
         return changed
 
-    def _report(self, worker: str, time: float, values: Mapping[str, float]) -> None:
-        self._rates[worker] = (values["rollout/tokens_per_s"], time)
+    def _report(self, worker: str, time: float, rate: float, total: float) -> None:
+        self._rates[worker] = (rate, time)
         self.generated.append(sum(rate for rate, then in self._rates.values() if time - then <= SILENT_S))
-        total, before = values["rollout/tokens"], self._totals.get(worker, 0.0)
+        before = self._totals.get(worker, 0.0)
         self._totals[worker] = total
         if self._span is not None:
             self._tokens += total - before if total >= before else total  # a restarted worker counts from 0

@@ -62,6 +62,8 @@ def _error(status: int, raw: bytes, url: str) -> ApiError:
     if not isinstance(problem, dict):
         return ApiError(f"{url} answered {status}, not as an OpenTinker server does", status)
     kind = {404: ApiNotFound, 409: ApiConflict}.get(status, ApiError)
+    if isinstance(error := problem.get("error"), dict):  # as OpenAI's API says it
+        return kind(str(error.get("message")), status, problem)
     mistakes = [f"  {m['field']} = {m['value']!r}: {m['problem']}" for m in problem.get("errors", [])]
     detail = str(problem.get("detail", f"{url} answered {status}"))
     text = "\n".join([str(problem.get("title", "refused")), *mistakes]) if mistakes else detail
@@ -131,17 +133,25 @@ class Http:
 
         return await self.patiently(once)
 
-    async def _check(self, response: aiohttp.ClientResponse, raw: bytes | None = None) -> None:
-        if response.status in AWAY:
+    async def _check(self, response: aiohttp.ClientResponse, raw: bytes | None = None, *, again: bool = True) -> None:
+        """`again`: whoever asks tries again where the server is only away."""
+        if response.status in AWAY and again:
             raise aiohttp.ClientConnectionError(f"it answered {response.status}")
         if response.status >= 400:
             raise _error(response.status, await response.read() if raw is None else raw, self.url)
 
     @asynccontextmanager
-    async def open(self, path: str, query: dict[str, str], read_s: float) -> AsyncIterator[aiohttp.ClientResponse]:
+    async def open(
+        self, path: str, query: dict[str, str], read_s: float, *, body: bytes | None = None
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        """A response to be read as it comes, of a GET, or with a `body` of JSON of a POST."""
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S, sock_read=read_s)
-        async with self._session.get(self.url + path, params=query, timeout=timeout) as response:
-            await self._check(response)
+        method, data = ("GET", None) if body is None else ("POST", io.BytesIO(body))
+        headers = None if body is None else {"Content-Type": "application/json"}
+        async with self._session.request(
+            method, self.url + path, params=query, data=data, headers=headers, timeout=timeout
+        ) as response:
+            await self._check(response, again=body is None)
             yield response
 
     async def websocket(self, path: str, *, heartbeat: float, max_msg_size: int) -> aiohttp.ClientWebSocketResponse:

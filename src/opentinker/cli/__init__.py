@@ -9,7 +9,7 @@ import sys
 
 import typer
 
-from opentinker.cli import environments, jobs, machine, run, specs
+from opentinker.cli import chat, environments, jobs, machine, run, specs
 from opentinker.shared.errors import OpenTinkerError, SpecError
 
 app = typer.Typer(
@@ -25,6 +25,7 @@ jobs.register(app)
 specs.register(app)
 run.register(app)
 environments.register(app)
+chat.register(app)
 
 
 def main() -> None:

@@ -56,6 +56,11 @@ def run(
     if from_checkpoint is not None and data_dir is None:
         raise typer.BadParameter("--from-checkpoint needs the --data-dir that holds the other job")
     spec = read_spec(path, from_checkpoint, with_optimizer)
+    if spec.get("kind") == "inference":
+        start, then = as_typed("up"), as_typed("submit", path)
+        raise OpenTinkerError(
+            f"an inference job has no end to wait for: start {start!r}, and from another terminal {then!r}"
+        )
     if steps is not None:
         spec = of_length(spec, steps)
     home = (data_dir or Path("runs") / f"{spec['name']}-{time.strftime('%Y%m%d-%H%M%S')}").resolve()

@@ -67,6 +67,9 @@ def validate(path: SpecFile, as_json: AsJson = False) -> None:
 
 
 def _subject(spec: JobSpec) -> str:
+    if spec.kind == "inference":
+        workers = spec.resources.rollout_workers
+        return f"{workers} rollout worker{'s' if workers > 1 else ''}, for whoever asks"
     if spec.data is None:
         batch = spec.algorithm.group_size * spec.algorithm.groups_per_batch
         return f"{spec.environment.name}, {spec.train.steps} steps of {batch} trajectories"

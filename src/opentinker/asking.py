@@ -1,0 +1,56 @@
+"""Inference jobs from Python: ask the model of one, and end it."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from typing import Any
+from urllib.parse import quote
+
+import aiohttp
+import orjson
+
+from opentinker.http import ApiError, Http, Json
+
+SILENCE_S = 900.0
+"""A full job lets requests wait before the first word."""
+
+
+class InferenceCalls:
+    """The part of AsyncClient that is about them."""
+
+    _http: Http
+
+    async def complete(self, id: str) -> Json:
+        """Ends an inference job: it has succeeded."""
+        return await self._http.json("POST", f"/v1/jobs/{quote(id, safe='')}/complete")
+
+    async def chat(self, id: str, messages: Sequence[Mapping[str, Any]], **options: Any) -> AsyncGenerator[Json, None]:
+        """The chunks of the answer as they come, in OpenAI's form; `options` are those of its chat completions.
+
+        Raises ApiError, also where the answer breaks off. It is not asked again by itself.
+        """
+        body = orjson.dumps({"messages": list(messages), **options, "stream": True})
+        path = f"/v1/jobs/{quote(id, safe='')}/v1/chat/completions"
+        whole = False
+        try:
+            async with self._http.open(path, {}, read_s=SILENCE_S, body=body) as response:
+                async for line in response.content:
+                    said = line.removeprefix(b"data:").strip()
+                    if line.startswith(b"data:") and said == b"[DONE]":
+                        whole = True
+                    elif line.startswith(b"data:"):
+                        chunk: Json = orjson.loads(said)
+                        if "error" in chunk:
+                            raise ApiError(
+                                f"the answer broke off: {chunk['error'].get('message', 'no reason was given')}"
+                            )
+                        yield chunk
+        except (aiohttp.ClientError, TimeoutError) as error:
+            raise self._http.unreachable(error) from None
+        if not whole:
+            raise ApiError("the answer broke off: the connection was closed")
+
+
+def text_of(chunk: Json) -> str:
+    """What a chunk adds to the answer."""
+    return "".join(str(choice.get("delta", {}).get("content") or "") for choice in chunk["choices"])
