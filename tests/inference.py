@@ -17,7 +17,8 @@ from opentinker.services.rollout_worker.inference import InferenceJob
 from opentinker.services.rollout_worker.render import Renderer
 from opentinker.shared.leasing import LeasedWorker
 from opentinker.shared.spec import JobSpec
-from opentinker.shared.types import Lease, Pool, Span, StopReason, WeightVersion
+from opentinker.shared.trajectories import Span
+from opentinker.shared.types import Lease, Pool, StopReason, WeightVersion
 from tests.conftest import WAIT_S, Server, soon, until
 from tests.scheduling import context
 from tests.test_tool_calls import renderer_of

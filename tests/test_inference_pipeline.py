@@ -70,8 +70,12 @@ async def test_rows_are_asked_and_graded(site: Site, tmp_path: Path) -> None:
     third = results[3].to_dict()
     assert third == {
         "sample_id": 3,
-        "messages": [{"role": "user", "content": "3+1="}, {"role": "assistant", "content": "5"}],
-        "prompt_text": "3+1=",
+        "messages": [
+            {"role": "system", "content": "You guess numbers."},
+            {"role": "user", "content": "3+1="},
+            {"role": "assistant", "content": "5"},
+        ],
+        "prompt_text": "You guess numbers.\n\n3+1=",
         "response_text": "5",
         "reward": 0.0,
         "done": True,

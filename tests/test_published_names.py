@@ -77,6 +77,19 @@ SIGNATURES = {
     "client.utils.http_training_client:ServiceClient.set_config": "self, args, env",
     "client.utils.http_training_client:ServiceClient.fit": "self, env, num_epochs=None, num_steps=None, save_freq=100, "
     "test_freq=50, validate_before_training=True, verbose=True, game_stats_client=None, game_stats_log_freq=1",
+    "client.utils.http_training_client:InferenceSchedulerClient": f"{SCHEDULER}, url=None",
+    "client.utils.http_training_client:InferenceSchedulerClient.submit_inference_job": "self, model_path, "
+    "tokenizer_path=None, tensor_parallel_size=1, num_gpus=None, gpu_memory_utilization=0.9, max_model_len=None, "
+    "trust_remote_code=True, opentinker=None",
+    "client.utils.http_training_client:InferenceSchedulerClient.get_job_status": "self, job_id",
+    "client.utils.http_training_client:InferenceSchedulerClient.cancel_job": "self, job_id",
+    "client.utils.http_training_client:InferenceSchedulerClient.complete_job": "self, job_id",
+    "environment.inference_pipeline:run_inference": "model_path=None, data_path=None, game_class=None, "
+    "env_endpoint=None, job_id=default, vllm_server_url=None, tokenizer_path=None, output_path=None, temperature=0.0, "
+    "top_p=1.0, max_tokens=4096, max_tokens_per_turn=None, max_samples=None, max_user_turns=0, max_assistant_turns=1, "
+    "max_context_length=30000, tensor_parallel_size=1, concurrency=64, **game_kwargs",
+    "environment.inference_pipeline:InferenceResult": "sample_id, messages, prompt_text, response_text, reward, done, "
+    "num_turns, ground_truth=None, info=*",
     "client.utils.utils:resolve_path": "path, base=None",
     "client.utils.utils:resolve_paths_in_config": "config",
     "client.utils.utils:verify_raw_prompt_format": "rows",
@@ -101,6 +114,8 @@ METHODS = {
     "reset_all list_jobs health_check",
     "environment.gym_environment_interaction:GymEnvironmentInteraction": "start_interaction generate_response "
     "calculate_score finalize_interaction",
+    "environment.inference_pipeline:InferenceResult": "to_dict",
+    "environment.inference_pipeline:RemoteEnvironmentClient": "reset step health_check",
     "client.utils.scheduler_client_lifecycle:LifecycleManager": "register_job add_cleanup_callback start_reward_server "
     "enable_auto_cleanup",
 }

@@ -77,8 +77,10 @@ def _as_openai(response: web.Response) -> web.Response:
     assert isinstance(response.body, bytes)
     said = orjson.loads(response.body)
     status = 400 if response.status == 422 else response.status
-    body = said.get("openai") or Refused(said["detail"], status=status).body
-    headers = {name: response.headers[name] for name in ("Retry-After", "Allow") if name in response.headers}
+    detail = f"{said['detail']}: {said['hint']}" if status == 401 else said["detail"]
+    body = said.get("openai") or Refused(detail, status=status, code="invalid_api_key" if status == 401 else "").body
+    kept = ("Retry-After", "Allow", "WWW-Authenticate")
+    headers = {name: response.headers[name] for name in kept if name in response.headers}
     return json_response(body, status, headers)
 
 

@@ -70,8 +70,8 @@ def _error(status: int, raw: bytes, url: str) -> ApiError:
     return kind(text, status, problem)
 
 
-def _token() -> str:
-    """Raises OpenTinkerError."""
+def bearer_token() -> str:
+    """Of this process; empty if it has none. Raises OpenTinkerError."""
     path = os.environ.get("OPENTINKER_TOKEN_FILE", "")
     try:
         return os.environ.get("OPENTINKER_TOKEN") or (Path(path).read_text().strip() if path else "")
@@ -100,7 +100,7 @@ class Http:
     @property
     def _session(self) -> aiohttp.ClientSession:
         if self._open_session is None:
-            token = _token()
+            token = bearer_token()
             headers = {"Authorization": f"Bearer {token}"} if token else {}
             self._open_session = aiohttp.ClientSession(read_bufsize=1 << 20, headers=headers)
         return self._open_session

@@ -5,12 +5,16 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+import re
 import time
 from typing import Any
 
 import aiohttp
 import orjson
 
+from opentinker.http import bearer_token
+
+OURS = re.compile(r"/v1/jobs/j-[a-z0-9]{10}$")
 AGAIN = (429, 502, 503, 504)
 PATIENCE_S = 300.0
 """Without any answer."""
@@ -27,7 +31,7 @@ class ChatError(Exception):
 
 
 class ChatServer:
-    """`url` with or without the /v1 at its end. OPENTINKER_TOKEN, else OPENAI_API_KEY, goes with every request."""
+    """`url` with or without the /v1 at its end. Inference jobs get our token, other servers OPENAI_API_KEY."""
 
     def __init__(self, url: str, model: str | None = None) -> None:
         self.url = url.rstrip("/").removesuffix("/v1")
@@ -35,7 +39,7 @@ class ChatServer:
         self._session: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> ChatServer:
-        token = os.environ.get("OPENTINKER_TOKEN") or os.environ.get("OPENAI_API_KEY")
+        token = bearer_token() if OURS.search(self.url) else os.environ.get("OPENAI_API_KEY")
         headers = {"Authorization": f"Bearer {token}"} if token else {}
         timeout = aiohttp.ClientTimeout(total=ANSWER_S, sock_connect=5.0)
         self._session = aiohttp.ClientSession(headers=headers, timeout=timeout)

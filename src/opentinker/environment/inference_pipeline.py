@@ -21,6 +21,7 @@ import orjson
 from opentinker.client.utils.inference_client import InferenceSchedulerClient
 from opentinker.environment.chat_client import ChatError, ChatServer
 from opentinker.environment.inference_games import Chat, LocalGame, Play, RemoteEnvironmentClient, RemoteGame
+from opentinker.environment.rows_environment import EXTRA
 from opentinker.environment.static_data_generator import StaticDatasetGenerator
 from opentinker.envs.game import AbstractGame, GameDataGenerator, check_arguments
 
@@ -67,7 +68,7 @@ class InferenceResult:
 def load_samples(data_path: str | Sequence[str], max_samples: int | None = None, **options: Any) -> list[Sample]:
     """Rows of .jsonl, .json and .parquet files in their order: prompt, env_kwargs, ground_truth, data_source. `options`
     are those of StaticDatasetGenerator. Raises RowError."""
-    rows = StaticDatasetGenerator(data_path, **{"shuffle": False, **options})
+    rows = StaticDatasetGenerator(data_path, **{"shuffle": False, "extra_keys": EXTRA, **options})
     return [rows.generate_sample(i) for i in range(len(rows) if max_samples is None else min(max_samples, len(rows)))]
 
 
@@ -158,8 +159,7 @@ class InferencePipeline:
         game = self._game(sample, turn)
         try:
             opening = await game.open()
-            own = "seed" in sample or not sample.get("prompt")
-            result.messages = opening if own else [dict(message) for message in sample["prompt"]]
+            result.messages = _prompt(sample, opening)
             result.prompt_text = _text(result.messages)
             await self._turns(result, game, server)
         except ChatError as error:
@@ -274,6 +274,14 @@ def _samples(
         return load_samples(data_path, max_samples)
     count = GENERATED if max_samples is None else max_samples
     return [{} for _ in range(count)] if game_class is None else generate_samples(game_class, count, **game_kwargs)
+
+
+def _prompt(sample: Sample, opening: Chat) -> Chat:
+    """As in training: a game without data says all of it; with data, its system message stands before the row."""
+    if "seed" in sample or not sample.get("prompt"):
+        return opening
+    system = [message for message in opening if message["role"] == "system"]
+    return [*system, *(dict(m) for m in sample["prompt"] if not (system and m["role"] == "system"))]
 
 
 def _text(messages: Chat) -> str:
