@@ -54,6 +54,8 @@ class Reply(msgspec.Struct, frozen=True, kw_only=True):
     version: WeightVersion
     """Of the weights that sampled the last token."""
     tool_calls: list[ToolCall] = []
+    words: str = ""
+    """What the text says before them."""
     tokens: list[str] = []
     """`ids` as text, if that was asked for."""
 

@@ -116,9 +116,9 @@ class InferenceJob:
         """Refusals on their way."""
         self.broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.quiet_since = time.monotonic()
-        meters = Meters()
-        self.meter = meters.of(lease.job)
-        self.reporter = Reporter(self.bus, worker.info.id, meters)
+        self.meters = Meters()
+        self.meter = self.meters.of(lease.job)
+        self.reporter = Reporter(self.bus, worker.info.id, self.meters)
 
     async def run(self) -> None:
         """Until the lease is taken away or the service stops (then what was begun is answered)."""
@@ -151,7 +151,12 @@ class InferenceJob:
         await self.broken
 
     async def _end(self) -> None:
+        """The last report says what came since the one before; with the job over, none is shown any more."""
         await put_down(*(task for _, task in self.tasks.values()), *self.closing)
+        self.meter.gauges.clear()
+        await self.reporter.report()
+        self.meters.jobs.clear()
+        await self.reporter.report()
 
     # --- requests -----------------------------------------------------------------------------------------------
 
@@ -256,7 +261,7 @@ class InferenceJob:
                 raise Refused(f"the model has token ids up to {self.renderer.vocab_size - 1}", param="prompt")
             ids = ask.token_ids
         elif ask.text is not None:
-            ids = self.renderer.encode(ask.text)
+            ids = self.renderer.plain(ask.text, first=True)
         else:
             try:
                 ids = self.renderer.prompt(ask.messages, ask.tools)
@@ -301,6 +306,7 @@ class InferenceJob:
             prompt_tokens=prompt_tokens,
             version=completion.spans[-1].version if completion.spans else self.engine.version,
             tool_calls=said.calls,
+            words=said.words,
             tokens=self._tokens(ask, completion.ids),
         )
 

@@ -174,10 +174,6 @@ class Renderer:
             self._tool_format = found
         return self._tool_format
 
-    def encode(self, text: str) -> list[int]:
-        """Ids of a text as it stands: nothing is put before or behind it."""
-        return self._encode(text)
-
     def piece(self, id: int) -> str:
         """One token alone, special ones too."""
         text: str = self._tokenizer.decode([id], skip_special_tokens=False)

@@ -45,7 +45,7 @@ class InferenceApi:
         return await self._ask(request, requests.parse_chat, chat=True)
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
-        return await self._ask(request, lambda body: requests.parse_completion(body, texts=True), chat=False)
+        return await self._ask(request, requests.parse_completion, chat=False)
 
     async def _job(self, request: web.Request) -> JobRecord:
         job = await self.jobs.found(request)
@@ -75,7 +75,7 @@ class InferenceApi:
             model=names[0],
             messages=asked.messages,
             tools=asked.tools,
-            text=asked.prompt,
+            text=asked.text,
             token_ids=asked.token_ids,
             max_tokens=asked.max_tokens,
             stop=asked.stop,

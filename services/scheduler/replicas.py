@@ -32,7 +32,7 @@ from opentinker.shared.waiting import rest
 
 log = structlog.get_logger()
 
-PATIENCE_S = 15.0
+PATIENCE_S = 30.0
 """A running job without a ready rollout worker is waited for so long."""
 LOOK_S = 0.2
 MOST_TRIES = 5

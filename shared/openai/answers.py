@@ -62,7 +62,7 @@ class Stream:
 
     def begin(self, answer: Answer | None = None) -> list[Json]:
         """`answer`: where it is known to be one that calls tools."""
-        content = "" if answer is None else _words(said(self._asked, answer)) and ""
+        content = None if answer is not None and answer.tool_calls and not answer.words else ""
         return [self._chunk({"role": "assistant", "content": content})] if self._chat else []
 
     def more(
