@@ -43,6 +43,8 @@ MOST_FILES = 20_000
 UIDS = 256
 PROBE_S = 20.0
 MIB = 1 << 20
+NO_DEVICE = ("/dev/null", "/dev/zero")
+"""Over the latter, where it is none and cannot be opened: mapped as shared it is memory that nobody is seen to hold."""
 NAMESPACES = ("--unshare-user", "--unshare-all", "--disable-userns", "--die-with-parent", "--new-session")
 ALLOW = (
     "allow unprivileged user namespaces on this machine (sysctl user.max_user_namespaces, and where they exist"
@@ -164,8 +166,8 @@ class Sandbox:
         size = str(limits.disk_mb * MIB)
         return [
             *NAMESPACES, "--cap-drop", "ALL", "--clearenv", *named, *links, "--hostname", "sandbox",
-            "--proc", "/proc", "--dev", "/dev", "--size", str(MIB), "--tmpfs", "/dev/shm", "--size", size, "--tmpfs",
-            HOME, "--remount-ro", "/dev", "--remount-ro", "/", "--chdir", HOME, "--",
+            "--proc", "/proc", "--dev", "/dev", "--ro-bind", *NO_DEVICE, "--size", str(MIB), "--tmpfs", "/dev/shm",
+            "--size", size, "--tmpfs", HOME, "--remount-ro", "/dev", "--remount-ro", "/", "--chdir", HOME, "--",
             self.python, "-I", "-S", LAUNCHER, "inside", json.dumps(limits.of_a_process()),
         ]  # fmt: skip
 
@@ -290,16 +292,24 @@ def _excess(pid: int, limits: Limits) -> str:
     """What its processes hold too much of, all of them together."""
     processes = _descendants(pid)
     most = limits.memory_mb * MIB
-    if sum(map(_resident, processes)) > most and (held := sum(map(_share, processes))) > most:
+    if sum(map(_held, processes)) > most and (held := sum(map(_share, processes))) > most:
         held_mb = held // MIB
         return f"its processes held {held_mb} MB of memory; at most {limits.memory_mb} (sandbox_memory_mb)"
     for place, size in ((HOME, limits.disk_mb * MIB), ("/dev/shm", MIB)):
-        with contextlib.suppress(OSError):  # it has ended
-            there = os.statvfs(f"/proc/{processes[-1]}/root{place}")
-            its_own = there.f_blocks * there.f_frsize == size  # before bubblewrap is ready it is the machine's
-            if its_own and there.f_files - there.f_ffree > MOST_FILES:
-                return f"it had more than {MOST_FILES} files in {place}"
+        if max((_files(process, place, size) for process in processes), default=0) > MOST_FILES:
+            return f"it had more than {MOST_FILES} files in {place}"
     return ""
+
+
+def _files(pid: int, place: str, size: int) -> int:
+    """In the sandbox's directory of that size, as the process sees it. All see the same one, and any may end
+    meanwhile."""
+    try:
+        there = os.statvfs(f"/proc/{pid}/root{place}")
+    except OSError:  # it has ended
+        return 0
+    its_own = there.f_blocks * there.f_frsize == size  # before bubblewrap is ready it is the machine's
+    return there.f_files - there.f_ffree if its_own else 0
 
 
 def _descendants(pid: int) -> list[int]:
@@ -312,20 +322,24 @@ def _descendants(pid: int) -> list[int]:
     return found
 
 
-def _resident(pid: int) -> int:
+def _held(pid: int) -> int:
+    """Bytes that it has in memory or has had moved to swap; what it shares with others counts for each of them."""
     try:
-        return int(_read(f"/proc/{pid}/statm").split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        return _kilobytes(r"Vm(?:RSS|Swap)", f"/proc/{pid}/status")
     except OSError:  # it has ended
         return 0
 
 
 def _share(pid: int) -> int:
-    """Bytes that it has, with its part of those that it shares with others; slower than `_resident`."""
+    """The same with its part of what it shares with others; slower."""
     try:
-        found = re.search(r"^Pss: +([0-9]+) kB", _read(f"/proc/{pid}/smaps_rollup"), re.MULTILINE)
+        return _kilobytes(r"(?:Swap)?Pss", f"/proc/{pid}/smaps_rollup")
     except OSError:  # it has ended, or the kernel does not tell
-        return _resident(pid)
-    return int(found[1]) * 1024 if found is not None else 0
+        return _held(pid)
+
+
+def _kilobytes(names: str, path: str) -> int:
+    return 1024 * sum(map(int, re.findall(rf"^{names}:\s+([0-9]+) kB", _read(path), re.MULTILINE)))
 
 
 def _read(path: str) -> str:

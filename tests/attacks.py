@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import json
+import mmap
 import os
 import signal
 import socket
@@ -20,6 +21,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 CLONE_NEWUSER = 0x10000000
+MAP_HUGETLB = 0x40000
 Known = dict[str, str]
 """What an attacker may have learned: paths, ports, process ids."""
 
@@ -36,6 +38,30 @@ def memory_behind_descriptors(known: Known) -> str:
 
 def shared_memory(known: Known) -> str:
     return _called("shmget", ctypes.CDLL(None, use_errno=True).shmget(0, 1 << 20, 0o1600))
+
+
+def shared_anonymous_memory(known: Known) -> str:
+    """Of which one page that stays mapped keeps all: no limit of a process counts it."""
+    return f"got {len(mmap.mmap(-1, 1 << 20))} bytes"
+
+
+def shared_zeros(known: Known) -> str:
+    """The same by the device of zeros."""
+    zeros = os.open("/dev/zero", os.O_RDWR)
+    return f"got {len(mmap.mmap(zeros, 1 << 20))} bytes"
+
+
+def huge_pages(known: Known) -> str:
+    kept = mmap.mmap(-1, 2 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_HUGETLB)
+    return f"got {len(kept)} bytes"
+
+
+def semaphores(known: Known) -> str:
+    return _called("semget", ctypes.CDLL(None, use_errno=True).semget(0, 1, 0o1600))
+
+
+def queues(known: Known) -> str:
+    return _called("msgget", ctypes.CDLL(None, use_errno=True).msgget(0, 0o1600))
 
 
 def memory_of_many(known: Known) -> str:
@@ -77,6 +103,16 @@ def many_files(known: Known) -> str:
         Path(f"/tmp/small{number}").touch()
     time.sleep(30)
     return "made 60,000 files"
+
+
+def many_files_of_many(known: Known) -> str:
+    """By processes that come and go, while the newest one has nothing to be seen."""
+    if os.fork() == 0:
+        while True:
+            if (child := os.fork()) == 0:
+                os._exit(0)
+            os.waitpid(child, 0)
+    return many_files(known)
 
 
 def network(known: Known) -> str:
@@ -182,9 +218,9 @@ def _called(name: str, result: int) -> str:
 ATTACKS: dict[str, Callable[[Known], str]] = {
     attack.__name__: attack
     for attack in (
-        memory, memory_behind_descriptors, shared_memory, memory_of_many, forks, disk, many_files, network,
-        outside_network, shadow, host_file, other_processes, service_variables, mount, unshare_user, clone_user,
-        become_root, write_usr, write_root, write_interpreter, kill_service, kill_everybody, kill_parent, flood,
+        memory, memory_behind_descriptors, shared_memory, shared_anonymous_memory, shared_zeros, huge_pages, semaphores,
+        queues, memory_of_many, forks, disk, many_files, many_files_of_many, network, outside_network, shadow, host_file,
+        other_processes, service_variables, mount, unshare_user, clone_user, become_root, write_usr, write_root, write_interpreter, kill_service, kill_everybody, kill_parent, flood,
         endless,
     )
 }  # fmt: skip

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import shutil
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import sysconfig
@@ -26,7 +28,7 @@ from tests.cluster import PYTHONPATH
 from tests.conftest import soon, until
 
 ATTACKS = Path(attacks.__file__)
-DEADLY = {"kill_everybody", "kill_parent", "memory_of_many", "many_files", "flood", "endless"}
+DEADLY = {"kill_everybody", "kill_parent", "memory_of_many", "many_files", "many_files_of_many", "flood", "endless"}
 """They end their own sandbox, or are ended from outside; the others get an error and their program goes on."""
 
 
@@ -122,13 +124,18 @@ async def test_attacks_that_leave_their_program_running_get_errors(
     assert "Resource temporarily unavailable" in told["forks"]
     assert "No such file" in told["host_file"]
     assert "MemoryError" in told["memory"]
+    for name in ("shared_memory", "semaphores", "queues", "memory_behind_descriptors"):
+        assert "not implemented" in told[name]
+    assert "not permitted" in told["shared_anonymous_memory"] and "not permitted" in told["huge_pages"]
+    assert "Permission denied: '/dev/zero'" in told["shared_zeros"]
 
 
 def test_the_attacks_succeed_where_nothing_holds_them(listening: str, tmp_path: Path) -> None:
     """So that an error in the test above means that the sandbox held, and not that the attack is broken."""
     secret = tmp_path / "secret"
     secret.write_text("of another tenant")
-    names = ["memory_behind_descriptors", "shared_memory", "forks", "network", "host_file", "other_processes"]
+    names = ["memory_behind_descriptors", "shared_memory", "shared_anonymous_memory", "shared_zeros", "semaphores"]
+    names += ["queues", "forks", "network", "host_file", "other_processes"]
     words = [*names, "service_variables", f"secret={secret}", f"service={os.getpid()}", f"port={listening}"]
     environ = {**os.environ, "OPENTINKER_NATS_URL": "nats://secret"}
     argv = [sys.executable, str(ATTACKS), *words]
@@ -137,7 +144,12 @@ def test_the_attacks_succeed_where_nothing_holds_them(listening: str, tmp_path: 
 
 
 @pytest.mark.parametrize(
-    ("name", "reason"), [("memory_of_many", "MB of memory; at most 512"), ("many_files", "files in /tmp")]
+    ("name", "reason"),
+    [
+        ("memory_of_many", "MB of memory; at most 512"),
+        ("many_files", "files in /tmp"),
+        ("many_files_of_many", "files in /tmp"),
+    ],
 )
 async def test_what_processes_hold_together_is_limited_from_outside(sandbox: Sandbox, name: str, reason: str) -> None:
     running = await attack(sandbox, name)
@@ -271,10 +283,76 @@ async def test_limits_are_the_operators(sandbox: Sandbox) -> None:
     assert await output(running) == f"{256 << 20} 9 11 {3 << 20} 33\n"
 
 
-def test_the_filter_is_a_program_of_the_kernels_form() -> None:
-    for machine, numbers in seccomp.DENIED.items():
-        denied = [number for group in numbers.values() for number in group]
-        assert len(set(denied)) == len(denied)
-        assert len(seccomp.program(machine)) == 8 * (len(denied) + 7)
+def verdict(machine: str, number: int, flags: int = 0, architecture: int | None = None) -> int:
+    """What the kernel makes of a call: the filter's program, run."""
+    audited = seccomp.AUDIT_ARCH[machine] if architecture is None else architecture
+    data = struct.pack("=IIQ6Q", number, audited, 0, 0, 0, 0, 0xFFFFFFFF00000000 | flags, 0, 0)
+    steps = list(struct.iter_unpack("=HBBI", seccomp.program(machine)))
+    at = held = 0
+    while True:
+        code, then, otherwise, value = steps[at]
+        at += 1
+        if code == seccomp.LOAD:
+            (held,) = struct.unpack_from("=I", data, value)
+        elif code == seccomp.AND:
+            held &= value
+        elif code == seccomp.RETURN:
+            return value
+        else:
+            tests = {seccomp.EQUAL: held == value, seccomp.AT_LEAST: held >= value}
+            at += then if tests.get(code, bool(held & value)) else otherwise
+
+
+@pytest.mark.parametrize("machine", ["x86_64", "aarch64"])
+def test_the_filter_refuses_what_it_lists_and_allows_the_rest(machine: str) -> None:
+    denied = [number for group in seccomp.DENIED[machine].values() for number in group]
+    assert len(set(denied)) == len(denied)
+    assert {verdict(machine, number) for number in denied} == {seccomp.ENOSYS}
+    others = set(range(500)) - {*denied, seccomp.MMAP[machine]}
+    assert {verdict(machine, number) for number in others} == {seccomp.ALLOW}
+    assert verdict(machine, 1, architecture=0x40000003) == seccomp.KILL
+    assert verdict(machine, seccomp.X32) == verdict(machine, seccomp.X32 + 29) == seccomp.ENOSYS
+
+
+@pytest.mark.parametrize("machine", ["x86_64", "aarch64"])
+def test_memory_is_mapped_as_a_process_s_own_or_from_files(machine: str) -> None:
+    shared, private, validated, anonymous, huge = 0x1, 0x2, 0x3, 0x20, 0x40000
+    for flags, allowed in (
+        (private | anonymous, True),
+        (private | anonymous | 0x20000, True),  # MAP_STACK
+        (private, True),
+        (shared, True),
+        (shared | anonymous, False),
+        (validated | anonymous, False),
+        (anonymous, False),
+        (private | anonymous | huge, False),
+        (shared | huge, False),
+    ):
+        expected = seccomp.ALLOW if allowed else seccomp.EPERM
+        assert verdict(machine, seccomp.MMAP[machine], flags) == expected, hex(flags)
+
+
+HEADERS = {
+    "x86_64": (Path("/usr/include/x86_64-linux-gnu/asm/unistd_64.h"), "__NR_"),
+    "aarch64": (Path("/usr/include/asm-generic/unistd.h"), "__NR(?:3264)?_"),
+}
+NAMES = (
+    *("shmget", "shmat", "shmctl", "shmdt", "semget", "semop", "semctl", "semtimedop", "msgget", "msgsnd", "msgrcv"),
+    *("msgctl", "mq_open", "memfd_create", "memfd_secret", "ptrace", "keyctl", "bpf", "mount", "io_uring_setup"),
+)
+
+
+@pytest.mark.parametrize("machine", ["x86_64", "aarch64"])
+def test_the_numbers_are_those_of_the_kernels_headers(machine: str) -> None:
+    header, prefix = HEADERS[machine]
+    if not header.exists():
+        pytest.skip(f"{header} is not installed")
+    numbers = {name: int(n) for name, n in re.findall(rf"#define {prefix}(\w+)\s+([0-9]+)", header.read_text())}
+    denied = {number for group in seccomp.DENIED[machine].values() for number in group}
+    assert {name for name in NAMES if numbers[name] not in denied} == set()
+    assert seccomp.MMAP[machine] == numbers["mmap"]
+
+
+def test_a_machine_whose_numbers_nobody_has_written_down_has_no_filter() -> None:
     with pytest.raises(KeyError):
         seccomp.program("vax")
