@@ -135,6 +135,10 @@ class BadReply(Exception):
     """An environment, or what it has asked, answered with something that is not an observation and finite numbers."""
 
 
+class Unreachable(Exception):
+    """What an environment plays on is not there now: the session is lost, and its episode may be played again."""
+
+
 class Environment(ABC):
     Config: ClassVar[type[BaseModel]] = EnvironmentConfig
     """The settings a job may give under `environment.config`."""

@@ -6,7 +6,8 @@ http(s)://  The wire of OpenTinker's environment servers, which any language can
 ws(s)://    Our own frames (shared/frames.py), as `opentinker env serve --listen` speaks them: seats and tools too.
 
 The episode's deadline covers everything. A reset, and any call in frames, may be repeated and is while the server is
-away; a step over HTTP might be played twice, and is repeated only if no connection was made.
+away; a step over HTTP might be played twice, and is repeated only if no connection was made. A server that stays away
+is no failure of the environment: the session is lost, and its episode is played again. Redirects are not followed.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import aiohttp
 import orjson
 from pydantic import BaseModel, Field
 
-from opentinker.envs.base import Action, BadReply, Environment, EnvironmentConfig, Opening, Step, user
+from opentinker.envs.base import Action, BadReply, Environment, EnvironmentConfig, Opening, Step, Unreachable, user
 from opentinker.shared.codec import WireError, encode
 from opentinker.shared.egress import Egress, Refused
 from opentinker.shared.errors import OpenTinkerError, SpecError
@@ -46,7 +47,9 @@ REPLY_BYTES = 1024**2
 SHOWN = 200
 """Characters of an answer that an error quotes."""
 INFO_NUMBERS = 64
-PAUSE_S = 0.2
+AWAY = (502, 503, 504)
+"""Statuses of who stands before a server that is not there."""
+PAUSE_S, LONGEST_PAUSE_S = 0.2, 2.0
 SESSION_S = 3600.0
 """The other side's own deadline, for what nobody closes; the episode's, here, is shorter."""
 CLOSE_S = 1.0
@@ -54,7 +57,7 @@ ANSWER_S = 5.0
 
 
 class RemoteFailed(OpenTinkerError):
-    """The server cannot be reached, or says that it failed."""
+    """The server may not be reached, does not answer a request in time, or says that it failed."""
 
 
 class RemoteConfig(EnvironmentConfig):
@@ -93,7 +96,10 @@ class Remote(Environment):
         await self.pool.leave()
 
     async def patiently(self, once: Callable[[], Awaitable[T]], repeats: tuple[type[Exception], ...]) -> T:
-        """Repeat what fails in one of these ways, until `patience_s` after the first time. Raises RemoteFailed."""
+        """Repeat what fails in one of these ways, until `patience_s` after the first time.
+
+        Raises Unreachable; RemoteFailed if it may not be reached, or has the request and does not answer.
+        """
         loop = asyncio.get_running_loop()
         give_up, pause = math.inf, PAUSE_S
         while True:
@@ -105,9 +111,10 @@ class Remote(Environment):
                 give_up = min(give_up, loop.time() + self.config.patience_s)
                 refused = isinstance(error, aiohttp.ClientConnectorError) and isinstance(error.os_error, Refused)
                 if refused or not isinstance(error, repeats) or loop.time() + pause > give_up:
-                    raise RemoteFailed(f"{self.url}: {str(error) or type(error).__name__}") from None
+                    why = f"{self.url}: {str(error) or type(error).__name__}"
+                    raise (RemoteFailed if refused or _unanswered(error) else Unreachable)(why) from None
             await asyncio.sleep(pause * (0.5 + random.random()))
-            pause = min(2 * pause, 2.0)
+            pause = min(2 * pause, LONGEST_PAUSE_S)
 
 
 class Pool:
@@ -174,7 +181,9 @@ class HttpRemote(Remote):
     def _answer(self, route: str, status: int, raw: bytes) -> dict[str, Any]:
         said = raw[:SHOWN].decode(errors="replace")
         if status == 404 and route == "step":
-            raise RemoteFailed(f"{self.url}/step knows no such instance any more (404): was the server restarted?")
+            raise Unreachable(f"{self.url}/step knows no such instance any more (404): was the server restarted?")
+        if status in AWAY:
+            raise Unreachable(f"{self.url}/{route} answered {status}: {said}")
         if status != 200:
             raise RemoteFailed(f"{self.url}/{route} answered {status}: {said}")
         try:
@@ -184,6 +193,14 @@ class HttpRemote(Remote):
         if not isinstance(answer, dict):
             raise BadReply(f"{self.url}/{route} did not answer with a JSON object: {said}")
         return answer
+
+
+def _unanswered(error: Exception) -> bool:
+    """A connection was there, and what was asked took too long: the same request may again. A WebSocket's server that
+    refuses is there as well."""
+    if isinstance(error, aiohttp.WSServerHandshakeError):
+        return error.status not in AWAY
+    return isinstance(error, TimeoutError) and not isinstance(error, aiohttp.ServerTimeoutError)
 
 
 async def _limited(response: aiohttp.ClientResponse) -> bytes:
@@ -217,10 +234,10 @@ class WebSocketRemote(Remote):
             answer_within_s=ANSWER_S,
             policy=self.policy,
         )
-        reply = await self._ask("open", request)
-        while reply.busy or reply.opening:
-            if reply.busy:
-                await asyncio.sleep(PAUSE_S * (0.5 + random.random()))
+        reply, pause = await self._ask("open", request), PAUSE_S
+        while reply.busy or reply.opening:  # it says the latter after `answer_within_s`, or as fast as it likes
+            await asyncio.sleep(pause * (0.5 + random.random()))
+            pause = min(1.5 * pause, LONGEST_PAUSE_S)
             reply = await self._ask("open", request)
         self.wants_tokens = reply.wants_tokens
         return Opening(
@@ -249,6 +266,8 @@ class WebSocketRemote(Remote):
             prompt_tokens=action.prompt_tokens,
         )
         reply = await self._ask("step", request)
+        if reply.busy or reply.opening:
+            raise BadReply(f"{self.url} answered a turn as if it were an open: busy, or still opening")
         return Step(
             messages=reply.messages,
             reward=reply.reward,
@@ -266,7 +285,7 @@ class WebSocketRemote(Remote):
         )
 
     async def _ask(self, verb: str, noun: OpenSession | StepSession) -> SessionReply:
-        """Raises RemoteFailed, BadReply."""
+        """Raises RemoteFailed, Unreachable, BadReply."""
 
         async def once() -> SessionReply:
             asker = await self._connected()
@@ -279,6 +298,8 @@ class WebSocketRemote(Remote):
             raise BadReply(f"{self.url}: {error}") from None
         if reply.failure == Ending.ENV_BAD_REPLY:
             raise BadReply(f"{self.url}: {reply.error}")
+        if reply.failure == Ending.ENV_LOST:
+            raise Unreachable(f"{self.url}: {reply.error}")
         if reply.failure is not None:
             raise RemoteFailed(f"{self.url}: {reply.error}")
         self.seats = tuple(dict.fromkeys((*self.seats, reply.seat, *reply.rewards)))  # the other side is the referee

@@ -41,6 +41,8 @@ PORTS = frozenset({80, 443})
 """Below 1024; who listens there is a service of the system, and rarely one that speaks HTTP."""
 FIRST_FREE_PORT = 1024
 CONNECT_S = 10.0
+SHOWN = 200
+"""Characters of what a server says that an error quotes."""
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
@@ -139,13 +141,15 @@ class Egress:
         return socket.socket(family, kind, protocol)
 
     def session(self, *, limit: int = 100, timeout: aiohttp.ClientTimeout | None = None) -> aiohttp.ClientSession:
-        """`limit`: connections at once. Its requests follow redirects if asked to: pass `allow_redirects=False`, or a
-        redirect is one more guarded connection, to wherever the server says."""
+        """`limit`: connections at once. A request of it that would follow a redirect raises Refused: a WebSocket's is
+        one, and cannot be told not to."""
         import aiohttp  # not at the top: settings, and so the command line, read this module
 
+        tracing = aiohttp.TraceConfig()
+        tracing.on_request_redirect.append(_refuse_redirect)
         connector = aiohttp.TCPConnector(limit=limit, socket_factory=self.socket_to)
         timeout = timeout or aiohttp.ClientTimeout(total=60.0, sock_connect=CONNECT_S)
-        return aiohttp.ClientSession(connector=connector, timeout=timeout, trust_env=False)
+        return aiohttp.ClientSession(connector=connector, timeout=timeout, trust_env=False, trace_configs=[tracing])
 
     async def connect(self, host: str, port: int, timeout_s: float = CONNECT_S) -> socket.socket:
         """A connected non-blocking socket, to the first address that may be reached and answers. Raises OSError."""
@@ -174,6 +178,13 @@ def networks(text: str | Sequence[str]) -> list[str]:
     """Networks in CIDR form from a list or from text with commas. Raises ValueError, saying which is none."""
     named = text.split(",") if isinstance(text, str) else text
     return [str(ipaddress.ip_network(part.strip())) for part in named if part.strip()]
+
+
+async def _refuse_redirect(_: object, __: object, redirect: aiohttp.TraceRequestRedirectParams) -> None:
+    answer = redirect.response
+    where = answer.headers.get("Location", "nowhere")[:SHOWN]
+    answer.close()
+    raise Refused(f"answered {answer.status}, a redirect to {where}, which is not followed: name that URL itself")
 
 
 def _kind(address: Address) -> str:

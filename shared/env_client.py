@@ -40,8 +40,10 @@ UNKNOWN = Policy()
 class EnvClient:
     """One for any number of episodes at once."""
 
-    def __init__(self, bus: Bus, *, ask_s: float = 10.0, gone_s: float = 1.5) -> None:
+    def __init__(self, bus: Bus, *, tenant: str = "default", ask_s: float = 10.0, gone_s: float = 1.5) -> None:
         self._bus = bus
+        self._tenant = tenant
+        """Of the jobs whose episodes are played: what its users serve is theirs alone."""
         self._ask_s = ask_s
         """How long to wait for a reply before asking again."""
         self._gone_s = gone_s
@@ -66,7 +68,7 @@ class EnvClient:
         deadline = time.monotonic() + deadline_s
         give_up = deadline - min(1.0, 0.1 * deadline_s)
         pause, why = 0.02, "it did not answer in time"
-        call, key, nobody = _way(environment, isolation)
+        call, keys, nobody = self._way(environment, isolation)
         while (now := time.monotonic()) < give_up:
             request = OpenSession(
                 job=job,
@@ -84,7 +86,7 @@ class EnvClient:
             )
             within_s = min(self._ask_s, give_up - now)
             try:
-                reply = await self._bus.request(call, request, within_s, environment=key)
+                reply = await self._bus.request(call, request, within_s, **keys)
                 if reply.opening:
                     reply = await self._opened(reply.worker, session, give_up - time.monotonic())
                 if reply.failure != Ending.ENV_LOST and not reply.busy:
@@ -100,6 +102,18 @@ class EnvClient:
             await asyncio.sleep(pause * (0.5 + random.random()))
             pause = min(1.5 * pause, 1.0)
         return _failed("", Ending.ENV_LOST, f"environment {environment!r} could not be opened: {why}")
+
+    def _way(
+        self, environment: str, isolation: Isolation
+    ) -> tuple[Call[OpenSession, SessionReply], dict[str, str], str]:
+        """Whom to ask for a session, under which names, and what it means if nobody is there."""
+        if environment.startswith(SERVED):
+            keys = {"tenant": self._tenant, "environment": environment}
+            return SERVED_OPEN, keys, "its user does not serve it now"
+        if isolation == "sandbox":
+            return SANDBOX_OPEN, {}, "no env worker has sandboxes"
+        name = REMOTE if is_url(environment) else environment
+        return ENV_OPEN, {"environment": name}, "no env worker serves it"
 
     async def _opened(self, worker: str, session: str, within_s: float) -> SessionReply:
         """What the open came to on the worker that has begun it; a session given up is closed there."""
@@ -139,15 +153,6 @@ class EnvClient:
             await self._bus.request(ENV_CLOSE, CloseSession(session=session), 1.0, worker=worker)
         except (NoReply, WireError) as error:
             log.info("session_not_closed", episode=session, reason=str(error))
-
-
-def _way(environment: str, isolation: Isolation) -> tuple[Call[OpenSession, SessionReply], str, str]:
-    """Whom to ask for a session, under which name, and what it means if nobody is there."""
-    if environment.startswith(SERVED):
-        return SERVED_OPEN, environment, "its user does not serve it now"
-    if isolation == "sandbox":
-        return SANDBOX_OPEN, environment, "no env worker has sandboxes"
-    return ENV_OPEN, REMOTE if is_url(environment) else environment, "no env worker serves it"
 
 
 def _failed(worker: str, ending: Ending, error: str) -> SessionReply:

@@ -151,6 +151,7 @@ class Asker:
     def __init__(self, socket: Socket) -> None:
         self._socket = socket
         self._serial = 0
+        self._answers = 0
         self._waiting: dict[int, asyncio.Future[bytes]] = {}
         self._over = ""
 
@@ -159,6 +160,9 @@ class Asker:
         try:
             while True:
                 answer = await frame_of(self._socket, Answer)
+                self._answers += 1
+                if self._answers > self._serial:
+                    raise BadFrame(f"{self._answers} answers came to {self._serial} calls")
                 waiting = self._waiting.get(answer.serial)
                 if waiting is not None and not waiting.done():
                     waiting.set_result(bytes(answer.body))

@@ -19,9 +19,9 @@ NAMED_NUMBERS = 64
 """Components, and metrics, of one reply."""
 ERROR_CHARACTERS = 2000
 MISTAKES = 50
-ENVIRONMENTS = frozenset({Ending.ENV_ERROR, Ending.ENV_BAD_REPLY})
-"""How an environment may fail."""
-PLAYERS = ENVIRONMENTS | {Ending.ENV_TIMEOUT, Ending.ENV_LOST}
+ENVIRONMENTS = frozenset({Ending.ENV_ERROR, Ending.ENV_BAD_REPLY, Ending.ENV_LOST})
+"""How an environment may fail: the last if what it plays on is not there."""
+PLAYERS = ENVIRONMENTS | {Ending.ENV_TIMEOUT}
 """How one may fail who plays environments for others, and knows their deadlines."""
 
 

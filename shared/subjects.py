@@ -81,10 +81,11 @@ SANDBOX_OPEN = Call("env.sandboxed.open", sessions.OpenSession, sessions.Session
 """Rollout worker -> any env worker that has sandboxes (queue group): ENV_OPEN of sessions that need one."""
 SANDBOX_CHECK = Call("env.sandboxed.check", sessions.EnvCheck, sessions.EnvCheckReply)
 """Scheduler -> any env worker that has sandboxes: ENV_CHECK of what is played in one."""
-SERVED_OPEN = Call("env.served.open.{environment}", sessions.OpenSession, sessions.SessionReply)
+SERVED_OPEN = Call("env.served.open.{tenant}.{environment}", sessions.OpenSession, sessions.SessionReply)
 """Rollout worker -> the scheduler that holds a connection of a process that serves it (queue group): ENV_OPEN of
-environments that their users serve. Steps and closes go to the scheduler too, under the address of that process."""
-SERVED_CHECK = Call("env.served.check.{environment}", sessions.EnvCheck, sessions.EnvCheckReply)
+environments that their users serve, whose names are a tenant's own. Steps and closes go to the scheduler too, under the
+address of that process."""
+SERVED_CHECK = Call("env.served.check.{tenant}.{environment}", sessions.EnvCheck, sessions.EnvCheckReply)
 """Scheduler -> a scheduler that holds such a connection: ENV_CHECK of such an environment."""
 SERVED_BACK = Subject("env.served.back.{worker}", sessions.ServedBack)
 """Scheduler -> the one that held the connection of this process before: it is here now."""

@@ -88,7 +88,7 @@ class Ending(StrEnum):
     ENV_BAD_REPLY = "env_bad_reply"
     """The environment answered with something that is not an observation and a finite reward."""
     ENV_LOST = "env_lost"
-    """The env worker that held the session is gone."""
+    """The env worker that held the session is gone, or what the environment plays on cannot be reached."""
     TIMEOUT = "timeout"
     """The episode's deadline passed while the policy was generating."""
     PROMPT = "prompt"

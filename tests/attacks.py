@@ -106,12 +106,9 @@ def many_files(known: Known) -> str:
 
 
 def many_files_of_many(known: Known) -> str:
-    """By processes that come and go, while the newest one has nothing to be seen."""
+    """While the newest process has ended and nobody asks how: it has nothing to be seen."""
     if os.fork() == 0:
-        while True:
-            if (child := os.fork()) == 0:
-                os._exit(0)
-            os.waitpid(child, 0)
+        os._exit(0)
     return many_files(known)
 
 
@@ -218,10 +215,10 @@ def _called(name: str, result: int) -> str:
 ATTACKS: dict[str, Callable[[Known], str]] = {
     attack.__name__: attack
     for attack in (
-        memory, memory_behind_descriptors, shared_memory, shared_anonymous_memory, shared_zeros, huge_pages, semaphores,
-        queues, memory_of_many, forks, disk, many_files, many_files_of_many, network, outside_network, shadow, host_file,
-        other_processes, service_variables, mount, unshare_user, clone_user, become_root, write_usr, write_root, write_interpreter, kill_service, kill_everybody, kill_parent, flood,
-        endless,
+        memory, memory_behind_descriptors, shared_memory, shared_anonymous_memory, shared_zeros, huge_pages,
+        semaphores, queues, memory_of_many, forks, disk, many_files, many_files_of_many, network, outside_network,
+        shadow, host_file, other_processes, service_variables, mount, unshare_user, clone_user, become_root, write_usr,
+        write_root, write_interpreter, kill_service, kill_everybody, kill_parent, flood, endless,
     )
 }  # fmt: skip
 

@@ -143,15 +143,20 @@ async def test_a_name_that_resolves_to_something_else_the_second_time_gains_noth
         assert counting.requests == 0
 
 
-async def test_a_redirect_is_one_more_guarded_connection() -> None:
-    async def away(_: web.Request) -> web.Response:
-        raise web.HTTPFound("http://169.254.169.254/latest/meta-data/")
+async def test_a_redirect_is_not_followed_wherever_it_leads() -> None:
+    target = Counting()
 
-    async with server(web.get("/", away)) as port, LOOPBACK.session() as http:
+    async def away(_: web.Request) -> web.Response:
+        raise web.HTTPFound("/there")
+
+    async with server(web.get("/", away), web.get("/there", target.answer)) as port, LOOPBACK.session() as http:
         async with http.get(f"http://127.0.0.1:{port}/", allow_redirects=False) as response:
             assert response.status == 302
-        with pytest.raises(aiohttp.ClientConnectionError, match="link-local"):
+        with pytest.raises(Refused, match="a redirect to /there, which is not followed"):
             await http.get(f"http://127.0.0.1:{port}/")
+        with pytest.raises(Refused, match="a redirect to /there, which is not followed"):
+            await http.ws_connect(f"ws://127.0.0.1:{port}/")
+    assert target.requests == 0
 
 
 async def test_proxies_of_the_process_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:

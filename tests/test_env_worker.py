@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import os
+import socket
 import sys
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from importlib import invalidate_caches
 from pathlib import Path
 from typing import Any
@@ -16,10 +17,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from opentinker.envs.base import user
 from opentinker.envs.registry import find
-from opentinker.services.env_worker.host import Host
+from opentinker.services.env_worker.host import Child, Host
 from opentinker.services.env_worker.resolver import Resolver
 from opentinker.services.env_worker.service import check_environment
+from opentinker.services.env_worker.wire import Answer, frame
 from opentinker.services.env_worker.worker import Sessions
 from opentinker.shared import codec
 from opentinker.shared.errors import SpecError
@@ -27,7 +30,7 @@ from opentinker.shared.replies import OBSERVATION_BYTES
 from opentinker.shared.sessions import OPEN, CloseSession, EnvCheck, OpenSession, SessionReply, StepSession
 from opentinker.shared.types import Ending, StopReason
 from tests import env_samples
-from tests.conftest import until
+from tests.conftest import soon, until
 
 COUNTING, MISBEHAVING, BLOCKING = (f"tests.env_samples:{name}" for name in ("Counting", "Misbehaving", "Blocking"))
 
@@ -552,3 +555,43 @@ def test_what_costs_nothing_or_recycles_no_process_is_refused() -> None:
         find("tests.env_samples:Free", modules=True)
     with pytest.raises(SpecError, match="set blocking = True"):
         find("tests.env_samples:NoProcess", modules=True)
+
+
+def answering(*answers: Answer) -> Child:
+    """A child that gives these answers once it has been called, whatever that was."""
+
+    class Process:
+        def __init__(self, descriptor: int) -> None:
+            self.reason = ""
+            self.over = asyncio.Event()
+            self.socket = socket.socket(fileno=os.dup(descriptor))
+            self.socket.setblocking(False)
+            asyncio.get_running_loop().add_reader(self.socket, self.answer)
+
+        def answer(self) -> None:
+            self.socket.recv(1 << 16)
+            self.socket.send(b"".join(map(frame, answers)))
+            asyncio.get_running_loop().remove_reader(self.socket)
+
+        def kill(self, reason: str) -> None:
+            self.reason = self.reason or reason
+            self.over.set()
+
+        async def wait(self) -> int:
+            await self.over.wait()
+            self.socket.close()
+            return -9
+
+    async def start(descriptor: int) -> Process:
+        return Process(descriptor)
+
+    return Child(start)
+
+
+@pytest.mark.parametrize("more", [range(2, 20), [1]])
+async def test_answers_to_calls_that_were_not_made_end_the_child(more: Sequence[int]) -> None:
+    good = SessionReply(worker="", messages=[user("x")])
+    child = answering(Answer(1, good), *(Answer(serial, good) for serial in more))
+    assert (await soon(child.call("open", CloseSession(session="s")))).reply == good
+    await soon(child.ended())
+    assert "was not made or is answered" in child.gone

@@ -12,14 +12,16 @@ from typing import Any
 import pytest
 from aiohttp import web
 
+from opentinker.envs import remote
 from opentinker.envs.base import Action, Environment, EnvironmentConfig, Opening, Step, user
 from opentinker.envs.registry import check, find
 from opentinker.listening import listening
 from opentinker.processes import free_port
 from opentinker.services.env_worker.resolver import Resolver
 from opentinker.services.env_worker.worker import Sessions
-from opentinker.shared.egress import LOOPBACK, VARIABLE
+from opentinker.shared.egress import LOOPBACK, VARIABLE, Egress, Refused
 from opentinker.shared.errors import SpecError
+from opentinker.shared.frames import Hello, answer_calls, introduce
 from opentinker.shared.sessions import CloseSession, OpenSession, SessionReply, StepSession
 from opentinker.shared.types import Ending, Message, StopReason, Tool
 from tests.conftest import until
@@ -140,6 +142,7 @@ async def test_siblings_begin_alike_and_are_not_told_what_they_should_not_be() -
     ("answer", "ending", "reason"),
     [
         (500, Ending.ENV_ERROR, "answered 500: planned"),
+        (503, Ending.ENV_LOST, "answered 503: planned"),
         (302, Ending.ENV_ERROR, "answered 302"),
         (b"not json", Ending.ENV_BAD_REPLY, "JSON object"),
         (b"[]", Ending.ENV_BAD_REPLY, "JSON object"),
@@ -170,7 +173,7 @@ async def test_a_forgotten_instance_ends_the_episode_with_its_reason() -> None:
         await playing.open()
         game.instances.clear()
         reply = await playing.step(0, GOLD)
-        assert reply.failure == Ending.ENV_ERROR and "knows no such instance" in reply.error
+        assert reply.failure == Ending.ENV_LOST and "knows no such instance" in reply.error
 
 
 async def test_a_step_is_never_sent_twice_and_hanging_ends_at_the_deadline() -> None:
@@ -194,11 +197,20 @@ async def test_a_server_that_is_away_is_waited_for_at_the_reset_and_then_given_u
     port = free_port()
     url = f"http://127.0.0.1:{port}"
     gone = await Playing(url, patience_s=0.2).open()
-    assert gone.failure == Ending.ENV_ERROR and "Cannot connect" in gone.error
+    assert gone.failure == Ending.ENV_LOST and "Cannot connect" in gone.error
     opening = asyncio.create_task(Playing(url, patience_s=10.0).open())
     await asyncio.sleep(0)
     async with server(Game(), port):
         assert (await opening).failure is None
+
+
+async def test_an_open_that_found_nobody_may_be_asked_for_again_under_the_same_id() -> None:
+    port = free_port()
+    playing = Playing(f"http://127.0.0.1:{port}", patience_s=0.0)
+    assert (await playing.open()).failure == Ending.ENV_LOST
+    async with server(Game(), port):
+        assert (await playing.open()).failure is None
+        await playing.close()
 
 
 async def test_urls_that_may_not_be_reached_are_refused_at_submission_and_when_played(
@@ -317,3 +329,94 @@ async def test_a_server_that_is_none_of_ours_is_a_reason() -> None:
     async with server(Game()) as url:
         reply = await Playing(url.replace("http", "ws") + "/reset").open()
         assert reply.failure == Ending.ENV_ERROR and "ws://" in reply.error
+
+
+@asynccontextmanager
+async def sending_elsewhere(where: str) -> AsyncIterator[str]:
+    """Whatever is asked for, it is there."""
+
+    async def handler(_: web.Request) -> web.StreamResponse:
+        raise web.HTTPFound(where)
+
+    app = web.Application()
+    app.router.add_route("*", "/{path:.*}", handler)
+    runner = web.AppRunner(app, shutdown_timeout=0.1)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    try:
+        yield f"127.0.0.1:{runner.addresses[0][1]}"
+    finally:
+        await runner.cleanup()
+
+
+async def test_a_websocket_does_not_follow_a_redirect() -> None:
+    async with listening(Seats, "127.0.0.1", 0, 8) as url, sending_elsewhere(url.replace("ws", "http", 1)) as there:
+        reply = await Playing(f"ws://{there}").open()
+        assert reply.failure == Ending.ENV_ERROR and "a redirect to http://127.0.0.1" in reply.error
+        async with Egress.of_process().session() as http:
+            with pytest.raises(Refused, match="not followed"):
+                await http.get(f"http://{there}/")
+            async with http.get(f"http://{there}/", allow_redirects=False) as response:
+                assert response.status == 302
+
+
+class Hasty:
+    """A server that answers at once, and with what it likes."""
+
+    def __init__(self, replies: list[SessionReply]) -> None:
+        self.replies = replies
+        self.asked: list[str] = []
+
+    async def play(self, verb: str, noun: Any) -> Any:
+        self.asked.append(verb)
+        return self.replies[min(len(self.asked), len(self.replies)) - 1]
+
+    async def handle(self, request: web.Request) -> web.StreamResponse:
+        socket = web.WebSocketResponse()
+        await socket.prepare(request)
+        await introduce(socket, Hello(process="p" * 32, capacity=4, environment="hasty"))
+        await answer_calls(socket, self.play)
+        return socket
+
+
+@asynccontextmanager
+async def hasty(*replies: SessionReply) -> AsyncIterator[tuple[Hasty, str]]:
+    one = Hasty(list(replies))
+    app = web.Application()
+    app.add_routes([web.get("/", one.handle)])
+    runner = web.AppRunner(app, shutdown_timeout=0.1)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    try:
+        yield one, f"ws://127.0.0.1:{runner.addresses[0][1]}/"
+    finally:
+        await runner.cleanup()
+
+
+async def test_who_is_always_still_opening_is_asked_less_and_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    pauses: list[float] = []
+    pause = asyncio.sleep
+
+    async def noted(seconds: float) -> None:
+        pauses.append(seconds)
+        await pause(0)
+
+    replies = [*[SessionReply(worker="", opening=True)] * 12, SessionReply(worker="", messages=[user("x")])]
+    async with hasty(*replies) as (one, url):
+        playing = Playing(url)
+        monkeypatch.setattr("opentinker.envs.remote.asyncio.sleep", noted)
+        assert (await playing.open()).failure is None
+        monkeypatch.undo()
+        assert one.asked == ["open"] * 13
+        assert len(pauses) == 12
+        assert min(pauses) >= 0.5 * remote.PAUSE_S and max(pauses) <= 1.5 * remote.LONGEST_PAUSE_S
+        assert min(pauses[-3:]) > max(pauses[:2])
+        await playing.close()
+
+
+@pytest.mark.parametrize("odd", [SessionReply(worker="", busy=True), SessionReply(worker="", opening=True)])
+async def test_a_turn_that_is_answered_like_an_open_is_a_bad_reply(odd: SessionReply) -> None:
+    async with hasty(SessionReply(worker="", messages=[user("x")]), odd) as (_, url):
+        playing = Playing(url)
+        assert (await playing.open()).failure is None
+        assert (await playing.step(0, "a")).failure == Ending.ENV_BAD_REPLY

@@ -273,9 +273,15 @@ async def test_a_process_that_stays_away_loses_its_sessions(
 # --- refusals -------------------------------------------------------------------------------------------------------
 
 
+async def checked(bus: Bus, within_s: float = 10.0, tenant: str = "default") -> list[Any]:
+    check = EnvCheck(name="served:count", config={})
+    keys = {"tenant": tenant, "environment": "served:count"}
+    return (await bus.request(SERVED_CHECK, check, within_s, **keys)).errors
+
+
 async def _nobody_serves(bus: Bus) -> bool:
     try:
-        await bus.request(SERVED_CHECK, EnvCheck(name="served:count", config={}), 0.2, environment="served:count")
+        await checked(bus, 0.2)
     except NoResponders:
         return True
     except NoReply:

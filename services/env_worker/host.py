@@ -285,7 +285,9 @@ class Child:
                 answer = codec.decode(Answer, await reader.readexactly(size))
                 self.spent = self.spent or answer.spent
                 waiting = self._waiting.pop(answer.serial, None)
-                if waiting is not None and not waiting.done():
+                if waiting is None:
+                    raise codec.WireError(f"an answer to call {answer.serial}, which was not made or is answered")
+                if not waiting.done():
                     waiting.set_result(answer)
         except (asyncio.IncompleteReadError, ConnectionError):
             pass  # the process has ended: see its exit status

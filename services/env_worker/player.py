@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from opentinker.envs.base import Action, BadReply, Environment, Opening, Step
+from opentinker.envs.base import Action, BadReply, Environment, Opening, Step, Unreachable
 from opentinker.envs.registry import make
 from opentinker.envs.tools import with_tools
 from opentinker.shared.errors import OpenTinkerError
@@ -91,6 +91,8 @@ async def contain(worker: str, call: Awaitable[SessionReply]) -> SessionReply:
         raise
     except BadReply as error:
         return failure(worker, Ending.ENV_BAD_REPLY, str(error))
+    except Unreachable as error:
+        return failure(worker, Ending.ENV_LOST, str(error))
     except (OpenTinkerError, OutOfTurn) as error:
         return failure(worker, Ending.ENV_ERROR, str(error))
     except BaseException as error:  # noqa: BLE001 - user code: sys.exit() in it ends its episode, not the worker

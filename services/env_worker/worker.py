@@ -191,9 +191,10 @@ class Sessions:
         else:
             reply = task.result()
         session.answer.set_result(reply)
-        if reply.busy:
+        lost = session.turn == OPEN and reply.failure == Ending.ENV_LOST
+        if reply.busy or lost:  # it may be asked for again, and is then opened anew
             del self._sessions[session.request.session]
-            self._end(session, "busy")
+            self._end(session, Ending.ENV_LOST if lost else "busy")
         elif reply.failure is not None:
             self._end(session, reply.failure)
         elif reply.done:

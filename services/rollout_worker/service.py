@@ -25,7 +25,8 @@ MAX_SEQUENCES = 256
 
 async def serve(ctx: Context) -> None:
     async def work(worker: LeasedWorker, lease: Lease, spec: JobSpec) -> None:
-        await serve_lease(worker, lease, spec, lambda s, r, m: make_engine(s, r, m, ctx.settings), EnvClient(ctx.bus))
+        sessions = EnvClient(ctx.bus, tenant=(await ctx.store.job(lease.job)).tenant)
+        await serve_lease(worker, lease, spec, lambda s, r, m: make_engine(s, r, m, ctx.settings), sessions)
 
     if ctx.settings.preload:
         # Before the first heartbeat: imports hold the interpreter for seconds, and a silent worker counts as dead.

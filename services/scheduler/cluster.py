@@ -26,9 +26,10 @@ class Cluster:
             if worker.pool == pool and not worker.detail.get("served")
         ]
 
-    def serves(self, environment: str) -> bool:
+    def serves(self, environment: str, tenant: str) -> bool:
         """A process that serves this environment of a user is connected."""
-        return any(worker.detail.get("served") == environment for worker in self.workers.values())
+        found = (worker.detail for worker in self.workers.values() if worker.detail.get("served") == environment)
+        return any(detail["tenant"] == tenant for detail in found)
 
     def leases_outside(self, jobs: set[str]) -> list[Lease]:
         return [lease for lease in self._leases.values() if lease.job not in jobs]

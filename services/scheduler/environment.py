@@ -51,24 +51,24 @@ async def examine(ctx: Context, data: Any, spec: JobSpec | None, tenant: str, kn
         except SpecError as error:
             return Asked(mistakes=error.mistakes)
         check = EnvCheck(name=str(exact), config=check.config, isolation="sandbox", tools=check.tools)
-    mistakes, answered = await ask(ctx, check)
+    mistakes, answered = await ask(ctx, check, tenant)
     if not mistakes and spec is not None and spec.validation is not None and spec.validation.config:
-        mistakes = await _of_evaluations(ctx, check, spec)
+        mistakes = await _of_evaluations(ctx, check, spec, tenant)
     return Asked(check, answered, mistakes)
 
 
-async def _of_evaluations(ctx: Context, check: EnvCheck, spec: JobSpec) -> Mistakes:
+async def _of_evaluations(ctx: Context, check: EnvCheck, spec: JobSpec, tenant: str) -> Mistakes:
     """What evaluations lay over the environment's settings."""
     config = validation_episodes(spec).environment.config
-    found, _ = await ask(ctx, EnvCheck(name=check.name, config=config, isolation=check.isolation))
+    found, _ = await ask(ctx, EnvCheck(name=check.name, config=config, isolation=check.isolation), tenant)
     return [{**m, "field": m["field"].replace("environment.config", "validation.config", 1)} for m in found]
 
 
-async def ask(ctx: Context, check: EnvCheck) -> tuple[Mistakes, bool]:
+async def ask(ctx: Context, check: EnvCheck, tenant: str) -> tuple[Mistakes, bool]:
     """An env worker's mistakes, and whether one answered. A level that none of those that run has is a mistake, and so
     is an environment of a user that nobody serves."""
     if check.name.startswith(SERVED):
-        return await _served(ctx, check), True
+        return await _served(ctx, check, tenant), True
     sandboxed = check.isolation == "sandbox"
     call, within_s = (SANDBOX_CHECK, SANDBOX_CHECK_S) if sandboxed else (ENV_CHECK, ENV_CHECK_S)
     try:
@@ -80,14 +80,15 @@ async def ask(ctx: Context, check: EnvCheck) -> tuple[Mistakes, bool]:
     return reply.errors, True
 
 
-async def _served(ctx: Context, check: EnvCheck) -> Mistakes:
-    """What the process that serves it says. One that is just connecting again, to us or to another scheduler, is waited
-    for."""
+async def _served(ctx: Context, check: EnvCheck, tenant: str) -> Mistakes:
+    """What a process of this tenant that serves it says. One that is just connecting again, to us or to another
+    scheduler, is waited for."""
     loop = asyncio.get_running_loop()
     deadline = loop.time() + SERVED_S
     while loop.time() < deadline:
         try:
-            return (await ctx.bus.request(SERVED_CHECK, check, SERVED_CHECK_S, environment=check.name)).errors
+            keys = {"tenant": tenant, "environment": check.name}
+            return (await ctx.bus.request(SERVED_CHECK, check, SERVED_CHECK_S, **keys)).errors
         except NoResponders:
             await rest(LOOK_S)
     name = check.name.removeprefix(SERVED)

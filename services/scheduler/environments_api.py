@@ -41,7 +41,7 @@ class EnvironmentsApi:
             await asyncio.to_thread(file.seek, 0)
             package, version, new = await asyncio.to_thread(self._uploads.keep, file, tenant, name)
         reference = Reference(package.name, version.version, version.digest)
-        mistakes, checked = await ask(self.ctx, EnvCheck(name=str(reference), config=None, isolation="sandbox"))
+        mistakes, checked = await ask(self.ctx, EnvCheck(name=str(reference), config=None, isolation="sandbox"), tenant)
         if mistakes:
             if new:
                 await asyncio.to_thread(self._uploads.delete, tenant, package.name, version.version)

@@ -19,7 +19,6 @@ import nats.errors
 import structlog
 from aiohttp import WSCloseCode, web
 from prometheus_client import Gauge
-from redis.exceptions import RedisError
 
 from opentinker.services.scheduler.jobs_api import tenant_of
 from opentinker.services.scheduler.problems import json_response, problem
@@ -46,7 +45,9 @@ from opentinker.shared.waiting import rest
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 MOST_PROCESSES = 1000
-"""Per scheduler."""
+"""Connected to one scheduler."""
+MOST_KNOWN = 2 * MOST_PROCESSES
+"""With those that are away."""
 
 log = structlog.get_logger()
 CONNECTED = Gauge("opentinker_served_processes", "Connected processes that serve environments", registry=REGISTRY)
@@ -87,43 +88,57 @@ class Gateway:
         """From the Hello to the end of the connection."""
         try:
             hello = await greet(socket)
-            served = await self._of(tenant, name, hello)
-            await served.expect(hello)
         except ConnectionLost:
             return
         except BadFrame as error:
             log.warning("served_environment_refused", environment=name, remote=remote, reason=str(error))
             await refuse(socket, error)
             return
-        except (TimeoutError, nats.errors.Error, RedisError) as error:
-            log.warning("served_environment_sent_away", environment=name, error=str(error) or type(error).__name__)
+        served = self._of(tenant, name, hello)
+        if served is None or not await self._welcome(served, hello, socket):
             await socket.close(code=WSCloseCode.TRY_AGAIN_LATER)
             return
         facts = {"environment": served.environment, "worker": served.address, "remote": remote}
         log.info("served_environment_connected", capacity=hello.capacity, **facts)
         asker, reason = Asker(socket), ""
+        served.come(asker, socket)
         try:
-            await socket.send_bytes(codec.encode(Welcome(worker=served.address)))
-            served.come(asker, socket)
             await asker.run()
         except BadFrame as error:
             reason = str(error)
-        except ConnectionError as error:
-            reason = str(error) or type(error).__name__
         finally:
             over = socket.close_code == GOODBYE
             await served.leave(asker, for_good=over)
-            if over:
+            if over and served.gone:
                 await self.ctx.store.leave(self._info(served))
             log.info("served_environment_disconnected", code=socket.close_code, reason=reason, **facts)
 
-    async def _of(self, tenant: str, name: str, hello: Hello) -> Served:
+    async def _welcome(self, served: Served, hello: Hello, socket: web.WebSocketResponse) -> bool:
+        """Whether the connection may come; if so, `served` counts it as one that does until it has come."""
+        served.claim(hello)
+        why = "another scheduler has it"
+        try:
+            await served.expect()
+            if not served.gone:
+                await socket.send_bytes(codec.encode(Welcome(worker=served.address)))
+                why = "" if not served.gone else why
+        except (TimeoutError, nats.errors.Error, ConnectionError, RuntimeError) as error:  # aiohttp: closing, or closed
+            why = str(error) or type(error).__name__
+        except BaseException:
+            await served.abandon()
+            raise
+        if why:
+            log.info("served_environment_sent_away", environment=served.environment, worker=served.address, reason=why)
+            await served.abandon()
+        return not why
+
+    def _of(self, tenant: str, name: str, hello: Hello) -> Served | None:
+        """None if there are too many."""
         digest = hashlib.sha256("\0".join((tenant, name, hello.process)).encode()).hexdigest()[:20]
         address = SERVED_WORKER + digest
         served = self._served.get(address)
-        if served is None:
+        if served is None and len(self._served) < MOST_KNOWN:
             served = self._served[address] = Served(self.ctx, address, SERVED + name, tenant, self._served.pop)
-            await served.listen()
         return served
 
     # --- what is seen of them -----------------------------------------------------------------------------------

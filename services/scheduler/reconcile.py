@@ -311,7 +311,7 @@ def _lacking(job: JobRecord, cluster: Cluster) -> str:
     shared, served = [], _served(job)
     if job.kind == "rl":
         shared = ([] if served else [Pool.ENV]) + ([Pool.REFERENCE] if is_scored(job.spec) else [])
-    unserved = [f"whoever serves {served}"] if served and not cluster.serves(served) else []
+    unserved = [f"whoever serves {served}"] if served and not cluster.serves(served, job.tenant) else []
     busy = [f"a free {NAMES[pool]}" for pool in short if cluster.alive(pool)]
     absent = [NAMES[pool] for pool in short + shared if not cluster.alive(pool)] + unserved
     return "; ".join(busy + ([f"{', '.join(absent)} (none is running)"] if absent else []))

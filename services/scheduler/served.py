@@ -1,17 +1,25 @@
 """One process that serves an environment, as the scheduler that holds its connection sees it.
 
+(new) --a Hello comes--> expected --Welcome--> there     expected --its connection breaks first--> away
 there --connection breaks--> away --it connects again--> there      (turns wait meanwhile)
 away --AWAY_S--> gone        there --it says goodbye--> gone        (turns are answered: lost)
 any --another scheduler has it--> gone                              (turns are left to that one)
+
+Connections come and go while subscriptions are being made and given up. So the state changes at once, and `_settle`
+makes them those of the state, one after the other; whoever is gone is forgotten at once and never comes back to life:
+the next Hello makes another one.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import uuid
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
 from typing import Any
 
+import nats.errors
 import structlog
 from aiohttp import WSCloseCode, web
 from nats.aio.subscription import Subscription
@@ -58,20 +66,24 @@ class Served:
     ) -> None:
         self.address, self.environment, self.tenant = address, environment, tenant
         self.hello: Hello
+        self.gone = False
         self._ctx, self._forget = ctx, forget
+        self._holder = uuid.uuid4().hex
+        self._coming = 0
+        """Connections that have said Hello, and are neither there nor over."""
         self._asker: Asker | None = None
         self._socket: web.WebSocketResponse | None = None
-        self._holder = ""
         self._back: asyncio.Future[Asker] = asyncio.get_running_loop().create_future()
         """While it is away: its next connection, or Gone."""
         self._timer: asyncio.TimerHandle | None = None
+        self._settling = asyncio.Lock()
         self._at_address: list[Subscription] = []
         self._at_name: list[Subscription] = []
         self._deadlines: dict[str, float] = {}
         """Of its sessions."""
         self._steps: dict[tuple[str, int], asyncio.Task[SessionReply]] = {}
         """Being asked: who repeats a turn waits with those who asked before."""
-        self._closing: set[asyncio.Task[Any]] = set()
+        self._background: set[asyncio.Task[Any]] = set()
         self._tenants: dict[str, str] = {}
         """Of jobs."""
 
@@ -85,94 +97,121 @@ class Served:
 
     # --- its connections ----------------------------------------------------------------------------------------
 
-    async def listen(self) -> None:
-        bus = self._ctx.bus
-        self._at_address = [
-            await bus.serve(ENV_STEP, self.step, worker=self.address),
-            await bus.serve(ENV_CLOSE, self.close, worker=self.address),
-            await bus.listen(SERVED_BACK, self._is_elsewhere, worker=self.address),
-        ]
+    def claim(self, hello: Hello) -> None:
+        """A connection is about to come: from here on `come` or `abandon` must follow."""
+        self.hello = hello
+        self._coming += 1
+        self._no_timer()
 
-    async def expect(self, hello: Hello) -> None:
-        """A connection is about to come: take over from who had the last one, and take requests."""
-        self.hello, self._holder = hello, uuid.uuid4().hex
-        bus = self._ctx.bus
-        if not self._at_name:
-            self._at_name = [
-                await bus.serve(SERVED_OPEN, self.open, QUEUE, environment=self.environment),
-                await bus.serve(SERVED_CHECK, self.check, QUEUE, environment=self.environment),
-            ]
-        await bus.emit(SERVED_BACK, ServedBack(self._holder), worker=self.address)
-        await bus.nc.flush()  # from here on the server sends us requests
+    async def expect(self) -> None:
+        """Take over from who had the last one, and take requests."""
+        await self._settle()
+        await self._ctx.bus.emit(SERVED_BACK, ServedBack(self._holder), worker=self.address)
+        await self._ctx.bus.nc.flush()  # from here on the server sends us requests
 
     def come(self, asker: Asker, socket: web.WebSocketResponse) -> None:
         """Ask here from now on. An older connection that has not ended yet is dropped."""
-        if self._timer is not None:
-            self._timer.cancel()
+        self._coming -= 1
         if self._socket is not None:
             self._drop(self._socket)
         self._asker, self._socket = asker, socket
         if not self._back.done():
             self._back.set_result(asker)
 
-    def _drop(self, socket: web.WebSocketResponse) -> None:
-        closing = asyncio.get_running_loop().create_task(socket.close(code=WSCloseCode.GOING_AWAY))
-        self._closing.add(closing)
-        closing.add_done_callback(self._closing.discard)
+    async def abandon(self) -> None:
+        """The connection that was to come has ended before."""
+        self._coming -= 1
+        self._wait_if_away()
+        await self._settle()
 
     async def leave(self, asker: Asker, *, for_good: bool) -> None:
         """The connection has ended."""
         self._lost(asker)
-        if self._asker is not None:  # there is a newer one
-            return
-        for subscription in self._at_name:
-            await subscription.unsubscribe()
-        self._at_name = []
-        if for_good:
-            await self._end(Gone("the process that served it has stopped"))
+        if for_good and self._asker is None and not self._coming:
+            self._end(Gone("the process that served it has stopped"))
+        await self._settle()
+
+    async def release(self) -> None:
+        """Leave it to whoever it connects to next."""
+        self._end(None)
+        await self._settle()
+
+    async def _is_elsewhere(self, back: ServedBack) -> None:
+        if back.holder != self._holder and not self.gone:
+            log.info("served_environment_elsewhere", worker=self.address)
+            await self.release()
 
     def _lost(self, asker: Asker) -> None:
         if self._asker is not asker:
             return
-        loop = asyncio.get_running_loop()
         self._asker = self._socket = None
-        self._back = loop.create_future()
-        self._timer = loop.call_later(AWAY_S, self._give_up)
+        self._back = asyncio.get_running_loop().create_future()
+        self._wait_if_away()
+
+    def _wait_if_away(self) -> None:
+        """With nobody there and nobody coming it is away, and is waited for so long."""
+        if self._asker is None and not self._coming and not self.gone and self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(AWAY_S, self._give_up)
 
     def _give_up(self) -> None:
-        gone = Gone(f"the process that served it has been away for {AWAY_S:g} s")
-        ending = asyncio.get_running_loop().create_task(self._end(gone))
-        self._closing.add(ending)
-        ending.add_done_callback(self._closing.discard)
+        self._end(Gone(f"the process that served it has been away for {AWAY_S:g} s"))
+        self._do(self._settle())
 
-    async def _end(self, gone: Gone | None) -> None:
-        """Who waits hears of it; without a reason nobody does: someone else answers them."""
-        self._forget(self.address, None)
+    def _no_timer(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
-        for subscription in (*self._at_address, *self._at_name):
-            await subscription.unsubscribe()
-        self._at_address = self._at_name = []
-        if gone is not None and not self._back.done():
-            self._back.set_exception(gone)
-            self._back.exception()  # nobody may be waiting
-        elif gone is None:
+            self._timer = None
+
+    def _end(self, why: Gone | None) -> None:
+        """Who waits hears of it; without a reason nobody does: someone else answers them."""
+        if self.gone:
+            return
+        self.gone = True
+        self._forget(self.address, None)
+        self._no_timer()
+        if self._socket is not None:
+            self._drop(self._socket)
+        self._asker = self._socket = None
+        if why is None:
             for step in self._steps.values():
                 step.cancel()
+        if self._back.done():
+            self._back = asyncio.get_running_loop().create_future()
+        self._back.set_exception(why or Gone("it is served by another scheduler now"))
+        self._back.exception()  # nobody may be waiting
 
-    async def release(self) -> None:
-        """Leave it to whoever it connects to next."""
-        self._asker = self._socket = None
-        await self._end(None)
+    def _drop(self, socket: web.WebSocketResponse) -> None:
+        self._do(socket.close(code=WSCloseCode.GOING_AWAY))
 
-    async def _is_elsewhere(self, back: ServedBack) -> None:
-        if back.holder == self._holder:
-            return
-        log.info("served_environment_elsewhere", worker=self.address)
-        socket = self._socket
-        await self.release()
-        if socket is not None:
-            self._drop(socket)
+    def _do(self, work: Coroutine[Any, Any, Any]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+
+    async def _settle(self) -> None:
+        """Take the requests that the state asks for. Who changes the state calls this afterwards, so the last call of
+        all sees the last state."""
+        bus = self._ctx.bus
+        keys = {"tenant": self.tenant, "environment": self.environment}
+        async with self._settling:
+            if not self.gone and not self._at_address:
+                async with _all_or_none(self._at_address) as made:
+                    made.append(await bus.serve(ENV_STEP, self.step, worker=self.address))
+                    made.append(await bus.serve(ENV_CLOSE, self.close, worker=self.address))
+                    made.append(await bus.listen(SERVED_BACK, self._is_elsewhere, worker=self.address))
+            if self._wanted and not self._at_name:
+                async with _all_or_none(self._at_name) as made:
+                    made.append(await bus.serve(SERVED_OPEN, self.open, QUEUE, **keys))
+                    made.append(await bus.serve(SERVED_CHECK, self.check, QUEUE, **keys))
+            if not self._wanted:
+                await _give_up(self._at_name)
+            if self.gone:
+                await _give_up(self._at_address)
+
+    @property
+    def _wanted(self) -> bool:
+        """Whether opens are to come here."""
+        return not self.gone and (self._asker is not None or self._coming > 0)
 
     # --- what rollout workers ask -------------------------------------------------------------------------------
 
@@ -223,9 +262,13 @@ class Served:
             if asker is None:
                 asker = await asyncio.shield(self._back)
             try:
-                return sound(await asker.ask("step", request, SessionReply), self.address)
+                reply = sound(await asker.ask("step", request, SessionReply), self.address)
             except ConnectionLost:
                 self._lost(asker)
+                continue
+            if reply.busy or reply.opening:
+                return self._failed(Ending.ENV_BAD_REPLY, "a turn was answered like an open: busy, or still opening")
+            return reply
 
     async def close(self, request: CloseSession) -> SessionReply:
         self._deadlines.pop(request.session, None)
@@ -271,3 +314,18 @@ class Served:
                 self._tenants.clear()
             self._tenants[job] = found[0].tenant
         return self._tenants[job]
+
+
+@asynccontextmanager
+async def _all_or_none(subscriptions: list[Subscription]) -> AsyncIterator[list[Subscription]]:
+    try:
+        yield subscriptions
+    except BaseException:
+        await _give_up(subscriptions)
+        raise
+
+
+async def _give_up(subscriptions: list[Subscription]) -> None:
+    while subscriptions:
+        with contextlib.suppress(nats.errors.Error):  # the connection is gone, and with it all of them
+            await subscriptions.pop().unsubscribe()
