@@ -145,8 +145,7 @@ class Environment(ABC):
     blocking: ClassVar[bool] = False
     """True: run in a child process, because `open` or `step` compute or wait without giving the loop back."""
     cost: ClassVar[float] = 1.0
-    """How much of an env worker one session takes, of the `env_sessions` that it has. Counts where episodes are played
-    at the level `process`; in a sandbox a session costs 1."""
+    """How much of an env worker one session takes, of the `env_sessions` that it has, wherever it is played there."""
     recycle_after: ClassVar[int | None] = None
     """blocking: a child process that has opened so many episodes is replaced once they are over; for libraries that
     leak."""

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import random
 import re
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
+import numpy as np
+from pydantic import field_validator
+
+from opentinker.envs.adapters.library import Randomness, episode_seed
 from opentinker.envs.base import Action, Environment, EnvironmentConfig, Opening, Step, user
 from opentinker.envs.copy_digits import CopyDigits
 from opentinker.envs.tools import tool
@@ -233,6 +239,61 @@ class Costly(Counting):
 
 class Cheap(Counting):
     cost = 0.5
+
+
+class Heavy(Blocking):
+    """Its settings need a library, which only its child process is to import."""
+
+    class Config(EnvironmentConfig):
+        size: int = 1
+
+        @field_validator("size")
+        @classmethod
+        def _with_the_library(cls, size: int) -> int:
+            import tabnanny  # stands for the library: nothing else imports it
+
+            if size > 5:
+                raise ValueError(f"{tabnanny.__name__} has no such size")
+            return size
+
+
+class Reading(Counting):
+    """Its settings take a while to be checked the first time."""
+
+    class Config(EnvironmentConfig):
+        turns: int = 3
+        tag: str = ""
+        threads: ClassVar[list[str]] = []
+
+        @field_validator("tag")
+        @classmethod
+        def _noted(cls, tag: str) -> str:
+            cls.threads.append(threading.current_thread().name)
+            return tag
+
+
+class Shuffled(Environment):
+    """Draws from the random generators of the process, as libraries do, while another session may want to."""
+
+    class Config(EnvironmentConfig):
+        pass
+
+    blocking = True
+    together: ClassVar[threading.Barrier]
+
+    async def open(self, row: int, seed: int) -> list[Message]:
+        self._randomness = Randomness(episode_seed(row, seed))
+        return [user(self.drawn())]
+
+    async def step(self, action: Action) -> Step:
+        return Step(messages=[user(self.drawn())], done=action.turn == 4)
+
+    def drawn(self) -> str:
+        with self._randomness:
+            first = random.random()
+            with contextlib.suppress(threading.BrokenBarrierError):
+                self.together.wait(0.1)  # both at once, if they can be
+            return f"{first} {random.random()} {np.random.random()}"
 
 
 class Free(Counting):

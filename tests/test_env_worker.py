@@ -332,6 +332,36 @@ async def test_an_import_that_never_ends_times_out_and_blocks_nobody(
     sys.modules["endless_module"].END.set()
 
 
+async def test_a_check_has_a_time_limit_and_says_so(
+    host: Host, sessions: Sessions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_module(tmp_path, "stuck_module", "import threading\nEND = threading.Event()\nEND.wait(30)\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr("opentinker.services.env_worker.resolver.CHECK_S", 0.2)
+    check = EnvCheck(name="stuck_module:X", config={})
+    (mistake,) = (await soon(check_environment(check, sessions._resolver, host))).errors
+    assert mistake["field"] == "environment.name" and "took more than 0.2 s" in mistake["problem"]
+    sys.modules["stuck_module"].END.set()
+
+
+async def test_the_library_of_what_blocks_is_imported_by_children_alone(host: Host, sessions: Sessions) -> None:
+    for size, problem in ((1, ""), (9, "tabnanny has no such size")):
+        check = EnvCheck(name="tests.env_samples:Heavy", config={"size": size})
+        found = (await check_environment(check, sessions._resolver, host)).errors
+        assert [problem in mistake["problem"] for mistake in found] == [True] * bool(problem)
+    assert "tabnanny" not in sys.modules
+
+
+async def test_settings_are_read_in_a_thread_before_the_event_loop_needs_them(sessions: Sessions) -> None:
+    threads = env_samples.Reading.Config.threads
+    threads.clear()
+    for name in "abc":
+        opened = await sessions.open(opening(name, "tests.env_samples:Reading", tag="x"))
+        assert opened.failure is None, opened.error
+    first, *later = threads
+    assert first == "environment-import" and later == [threading.main_thread().name] * 3
+
+
 @pytest.mark.parametrize("code", ["import sys\nsys.exit(3)", "raise StopIteration", "1 / 0"])
 async def test_a_module_that_raises_is_explained_and_tried_again(
     host: Host, sessions: Sessions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str

@@ -77,6 +77,26 @@ async def test_configs_are_checked_where_they_are_played(other: tuple[Worker, Pa
     assert len(trace.read_text().split()) == 2
 
 
+async def test_what_another_interpreter_plays_costs_what_it_says(tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nPYTHONPATH="$PYTHONPATH:{os.getcwd()}" exec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    costly = "tests.env_samples:Costly"
+    host = Host(children=1, per_child=8, modules=True, interpreters=Interpreters({costly: python}))
+    worker = Worker()
+    worker.host, worker.sessions = host, Sessions("w", limit=8, resolver=Resolver(modules=True), host=host)
+    try:
+        for name in "abc":
+            await worker.open(name, costly)
+        assert worker.sessions.load == 7.5
+        request = OpenSession(job="j", session="d", environment=costly, config={}, row=0, seed=0, deadline_s=300,
+                              answer_within_s=300)  # fmt: skip
+        assert (await worker.sessions.open(request)).busy
+    finally:
+        await worker.sessions.drain(0.01)
+        await host.close()
+
+
 def test_an_interpreter_that_is_not_there_is_refused(tmp_path: Path) -> None:
     with pytest.raises(SpecError, match="is no program on this machine") as caught:
         Interpreters({"gem": tmp_path})

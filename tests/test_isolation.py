@@ -136,6 +136,42 @@ async def test_a_child_is_shared_within_a_job_and_never_between_jobs(worker: Wor
     assert set(json.loads(variables.replace("'", '"'))) == seen | {"USER"}
 
 
+COSTLY = """
+from opentinker import Environment, Step
+from opentinker.envs.base import user
+
+
+class Small(Environment):
+    cost = 8.0
+
+    async def open(self, row, seed):
+        return [user("x")]
+
+    async def step(self, action):
+        return Step(done=True)
+"""
+
+
+async def test_what_an_upload_costs_counts_in_its_sandbox(worker: Worker, tmp_path: Path) -> None:
+    name = worker.push(package(tmp_path / "small", small__py=COSTLY))
+    opened = [(await worker.open(name))[1] for _ in range(2)]
+    assert [(reply.failure, reply.busy) for reply in opened] == [(None, False)] * 2
+    assert worker.sessions.load == 16.0
+    assert (await worker.open(name))[1].busy, "a worker of 20 has no room for a third"
+    assert (worker.sessions.active, worker.sessions.load) == (2, 16.0)
+    together = await asyncio.gather(*(worker.open(worker.push(PARITY)) for _ in range(4)))
+    assert [reply.busy for _, reply in together] == [False] * 4
+    assert (await worker.open(worker.push(PARITY)))[1].busy
+
+
+async def test_a_cost_that_a_child_says_is_checked(worker: Worker, tmp_path: Path) -> None:
+    code = COSTLY.replace("async def open", "async def open_", 1) + (
+        '    async def open(self, row, seed):\n        type(self).cost = float("nan")\n        return [user("x")]\n'
+    )
+    _, reply = await worker.open(worker.push(package(tmp_path / "small", small__py=code)))
+    assert reply.failure == Ending.ENV_BAD_REPLY and "cost must be above 0" in reply.error
+
+
 async def test_an_idle_child_leaves_its_place_or_ends(
     worker: Worker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

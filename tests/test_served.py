@@ -32,6 +32,7 @@ from opentinker.shared.store import Store
 from opentinker.shared.subjects import SERVED_CHECK
 from opentinker.shared.types import Ending, Message, StopReason
 from tests.conftest import Server, until
+from tests.env_samples import Shuffled
 from tests.factories import make_spec
 from tests.scheduling import context, scheduler
 
@@ -95,13 +96,13 @@ class Episode:
         self.job, self.name, self.session = job, name, session or uuid.uuid4().hex
         self.worker = ""
 
-    async def open(self, deadline_s: float = DEADLINE_S, **config: Any) -> SessionReply:
+    async def open(self, deadline_s: float = DEADLINE_S, row: int = 3, **config: Any) -> SessionReply:
         reply = await self.client.open(
             job=self.job,
             session=self.session,
             environment=f"served:{self.name}",
             config=config,
-            row=3,
+            row=row,
             seed=4,
             deadline_s=deadline_s,
         )
@@ -430,6 +431,29 @@ class Blocking(Environment):
     async def step(self, action: Action) -> Step:
         self.together.wait(5.0)
         return Step(reward=1.0, done=True)
+
+
+async def played(url: str, bus: Bus, job: str, rows: list[int]) -> list[list[str]]:
+    """What each episode has drawn; they are played side by side."""
+    kind = type("Shuffled", (Shuffled,), {"together": threading.Barrier(2)})
+
+    async def one(row: int) -> list[str]:
+        episode = Episode(bus, job, "count")
+        reply = await episode.open(row=row)
+        seen = [reply.messages[0].text]
+        for turn in range(4):
+            seen.append((await episode.step(turn)).messages[0].text)
+        await episode.close()
+        return seen
+
+    async with serving(kind, url):
+        return await asyncio.gather(*map(one, rows))
+
+
+async def test_sessions_in_threads_draw_what_each_would_draw_alone(url: str, bus: Bus, job: str) -> None:
+    alone = [(await played(url, bus, job, [row]))[0] for row in (1, 2)]
+    assert alone[0] != alone[1]
+    assert await played(url, bus, job, [1, 2]) == alone
 
 
 async def test_a_blocking_class_is_served_from_a_background_thread(url: str, bus: Bus, job: str) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import difflib
 import random
+import threading
 from collections.abc import Iterable
 from importlib.util import find_spec
 from typing import Annotated, ClassVar, Self
@@ -81,14 +82,18 @@ class Randomness:
     """The global random generators as one episode sees them: `with` it, its own state is theirs; after it, the others'.
 
     Libraries reseed and draw from generators that everybody in the process shares; so no episode can disturb another,
-    and one that never seeds itself still begins with the seed of its episode.
+    and one that never seeds itself still begins with the seed of its episode. Where episodes are played in threads
+    (classes that are served from Python), the others wait: only one can have the generators.
     """
+
+    _theirs: ClassVar = threading.RLock()
 
     def __init__(self, seed: int) -> None:
         self._python = random.Random(seed).getstate()
         self._numpy = np.random.MT19937(seed)
 
     def __enter__(self) -> None:
+        self._theirs.acquire()
         self._other_python, self._other_numpy = random.getstate(), get_bit_generator()
         random.setstate(self._python)
         set_bit_generator(self._numpy)
@@ -97,3 +102,4 @@ class Randomness:
         self._python = random.getstate()
         random.setstate(self._other_python)
         set_bit_generator(self._other_numpy)
+        self._theirs.release()

@@ -56,10 +56,10 @@ class Table:
         """Episodes, by class."""
 
     async def play(self, call: Call) -> Answer:
-        body = bytes(call.body)
+        body, cost = bytes(call.body), 1.0
         match call.verb:
             case "open":
-                reply = await self._open(codec.decode(OpenSession, body))
+                reply, cost = await self._open(codec.decode(OpenSession, body))
             case "step":
                 step = codec.decode(StepSession, body)
                 reply = await self._players[step.session].step(step)
@@ -71,15 +71,18 @@ class Table:
                 if closing is not None:
                     await closing.close()
                 reply = SessionReply(worker="")
-        return Answer(call.serial, reply)
+        return Answer(call.serial, reply, cost=cost)
 
-    async def _open(self, opening: OpenSession) -> SessionReply:
+    async def _open(self, opening: OpenSession) -> tuple[SessionReply, float]:
+        """With what it costs."""
         opening = msgspec.structs.replace(opening, environment=self._uploaded or opening.environment)
         player = self._players[opening.session] = LocalPlayer("", modules=self._modules)
         reply = await player.open(opening)
-        if reply.failure is None:
-            self._opened[find(opening.environment, modules=self._modules)] += 1
-        return reply
+        if reply.failure is not None:
+            return reply, 1.0
+        played = find(opening.environment, modules=self._modules)
+        self._opened[played] += 1
+        return reply, played.cost
 
     def spent(self) -> bool:
         """Whether what was played here asks for another process."""

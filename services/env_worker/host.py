@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import os
 import signal
 import socket
@@ -24,6 +25,7 @@ import structlog
 
 from opentinker.services.env_worker.interpreters import Interpreters
 from opentinker.services.env_worker.player import on_worker
+from opentinker.services.env_worker.resolver import CHECK_S
 from opentinker.services.env_worker.sandboxes import Sandboxes
 from opentinker.services.env_worker.turns import Turns
 from opentinker.services.env_worker.wire import HEAD, LARGEST, Answer, Call, frame
@@ -37,9 +39,10 @@ KEPT_VARIABLES = ("PATH", "HOME", "LANG", "LC_ALL", "TZ", "TMPDIR", "VIRTUAL_ENV
 """Of the service's environment variables; its NATS and Redis addresses are not for user code."""
 IDLE_S = 60.0
 """A sandboxed child without sessions ends after so long, with whatever its code left running."""
-CHECK_S = 15.0
 CHECKS = 2
 """At once; more wait."""
+COSTS = 1000
+"""Environments whose cost is remembered."""
 END_S = 2.0
 """Between the end of a child's answers and its own."""
 
@@ -80,6 +83,15 @@ class Host:
         self._children: list[Child] = []
         self._turns = Turns()
         self._checks = asyncio.Semaphore(CHECKS)
+        self._costs: dict[str, float] = {}
+
+    @property
+    def has_children(self) -> bool:
+        return self._limit > 0
+
+    def cost(self, environment: str) -> float:
+        """Of a session, as its child has said it; 1 before one has."""
+        return self._costs.get(environment, 1.0)
 
     def player(self, worker: str, environment: str = "") -> ChildPlayer | None:
         """A place in a child, or None when all are taken."""
@@ -153,7 +165,12 @@ class Host:
                 self._turns.refused(key, now)
             return None
         self._turns.placed(key)
-        return ChildPlayer(worker, least)
+        return ChildPlayer(worker, least, self._note_cost)
+
+    def _note_cost(self, environment: str, cost: float) -> None:
+        if len(self._costs) >= COSTS:
+            self._costs.clear()
+        self._costs[environment] = cost
 
     def _make_way(self, due: str | None) -> None:
         """While somebody's turn has come, one child takes no new sessions: of those who have most, the oldest."""
@@ -178,15 +195,22 @@ class Host:
 class ChildPlayer:
     """One session's place in a child."""
 
-    def __init__(self, worker: str, child: Child) -> None:
+    def __init__(self, worker: str, child: Child, note: Callable[[str, float], None]) -> None:
         self._worker = worker
         self._child = child
+        self._note = note
         self._session = ""
         child.come()
 
     async def open(self, request: OpenSession) -> SessionReply:
         self._session = request.session
-        return self._checked(await self._child.call("open", request))
+        answer = await self._child.call("open", request)
+        reply = self._checked(answer)
+        if reply.failure is None:
+            if not 0 < answer.cost < math.inf:
+                return failure(self._worker, Ending.ENV_BAD_REPLY, f"cost must be above 0, not {answer.cost}")
+            self._note(request.environment, answer.cost)
+        return reply
 
     async def step(self, request: StepSession) -> SessionReply:
         return self._checked(await self._child.call("step", request))

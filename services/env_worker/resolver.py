@@ -1,5 +1,5 @@
 """Environment classes for the event loop. Importing `module:Class`, and checking a config, runs user code that may take
-long or never end: it runs in threads, and only who asked for that environment waits.
+long (a library, a file of rows) or never end: it runs in threads, and only who asked for that environment waits.
 """
 
 from __future__ import annotations
@@ -13,7 +13,12 @@ from typing import Any
 
 from opentinker.envs.base import Environment
 from opentinker.envs.registry import check, find, reach
+from opentinker.shared import codec
+from opentinker.shared.errors import SpecError
 
+CHECK_S = 15.0
+PREPARED = 1000
+"""Pairs of an environment and its config that are remembered."""
 Outcome = tuple[Any, BaseException | None]
 
 
@@ -23,6 +28,7 @@ class Resolver:
     def __init__(self, *, modules: bool) -> None:
         self.modules = modules
         self._found: dict[str, asyncio.Future[Outcome]] = {}
+        self._prepared: set[tuple[str, bytes]] = set()
 
     async def find(self, name: str) -> type[Environment]:
         """Imported once, whoever asks meanwhile waits for the same import; a failed one is tried again when asked for.
@@ -43,16 +49,40 @@ class Resolver:
         if coming.cancelled() or coming.result()[1] is not None:
             del self._found[name]
 
+    async def prepare(self, name: str, config: dict[str, object]) -> None:
+        """What a config's validators import and read for the first time is not left to the event loop.
+
+        Raises SpecError, or whatever they raise.
+        """
+        key = (name, codec.encode(config))
+        if key in self._prepared:
+            return
+        await _result(partial(check, name, config, modules=self.modules))
+        if len(self._prepared) >= PREPARED:
+            self._prepared.clear()
+        self._prepared.add(key)
+
     async def check(self, name: str, config: dict[str, object] | None) -> None:
-        """Raises SpecError with every mistake in name and config, or whatever the module or its validators raise."""
-        await self.find(name)
-        calls: list[Callable[[], Any]] = [partial(reach, name)]
-        if config is not None:
-            calls.append(partial(check, name, config, modules=self.modules))
-        for call in calls:
-            _, error = await _in_thread(call)
-            if error is not None:
-                raise error
+        """Raises SpecError with every mistake in name and config, or whatever the module or its validators raise.
+
+        What takes longer than CHECK_S is a mistake as well; its thread goes on.
+        """
+        try:
+            async with asyncio.timeout(CHECK_S):
+                await self.find(name)
+                await _result(partial(reach, name))
+                if config is not None:
+                    await _result(partial(check, name, config, modules=self.modules))
+        except TimeoutError:
+            problem = f"importing it and checking its config took more than {CHECK_S:g} s"
+            raise SpecError([{"field": "environment.name", "value": name, "problem": problem}]) from None
+
+
+async def _result(call: Callable[[], Any]) -> Any:
+    found, error = await _in_thread(call)
+    if error is not None:
+        raise error
+    return found
 
 
 def _in_thread(call: Callable[[], Any]) -> asyncio.Future[Outcome]:

@@ -126,9 +126,15 @@ async def _beat(ctx: Context, info: WorkerInfo, sessions: Sessions, no_sandbox: 
 
 
 async def check_environment(request: EnvCheck, resolver: Resolver, host: Host) -> EnvCheckReply:
-    """Every mistake in the name and the config, found where sessions would run."""
+    """Every mistake in the name and the config, found where sessions would run: what blocks is played in children, and
+    its library is never imported here."""
     if request.isolation == "process" and not host.interpreters.of(request.name):
-        return EnvCheckReply(errors=await mistakes_of(resolver.check, request))
+        by_name = msgspec.structs.replace(request, config=None)
+        mistakes = await mistakes_of(resolver.check, by_name)
+        if mistakes or request.config is None:
+            return EnvCheckReply(errors=mistakes)
+        if not (host.has_children and (await resolver.find(request.name)).blocking):
+            return EnvCheckReply(errors=await mistakes_of(resolver.check, request))
     try:
         return EnvCheckReply(errors=await host.check(request))
     except SpecError as error:

@@ -32,6 +32,8 @@ class Answer(msgspec.Struct, frozen=True, array_like=True):
     reply: SessionReply
     errors: list[dict[str, Any]] = []
     """To `check`: the mistakes, as EnvCheckReply has them."""
+    cost: float = 1.0
+    """To `open`: what the environment declares that a session of it takes."""
     spent: bool = False
     """The process should be replaced once its sessions are over: it has played enough of them, or holds too much."""
 

@@ -141,29 +141,43 @@ class Sessions:
 
     async def _begin(self, session: Session) -> SessionReply:
         request = session.request
-        if request.isolation == "sandbox":
-            sandboxed = None if self._host is None else await self._host.sandboxed(self.worker, request)
-            if sandboxed is None:
-                return SessionReply(worker=self.worker, busy=True)
-            session.player = sandboxed
-        else:
-            blocking, cost = await self._needs(request.environment)
-            player = self._player(request.environment, blocking) if self._charge(session, cost) else None
-            if player is None:
-                return SessionReply(worker=self.worker, busy=True)
-            session.player = player
+        player = await self._placed(session)
+        if player is None:
+            return SessionReply(worker=self.worker, busy=True)
+        session.player = player
         if request.tools:
             if self._shop is None:
                 return failure(self.worker, Ending.ENV_ERROR, "this env worker has no tools")
-            session.player = ToolPlayer(self.worker, session.player, self._shop, lambda: self.meters.of(request.job))
-        return await session.player.open(request)
+            session.player = ToolPlayer(self.worker, player, self._shop, lambda: self.meters.of(request.job))
+        reply = await session.player.open(request)
+        if self._is_elsewhere(request) and reply.failure is None and not self._charge(session, self._told(request)):
+            return SessionReply(worker=self.worker, busy=True)
+        return reply
 
-    async def _needs(self, environment: str) -> tuple[bool, float]:
-        """Whether it blocks, and what it costs. What another interpreter plays is not imported for that: it costs 1."""
-        if self._host is not None and self._host.interpreters.of(environment):
-            return True, 1.0
-        found = await self._resolver.find(environment)
-        return found.blocking, found.cost
+    async def _placed(self, session: Session) -> Player | None:
+        """Who plays it; None if there is no room."""
+        request = session.request
+        if self._is_elsewhere(request):
+            if not self._charge(session, self._told(request)) or self._host is None:
+                return None
+            if request.isolation == "sandbox":
+                return await self._host.sandboxed(self.worker, request)
+            return self._player(request.environment, True)
+        found = await self._resolver.find(request.environment)
+        if not self._charge(session, found.cost):
+            return None
+        if not found.blocking:
+            await self._resolver.prepare(request.environment, request.config)
+        return self._player(request.environment, found.blocking)
+
+    def _is_elsewhere(self, request: OpenSession) -> bool:
+        """Played in a sandbox or by another interpreter: it is not imported here, and its child says what it costs."""
+        return request.isolation == "sandbox" or (
+            self._host is not None and bool(self._host.interpreters.of(request.environment))
+        )
+
+    def _told(self, request: OpenSession) -> float:
+        return 1.0 if self._host is None else self._host.cost(request.environment)
 
     def _player(self, environment: str, blocking: bool) -> Player | None:
         if not blocking:
