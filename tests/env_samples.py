@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import random
 import re
@@ -279,20 +278,23 @@ class Shuffled(Environment):
         pass
 
     blocking = True
-    together: ClassVar[threading.Barrier]
+    begun: ClassVar[int] = 0
+    changed: ClassVar[threading.Condition] = threading.Condition()
 
     async def open(self, row: int, seed: int) -> list[Message]:
         self._randomness = Randomness(episode_seed(row, seed))
         return [user(self.drawn())]
 
     async def step(self, action: Action) -> Step:
-        return Step(messages=[user(self.drawn())], done=action.turn == 4)
+        return Step(messages=[user(self.drawn())], done=action.turn == 2)
 
     def drawn(self) -> str:
         with self._randomness:
             first = random.random()
-            with contextlib.suppress(threading.BrokenBarrierError):
-                self.together.wait(0.1)  # both at once, if they can be
+            with self.changed:
+                Shuffled.begun = mine = Shuffled.begun + 1
+                self.changed.notify_all()
+                self.changed.wait_for(lambda: Shuffled.begun > mine, 0.1)  # the next one begins meanwhile, if it can
             return f"{first} {random.random()} {np.random.random()}"
 
 

@@ -297,7 +297,7 @@ def verdict(machine: str, number: int, flags: int = 0, architecture: int | None 
         elif code == seccomp.AND:
             held &= value
         elif code == seccomp.RETURN:
-            return value
+            return int(value)
         else:
             tests = {seccomp.EQUAL: held == value, seccomp.AT_LEAST: held >= value}
             at += then if tests.get(code, bool(held & value)) else otherwise

@@ -21,13 +21,14 @@ from opentinker.client import AsyncClient
 from opentinker.envs.base import Action, Environment, EnvironmentConfig, Step, user
 from opentinker.envs.game import AbstractGame, StepResult
 from opentinker.http import ApiError
+from opentinker.services.env_worker.serving import Stage
 from opentinker.serving import AsyncServing, serve_environment
 from opentinker.shared import codec
 from opentinker.shared.bus import Bus, NoReply, NoResponders
 from opentinker.shared.env_client import EnvClient
 from opentinker.shared.frames import FRAME_BYTES, Answer, Call, Hello, Welcome
 from opentinker.shared.service import Context
-from opentinker.shared.sessions import EnvCheck, SessionReply, StepSession
+from opentinker.shared.sessions import EnvCheck, OpenSession, SessionReply, StepSession
 from opentinker.shared.store import Store
 from opentinker.shared.subjects import SERVED_CHECK
 from opentinker.shared.types import Ending, Message, StopReason
@@ -96,13 +97,13 @@ class Episode:
         self.job, self.name, self.session = job, name, session or uuid.uuid4().hex
         self.worker = ""
 
-    async def open(self, deadline_s: float = DEADLINE_S, row: int = 3, **config: Any) -> SessionReply:
+    async def open(self, deadline_s: float = DEADLINE_S, **config: Any) -> SessionReply:
         reply = await self.client.open(
             job=self.job,
             session=self.session,
             environment=f"served:{self.name}",
             config=config,
-            row=row,
+            row=3,
             seed=4,
             deadline_s=deadline_s,
         )
@@ -433,27 +434,30 @@ class Blocking(Environment):
         return Step(reward=1.0, done=True)
 
 
-async def played(url: str, bus: Bus, job: str, rows: list[int]) -> list[list[str]]:
-    """What each episode has drawn; they are played side by side."""
-    kind = type("Shuffled", (Shuffled,), {"together": threading.Barrier(2)})
+async def drawn(rows: list[int]) -> list[list[str]]:
+    """What each session has drawn; they are played side by side."""
+    stage = Stage(Shuffled, 4)
 
     async def one(row: int) -> list[str]:
-        episode = Episode(bus, job, "count")
-        reply = await episode.open(row=row)
-        seen = [reply.messages[0].text]
-        for turn in range(4):
-            seen.append((await episode.step(turn)).messages[0].text)
-        await episode.close()
-        return seen
+        session = f"row {row}"
+        opening = OpenSession(job="j", session=session, environment="", config={}, row=row, seed=4, deadline_s=60.0,
+                              answer_within_s=60.0)  # fmt: skip
+        replies: list[SessionReply] = [await stage.play("open", opening)]
+        for turn in range(2):
+            step = StepSession(session=session, turn=turn, text="x", stop=StopReason.EOS)
+            replies.append(await stage.play("step", step))
+        return [reply.messages[0].text for reply in replies]
 
-    async with serving(kind, url):
+    try:
         return await asyncio.gather(*map(one, rows))
+    finally:
+        await stage.close(0.0)
 
 
-async def test_sessions_in_threads_draw_what_each_would_draw_alone(url: str, bus: Bus, job: str) -> None:
-    alone = [(await played(url, bus, job, [row]))[0] for row in (1, 2)]
+async def test_sessions_in_threads_draw_what_each_would_draw_alone() -> None:
+    alone = [*await drawn([1]), *await drawn([2])]
     assert alone[0] != alone[1]
-    assert await played(url, bus, job, [1, 2]) == alone
+    assert await drawn([1, 2]) == alone
 
 
 async def test_a_blocking_class_is_served_from_a_background_thread(url: str, bus: Bus, job: str) -> None:
