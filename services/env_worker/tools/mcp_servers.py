@@ -2,6 +2,7 @@
 
 A connection lives in a task of its own, from its opening to its close, for the library wants both in the same task.
 When the server is gone every call of its tools is an error that says so; it is started anew with the next episode.
+How much it may say, of its tools and to a call, is bounded (mcp_bounds.py): who says more is gone as well.
 """
 
 from __future__ import annotations
@@ -18,7 +19,14 @@ import structlog
 from opentinker.envs.tools import Offered, ToolError
 from opentinker.services.env_worker.host import KEPT_VARIABLES
 from opentinker.services.env_worker.tools.errors import NoTools
-from opentinker.shared.egress import Egress
+from opentinker.services.env_worker.tools.mcp_bounds import (
+    BLOCKS,
+    CURSOR_CHARACTERS,
+    MESSAGE_BYTES,
+    MOST_PAGES,
+    MOST_TOOLS,
+    bounded_tools,
+)
 from opentinker.shared.spec.tools import ToolSpec
 from opentinker.shared.types import Tool
 
@@ -28,9 +36,6 @@ CLOSE_S = 5.0
 if TYPE_CHECKING:
     from mcp import Client
 
-MOST_TOOLS = 64
-"""Of one server: every one of them is described in every prompt."""
-MOST_PAGES = 16
 GONE = "the server of this tool is gone"
 COMPLAINT_BYTES = 1000
 """Of what a server says on its stderr: they are shown if it cannot be used."""
@@ -51,6 +56,8 @@ class Connection:
         self._task = asyncio.create_task(self._run(), name=f"mcp {self.name}")
         self.tools: list[Tool] = []
         self._complaint = b""
+        self._excess = ""
+        """What it did that it may not."""
 
     @property
     def name(self) -> str:
@@ -101,7 +108,8 @@ class Connection:
                 self._opened.set_result(await _listed(client))
                 await self._over.wait()
         except Exception as error:  # noqa: BLE001 - the server's doing, or of the library on its behalf
-            why = _why(error) + (f" ({self._complaint.decode(errors='replace')})" if self._complaint else "")
+            said = f" ({self._complaint.decode(errors='replace')})" if self._complaint else ""
+            why = self._excess or _why(error) + said
             if self._opened.done():
                 log.warning("mcp_server_lost", server=self.name, error=why)
             else:
@@ -110,18 +118,27 @@ class Connection:
     @contextlib.asynccontextmanager
     async def _transport(self) -> AsyncIterator[Any]:
         if self._spec.url is None:
-            from mcp.client.stdio import StdioServerParameters, stdio_client
+            from opentinker.services.env_worker.tools.mcp_stdio import talking
 
             kept = {name: os.environ[name] for name in KEPT_VARIABLES if name in os.environ}
-            command, *arguments = self._spec.command
-            server = StdioServerParameters(command=command, args=arguments, env=kept)
             async with self._listening() as stderr:
-                yield stdio_client(server, errlog=stderr)
+                yield talking(self._spec.command, kept, stderr, self._complain)
             return
         from mcp.client.streamable_http import streamable_http_client
 
+        from opentinker.services.env_worker.tools.mcp_http import guarded
+
         async with guarded(self._spec.timeout_s) as http:
-            yield streamable_http_client(self._spec.url, http_client=http)
+            yield streamable_http_client(self._spec.url, http_client=http, max_sse_event_size=MESSAGE_BYTES)
+
+    def _complain(self, problem: str) -> None:
+        self._excess = problem
+        self._lost = True
+        log.warning("mcp_server_says_too_much", server=self.name, problem=problem)
+
+    @property
+    def _gone(self) -> str:
+        return f"{GONE}: {self._excess}" if self._excess else GONE
 
     @contextlib.asynccontextmanager
     async def _listening(self) -> AsyncIterator[TextIO]:
@@ -144,19 +161,23 @@ class Connection:
         from mcp_types import CONNECTION_CLOSED
 
         if self._client is None or self.broken:
-            raise ToolError(GONE)
+            raise ToolError(self._gone)
         call = asyncio.ensure_future(self._client.call_tool(name, arguments))
         try:
             await asyncio.wait([call, self._task], return_when=asyncio.FIRST_COMPLETED)
             if not call.done():
-                raise ToolError(GONE)
+                raise ToolError(self._gone)
             result = call.result()
         except MCPError as error:
-            self._lost = error.code == CONNECTION_CLOSED
-            raise ToolError(GONE if self._lost else str(error)) from None
+            closed = error.code == CONNECTION_CLOSED
+            self._lost = self._lost or closed
+            said = f"{self._gone} ({error})" if self._spec.url and closed else self._gone
+            raise ToolError(said if closed else str(error)) from None
         finally:
             call.cancel()
-        text = "\n".join(_text(block) for block in result.content)
+        text = "\n".join(_text(block) for block in result.content[:BLOCKS])
+        if len(result.content) > BLOCKS:
+            text += f"\n({len(result.content) - BLOCKS} more parts are left out)"
         if result.is_error:
             raise ToolError(text or "the tool says that it failed")
         return text
@@ -179,7 +200,7 @@ def _text(block: Any) -> str:
 
 
 async def _listed(client: Client) -> list[Tool]:
-    """Raises NoTools if there are none, or too many."""
+    """Raises NoTools if there are none, too many, or too much is said of them."""
     tools: list[Tool] = []
     cursor = None
     for _ in range(MOST_PAGES):
@@ -189,10 +210,10 @@ async def _listed(client: Client) -> list[Tool]:
         ]
         cursor = page.next_cursor
         if not cursor:
+            return bounded_tools(tools)
+        if len(tools) > MOST_TOOLS or len(cursor) > CURSOR_CHARACTERS:
             break
-    if not 1 <= len(tools) <= MOST_TOOLS:
-        raise NoTools(f"it has {len(tools)} tools; 1 to {MOST_TOOLS} can be offered")
-    return tools
+    raise NoTools(f"its list of tools does not end: {len(tools)} so far; 1 to {MOST_TOOLS} can be offered")
 
 
 def _why(error: BaseException) -> str:
@@ -200,43 +221,3 @@ def _why(error: BaseException) -> str:
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-
-
-@contextlib.asynccontextmanager
-async def guarded(timeout_s: float) -> AsyncIterator[Any]:
-    """A client of HTTP whose every connection goes through the guard; without redirects and proxies."""
-    import httpcore2
-    import httpx2
-
-    transport = httpx2.AsyncHTTPTransport(trust_env=False)
-    # No constructor takes it: the library's own pool, with the place where connections are made changed.
-    transport._pool = httpcore2.AsyncConnectionPool(
-        ssl_context=httpx2.create_ssl_context(), network_backend=_backend(Egress.of_process())
-    )
-    async with httpx2.AsyncClient(
-        transport=transport, timeout=httpx2.Timeout(timeout_s, read=300.0), trust_env=False
-    ) as client:
-        yield client
-
-
-def _backend(egress: Egress) -> Any:
-    import anyio
-    import httpcore2
-    from httpcore2._backends.anyio import AnyIOBackend, AnyIOStream
-
-    class Guarded(AnyIOBackend):
-        async def connect_tcp(
-            self,
-            host: str,
-            port: int,
-            timeout: float | None = None,
-            local_address: Any = None,
-            socket_options: Any = None,
-        ) -> Any:
-            try:
-                made = await egress.connect(host, port, timeout or 10.0)
-            except OSError as error:  # refusals are OSErrors too
-                raise httpcore2.ConnectError(str(error)) from error
-            return AnyIOStream(await anyio.abc.SocketStream.from_socket(made))
-
-    return Guarded()

@@ -1,0 +1,122 @@
+"""An MCP server that is a program: lines of JSON over its stdin and stdout, each one message, none longer than allowed.
+
+    server --lines--> _read --messages--> the library's session --messages--> _write --lines--> server
+
+The program has a session of its own: what it has started ends with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any, TextIO
+
+import anyio
+from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
+from mcp.shared.message import SessionMessage
+from mcp_types import jsonrpc_message_adapter
+
+from opentinker.services.env_worker.tools.mcp_bounds import MESSAGE_BYTES, Allowance, TooMuch
+from opentinker.shared.waiting import put_down
+
+GRACE_S = 2.0
+"""For a program whose stdin was closed to end by itself."""
+GONE_S = 2.0
+Heard = SessionMessage | Exception
+Complain = Callable[[str], None]
+
+
+@contextlib.asynccontextmanager
+async def talking(
+    command: Sequence[str], variables: dict[str, str], stderr: TextIO, complain: Complain
+) -> AsyncIterator[tuple[Any, Any]]:
+    """What the library's session reads from and writes to. `complain` is told why a server is no longer listened to.
+
+    Raises OSError if the program cannot be started.
+    """
+    process = await asyncio.create_subprocess_exec(
+        *command, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=stderr, env=variables,
+        start_new_session=True, limit=MESSAGE_BYTES,
+    )  # fmt: skip
+    assert process.stdin is not None and process.stdout is not None
+    to_session, heard = anyio.create_memory_object_stream[Heard](0)
+    said, from_session = anyio.create_memory_object_stream[SessionMessage](0)
+    allowance = Allowance()
+    loop = asyncio.get_running_loop()
+    reading = loop.create_task(_read(process.stdout, to_session, allowance, complain))
+    writing = loop.create_task(_write(process.stdin, from_session, to_session, allowance))
+    try:
+        yield heard, said
+    finally:
+        try:
+            heard.close()
+            said.close()
+            process.stdin.close()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(_emptied(process, reading), GRACE_S)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            await put_down(reading, writing)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(process.wait(), GONE_S)
+            for stream in (to_session, from_session):
+                stream.close()
+
+
+async def _emptied(process: asyncio.subprocess.Process, reading: asyncio.Task[None]) -> None:
+    """It has ended. What it says until then is read: one that cannot write does not end."""
+    assert process.stdout is not None
+    await asyncio.wait([reading])
+    while await process.stdout.read(1 << 16):
+        pass
+    await process.wait()
+
+
+async def _read(
+    output: asyncio.StreamReader, session: MemoryObjectSendStream[Heard], allowance: Allowance, complain: Complain
+) -> None:
+    """Ends, and thereby the session, when the server does or says too much."""
+    with session:
+        try:
+            while line := await _line(output):
+                allowance.take(len(line))
+                await session.send(_message(line))
+        except TooMuch as error:
+            complain(f"it said {error}")
+        except (anyio.BrokenResourceError, anyio.ClosedResourceError, ConnectionError):
+            return  # the session is over
+
+
+async def _line(output: asyncio.StreamReader) -> bytes:
+    try:
+        return await output.readline()
+    except ValueError:  # longer than the reader's limit
+        raise TooMuch(f"a message of more than {MESSAGE_BYTES:,} bytes") from None
+
+
+def _message(line: bytes) -> Heard:
+    """What is no message is the session's to complain of; the parser knows how deep it descends."""
+    try:
+        return SessionMessage(jsonrpc_message_adapter.validate_json(line, by_name=False))
+    except ValueError as error:
+        return error
+
+
+async def _write(
+    into: asyncio.StreamWriter,
+    session: MemoryObjectReceiveStream[SessionMessage],
+    to_session: MemoryObjectSendStream[Heard],
+    allowance: Allowance,
+) -> None:
+    with session:
+        try:
+            async for said in session:
+                allowance.renew()
+                into.write(said.message.model_dump_json(by_alias=True, exclude_unset=True).encode() + b"\n")
+                await into.drain()
+        except (ConnectionError, RuntimeError):
+            to_session.close()  # whoever waits for an answer hears that there will be none
