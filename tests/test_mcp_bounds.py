@@ -32,7 +32,6 @@ from opentinker.shared.types import Tool, ToolCall
 from tests import mcp_hostile
 from tests.conftest import soon
 
-pytest.importorskip("mcp")
 TIMEOUT_S = 60.0
 
 

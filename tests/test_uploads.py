@@ -10,13 +10,18 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from opentinker.client import ApiConflict, ApiError, ApiNotFound, AsyncClient
 from opentinker.pushing import pack
 from opentinker.services.scheduler import receiving
+from opentinker.services.scheduler.quotas import MIB, Kept, OverQuota, Quota, bytes_of, room
 from opentinker.services.scheduler.receiving import Uploads
 from opentinker.shared import uploads
 from opentinker.shared.bus import Bus
+from opentinker.shared.config import Settings
 from opentinker.shared.errors import NotFound, SpecError
 from opentinker.shared.service import Context
 from opentinker.shared.sessions import EnvCheck, EnvCheckReply
@@ -289,12 +294,136 @@ def test_every_user_may_read_what_was_pushed(held: Uploads, tmp_path: Path) -> N
     assert modes == {0o755, 0o644}
 
 
+# --- locks that say the same ----------------------------------------------------------------------------------------
+
+
+def digest_of_lock(directory: Path, **files: str) -> str:
+    return uploads.read_package(package(directory, **files)).lock_digest
+
+
+def test_locks_that_pin_the_same_have_the_same_digest(tmp_path: Path) -> None:
+    other = HASH.replace("a" * 64, "b" * 64)
+    locks = [
+        f"tabulate==0.10.0 {HASH} {other}\nattrs==25.1 {HASH}\n",
+        f"# made by hand\nattrs==25.1    {HASH}\n\ntabulate==0.10.0 \\\n    {other} \\\n    {HASH}  # via small\n",
+        f"Tabulate==0.10.0 {other} {HASH} {HASH}\nattrs==25.1 {HASH}\nattrs==25.1 {HASH}\n",
+    ]
+    digests = [digest_of_lock(tmp_path / str(n), requirements__lock=lock) for n, lock in enumerate(locks)]
+    assert len(set(digests)) == 1
+    changed = [
+        f"tabulate==0.10.1 {HASH} {other}\nattrs==25.1 {HASH}\n",
+        f"tabulate==0.10.0 {HASH}\nattrs==25.1 {HASH}\n",
+        f"tabulate==0.10.0 {HASH} {other}\n",
+        f"tabulate==0.10.0 ; python_version < '3.13' {HASH} {other}\nattrs==25.1 {HASH}\n",
+    ]
+    others = [digest_of_lock(tmp_path / f"c{n}", requirements__lock=lock) for n, lock in enumerate(changed)]
+    assert len({*digests, *others}) == 5
+
+
+def test_a_uv_lock_s_digest_is_of_what_it_installs(tmp_path: Path) -> None:
+    def digest(name: str, lock: str) -> str:
+        return digest_of_lock(tmp_path / name, requirements__lock="", uv__lock=lock)
+
+    first = digest("first", UV_LOCK)
+    assert digest("moved", UV_LOCK.replace("https://example.org/t.whl", "https://mirror.example/t.whl")) == first
+    assert digest("commented", "# made again\nrevision = 3\n" + UV_LOCK.replace("\n", "\n\n")) == first
+    assert digest("newer", UV_LOCK.replace("0.10.0", "0.10.1")) != first
+    assert digest("other file", UV_LOCK.replace("sha256:00", "sha256:01")) != first
+
+
+# --- quotas ---------------------------------------------------------------------------------------------------------
+
+
+def versions_of(held: Uploads, name: str = "small") -> list[int]:
+    return [version.version for version in held.versions("default", name)]
+
+
+def numbered(directory: Path, number: int, extra: int = 0) -> Path:
+    """Another content each time, with `extra` bytes more."""
+    place = package(directory / str(number))
+    (place / "number.txt").write_text(f"{number}")
+    (place / "extra.bin").write_bytes(b"x" * extra)
+    return place
+
+
+def test_old_versions_that_nothing_plays_go_before_a_push_is_refused(tmp_path: Path) -> None:
+    held = Uploads(tmp_path / "data", 1, Quota(mb=100, versions=3))
+    first, _ = keep(held, numbered(tmp_path, 1))
+    for number in (2, 3):
+        keep(held, numbered(tmp_path, number))
+    held.keep(io.BytesIO(pack(numbered(tmp_path, 4))), "default", "", {first.digest})
+    assert versions_of(held) == [1, 3, 4]
+    keep(held, numbered(tmp_path, 5), tenant="somebody-else")
+    assert versions_of(held) == [1, 3, 4]
+    used = {version.digest for version in held.versions("default", "small")}
+    with pytest.raises(SpecError, match=r"in 4 versions; you may have .* 3 versions \(upload_tenant_versions\)"):
+        held.keep(io.BytesIO(pack(numbered(tmp_path, 6))), "default", "", used)
+    assert versions_of(held) == [1, 3, 4]
+    keep(held, numbered(tmp_path, 4))  # what is the newest already is no push
+    assert versions_of(held) == [1, 3, 4]
+
+
+def test_bytes_of_packages_and_of_their_virtual_environments_count(tmp_path: Path) -> None:
+    held = Uploads(tmp_path / "data", 1, Quota(mb=2, versions=100))
+    lock = uploads.read_package(numbered(tmp_path, 0)).lock_digest
+    for number in range(1, 5):
+        keep(held, numbered(tmp_path, number, extra=600_000))
+    assert versions_of(held) == [2, 3, 4]
+    same, _ = keep(held, tmp_path / "4", name="again")  # shared content counts once
+    assert versions_of(held) == [2, 3, 4] and versions_of(held, "again") == [1]
+    venvs = uploads.venvs_dir(tmp_path / "data", lock)
+    venvs.mkdir(parents=True)
+    (venvs / f"one{uploads.SIZE}").write_text("900000")
+    held.fit("default", {same.digest})
+    assert versions_of(held) == [4] and versions_of(held, "again") == [1]
+    (venvs / f"two{uploads.SIZE}").write_text("2000000")
+    with pytest.raises(SpecError, match=r"would take 4 MB .* you may have 2 MB \(upload_tenant_mb\)"):
+        held.fit("default", set())
+    assert versions_of(held) == [4], "nothing goes in vain"
+
+
+KEPT = st.builds(
+    Kept,
+    name=st.sampled_from("ab"),
+    version=st.integers(1, 99),
+    pushed=st.floats(0, 9),
+    digest=st.sampled_from("pqrst"),
+    bytes=st.just(MIB),
+    lock=st.sampled_from("xyz"),
+    newest=st.booleans(),
+)
+
+
+@given(st.lists(KEPT, max_size=12), st.sets(st.sampled_from("pqrst")), st.integers(1, 8), st.integers(1, 8))
+def test_what_goes_is_old_unused_and_no_more_than_needed(
+    kept: list[Kept], used: set[str], mb: int, versions: int
+) -> None:
+    venvs, quota = {"x": MIB, "y": 2 * MIB}, Quota(mb=mb, versions=versions)
+
+    def fits(left: list[Kept]) -> bool:
+        return bytes_of(left, venvs) <= mb * MIB and len(left) <= versions
+
+    must = [one for one in kept if one.newest or one.digest in used]
+    try:
+        going = room(kept, venvs, quota, used)
+    except OverQuota:
+        assert not fits(must)
+        return
+    left = list(kept)
+    for place, one in enumerate(going):
+        assert not fits(left) and not one.newest and one.digest not in used
+        assert all(one.pushed <= later.pushed for later in going[place:])
+        left.remove(one)
+    assert fits(left)
+
+
 # --- over HTTP ------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 async def ctx(nats_server: Server, valkey_server: Server, store: Store, tmp_path: Path) -> AsyncIterator[Context]:
-    async with context(nats_server, valkey_server, "scheduler-0", tmp_path / "data", upload_mb=1) as ctx:
+    limits = {"upload_mb": 1, "upload_tenant_mb": 32, "upload_tenant_versions": 2}
+    async with context(nats_server, valkey_server, "scheduler-0", tmp_path / "data", **limits) as ctx:
         yield ctx
 
 
@@ -383,6 +512,45 @@ async def test_the_command_line_pushes_shows_and_deletes(ctx: Context, client: A
     assert shown.stdout.splitlines()[1].split()[:2] == ["1", "parity:Parity"]
     gone = await asyncio.to_thread(opentinker, "env", "delete", "mine@1", "--url", url)
     assert gone.stdout == "deleted: mine version 1\n"
+
+
+async def test_quotas_hold_for_pushes_and_versions_of_jobs_stay(
+    ctx: Context, client: AsyncClient, bus: Bus, store: Store, tmp_path: Path
+) -> None:
+    pushed = [await client.push_environment(numbered(tmp_path, number)) for number in (1, 2)]
+    named = make_spec(model__base="some/model", environment={"name": "upload:small@1"})
+    job = await client.submit(named)
+    pushed.append(await client.push_environment(numbered(tmp_path, 3)))
+    there = [version["version"] for version in (await client.environment("small"))["versions"]]
+    assert there == [1, 3]
+    with pytest.raises(ApiError, match="upload_tenant_versions") as refused:
+        await client.push_environment(numbered(tmp_path, 4), "other")
+    assert refused.value.status == 422 and "env delete" in str(refused.value)
+    await store.transition(job["id"], JobState.CANCELLED)
+    await client.push_environment(numbered(tmp_path, 4), "other")
+    assert [version["version"] for version in (await client.environment("small"))["versions"]] == [3]
+
+    async def made(request: EnvCheck) -> EnvCheckReply:
+        digest = uploads.parse(request.name).digest
+        lock = uploads.load(ctx.settings.data_dir, digest).lock_digest
+        venvs = uploads.venvs_dir(ctx.settings.data_dir, lock)
+        venvs.mkdir(parents=True, exist_ok=True)
+        (venvs / f"one{uploads.SIZE}").write_text(str(64 * MIB))
+        return EnvCheckReply(errors=[])
+
+    await bus.serve(SANDBOX_CHECK, made, "env")
+    await bus.nc.flush()
+    with pytest.raises(ApiError, match="upload_tenant_mb"):
+        await client.push_environment(numbered(tmp_path, 5))
+    assert [version["version"] for version in (await client.environment("small"))["versions"]] == [3]
+
+
+def test_quotas_are_settings_that_fit_together() -> None:
+    assert Settings(upload_mb=40, upload_tenant_mb=40).upload_tenant_mb == 40
+    with pytest.raises(ValidationError, match=r"at least upload_mb \(40\)"):
+        Settings(upload_mb=40, upload_tenant_mb=39)
+    with pytest.raises(ValidationError, match="upload_venv_mb"):
+        Settings(upload_venv_mb=0)
 
 
 def test_a_lock_without_packages_is_a_lock() -> None:

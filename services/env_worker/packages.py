@@ -8,6 +8,7 @@ package runs here; nor is the interpreter of what it made ever started outside o
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import fcntl
 import hashlib
 import os
@@ -15,10 +16,11 @@ import platform
 import shutil
 import stat
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import structlog
 from packaging.specifiers import SpecifierSet
@@ -26,11 +28,13 @@ from packaging.specifiers import SpecifierSet
 from opentinker.services.env_worker.runtime import Runtime
 from opentinker.shared import uploads
 from opentinker.shared.errors import SpecError
-from opentinker.shared.uploads import Package, Reference
-from opentinker.shared.waiting import rest
+from opentinker.shared.uploads import Package, Pin, Reference
+from opentinker.shared.waiting import put_down, rest
 
 MAKE_S = 600.0
 LOOK_S = 0.2
+SIZE_LOOK_S = 1.0
+"""Between two looks at how large a virtual environment has become."""
 KEPT_VARIABLES = (
     "PATH",
     "HOME",
@@ -60,8 +64,11 @@ class Installed:
 
 
 class Packages:
-    def __init__(self, data_dir: Path) -> None:
+    """`venv_mb`: of one virtual environment; None: no limit."""
+
+    def __init__(self, data_dir: Path, venv_mb: int | None = None) -> None:
         self._data_dir = data_dir.resolve()
+        self._venv_mb = venv_mb
         self._python = os.path.realpath(sys.executable)
         self._runtime = Runtime()
         self._found: dict[str, asyncio.Task[Installed]] = {}
@@ -98,26 +105,27 @@ class Packages:
             )
         files = uploads.package_dir(self._data_dir, reference.digest) / "files"
         built_for = f"{self._python} {sys.version} {platform.machine()}"
-        venv = uploads.home(self._data_dir) / "venvs" / package.lock_digest / _short(built_for)
-        await asyncio.to_thread(venv.parent.mkdir, parents=True, exist_ok=True)
-        async with _alone(venv.with_name(f"{venv.name}.lock")):
-            text = await self._requirements(package, files, venv)
-            pins = uploads.pins(text)
+        venvs = uploads.venvs_dir(self._data_dir, package.lock_digest)
+        await asyncio.to_thread(venvs.mkdir, parents=True, exist_ok=True)
+        async with _alone(venvs / f"{_short(built_for)}.lock"):
+            pins = uploads.pins(await self._requirements(package, files, venvs))
+            # what uv makes of a uv.lock depends on the project too: another one's must not decide for this one
+            venv = venvs / _short(f"{built_for} {uploads.normal_of(pins)}")
             if conflicts := self._runtime.conflicts(pins):
                 raise _wrong(str(reference), f"its lock pins {'; '.join(conflicts)}: lock versions of that range")
             if not venv.is_dir():
-                await self._make(str(reference), text, venv)
+                await self._make(str(reference), pins, venv)
         return Installed(package, files, venv, self._runtime.binds(pins))
 
-    async def _requirements(self, package: Package, files: Path, venv: Path) -> str:
+    async def _requirements(self, package: Package, files: Path, venvs: Path) -> str:
         """What to install, with versions and hashes."""
         if package.lock == uploads.LOCKS[0]:
             return await asyncio.to_thread((files / package.lock).read_text)
         options = ("--frozen", "--offline", "--no-config", "--no-emit-project", "--no-dev", "--no-header", "--quiet")
         python = ("--python", self._python, "--no-python-downloads")
-        return await _uv(package.name, "export", *options, *python, "--project", str(files), cwd=venv.parent)
+        return await _uv(package.name, "export", *options, *python, "--project", str(files), cwd=venvs)
 
-    async def _make(self, name: str, requirements: str, venv: Path) -> None:
+    async def _make(self, name: str, pins: list[Pin], venv: Path) -> None:
         log.info("virtual_environment_being_made", environment=name, place=str(venv))
         for left in venv.parent.glob(f".{venv.name}-*"):  # by a process that was killed
             shutil.rmtree(left, ignore_errors=True)
@@ -125,16 +133,47 @@ class Packages:
         try:
             await _uv(name, "venv", "--quiet", "--no-project", "--python", self._python, str(work), cwd=venv.parent)
             listed = work / "requirements.lock"
-            pins = uploads.pins(requirements)
             await asyncio.to_thread(listed.write_text, "".join(f"{pin.line()}\n" for pin in pins))
             if pins:
                 options = ("--quiet", "--require-hashes", "--no-build", "--python", str(work / "bin" / "python"))
-                await _uv(name, "pip", "install", *options, "-r", str(listed), cwd=venv.parent)
+                installing = _uv(name, "pip", "install", *options, "-r", str(listed), cwd=venv.parent)
+                await self._within_limit(name, installing, work)
             await asyncio.to_thread(_open_to_all, work)
+            size = await self._size(name, work)
+            await asyncio.to_thread(venv.with_name(f"{venv.name}{uploads.SIZE}").write_text, str(size))
             work.rename(venv)
         finally:
             shutil.rmtree(work, ignore_errors=True)
         log.info("virtual_environment_made", environment=name, place=str(venv))
+
+    async def _within_limit(self, name: str, installing: Coroutine[Any, Any, str], work: Path) -> None:
+        """Raises SpecError as soon as it is seen to be too large."""
+        task = asyncio.get_running_loop().create_task(installing)
+        try:
+            while not task.done():
+                await asyncio.wait([task], timeout=SIZE_LOOK_S)
+                await self._size(name, work)
+            task.result()
+        finally:
+            await put_down(task)
+
+    async def _size(self, name: str, work: Path) -> int:
+        """Raises SpecError beyond the limit."""
+        size = await asyncio.to_thread(_bytes_of, work)
+        if self._venv_mb is not None and size > self._venv_mb << 20:
+            problem = f"its virtual environment takes more than {self._venv_mb} MB (upload_venv_mb): lock less"
+            raise _wrong(name, problem)
+        return size
+
+
+def _bytes_of(directory: Path) -> int:
+    """Blocking. While files come and go."""
+    total = 0
+    for folder, _, names in os.walk(directory):
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):
+                total += os.lstat(os.path.join(folder, name)).st_size
+    return total
 
 
 def _open_to_all(directory: Path) -> None:

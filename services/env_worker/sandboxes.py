@@ -57,7 +57,7 @@ class Sandboxes:
         self._sandbox = sandbox
         self._modules = settings.env_modules
         self._data_dir = settings.data_dir.resolve()
-        self._packages = Packages(settings.data_dir)
+        self._packages = Packages(settings.data_dir, settings.upload_venv_mb)
         self._listening: set[asyncio.Task[None]] = set()
 
     @classmethod

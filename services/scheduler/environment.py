@@ -45,7 +45,7 @@ async def examine(ctx: Context, data: Any, spec: JobSpec | None, tenant: str, kn
     if check is None or any(mistake["field"].startswith("environment.") for mistake in known):
         return Asked()
     if uploads.is_upload(check.name):
-        held = Uploads(ctx.settings.data_dir, ctx.settings.upload_mb)
+        held = Uploads.of(ctx.settings)
         try:
             exact = await asyncio.to_thread(held.resolve, check.name, tenant)
         except SpecError as error:

@@ -17,6 +17,7 @@ from opentinker.services.scheduler.environment import ask
 from opentinker.services.scheduler.jobs_api import tenant_of
 from opentinker.services.scheduler.problems import json_response
 from opentinker.services.scheduler.receiving import MIB, Uploads, Version
+from opentinker.shared import uploads
 from opentinker.shared.errors import Conflict, SpecError
 from opentinker.shared.service import Context
 from opentinker.shared.sessions import EnvCheck
@@ -31,7 +32,7 @@ HEARD_OUT = 16
 class EnvironmentsApi:
     def __init__(self, ctx: Context) -> None:
         self.ctx = ctx
-        self._uploads = Uploads(ctx.settings.data_dir, ctx.settings.upload_mb)
+        self._uploads = Uploads.of(ctx.settings)
 
     async def push(self, request: web.Request) -> web.Response:
         name = request.query.get("name", "")
@@ -39,9 +40,15 @@ class EnvironmentsApi:
         with await asyncio.to_thread(self._uploads.incoming) as file:
             await self._receive(request, file)
             await asyncio.to_thread(file.seek, 0)
-            package, version, new = await asyncio.to_thread(self._uploads.keep, file, tenant, name)
+            used = await self._used()
+            package, version, new = await asyncio.to_thread(self._uploads.keep, file, tenant, name, used)
         reference = Reference(package.name, version.version, version.digest)
         mistakes, checked = await ask(self.ctx, EnvCheck(name=str(reference), config=None, isolation="sandbox"), tenant)
+        if new and not mistakes:
+            try:
+                await asyncio.to_thread(self._uploads.fit, tenant, await self._used())
+            except SpecError as error:  # with its virtual environment it is too much
+                mistakes = error.mistakes
         if mistakes:
             if new:
                 await asyncio.to_thread(self._uploads.delete, tenant, package.name, version.version)
@@ -54,6 +61,11 @@ class EnvironmentsApi:
             "checked": checked,
         }
         return json_response(answer, 201, {"Location": f"/v1/environments/{package.name}"})
+
+    async def _used(self) -> set[str]:
+        """Digests of the packages that jobs play which are not over."""
+        names = [str(job.spec.get("environment", {}).get("name", "")) for job in await self.ctx.store.active_jobs()]
+        return {uploads.parse(name).digest for name in names if uploads.is_upload(name)}
 
     async def _receive(self, request: web.Request, file: Any) -> None:
         """Raises SpecError for a body that no package can have."""

@@ -14,13 +14,16 @@ import shutil
 import tarfile
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from pathlib import Path, PurePosixPath
 from typing import IO
 
 import msgspec
+import structlog
 
+from opentinker.services.scheduler.quotas import Kept, OverQuota, Quota, room
 from opentinker.shared import codec, uploads
+from opentinker.shared.config import Settings
 from opentinker.shared.errors import NotFound, SpecError
 from opentinker.shared.uploads import Package, Reference
 
@@ -28,6 +31,8 @@ MOST_FILES = 2000
 LONGEST_PATH = 240
 MIB = 1 << 20
 INCOMING, LEFT_S = ".incoming-", 3600.0
+
+log = structlog.get_logger()
 
 
 class Version(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,22 +57,32 @@ class Named(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Uploads:
-    """`most_mb`: of one package, unpacked."""
+    """`most_mb`: of one package, unpacked. `quota`: of a tenant's; None: no limit."""
 
-    def __init__(self, data_dir: Path, most_mb: int) -> None:
+    def __init__(self, data_dir: Path, most_mb: int, quota: Quota | None = None) -> None:
         self._data_dir = data_dir
         self._home = uploads.home(data_dir)
         self._most = most_mb * MIB
+        self._quota = quota
+
+    @classmethod
+    def of(cls, settings: Settings) -> Uploads:
+        quota = Quota(mb=settings.upload_tenant_mb, versions=settings.upload_tenant_versions)
+        return cls(settings.data_dir, settings.upload_mb, quota)
 
     def incoming(self) -> IO[bytes]:
         """A file for the tar, which is gone when it is closed."""
         self._home.mkdir(parents=True, exist_ok=True)
         return tempfile.TemporaryFile(dir=self._home)
 
-    def keep(self, tar: IO[bytes], tenant: str, name: str) -> tuple[Package, Version, bool]:
+    def keep(
+        self, tar: IO[bytes], tenant: str, name: str, used: Set[str] = frozenset()
+    ) -> tuple[Package, Version, bool]:
         """The package, its version, and whether it is a new one: what the newest version holds already is no new one.
 
-        Raises SpecError with every mistake in the package.
+        Old versions go where the tenant's quota asks for it, but none whose digest is `used`, and not yet the one that
+        the new one takes the place of: for that, call `fit` when the new one has proved itself. Raises SpecError with
+        every mistake in the package, or with what the quota says.
         """
         for left in self._home.glob(f"{INCOMING}*"):  # by a process that was killed
             with contextlib.suppress(FileNotFoundError):  # it has just been taken away
@@ -83,6 +98,8 @@ class Uploads:
             (work / "package.json").write_bytes(codec.to_json(package))
             work.chmod(0o755)
             with self._locked():
+                if not self._is_newest(tenant, package.name, digest):
+                    self._make_room(tenant, used, coming=(package, digest))
                 self._place(work, digest)
                 version, new = self._version(tenant, package, digest)
         finally:
@@ -115,9 +132,44 @@ class Uploads:
             place.parent.mkdir(parents=True, exist_ok=True)
             work.rename(place)
 
+    def fit(self, tenant: str, used: Set[str]) -> None:
+        """Once a new version stays, and its virtual environment is there. Raises SpecError."""
+        with self._locked():
+            self._make_room(tenant, used)
+
+    def _make_room(self, tenant: str, used: Set[str], coming: tuple[Package, str] | None = None) -> None:
+        if self._quota is None:
+            return
+        replaced = "" if coming is None else coming[0].name
+        names = self.names(tenant)
+        kept = [
+            _kept(name, version, package, newest=version is versions[-1] and name != replaced)
+            for name, versions in names.items()
+            for version in versions
+            for package in [uploads.load(self._data_dir, version.digest)]
+        ]
+        if coming is not None:
+            package, digest = coming
+            kept.append(Kept(name=package.name, version=0, pushed=time.time(), digest=digest, bytes=package.bytes,
+                             lock=package.lock_digest, newest=True))  # fmt: skip
+        venvs = {lock: uploads.venv_bytes(self._data_dir, lock) for lock in {one.lock for one in kept}}
+        try:
+            going = room(kept, venvs, self._quota, used)
+        except OverQuota as error:
+            raise _refused(f"does not fit: {error}") from None
+        for one in going:
+            if one.name == replaced and one.version == names[replaced][-1].version:
+                continue
+            log.info("old_version_collected", environment=one.name, version=one.version, tenant=tenant)
+            self._remove(tenant, one.name, one.version)
+
+    def _is_newest(self, tenant: str, name: str, digest: str) -> bool:
+        versions = self._read(tenant, name).versions
+        return bool(versions) and versions[-1].digest == digest
+
     def _version(self, tenant: str, package: Package, digest: str) -> tuple[Version, bool]:
         named = self._read(tenant, package.name)
-        if named.versions and named.versions[-1].digest == digest:
+        if self._is_newest(tenant, package.name, digest):
             return named.versions[-1], False
         version = Version(version=named.next, digest=digest, pushed=time.time(), path=package.path, lock=package.lock,
                           files=package.files, bytes=package.bytes)  # fmt: skip
@@ -156,13 +208,16 @@ class Uploads:
     def delete(self, tenant: str, name: str, version: int | None) -> list[Version]:
         """The versions that are gone. What only they had is removed. Raises NotFound."""
         with self._locked():
-            versions = self.versions(tenant, name)
-            gone = [v for v in versions if version in (None, v.version)]
-            if not gone:
-                raise NotFound(f"environment {name!r} has no version {version}")
-            left = [v for v in versions if v not in gone]
-            self._write(tenant, name, Named(versions=left, next=self._read(tenant, name).next))
-            self._sweep({v.digest for v in gone})
+            return self._remove(tenant, name, version)
+
+    def _remove(self, tenant: str, name: str, version: int | None) -> list[Version]:
+        versions = self.versions(tenant, name)
+        gone = [v for v in versions if version in (None, v.version)]
+        if not gone:
+            raise NotFound(f"environment {name!r} has no version {version}")
+        left = [v for v in versions if v not in gone]
+        self._write(tenant, name, Named(versions=left, next=self._read(tenant, name).next))
+        self._sweep({v.digest for v in gone})
         return gone
 
     def _sweep(self, digests: set[str]) -> None:
@@ -193,6 +248,11 @@ class Uploads:
         with (self._home / ".lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             yield
+
+
+def _kept(name: str, version: Version, package: Package, *, newest: bool) -> Kept:
+    return Kept(name=name, version=version.version, pushed=version.pushed, digest=version.digest, bytes=version.bytes,
+                lock=package.lock_digest, newest=newest)  # fmt: skip
 
 
 def _named(path: Path) -> Named:
