@@ -10,18 +10,15 @@ Prints steps/s, latency of a step, and CPU time per step of each process; exit s
 from __future__ import annotations
 
 import argparse
-import asyncio
 import os
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
-import numpy as np
 import uvloop
 
-from loadtest._machine import Meter, met
-from loadtest.env_plane import ENVIRONMENT, Client
+from loadtest.env_plane import ENVIRONMENT, Client, measure, options
 from opentinker.embedded import EmbeddedServers
 from opentinker.processes import free_port
 from opentinker.shared.bus import Bus
@@ -39,41 +36,15 @@ SPEC = {
 }
 
 
-async def measure(arguments: argparse.Namespace, servers: EmbeddedServers, pids: dict[str, int]) -> bool:
+async def run(arguments: argparse.Namespace, servers: EmbeddedServers, pids: dict[str, int]) -> bool:
     async with Store.connect(servers.redis_url, "load") as store:
         await store.create_job(id=JOB, spec=parse_spec(SPEC).model_dump(mode="json"), tenant="default")
     async with Bus.connect(servers.nats_url, "load") as bus:
-        client = Client(bus, arguments.turns, "served:load", JOB)
-        probe = await client.sessions.open(  # waits until both processes are there
-            job=JOB, session="probe", environment="served:load", config={}, row=0, seed=0, deadline_s=60.0
-        )
-        assert probe.failure is None, probe.error
-        await client.sessions.close(worker=probe.worker, session="probe")
-        players = [asyncio.create_task(client.play(number)) for number in range(arguments.sessions)]
-        await asyncio.sleep(arguments.warm_up)
-        meter, client.counting = Meter(pids), True
-        await asyncio.sleep(arguments.seconds)
-        meter.stop()
-        client.counting = False
-        client.stop = True
-        await asyncio.gather(*players)
-    steps = len(client.latencies)
-    p50, p99 = np.percentile(client.latencies, [50, 99]) * 1e3
-    per_step = ", ".join(f"{name} {value / steps * 1e6:.0f}" for name, value in meter.used.items())
-    rate = steps / meter.seconds
-    print(f"{rate:,.0f} steps/s at {arguments.sessions} sessions; a step takes p50 {p50:.2f} p99 {p99:.2f} ms")
-    print(f"CPU-us per step: {per_step}, together {sum(meter.used.values()) / steps * 1e6:.0f}")
-    print(f"cores used by others meanwhile: {meter.foreign:.2f}")
-    return met("steps/s", rate, TARGET, meter.foreign)
+        return await measure(Client(bus, arguments.turns, "served:load", JOB), arguments, pids, TARGET)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sessions", type=int, default=64)
-    parser.add_argument("--seconds", type=float, default=5.0)
-    parser.add_argument("--turns", type=int, default=200)
-    parser.add_argument("--warm-up", type=float, default=1.0)
-    arguments = parser.parse_args()
+    arguments = options(__doc__)
     with tempfile.TemporaryDirectory() as directory, EmbeddedServers(Path(directory), default_ports=False) as servers:
         port = free_port()
         url = f"http://127.0.0.1:{port}"
@@ -95,7 +66,7 @@ def main() -> None:
             nats = servers.children["nats"].pid
             assert nats is not None
             pids = {name: process.pid for name, process in started.items()} | {"client": os.getpid(), "nats": nats}
-            good = uvloop.run(measure(arguments, servers, pids))
+            good = uvloop.run(run(arguments, servers, pids))
         finally:
             for process in reversed(started.values()):
                 process.terminate()

@@ -332,14 +332,10 @@ async def test_a_server_that_is_none_of_ours_is_a_reason() -> None:
 
 
 @asynccontextmanager
-async def sending_elsewhere(where: str) -> AsyncIterator[str]:
-    """Whatever is asked for, it is there."""
-
-    async def handler(_: web.Request) -> web.StreamResponse:
-        raise web.HTTPFound(where)
-
+async def serving(*routes: web.RouteDef) -> AsyncIterator[str]:
+    """HOST:PORT of a server with these routes."""
     app = web.Application()
-    app.router.add_route("*", "/{path:.*}", handler)
+    app.add_routes(routes)
     runner = web.AppRunner(app, shutdown_timeout=0.1)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
@@ -350,8 +346,11 @@ async def sending_elsewhere(where: str) -> AsyncIterator[str]:
 
 
 async def test_a_websocket_does_not_follow_a_redirect() -> None:
-    async with listening(Seats, "127.0.0.1", 0, 8) as url, sending_elsewhere(url.replace("ws", "http", 1)) as there:
-        reply = await Playing(f"ws://{there}").open()
+    async def away(_: web.Request) -> web.StreamResponse:
+        raise web.HTTPFound(url.replace("ws", "http", 1))
+
+    async with listening(Seats, "127.0.0.1", 0, 8) as url, serving(web.get("/", away)) as there:
+        reply = await Playing(f"ws://{there}/").open()
         assert reply.failure == Ending.ENV_ERROR and "a redirect to http://127.0.0.1" in reply.error
         async with Egress.of_process().session() as http:
             with pytest.raises(Refused, match="not followed"):
@@ -382,15 +381,8 @@ class Hasty:
 @asynccontextmanager
 async def hasty(*replies: SessionReply) -> AsyncIterator[tuple[Hasty, str]]:
     one = Hasty(list(replies))
-    app = web.Application()
-    app.add_routes([web.get("/", one.handle)])
-    runner = web.AppRunner(app, shutdown_timeout=0.1)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    try:
-        yield one, f"ws://127.0.0.1:{runner.addresses[0][1]}/"
-    finally:
-        await runner.cleanup()
+    async with serving(web.get("/", one.handle)) as there:
+        yield one, f"ws://{there}/"
 
 
 async def test_who_is_always_still_opening_is_asked_less_and_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
