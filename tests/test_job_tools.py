@@ -160,6 +160,22 @@ async def test_what_hostile_programs_try_in_the_sandbox_ends_with_them(shop: Sho
     await tools.close()
 
 
+async def test_a_program_that_says_it_has_ended_harms_itself_alone(shop: Shop) -> None:
+    tools = await shop.open("j", [SANDBOX])
+    early = "import os, time\nprint('first', flush=True)\nos.write(3, b'\\1')\ntime.sleep(1000)\nprint('second')"
+    outcome = await use(tools, "python", code=early)
+    assert (outcome.failed, outcome.text) == (False, "first\n")
+    odd = await use(tools, "python", code="import os\nos.write(3, b'odd')\nwhile True: pass")
+    assert odd.failed
+    held = "import os, time\nif os.fork() == 0:\n    time.sleep(1000)\nos.kill(os.getpid(), 9)"
+    killed = await use(tools, "python", code=held)
+    assert killed.failed and "killed by SIGKILL" in killed.text
+    closed = await use(tools, "python", code="import os\nos.close(3)\nprint('x')")
+    assert (closed.failed, closed.text) == (False, "x\n")
+    assert await said(tools, "1 + 1") == "2\n"
+    await tools.close()
+
+
 async def test_a_program_that_kills_its_interpreter_has_failed_and_the_next_one_runs(shop: Shop) -> None:
     tools = await shop.open("j", [SANDBOX])
     for program in ("import os\nos.kill(os.getppid(), 9)", "import os\nos.kill(-1, 9)"):

@@ -26,6 +26,7 @@ import traceback
 
 HEAD = struct.Struct("<I")
 NAME = "<program>"
+SAYING, GOOD = 3, b"\1"
 
 
 def main() -> None:
@@ -41,6 +42,7 @@ def main() -> None:
         while len(head := requests.read(HEAD.size)) == HEAD.size:
             good, output = child.play(requests.read(HEAD.unpack(head)[0]))
             service.sendall(HEAD.pack(1 + len(output)) + (b"\1" if good else b"\0") + output)
+            child.reap()
             clean()
             child = Child(service)
 
@@ -51,36 +53,50 @@ class Child:
     def __init__(self, service: socket.socket) -> None:
         request, self._request = os.pipe()
         self._output, writing = os.pipe()
+        self._status, saying = os.pipe()
         self._pid = os.fork()
         if self._pid == 0:
             service.close()
             os.close(self._request)
             with os.fdopen(request, "rb") as coming:
                 told = json.load(coming)
-            run(told["code"], writing, told["timeout_s"])
-        os.close(request)
-        os.close(writing)
+            run(told["code"], writing, saying, told["timeout_s"])
+        for descriptor in (request, writing, saying):
+            os.close(descriptor)
+        self._reaped = False
 
     def play(self, request: bytes) -> tuple[bool, bytes]:
         """Whether the program ended well within its time, and what it printed."""
         told = json.loads(request)
         with os.fdopen(self._request, "wb") as going:
             going.write(request)
-        output, why = watch(self._pid, self._output, told["timeout_s"], told["most"])
-        os.close(self._output)
+        output, said, why = watch(self._pid, self._output, self._status, told["timeout_s"], told["most"])
+        if not said and not why:  # it has ended in the middle
+            status = self.reap()
+            said = GOOD if status == 0 else b""
+            if os.WIFSIGNALED(status):
+                why = f"killed by {signal.Signals(os.WTERMSIG(status)).name}"
+        return said == GOOD and not why, output[: told["most"]] + (f"\n{why}".encode() if why else b"")
+
+    def reap(self) -> int:
+        """End it, if it has not; its status, once. Freeing what a large interpreter holds takes a while."""
+        if self._reaped:
+            return 0
+        self._reaped = True
         with contextlib.suppress(ProcessLookupError):
             os.kill(self._pid, signal.SIGKILL)
         _, status = os.waitpid(self._pid, 0)
-        if not why and os.WIFSIGNALED(status):
-            why = f"killed by {signal.Signals(os.WTERMSIG(status)).name}"
-        return not why and status == 0, output[: told["most"]] + (f"\n{why}".encode() if why else b"")
+        os.close(self._output)
+        os.close(self._status)
+        return status
 
 
-def watch(child: int, reading: int, timeout_s: float, most: int) -> tuple[bytes, str]:
-    """Until the program has ended, and why it was given up: it may have left others that hold its output open."""
+def watch(child: int, reading: int, saying: int, timeout_s: float, most: int) -> tuple[bytes, bytes, str]:
+    """What it prints until it says how it ends, or has ended; how that is, and why it was given up: it may have left
+    others that hold its ends of the pipes open."""
     ended = os.pidfd_open(child)
     output, due = b"", time.monotonic() + timeout_s
-    open_ends = [reading, ended]
+    open_ends = [reading, saying, ended]
     try:
         while True:
             left = due - time.monotonic()
@@ -90,25 +106,31 @@ def watch(child: int, reading: int, timeout_s: float, most: int) -> tuple[bytes,
                 output += data
                 if not data:
                     open_ends.remove(reading)
+            elif saying in ready:
+                said = os.read(saying, 1)
+                if said:
+                    return output, said, ""
+                open_ends.remove(saying)
             elif ended in ready:
-                return output, ""
+                return output, b"", ""
             if len(output) > most:
-                return output, f"ended: it printed more than {most} bytes"
+                return output, b"", f"ended: it printed more than {most} bytes"
             if left <= 0:
-                return output, f"ended: it took longer than {timeout_s:g} s"
+                return output, b"", f"ended: it took longer than {timeout_s:g} s"
     finally:
         os.close(ended)
 
 
-def run(code: str, writing: int, timeout_s: float) -> None:
-    """In the child; never returns."""
+def run(code: str, writing: int, saying: int, timeout_s: float) -> None:
+    """In the child; never returns. It says how it ends, for that to be known before all that it holds is freed."""
     status = 1
     try:
         nothing = os.open(os.devnull, os.O_RDONLY)
         os.dup2(nothing, 0)
         os.dup2(writing, 1)
         os.dup2(writing, 2)
-        os.closerange(3, 256)
+        os.dup2(saying, SAYING, inheritable=False)
+        os.closerange(SAYING + 1, 256)
         sys.stdout = os.fdopen(1, "w", closefd=False)
         sys.stderr = sys.stdout
         seconds = int(timeout_s) + 2
@@ -121,6 +143,8 @@ def run(code: str, writing: int, timeout_s: float) -> None:
         show(error)
     with contextlib.suppress(BaseException):
         sys.stdout.flush()
+    with contextlib.suppress(OSError):
+        os.write(SAYING, b"\0" if status else GOOD)
     os._exit(status)
 
 
