@@ -65,6 +65,8 @@ SIGNATURES = {
     "environment.geo3k.geo3k_tool_game:Geo3KToolGame": "max_retries=3",
     "environment.geo3k:Geo3KGameEnvironment": "config, data_paths, val_data_paths=None, job_id=None",
     "environment.geo3k:Geo3KToolEnvironment": "config, data_paths, val_data_paths=None, job_id=None, max_retries=3",
+    "environment.inference_pipeline:load_samples": "data_path, max_samples=None, **options",
+    "environment.inference_pipeline:generate_samples": "game_class, num_samples=50, seed=42, **game_kwargs",
     "environment.gym_environment_interaction:GymEnvironmentInteraction": "config",
     "environment.gym_environment_interaction:SimpleTextEnvironmentInteraction": "config",
     "client.utils.http_training_client:SchedulerClient": f"{SCHEDULER}, url=None",
