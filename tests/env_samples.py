@@ -379,3 +379,24 @@ class Relay(Environment):
         if self.config.anew:
             return Step(messages=[user("anew")], seat="a", stream=str(self.turn))
         return Step(messages=[user(f"after {action.seat}")], seat="b" if action.seat == "a" else "a", stream="0")
+
+
+class UntilTold(Environment):
+    """Well-behaved: some turns, then a metric `told`, 1 once a file is there; a job can wait for it by train.target."""
+
+    class Config(EnvironmentConfig):
+        file: str
+        turns: int = 4
+
+    config: Config
+
+    async def open(self, row: int, seed: int) -> list[Message]:
+        return [user(f"row {row}")]
+
+    async def step(self, action: Action) -> Step:
+        told = self.told()
+        done = action.turn + 1 == self.config.turns
+        return Step(messages=[user("?")], reward=told, done=done, metrics={"told": told})
+
+    def told(self) -> float:
+        return float(Path(self.config.file).exists())
