@@ -19,6 +19,7 @@ import asyncio
 import json
 import time
 from itertools import count
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -107,6 +108,10 @@ class Client:
             await self.sessions.close(worker=reply.worker, session=session)
 
 
+def children_of(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
 async def alone(arguments: argparse.Namespace, episodes: list[list[str]]) -> tuple[float, float]:
     """Steps and CPU seconds per step, one episode after another in this thread."""
     steps, cpu, began = 0, time.process_time(), time.perf_counter()
@@ -130,7 +135,8 @@ async def measure(arguments: argparse.Namespace, url: str, pids: dict[str, int])
             players.create_task(client.play(number))
         await client.begun.wait()
         await asyncio.sleep(arguments.warm_up)
-        meter, client.counting = Meter(pids), True
+        children = {f"child {number}": pid for number, pid in enumerate(children_of(pids["env-worker"]))}
+        meter, client.counting = Meter(pids | children), True
         await asyncio.sleep(arguments.seconds)
         meter.stop()
         client.counting, client.stop = False, True
@@ -144,7 +150,10 @@ async def measure(arguments: argparse.Namespace, url: str, pids: dict[str, int])
         f"served: {steps / meter.seconds:,.0f} steps/s at {arguments.sessions} sessions; p50 {p50:.2f} p99 {p99:.2f} ms"
     )
     print(f"ended: {len(client.ended):,} episodes, {sum(client.ended):,.0f} of them right")
-    print("CPU-us per step: " + ", ".join(f"{name} {value / steps * 1e6:,.0f}" for name, value in meter.used.items()))
+    used = {name: meter.used[name] for name in pids} | {"children": sum(meter.used[name] for name in children)}
+    print("CPU-us per step: " + ", ".join(f"{name} {value / steps * 1e6:,.0f}" for name, value in used.items()))
+    busiest = max(used["env-worker"], *(meter.used[name] for name in children), 1e-9)
+    print(f"ceiling of an env worker with enough cores: {steps / busiest:,.0f} steps/s")
     print(f"cores used by others meanwhile: {meter.foreign:.2f}")
 
 
