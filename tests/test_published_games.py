@@ -138,12 +138,16 @@ async def test_programs_are_run_and_their_variables_stay(tmp_path: Path) -> None
 
 
 def test_a_program_that_never_ends_or_fails_is_an_observation_and_turns_are_counted() -> None:
-    game = CodeInterpreterMathGame(max_turns=2, timeout_s=0.3)
+    game, hurried = CodeInterpreterMathGame(max_turns=2), CodeInterpreterMathGame(max_turns=1, timeout_s=0.3)
     game.reset(ground_truth="1")
     assert "ZeroDivisionError" in game.step("```python\n1/0\n```").observation
-    last = game.step("```python\nwhile True: pass\n```")
-    assert (last.reward, last.done, last.info["result"], last.info["failed_programs"]) == (0.0, True, "timeout", 2.0)
-    game.close()
+    last = game.step("nothing")
+    assert (last.reward, last.done, last.info["result"], last.info["failed_programs"]) == (0.0, True, "timeout", 1.0)
+    hurried.reset(ground_truth="1")
+    last = hurried.step("```python\nwhile True: pass\n```")
+    assert (last.done, last.info["failed_programs"]) == (True, 1.0)
+    for one in (game, hurried):
+        one.close()
     with pytest.raises(ValueError, match=r"python tool: Input should be"):
         CodeInterpreterMathGame(backend="perl")  # type: ignore[arg-type]
 
