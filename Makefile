@@ -1,4 +1,4 @@
-# The whole menu: setup run test check load learning docs clean.
+# The whole menu: setup browser run test check load learning docs clean.
 # A clean machine needs python3 (3.11 to 3.13) with pip and venv.
 
 PYTHON ?= python3
@@ -8,7 +8,7 @@ STAMP  := $(VENV)/.installed
 TINY   := runs/models/tiny
 CHECKED := src tests loadtest examples
 
-.PHONY: setup run run-gsm8k test check load learning docs clean
+.PHONY: setup browser run run-gsm8k test check load learning docs clean
 
 setup: $(STAMP)
 
@@ -38,9 +38,18 @@ runs/models/smollm2-135m-instruct/config.json: examples/models/make_smollm2.py |
 	$(BIN)/python examples/models/make_smollm2.py runs/models/smollm2-135m-instruct
 	@touch $@
 
+# What tests of miniwob play in. Without it they are skipped, and say so: only root on Debian can install it here.
+CHROMIUM := timeout 300 apt-get install -y -qq --no-install-recommends chromium chromium-driver
+browser:
+	@if command -v chromedriver >/dev/null; then :; \
+	elif [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+		(export DEBIAN_FRONTEND=noninteractive; $(CHROMIUM) || { apt-get update -qq && $(CHROMIUM); }) >/dev/null \
+		|| echo "Chromium cannot be installed: tests that need it are skipped"; \
+	else echo "no Chromium here (packages chromium and chromium-driver of Debian): tests that need it are skipped"; fi
+
 # Whole files side by side, two at a time: most of the suite waits for processes. One after another: make test JOBS=0
 JOBS ?= 2
-test: setup
+test: setup browser
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 check: setup

@@ -16,6 +16,7 @@ from opentinker.shared.sessions import is_url
 ADAPTERS = {
     "gem": "opentinker.envs.adapters.gem:Gem",
     "gymnasium": "opentinker.envs.adapters.gymnasium:Gymnasium",
+    "miniwob": "opentinker.envs.adapters.miniwob:MiniWob",
     "pettingzoo": "opentinker.envs.adapters.pettingzoo:PettingZoo",
     "reasoning_gym": "opentinker.envs.adapters.reasoning_gym:ReasoningGym",
     "skyrl_gym": "opentinker.envs.adapters.skyrl_gym:SkyRLGym",
@@ -32,6 +33,7 @@ BUILT_IN = {
     "gsm8k": "opentinker.envs.gsm8k:Gsm8k",
     "guess_number": "opentinker.envs.guess_number:GuessNumber",
     "math": "opentinker.envs.math:Math",
+    "openenv": "opentinker.envs.adapters.openenv:OpenEnv",
     "tool_calc": "opentinker.envs.tool_calc:ToolCalc",
     "verifiers": "opentinker.envs.agents.verifiers:Verifiers",
 }

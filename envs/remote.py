@@ -60,15 +60,20 @@ class RemoteFailed(OpenTinkerError):
     """The server may not be reached, does not answer a request in time, or says that it failed."""
 
 
-class RemoteConfig(EnvironmentConfig):
-    config: Annotated[dict[str, Any], Field(default_factory=dict)]
-    """Of the environment: sent with every reset over HTTP, as the environment's config over WebSockets."""
+class ServerConfig(EnvironmentConfig):
+    """Settings of whatever asks a server."""
+
     concurrency: Annotated[int, Field(ge=1, le=4096)] = 64
     """Requests (HTTP) or episodes (WebSocket) of one env worker at once, for this URL and this setting; others wait."""
     request_timeout_s: Annotated[float, Field(gt=0)] = 60.0
     """For one answer."""
     patience_s: Annotated[float, Field(ge=0)] = 10.0
     """How long a server that is away is waited for, where a request may be repeated."""
+
+
+class RemoteConfig(ServerConfig):
+    config: Annotated[dict[str, Any], Field(default_factory=dict)]
+    """Of the environment: sent with every reset over HTTP, as the environment's config over WebSockets."""
     job_id: Annotated[str, Field(min_length=1, max_length=200)] = "default"
     """HTTP only: what the server files its statistics under."""
     row_key: Annotated[str, Field(max_length=100)] = "row"
@@ -78,22 +83,23 @@ class RemoteConfig(EnvironmentConfig):
 
 
 class Remote(Environment):
-    """A subclass per URL."""
+    """A server behind `url`, and the connections to it that its episodes share."""
 
-    Config = RemoteConfig
-    config: RemoteConfig
-    url: ClassVar[str] = ""
+    config: ServerConfig
+    url: str = ""
     pools: ClassVar[dict[Any, Pool]]
 
     def __init__(self, config: BaseModel) -> None:
         super().__init__(config)
         self.id = uuid.uuid4().hex
-        key = (asyncio.get_running_loop(), self.config.concurrency)
-        self.pool = self.pools.setdefault(key, Pool(self.config.concurrency))
+        self._key = (asyncio.get_running_loop(), self.url, self.config.concurrency)
+        self.pool = self.pools.setdefault(self._key, Pool(self.config.concurrency))
         self.pool.users += 1
 
     async def close(self) -> None:
         await self.pool.leave()
+        if self.pool.users == 0:
+            self.pools.pop(self._key, None)
 
     async def patiently(self, once: Callable[[], Awaitable[T]], repeats: tuple[type[Exception], ...]) -> T:
         """Repeat what fails in one of these ways, until `patience_s` after the first time.
@@ -139,6 +145,9 @@ class Pool:
 
 
 class HttpRemote(Remote):
+    Config = RemoteConfig
+    config: RemoteConfig
+
     async def open(self, row: int, seed: int) -> list[Message]:
         told = {self.config.row_key: row, self.config.seed_key: seed}
         body = {**self.config.config, **{key: value for key, value in told.items() if key}}
@@ -174,7 +183,7 @@ class HttpRemote(Remote):
                 timeout=timeout,
                 allow_redirects=False,
             ) as response:
-                return self._answer(route, response.status, await _limited(response))
+                return self._answer(route, response.status, await limited(response))
 
         return await self.patiently(once, repeats)
 
@@ -203,7 +212,8 @@ def _unanswered(error: Exception) -> bool:
     return isinstance(error, TimeoutError) and not isinstance(error, aiohttp.ServerTimeoutError)
 
 
-async def _limited(response: aiohttp.ClientResponse) -> bytes:
+async def limited(response: aiohttp.ClientResponse) -> bytes:
+    """Raises BadReply."""
     raw = b""
     async for chunk in response.content.iter_any():
         raw += chunk
@@ -215,6 +225,9 @@ async def _limited(response: aiohttp.ClientResponse) -> bytes:
 
 class WebSocketRemote(Remote):
     """One connection per episode. A broken one is made anew, and what was asked on it is asked again."""
+
+    Config = RemoteConfig
+    config: RemoteConfig
 
     def __init__(self, config: BaseModel) -> None:
         super().__init__(config)

@@ -225,7 +225,7 @@ def test_every_example_of_the_page_is_valid() -> None:
     for example in examples:
         overrides = example.get("validation", {}).get("config", {})
         name = example["environment"]["name"]
-        check(name, example["environment"]["config"] | overrides, elsewhere=name in ("gem", "skyrl_gym"))
+        check(name, example["environment"]["config"] | overrides, elsewhere=name in ("gem", "miniwob", "skyrl_gym"))
     assert {example["environment"]["name"] for example in examples} == ADAPTERS.keys()
 
 
@@ -234,6 +234,7 @@ def test_a_missing_library_names_the_extra(name: str, monkeypatch: pytest.Monkey
     monkeypatch.setattr(library, "installed", lambda module: False)
     minimal = {name: config for name, config, _ in PLAYED}
     minimal |= {"skyrl_gym": {"id": "gsm8k", "path": "rows.jsonl"}, "gem": {"id": "game:Sudoku-v0-easy"}}
+    minimal |= {"miniwob": {"tasks": ["click-test"]}}
     config = minimal[name]
     with pytest.raises(SpecError, match=rf"pip install 'opentinker\[{name}\]'"):
         check(name, config)

@@ -13,6 +13,7 @@ import pytest
 from opentinker.cli import app
 from opentinker.envs.registry import check
 from opentinker.shared import uploads
+from opentinker.shared.egress import LOOPBACK, VARIABLE
 from opentinker.shared.spec import parse_spec
 from tests.cluster import ROOT
 
@@ -29,10 +30,11 @@ NAMED = re.compile(r"\b(?:examples|docs|envs|deploy|services|shared|loadtest|tes
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
-def test_every_example_is_a_valid_job(example: Path) -> None:
+def test_every_example_is_a_valid_job(example: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, ",".join(LOOPBACK))  # as `opentinker run` has it
     spec = parse_spec(tomllib.loads(example.read_text()))
     if spec.kind == "rl":
-        check(spec.environment.name, spec.environment.config, modules=True)
+        check(spec.environment.name, spec.environment.config, modules=True, elsewhere=spec.environment.name == "miniwob")
 
 
 @pytest.mark.parametrize("example", PUSHED, ids=lambda path: path.parent.name)

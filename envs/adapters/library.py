@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import difflib
 import random
+import re
 import threading
 from collections.abc import Iterable
 from importlib.util import find_spec
@@ -18,6 +19,11 @@ from pydantic import Field, ValidationInfo, model_validator
 from opentinker.envs.base import ELSEWHERE, EnvironmentConfig
 
 NAMED = 8
+_MARK = re.compile(r"\baction\s*:", re.IGNORECASE)
+
+
+class Illegal(Exception):
+    """The text is no action; the message tells the policy why."""
 
 
 class LibraryConfig(EnvironmentConfig):
@@ -53,6 +59,16 @@ class ActionConfig(LibraryConfig):
     """Taken off the reward for an action that cannot be read or is not allowed (component `illegal`)."""
     max_illegal: Annotated[int, Field(ge=1)] = 3
     """So many such actions in one episode end it; the environment never sees them."""
+
+
+def said(text: str) -> str:
+    """What stands after the last `Action:`, else the whole text."""
+    return _MARK.split(text)[-1].strip()
+
+
+def refusal(why: object, left: str) -> str:
+    """What the policy is told of an action that was not played; `left` is what it could have done."""
+    return f"That is no action: {why}." + (f" Possible: {left}." if left else "")
 
 
 def installed(module: str) -> bool:

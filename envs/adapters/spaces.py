@@ -14,6 +14,9 @@ import msgspec
 import numpy as np
 from gymnasium import spaces
 
+from opentinker.envs.adapters.library import Illegal as Illegal  # noqa: PLC0414 - what `read` raises
+from opentinker.envs.adapters.library import refusal as refusal  # noqa: PLC0414
+from opentinker.envs.adapters.library import said
 from opentinker.shared.types import Image
 
 MASK = "action_mask"
@@ -23,12 +26,7 @@ LISTED = 40
 PLANES = 4
 PRINTED = 10_000
 """Numbers of an array."""
-_MARK = re.compile(r"\baction\s*:", re.IGNORECASE)
 _NUMBER = re.compile(r"(?<![\w.])[-+]?(?:\d+\.?\d*|\.\d+)(?:e[-+]?\d+)?(?!\w|\.\d)", re.IGNORECASE)
-
-
-class Illegal(Exception):
-    """The text is no action; the message tells the policy why."""
 
 
 # --- observations ---------------------------------------------------------------------------------------------------
@@ -138,16 +136,6 @@ def how(space: Any, names: list[str]) -> str:  # noqa: PLR0911 - one per kind of
 
 def hint(space: Any, names: list[str]) -> str:
     return f"Each turn, say your action: {how(space, names)}. What stands after the last `Action:` counts."
-
-
-def refusal(why: object, left: str) -> str:
-    """What the policy is told of an action that was not played; `left` is what it could have done."""
-    return f"That is no action: {why}." + (f" Possible: {left}." if left else "")
-
-
-def said(text: str) -> str:
-    """What stands after the last `Action:`, else the whole text."""
-    return _MARK.split(text)[-1].strip()
 
 
 def read(space: Any, text: str, names: list[str], mask: Any = None) -> Any:

@@ -1,0 +1,265 @@
+"""Tasks of MiniWoB++ on real web pages: a headless Chromium in the child process, the page as text, actions as text."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
+
+from pydantic import Field, model_validator
+
+from opentinker.envs.adapters import miniwob_page as page
+from opentinker.envs.adapters.library import Illegal, LibraryConfig, Randomness, episode_seed, refusal, unknown
+from opentinker.envs.base import Action, Environment, Step, user
+from opentinker.shared.types import Image, Message, Text
+
+if TYPE_CHECKING:
+    from miniwob.environment import MiniWoBEnvironment
+
+BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
+DRIVER = "chromedriver"
+LEASH = Path(__file__).with_name("browser_leash.py")
+KEPT = 2
+"""Browsers that wait for the next episode of their task, in one process."""
+ENDLESS_MS = 24 * 3600 * 1000
+
+
+class MiniWob(Environment):
+    """One seat. Reward: what the task gives at its end, from -1 to 1.
+
+    An action that cannot be read is answered with what is wrong with it and costs `penalty`. The page has no clock: a
+    policy may think as long as the episode's deadline lets it, and what it gets does not depend on how long it took.
+    """
+
+    class Config(LibraryConfig):
+        library: ClassVar[str] = "miniwob"
+        extra: ClassVar[str] = "miniwob"
+
+        tasks: Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1)]
+        """As MiniWoB++ has them, e.g. click-button. The row of an episode says which of them it is."""
+        reward: Literal["raw", "binary", "timed"] = "raw"
+        """`raw`: the task's own, which may be a part of 1; `binary`: 1 if all of it is done, else -1; `timed`: the
+        original one, which falls to 0 while the time limit passes."""
+        time_limit_s: Annotated[float, Field(gt=0, le=24 * 3600)] | None = None
+        """After so long the page ends the episode by itself, with -1; default: never (MiniWoB++ itself has 10 s)."""
+        max_steps: Annotated[int, Field(ge=1)] = 20
+        """So many actions end the episode, with reward 0 for the last."""
+        data_mode: Literal["train", "test"] = "train"
+        """Which half of its words and numbers a task draws from, where it has two."""
+        positions: bool = False
+        """Say where elements are, and let the policy act by position: click_at, double_click_at, drag, scroll."""
+        screenshot: bool = False
+        """Send a picture of the page beside its text."""
+        instruction: str | None = None
+        """What the policy is told first, in place of how actions are written; may be empty."""
+        penalty: Annotated[float, Field(ge=0.0)] = 0.1
+        """Taken off the reward for an action that cannot be read (component `illegal`)."""
+        max_illegal: Annotated[int, Field(ge=1)] = 3
+        """So many such actions in one episode end it."""
+
+        @model_validator(mode="after")
+        def _time_is_limited(self) -> Self:
+            if self.reward == "timed" and self.time_limit_s is None:
+                raise ValueError("reward = 'timed' needs time_limit_s")
+            return self
+
+        def check(self) -> None:
+            known = _registered()
+            for task in self.tasks:
+                if task not in known:
+                    raise unknown(f"task as tasks = {task!r}", task, known)
+            _programs()
+
+    config: Config
+    blocking = True
+    cost = 64.0
+    """A browser takes some 400 MB and a good part of a core while its page works."""
+    recycle_after = 100
+    memory_mb = 500
+    browsers: ClassVar[list[tuple[str, MiniWoBEnvironment]]] = []
+    """Idle ones of this process, the longest idle first."""
+
+    async def open(self, row: int, seed: int) -> list[Message]:
+        config = self.config
+        start = episode_seed(row, seed)
+        self._randomness = Randomness(start)
+        self._task = config.tasks[row % len(config.tasks)]
+        self._illegal = self._steps = 0
+        self._done = False
+        self._sound = False
+        with self._randomness:
+            self._browser = self._take()
+            driver = self._browser.instance.driver
+            driver.get(self._browser.instance.url)  # a page of the last episode has other elements and marks
+            limit = ENDLESS_MS if config.time_limit_s is None else round(config.time_limit_s * 1000)
+            driver.execute_script(f"core.EPISODE_MAX_TIME = {limit};")
+            self._browser.set_data_mode(config.data_mode)
+            self._browser.set_record_screenshots(config.screenshot)
+            self._observation, _ = self._browser.reset(seed=start)
+        self._sound = True
+        told = page.introduction(config.positions) if config.instruction is None else config.instruction
+        return [self._message(told)]
+
+    async def step(self, action: Action) -> Step:
+        try:
+            refs = {element["ref"] for element in self._observation["dom_elements"] if element["ref"] > 0}
+            deed = page.read(action.text, refs, self._size, self.config.positions)
+            moves = self._moves(deed)
+        except Illegal as error:
+            return self._refuse(error)
+        self._sound = False  # what breaks off here leaves a browser that nobody should get
+        with self._randomness:
+            for move in moves:
+                self._observation, _, self._done, _, info = self._browser.step(move)
+                if self._done:
+                    break
+        self._sound = True
+        self._steps += 1
+        reward = self._reward(info) if self._done else 0.0
+        over = self._done or self._steps >= self.config.max_steps
+        return Step(
+            messages=[] if over else [self._message()],
+            reward=reward,
+            components={"reward": reward},
+            done=over,
+            metrics=self._metrics(float(self._done and info["raw_reward"] == 1.0)),
+        )
+
+    async def close(self) -> None:
+        browser: MiniWoBEnvironment | None = getattr(self, "_browser", None)
+        if browser is None:
+            return
+        if self._sound:
+            self.browsers.append((self._task, browser))
+        while len(self.browsers) > KEPT:
+            self.browsers.pop(0)[1].close()
+        if not self._sound:
+            browser.close()
+
+    # --- the browser ------------------------------------------------------------------------------------------------
+
+    def _take(self) -> MiniWoBEnvironment:
+        """One whose page is that of the task, or a new one."""
+        for index, (task, browser) in enumerate(self.browsers):
+            if task == self._task:
+                del self.browsers[index]
+                if browser.instance.driver.service.process.poll() is None:
+                    return browser
+                break
+        browser_program, driver = _programs()
+        os.environ["MINIWOB_CHROME_BINARY"] = browser_program
+        with tempfile.TemporaryDirectory(prefix="opentinker-") as place:
+            leash = Path(place, DRIVER)
+            command = shlex.join([sys.executable, "-S", "-E", str(LEASH), str(os.getpid()), driver])
+            leash.write_text(f'#!/bin/sh\nexec {command} "$@"\n')
+            leash.chmod(0o700)
+            os.environ["MINIWOB_CHROMEDRIVER"] = str(leash)
+            made: MiniWoBEnvironment = _registered()[self._task]()
+        return made
+
+    @property
+    def _size(self) -> tuple[float, float]:
+        return self._browser.instance.task_width, self._browser.instance.task_height
+
+    def _moves(self, deed: page.Deed) -> list[dict[str, Any]]:
+        """As MiniWoB++ actions. Raises Illegal."""
+        from miniwob.action import ActionTypes as Types
+
+        space = self._browser.action_space_config
+        moves: list[tuple[Types, dict[str, Any]]]
+        match deed.name, deed.arguments:
+            case "click", (ref,):
+                moves = [(Types.CLICK_ELEMENT, {"ref": ref})]
+            case "type", (ref, text):
+                moves = [(Types.FOCUS_ELEMENT_AND_TYPE_TEXT, {"ref": ref, "text": text})]
+            case "type", (text,):
+                moves = [(Types.TYPE_TEXT, {"text": text})]
+            case "press", (key,):
+                moves = [(Types.PRESS_KEY, {"key": _key(list(space.allowed_keys), key)})]
+            case "click_at", point:
+                moves = [(Types.CLICK_COORDS, {"coords": point})]
+            case "double_click_at", point:
+                moves = [(Types.DBLCLICK_COORDS, {"coords": point})]
+            case "drag", (x, y, x2, y2):
+                ends = {"coords": (x2, y2)}
+                moves = [
+                    (Types.MOUSEDOWN_COORDS, {"coords": (x, y)}),
+                    (Types.MOVE_COORDS, ends),
+                    (Types.MOUSEUP_COORDS, ends),
+                ]
+            case _, (x, y, direction):
+                if direction not in ("up", "down"):
+                    raise Illegal('scroll goes "up" or "down"')
+                kind = Types.SCROLL_UP_COORDS if direction == "up" else Types.SCROLL_DOWN_COORDS
+                moves = [(kind, {"coords": (x, y)})]
+        order = list(space.action_types)
+        return [{"action_type": order.index(kind), **arguments} for kind, arguments in moves]
+
+    # --- what it says -----------------------------------------------------------------------------------------------
+
+    def _reward(self, info: dict[str, Any]) -> float:
+        raw = float(info["raw_reward"])
+        if self.config.reward == "binary":
+            return 1.0 if raw == 1.0 else -1.0
+        return float(info["env_reward"]) if self.config.reward == "timed" else raw
+
+    def _refuse(self, why: Exception) -> Step:
+        self._illegal += 1
+        possible = page.POSSIBLE + (f", {page.POSSIBLE_AT}" if self.config.positions else "")
+        return Step(
+            messages=[user(refusal(why, possible))],
+            reward=-self.config.penalty,
+            components={"illegal": -self.config.penalty},
+            done=self._illegal >= self.config.max_illegal,
+            metrics=self._metrics(0.0),
+        )
+
+    def _metrics(self, solved: float) -> dict[str, float]:
+        found = {"solved": solved, "illegal": float(self._illegal), "truncated": float(not self._done)}
+        return found | ({f"task/{self._task}": 1.0} if len(self.config.tasks) > 1 else {})
+
+    def _message(self, first: str = "") -> Message:
+        seen = page.view(self._observation["utterance"], self._observation["dom_elements"], self.config.positions)
+        text = "\n".join(filter(None, [first, seen]))
+        if not self.config.screenshot:
+            return user(text)
+        from opentinker.envs.adapters import spaces
+
+        return Message(role="user", content=[Text(text), Image(data=spaces.png(self._observation["screenshot"]))])
+
+
+def _key(keys: list[str], name: str) -> int:
+    """Its number. Raises Illegal."""
+    found = next((known for known in (name, f"<{name}>") if known in keys), None)
+    if found is None:
+        raise Illegal(f"there is no key {name!r:.40}")
+    return keys.index(found)
+
+
+def _registered() -> dict[str, Any]:
+    """The classes of the tasks, by name."""
+    import miniwob
+    from gymnasium.envs.registration import load_env_creator, registry
+
+    del miniwob  # importing it registers them
+    found = {}
+    for id, spec in registry.items():
+        if id.startswith("miniwob/"):
+            found[id.removeprefix("miniwob/").rpartition("-v")[0]] = spec.entry_point
+    return {name: load_env_creator(entry) if isinstance(entry, str) else entry for name, entry in found.items()}
+
+
+def _programs() -> tuple[str, str]:
+    """Browser and driver of this machine. Raises ValueError."""
+    browser = next(filter(None, map(shutil.which, BROWSERS)), None)
+    driver = shutil.which(DRIVER)
+    if browser is None or driver is None:
+        raise ValueError(
+            "miniwob needs Chromium and its driver where env workers run, in their PATH: "
+            "apt-get install --no-install-recommends chromium chromium-driver"
+        )
+    return browser, driver

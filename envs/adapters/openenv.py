@@ -1,0 +1,281 @@
+"""Environments of any OpenEnv server: `environment.name = "openenv"`, its URL in the config. Reached through the egress
+guard, over the server's own WebSocket protocol; nothing of OpenEnv is installed here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from typing import Annotated, Any, ClassVar, Literal, Self
+from urllib.parse import urlsplit, urlunsplit
+
+import aiohttp
+import orjson
+from pydantic import BaseModel, Field, ValidationInfo, field_validator, model_validator
+
+from opentinker.envs.adapters.library import Illegal, episode_seed, refusal
+from opentinker.envs.adapters.openenv_forms import Form, form_of, result_of, tools_of, view
+from opentinker.envs.adapters.openenv_line import Line, Seen, ServerError
+from opentinker.envs.base import ELSEWHERE, Action, BadReply, Opening, Step, user
+from opentinker.envs.data import in_event_loop
+from opentinker.envs.remote import PAUSE_S, SHOWN, Remote, RemoteFailed, ServerConfig, limited
+from opentinker.shared.egress import Egress, Refused
+from opentinker.shared.frames import ConnectionLost
+from opentinker.shared.types import Message, ToolCall
+
+PLAIN = {"ws": "http", "wss": "https"}
+LOST = (aiohttp.ClientError, OSError, TimeoutError, ConnectionLost)
+NUMBERS = 40
+"""Of an observation's metadata, as metrics."""
+
+
+class _Full(Exception):
+    """The server has as many sessions as it takes."""
+
+
+class OpenEnv(Remote):
+    """One seat, one session of the server per episode. Reward: the environment's own.
+
+    An action that cannot be read, or that the server's schema refuses, is answered with what is wrong with it and costs
+    `penalty`. Where actions are calls of tools (OpenEnv's MCP environments), they are offered to the policy as tools.
+    """
+
+    class Config(ServerConfig):
+        url: Annotated[str, Field(min_length=1)]
+        """Of the server, http(s):// or ws(s)://, without the `/ws` that it serves sessions at."""
+        reset: dict[str, Any] = {}
+        """Sent with every reset, beside `seed` and `episode_id`: a split, a difficulty."""
+        row_key: Annotated[str, Field(max_length=100)] = ""
+        """The name under which a reset is told the row of the episode, e.g. `index` of OpenEnv's task API. Empty: it is
+        told the seed alone."""
+        rows: Annotated[int, Field(ge=1)] | None = None
+        """How many there are: rows are told modulo this."""
+        actions: Literal["auto", "text", "json", "tools"] = "auto"
+        """`text`: what the policy says is one field of the action; `json`: it says the fields; `tools`: it calls tools.
+        `auto`, by the server's schema: tools, if its actions are calls of tools; text, if the only field that must be
+        said is a string; else JSON."""
+        action_field: str = ""
+        """text: which field; default: the only one."""
+        action: dict[str, Any] = {}
+        """Fields that every action has, whatever the policy says."""
+        show: list[Annotated[str, Field(min_length=1)]] = []
+        """Fields of the observation that the policy sees (`a.b`: b of a); default: all that say something, less its
+        metadata. One is shown as it is, several as `name: value`."""
+        instruction: str = ""
+        """What the policy is told first."""
+        hint: bool = True
+        """Say in the prompt how actions are written."""
+        penalty: Annotated[float, Field(ge=0.0)] = 0.1
+        """Taken off the reward for an action that is none (component `illegal`)."""
+        max_illegal: Annotated[int, Field(ge=1)] = 3
+        """So many such actions in one episode end it."""
+        forgive: bool = False
+        """An action that makes the environment raise is answered like one that is none; otherwise its episode fails."""
+
+        @field_validator("url")
+        @classmethod
+        def _may_be_reached(cls, url: str, info: ValidationInfo) -> str:
+            egress = Egress.of_process()
+            try:
+                if egress.split(url).query:
+                    raise ValueError(f"{url!r} has a query: give the server's address alone")
+                if not (info.context or {}).get(ELSEWHERE) and not in_event_loop():
+                    egress.check_blocking(url)
+            except Refused as error:
+                raise ValueError(str(error)) from None
+            return url.rstrip("/").removesuffix("/ws")
+
+        @model_validator(mode="after")
+        def _nothing_is_ignored(self) -> Self:
+            if self.action_field and self.actions not in ("auto", "text"):
+                raise ValueError(f"action_field is for actions = 'text', not {self.actions!r}")
+            if self.rows is not None and not self.row_key:
+                raise ValueError("rows says nothing without row_key")
+            return self
+
+    config: Config
+    pools: ClassVar[dict[Any, Any]] = {}
+
+    def __init__(self, config: BaseModel) -> None:
+        assert isinstance(config, self.Config)
+        self.url = config.url
+        super().__init__(config)
+        self._line: Line | None = None
+        self._form = Form(kind="json")
+        self._return, self._illegal = 0.0, 0
+
+    # --- the episode ------------------------------------------------------------------------------------------------
+
+    async def open(self, row: int, seed: int) -> Opening:
+        config = self.config
+        told = {"seed": episode_seed(row, seed), "episode_id": self.id}
+        if config.row_key:
+            told[config.row_key] = row % config.rows if config.rows else row
+        self._form = await self._learn_form()
+        seen = await self._reset(config.reset | told)
+        if seen.done:
+            raise BadReply(f"{self.url}: the episode is over before anybody has acted")
+        hint = self._form.hint() if config.hint else ""
+        prompt = "\n".join(filter(None, [config.instruction, hint, view(seen, config.show)]))
+        tools = []
+        if self._form.kind == "tools":
+            tools = tools_of((await self._play({"type": "list_tools"})).observation)
+        return Opening(messages=[user(prompt or "Begin.")], tools=tools)
+
+    async def step(self, action: Action) -> Step:
+        if self._form.kind == "tools":
+            return await self._call(action)
+        try:
+            seen = await self._try(self._form.read(action.text))
+        except Illegal as error:
+            return self._refuse(error)
+        return self._step(seen, [] if seen.done else [self._message(seen)], seen.reward)
+
+    async def _call(self, action: Action) -> Step:
+        """Each of the turn's tool calls is an action; the first that ends the episode is the last one played."""
+        if not action.tool_calls:
+            return self._refuse(Illegal(action.problem or "it calls no tool"))
+        answers: list[Message] = []
+        reward, seen = 0.0, Seen(observation={}, reward=0.0, done=False)
+        for call in action.tool_calls:
+            data = {"type": "call_tool", "tool_name": call.name, "arguments": call.arguments, **self.config.action}
+            try:
+                seen = await self._try(data)
+            except Illegal as error:
+                return self._refuse(error, [*answers, _answer(call, refusal(error, ""))], reward)
+            reward += seen.reward
+            answers.append(_answer(call, result_of(seen.observation)))
+            if seen.done:
+                break
+        return self._step(seen, [] if seen.done else answers, reward)
+
+    async def close(self) -> None:
+        try:
+            await self._hang_up()
+        finally:
+            await super().close()
+
+    # --- what it says -----------------------------------------------------------------------------------------------
+
+    def _step(self, seen: Seen, messages: list[Message], reward: float) -> Step:
+        self._return += reward
+        return Step(
+            messages=messages,
+            reward=reward,
+            components={"reward": reward},
+            done=seen.done,
+            metrics=_numbers(seen.metadata) | self._metrics(),
+        )
+
+    def _refuse(self, why: Illegal, messages: list[Message] | None = None, reward: float = 0.0) -> Step:
+        """`reward`: of what the turn did before."""
+        self._illegal += 1
+        self._return += reward
+        components = {"illegal": -self.config.penalty} | ({"reward": reward} if reward else {})
+        return Step(
+            messages=messages or [user(refusal(why, ""))],
+            reward=sum(components.values()),
+            components=components,
+            done=self._illegal >= self.config.max_illegal,
+            metrics=self._metrics(),
+        )
+
+    def _metrics(self) -> dict[str, float]:
+        return {"return": self._return, "illegal": float(self._illegal)}
+
+    def _message(self, seen: Seen) -> Message:
+        return user(view(seen, self.config.show) or "(Nothing is to be seen.)")
+
+    # --- the server -------------------------------------------------------------------------------------------------
+
+    async def _learn_form(self) -> Form:
+        """Of actions, by the server's schema where the config leaves it open. Raises RemoteFailed, BadReply."""
+        config = self.config
+        wanted = None if config.actions == "auto" else config.actions
+        if wanted == "tools" or (wanted == "text" and config.action_field and not config.hint):
+            return Form(kind=wanted, field=config.action_field, fixed=config.action)
+        schema = (await self.patiently(self._schema, LOST)).get("action")
+        if not isinstance(schema, dict):
+            raise BadReply(f"{self.url}/schema must give the schema of an action")
+        try:
+            return form_of(schema, wanted, config.action_field, config.action)
+        except ValueError as error:
+            raise RemoteFailed(f"{self.url}: {error}") from None
+
+    async def _schema(self) -> dict[str, Any]:
+        parts = urlsplit(self.url)
+        url = urlunsplit(parts._replace(scheme=PLAIN.get(parts.scheme, parts.scheme), path=f"{parts.path}/schema"))
+        timeout = aiohttp.ClientTimeout(total=self.config.request_timeout_s, sock_connect=10.0)
+        async with self.pool.session.get(url, timeout=timeout, allow_redirects=False) as response:
+            raw = await limited(response)
+            if response.status != 200:
+                raise RemoteFailed(f"{url} answered {response.status}: is there an OpenEnv server?")
+        try:
+            answer = orjson.loads(raw)
+        except orjson.JSONDecodeError:
+            answer = None
+        if not isinstance(answer, dict):
+            raise BadReply(f"{url} did not answer with a JSON object: {raw[:SHOWN].decode(errors='replace')}")
+        return answer
+
+    async def _reset(self, told: dict[str, Any]) -> Seen:
+        """On a connection of its own, tried again while the server is away or full. Raises RemoteFailed, BadReply."""
+
+        async def once() -> Seen:
+            await self._hang_up()
+            async with asyncio.timeout(self.config.request_timeout_s):
+                self._line = await Line.connect(self.pool.session, f"{self.url}/ws")
+                try:
+                    return await self._line.ask("reset", told)
+                except ServerError as error:
+                    if error.code == "CAPACITY_REACHED":
+                        raise _Full from None
+                    raise RemoteFailed(f"{self.url}: reset: {error}") from None
+
+        pause = PAUSE_S
+        while True:
+            try:
+                return await self.patiently(once, LOST)
+            except _Full:  # until the episode's deadline
+                await self._hang_up()
+                await asyncio.sleep(pause * (0.5 + random.random()))
+                pause = min(2 * pause, 2.0)
+
+    async def _try(self, data: dict[str, Any]) -> Seen:
+        """An action of the policy's. Raises Illegal if it is none, and as `_play`."""
+        try:
+            return await self._play(data)
+        except ServerError as error:
+            if error.code == "VALIDATION_ERROR" or (self.config.forgive and error.code == "EXECUTION_ERROR"):
+                raise Illegal(error.message) from None
+            raise RemoteFailed(f"{self.url}: step: {error}") from None
+        except TypeError as error:
+            raise Illegal(f"it cannot be sent ({error})") from None
+
+    async def _play(self, data: dict[str, Any]) -> Seen:
+        """Never asked twice: it might be played twice. Raises RemoteFailed, BadReply, ServerError."""
+        assert self._line is not None
+        try:
+            async with asyncio.timeout(self.config.request_timeout_s):
+                return await self._line.ask("step", data)
+        except (TimeoutError, ConnectionLost) as error:
+            why = str(error) or f"no answer within {self.config.request_timeout_s:g} s"
+            raise RemoteFailed(f"{self.url}: step: {why}") from None
+
+    async def _hang_up(self) -> None:
+        if self._line is not None:
+            line, self._line = self._line, None
+            await line.close()
+
+
+def _answer(call: ToolCall, text: str) -> Message:
+    return Message(role="tool", content=text, tool_call_id=call.id, name=call.name)
+
+
+def _numbers(metadata: dict[str, Any]) -> dict[str, float]:
+    found = {
+        name: float(value)
+        for name, value in metadata.items()
+        if isinstance(value, int | float) and name.isascii() and len(name) <= 100 and abs(value) < 1e30
+    }
+    return dict(list(found.items())[:NUMBERS])
