@@ -245,10 +245,11 @@ async def test_requests_at_once_are_limited_per_url_and_connections_end_with_the
         assert len(game.requests) == 6
         game.hang.set()
         assert all(reply.done for reply in await asyncio.gather(*steps))
+        pools = find(url).pools  # type: ignore[attr-defined]
+        (pool,) = pools.values()
         for one in playing:
             await one.close()
-        pools = find(url).pools  # type: ignore[attr-defined]
-        assert [(pool.users, pool._session) for pool in pools.values()] == [(0, None)]
+        assert (pool.users, pool._session, pools) == (0, None, {})
 
 
 # --- WebSockets -----------------------------------------------------------------------------------------------------
