@@ -128,6 +128,8 @@ class Pool:
 
     def __init__(self, limit: int) -> None:
         self.users = 0
+        self.places = asyncio.Semaphore(limit)
+        """For who holds a connection as long as an episode lasts: waiting for one here has no time limit."""
         self._limit = limit
         self._session: aiohttp.ClientSession | None = None
 

@@ -43,7 +43,7 @@ WAIT_S = 90.0
 LONG = (
     *("test_kills.py", "test_end_to_end_vllm.py", "test_deterministic.py", "test_ranks.py", "test_engine_vllm.py"),
     *("test_run.py", "test_engine_vllm_own.py", "test_end_to_end.py", "test_row_jobs.py", "test_torch_learner.py"),
-    *("test_isolation.py", "test_served_jobs.py", "test_inference_vllm.py"),
+    *("test_isolation.py", "test_served_jobs.py", "test_inference_vllm.py", "test_openenv.py", "test_miniwob.py"),
 )
 """They begin before all others, the longest first, so that no process is left alone with one of them in the end."""
 

@@ -34,7 +34,9 @@ def test_every_example_is_a_valid_job(example: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setenv(VARIABLE, ",".join(LOOPBACK))  # as `opentinker run` has it
     spec = parse_spec(tomllib.loads(example.read_text()))
     if spec.kind == "rl":
-        check(spec.environment.name, spec.environment.config, modules=True, elsewhere=spec.environment.name == "miniwob")
+        check(
+            spec.environment.name, spec.environment.config, modules=True, elsewhere=spec.environment.name == "miniwob"
+        )
 
 
 @pytest.mark.parametrize("example", PUSHED, ids=lambda path: path.parent.name)

@@ -128,6 +128,20 @@ async def test_a_full_server_is_waited_for() -> None:
         await second.close()
 
 
+async def test_more_episodes_than_the_job_allows_at_once_do_not_knock() -> None:
+    async with planned() as (server, url):
+        first, second = Playing(url, concurrency=1), Playing(url, concurrency=1)
+        await first.open()
+        waiting = asyncio.create_task(second.open())
+        ((key, pool),) = [(key, pool) for key, pool in openenv.OpenEnv.pools.items() if key[1] == url]
+        await until(lambda: pool.users == 2 and pool.places._waiters)
+        assert server.connections == 1
+        await first.close()
+        assert "higher" in await waiting
+        await second.close()
+        assert key not in openenv.OpenEnv.pools
+
+
 async def test_a_reset_is_repeated_and_a_deadline_ends_the_wait() -> None:
     async with planned("hang up", None, seen({"hint": "go"})) as (server, url):
         playing = Playing(url, request_timeout_s=0.2, patience_s=30.0)

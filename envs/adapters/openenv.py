@@ -101,6 +101,7 @@ class OpenEnv(Remote):
         self.url = config.url
         super().__init__(config)
         self._line: Line | None = None
+        self._placed = False
         self._form = Form(kind="json")
         self._return, self._illegal = 0.0, 0
 
@@ -111,6 +112,7 @@ class OpenEnv(Remote):
         told = {"seed": episode_seed(row, seed), "episode_id": self.id}
         if config.row_key:
             told[config.row_key] = row % config.rows if config.rows else row
+        self._placed = await self.pool.places.acquire()
         self._form = await self._learn_form()
         seen = await self._reset(config.reset | told)
         if seen.done:
@@ -153,6 +155,8 @@ class OpenEnv(Remote):
         try:
             await self._hang_up()
         finally:
+            if self._placed:
+                self.pool.places.release()
             await super().close()
 
     # --- what it says -----------------------------------------------------------------------------------------------
