@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from opentinker.envs.adapters import miniwob, miniwob_page
+from opentinker.envs.adapters import miniwob_browsers, miniwob_page
 from opentinker.envs.adapters.library import Illegal
 from opentinker.envs.registry import check
 from opentinker.services.env_worker.host import Host, Plain
@@ -26,7 +26,7 @@ from tests.conftest import until
 from tests.playing import Table, sit
 
 browser = pytest.mark.skipif(
-    shutil.which("chromedriver") is None or not any(map(shutil.which, miniwob.BROWSERS)),
+    shutil.which("chromedriver") is None or not any(map(shutil.which, miniwob_browsers.BROWSERS)),
     reason="no Chromium on this machine: make browser (as root, on Debian), or install chromium and chromium-driver",
 )
 
@@ -156,6 +156,36 @@ def test_a_machine_without_chromium_says_what_to_install(programs: Path) -> None
     (programs / "chromedriver").unlink()
     with pytest.raises(SpecError, match="apt-get install --no-install-recommends chromium chromium-driver"):
         check("miniwob", {"tasks": ["click-test"]})
+
+
+class Idle:
+    """A browser that does nothing."""
+
+    def __init__(self, runs: bool = True) -> None:
+        self.closed = False
+        self.instance = self.driver = self.service = self.process = self
+        self.runs = runs
+
+    def poll(self) -> int | None:
+        return None if self.runs else 0
+
+    def close(self) -> None:
+        self.closed = True
+
+
+async def test_browsers_wait_for_their_task_and_not_for_ever() -> None:
+    shelf: Any = miniwob_browsers.Shelf(2, 3600.0)
+    first, second, third, dead = Idle(), Idle(), Idle(), Idle(runs=False)
+    for task, browser in (("a", first), ("b", second), ("a", third)):
+        shelf.put(task, browser)
+    assert (first.closed, second.closed) == (True, False)
+    assert shelf.take("c") is None and shelf.take("a") is third and shelf.take("a") is None
+    shelf.put("d", dead)
+    assert shelf.take("d") is None and shelf.take("b") is second
+    brief: Any = miniwob_browsers.Shelf(2, 0.01)
+    brief.put("a", third)
+    await until(lambda: third.closed)
+    assert brief.take("a") is None
 
 
 # --- real pages -------------------------------------------------------------------------------------------------------

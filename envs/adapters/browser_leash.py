@@ -1,4 +1,4 @@
-"""Runs chromedriver, and ends with it whatever browser it has started. Called by a script that miniwob.py writes:
+"""Runs chromedriver, and ends with it whatever browser it has started. miniwob_browsers.py calls it:
 
 browser_leash.py PARENT CHROMEDRIVER ARGV...
 

@@ -2,29 +2,21 @@
 
 from __future__ import annotations
 
-import os
-import shlex
-import shutil
-import sys
-import tempfile
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
 from opentinker.envs.adapters import miniwob_page as page
 from opentinker.envs.adapters.library import Illegal, LibraryConfig, Randomness, episode_seed, refusal, unknown
+from opentinker.envs.adapters.miniwob_browsers import Shelf, programs, start
 from opentinker.envs.base import Action, Environment, Step, user
 from opentinker.shared.types import Image, Message, Text
 
 if TYPE_CHECKING:
     from miniwob.environment import MiniWoBEnvironment
 
-BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
-DRIVER = "chromedriver"
-LEASH = Path(__file__).with_name("browser_leash.py")
-KEPT = 2
-"""Browsers that wait for the next episode of their task, in one process."""
+KEPT, IDLE_S = 2, 60.0
+"""So many browsers wait for the next episode of their task, in one process, for so long."""
 ENDLESS_MS = 24 * 3600 * 1000
 
 
@@ -72,7 +64,7 @@ class MiniWob(Environment):
             for task in self.tasks:
                 if task not in known:
                     raise unknown(f"task as tasks = {task!r}", task, known)
-            _programs()
+            programs()
 
     config: Config
     blocking = True
@@ -80,13 +72,12 @@ class MiniWob(Environment):
     """A browser takes some 400 MB and a good part of a core while its page works."""
     recycle_after = 100
     memory_mb = 500
-    browsers: ClassVar[list[tuple[str, MiniWoBEnvironment]]] = []
-    """Idle ones of this process, the longest idle first."""
+    shelf: ClassVar = Shelf(KEPT, IDLE_S)
 
     async def open(self, row: int, seed: int) -> list[Message]:
         config = self.config
-        start = episode_seed(row, seed)
-        self._randomness = Randomness(start)
+        drawn = episode_seed(row, seed)
+        self._randomness = Randomness(drawn)
         self._task = config.tasks[row % len(config.tasks)]
         self._illegal = self._steps = 0
         self._done = False
@@ -99,7 +90,7 @@ class MiniWob(Environment):
             driver.execute_script(f"core.EPISODE_MAX_TIME = {limit};")
             self._browser.set_data_mode(config.data_mode)
             self._browser.set_record_screenshots(config.screenshot)
-            self._observation, _ = self._browser.reset(seed=start)
+            self._observation, _ = self._browser.reset(seed=drawn)
         self._sound = True
         told = page.introduction(config.positions) if config.instruction is None else config.instruction
         return [self._message(told)]
@@ -134,32 +125,15 @@ class MiniWob(Environment):
         if browser is None:
             return
         if self._sound:
-            self.browsers.append((self._task, browser))
-        while len(self.browsers) > KEPT:
-            self.browsers.pop(0)[1].close()
-        if not self._sound:
+            self.shelf.put(self._task, browser)
+        else:
             browser.close()
 
     # --- the browser ------------------------------------------------------------------------------------------------
 
     def _take(self) -> MiniWoBEnvironment:
         """One whose page is that of the task, or a new one."""
-        for index, (task, browser) in enumerate(self.browsers):
-            if task == self._task:
-                del self.browsers[index]
-                if browser.instance.driver.service.process.poll() is None:
-                    return browser
-                break
-        browser_program, driver = _programs()
-        os.environ["MINIWOB_CHROME_BINARY"] = browser_program
-        with tempfile.TemporaryDirectory(prefix="opentinker-") as place:
-            leash = Path(place, DRIVER)
-            command = shlex.join([sys.executable, "-S", "-E", str(LEASH), str(os.getpid()), driver])
-            leash.write_text(f'#!/bin/sh\nexec {command} "$@"\n')
-            leash.chmod(0o700)
-            os.environ["MINIWOB_CHROMEDRIVER"] = str(leash)
-            made: MiniWoBEnvironment = _registered()[self._task]()
-        return made
+        return self.shelf.take(self._task) or start(_registered()[self._task])
 
     @property
     def _size(self) -> tuple[float, float]:
@@ -251,15 +225,3 @@ def _registered() -> dict[str, Any]:
         if id.startswith("miniwob/"):
             found[id.removeprefix("miniwob/").rpartition("-v")[0]] = spec.entry_point
     return {name: load_env_creator(entry) if isinstance(entry, str) else entry for name, entry in found.items()}
-
-
-def _programs() -> tuple[str, str]:
-    """Browser and driver of this machine. Raises ValueError."""
-    browser = next(filter(None, map(shutil.which, BROWSERS)), None)
-    driver = shutil.which(DRIVER)
-    if browser is None or driver is None:
-        raise ValueError(
-            "miniwob needs Chromium and its driver where env workers run, in their PATH: "
-            "apt-get install --no-install-recommends chromium chromium-driver"
-        )
-    return browser, driver

@@ -1,0 +1,85 @@
+"""Browsers of a process that plays MiniWoB++: where they come from, and where they wait for the next episode."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from miniwob.environment import MiniWoBEnvironment
+
+BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
+DRIVER = "chromedriver"
+LEASH = Path(__file__).with_name("browser_leash.py")
+
+
+class Shelf:
+    """At most `most` browsers that wait, each with the page of its task; one that waits for `idle_s` is closed."""
+
+    def __init__(self, most: int, idle_s: float) -> None:
+        self._most = most
+        self._idle_s = idle_s
+        self._lock = threading.Lock()
+        self._waiting: list[tuple[str, MiniWoBEnvironment, float]] = []
+        """The longest waiting first."""
+
+    def take(self, task: str) -> MiniWoBEnvironment | None:
+        with self._lock:
+            found = next((entry for entry in self._waiting if entry[0] == task), None)
+            if found is None:
+                return None
+            self._waiting.remove(found)
+        driver = found[1].instance.driver
+        return found[1] if driver.service.process.poll() is None else None
+
+    def put(self, task: str, browser: MiniWoBEnvironment) -> None:
+        with self._lock:
+            self._waiting.append((task, browser, time.monotonic() + self._idle_s))
+            spare = self._waiting[: -self._most]
+            del self._waiting[: -self._most]
+        for _, old, _ in spare:
+            old.close()
+        sweeping = threading.Timer(self._idle_s, self._sweep)
+        sweeping.daemon = True
+        sweeping.start()
+
+    def _sweep(self) -> None:
+        """In a thread of its own: the process may have nothing to do for hours."""
+        now = time.monotonic()
+        with self._lock:
+            old = [entry for entry in self._waiting if entry[2] <= now]
+            self._waiting = [entry for entry in self._waiting if entry[2] > now]
+        for _, browser, _ in old:
+            browser.close()
+
+
+def start(make: Callable[[], MiniWoBEnvironment]) -> MiniWoBEnvironment:
+    """A new one, on a leash. It stands in a script, for MiniWoB++ takes a program without arguments as its driver."""
+    browser, driver = programs()
+    with tempfile.TemporaryDirectory(prefix="opentinker-") as place:
+        leash = Path(place, DRIVER)
+        command = shlex.join([sys.executable, "-S", "-E", str(LEASH), str(os.getpid()), driver])
+        leash.write_text(f'#!/bin/sh\nexec {command} "$@"\n')
+        leash.chmod(0o700)
+        os.environ |= {"MINIWOB_CHROME_BINARY": browser, "MINIWOB_CHROMEDRIVER": str(leash)}
+        return make()
+
+
+def programs() -> tuple[str, str]:
+    """Browser and driver of this machine. Raises ValueError."""
+    browser = next(filter(None, map(shutil.which, BROWSERS)), None)
+    driver = shutil.which(DRIVER)
+    if browser is None or driver is None:
+        raise ValueError(
+            "miniwob needs Chromium and its driver where env workers run, in their PATH: "
+            "apt-get install --no-install-recommends chromium chromium-driver"
+        )
+    return browser, driver
