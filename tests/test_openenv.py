@@ -100,7 +100,7 @@ async def test_a_session_is_reset_with_the_seed_of_its_group_and_freed() -> None
         (seen({"hint": "x" * 300_000}), Ending.ENV_BAD_REPLY, "at most 262,144 are allowed"),
         (error("EXECUTION_ERROR", "no luck"), Ending.ENV_ERROR, "step: EXECUTION_ERROR: no luck"),
         (error("SESSION_ERROR"), Ending.ENV_ERROR, "step: SESSION_ERROR"),
-        ("hang up", Ending.ENV_ERROR, "the server has ended the session"),
+        ("hang up", Ending.ENV_LOST, "the server has ended the session"),
         (None, Ending.ENV_ERROR, "no answer within 0.2 s"),
     ],
 )
@@ -225,7 +225,7 @@ async def test_a_server_that_is_not_there_is_named() -> None:
     url = f"ws://127.0.0.1:{free_port()}"
     playing = Playing(url)
     reply = await playing.sessions.open(playing.request)
-    assert reply.failure == Ending.ENV_ERROR and url in reply.error
+    assert reply.failure == Ending.ENV_LOST and url in reply.error
     await playing.close()
     await until(lambda: all(key[1] != url for key in openenv.OpenEnv.pools))
 

@@ -16,7 +16,7 @@ from pydantic import BaseModel, Field, ValidationInfo, field_validator, model_va
 from opentinker.envs.adapters.library import Illegal, episode_seed, refusal
 from opentinker.envs.adapters.openenv_forms import Form, form_of, result_of, tools_of, view
 from opentinker.envs.adapters.openenv_line import Line, Seen, ServerError
-from opentinker.envs.base import ELSEWHERE, Action, BadReply, Opening, Step, user
+from opentinker.envs.base import ELSEWHERE, Action, BadReply, Opening, Step, Unreachable, user
 from opentinker.envs.data import in_event_loop
 from opentinker.envs.remote import PAUSE_S, SHOWN, Remote, RemoteFailed, ServerConfig, limited
 from opentinker.shared.egress import Egress, Refused
@@ -193,7 +193,7 @@ class OpenEnv(Remote):
     # --- the server -------------------------------------------------------------------------------------------------
 
     async def _learn_form(self) -> Form:
-        """Of actions, by the server's schema where the config leaves it open. Raises RemoteFailed, BadReply."""
+        """Of actions, by the server's schema where the config leaves it open. Raises as `patiently`, and BadReply."""
         config = self.config
         wanted = None if config.actions == "auto" else config.actions
         if wanted == "tools" or (wanted == "text" and config.action_field and not config.hint):
@@ -223,7 +223,7 @@ class OpenEnv(Remote):
         return answer
 
     async def _reset(self, told: dict[str, Any]) -> Seen:
-        """On a connection of its own, tried again while the server is away or full. Raises RemoteFailed, BadReply."""
+        """On a connection of its own, again while the server is away or full. Raises as `patiently`, and BadReply."""
 
         async def once() -> Seen:
             await self._hang_up()
@@ -257,14 +257,15 @@ class OpenEnv(Remote):
             raise Illegal(f"it cannot be sent ({error})") from None
 
     async def _play(self, data: dict[str, Any]) -> Seen:
-        """Never asked twice: it might be played twice. Raises RemoteFailed, BadReply, ServerError."""
+        """Never asked twice: it might be played twice. Raises Unreachable, RemoteFailed, BadReply, ServerError."""
         assert self._line is not None
         try:
             async with asyncio.timeout(self.config.request_timeout_s):
                 return await self._line.ask("step", data)
-        except (TimeoutError, ConnectionLost) as error:
-            why = str(error) or f"no answer within {self.config.request_timeout_s:g} s"
-            raise RemoteFailed(f"{self.url}: step: {why}") from None
+        except ConnectionLost as error:
+            raise Unreachable(f"{self.url}: step: {error}") from None
+        except TimeoutError:
+            raise RemoteFailed(f"{self.url}: step: no answer within {self.config.request_timeout_s:g} s") from None
 
     async def _hang_up(self) -> None:
         if self._line is not None:
