@@ -1,4 +1,4 @@
-# The whole menu: setup browser run test check load learning docs clean.
+# The whole menu: setup browser games run test check load learning docs clean.
 # A clean machine needs python3 (3.11 to 3.13) with pip and venv.
 
 PYTHON ?= python3
@@ -8,7 +8,7 @@ STAMP  := $(VENV)/.installed
 TINY   := runs/models/tiny
 CHECKED := src tests loadtest examples
 
-.PHONY: setup browser run run-gsm8k test check load learning docs clean
+.PHONY: setup browser games run run-gsm8k test check load learning docs clean
 
 setup: $(STAMP)
 
@@ -47,9 +47,17 @@ browser:
 		|| echo "Chromium cannot be installed: tests that need it are skipped"; \
 	else echo "no Chromium here (packages chromium and chromium-driver of Debian): tests that need it are skipped"; fi
 
+# What tests of alfworld play. Not part of setup: two libraries of C and C++ are built, which takes minutes at first.
+games: setup
+	@if $(BIN)/python -c "import alfworld" 2>/dev/null; then :; \
+	elif command -v g++ >/dev/null && command -v cmake >/dev/null; then \
+		$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[alfworld]" \
+		|| echo "alfworld cannot be installed: tests that need it are skipped"; \
+	else echo "no g++ or cmake here: tests that need alfworld are skipped"; fi
+
 # Whole files side by side, two at a time: most of the suite waits for processes. One after another: make test JOBS=0
 JOBS ?= 2
-test: setup browser
+test: setup browser games
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 check: setup

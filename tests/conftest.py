@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import aiohttp
+import hypothesis  # noqa: F401 - before vLLM freezes the heap: what it registers then looks like garbage to it
 import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -8,6 +8,7 @@ import random
 import shutil
 import sys
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, get_args
 
@@ -30,6 +31,7 @@ from opentinker.shared.types import StopReason
 from tests.cluster import ROOT
 from tests.playing import Table, sit
 
+pytestmark = pytest.mark.skipif(find_spec("alfworld") is None, reason="alfworld is not installed: make games")
 GAMES = ROOT / "examples" / "data" / "alfworld"
 PATH = str(GAMES)
 SHIPPED = {"train": 4, "valid_seen": 1, "valid_unseen": 1}
