@@ -70,7 +70,7 @@ load: setup
 	@missed=0; for script in loadtest/[!_]*.py; do echo "== $$script"; \
 	$(BIN)/python -m loadtest.$$(basename $$script .py) || missed=1; done; exit $$missed
 
-# Every preset on three small tasks; half an hour of CPU time.
+# Every preset on three small tasks; most of an hour of CPU time.
 learning: setup
 	$(BIN)/python -m examples.learning_table
 
