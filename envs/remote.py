@@ -117,7 +117,8 @@ class Remote(Environment):
                 give_up = min(give_up, loop.time() + self.config.patience_s)
                 refused = isinstance(error, aiohttp.ClientConnectorError) and isinstance(error.os_error, Refused)
                 if refused or not isinstance(error, repeats) or loop.time() + pause > give_up:
-                    why = f"{self.url}: {str(error) or type(error).__name__}"
+                    late = f"no answer within {self.config.request_timeout_s:g} s"
+                    why = f"{self.url}: {str(error) or (late if isinstance(error, TimeoutError) else repr(error))}"
                     raise (RemoteFailed if refused or _unanswered(error) else Unreachable)(why) from None
             await asyncio.sleep(pause * (0.5 + random.random()))
             pause = min(2 * pause, LONGEST_PAUSE_S)
@@ -129,14 +130,13 @@ class Pool:
     def __init__(self, limit: int) -> None:
         self.users = 0
         self.places = asyncio.Semaphore(limit)
-        """For who holds a connection as long as an episode lasts: waiting for one here has no time limit."""
-        self._limit = limit
+        """Whoever uses a connection holds one, for a request or for an episode: waiting here has no time limit."""
         self._session: aiohttp.ClientSession | None = None
 
     @property
     def session(self) -> aiohttp.ClientSession:
         if self._session is None or self._session.closed:
-            self._session = Egress.of_process().session(limit=self._limit)
+            self._session = Egress.of_process().session(limit=0)
         return self._session
 
     async def leave(self) -> None:
@@ -150,9 +150,14 @@ class HttpRemote(Remote):
     Config = RemoteConfig
     config: RemoteConfig
 
+    def __init__(self, config: BaseModel) -> None:
+        super().__init__(config)
+        self._begun = self._done = False
+
     async def open(self, row: int, seed: int) -> list[Message]:
         told = {self.config.row_key: row, self.config.seed_key: seed}
         body = {**self.config.config, **{key: value for key, value in told.items() if key}}
+        self._begun = True
         answer = await self._post("reset", body, (aiohttp.ClientError, OSError, TimeoutError))
         observation, system = answer.get("observation"), answer.get("system_prompt")
         if type(observation) is not str or not isinstance(system, str | None):
@@ -165,6 +170,7 @@ class HttpRemote(Remote):
         observation, info = answer.get("observation"), answer.get("info") or {}
         if missing or type(observation) is not str or not isinstance(info, dict):
             raise BadReply(f"{self.url}/step must give observation (a string), reward, done, and info (an object)")
+        self._done = bool(answer["done"])
         numbers = {name: value for name, value in info.items() if isinstance(value, int | float) and name.isascii()}
         return Step(
             messages=[user(observation)],
@@ -187,7 +193,19 @@ class HttpRemote(Remote):
             ) as response:
                 return self._answer(route, response.status, await limited(response))
 
-        return await self.patiently(once, repeats)
+        async with self.pool.places:
+            return await self.patiently(once, repeats)
+
+    async def close(self) -> None:
+        """A server that keeps its games until they are finalized is told of one that was cut off."""
+        try:
+            if self._begun and not self._done:
+                async with asyncio.timeout(CLOSE_S):
+                    await self._post("finalize", {}, ())
+        except (TimeoutError, RemoteFailed, Unreachable, BadReply):
+            pass  # it has no such route, or is gone
+        finally:
+            await super().close()
 
     def _answer(self, route: str, status: int, raw: bytes) -> dict[str, Any]:
         said = raw[:SHOWN].decode(errors="replace")
@@ -236,6 +254,7 @@ class WebSocketRemote(Remote):
         self._socket: aiohttp.ClientWebSocketResponse | None = None
         self._asker: Asker | None = None
         self._reading: asyncio.Task[None] | None = None
+        self._placed = False
 
     async def open(self, row: int, seed: int) -> Opening:
         request = OpenSession(
@@ -249,6 +268,7 @@ class WebSocketRemote(Remote):
             answer_within_s=ANSWER_S,
             policy=self.policy,
         )
+        self._placed = await self.pool.places.acquire()
         reply, pause = await self._ask("open", request), PAUSE_S
         while reply.busy or reply.opening:  # it says the latter after `answer_within_s`, or as fast as it likes
             await asyncio.sleep(pause * (0.5 + random.random()))
@@ -348,6 +368,9 @@ class WebSocketRemote(Remote):
         except (TimeoutError, ConnectionLost, WireError):
             pass  # the other side's deadline ends what nobody closes
         finally:
+            if self._placed:
+                self._placed = False
+                self.pool.places.release()
             await self._disconnect()
             await super().close()
 

@@ -49,11 +49,13 @@ def failure(worker: str, ending: Ending, error: str) -> SessionReply:
 def _problem(reply: SessionReply) -> str:
     """The first that is wrong, in words; empty if nothing is."""
     size = sum(map(_size, reply.messages)) + len((reply.prompt_text or "").encode())
+    size += len(msgspec.json.encode((reply.tools, reply.stop)))
     names = (reply.seat, reply.stream, *reply.rewards)
     named = (reply.components, reply.metrics, *reply.rewards.values())
     values = (reply.reward, *(value for numbers in named for value in numbers.values()))
     wrong = {
-        f"{size:,} bytes of messages; at most {OBSERVATION_BYTES:,} are allowed": size > OBSERVATION_BYTES,
+        f"{size:,} bytes of messages, tools and stops; at most {OBSERVATION_BYTES:,} are allowed": size
+        > OBSERVATION_BYTES,
         f"seats and streams have names of at most {NAME_CHARACTERS} characters": any(
             len(name) > NAME_CHARACTERS for name in names
         ),

@@ -38,6 +38,7 @@ from opentinker.shared.errors import OpenTinkerError
 HOME = "/tmp"
 LAUNCHER = "/run/sandbox_launch.py"
 LOOK_S = 0.5
+MOST_LINKS = 40
 MOST_FILES = 20_000
 """In /tmp: each takes memory of the kernel, however small it is."""
 UIDS = 256
@@ -270,13 +271,26 @@ def _binary(given: str) -> Path:
     return Path(found).resolve()
 
 
+def names_of(program: str) -> list[str]:
+    """Itself and what its links lead to, one after another: Debian's virtual environments name /usr/bin/python3, which
+    is a link to python3.11."""
+    names = [program]
+    while os.path.islink(names[-1]):
+        names.append(os.path.normpath(os.path.join(os.path.dirname(names[-1]), os.readlink(names[-1]))))
+        if len(names) > MOST_LINKS:
+            raise Unavailable(f"{program} is a link that leads nowhere")
+    return names
+
+
 def _system() -> dict[str, str]:
     """What every program needs: the system's libraries and this interpreter with its standard library."""
     shared = [place for place in ("/usr/lib", "/usr/lib64", "/lib", "/lib64") if os.path.exists(place)]
     if sys.base_prefix in ("/usr", "/usr/local", "/"):
         library = sysconfig.get_config_var("LDLIBRARY") or ""
         built = os.path.join(sysconfig.get_config_var("LIBDIR") or "", library)
-        own = [os.path.realpath(sys.executable), sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"), built]
+        of_venv = sys.prefix if sys.prefix != sys.base_prefix else os.devnull
+        names = [name for name in names_of(sys.executable) if not Path(name).is_relative_to(of_venv)]
+        own = [*names, sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"), built]
     else:
         own = [sys.base_prefix]
     places = dict.fromkeys(place for place in [*shared, *own] if place and os.path.exists(place))

@@ -63,6 +63,31 @@ async def test_no_route_answers_without_the_token(closed: Http, ctx: Context, he
             assert TOKEN not in str(body)
 
 
+PAGES = [
+    ({"Origin": "http://evil.example"}, "no pages of others"),
+    ({"Origin": "http://localhost:3000"}, "no pages of others"),
+    ({"Origin": "null"}, "no pages of others"),
+    ({"Host": "evil.example"}, "api_token_file"),
+    ({"Host": "127.0.0.1.evil.example:8080", "Origin": "http://127.0.0.1.evil.example:8080"}, "api_token_file"),
+    ({"Host": "[::1"}, "api_token_file"),
+]
+
+
+@pytest.mark.parametrize(("headers", "why"), PAGES)
+async def test_a_server_without_a_token_answers_no_page_of_another_site(
+    http: Http, headers: dict[str, str], why: str
+) -> None:
+    for method, path in (("POST", "/v1/jobs"), ("GET", "/v1/jobs"), ("GET", "/healthz")):
+        status, body = await http(method, path, headers=headers)
+        assert status == 403 and why in body["detail"]
+
+
+async def test_its_own_pages_and_programs_are_answered(http: Http) -> None:
+    port = http.url.rpartition(":")[2]
+    for headers in ({}, {"Origin": http.url}, {"Host": f"localhost:{port}"}, {"Host": f"[::1]:{port}"}):
+        assert (await http("GET", "/v1/jobs", headers=headers))[0] == 200
+
+
 async def test_the_token_opens_every_route(closed: Http) -> None:
     for header in (f"Bearer {TOKEN}", f"bearer  {TOKEN}"):
         status, body = await closed("GET", "/v1/jobs", headers={"Authorization": header})

@@ -10,6 +10,7 @@ import hashlib
 import io
 import json
 import os
+import shutil
 import socket
 import zipfile
 from collections.abc import AsyncIterator, Iterator
@@ -427,6 +428,20 @@ async def test_the_lock_is_installed_once_and_no_code_of_it_runs_outside(
     assert (await worker.said(name)).startswith("7 /venv/lib/")
     assert found[0].venv.stat().st_ino == made
     assert not trap.exists()
+
+
+async def test_a_package_that_is_pushed_again_gets_its_virtual_environment_again(
+    worker: Worker, tmp_path: Path, index: Path
+) -> None:
+    """The scheduler takes away what nobody names any more, also what this worker has played."""
+    place = package(tmp_path / "x", requirements__lock=wheel(index, tmp_path / "trap"), small__py=USES)
+    name = worker.push(place)
+    packages = Packages(worker.data)
+    first = await packages.find(name)
+    shutil.rmtree(first.venv.parent)
+    again = await packages.find(name)
+    assert again.venv == first.venv and again.venv.is_dir()
+    assert await packages.find(name) is again
 
 
 async def test_a_virtual_environment_has_a_limit_and_says_its_size(worker: Worker, tmp_path: Path, index: Path) -> None:

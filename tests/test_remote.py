@@ -42,6 +42,8 @@ class Game:
         """Instead of the right ones, oldest first: a body, a status, or None for the right one."""
         self.hang = asyncio.Event()
         self.hang.set()
+        self.takes_s = 0.0
+        """For each answer."""
 
     async def reset(self, request: web.Request) -> web.Response:
         body = await request.json()
@@ -59,8 +61,14 @@ class Game:
         info = {"right": right, "tries": 1, "why": "text"}
         return await self._answer({"observation": "", "reward": float(right), "done": True, "info": info})
 
+    async def finalize(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        self.requests.append(("finalize", body))
+        return web.json_response({"removed": self.instances.pop(body["instance_id"])})
+
     async def _answer(self, right: dict[str, Any]) -> web.Response:
         await self.hang.wait()
+        await asyncio.sleep(self.takes_s)
         planned = self.answers.pop(0) if self.answers else None
         if isinstance(planned, int):
             return web.Response(status=planned, text="planned")
@@ -72,7 +80,7 @@ class Game:
 @asynccontextmanager
 async def server(game: Game, port: int = 0) -> AsyncIterator[str]:
     app = web.Application()
-    app.add_routes([web.post("/reset", game.reset), web.post("/step", game.step)])
+    app.add_routes([web.post("/reset", game.reset), web.post("/step", game.step), web.post("/finalize", game.finalize)])
     runner = web.AppRunner(app, shutdown_timeout=0.1)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", port).start()
@@ -190,7 +198,7 @@ async def test_a_step_is_never_sent_twice_and_hanging_ends_at_the_deadline() -> 
         game.hang.clear()
         reply = await slow.step(0, GOLD)
         assert reply.failure == Ending.ENV_ERROR
-    assert [route for route, _ in game.requests] == ["reset", "step", "reset", "step"]
+    assert [route for route, _ in game.requests if route != "finalize"] == ["reset", "step", "reset", "step"]
 
 
 async def test_a_server_that_is_away_is_waited_for_at_the_reset_and_then_given_up() -> None:
@@ -250,6 +258,30 @@ async def test_requests_at_once_are_limited_per_url_and_connections_end_with_the
         for one in playing:
             await one.close()
         assert (pool.users, pool._session, pools) == (0, None, {})
+
+
+async def test_who_waits_for_a_place_has_its_whole_time_for_the_answer() -> None:
+    game = Game()
+    game.takes_s = 0.25
+    async with server(game) as url:
+        playing = [Playing(url, concurrency=1, request_timeout_s=2.0, patience_s=0.0) for _ in range(12)]
+        opened = await asyncio.gather(*(one.open() for one in playing))
+        assert [reply.failure for reply in opened] == [None] * 12
+        game.takes_s = 0.0
+        for one in playing:
+            await one.close()
+
+
+async def test_a_server_is_told_of_games_that_were_cut_off() -> None:
+    game = Game()
+    async with server(game) as url:
+        for answers in (0, 1):
+            playing = Playing(url)
+            await playing.open()
+            for turn in range(answers):
+                await playing.step(turn, GOLD)
+            await playing.close()
+    assert [route for route, _ in game.requests] == ["reset", "finalize", "reset", "step"]
 
 
 # --- WebSockets -----------------------------------------------------------------------------------------------------

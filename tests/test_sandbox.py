@@ -356,3 +356,19 @@ def test_the_numbers_are_those_of_the_kernels_headers(machine: str) -> None:
 def test_a_machine_whose_numbers_nobody_has_written_down_has_no_filter() -> None:
     with pytest.raises(KeyError):
         seccomp.program("vax")
+
+
+def test_every_name_of_an_interpreter_is_followed_to_the_file(tmp_path: Path) -> None:
+    """As in a virtual environment of Debian's Python."""
+    (tmp_path / "usr").mkdir()
+    (tmp_path / "venv").mkdir()
+    real, link, venv = tmp_path / "usr" / "python3.11", tmp_path / "usr" / "python3", tmp_path / "venv" / "python"
+    real.touch()
+    link.symlink_to("python3.11")
+    venv.symlink_to(link)
+    assert module.names_of(str(venv)) == [str(venv), str(link), str(real)]
+    assert module.names_of(str(real)) == [str(real)]
+    real.unlink()
+    real.symlink_to(link)
+    with pytest.raises(module.Unavailable, match="leads nowhere"):
+        module.names_of(str(venv))

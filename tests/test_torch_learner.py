@@ -388,10 +388,10 @@ def test_wrong_lora_targets_and_missing_state_are_named(tiny: Path) -> None:
     ("train", "shares"),
     [
         ({"warmup_steps": 2}, [0.5, 1, 1, 1, 1, 1, 1]),
-        ({"warmup_steps": 2, "schedule": "linear"}, [0.5, 1, 0.75, 0.5, 0.25, 0, 0]),
-        ({"schedule": "linear", "lr_end": 0.5}, [1 - 0.5 / 6, 1 - 1 / 6, 0.75, 1 - 2 / 6, 1 - 2.5 / 6, 0.5, 0.5]),
-        ({"warmup_steps": 2, "schedule": "cosine", "lr_end": 0.2}, [0.5, 1, 0.8828427, 0.6, 0.3171573, 0.2, 0.2]),
-        ({"warmup_steps": 6, "schedule": "cosine"}, [1 / 6, 2 / 6, 3 / 6, 4 / 6, 5 / 6, 1, 0]),
+        ({"warmup_steps": 2, "schedule": "linear"}, [0.5, 1, 1, 0.75, 0.5, 0.25, 0]),
+        ({"schedule": "linear", "lr_end": 0.5}, [1, 11 / 12, 10 / 12, 9 / 12, 8 / 12, 7 / 12, 0.5]),
+        ({"warmup_steps": 2, "schedule": "cosine", "lr_end": 0.2}, [0.5, 1, 1, 0.8828427, 0.6, 0.3171573, 0.2]),
+        ({"warmup_steps": 6, "schedule": "cosine"}, [1 / 6, 2 / 6, 3 / 6, 4 / 6, 5 / 6, 1, 1]),
     ],
 )
 def test_the_learning_rate_warms_up_and_falls_as_the_schedule_says(
@@ -405,8 +405,8 @@ def test_the_learning_rate_warms_up_and_falls_as_the_schedule_says(
         found.append(learner.lr_share)
     assert found == pytest.approx(shares, abs=1e-6)
     if learner.spec.train.schedule != "constant":
-        learner.steps, learner.total_steps = 2, 3
-        assert learner.lr_share == pytest.approx(learner.spec.train.lr_end if train.get("warmup_steps", 0) < 3 else 0.5)
+        learner.steps, learner.total_steps = 3, 3
+        assert learner.lr_share == pytest.approx(4 / 6 if train.get("warmup_steps") == 6 else learner.spec.train.lr_end)
 
 
 def test_simulated_learner_takes_its_time_and_counts(tiny: Path, tmp_path: Path) -> None:

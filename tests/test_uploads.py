@@ -352,6 +352,8 @@ def test_old_versions_that_nothing_plays_go_before_a_push_is_refused(tmp_path: P
     for number in (2, 3):
         keep(held, numbered(tmp_path, number))
     held.keep(io.BytesIO(pack(numbered(tmp_path, 4))), "default", "", {first.digest})
+    assert versions_of(held) == [1, 2, 3, 4], "none goes before the new one has proved itself"
+    held.fit("default", {first.digest})
     assert versions_of(held) == [1, 3, 4]
     keep(held, numbered(tmp_path, 5), tenant="somebody-else")
     assert versions_of(held) == [1, 3, 4]
@@ -368,6 +370,7 @@ def test_bytes_of_packages_and_of_their_virtual_environments_count(tmp_path: Pat
     lock = uploads.read_package(numbered(tmp_path, 0)).lock_digest
     for number in range(1, 5):
         keep(held, numbered(tmp_path, number, extra=600_000))
+        held.fit("default", set())
     assert versions_of(held) == [2, 3, 4]
     same, _ = keep(held, tmp_path / "4", name="again")  # shared content counts once
     assert versions_of(held) == [2, 3, 4] and versions_of(held, "again") == [1]

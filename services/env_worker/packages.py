@@ -83,7 +83,7 @@ class Packages:
         if not reference.digest:
             raise _wrong(name, "has no version and digest: the scheduler gives both when a job is submitted")
         making = self._found.get(reference.digest)
-        if making is None or (making.done() and (making.cancelled() or making.exception() is not None)):
+        if making is None or (making.done() and not _is_there(making)):
             making = self._found[reference.digest] = asyncio.get_running_loop().create_task(self._install(reference))
         return await asyncio.shield(making)
 
@@ -140,7 +140,9 @@ class Packages:
                 await self._within_limit(name, installing, work)
             await asyncio.to_thread(_open_to_all, work)
             size = await self._size(name, work)
-            await asyncio.to_thread(venv.with_name(f"{venv.name}{uploads.SIZE}").write_text, str(size))
+            listed_size = work / "size"
+            await asyncio.to_thread(listed_size.write_text, str(size))
+            listed_size.rename(venv.with_name(f"{venv.name}{uploads.SIZE}"))
             work.rename(venv)
         finally:
             shutil.rmtree(work, ignore_errors=True)
@@ -164,6 +166,11 @@ class Packages:
             problem = f"its virtual environment takes more than {self._venv_mb} MB (upload_venv_mb): lock less"
             raise _wrong(name, problem)
         return size
+
+
+def _is_there(made: asyncio.Task[Installed]) -> bool:
+    """It was made, and the scheduler has not taken it away since: the same package may have been deleted and pushed."""
+    return not made.cancelled() and made.exception() is None and made.result().venv.is_dir()
 
 
 def _bytes_of(directory: Path) -> int:

@@ -14,7 +14,7 @@ import structlog
 from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
-from opentinker.services.scheduler.bearer import Bearer, read_token
+from opentinker.services.scheduler.bearer import Bearer, no_page, read_token
 from opentinker.services.scheduler.environments_api import EnvironmentsApi
 from opentinker.services.scheduler.gateway import Gateway
 from opentinker.services.scheduler.inference_api import InferenceApi
@@ -110,8 +110,8 @@ class Api:
         ]
 
     def app(self) -> web.Application:
-        bearer = [] if self.token is None else [Bearer(self.token, FREE).asks]
-        app = web.Application(middlewares=[problems, *bearer], client_max_size=BODY_LIMIT)
+        asks = no_page if self.token is None else Bearer(self.token, FREE).asks
+        app = web.Application(middlewares=[problems, asks], client_max_size=BODY_LIMIT)
         app.on_shutdown.append(self._let_go)
         for route in self.routes:
             app.router.add_route(route.method, route.path, route.handler)

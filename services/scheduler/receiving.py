@@ -80,9 +80,9 @@ class Uploads:
     ) -> tuple[Package, Version, bool]:
         """The package, its version, and whether it is a new one: what the newest version holds already is no new one.
 
-        Old versions go where the tenant's quota asks for it, but none whose digest is `used`, and not yet the one that
-        the new one takes the place of: for that, call `fit` when the new one has proved itself. Raises SpecError with
-        every mistake in the package, or with what the quota says.
+        No version goes for it yet, though the tenant's quota may ask for that: call `fit` when the new one has proved
+        itself. Raises SpecError with every mistake in the package, or with what the quota says if even without the old
+        versions whose digests are not `used` there would be no room.
         """
         for left in self._home.glob(f"{INCOMING}*"):  # by a process that was killed
             with contextlib.suppress(FileNotFoundError):  # it has just been taken away
@@ -99,7 +99,7 @@ class Uploads:
             work.chmod(0o755)
             with self._locked():
                 if not self._is_newest(tenant, package.name, digest):
-                    self._make_room(tenant, used, coming=(package, digest))
+                    self._room(tenant, used, coming=(package, digest))
                 self._place(work, digest)
                 version, new = self._version(tenant, package, digest)
         finally:
@@ -133,13 +133,17 @@ class Uploads:
             work.rename(place)
 
     def fit(self, tenant: str, used: Set[str]) -> None:
-        """Once a new version stays, and its virtual environment is there. Raises SpecError."""
+        """Once a new version stays, and its virtual environment is there: old ones go as far as the tenant's quota asks
+        for it, but none whose digest is `used`. Raises SpecError, and then all stay."""
         with self._locked():
-            self._make_room(tenant, used)
+            for one in self._room(tenant, used):
+                log.info("old_version_collected", environment=one.name, version=one.version, tenant=tenant)
+                self._remove(tenant, one.name, one.version)
 
-    def _make_room(self, tenant: str, used: Set[str], coming: tuple[Package, str] | None = None) -> None:
+    def _room(self, tenant: str, used: Set[str], coming: tuple[Package, str] | None = None) -> list[Kept]:
+        """The versions that have to go. Raises SpecError."""
         if self._quota is None:
-            return
+            return []
         replaced = "" if coming is None else coming[0].name
         names = self.names(tenant)
         kept = [
@@ -154,14 +158,9 @@ class Uploads:
                              lock=package.lock_digest, newest=True))  # fmt: skip
         venvs = {lock: uploads.venv_bytes(self._data_dir, lock) for lock in {one.lock for one in kept}}
         try:
-            going = room(kept, venvs, self._quota, used)
+            return room(kept, venvs, self._quota, used)
         except OverQuota as error:
             raise _refused(f"does not fit: {error}") from None
-        for one in going:
-            if one.name == replaced and one.version == names[replaced][-1].version:
-                continue
-            log.info("old_version_collected", environment=one.name, version=one.version, tenant=tenant)
-            self._remove(tenant, one.name, one.version)
 
     def _is_newest(self, tenant: str, name: str, digest: str) -> bool:
         versions = self._read(tenant, name).versions

@@ -133,13 +133,13 @@ class Policy:
     def lr_share(self) -> float:
         """Of the learning rate, for the next batch: (batches so far + 1) / warmup_steps, then by train.schedule.
 
-        With x the share of the steps after the warmup that is over: constant 1, linear 1 - (1 - end) x, cosine
-        end + (1 - end) (1 + cos(pi x)) / 2.
+        With x the share of the steps after the warmup that is over before this one: constant 1, linear
+        1 - (1 - end) x, cosine end + (1 - end) (1 + cos(pi x)) / 2.
         """
-        train, step = self.spec.train, self.steps + 1
-        if step < train.warmup_steps or train.schedule == "constant":
-            return min(1.0, step / max(1, train.warmup_steps))
-        over = min(1.0, (step - train.warmup_steps) / max(1, self.total_steps - train.warmup_steps))
+        train = self.spec.train
+        if self.steps < train.warmup_steps or train.schedule == "constant":
+            return min(1.0, (self.steps + 1) / max(1, train.warmup_steps))
+        over = min(1.0, (self.steps - train.warmup_steps) / max(1, self.total_steps - train.warmup_steps))
         left = 1.0 - over if train.schedule == "linear" else (1.0 + math.cos(math.pi * over)) / 2.0
         end = train.lr_end or 0.0
         return end + (1.0 - end) * left

@@ -24,9 +24,9 @@ class TrainSpec(Part):
     warmup_steps: Annotated[int, Field(ge=0)] = 0
     """Steps over which lr rises linearly from 0."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """What lr does after the warmup: it stays, or falls until the last of `steps`."""
+    """What lr does after the warmup: it stays, or falls with every step until the end of `steps`."""
     lr_end: Fraction | None = None
-    """linear, cosine: the share of lr at the last step; default 0."""
+    """linear, cosine: the share of lr that would be left for a step after the last; default 0."""
     beta1: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.9
     """AdamW: decay of the mean of gradients."""
     beta2: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.95
