@@ -70,6 +70,17 @@ def main(how: str) -> None:
             note = {"jsonrpc": "2.0", "method": "notifications/message", "params": {"level": "info", "data": "x"}}
             for _ in range(20_000):
                 sys.stdout.write(json.dumps(note) + "\n")
+        if request["method"] == "tools/call" and how == "pings":
+            for number in range(40):
+                ping = {
+                    "jsonrpc": "2.0",
+                    "id": f"p{number}",
+                    "method": "ping",
+                    "params": {"_meta": {"x": "a" * 500_000}},
+                }
+                sys.stdout.write(json.dumps(ping) + "\n")
+                sys.stdout.flush()
+                sys.stdin.readline()  # each is answered
         sys.stdout.write(json.dumps(answer(how, request)) + "\n")
         sys.stdout.flush()
 

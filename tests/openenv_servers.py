@@ -15,6 +15,9 @@ from uv import find_uv_bin
 from tests.conftest import free_port, wait_port
 
 OPENENV = "openenv==0.10.0"
+UNTIL = "2026-11-20T00:00:00Z"
+"""What it depends on is not younger."""
+ENDS_S = 10.0
 GUESS = {
     "type": "object",
     "properties": {"metadata": {"type": "object"}, "guess": {"type": "integer", "minimum": 1, "maximum": 9}},
@@ -36,6 +39,8 @@ class Planned:
     def __init__(self, *answers: Any, schema: Any = GUESS) -> None:
         self.answers = list(answers)
         self.schema = schema
+        self.resets: dict[int, Any] = {}
+        """By the number of the connection, from 1: what its reset is answered, instead."""
         self.heard: list[dict[str, Any]] = []
         self.open = 0
         self.connections = 0
@@ -45,6 +50,7 @@ class Planned:
         socket = web.WebSocketResponse()
         await socket.prepare(request)
         self.connections += 1
+        number = self.connections
         if self.open >= self.places:
             await socket.send_json(error("CAPACITY_REACHED", "full"))
             await socket.close()
@@ -53,8 +59,12 @@ class Planned:
         try:
             async for message in socket:
                 self.heard.append(message.json())
-                if self.heard[-1]["type"] == "close":
+                kind = self.heard[-1]["type"]
+                if kind == "close":
                     break
+                if kind == "reset" and number in self.resets:
+                    await self._say(socket, self.resets[number])
+                    continue
                 await self._say(socket, self.answers.pop(0) if self.answers else seen({"hint": "higher"}))
         finally:
             self.open -= 1
@@ -105,7 +115,17 @@ def real(place: Path) -> Iterator[str]:
     port = free_port()
     for command in (
         [find_uv_bin(), "venv", "--quiet", "--no-project", "--python", sys.executable, str(place / "venv")],
-        [find_uv_bin(), "pip", "install", "--quiet", "--python", str(place / "venv"), OPENENV],
+        [
+            find_uv_bin(),
+            "pip",
+            "install",
+            "--quiet",
+            "--python",
+            str(place / "venv"),
+            "--exclude-newer",
+            UNTIL,
+            OPENENV,
+        ],
         [str(programs / "openenv"), "init", "scaffold", "--output-dir", str(place)],
     ):
         subprocess.run(command, check=True, timeout=500, cwd=place, stdout=subprocess.DEVNULL)
@@ -116,7 +136,11 @@ def real(place: Path) -> Iterator[str]:
         yield f"http://127.0.0.1:{port}"
     finally:
         process.terminate()
-        process.wait()
+        try:
+            process.wait(ENDS_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
 
 
 SERVED = '''

@@ -14,6 +14,7 @@ import orjson
 import pytest
 from aiohttp import web
 
+from opentinker.envs.tool_bounds import bounded_tools, depth_beyond
 from opentinker.envs.tools import RESULT_BYTES, perform
 from opentinker.services.env_worker.tools import mcp_http
 from opentinker.services.env_worker.tools.errors import NoTools
@@ -23,8 +24,6 @@ from opentinker.services.env_worker.tools.mcp_bounds import (
     UNASKED_MESSAGES,
     Allowance,
     TooMuch,
-    bounded_tools,
-    depth_beyond,
 )
 from opentinker.services.env_worker.tools.mcp_servers import Connection
 from opentinker.shared.spec.tools import ToolSpec
@@ -78,6 +77,7 @@ async def test_tools_that_are_described_without_measure_are_refused(how: str, re
         ("long line", f"it said a message of more than {MESSAGE_BYTES:,} bytes"),
         ("line without end", f"it said a message of more than {MESSAGE_BYTES:,} bytes"),
         ("notifications", f"or {UNASKED_MESSAGES:,} messages to one request"),
+        ("pings", f"it said more than {UNASKED_BYTES:,} bytes"),
     ],
 )
 async def test_a_program_that_says_too_much_to_a_call_is_gone_and_the_policy_hears_why(how: str, reason: str) -> None:
@@ -110,7 +110,7 @@ def test_what_is_said_counts_until_something_is_asked_again() -> None:
 def test_all_descriptions_together_are_bounded() -> None:
     tools = [Tool(name=f"t{number}", description="a" * 8000, parameters={}) for number in range(30)]
     assert bounded_tools(tools[:20]) == tools[:20]
-    with pytest.raises(NoTools, match="are described in 240,"):
+    with pytest.raises(ValueError, match="are described in 240,"):
         bounded_tools(tools)
 
 

@@ -17,6 +17,7 @@ from opentinker.envs.base import BadReply
 from opentinker.envs.registry import check
 from opentinker.envs.remote import REPLY_BYTES
 from opentinker.processes import free_port
+from opentinker.services.env_worker.player import LocalPlayer
 from opentinker.services.env_worker.resolver import Resolver
 from opentinker.services.env_worker.worker import Sessions
 from opentinker.shared.egress import LOOPBACK, VARIABLE
@@ -47,6 +48,13 @@ class Playing:
         self.opened = await self.sessions.open(self.request)
         assert self.opened.failure is None, self.opened.error
         return self.opened.messages[-1].text
+
+    def hurry(self) -> None:
+        """No answer is waited for any longer."""
+        player = self.sessions._sessions[self.id].player
+        assert isinstance(player, LocalPlayer) and player.environment is not None
+        environment: Any = player.environment
+        environment.config = environment.config.model_copy(update={"request_timeout_s": 0.2})
 
     async def say(self, text: str, *calls: tuple[str, dict[str, Any]]) -> SessionReply:
         asked = [ToolCall(id=f"c{index}", name=name, arguments=given) for index, (name, given) in enumerate(calls)]
@@ -106,8 +114,10 @@ async def test_a_session_is_reset_with_the_seed_of_its_group_and_freed() -> None
 )
 async def test_bad_answers_end_the_episode_with_their_reason(answer: Any, ending: Ending, reason: str) -> None:
     async with planned(seen({"hint": "go"}), answer) as (server, url):
-        playing = Playing(url, request_timeout_s=0.2 if answer is None else 30.0)
+        playing = Playing(url, request_timeout_s=30.0)
         await playing.open()
+        if answer is None:
+            playing.hurry()
         reply = await playing.say('{"guess": 1}')
         assert reply.failure == ending and reason in reply.error
         await playing.close()
@@ -143,9 +153,11 @@ async def test_more_episodes_than_the_job_allows_at_once_do_not_knock() -> None:
 
 
 async def test_a_reset_is_repeated_and_a_deadline_ends_the_wait() -> None:
-    async with planned("hang up", None, seen({"hint": "go"})) as (server, url):
-        playing = Playing(url, request_timeout_s=0.2, patience_s=30.0)
-        assert "go" in await playing.open()
+    async with planned() as (server, url):
+        server.resets = {1: "hang up", 2: None}
+        playing = Playing(url, request_timeout_s=0.5, patience_s=30.0)
+        assert "higher" in await playing.open()
+        assert server.connections >= 3
         await playing.close()
         await until(lambda: server.open == 0)
         server.places = 0
@@ -197,6 +209,13 @@ async def test_an_environment_that_raises_may_be_forgiven() -> None:
         ([], None, {"action_field": "word"}, Ending.ENV_ERROR, "the server's actions have guess"),
         ([], None, {"show": ["hunt"]}, Ending.ENV_BAD_REPLY, "the observation has hint"),
         ([], None, {"actions": "tools"}, Ending.ENV_BAD_REPLY, "list of tools"),
+        (
+            [seen({}), seen({"tools": [{"name": f"t{n}", "input_schema": {}} for n in range(65)]})],
+            None,
+            {"actions": "tools"},
+            Ending.ENV_BAD_REPLY,
+            "it has 65 tools; 1 to 64 can be offered",
+        ),
     ],
 )
 async def test_an_episode_that_cannot_begin_says_why(
@@ -242,6 +261,8 @@ async def test_a_server_that_is_not_there_is_named() -> None:
             "action_field is for actions = 'text'",
         ),
         ({"url": "ws://127.0.0.1:8000", "rows": 5}, "rows says nothing without row_key"),
+        ({"url": "ws://127.0.0.1:8000", "reset": {"seed": 1, "n": 2}}, "reset: seed is said of each episode"),
+        ({"url": "ws://127.0.0.1:8000", "reset": {"n": 2}, "row_key": "n"}, "reset: n is said of each episode"),
         ({"url": "ws://127.0.0.1:8000", "row": 5}, "OpenEnv knows: action, action_field"),
     ],
 )

@@ -44,7 +44,7 @@ class OpenEnv(Remote):
         url: Annotated[str, Field(min_length=1)]
         """Of the server, http(s):// or ws(s)://, without the `/ws` that it serves sessions at."""
         reset: dict[str, Any] = {}
-        """Sent with every reset, beside `seed` and `episode_id`: a split, a difficulty."""
+        """Sent with every reset, beside `seed`, `episode_id` and the row: a split, a difficulty."""
         row_key: Annotated[str, Field(max_length=100)] = ""
         """The name under which a reset is told the row of the episode, e.g. `index` of OpenEnv's task API. Empty: it is
         told the seed alone."""
@@ -91,6 +91,8 @@ class OpenEnv(Remote):
                 raise ValueError(f"action_field is for actions = 'text', not {self.actions!r}")
             if self.rows is not None and not self.row_key:
                 raise ValueError("rows says nothing without row_key")
+            if ours := sorted({"seed", "episode_id", self.row_key} & self.reset.keys()):
+                raise ValueError(f"reset: {', '.join(ours)} is said of each episode, leave it out")
             return self
 
     config: Config

@@ -12,6 +12,7 @@ import orjson
 from opentinker.envs.adapters.library import Illegal, said
 from opentinker.envs.adapters.openenv_line import Seen
 from opentinker.envs.base import BadReply
+from opentinker.envs.tool_bounds import bounded_tools
 from opentinker.shared.types import Tool
 
 Kind = Literal["text", "json", "tools"]
@@ -90,7 +91,11 @@ def tools_of(observation: dict[str, Any]) -> list[Tool]:
         raise BadReply(f"the server's list of tools: {error}") from None
     if not listed.tools:
         raise BadReply("the server has no tools, and its actions are tool calls")
-    return [Tool(name=tool.name, description=tool.description, parameters=tool.input_schema) for tool in listed.tools]
+    tools = [Tool(name=tool.name, description=tool.description, parameters=tool.input_schema) for tool in listed.tools]
+    try:
+        return bounded_tools(tools)
+    except ValueError as error:
+        raise BadReply(f"the server's tools cannot be offered: {error}") from None
 
 
 class _ListedTool(msgspec.Struct):

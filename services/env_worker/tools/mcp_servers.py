@@ -2,7 +2,8 @@
 
 A connection lives in a task of its own, from its opening to its close, for the library wants both in the same task.
 When the server is gone every call of its tools is an error that says so; it is started anew with the next episode.
-How much it may say, of its tools and to a call, is bounded (mcp_bounds.py): who says more is gone as well.
+How much it may say, of its tools (envs/tool_bounds.py) and to a call (mcp_bounds.py), is bounded: who says more is gone
+as well.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 import structlog
 
+from opentinker.envs.tool_bounds import MOST_TOOLS, bounded_tools
 from opentinker.envs.tools import Offered, ToolError
 from opentinker.services.env_worker.host import KEPT_VARIABLES
 from opentinker.services.env_worker.tools.errors import NoTools
@@ -24,8 +26,6 @@ from opentinker.services.env_worker.tools.mcp_bounds import (
     CURSOR_CHARACTERS,
     MESSAGE_BYTES,
     MOST_PAGES,
-    MOST_TOOLS,
-    bounded_tools,
 )
 from opentinker.shared.spec.tools import ToolSpec
 from opentinker.shared.types import Tool
@@ -210,7 +210,10 @@ async def _listed(client: Client) -> list[Tool]:
         ]
         cursor = page.next_cursor
         if not cursor:
-            return bounded_tools(tools)
+            try:
+                return bounded_tools(tools)
+            except ValueError as error:
+                raise NoTools(str(error)) from None
         if len(tools) > MOST_TOOLS or len(cursor) > CURSOR_CHARACTERS:
             break
     raise NoTools(f"its list of tools does not end: {len(tools)} so far; 1 to {MOST_TOOLS} can be offered")

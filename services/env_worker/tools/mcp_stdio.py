@@ -17,7 +17,7 @@ from typing import Any, TextIO
 import anyio
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 from mcp.shared.message import SessionMessage
-from mcp_types import jsonrpc_message_adapter
+from mcp_types import JSONRPCRequest, jsonrpc_message_adapter
 
 from opentinker.services.env_worker.tools.mcp_bounds import MESSAGE_BYTES, Allowance, TooMuch
 from opentinker.shared.waiting import put_down
@@ -115,7 +115,8 @@ async def _write(
     with session:
         try:
             async for said in session:
-                allowance.renew()
+                if isinstance(said.message, JSONRPCRequest):  # not our answers to what the server asks
+                    allowance.renew()
                 into.write(said.message.model_dump_json(by_alias=True, exclude_unset=True).encode() + b"\n")
                 await into.drain()
         except (ConnectionError, RuntimeError):

@@ -11,9 +11,11 @@ from __future__ import annotations
 import argparse
 import asyncio
 import inspect
+import logging
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import orjson
 from aiohttp import web
@@ -24,8 +26,21 @@ from opentinker.envs.game import AbstractGame, check_arguments, concurrent, open
 __all__ = ["BaseGameStats", "GameStats", "create_game_app", "create_game_server", "run_game_server", "serve"]
 
 T = TypeVar("T")
+Key = tuple[str, str]
+"""Job and instance."""
 MOST_GAMES = 100_000
 """At once; more are refused until some are done."""
+IDLE_S = 3600.0
+"""A game that nobody has played for so long is forgotten."""
+FORGOTTEN = 4
+"""With each new game: so many idle ones, at most."""
+_log = logging.getLogger("opentinker")
+
+
+class _Played(NamedTuple):
+    game: AbstractGame
+    used_at: float
+    """Monotonic."""
 
 
 class GameRoutes:
@@ -37,24 +52,40 @@ class GameRoutes:
     ) -> None:
         check_arguments(game_class, arguments)
         self.game_class, self.arguments = game_class, arguments
-        self.games: dict[tuple[str, str], AbstractGame] = {}
+        self.games: dict[Key, _Played] = {}
+        """The one that was played last is the last."""
         self.stats = JobStats(stats_class or BaseGameStats)
         self.turn = asyncio.Lock()
 
     async def reset(self, body: dict[str, Any]) -> dict[str, Any]:
         instance, job = _ids(body)
+        known = self._find((job, instance))
+        if known is None:
+            await self._make_room()
+        kwargs = {name: value for name, value in body.items() if name not in ("instance_id", "job_id")}
+        game, answer = await self._call(partial(self._begin, known, kwargs))
+        self._keep((job, instance), game)
+        self.stats.of(job).register_game_start(instance, job)
+        return answer
+
+    def _begin(self, known: AbstractGame | None, kwargs: dict[str, Any]) -> tuple[AbstractGame, dict[str, Any]]:
+        game = self.game_class(**self.arguments) if known is None else known
+        system, first = opening_of(game, kwargs)
+        return game, {"observation": first, "system_prompt": system, "game_state": game.get_state()}
+
+    async def _make_room(self) -> None:
+        """For one more game. Raises HTTPServiceUnavailable."""
+        for _ in range(FORGOTTEN):
+            oldest = next(iter(self.games), None)
+            if oldest is None or time.monotonic() - self.games[oldest].used_at < IDLE_S:
+                break
+            await self._drop(*oldest)
         if len(self.games) >= MOST_GAMES:
             raise web.HTTPServiceUnavailable(text=f"{MOST_GAMES} games are being played")
-        kwargs = {name: value for name, value in body.items() if name not in ("instance_id", "job_id")}
-        game = self.games.get((job, instance)) or self.game_class(**self.arguments)
-        system, first = await self._call(partial(opening_of, game, kwargs))
-        self.games[job, instance] = game
-        self.stats.of(job).register_game_start(instance, job)
-        return {"observation": first, "system_prompt": system, "game_state": game.get_state()}
 
     async def step(self, body: dict[str, Any]) -> dict[str, Any]:
         instance, job = _ids(body)
-        game = self.games.get((job, instance))
+        game = self._find((job, instance))
         if game is None:
             raise web.HTTPNotFound(text=f"no game {instance} of job {job}: reset it first")
         result = await self._call(partial(game.step, str(body.get("action", ""))))
@@ -75,10 +106,26 @@ class GameRoutes:
         await self._drop(job, instance)
         return {"status": "ok"}
 
+    def _find(self, key: Key) -> AbstractGame | None:
+        """It counts as played now."""
+        if (played := self.games.get(key)) is None:
+            return None
+        self._keep(key, played.game)
+        return played.game
+
+    def _keep(self, key: Key, game: AbstractGame) -> None:
+        self.games.pop(key, None)
+        self.games[key] = _Played(game, time.monotonic())
+
     async def _drop(self, job: str, instance: str) -> None:
-        game = self.games.pop((job, instance), None)
-        if game is not None:
-            await self._call(game.close)
+        played = self.games.pop((job, instance), None)
+        if played is None:
+            return
+        self.stats.of(job).register_game_end(instance, job)
+        try:
+            await self._call(played.game.close)
+        except Exception:  # noqa: BLE001 - the game's own code, and whoever asks has nothing to do with it
+            _log.exception("a game could not be closed")
 
     async def _call(self, function: Callable[[], T]) -> T:
         if concurrent(self.game_class):

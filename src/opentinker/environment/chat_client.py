@@ -12,12 +12,13 @@ from typing import Any
 import aiohttp
 import orjson
 
+from opentinker.client.utils.utils import resolve_path
 from opentinker.http import bearer_token
 
 OURS = re.compile(r"/v1/jobs/j-[a-z0-9]{10}$")
 AGAIN = (429, 502, 503, 504)
 PATIENCE_S = 300.0
-"""Without any answer."""
+"""From the first try that failed: a request may wait long for its answer before."""
 ANSWER_S = 1800.0
 """Of one request: a full server lets it wait."""
 
@@ -31,7 +32,8 @@ class ChatError(Exception):
 
 
 class ChatServer:
-    """`url` with or without the /v1 at its end. Inference jobs get our token, other servers OPENAI_API_KEY."""
+    """`url` with or without the /v1 at its end. Inference jobs get our token, other servers OPENAI_API_KEY. `model`: a
+    name that is served, or a path; it may be left out where one alone is served."""
 
     def __init__(self, url: str, model: str | None = None) -> None:
         self.url = url.rstrip("/").removesuffix("/v1")
@@ -44,15 +46,26 @@ class ChatServer:
         timeout = aiohttp.ClientTimeout(total=ANSWER_S, sock_connect=5.0)
         self._session = aiohttp.ClientSession(headers=headers, timeout=timeout)
         try:
-            names = [card["id"] for card in (await self._json("GET", "/v1/models"))["data"]]
+            self.model = self._served((await self._json("GET", "/v1/models"))["data"])
         except BaseException:
             await self._session.close()
             raise
-        if not names:
-            await self._session.close()
-            raise ChatError(f"{self.url} serves no model")
-        self.model = self.model if self.model in names else names[0]
         return self
+
+    def _served(self, cards: list[dict[str, Any]]) -> str:
+        """The name of the model that is asked for. A card's `root` says that it is another name of the same one."""
+        roots = {str(card["id"]): str(card.get("root") or card["id"]) for card in cards}
+        if not roots:
+            raise ChatError(f"{self.url} serves no model")
+        if self.model is None:
+            if len(set(roots.values())) > 1:
+                raise ChatError(f"{self.url} serves several models, say which one: {', '.join(roots)}")
+            return next(iter(roots))
+        wanted = (self.model, resolve_path(self.model))
+        for name, root in roots.items():
+            if name in wanted or root in wanted:
+                return name
+        raise ChatError(f"{self.url} does not serve {self.model!r}; it serves: {', '.join(roots)}")
 
     async def __aexit__(self, *_: object) -> None:
         assert self._session is not None
@@ -63,7 +76,7 @@ class ChatServer:
         return await self._json("POST", "/v1/chat/completions", {"model": self.model, "messages": messages, **options})
 
     async def _json(self, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
-        deadline, pause = time.monotonic() + PATIENCE_S, 0.2
+        deadline, pause = 0.0, 0.2
         while True:
             try:
                 status, answer = await self._once(method, path, body)
@@ -76,6 +89,7 @@ class ChatServer:
                 )
             if 200 <= status < 300 and isinstance(answer, dict):
                 return answer
+            deadline = deadline or time.monotonic() + PATIENCE_S
             if (status and status not in AGAIN) or time.monotonic() + pause > deadline:
                 raise ChatError(str(problem) or f"{self.url}{path} answered {status}", status, problem.code)
             await asyncio.sleep(pause * (0.5 + random.random()))

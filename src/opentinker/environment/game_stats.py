@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 OUTCOMES = ("win", "loss", "draw", "timeout")
@@ -12,7 +12,29 @@ OUTCOMES = ("win", "loss", "draw", "timeout")
 
 @dataclass
 class _Game:
-    rewards: list[float] = field(default_factory=list)
+    steps: int = 0
+    reward: float = 0.0
+    """Sum over the steps."""
+    last: float = 0.0
+    """Reward of the last step."""
+
+
+@dataclass
+class _Games:
+    """Sums over games."""
+
+    count: int = 0
+    steps: int = 0
+    reward: float = 0.0
+    last: float = 0.0
+    mean: float = 0.0
+
+    def add(self, game: _Game) -> None:
+        self.count += 1
+        self.steps += game.steps
+        self.reward += game.reward
+        self.last += game.last
+        self.mean += game.reward / max(1, game.steps)
 
 
 class BaseGameStats:
@@ -22,8 +44,10 @@ class BaseGameStats:
         self.step = 0
         self._running: dict[str, _Game] = {}
         self._started = 0
-        self._done: list[list[float]] = []
-        self._total: list[list[float]] = []
+        self._done = _Games()
+        self._left = _Games()
+        """Of this step: those that ended before they were done."""
+        self._total = _Games()
         self.total_interactions = 0
 
     # --- hooks ----------------------------------------------------------------------------------------------------
@@ -34,8 +58,10 @@ class BaseGameStats:
 
     def record_step(self, instance_id: str, reward: float) -> None:
         self.total_interactions += 1
-        if instance_id in self._running:
-            self._running[instance_id].rewards.append(float(reward))
+        if (game := self._running.get(instance_id)) is not None:
+            game.steps += 1
+            game.reward += float(reward)
+            game.last = float(reward)
 
     def record_game_result(
         self, info: dict[str, Any], reward: float, done: bool, instance_id: str, job_id: str = "default"
@@ -43,43 +69,50 @@ class BaseGameStats:
         """After every step; a game that is `done` counts."""
         if not done or instance_id not in self._running:
             return
-        rewards = self._running.pop(instance_id).rewards
-        self._done.append(rewards)
-        self._total.append(rewards)
+        game = self._running.pop(instance_id)
+        self._done.add(game)
+        self._total.add(game)
+
+    def register_game_end(self, instance_id: str, job_id: str = "default") -> None:
+        """The server has forgotten the game: it was done, was finalized, or nobody has played it for long. One that was
+        not done is incomplete."""
+        if (game := self._running.pop(instance_id, None)) is not None:
+            self._left.add(game)
 
     # --- numbers --------------------------------------------------------------------------------------------------
 
     def get_step_stats(self) -> dict[str, float]:
         """Of the games that ended since the last `reset_step_stats`."""
-        games = self._done
+        games, incomplete = self._done, self._left.count + len(self._running)
+        all_rewards = games.reward + self._left.reward + sum(game.reward for game in self._running.values())
         return {
             "step": float(self.step),
             "total_samples": float(self._started),
-            "games_in_step": float(len(games)),
-            "incomplete_samples": float(len(self._running)),
-            "completion_rate": len(games) / max(1, self._started),
-            "mean_final_reward": _mean(rewards[-1] if rewards else 0.0 for rewards in games),
-            "mean_sum_reward": _mean(map(sum, games)),
-            "mean_sum_reward_all": _mean(map(sum, [*games, *(game.rewards for game in self._running.values())])),
-            "mean_avg_reward": _mean(map(_mean, games)),
-            "mean_reward": _mean(reward for rewards in games for reward in rewards),
-            "mean_game_steps": _mean(map(len, games)),
+            "games_in_step": float(games.count),
+            "incomplete_samples": float(incomplete),
+            "completion_rate": games.count / max(1, self._started),
+            "mean_final_reward": games.last / max(1, games.count),
+            "mean_sum_reward": games.reward / max(1, games.count),
+            "mean_sum_reward_all": all_rewards / max(1, games.count + incomplete),
+            "mean_avg_reward": games.mean / max(1, games.count),
+            "mean_reward": games.reward / max(1, games.steps),
+            "mean_game_steps": games.steps / max(1, games.count),
             "total_interactions": float(self.total_interactions),
         }
 
     def get_cumulative_stats(self) -> dict[str, float]:
         games = self._total
         return {
-            "total_games": float(len(games)),
-            "cumulative_mean_reward": _mean(map(sum, games)),
-            "cumulative_mean_steps": _mean(map(len, games)),
+            "total_games": float(games.count),
+            "cumulative_mean_reward": games.reward / max(1, games.count),
+            "cumulative_mean_steps": games.steps / max(1, games.count),
         }
 
     def reset_step_stats(self) -> dict[str, float]:
         """Begins the next step; gives the numbers of the one that has ended."""
         ended = self.get_step_stats()
         self.step += 1
-        self._started, self._done, self.total_interactions = len(self._running), [], 0
+        self._started, self._done, self._left, self.total_interactions = len(self._running), _Games(), _Games(), 0
         return ended
 
     def reset_all(self) -> None:
@@ -105,11 +138,11 @@ class GameStats(BaseGameStats):
             self.totals[result] += 1
 
     def get_step_stats(self) -> dict[str, float]:
-        games = max(1, len(self._done))
+        games = max(1, self._done.count)
         return super().get_step_stats() | {f"{name}_rate": n / games for name, n in self.outcomes.items()}
 
     def get_cumulative_stats(self) -> dict[str, float]:
-        games = max(1, len(self._total))
+        games = max(1, self._total.count)
         named = {"win": "total_wins", "loss": "total_losses", "draw": "total_draws", "timeout": "total_timeouts"}
         return (
             super().get_cumulative_stats()
@@ -132,8 +165,3 @@ class JobStats:
 
     def of(self, job: str) -> BaseGameStats:
         return self.jobs.setdefault(job, self._kind())
-
-
-def _mean(values: Any) -> float:
-    numbers = [float(value) for value in values]
-    return sum(numbers) / len(numbers) if numbers else 0.0

@@ -36,7 +36,10 @@ SUCCESS = 0.5
 """A reward above it counts as right."""
 GENERATED = 50
 """Samples of a game without data, where nobody says how many."""
-TOO_LONG = "context_length_exceeded"
+OF_THE_SAMPLE = (400, 413, 422)
+"""What a server answers to a conversation that it does not take, e.g. one that is too long."""
+IDLE_S = 1800.0
+"""An inference job of ours ends when it is asked nothing for so long: the program that made it was killed."""
 Sample = dict[str, Any]
 
 
@@ -59,7 +62,7 @@ class InferenceResult:
     """Of the model."""
     ground_truth: Any = None
     info: dict[str, Any] = field(default_factory=dict)
-    """Of the last step; `error` where the game failed, or the conversation was too long for the model."""
+    """Of the last step; `error` where the game failed, or the server did not take the conversation."""
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -163,13 +166,13 @@ class InferencePipeline:
             result.prompt_text = _text(result.messages)
             await self._turns(result, game, server)
         except ChatError as error:
-            if error.code != TOO_LONG:
+            if error.status not in OF_THE_SAMPLE:
                 raise
             result.info = {**result.info, "error": str(error)}
         except Exception as error:  # noqa: BLE001 - the game is the user's code: it fails its sample, and says so there
             result.info = {**result.info, "error": f"{type(error).__name__}: {error}"}
         finally:
-            await game.close()
+            await _close(game, result)
         result.response_text = _text([m for m in result.messages if m["role"] == "assistant"])
         return result
 
@@ -228,7 +231,9 @@ def run_inference(
         if model_path is None:
             raise ValueError("there is no model: give model_path, or the vllm_server_url of an inference job")
         scheduler = InferenceSchedulerClient()
-        job = scheduler.submit_inference_job(model_path, tensor_parallel_size=tensor_parallel_size)
+        job = scheduler.submit_inference_job(
+            model_path, tensor_parallel_size=tensor_parallel_size, opentinker={"serving": {"idle_s": IDLE_S}}
+        )
         url = str(job["vllm_server_url"])
     elif tensor_parallel_size != 1:
         raise ValueError("tensor_parallel_size is the server's, which vllm_server_url names: leave it out")
@@ -262,6 +267,13 @@ def run_inference(
         target.write_bytes(b"".join(orjson.dumps(r.to_dict(), default=str) + b"\n" for r in results))
     _say(results, output_path)
     return results
+
+
+async def _close(game: Play, result: InferenceResult) -> None:
+    try:
+        await game.close()
+    except Exception as error:  # noqa: BLE001 - the game is the user's code; what went wrong before says more
+        result.info = {"error": f"close: {type(error).__name__}: {error}", **result.info}
 
 
 def _samples(

@@ -8,6 +8,7 @@ scheduler.complete_job(job["job_id"])
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Mapping
@@ -16,6 +17,7 @@ from typing import Any
 from opentinker.api_client import Client
 from opentinker.client.settings import job_name
 from opentinker.client.utils.utils import tolerant_merge_dicts
+from opentinker.http import ApiError
 from opentinker.shared.types import JobState
 
 TOKEN = "OPENTINKER_TOKEN"
@@ -68,7 +70,8 @@ class InferenceSchedulerClient:
         opentinker: Mapping[str, Any] | None = None,
     ) -> dict[str, Any]:
         """job_id, status, message and vllm_server_url (an OpenAI-compatible server: its routes begin with /v1), once
-        the job answers. Raises TimeoutError after `timeout`, RuntimeError if it fails or is cancelled.
+        the job answers. Raises TimeoutError after `timeout`, RuntimeError if it fails or is cancelled. A job that is no
+        longer waited for, by Ctrl-C too, is cancelled.
 
         An engine has the one device of its worker, and shares it out itself: `num_gpus` and `gpu_memory_utilization`
         say nothing here. No code of a model directory is run, whatever `trust_remote_code` says. `opentinker` says
@@ -90,8 +93,14 @@ class InferenceSchedulerClient:
             spec["rollout"] = {"context_length": max_model_len}
         spec = tolerant_merge_dicts(spec, opentinker or {})
         job = str(self._client.submit(spec)["id"])
-        self._until_running(job)
-        return {**self.get_job_status(job), "message": "it answers", "vllm_server_url": self._url(job)}
+        try:
+            self._until_running(job)
+            return {**self.get_job_status(job), "message": "it answers", "vllm_server_url": self._url(job)}
+        except BaseException as error:
+            if not (isinstance(error, ApiError) and error.status is None):  # else nobody is there to be told
+                with contextlib.suppress(ApiError):  # why it is given up says more
+                    self.cancel_job(job)
+            raise
 
     def _until_running(self, job: str) -> None:
         deadline = time.monotonic() + self.timeout
@@ -104,7 +113,6 @@ class InferenceSchedulerClient:
                 raise RuntimeError(f"inference job {job} {state}: {record['reason'] or 'no reason was given'}")
             if time.monotonic() >= deadline:
                 waits = f", it waits for {record['waiting_for']}" if record["waiting_for"] else ""
-                self._client.cancel(job)
                 raise TimeoutError(f"inference job {job} was {state} after {self.timeout:g} s{waits}: cancelled")
             time.sleep(min(self.poll_interval, max(0.0, deadline - time.monotonic())))
 

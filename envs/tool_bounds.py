@@ -1,0 +1,53 @@
+"""How much a server may say of the tools that it offers to a policy, over whatever protocol."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from opentinker.shared import codec
+from opentinker.shared.types import Tool
+
+MOST_TOOLS = 64
+"""Of one server: every one of them is described in every prompt."""
+DESCRIPTION_BYTES = 8192
+SCHEMA_BYTES = 32 << 10
+TOOLS_BYTES = 192 << 10
+"""Of all descriptions and schemas together: they travel in the first reply of an episode."""
+SCHEMA_DEPTH = 32
+
+
+def bounded_tools(tools: list[Tool]) -> list[Tool]:
+    """Raises ValueError if there are none, too many, or one is described at a length that no prompt should have."""
+    if not 1 <= len(tools) <= MOST_TOOLS:
+        raise ValueError(f"it has {len(tools)} tools; 1 to {MOST_TOOLS} can be offered")
+    if len({tool.name for tool in tools}) < len(tools):
+        raise ValueError("two of its tools have the same name")
+    total = 0
+    for tool in tools:
+        if depth_beyond(tool.parameters, SCHEMA_DEPTH):
+            raise ValueError(f"the schema of its tool {tool.name!r:.80} is nested deeper than {SCHEMA_DEPTH} levels")
+        schema, about = len(codec.encode(tool.parameters)), len(tool.description.encode(errors="replace"))
+        total += schema + about
+        for what, size, most in (("description", about, DESCRIPTION_BYTES), ("schema", schema, SCHEMA_BYTES)):
+            if size > most:
+                raise ValueError(
+                    f"the {what} of its tool {tool.name!r:.80} has {size:,} bytes; at most {most:,} are taken"
+                )
+    if total > TOOLS_BYTES:
+        raise ValueError(f"its tools are described in {total:,} bytes; at most {TOOLS_BYTES:,} are taken together")
+    return tools
+
+
+def depth_beyond(value: Any, most: int) -> bool:
+    """Whether lists and objects are nested deeper, without descending further than that."""
+    level = [value]
+    for _ in range(most + 1):
+        level = [
+            inner
+            for outer in level
+            if isinstance(outer, dict | list)
+            for inner in (outer.values() if isinstance(outer, dict) else outer)
+        ]
+        if not level:
+            return False
+    return True
