@@ -162,6 +162,13 @@ class Api:
         self.cancelled.append(id)
 
 
+def answering(monkeypatch: pytest.MonkeyPatch, fails: BaseException | None, state: str) -> None:
+    parts: dict[str, Any] = {"fails": fails, "state": state, "submitted": [], "cancelled": []}
+    for name, value in parts.items():
+        monkeypatch.setattr(Api, name, value, raising=False)
+    monkeypatch.setattr(inference_client, "Client", Api)
+
+
 @pytest.mark.parametrize(
     ("fails", "state", "cancelled"),
     [
@@ -174,9 +181,7 @@ class Api:
 def test_a_job_that_is_not_waited_for_is_cancelled(
     fails: BaseException, state: str, cancelled: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name, value in {"fails": fails, "state": state, "submitted": [], "cancelled": []}.items():
-        monkeypatch.setattr(Api, name, value, raising=False)
-    monkeypatch.setattr(inference_client, "Client", Api)
+    answering(monkeypatch, fails, state)
     with pytest.raises(type(fails)):
         run_inference(model_path="some/model", game_class=HigherLower)
     assert Api.cancelled == cancelled
@@ -185,9 +190,7 @@ def test_a_job_that_is_not_waited_for_is_cancelled(
 
 
 def test_a_job_that_does_not_start_in_time_is_cancelled(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"fails": None, "state": "queued", "submitted": [], "cancelled": []}.items():
-        monkeypatch.setattr(Api, name, value, raising=False)
-    monkeypatch.setattr(inference_client, "Client", Api)
+    answering(monkeypatch, None, "queued")
     scheduler = InferenceSchedulerClient(timeout=0.0)
     scheduler._client.asked = 1  # type: ignore[attr-defined]
     with pytest.raises(TimeoutError, match="was queued after 0 s: cancelled"):
