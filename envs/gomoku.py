@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import random
-import re
 from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
 from opentinker.envs.base import Action, Environment, EnvironmentConfig, Opening, Step, user
 from opentinker.envs.gomoku_board import BLACK, STONES, WHITE, Board, bot, expert, other
-
-FIELD = re.compile(r"\b[a-z][1-9][0-9]?\b")
 
 
 class Gomoku(Environment):
@@ -75,7 +72,7 @@ class Gomoku(Environment):
         return Opening(messages=[user(self._asks())], seat=self._seat, stream=self._stream)
 
     async def step(self, action: Action) -> Step:
-        field, problem = self._read(action.text)
+        field, problem = self.board.read(action.text)
         if field is None:
             return self._refuse(problem)
         mover = self.board.next
@@ -92,16 +89,6 @@ class Gomoku(Environment):
         return self.board.name(expert(self.board))
 
     # --- moves ----------------------------------------------------------------------------------------------------
-
-    def _read(self, text: str) -> tuple[int | None, str]:
-        """The field that is named, or what is wrong."""
-        named = FIELD.findall(text.lower())
-        if not named:
-            return None, "no field was named"
-        field = self.board.field(named[-1])
-        if field is None:
-            return None, f"{named[-1]} is not on the board"
-        return (None, f"{named[-1]} is taken") if self.board.fields[field] else (field, "")
 
     def _refuse(self, problem: str) -> Step:
         self.tries += 1

@@ -7,11 +7,13 @@ full board is a draw.
 from __future__ import annotations
 
 import random
+import re
 import string
 from functools import cache
 from typing import NamedTuple
 
 BLACK, WHITE = "black", "white"
+FIELD = re.compile(r"\b[a-z][1-9][0-9]?\b")
 STONES = {BLACK: "x", WHITE: "o", "": "."}
 
 
@@ -82,6 +84,16 @@ class Board:
         """None for what is not on the board."""
         column, row = string.ascii_lowercase.find(name[0]), int(name[1:]) - 1
         return row * self.size + column if 0 <= column < self.size and 0 <= row < self.size else None
+
+    def read(self, text: str) -> tuple[int | None, str]:
+        """The free field that the text names last, or what is wrong."""
+        named = FIELD.findall(text.lower())
+        if not named:
+            return None, "no field was named"
+        field = self.field(named[-1])
+        if field is None:
+            return None, f"{named[-1]} is not on the board"
+        return (None, f"{named[-1]} is taken") if self.fields[field] else (field, "")
 
     def __str__(self) -> str:
         width = len(str(self.size))

@@ -22,7 +22,7 @@ from typing import Any
 
 from opentinker.api_client import ApiError, Client
 from opentinker.client.settings import Settings, spec_of
-from opentinker.client.utils.inference_client import STATES, TOKEN, InferenceSchedulerClient, one_url
+from opentinker.client.utils.inference_client import STATES, InferenceSchedulerClient, Scheduler
 from opentinker.refusal import refused
 from opentinker.serving import serve_environment
 from opentinker.shared.types import JobState
@@ -47,23 +47,8 @@ _submissions: dict[str, Submission] = {}
 """Of this process, by id."""
 
 
-class SchedulerClient:
-    """`url` and `scheduler_url` mean the same. `api_key` is sent with every request of this process."""
-
-    def __init__(
-        self,
-        scheduler_url: str | None = None,
-        api_key: str | None = None,
-        timeout: float = 600.0,
-        poll_interval: float = 2.0,
-        *,
-        url: str | None = None,
-    ) -> None:
-        if api_key:
-            os.environ[TOKEN] = api_key
-        self.timeout, self.poll_interval = timeout, poll_interval
-        self._client = Client(one_url(scheduler_url, url), wait_s=timeout)
-        self.scheduler_url = self._client.url
+class SchedulerClient(Scheduler):
+    """Submits jobs, once `fit` says what they are."""
 
     def submit_job(
         self,

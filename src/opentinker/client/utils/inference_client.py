@@ -39,7 +39,7 @@ def one_url(scheduler_url: str | None, url: str | None) -> str | None:
     return url or scheduler_url
 
 
-class InferenceSchedulerClient:
+class Scheduler:
     """`url` and `scheduler_url` mean the same. `api_key` is sent with every request of this process."""
 
     def __init__(
@@ -56,6 +56,10 @@ class InferenceSchedulerClient:
         self.timeout, self.poll_interval = timeout, poll_interval
         self._client = Client(one_url(scheduler_url, url), wait_s=timeout)
         self.scheduler_url = self._client.url
+
+
+class InferenceSchedulerClient(Scheduler):
+    """Submits inference jobs."""
 
     def submit_inference_job(
         self,

@@ -6,7 +6,6 @@ import random
 from typing import Any
 
 from opentinker.envs.game import AbstractGame, StepResult
-from opentinker.envs.gomoku import FIELD
 from opentinker.envs.gomoku_board import BLACK, STONES, Board, bot
 
 
@@ -63,7 +62,7 @@ class GomokuGame(AbstractGame):
 
     def step(self, action: str) -> StepResult:
         self.steps += 1
-        field, problem = self._read(action)
+        field, problem = self.board.read(action)
         if field is None:
             self.illegal += 1
             return self._goes_on(f"{problem}: say another one.", self.REWARD_INVALID)
@@ -79,16 +78,6 @@ class GomokuGame(AbstractGame):
             return self._ended("draw", self.REWARD_DRAW)
         won = self.board.winner == BLACK
         return self._ended("win" if won else "loss", self.REWARD_WIN if won else self.REWARD_LOSS)
-
-    def _read(self, action: str) -> tuple[int | None, str]:
-        """The field that is named last, or what is wrong."""
-        named = FIELD.findall(action.lower())
-        if not named:
-            return None, "no field was named"
-        field = self.board.field(named[-1])
-        if field is None:
-            return None, f"{named[-1]} is not on the board"
-        return (None, f"{named[-1]} is taken") if self.board.fields[field] else (field, "")
 
     def _goes_on(self, said: str, reward: float) -> StepResult:
         if self.steps >= self.max_total_steps:
