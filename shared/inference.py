@@ -39,6 +39,8 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True):
     """The answer is wanted while it is sampled; one that may call tools comes as a whole all the same."""
     tokens: bool = False
     """The sampled tokens are wanted as text, one by one."""
+    offsets: bool = False
+    """And where each of them begins in the answer."""
 
 
 class Reply(msgspec.Struct, frozen=True, kw_only=True):
@@ -58,6 +60,8 @@ class Reply(msgspec.Struct, frozen=True, kw_only=True):
     """What the text says before them."""
     tokens: list[str] = []
     """`ids` as text, if that was asked for."""
+    offsets: list[int] = []
+    """Where each of them begins, in characters, if that was asked for."""
 
 
 class Refusal(msgspec.Struct, frozen=True, kw_only=True):
@@ -82,6 +86,7 @@ class Piece(msgspec.Struct, frozen=True, kw_only=True):
     """The tokens that the text came from."""
     logprobs: list[float] = []
     tokens: list[str] = []
+    offsets: list[int] = []
     reply: Reply | None = None
     """The last piece has this or `refusal`."""
     refusal: Refusal | None = None

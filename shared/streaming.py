@@ -15,7 +15,7 @@ from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 
 from opentinker.shared import codec
-from opentinker.shared.bus import Bus, NoReply, NoResponders
+from opentinker.shared.bus import Bus, NoReply, NoResponders, TooLarge
 from opentinker.shared.consumer import AWAY, CLOSED
 from opentinker.shared.subjects import Call
 
@@ -28,8 +28,10 @@ Send = Callable[[R], Awaitable[None]]
 
 async def ask(bus: Bus, call: Call[T, R], noun: T, *, silence_s: float, **keys: str) -> AsyncGenerator[R, None]:
     """Everything that is answered, until the generator is closed. Raises NoReply when nothing came for `silence_s`, at
-    once NoResponders when nobody serves the subject, and WireError on what is not an R."""
+    once NoResponders when nobody serves the subject or TooLarge when the server takes no such message, and WireError on
+    what is not an R."""
     subject, inbox = call.at(**keys), bus.nc.new_inbox()
+    request = _fitting(bus, subject, noun)
     arrived: asyncio.Queue[Msg] = asyncio.Queue()
 
     async def receive(msg: Msg) -> None:
@@ -40,7 +42,7 @@ async def ask(bus: Bus, call: Call[T, R], noun: T, *, silence_s: float, **keys: 
     except (*AWAY, *CLOSED) as error:
         raise NoReply(f"{subject}: {type(error).__name__}") from None
     try:
-        await bus.nc.publish(subject, codec.encode(noun), reply=inbox)
+        await bus.nc.publish(subject, request, reply=inbox)
         while True:
             async with asyncio.timeout(silence_s):
                 msg = await arrived.get()
@@ -55,15 +57,17 @@ async def ask(bus: Bus, call: Call[T, R], noun: T, *, silence_s: float, **keys: 
 
 
 async def answer(bus: Bus, call: Call[T, R], begin: Callable[[T, Send[R]], None], **keys: str) -> Subscription:
-    """`begin` is called with each request and what sends the asker a message; it must not wait.
+    """`begin` is called with each request and what sends the asker a message; it must not wait. Sending raises TooLarge
+    at once, before anything else is done.
 
-    Undecodable requests are logged and left unanswered.
+    Undecodable requests, and those that say not where the answer goes, are logged and left unanswered.
     """
 
     async def receive(msg: Msg) -> None:
         async def send(noun: R) -> None:
+            payload = _fitting(bus, msg.reply, noun)
             try:
-                await bus.nc.publish(msg.reply, codec.encode(noun))
+                await bus.nc.publish(msg.reply, payload)
             except (*AWAY, *CLOSED) as error:
                 log.warning("answer_dropped", subject=msg.subject, error=type(error).__name__)
 
@@ -72,6 +76,16 @@ async def answer(bus: Bus, call: Call[T, R], begin: Callable[[T, Send[R]], None]
         except codec.WireError as error:
             log.warning("bad_request", subject=msg.subject, error=str(error))
             return
+        if not msg.reply:
+            log.warning("bad_request", subject=msg.subject, error="it names no place for the answer")
+            return
         begin(noun, send)
 
     return await bus.nc.subscribe(call.at(**keys), cb=receive)
+
+
+def _fitting(bus: Bus, subject: str, noun: object) -> bytes:
+    payload = codec.encode(noun)
+    if len(payload) > bus.nc.max_payload:
+        raise TooLarge(subject, len(payload), bus.nc.max_payload)
+    return payload

@@ -117,12 +117,12 @@ async def test_limits_of_a_request_travel_and_its_sampling_does_not() -> None:
 
 async def test_logprobs_are_those_of_the_sampled_tokens() -> None:
     async def talk(model: AsyncOpenAI) -> Any:
-        return await model.chat.completions.create(**chat("a", logprobs=True, top_logprobs=1))
+        return await model.chat.completions.create(**chat("a", logprobs=True, top_logprobs=0))
 
     given, _ = await play(talk, action("ab", stop=StopReason.LENGTH))
     content = given.choices[0].logprobs.content
     assert [(token.token, token.logprob) for token in content] == [("token_id:97", 0.0), ("token_id:98", -0.5)]
-    assert content[1].top_logprobs[0].logprob == -0.5
+    assert content[1].top_logprobs == []
     assert given.choices[0].finish_reason == "length"
 
 
@@ -196,11 +196,11 @@ async def test_completions_take_token_ids() -> None:
                 await model.completions.create(model="m", prompt=wrong)
         stream = await model.completions.create(model="m", prompt=[1, 2], stream=True)
         chunks = [chunk async for chunk in stream]
-        return chunks, await model.completions.create(model="m", prompt=[1, 2, 97, 3], logprobs=1, max_tokens=2)
+        return chunks, await model.completions.create(model="m", prompt=[1, 2, 97, 3], logprobs=0, max_tokens=2)
 
     (chunks, given), asked = await play(talk, "a", "b")
     assert (chunks[0].choices[0].text, given.choices[0].text) == ("a", "b")
-    assert given.choices[0].logprobs.token_logprobs == [0.0]
+    assert (given.choices[0].logprobs.token_logprobs, given.choices[0].logprobs.text_offset) == ([0.0], None)
     assert [(step.stream, step.prompt_ids) for step in asked] == [("", [1, 2]), ("", [1, 2, 97, 3])]
 
 
@@ -256,6 +256,9 @@ async def test_the_model_is_listed_with_its_context() -> None:
 
 # --- mistakes of agents ---------------------------------------------------------------------------------------------
 
+DEEP = {"id": "t", "type": "function", "function": {"name": "f", "arguments": '{"a":' + 5000 * "["}}
+"""Cut off, and too deep to be read so far."""
+
 
 @pytest.mark.parametrize(
     ("wrong", "said"),
@@ -266,7 +269,13 @@ async def test_the_model_is_listed_with_its_context() -> None:
         ({"messages": [{"role": "user", "content": [{"type": "audio"}]}]}, "text and image_url"),
         ({"messages": [{"role": "user", "content": "\ud800"}]}, "cannot be sent"),
         ({"max_tokens": 0}, "at least 1"),
-        ({"top_logprobs": 5, "logprobs": True}, "0 or 1"),
+        ({"top_logprobs": 1, "logprobs": True}, "top_logprobs can only be 0"),
+        ({"top_logprobs": 0}, "top_logprobs needs logprobs"),
+        (
+            {"stream": True, "stream_options": {"continuous_usage_stats": True}},
+            "continuous_usage_stats is not supported",
+        ),
+        ({"messages": [{"role": "assistant", "tool_calls": [DEEP]}]}, "function.arguments: is not JSON"),
         ({"tool_choice": "required"}, "auto"),
         ({"response_format": {"type": "json_object"}}, "nothing forces a format"),
         ({"stop": ["a", ""]}, "list of strings"),

@@ -7,14 +7,17 @@ import io
 import json
 import sys
 from collections.abc import AsyncIterator
+from contextlib import aclosing
 from typing import Any
 
 import aiohttp
 import openai
 import pytest
+from nats.aio.client import Client as Nats
 
 from opentinker.asking import text_of
 from opentinker.client import ApiConflict, ApiError, AsyncClient
+from opentinker.services.rollout_worker.inference import InferenceJob
 from opentinker.shared.bus import Bus
 from opentinker.shared.inference import Ask, Piece
 from opentinker.shared.service import Context
@@ -23,7 +26,7 @@ from opentinker.shared.streaming import ask
 from opentinker.shared.subjects import GENERATE
 from opentinker.shared.types import JobState, Message
 from tests.api import write_checkpoint
-from tests.conftest import Server, soon, until
+from tests.conftest import WAIT_S, Server, soon, until
 from tests.inference import Site, site_of
 from tests.scheduling import kinds, new_job
 
@@ -109,11 +112,15 @@ async def test_a_text_ends_before_its_stop_string_also_where_tokens_cut_it(site:
 async def test_plain_completions_take_token_ids_too(site: Site) -> None:
     job = await site.job()
     async with site.openai(job) as model:
-        answer = await model.completions.create(model=job, prompt=[5, 6, 7], logprobs=1)
+        answer = await model.completions.create(model=job, prompt=[5, 6, 7], logprobs=0)
         assert answer.choices[0].text == "Hello there." and answer.usage is not None
         assert answer.usage.prompt_tokens == 3
         assert answer.choices[0].logprobs is not None and answer.choices[0].logprobs.tokens is not None
         assert "".join(answer.choices[0].logprobs.tokens) == "Hello there.<|im_end|>"
+        assert answer.choices[0].logprobs.text_offset == list(range(13))
+        stream = await model.completions.create(model=job, prompt=[5, 6, 7], logprobs=0, stream=True)
+        listed = [choice.logprobs for chunk in (await collected(stream))[1] for choice in chunk.choices]
+        assert [place for found in listed for place in found.text_offset] == list(range(13))
         with pytest.raises(openai.BadRequestError, match="token ids up to"):
             await model.completions.create(model=job, prompt=[5, 10**6])
         with pytest.raises(openai.BadRequestError, match="one prompt at a time"):
@@ -162,8 +169,13 @@ async def test_tools_are_offered_called_and_answered(site: Site, stream: bool) -
         ({"extra_body": {"chat_template_kwargs": {"enable_thinking": True}}}, "chat_template_kwargs is not supported"),
         ({"tool_choice": "required"}, "nothing forces"),
         ({"parallel_tool_calls": False}, "parallel_tool_calls can only be true"),
+        ({"verbosity": "low"}, "verbosity is not supported"),
+        ({"logprobs": True, "top_logprobs": 1}, "top_logprobs can only be 0"),
+        ({"extra_body": {"prompt": "x"}}, "prompt is not supported at chat/completions"),
+        ({"extra_body": {"echo": True}}, "echo is not supported at chat/completions"),
         ({"max_tokens": 0}, "max_tokens: must be a whole number of at least 1"),
         ({"messages": [{"role": "user", "content": "x" * 20_000}]}, "maximum context length is 10000"),
+        ({"messages": [{"role": "user", "content": "x" * 700_000}]}, r"the prompt has 700\d\d\d bytes"),
     ],
 )
 async def test_what_cannot_be_done_is_refused_in_words(site: Site, options: dict[str, Any], said: str) -> None:
@@ -173,6 +185,57 @@ async def test_what_cannot_be_done_is_refused_in_words(site: Site, options: dict
             await model.chat.completions.create(**{"model": job, "messages": HELLO, **options})
     assert refused.value.type == "invalid_request_error"
     assert site.speakers["rollout-0"].asked == []
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"logprobs": 1}, "logprobs can only be 0"),
+        ({"extra_body": {"max_completion_tokens": 3}}, "max_completion_tokens is not supported at completions"),
+        ({"extra_body": {"messages": HELLO}}, "messages is not supported at completions"),
+        ({"extra_body": {"tools": [ADD]}}, "tools is not supported at completions"),
+        ({"extra_body": {"top_logprobs": 0}}, "top_logprobs is not supported at completions"),
+    ],
+)
+async def test_what_a_completion_cannot_have_is_refused(site: Site, options: dict[str, Any], said: str) -> None:
+    job = await site.job()
+    async with site.openai(job) as model:
+        with pytest.raises(openai.BadRequestError, match=said):
+            await model.completions.create(**{"model": job, "prompt": "x", **options})
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_request_that_breaks_something_ends_alone(site: Site, stream: bool) -> None:
+    def words(prompt: str) -> str:
+        if "break" in prompt:
+            raise LookupError("nobody thought of this")
+        return "Hello there."
+
+    site.words = words
+    job = await site.job()
+    asked: Any = [{"role": "user", "content": "break"}]
+    async with site.openai(job) as model:
+        with pytest.raises(openai.InternalServerError, match=r"fault of ours \(LookupError\)"):
+            await model.chat.completions.create(model=job, messages=asked, stream=stream)
+        assert (await model.chat.completions.create(model=job, messages=HELLO)).choices
+    assert not site._lives["rollout-0"].done()
+
+
+async def test_what_the_message_bus_does_not_carry_is_refused(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = await site.job()
+    monkeypatch.setattr(Nats, "max_payload", property(lambda nats: 4_000))
+    async with site.openai(job) as model:
+        with pytest.raises(openai.APIStatusError, match=r"the request has \d+ bytes.*max_payload") as refused:
+            await model.completions.create(model=job, prompt="x" * 5_000)
+        assert refused.value.status_code == 413
+        site.words = lambda prompt: "a" * 1_000
+        with pytest.raises(openai.InternalServerError, match=r"max_payload.*ask for fewer tokens"):
+            await model.completions.create(model=job, prompt="x")
+        with pytest.raises(openai.APIError, match=r"max_payload.*ask for fewer tokens"):
+            await collected(await model.completions.create(model=job, prompt="x", stream=True))
+        site.words = lambda prompt: "a"
+        assert (await model.completions.create(model=job, prompt="x")).choices[0].text == "a"
+    assert not site._lives["rollout-0"].done()
 
 
 async def test_errors_below_the_endpoint_have_openai_s_shape(site: Site) -> None:
@@ -343,6 +406,21 @@ async def test_requests_of_a_scheduler_that_is_gone_are_given_up(site: Site, bus
     waiting.cancel()
     await asyncio.wait([waiting])
     await pieces.aclose()
+
+
+async def test_nothing_is_begun_when_the_job_is_over(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    end, said = InferenceJob._end, asyncio.get_running_loop().create_future()
+
+    async def ended(over: InferenceJob) -> None:
+        await end(over)
+        late = Ask(id="q", asker="nobody", job=over.lease.job, model="some/model", text="x")
+        async with aclosing(ask(over.bus, GENERATE, late, silence_s=WAIT_S, worker=over.address)) as pieces:
+            said.set_result(await anext(pieces))
+
+    monkeypatch.setattr(InferenceJob, "_end", ended)
+    await site.client.cancel(await site.job())
+    refusal = (await soon(said)).refusal
+    assert refusal is not None and (refusal.status, refusal.elsewhere) == (503, True)
 
 
 async def test_more_than_may_wait_is_refused_for_the_moment(site: Site) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +74,13 @@ def test_several_calls_of_a_turn_have_ids_of_their_own(form: str) -> None:
 )
 def test_variants_of_a_family_are_read_too(form: str, text: str) -> None:
     assert called(form, text) == [("add", {"a": 1})] * 2
+
+
+def test_a_value_of_any_depth_is_read_or_said_to_be_wrong() -> None:
+    for depth in range(1, sys.getrecursionlimit() + 50):
+        nested = "[" * depth + "]" * depth
+        assert said("mistral", f"[TOOL_CALLS] [{nested}]").problem
+        assert said("hermes", f'<tool_call>{{"name": "add", "arguments": {nested}}}</tool_call>').problem
 
 
 def test_arguments_without_quotation_marks_get_the_type_of_the_schema() -> None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from opentinker.services.rollout_worker.render import Renderer
-from opentinker.services.rollout_worker.unfolding import Unfolding
+from opentinker.services.rollout_worker.unfolding import Offsets, Unfolding
 from opentinker.shared.openai.answers import cut
 
 
@@ -78,3 +78,12 @@ def test_half_a_character_waits_for_its_other_half() -> None:
     assert len(ids) == 4
     unfolding = Unfolding(RENDERER, [])
     assert [unfolding.add([id]) for id in ids] == ["", "", "", "🐈"]
+
+
+def test_a_token_begins_where_its_character_does() -> None:
+    ids = [*RENDERER.plain("é🐈#", first=True), 0]
+    assert Offsets(RENDERER).add(ids) == [0, 0, 1, 1, 1, 1, 2, 3]
+    parts = Offsets(RENDERER)
+    assert [place for start in range(0, len(ids), 3) for place in parts.add(ids[start : start + 3])] == [
+        0, 0, 1, 1, 1, 1, 2, 3,
+    ]  # fmt: skip

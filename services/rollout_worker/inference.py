@@ -1,7 +1,7 @@
 """Inference jobs: requests of whoever asks the job's endpoint, answered with the job's model, and nothing trained.
 
 asks         consumes ASK by this worker's address, starts a task for each; more than may wait are refused
-ask task     renders, waits for a place in the engine, generates, produces PIECEs
+ask task     renders in a thread, one request at a time, waits for a place in the engine, generates, produces PIECEs
 beat loop    produces empty PIECEs for requests that have nothing to say, and asks whether they are still wanted
 report loop  produces METRIC, and tells with the heartbeat how long nobody has asked anything
 
@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
 from pathlib import Path
 
@@ -20,8 +21,9 @@ import structlog
 
 from opentinker.services.rollout_worker.engine import Completion, Engine, EngineError, EngineLost, Sampling
 from opentinker.services.rollout_worker.render import Renderer
-from opentinker.services.rollout_worker.unfolding import Unfolding
-from opentinker.shared.bus import NoReply, NoResponders
+from opentinker.services.rollout_worker.unfolding import Offsets, Unfolding
+from opentinker.shared import codec
+from opentinker.shared.bus import NoReply, NoResponders, TooLarge
 from opentinker.shared.codec import WireError
 from opentinker.shared.errors import JobFailed
 from opentinker.shared.inference import BEAT_S, Abandoned, Ask, Piece, Refusal, Reply, Underway, names_of
@@ -40,6 +42,8 @@ from opentinker.shared.waiting import hand_on, put_down, rest
 log = structlog.get_logger()
 
 REPORT_S = 1.0
+TOKEN_BYTES = 64
+"""A prompt with more bytes for each token of the context is refused unread: tokens of text have about four."""
 LOST = "the rollout worker that was answering is gone"
 
 
@@ -71,7 +75,11 @@ class Talk:
         piece = Piece(seq=self._seq, **parts)  # type: ignore[arg-type]
         self._seq += 1
         self.spoke_at = time.monotonic()
-        await self._send(piece)
+        try:
+            await self._send(piece)
+        except Exception:  # whatever it was: the piece is not out, and the next one must not leave a gap
+            self._seq -= 1
+            raise
 
 
 class News:
@@ -114,6 +122,10 @@ class InferenceJob:
         """By id of the request."""
         self.closing: set[asyncio.Task[None]] = set()
         """Refusals on their way."""
+        self.over = False
+        """Nothing is begun any more."""
+        self.renderings = ThreadPoolExecutor(1, "rendering")
+        """One at a time: a tokenizer is not for two threads, and prompts of strangers are not for the event loop."""
         self.broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.quiet_since = time.monotonic()
         self.meters = Meters()
@@ -152,7 +164,9 @@ class InferenceJob:
 
     async def _end(self) -> None:
         """The last report says what came since the one before; with the job over, none is shown any more."""
+        self.over = True
         await put_down(*(task for _, task in self.tasks.values()), *self.closing)
+        self.renderings.shutdown(wait=False, cancel_futures=True)
         self.meter.gauges.clear()
         await self.reporter.report()
         self.meters.jobs.clear()
@@ -165,7 +179,7 @@ class InferenceJob:
         self.meter.counts["serving/requests"] += 1
         room = self.spec.serving.max_concurrent + self.spec.serving.max_waiting
         refusal = None
-        if self.worker.ctx.stopping.is_set():
+        if self.over or self.worker.ctx.stopping.is_set():
             refusal = Refusal(message=LOST, status=503, elsewhere=True)
         elif len(self.tasks) >= room:
             self.meter.counts["serving/overloaded"] += 1
@@ -209,6 +223,7 @@ class InferenceJob:
             try:
                 async with asyncio.timeout(within):
                     reply = await self._answer(talk)
+                await talk.say(reply=reply)
             except Refused as refused:
                 await self._refuse(talk, refused.message, refused.status, refused.param, refused.code)
             except TimeoutError:
@@ -219,8 +234,14 @@ class InferenceJob:
                 raise
             except EngineError as error:
                 await self._refuse(talk, str(error), 500)
-            else:
-                await talk.say(reply=reply)
+            except TooLarge as error:
+                size = f"the answer has {error.size} bytes, and the NATS server takes {error.limit} (max_payload)"
+                await self._refuse(talk, f"{size}: ask for fewer tokens, or without logprobs", 500)
+            except Exception as error:  # a request that breaks something must not end those beside it
+                log.exception("request_failed", job=self.lease.job, request=talk.ask.id)
+                await self._refuse(
+                    talk, f"no answer, for a fault of ours ({type(error).__name__}), which is logged", 500
+                )
         except asyncio.CancelledError:
             if not talk.abandoned:
                 await talk.say(refusal=Refusal(message=LOST, status=503, elsewhere=True))
@@ -232,7 +253,8 @@ class InferenceJob:
 
     async def _answer(self, talk: Talk) -> Reply:
         ask = talk.ask
-        prompt = self._prompt(ask)
+        self._check_size(ask)
+        prompt = await asyncio.get_running_loop().run_in_executor(self.renderings, self._prompt, ask)
         room = self.engine.context_length - len(prompt)
         sampling = Sampling(
             temperature=ask.manner.temperature,
@@ -250,10 +272,22 @@ class InferenceJob:
         self.meter.counts["serving/answers"] += 1
         self.meter.counts["serving/prompt_tokens"] += len(prompt)
         self.meter.counts["serving/tokens"] += len(completion.ids)
-        return self._reply(ask, len(prompt), completion)
+        offsets = await asyncio.to_thread(Offsets(self.renderer).add, completion.ids) if ask.offsets else []
+        return self._reply(ask, len(prompt), completion, offsets)
+
+    def _check_size(self, ask: Ask) -> None:
+        """Refuses what is certainly too long, before any work is done for it. Raises Refused."""
+        limit = self.engine.context_length
+        if ask.token_ids is not None:
+            size, unit, most = len(ask.token_ids), "tokens", limit - 1
+        else:
+            chat = [[message.text, message.tool_calls] for message in ask.messages]
+            size, unit, most = len(codec.encode([ask.text, chat, ask.tools])), "bytes", limit * TOKEN_BYTES
+        if size > most:
+            raise _too_long(limit, size, unit)
 
     def _prompt(self, ask: Ask) -> list[int]:
-        """Raises Refused."""
+        """In a thread. Raises Refused."""
         if ask.stop and self.spec.rollout.engine == "toy":
             raise Refused("the simulated engine knows no stop strings", param="stop")
         if ask.token_ids is not None:
@@ -264,36 +298,36 @@ class InferenceJob:
             ids = self.renderer.plain(ask.text, first=True)
         else:
             try:
-                ids = self.renderer.prompt(ask.messages, ask.tools)
+                ids = self.renderer.rendered(ask.messages, ask.tools)
             except JobFailed as error:
                 raise Refused(str(error), param="messages") from None
         limit = self.engine.context_length
         if not 0 < len(ids) < limit:
-            raise Refused(
-                f"This model's maximum context length is {limit} tokens. However, the prompt has {len(ids)} tokens, of "
-                "which there must be one, and at least one must be left for the answer.",
-                code="context_length_exceeded",
-            )
+            raise _too_long(limit, len(ids), "tokens")
         return ids
 
     async def _stream(self, talk: Talk, prompt: list[int], sampling: Sampling) -> Completion:
         """Sends what is certain of the text while it grows; the rest comes with the reply."""
-        news, unfolding = News(), Unfolding(self.renderer, talk.ask.stop)
+        news, unfolding, places = News(), Unfolding(self.renderer, talk.ask.stop), Offsets(self.renderer)
         generating = asyncio.create_task(self.engine.generate(talk.ask.id, prompt, sampling, news.add))
         ids: list[int] = []
         logprobs: list[float] = []
+        offsets: list[int] = []
         try:
             while not generating.done():
                 new_ids, new_logprobs = await news.more(generating)
                 ids, logprobs = ids + new_ids, logprobs + new_logprobs
+                if talk.ask.offsets:
+                    offsets += places.add(new_ids)
                 if text := unfolding.add(new_ids):
-                    await talk.say(text=text, ids=ids, logprobs=logprobs, tokens=self._tokens(talk.ask, ids))
-                    ids, logprobs = [], []
+                    tokens = self._tokens(talk.ask, ids)
+                    await talk.say(text=text, ids=ids, logprobs=logprobs, tokens=tokens, offsets=offsets)
+                    ids, logprobs, offsets = [], [], []
             return generating.result()
         finally:
             await put_down(generating)
 
-    def _reply(self, ask: Ask, prompt_tokens: int, completion: Completion) -> Reply:
+    def _reply(self, ask: Ask, prompt_tokens: int, completion: Completion, offsets: list[int]) -> Reply:
         text = self.renderer.text(completion.ids)
         answered = sum(message.role == "assistant" for message in ask.messages)
         said = self.renderer.said(completion.ids, ask.tools, stop=completion.stop, turn=answered)
@@ -308,6 +342,7 @@ class InferenceJob:
             tool_calls=said.calls,
             words=said.words,
             tokens=self._tokens(ask, completion.ids),
+            offsets=offsets,
         )
 
     def _tokens(self, ask: Ask, ids: list[int]) -> list[str]:
@@ -349,3 +384,11 @@ class InferenceJob:
     def _tell(self) -> None:
         quiet_s = 0.0 if self.tasks else time.monotonic() - self.quiet_since
         self.worker.tell({"requests": len(self.tasks), "quiet_s": round(quiet_s, 1)})
+
+
+def _too_long(limit: int, size: int, unit: str) -> Refused:
+    return Refused(
+        f"This model's maximum context length is {limit} tokens. However, the prompt has {size} {unit}: there must "
+        "be one token, and at least one must be left for the answer.",
+        code="context_length_exceeded",
+    )

@@ -84,19 +84,23 @@ class Renderer:
         return ids
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> list[int]:
-        """Ids up to where the model's first turn begins. Siblings of a group share the work.
-
-        Raises JobFailed also if tools are offered that the model cannot be told of, or whose calls cannot be read.
-        """
+        """`rendered`, of episodes: siblings of a group share the work."""
         key = codec.encode([messages, tools])
         if key not in self._cache:
             if len(self._cache) >= 256:
                 self._cache.clear()
-            text = self._joined(messages, tools) if self._plain else self._template(messages, tools, generate=True)
-            if tools:
-                self._check_tools(text, messages)
-            self._cache[key] = self._encode(text)
+            self._cache[key] = self.rendered(messages, tools)
         return list(self._cache[key])
+
+    def rendered(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> list[int]:
+        """Ids up to where the model's first turn begins. May be called in a thread, one call at a time.
+
+        Raises JobFailed also if tools are offered that the model cannot be told of, or whose calls cannot be read.
+        """
+        text = self._joined(messages, tools) if self._plain else self._template(messages, tools, generate=True)
+        if tools:
+            self._check_tools(text, messages)
+        return self._encode(text)
 
     def _check_tools(self, text: str, messages: Sequence[Message]) -> None:
         """Raises JobFailed if a prompt with tools does not differ from one without, or if no call could be read."""

@@ -88,7 +88,10 @@ def _call(found: Found, id: str) -> ToolCall:
 
 
 def _shown(value: Any) -> str:
-    return f"{json.dumps(value):.{SHOWN}}"
+    try:
+        return f"{json.dumps(value):.{SHOWN}}"
+    except RecursionError:
+        return "something that is nested too deeply to be shown"
 
 
 # --- JSON ---------------------------------------------------------------------------------------------------------

@@ -46,6 +46,21 @@ class Unfolding:
         return certain
 
 
+class Offsets:
+    """Where in the text of an answer each of its tokens begins; parts of a character begin where it does."""
+
+    def __init__(self, renderer: Renderer) -> None:
+        self._text = Unfolding(renderer, ())
+        self._at = 0
+
+    def add(self, ids: Sequence[int]) -> list[int]:
+        found = []
+        for id in ids:
+            found.append(self._at)
+            self._at += len(self._text.add([id]))
+        return found
+
+
 def _begun(text: str, stop: str) -> int:
     """How many characters at the end of the text are the beginning of the stop string."""
     return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)

@@ -57,7 +57,7 @@ class InferenceApi:
         body = await read_json(request)
         if not isinstance(body, dict):
             raise Refused("the body must be a JSON object")
-        manner, asked = parse_manner(body), parse(body)
+        manner, asked = parse_manner(body, chat=chat), parse(body)
         names = names_of(job.id, job.spec)
         if asked.model and asked.model not in names:
             known = ", ".join(names)
@@ -82,6 +82,7 @@ class InferenceApi:
             manner=manner,
             stream=asked.stream,
             tokens=asked.logprobs,
+            offsets=asked.logprobs and not chat,
         )
         respond = self._streamed if asked.stream else self._whole
         return await _while_there(request, asyncio.create_task(respond(request, job, asked, ask, chat)))
@@ -91,9 +92,11 @@ class InferenceApi:
     ) -> web.StreamResponse:
         async with aclosing(self.replicas.answer(job, ask)) as pieces:
             async for piece in pieces:
-                if piece.reply is not None:
-                    form = answers.chat_answer if chat else answers.completion_answer
-                    return json_response(form(asked, piece.reply, piece.reply.tokens, _mark(piece.reply)))
+                if (reply := piece.reply) is not None:
+                    if chat:
+                        return json_response(answers.chat_answer(asked, reply, reply.tokens, _mark(reply)))
+                    whole = answers.completion_answer(asked, reply, reply.tokens, _mark(reply), reply.offsets)
+                    return json_response(whole)
         raise AssertionError("an answer ends with a reply")
 
     async def _streamed(
@@ -115,7 +118,8 @@ class InferenceApi:
                         await _write(response, _rest(stream, asked, piece.reply, sent, counted))
                         await response.write(b"data: [DONE]\n\n")
                     else:
-                        await _write(response, [stream.more(piece.text, piece.ids, piece.logprobs, piece.tokens)])
+                        more = stream.more(piece.text, piece.ids, piece.logprobs, piece.tokens, piece.offsets)
+                        await _write(response, [more])
                         sent, counted = sent + len(piece.text), counted + len(piece.ids)
         except Refused as refused:
             if not response.prepared:
@@ -130,8 +134,10 @@ def _rest(stream: answers.Stream, asked: Asked, reply: Reply, sent: int, counted
     if reply.tool_calls:
         return [stream.calls(reply, reply.tokens), *stream.end(reply)]
     text, ids = answers.said(asked, reply).text[sent:], reply.ids[counted:]
-    last = [stream.more(text, ids, reply.logprobs[counted:], reply.tokens[counted:])] if text or ids else []
-    return [*last, *stream.end(reply)]
+    if not text and not ids:
+        return stream.end(reply)
+    last = stream.more(text, ids, reply.logprobs[counted:], reply.tokens[counted:], reply.offsets[counted:])
+    return [last, *stream.end(reply)]
 
 
 def _mark(reply: Reply) -> str:

@@ -20,7 +20,7 @@ from contextlib import aclosing
 import structlog
 
 from opentinker.shared import codec
-from opentinker.shared.bus import NoReply
+from opentinker.shared.bus import NoReply, TooLarge
 from opentinker.shared.errors import NotFound
 from opentinker.shared.inference import SILENCE_S, Abandoned, Ask, Piece, Refusal, Underway
 from opentinker.shared.openai.fields import Refused
@@ -103,6 +103,10 @@ class Replicas:
                     yield piece
                     if over:
                         return
+        except TooLarge as error:
+            over = True
+            size = f"the request has {error.size} bytes, and the NATS server takes {error.limit} (max_payload)"
+            yield Piece(seq=seq, refusal=Refusal(message=size, status=413))
         except (NoReply, codec.WireError) as error:
             log.warning("replica_lost", replica=address, error=str(error))
             lost = "the rollout worker that was answering is gone; ask again"

@@ -66,15 +66,20 @@ class Stream:
         return [self._chunk({"role": "assistant", "content": content})] if self._chat else []
 
     def more(
-        self, text: str, ids: Sequence[int] = (), logprobs: Sequence[float] = (), tokens: Sequence[str] = ()
+        self,
+        text: str,
+        ids: Sequence[int] = (),
+        logprobs: Sequence[float] = (),
+        tokens: Sequence[str] = (),
+        offsets: Sequence[int] = (),
     ) -> Json:
-        """`ids`, `logprobs` and `tokens` are those that the text came from."""
+        """`ids`, `logprobs`, `tokens` and `offsets` are those that the text came from."""
         if self._chat:
-            listed = _token_logprobs(ids, logprobs, tokens, self._asked.top_logprobs)
+            listed = _token_logprobs(ids, logprobs, tokens)
             return self._chunk(
                 {"content": text}, {"content": listed, "refusal": None} if self._asked.logprobs else None
             )
-        return {**self._head, "choices": [_completion(self._asked, text, ids, logprobs, tokens, None)]}
+        return {**self._head, "choices": [_completion(self._asked, text, ids, logprobs, tokens, offsets, None)]}
 
     def calls(self, answer: Answer, tokens: Sequence[str] = ()) -> Json:
         """And the words before them, if there are any."""
@@ -86,7 +91,7 @@ class Stream:
         if self._chat:
             last = self._chunk({}, None, _finish(answer))
         else:
-            last = {**self._head, "choices": [_completion(self._asked, "", (), (), (), FINISH[answer.stop])]}
+            last = {**self._head, "choices": [_completion(self._asked, "", (), (), (), (), FINISH[answer.stop])]}
         usage = [{**self._head, "choices": [], "usage": _usage(answer)}] if self._asked.usage else []
         return [last, *usage]
 
@@ -120,9 +125,12 @@ def chat_chunks(asked: Asked, answer: Answer) -> list[Json]:
     return [*stream.begin(answer), stream.calls(answer) if answer.tool_calls else whole, *stream.end(answer)]
 
 
-def completion_answer(asked: Asked, answer: Answer, tokens: Sequence[str] = (), mark: str = "") -> Json:
+def completion_answer(
+    asked: Asked, answer: Answer, tokens: Sequence[str] = (), mark: str = "", offsets: Sequence[int] = ()
+) -> Json:
+    """`offsets`: where in the text each of the tokens begins, where that is known."""
     text = said(asked, answer).text
-    choice = _completion(asked, text, answer.ids, answer.logprobs, tokens, FINISH[answer.stop])
+    choice = _completion(asked, text, answer.ids, answer.logprobs, tokens, offsets, FINISH[answer.stop])
     return {**_head(asked, "text_completion", mark), "choices": [choice], "usage": _usage(answer)}
 
 
@@ -136,7 +144,7 @@ def generate_answer(asked: Asked, answer: Answer) -> Json:
     choice = {
         "index": 0,
         "token_ids": answer.ids,
-        "logprobs": {"content": _token_logprobs(answer.ids, answer.logprobs, (), top=0)},
+        "logprobs": {"content": _token_logprobs(answer.ids, answer.logprobs, ())},
         "finish_reason": FINISH[answer.stop],
     }
     return {"request_id": f"gen-{uuid.uuid4().hex}", "choices": [choice], "usage": _usage(answer)}
@@ -175,18 +183,17 @@ def _calls(calls: list[ToolCall]) -> list[Json]:
 
 
 def _chat_logprobs(asked: Asked, answer: Answer, tokens: Sequence[str]) -> Json | None:
-    listed = _token_logprobs(answer.ids, answer.logprobs, tokens, asked.top_logprobs)
+    listed = _token_logprobs(answer.ids, answer.logprobs, tokens)
     return {"content": listed, "refusal": None} if asked.logprobs else None
 
 
-def _token_logprobs(ids: Sequence[int], logprobs: Sequence[float], tokens: Sequence[str], top: int) -> list[Json]:
-    """A token whose text is not known is named by its id."""
+def _token_logprobs(ids: Sequence[int], logprobs: Sequence[float], tokens: Sequence[str]) -> list[Json]:
+    """A token whose text is not known is named by its id. Which others were likely is never known."""
     names = tokens or [f"token_id:{id}" for id in ids]
-    listed: list[Json] = [
-        {"token": name, "logprob": logprob, "bytes": _bytes(name) if tokens else None}
+    return [
+        {"token": name, "logprob": logprob, "bytes": _bytes(name) if tokens else None, "top_logprobs": []}
         for name, logprob in zip(names, logprobs, strict=True)
     ]
-    return [{**token, "top_logprobs": [token] if top else []} for token in listed]
 
 
 def _bytes(token: str) -> list[int] | None:
@@ -200,10 +207,13 @@ def _completion(
     ids: Sequence[int],
     logprobs: Sequence[float],
     tokens: Sequence[str],
+    offsets: Sequence[int],
     finish: str | None,
 ) -> Json:
+    """Offsets that are not known are null."""
     names = list(tokens) or [f"token_id:{id}" for id in ids]
-    named = {"tokens": names, "token_logprobs": list(logprobs), "top_logprobs": None, "text_offset": []}
+    places = list(offsets) if len(offsets) == len(ids) else None
+    named = {"tokens": names, "token_logprobs": list(logprobs), "top_logprobs": None, "text_offset": places}
     return {
         "index": 0,
         "text": text,

@@ -17,7 +17,6 @@ from opentinker.shared import codec
 from opentinker.shared.openai.fields import Json, Refused, flag, items, stops, text, token_ids, whole
 from opentinker.shared.types import Image, Message, Text, Tool, ToolCall
 
-MOST_TOP_LOGPROBS = 1
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 IMAGE_TYPES = ("image/png", "image/jpeg")
 
@@ -41,7 +40,7 @@ class Asked:
     usage: bool = False
     """A stream ends with the usage."""
     logprobs: bool = False
-    top_logprobs: int = 0
+    """Of the sampled tokens."""
 
 
 def parse_chat(body: Json, session: str = "") -> Asked:
@@ -55,17 +54,20 @@ def parse_chat(body: Json, session: str = "") -> Asked:
         raise Refused('tool_choice can be "auto" or "none" here: nothing forces what is sampled', param="tool_choice")
     tools = [] if choice == "none" else [_tool(tool, f"tools[{n}]") for n, tool in enumerate(items(body, "tools"))]
     limit = "max_completion_tokens" if body.get("max_completion_tokens") is not None else "max_tokens"
-    top = whole(body, "top_logprobs", 0) or 0
-    if top > MOST_TOP_LOGPROBS:
-        raise Refused("top_logprobs can be 0 or 1 here: the sampled token alone is known", param="top_logprobs")
+    top, logprobs = whole(body, "top_logprobs", 0), flag(body, "logprobs")
+    if top:
+        raise Refused(
+            "top_logprobs can only be 0: the logprob of the sampled token alone is known", param="top_logprobs"
+        )
+    if top is not None and not logprobs:
+        raise Refused("top_logprobs needs logprobs = true", param="top_logprobs")
     asked = Asked(
         messages=[_message(message, f"messages[{n}]") for n, message in enumerate(messages)],
         tools=tools,
         session=session,
         max_tokens=whole(body, limit, 1),
         stop=stops(body),
-        logprobs=flag(body, "logprobs"),
-        top_logprobs=top,
+        logprobs=logprobs,
         **_manner(body),
     )
     _check_sendable(asked)
@@ -86,8 +88,11 @@ def parse_completion(body: Json, session: str = "") -> Asked:
     if prompt == "":
         raise Refused("must not be empty", param="prompt")
     logprobs = whole(body, "logprobs", 0)
-    if logprobs is not None and logprobs > MOST_TOP_LOGPROBS:
-        raise Refused("logprobs can be 0 or 1 here: the sampled token alone is known", param="logprobs")
+    if logprobs:
+        raise Refused(
+            "logprobs can only be 0, which gives the logprob of each sampled token: others are not known",
+            param="logprobs",
+        )
     asked = Asked(
         token_ids=None if isinstance(prompt, str) else token_ids({"prompt": prompt}, "prompt"),
         text=prompt if isinstance(prompt, str) else None,
@@ -135,6 +140,9 @@ def _manner(body: Json) -> Json:
     options = body.get("stream_options") or {}
     if not isinstance(options, dict):
         raise Refused("must be an object", param="stream_options")
+    for name in sorted(options.keys() - {"include_usage"}):
+        if options[name] not in (None, False):
+            raise Refused(f"stream_options.{name} is not supported", param="stream_options")
     return {"model": _model(body), "stream": flag(body, "stream"), "usage": flag(options, "include_usage")}
 
 
@@ -190,7 +198,7 @@ def _call(given: Any, where: str) -> ToolCall:
         raise Refused("must be a call of a function, with its name", param=where)
     try:
         arguments = json.loads(function.get("arguments") or "{}")
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RecursionError) as error:
         raise Refused(f"is not JSON: {error}", param=f"{where}.function.arguments") from None
     if not isinstance(arguments, dict):
         raise Refused("must be a JSON object", param=f"{where}.function.arguments")

@@ -6,13 +6,14 @@ import msgspec
 
 from opentinker.shared.openai.fields import Json, Refused, flag, number, whole
 
-READ = frozenset(
-    {"model", "messages", "tools", "tool_choice", "max_tokens", "max_completion_tokens", "stop", "stream", "prompt"}
-    | {"stream_options", "logprobs", "top_logprobs", "temperature", "top_p", "top_k", "seed", "n", "best_of"}
-    | {"response_format", "echo", "suffix", "parallel_tool_calls"}
+BOTH = frozenset(
+    {"model", "max_tokens", "stop", "stream", "stream_options", "logprobs", "temperature", "top_p", "top_k", "seed"}
+    | {"n", "best_of", "response_format"}
 )
-"""Here or in requests.py."""
-INERT = frozenset({"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "verbosity"})
+"""Read here or in requests.py, for chats and for completions."""
+CHAT = BOTH | {"messages", "tools", "tool_choice", "parallel_tool_calls", "max_completion_tokens", "top_logprobs"}
+COMPLETION = BOTH | {"prompt", "echo", "suffix"}
+INERT = frozenset({"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"})
 """Say nothing about what is sampled."""
 USUAL: Json = {"presence_penalty": 0, "frequency_penalty": 0, "repetition_penalty": 1, "min_p": 0, "min_tokens": 0}
 """What may be said because it changes nothing."""
@@ -32,11 +33,12 @@ class Manner(msgspec.Struct, frozen=True, kw_only=True):
     """None: drawn anew."""
 
 
-def parse_manner(body: Json) -> Manner:
+def parse_manner(body: Json, *, chat: bool) -> Manner:
     """Raises Refused, also for anything in the body that would have no effect."""
-    for name in sorted(body.keys() - READ - INERT):
+    read, others, route = (CHAT, COMPLETION, "chat/completions") if chat else (COMPLETION, CHAT, "completions")
+    for name in sorted(body.keys() - read - INERT):
         if body[name] is not None and (name not in USUAL or body[name] != USUAL[name]):
-            raise Refused(f"{name} is not supported", param=name)
+            raise Refused(f"{name} is not supported{f' at {route}' * (name in others)}", param=name)
     if body.get("parallel_tool_calls") is not None and not flag(body, "parallel_tool_calls"):
         raise Refused(
             "parallel_tool_calls can only be true: nothing forces what is sampled", param="parallel_tool_calls"
