@@ -109,13 +109,19 @@ async def feed(job: TrainerJob) -> None:
         await asyncio.sleep(0.02)
 
 
+async def deliver(job: TrainerJob, seq: int, version: WeightVersion) -> None:
+    """A group of this version, once for every trainer: the tests share a server, which drops what it saw before."""
+    group = make_group(job=JOB, seq=seq, versions=[version])
+    unique = f"{group.key}:{job.worker.info.incarnation}.{job.lease.epoch}"
+    await job.ctx.bus.publish(GROUP, group, unique, job=JOB)
+
+
 async def _feed(job: TrainerJob) -> None:
     admission = Admission(job.ctx.store.redis, JOB)
     await admission.set_version(job.step)
     version, seqs = await admission.issue(100)
     for seq in seqs:
-        group = make_group(job=JOB, seq=seq, versions=[version])
-        await job.ctx.bus.publish(GROUP, group, f"{group.key}:{id(job)}", job=JOB)
+        await deliver(job, seq, version)
 
 
 def steps_of(path: Path) -> list[int]:
@@ -227,8 +233,7 @@ async def test_starved_trainer_makes_a_checkpoint_to_make_room(ctx: Context, mon
     async with running(job.run()):
         await until(lambda: job.stepped > 0)  # it waits for two groups now
         version, (seq,) = await Admission(ctx.store.redis, JOB).issue(1)
-        group = make_group(job=JOB, seq=seq, versions=[version])
-        await ctx.bus.publish(GROUP, group, f"{group.key}:{id(job)}", job=JOB)
+        await deliver(job, seq, version)
         await until(lambda: checkpoint.listing(job.record.root))
     (saved,) = [manifest for _, manifest in checkpoint.listing(job.record.root)]
     assert (saved.step, saved.consumed) == (0, [])
@@ -249,8 +254,7 @@ async def test_starved_trainer_removes_all_that_it_trained_on(ctx: Context, monk
         await until(lambda: job.stepped > 0)
         version, seqs = await Admission(ctx.store.redis, JOB).issue(3)
         for seq in seqs:
-            group = make_group(job=JOB, seq=seq, versions=[version])
-            await ctx.bus.publish(GROUP, group, f"{group.key}:{id(job)}", job=JOB)
+            await deliver(job, seq, version)
 
         async def one_is_left() -> bool:
             return job.step == 1 and await stored(ctx) == 1
@@ -271,8 +275,7 @@ async def test_checkpoint_that_failed_is_tried_again_by_a_starved_trainer(
     async with running(job.run()):
         await until(lambda: job.stepped > 0)
         version, (seq,) = await Admission(ctx.store.redis, JOB).issue(1)
-        group = make_group(job=JOB, seq=seq, versions=[version])
-        await ctx.bus.publish(GROUP, group, f"{group.key}:{id(job)}", job=JOB)
+        await deliver(job, seq, version)
 
         async def failed_twice() -> bool:
             return (await kinds(ctx.store, JOB)).count("checkpoint_failed") >= 2
