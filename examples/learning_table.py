@@ -38,7 +38,7 @@ from opentinker.services.rollout_worker.engine import Completion, Sampling
 from opentinker.services.rollout_worker.episode import Episode
 from opentinker.services.rollout_worker.render import Renderer
 from opentinker.services.trainer.torch_learner import TorchLearner
-from opentinker.shared.nn.forward import PACKED
+from opentinker.shared.nn.attention import PACKED
 from opentinker.shared.sessions import OpenSession, SessionReply, StepSession
 from opentinker.shared.spec import JobSpec, parse_spec
 from opentinker.shared.trajectories import Group, Span

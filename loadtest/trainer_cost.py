@@ -39,7 +39,7 @@ from examples.models.make_tiny import tiny_tokenizer
 from opentinker.envs import gsm8k
 from opentinker.services.trainer import micro_batch
 from opentinker.services.trainer.torch_learner import TorchLearner
-from opentinker.shared.nn.forward import layout
+from opentinker.shared.nn.layout import layout
 from opentinker.shared.spec import JobSpec, parse_spec
 from opentinker.shared.trajectories import Group, Trajectory
 from opentinker.shared.types import WeightVersion

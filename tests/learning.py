@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from opentinker.shared.nn.forward import PACKED
+from opentinker.shared.nn.attention import PACKED
 from opentinker.shared.spec import JobSpec
 from opentinker.shared.trajectories import Group
 from opentinker.shared.types import WeightVersion

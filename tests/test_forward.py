@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,9 @@ from transformers import (
 )
 
 from opentinker.shared.errors import JobFailed
-from opentinker.shared.nn.forward import layout, token_logprobs
+from opentinker.shared.nn import attention
+from opentinker.shared.nn.forward import token_logprobs
+from opentinker.shared.nn.layout import Rows, layout
 from opentinker.shared.nn.models import check_window, load_model
 from tests.learning import plain_logprobs, random_groups
 
@@ -46,8 +49,9 @@ def models(tiny: Path) -> tuple[Any, Any]:
 @pytest.mark.parametrize("share", [True, False])
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 @pytest.mark.parametrize("chunked", ["", "by itself", "more than there is work"])
+@pytest.mark.parametrize("unpadded", [False, True])
 def test_packed_equals_padded_in_values_and_gradients(
-    models: tuple[Any, Any], share: bool, temperature: float, chunked: str
+    models: tuple[Any, Any], share: bool, temperature: float, chunked: str, unpadded: bool
 ) -> None:
     plain, packed = models
     ids, masks = ragged(3)
@@ -55,6 +59,7 @@ def test_packed_equals_padded_in_values_and_gradients(
     expected = padded_logprobs(plain, ids, masks, temperature)
     (expected * weights).sum().backward()
     plan = layout(ids, masks, share_prefixes=share)
+    plan = plan.unpadded() if unpadded else plan
     at_once = 64 * 7 if chunked else 1 << 24
     agree = (lambda _: 1000) if chunked == "more than there is work" else None
     got, entropy = token_logprobs(packed, plan, temperature=temperature, logits_at_once=at_once, agree=agree)
@@ -78,6 +83,12 @@ def test_every_row_is_found_in_the_stream(seed: int) -> None:
     plan = layout(ids, masks)
     joined = torch.cat([bucket.ravel() for bucket in plan.buckets])
     assert torch.equal(joined[plan.places_N], torch.arange(len(plan.ids_N)))
+    rows = plan.unpadded().rows
+    assert rows is not None and torch.equal(rows.tokens_R[rows.places_N], torch.arange(len(plan.ids_N)))
+    assert len(rows.tokens_R) == rows.ends[-1] == sum(plan.lengths) and rows.longest == max(plan.lengths)
+    padded = [row for bucket in plan.buckets for row in bucket.tolist()]
+    unpadded = [row.tolist() for row in rows.tokens_R.split(rows.ends.diff().tolist())]
+    assert unpadded == [row[:length] for row, length in zip(padded, plan.lengths, strict=True)]
     context = {}
     for bucket in plan.buckets:
         for row in bucket.tolist():
@@ -104,6 +115,41 @@ def test_long_and_short_sequences_share_little_padding() -> None:
     places = sum(bucket.numel() for bucket in plan.buckets)
     assert places <= 1.25 * len(plan.ids_N)
     assert len(plan.buckets) < 32
+
+
+def test_kernel_is_asked_for_causal_attention_within_each_row(
+    models: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The one call that only a GPU can do, in its place what it documents: rows by their ends, and a causal window."""
+    _, packed = models
+    ids, masks = ragged(4)
+    expected, _ = token_logprobs(packed, layout(ids, masks), temperature=1.0)
+    calls = []
+
+    def kernel(q: Any, k: Any, v: Any, ends_q: Any, ends_k: Any, most_q: int, most_k: int, **options: Any) -> Any:
+        calls.append(options["window_size"])
+        assert ends_q is ends_k and ends_q.dtype == torch.int32 and most_q == most_k == int(ends_q.diff().max())
+        assert options["enable_gqa"] is (q.shape[1] != k.shape[1])
+        rows = Rows(torch.empty(0), torch.empty(0), ends_q, most_q)
+        return attention._row_by_row(q, k, v, rows, options["scale"]).view(q.shape)
+
+    monkeypatch.setattr(attention, "varlen_attn", kernel)
+    monkeypatch.setattr(attention, "_has_kernel", lambda *_: True)
+    monkeypatch.setattr(attention, "_on_gpu", lambda _: True)
+    got, _ = token_logprobs(packed, layout(ids, masks).unpadded(), temperature=1.0)
+    torch.testing.assert_close(got, expected, atol=2e-6, rtol=0)
+    assert calls and set(calls) == {(-1, 0)}
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="the kernel runs on a GPU")
+def test_kernel_of_a_gpu_agrees_with_buckets(tiny: Path) -> None:
+    packed = load_model(str(tiny), torch.bfloat16).cuda()
+    ids, masks = ragged(3)
+    plan = layout(ids, masks).to("cuda")
+    assert plan.rows is not None
+    got, _ = token_logprobs(packed, plan, temperature=1.0)
+    expected, _ = token_logprobs(packed, replace(plan, rows=None), temperature=1.0)
+    torch.testing.assert_close(got, expected, atol=0.05, rtol=0)
 
 
 def test_one_sequence_alone_and_the_first_token(models: tuple[Any, Any]) -> None:

@@ -14,8 +14,8 @@ from opentinker.services.reference_forward.needs import needs
 from opentinker.services.reference_forward.scorer import Scorer
 from opentinker.services.trainer.torch_learner import TorchLearner
 from opentinker.shared.errors import JobFailed, SpecError
-from opentinker.shared.nn.forward import layout
 from opentinker.shared.nn.layers import recompute_layers
+from opentinker.shared.nn.layout import layout
 from tests.factories import V0, group_of, trajectory_of
 from tests.learning import random_groups, torch_spec
 

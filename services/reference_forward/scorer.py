@@ -19,8 +19,9 @@ from opentinker.services.reference_forward.rewards import RewardModel
 from opentinker.services.reference_forward.values import ValueModel
 from opentinker.services.reference_forward.vocabulary import check_same_tokens
 from opentinker.shared.errors import JobFailed
-from opentinker.shared.nn.forward import Layout, layout, token_logprobs
+from opentinker.shared.nn.forward import token_logprobs
 from opentinker.shared.nn.layers import float32_head
+from opentinker.shared.nn.layout import Layout, layout
 from opentinker.shared.nn.lora import adapter_bytes, causal_lm, with_adapter
 from opentinker.shared.nn.models import load_model, model_bytes, torch_dtype
 from opentinker.shared.nn.packing import pack

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from opentinker.shared.errors import JobFailed
-from opentinker.shared.nn.forward import Layout, token_values
+from opentinker.shared.nn.forward import token_values
+from opentinker.shared.nn.layout import Layout
 from opentinker.shared.nn.models import load_value_model
 
 

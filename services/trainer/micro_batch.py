@@ -18,7 +18,7 @@ from opentinker.services.trainer.credit import Credit
 from opentinker.services.trainer.gang import Gang
 from opentinker.services.trainer.players import players_of
 from opentinker.shared.errors import JobFailed
-from opentinker.shared.nn.forward import Layout, layout
+from opentinker.shared.nn.layout import Layout, layout
 from opentinker.shared.nn.packing import pack, share
 from opentinker.shared.spec import JobSpec
 from opentinker.shared.trajectories import Group, Trajectory

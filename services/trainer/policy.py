@@ -25,8 +25,9 @@ from opentinker.services.trainer.gang import Gang
 from opentinker.services.trainer.learner import BUCKET_BYTES, NonFinite
 from opentinker.shared.errors import JobFailed
 from opentinker.shared.nn import transport
-from opentinker.shared.nn.forward import Layout, token_logprobs
+from opentinker.shared.nn.forward import token_logprobs
 from opentinker.shared.nn.layers import float32_head, recompute_layers
+from opentinker.shared.nn.layout import Layout
 from opentinker.shared.nn.lora import attach_lora, causal_lm, lora_dropouts
 from opentinker.shared.nn.models import autocast, load_model, load_tokenizer, refuse_other_model, torch_dtype
 from opentinker.shared.spec import JobSpec

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from opentinker.services.trainer.examples import Example
-from opentinker.shared.nn.forward import Layout, layout
+from opentinker.shared.nn.layout import Layout, layout
 from opentinker.shared.nn.packing import pack
 
 

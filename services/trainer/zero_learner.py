@@ -39,7 +39,8 @@ from opentinker.services.trainer.policy import Saved
 from opentinker.services.trainer.torch_learner import TorchLearner
 from opentinker.shared.errors import JobFailed, OpenTinkerError
 from opentinker.shared.nn import transport
-from opentinker.shared.nn.forward import Layout, token_logprobs
+from opentinker.shared.nn.forward import token_logprobs
+from opentinker.shared.nn.layout import Layout
 from opentinker.shared.nn.models import autocast
 from opentinker.shared.types import TensorInfo, WeightVersion
 

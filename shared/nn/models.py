@@ -26,7 +26,9 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from opentinker.shared.errors import JobFailed
-from opentinker.shared.nn.forward import PACKED, Layout, layout, token_logprobs, token_values
+from opentinker.shared.nn.attention import PACKED
+from opentinker.shared.nn.forward import token_logprobs, token_values
+from opentinker.shared.nn.layout import Layout, layout
 from opentinker.shared.tensors import difference
 
 transformers_logging.disable_progress_bar()

@@ -1,0 +1,125 @@
+"""Attention over a packed stream, as an attention function of transformers.
+
+On a CPU each bucket of rows is one causal `scaled_dot_product_attention` call. On a GPU all rows are one call of Flash
+Attention's kernel for sequences of any lengths (torch.nn.attention.varlen), which knows half precision and heads of up
+to 256 numbers; anything else takes the buckets there too. Neither makes a T x T mask.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention.varlen import varlen_attn
+from transformers import AttentionInterface
+
+from opentinker.shared.nn.layout import Layout, Rows
+
+PACKED = "opentinker_packed"
+"""Name of the attention function below, for `model.set_attn_implementation`."""
+VARLEN_TYPES = (torch.bfloat16, torch.float16)
+VARLEN_HEAD = 256
+
+
+def packed_attention(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
+) -> tuple[Tensor, None]:
+    """query [1, Hq, N, D], key and value [1, Hkv, N, D] -> [1, N, Hq, D].
+
+    Raises NotImplementedError for attention of another kind; `models.py` refuses such models before.
+    """
+    plan: Layout | None = options.get("plan")
+    if plan is None:
+        raise ValueError("packed attention runs only through token_logprobs")
+    window = options.get("sliding_window")
+    if window is not None and max(plan.lengths) > window:
+        raise NotImplementedError(f"sequences longer than the model's sliding window of {window} tokens")
+    if options.get("softcap") is not None or options.get("s_aux") is not None or attention_mask is not None:
+        raise NotImplementedError("attention with soft caps, sinks or a mask of its own")
+    dropout, scale = options.get("dropout", 0.0), options.get("scaling")
+    if plan.rows is not None and _has_kernel(query, dropout):
+        joined, places_N = _in_rows(query, key, value, plan.rows, scale), plan.rows.places_N
+    else:
+        joined, places_N = _in_buckets(query, key, value, plan, scale, dropout), plan.places_N
+    return F.embedding(places_N, joined).view(1, query.shape[2], query.shape[1], -1), None
+
+
+AttentionInterface.register(PACKED, packed_attention)
+
+
+def _has_kernel(query: Tensor, dropout: float) -> bool:
+    """Whether rows of any lengths can be one call. The CPU's twin of the kernel takes everything but dropout."""
+    known = not _on_gpu(query) or (query.dtype in VARLEN_TYPES and query.shape[3] <= VARLEN_HEAD)
+    return known and dropout == 0.0
+
+
+def _on_gpu(tensor: Tensor) -> bool:
+    return bool(tensor.is_cuda)
+
+
+def _in_rows(query: Tensor, key: Tensor, value: Tensor, rows: Rows, scale: float | None) -> Tensor:
+    """[R, Hq * D]."""
+    q, k, v = (
+        F.embedding(rows.tokens_R, _tokens_first(heads)).view(-1, heads.shape[1], heads.shape[3])
+        for heads in (query, key, value)
+    )
+    if not _on_gpu(query):
+        return _row_by_row(q, k, v, rows, scale)
+    attended = varlen_attn(
+        q,
+        k,
+        v,
+        rows.ends,
+        rows.ends,
+        rows.longest,
+        rows.longest,
+        scale=scale,
+        window_size=(-1, 0),  # causal
+        enable_gqa=q.shape[1] != k.shape[1],
+    )
+    assert isinstance(attended, Tensor)
+    return attended.flatten(1)
+
+
+def _row_by_row(q: Tensor, k: Tensor, v: Tensor, rows: Rows, scale: float | None) -> Tensor:
+    """What `varlen_attn` computes, for a CPU, which it does not know: q [R, Hq, D], k and v [R, Hkv, D] -> [R, Hq * D].
+
+    Slower than buckets; tests run it so that all but the kernel itself is tested everywhere.
+    """
+    sizes, attended = rows.ends.diff().tolist(), []
+    for parts in zip(q.split(sizes), k.split(sizes), v.split(sizes), strict=True):
+        q_r, k_r, v_r = (part.transpose(0, 1)[None] for part in parts)
+        out = F.scaled_dot_product_attention(
+            q_r, k_r, v_r, is_causal=True, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+        )
+        attended.append(out[0].transpose(0, 1))
+    return torch.cat(attended).flatten(1)
+
+
+def _in_buckets(query: Tensor, key: Tensor, value: Tensor, plan: Layout, scale: float | None, dropout: float) -> Tensor:
+    """[places, Hq * D]."""
+    q, k, v = (_tokens_first(tensor) for tensor in (query, key, value))
+    outputs = []
+    for bucket in plan.buckets:
+        q_b, k_b, v_b = (
+            F.embedding(bucket, tensor).view(*bucket.shape, like.shape[1], like.shape[3]).transpose(1, 2)
+            for tensor, like in ((q, query), (k, key), (v, value))
+        )
+        attended = F.scaled_dot_product_attention(
+            q_b,
+            k_b,
+            v_b,
+            dropout_p=dropout,
+            is_causal=True,
+            scale=scale,
+            enable_gqa=query.shape[1] != key.shape[1],
+        )
+        outputs.append(attended.transpose(1, 2).reshape(bucket.numel(), -1))
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+
+def _tokens_first(heads: Tensor) -> Tensor:
+    """[1, H, N, D] -> [N, H * D]."""
+    return heads.transpose(1, 2).reshape(heads.shape[2], -1)
