@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+import sys
 import uuid
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -140,6 +141,8 @@ class LeasedWorker:
             except (Fenced, NotFound) as error:
                 log.warning("fenced", error=str(error))
             finally:
+                if isinstance(failure := sys.exception(), Exception):
+                    log.error("worker_failed", exc_info=failure)
                 log.info("lease_left")
 
     async def _fail(self, lease: Lease, reason: str) -> None:

@@ -26,6 +26,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from opentinker.shared.bus import Bus
 from opentinker.shared.config import Settings, load_settings, worker_name
 from opentinker.shared.errors import OpenTinkerError, SpecError
+from opentinker.shared.job_logs import JobLogs
 from opentinker.shared.store import Store
 from opentinker.shared.telemetry import REGISTRY, configure_logging
 from opentinker.shared.waiting import put_down, rest
@@ -96,7 +97,8 @@ def main(service: str, serve: Callable[[Context], Awaitable[None]]) -> None:
 async def run(service: str, serve: Callable[[Context], Awaitable[None]], settings: Settings) -> None:
     """One life of a service. Returns after SIGTERM or SIGINT; raises when the service failed."""
     worker = worker_name(settings, service)
-    configure_logging(settings, service, worker)
+    logs = JobLogs()
+    configure_logging(settings, service, worker, logs)
     log = structlog.get_logger()
     log.info("starting", pid=os.getpid())
     stopping = asyncio.Event()
@@ -104,7 +106,7 @@ async def run(service: str, serve: Callable[[Context], Awaitable[None]], setting
     for sig in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(sig, stopping.set)
     serving = asyncio.Event()
-    life = asyncio.create_task(_live(service, worker, serve, settings, stopping, serving))
+    life = asyncio.create_task(_live(service, worker, serve, settings, logs, stopping, serving))
     stop = asyncio.create_task(stopping.wait())
     try:
         await asyncio.wait([life, stop], return_when=asyncio.FIRST_COMPLETED)
@@ -125,6 +127,7 @@ async def _live(
     worker: str,
     serve: Callable[[Context], Awaitable[None]],
     settings: Settings,
+    logs: JobLogs,
     stopping: asyncio.Event,
     serving: asyncio.Event,
 ) -> None:
@@ -139,7 +142,10 @@ async def _live(
         await bus.ensure_streams()
         async with _health(ctx):
             serving.set()
-            await first_failure({"serve": _serve(ctx, serve), "liveness": _liveness(ctx)})
+            try:
+                await first_failure({"serve": _serve(ctx, serve), "liveness": _liveness(ctx), "logs": logs.run(bus)})
+            finally:
+                await logs.send(bus)
 
 
 async def _serve(ctx: Context, serve: Callable[[Context], Awaitable[None]]) -> None:

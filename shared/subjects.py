@@ -5,7 +5,7 @@ rollout worker --GROUP--> trainer            (or --SCORE--> reference-forward --
 trainer --SWAP--> rollout worker             (the tensors travel by torch.distributed)
 trainer --EXAM--> rollout worker --EXAM_RESULT--> trainer    (validation)
 scheduler --GENERATE--> rollout worker       (inference jobs)
-everybody --METRIC--> whoever subscribes; anybody --WAKE--> a sleeping loop
+everybody --METRIC, LOG--> whoever subscribes; anybody --WAKE--> a sleeping loop
 """
 
 from __future__ import annotations
@@ -67,6 +67,8 @@ EXAM = Subject("exam.{job}", validation.Exam)
 """Trainer -> one rollout worker of the job: play a validation episode. Acknowledged when the trainer has its result."""
 METRIC = Subject("metric.{job}.{source}", types.MetricPoint, json=True)
 """Every service -> dashboards, CLI. Live and as history."""
+LOG = Subject("log.{job}.{level}", types.LogLine, json=True)
+"""Every service -> the job's log. Live and as history, by level: many small words cannot push out a grave one."""
 WAKE = Subject("wake.{who}", dict, json=True)
 """Anybody -> a loop that sleeps: look again now. A hint; every loop also looks by itself."""
 
@@ -144,10 +146,22 @@ METRICS = StreamConfig(
     storage=StorageType.FILE,
     discard=DiscardPolicy.OLD,
     max_msgs_per_subject=100_000,
-    max_bytes=512 * MIB,
+    max_bytes=384 * MIB,
     persist_mode=PersistMode.ASYNC,
 )
-"""The one stream that may forget: the oldest points of all jobs go when it is full, so that history never takes the
+"""May forget: the oldest points of all jobs go when it is full, so that history never takes the
 room of work. One worker's point a second is about 50 MB a day. The server sets `max_bytes` aside when it makes the
 stream, and makes none if its store is smaller. The trainer's steps are in the job's metrics.jsonl as well, for ever."""
-STREAMS = (TICKETS, EXAMS, SCORES, GROUPS, METRICS)
+LOGS = StreamConfig(
+    name="LOGS",
+    subjects=["log.*.*"],
+    retention=RetentionPolicy.LIMITS,
+    storage=StorageType.FILE,
+    discard=DiscardPolicy.OLD,
+    max_msgs_per_subject=5_000,
+    max_bytes=128 * MIB,
+    max_age=30 * 86400.0,
+    persist_mode=PersistMode.ASYNC,
+)
+"""May forget, like METRICS: the oldest lines go, of a job's level beyond 5,000 of them, of all jobs when it is full."""
+STREAMS = (TICKETS, EXAMS, SCORES, GROUPS, METRICS, LOGS)

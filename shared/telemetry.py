@@ -14,6 +14,7 @@ import sys
 import time
 import uuid
 from collections import Counter
+from collections.abc import MutableMapping
 from dataclasses import dataclass
 from typing import Any, TextIO, cast
 
@@ -24,6 +25,8 @@ from prometheus_client import Counter as Total
 
 from opentinker.shared.bus import Bus
 from opentinker.shared.config import Settings
+from opentinker.shared.job_logs import JobLogs
+from opentinker.shared.redact import without_secrets
 from opentinker.shared.subjects import METRIC
 from opentinker.shared.types import MetricPoint
 from opentinker.shared.waiting import rest
@@ -39,8 +42,11 @@ FORGET_S = 60.0
 """A job whose meters have not moved for so long, and whose gauges are all 0, is over for this process."""
 
 
-def configure_logging(settings: Settings, service: str, worker: str) -> None:
-    """Every line carries service and worker; loops bind job and epoch, group and episode."""
+def configure_logging(settings: Settings, service: str, worker: str, logs: JobLogs | None = None) -> None:
+    """Every line carries service and worker; loops bind job and epoch, group and episode. Secrets are left out.
+
+    Lines bound to a job go to `logs` too.
+    """
     renderer: Any = (
         structlog.processors.JSONRenderer(serializer=lambda event, **_: orjson.dumps(event, default=str).decode())
         if settings.log_format == "json"
@@ -53,6 +59,8 @@ def configure_logging(settings: Settings, service: str, worker: str) -> None:
             structlog.processors.TimeStamper(fmt="iso", utc=True),
             structlog.processors.StackInfoRenderer(),
             structlog.processors.format_exc_info,
+            _redact,
+            *([] if logs is None else [logs.ship]),
             renderer,
         ],
         wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelNamesMapping()[settings.log_level.upper()]),
@@ -60,6 +68,10 @@ def configure_logging(settings: Settings, service: str, worker: str) -> None:
         cache_logger_on_first_use=False,
     )
     structlog.contextvars.bind_contextvars(service=service, worker=worker)
+
+
+def _redact(_logger: Any, _method: str, line: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
+    return {name: without_secrets(value, name) for name, value in line.items()}
 
 
 class _Tolerant(io.TextIOBase):

@@ -258,6 +258,25 @@ class MetricPoint(msgspec.Struct, frozen=True, kw_only=True):
     values: dict[str, float]
 
 
+LEVELS = ("debug", "info", "warning", "error", "critical")
+"""Of log lines, in order."""
+
+
+class LogLine(msgspec.Struct, frozen=True, kw_only=True):
+    """What a service said about a job."""
+
+    job: str
+    service: str
+    worker: str
+    level: str
+    time: float
+    """Unix seconds, by the clock of the machine that said it."""
+    event: str
+    fields: dict[str, Any] = {}
+    trace: str = ""
+    """The exception, if it is about one."""
+
+
 class TensorInfo(msgspec.Struct, frozen=True, array_like=True):
     """Name, dtype and shape of a tensor, in the order in which it travels."""
 

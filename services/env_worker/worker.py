@@ -255,7 +255,9 @@ class Sessions:
             session.task.cancel()
             await asyncio.wait([session.task], timeout=CLOSE_S)
             if not session.task.done():
-                log.warning("environment_ignores_cancellation", episode=session.request.session)
+                log.warning(
+                    "environment_ignores_cancellation", job=session.request.job, episode=session.request.session
+                )
                 await asyncio.wait([session.task])  # its place is not free before
         if session.player is None:
             return
@@ -263,7 +265,7 @@ class Sessions:
         await asyncio.wait([closing], timeout=CLOSE_S)
         if not closing.done():
             closing.cancel()
-            log.warning("environment_does_not_close", episode=session.request.session)
+            log.warning("environment_does_not_close", job=session.request.job, episode=session.request.session)
 
     def _remember(self, session: Session) -> None:
         now = asyncio.get_running_loop().time()

@@ -19,12 +19,14 @@ from opentinker.services.scheduler.environments_api import EnvironmentsApi
 from opentinker.services.scheduler.gateway import Gateway
 from opentinker.services.scheduler.inference_api import InferenceApi
 from opentinker.services.scheduler.jobs_api import MOST_JOBS, JobsApi
+from opentinker.services.scheduler.knowing_api import MOST_LINES, KnowingApi
 from opentinker.services.scheduler.openapi import Parameter, Route, document
 from opentinker.services.scheduler.problems import BODY_LIMIT, json_response, problems
 from opentinker.services.scheduler.replicas import Replicas
 from opentinker.shared.service import Context
 from opentinker.shared.subjects import STREAMS
 from opentinker.shared.telemetry import REGISTRY
+from opentinker.shared.types import LEVELS
 
 log = structlog.get_logger()
 
@@ -36,10 +38,13 @@ LIMIT_JOBS = Parameter("limit", "query", f"Jobs per answer, up to {MOST_JOBS}.",
 AFTER_EVENT = Parameter("after", "query", "Only events after this id; `Last-Event-ID` means the same.")
 FORMAT = Parameter("format", "query", "`json`: what there is now as one list, instead of a stream.")
 AFTER_POINT = Parameter("after", "query", "Only points after this cursor.", "integer")
-LIMIT = Parameter("limit", "query", "Points per answer.", "integer")
+LIMIT = Parameter("limit", "query", "Points, or lines, per answer.", "integer")
 SOURCE = Parameter("source", "query", "Only points of this source, e.g. `trainer`.")
 NAMES = Parameter("names", "query", "Only these values, comma separated.")
 STEP = Parameter("step", "query", "Of this evaluation; default: the newest.", "integer")
+AFTER_LINE = Parameter("after", "query", "Only lines after this cursor; `Last-Event-ID` means the same.", "integer")
+LEVEL = Parameter("level", "query", f"And graver lines: one of {', '.join(LEVELS)}.")
+LAST = Parameter("last", "query", f"Only the last so many of the lines that there are, up to {MOST_LINES}.", "integer")
 ALL = Parameter("all", "query", "`1`: with optimizer and random state, to resume elsewhere.")
 
 NAME = Parameter("name", "query", "Of the environment; default: the one that the package gives itself.")
@@ -60,6 +65,7 @@ class Api:
         jobs = JobsApi(ctx)
         inference = InferenceApi(jobs, replicas)
         environments = EnvironmentsApi(ctx)
+        knowing = KnowingApi(jobs)
         get = "/v1/jobs/{id}"
         openai = get + "/v1"
         json = "application/json"
@@ -75,6 +81,14 @@ class Api:
             Route("POST", openai + "/completions", inference.completions, "OpenAI: text or token ids", takes=json),
             Route(
                 "GET", get + "/events", jobs.events, "The job's log, as server-sent events", 200, (AFTER_EVENT, FORMAT)
+            ),
+            Route(
+                "GET",
+                get + "/logs",
+                knowing.logs,
+                "What all services said about the job",
+                200,
+                (AFTER_LINE, LEVEL, LAST, LIMIT, FORMAT),
             ),
             Route("GET", get + "/metrics", jobs.metrics, "Metrics history", 200, (AFTER_POINT, LIMIT, SOURCE, NAMES)),
             Route("GET", get + "/transcripts", jobs.transcripts, "Kept validation episodes", 200, (STEP,)),

@@ -13,7 +13,7 @@ import orjson
 from aiohttp import web
 
 from opentinker.services.scheduler import checkpoints, transcripts
-from opentinker.services.scheduler.problems import json_response, read_json
+from opentinker.services.scheduler.problems import integer, json_response, read_json
 from opentinker.services.scheduler.submission import submit
 from opentinker.shared.admission import Admission
 from opentinker.shared.errors import Conflict, NotFound, SpecError
@@ -63,7 +63,7 @@ class JobsApi:
 
     async def list(self, request: web.Request) -> web.Response:
         """`cursor` is the `before` of the next call."""
-        limit = _integer(request, "limit", JOBS, 1, MOST_JOBS)
+        limit = integer(request, "limit", JOBS, 1, MOST_JOBS)
         before = request.query.get("before", "")
         try:
             found = await self.store.jobs_of(tenant_of(request), limit, before)
@@ -180,8 +180,8 @@ class JobsApi:
     async def metrics(self, request: web.Request) -> web.Response:
         """Served from the stream, so it survives every service; `cursor` is the `after` of the next call."""
         job = await self.found(request)
-        after = _integer(request, "after", 0, 0, 2**62)
-        limit = _integer(request, "limit", POINTS, 1, MOST_POINTS)
+        after = integer(request, "after", 0, 0, 2**62)
+        limit = integer(request, "limit", POINTS, 1, MOST_POINTS)
         source, names = request.query.get("source", "*"), request.query.get("names", "")
         wanted = set(names.split(",")) if names else None
         found = await self.bus.history(METRIC, after, limit, job=job.id, source="*" if source == ">" else source)
@@ -205,7 +205,7 @@ class JobsApi:
     async def transcripts(self, request: web.Request) -> web.Response:
         """Validation episodes, word by word: of one step, by default the newest that has any."""
         job = await self.found(request)
-        step = _integer(request, "step", -1, 0, 10**12)
+        step = integer(request, "step", -1, 0, 10**12)
         home = self._root(job).parent
         return json_response(await asyncio.to_thread(transcripts.read, home, None if step < 0 else step))
 
@@ -263,12 +263,3 @@ def _summary(job: JobRecord) -> dict[str, Any]:
     if job.kind == "inference":
         shown["endpoint"] = f"/v1/jobs/{job.id}/v1"
     return dict(shown)
-
-
-def _integer(request: web.Request, name: str, default: int, low: int, high: int) -> int:
-    text = request.query.get(name)
-    if text is None:
-        return default
-    if not re.fullmatch(r"[0-9]{1,19}", text) or not low <= int(text) <= high:
-        raise SpecError([{"field": name, "value": text[:100], "problem": f"must be a whole number, {low} to {high}"}])
-    return int(text)

@@ -182,3 +182,13 @@ def _measure(data: Any) -> None:
             if isinstance(value, (dict, list))
             for child in (value.values() if isinstance(value, dict) else value)
         ]
+
+
+def integer(request: web.Request, name: str, default: int, low: int, high: int) -> int:
+    """A whole number of the query. Raises SpecError."""
+    text = request.query.get(name)
+    if text is None:
+        return default
+    if not re.fullmatch(r"[0-9]{1,19}", text) or not low <= int(text) <= high:
+        raise SpecError([{"field": name, "value": text[:100], "problem": f"must be a whole number, {low} to {high}"}])
+    return int(text)

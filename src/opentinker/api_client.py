@@ -32,6 +32,7 @@ from opentinker.archive import unpack
 from opentinker.asking import InferenceCalls
 from opentinker.given import empty_place, plain, started
 from opentinker.http import ApiConflict, ApiError, ApiNotFound, Http, Json
+from opentinker.knowing import KnowingCalls, KnowingSync
 from opentinker.pushing import EnvironmentCalls
 from opentinker.shared.manifest import ADAPTER, instead
 from opentinker.shared.spec import JobSpec
@@ -46,7 +47,7 @@ PAGE = 5000
 JOBS_PAGE = 500
 
 
-class AsyncClient(EnvironmentCalls, InferenceCalls):
+class AsyncClient(EnvironmentCalls, InferenceCalls, KnowingCalls):
     """`url` defaults to OPENTINKER_URL. `on_wait(sentence)` is called when the server is not reached; default: it is
     logged."""
 
@@ -264,7 +265,7 @@ async def _server_sent(response: aiohttp.ClientResponse) -> AsyncIterator[Json]:
             yield orjson.loads(line[5:])
 
 
-class Client:
+class Client(KnowingSync):
     """`AsyncClient` for code that does not use asyncio; its event loop lives in a thread of its own."""
 
     def __init__(
@@ -275,7 +276,7 @@ class Client:
         timeout_s: float = 30.0,
         on_wait: Callable[[str], None] | None = None,
     ) -> None:
-        self._core = AsyncClient(url, wait_s=wait_s, timeout_s=timeout_s, on_wait=on_wait)
+        self._core: AsyncClient = AsyncClient(url, wait_s=wait_s, timeout_s=timeout_s, on_wait=on_wait)
         self.url = self._core.url
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="opentinker-client", daemon=True)

@@ -1,17 +1,116 @@
-"""Reading log files: JSON lines made readable, several files followed at once."""
+"""`opentinker logs`: of a job, from all services, asked of the server; of a service, from its file on this machine."""
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import orjson
+import typer
 
+from opentinker.cli.common import DATA_DIR, PATIENCE_S, AsJson, DataDir, Url, client, say
 from opentinker.processes import tail
+from opentinker.shared.errors import OpenTinkerError
+from opentinker.shared.types import LEVELS
 
 POLL_S = 0.2
+JOB = re.compile(r"j-[a-z0-9]{10}")
+LINES = 50
+
+
+def register(app: typer.Typer) -> None:
+    app.command()(logs)
+
+
+def logs(
+    of: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="JOB|SERVICE",
+            help="A job: what all services said about it. A service on this machine, e.g. trainer-0 or nats. "
+            "Default: every service here.",
+        ),
+    ] = None,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on with new lines.")] = False,
+    lines: Annotated[
+        int | None,
+        typer.Option("--lines", "-n", help=f"The last so many; default: all of a job, {LINES} of a file.", min=0),
+    ] = None,
+    level: Annotated[str, typer.Option(help=f"And graver ones: {', '.join(LEVELS)}.")] = LEVELS[0],
+    data_dir: DataDir = DATA_DIR,
+    url: Url = None,
+    as_json: AsJson = False,
+) -> None:
+    """Print the log of a job, or of the services on this machine."""
+    if level not in LEVELS:
+        raise typer.BadParameter(f"--level {level!r} is none; there are: {', '.join(LEVELS)}")
+    if of is not None and JOB.fullmatch(of):
+        _of_job(of, follow, lines, level, url, as_json)
+    elif url is not None:
+        raise typer.BadParameter(
+            "--url is for the log of a job, whose id begins with j-: opentinker logs JOB --url URL"
+        )
+    else:
+        _of_files(of, follow, LINES if lines is None else lines, level, data_dir, as_json)
+
+
+def _of_job(job: str, follow: bool, lines: int | None, level: str, url: str | None, as_json: bool) -> None:
+    api = client(url, patience_s=PATIENCE_S if follow else 2.0)
+    if lines == 0 and not follow:
+        return
+    last = min(lines or 0, 10_000)
+    ask = api.logs if follow else api.log_lines
+    found = ask(job, level=level, last=last)
+    count = 0
+    for line in found:
+        say(orjson.dumps(line).decode() if as_json else format_job_line(line))
+        count += 1
+    if not count and not as_json:
+        say(f"nothing was said about {job}" + (f" at level {level} or above" if level != LEVELS[0] else ""))
+
+
+def _of_files(service: str | None, follow: bool, lines: int, level: str, data_dir: Path, as_json: bool) -> None:
+    folder = data_dir / "logs"
+    files = {path.stem: path for path in sorted(folder.glob("*.log"))}
+    if service is not None:
+        if service not in files:
+            known = ", ".join(files) or f"none yet in {folder}"
+            raise OpenTinkerError(f"no log of {service!r}; there is: {known}. Ids of jobs look like j-0123456789")
+        files = {service: files[service]}
+    elif not files:
+        raise OpenTinkerError(f"no logs in {folder}; --data-dir says where to look. Of a job: opentinker logs JOB")
+
+    def show(name: str, line: str) -> None:
+        if grave(line, level):
+            say(line if as_json else format_line(name, line))
+
+    if not follow:
+        last = [(name, line) for name, path in files.items() for line in tail(path, lines).splitlines() if line]
+        for name, line in last:
+            show(name, line)
+        return
+    for name, line in follow_logs(files, lines):
+        show(name, line)
+
+
+def grave(line: str, level: str) -> bool:
+    """Lines without a level, of servers that are not ours, are shown at the lowest alone."""
+    if level == LEVELS[0]:
+        return True
+    try:
+        said = orjson.loads(line).get("level")
+    except (orjson.JSONDecodeError, AttributeError):
+        return False
+    return said in LEVELS and LEVELS.index(said) >= LEVELS.index(level)
+
+
+def format_job_line(line: Mapping[str, Any]) -> str:
+    """As `format_line`."""
+    stamp = time.strftime("%H:%M:%S", time.localtime(float(line["time"])))
+    return _joined(stamp, line["worker"], line["level"], line["event"], line["fields"], line["trace"])
 
 
 def format_line(name: str, line: str) -> str:
@@ -25,9 +124,12 @@ def format_line(name: str, line: str) -> str:
     fields: dict[str, Any] = {k: v for k, v in entry.items() if k not in ("service", "worker")}
     stamp = str(fields.pop("timestamp", ""))[11:19]
     level, event = fields.pop("level", ""), fields.pop("event")
-    trace = fields.pop("exception", None)
-    parts = [stamp, f"{name:<12}", f"{level:<7}", str(event), *(f"{key}={value}" for key, value in fields.items())]
-    return "  ".join(parts[:3]) + "  " + " ".join(parts[3:]) + (f"\n{trace}" if trace else "")
+    return _joined(stamp, name, level, event, fields, fields.pop("exception", None))
+
+
+def _joined(stamp: str, name: str, level: str, event: str, fields: Mapping[str, Any], trace: str | None) -> str:
+    parts = [str(event), *(f"{key}={value}" for key, value in fields.items())]
+    return f"{stamp}  {name:<12}  {level:<7}  {' '.join(parts)}" + (f"\n{trace}" if trace else "")
 
 
 def follow_logs(files: Mapping[str, Path], lines: int) -> Iterator[tuple[str, str]]:

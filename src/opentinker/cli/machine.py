@@ -1,4 +1,4 @@
-"""Commands about this machine: up, down, status, logs, doctor."""
+"""Commands about this machine: up, down, status, doctor."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DOWN_S = 90.0
 
 
 def register(app: typer.Typer) -> None:
-    for command in (up, down, status, logs, doctor):
+    for command in (up, down, status, doctor):
         app.command()(command)
 
 
@@ -128,39 +128,6 @@ def status(data_dir: DataDir = DATA_DIR, as_json: AsJson = False) -> None:
                 say(f"{name} keeps dying; see: {as_typed('logs', name, '--data-dir', data_dir)}")
     if not running:
         raise typer.Exit(3)
-
-
-def logs(
-    service: Annotated[str | None, typer.Argument(help="E.g. trainer-0, nats; default: all.")] = None,
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on with new lines.")] = False,
-    lines: Annotated[int, typer.Option("--lines", "-n", help="Last lines of each log.", min=0)] = 50,
-    data_dir: DataDir = DATA_DIR,
-    as_json: AsJson = False,
-) -> None:
-    """Print the logs of the services on a data directory."""
-    from opentinker.cli.logs import follow_logs, format_line
-    from opentinker.processes import tail
-
-    folder = data_dir / "logs"
-    files = {path.stem: path for path in sorted(folder.glob("*.log"))}
-    if service is not None:
-        if service not in files:
-            known = ", ".join(files) or f"none yet in {folder}"
-            raise OpenTinkerError(f"no log of {service!r}; there is: {known}")
-        files = {service: files[service]}
-    elif not files:
-        raise OpenTinkerError(f"no logs in {folder}; --data-dir says where to look")
-
-    def show(name: str, line: str) -> None:
-        say(line if as_json else format_line(name, line))
-
-    if not follow:
-        last = [(name, line) for name, path in files.items() for line in tail(path, lines).splitlines() if line]
-        for name, line in last:
-            show(name, line)
-        return
-    for name, line in follow_logs(files, lines):
-        show(name, line)
 
 
 def doctor(data_dir: DataDir = DATA_DIR, as_json: AsJson = False) -> None:

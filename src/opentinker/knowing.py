@@ -1,0 +1,86 @@
+"""What a job says and has done, from Python: its log."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, Coroutine, Iterator
+from typing import Any, TypeVar
+from urllib.parse import quote
+
+import aiohttp
+import orjson
+
+from opentinker.http import Http, Json
+
+T = TypeVar("T")
+
+READ_S = 30.0
+"""A stream that says nothing for so long, not even that there is nothing new, is broken."""
+
+
+class KnowingCalls:
+    """The part of AsyncClient that is about it."""
+
+    _http: Http
+
+    async def log_lines(self, id: str, after: int = 0, *, level: str = "debug", last: int = 0) -> list[Json]:
+        """What there is now, of this level and graver, oldest first; `last` gives only so many. Each line has `cursor`,
+        `time`, `level`, `service`, `worker`, `event`, `fields` and `trace`."""
+        lines: list[Json] = []
+        query = {"format": "json", "level": level, "last": str(last)}
+        while True:
+            page = await self._http.json("GET", _logs(id), {**query, "after": str(after)})
+            lines += page["lines"]
+            after = page["cursor"]
+            if not page["more"]:
+                return lines
+
+    async def logs(self, id: str, after: int = 0, *, level: str = "debug", last: int = 0) -> AsyncGenerator[Json, None]:
+        """Lines as they come, until the job is over and silent. Reconnects by itself and goes on where it was."""
+        away_since = time.monotonic()
+        query = {"level": level, "last": str(last)}
+        while True:
+            try:
+                async with self._http.open(_logs(id), {**query, "after": str(after)}, read_s=READ_S) as response:
+                    async for raw in response.content:
+                        away_since = time.monotonic()
+                        if raw.startswith(b"data:"):
+                            line: Json = orjson.loads(raw[5:])
+                            after, query["last"] = line["cursor"], "0"
+                            yield line
+                if not await self._goes_on(id):
+                    return
+                away_since = time.monotonic()
+            except (aiohttp.ClientError, TimeoutError) as error:
+                if time.monotonic() - away_since > self._http.wait_s:
+                    raise self._http.unreachable(error) from None
+            await asyncio.sleep(0.1 + 0.2 * random.random())
+
+    async def _goes_on(self, id: str) -> bool:
+        """The stream has ended: because the job has, or because the server stops."""
+        return not (await self._http.json("GET", f"/v1/jobs/{quote(id, safe='')}"))["finished"]
+
+
+def _logs(id: str) -> str:
+    return f"/v1/jobs/{quote(id, safe='')}/logs"
+
+
+class KnowingSync(ABC):
+    """The same of Client."""
+
+    _core: KnowingCalls
+
+    @abstractmethod
+    def _call(self, coroutine: Coroutine[Any, Any, T]) -> T: ...
+
+    @abstractmethod
+    def _iterate(self, items: AsyncGenerator[Json, None]) -> Iterator[Json]: ...
+
+    def log_lines(self, id: str, after: int = 0, *, level: str = "debug", last: int = 0) -> list[Json]:
+        return self._call(self._core.log_lines(id, after, level=level, last=last))
+
+    def logs(self, id: str, after: int = 0, *, level: str = "debug", last: int = 0) -> Iterator[Json]:
+        return self._iterate(self._core.logs(id, after, level=level, last=last))
