@@ -18,6 +18,7 @@ from opentinker.services.env_worker.resolver import Resolver
 from opentinker.services.env_worker.tools import functions
 from opentinker.services.env_worker.tools.errors import NoTools
 from opentinker.services.env_worker.tools.lending import Lending
+from opentinker.services.env_worker.tools.monty import Interpreters
 from opentinker.services.env_worker.tools.shop import Shop, Tools
 from opentinker.services.env_worker.worker import Sessions
 from opentinker.shared.config import Settings
@@ -83,6 +84,43 @@ async def test_monty_has_the_modules_that_its_description_names(shop: Shop) -> N
         2432902008176640000
     )
     await tools.close()
+
+
+async def test_episodes_take_turns_at_fewer_interpreters_and_keep_their_variables(shop: Shop) -> None:
+    many = [await shop.open("j", [MONTY]) for _ in range(2 * (os.cpu_count() or 1) + 1)]
+    for turn in range(3):
+        answers = await asyncio.gather(*(said(tools, f"x = {n + turn}") for n, tools in enumerate(many)))
+        assert set(answers) == {"(no output: print what you want to see)"}
+        assert [await said(tools, "x") for tools in many] == [str(n + turn) for n in range(len(many))]
+    for tools in many:
+        await tools.close()
+    interpreters, back = await shop._interpreters.borrow("monty", Interpreters.open)
+    assert interpreters.held == 0
+    back()
+
+
+async def test_what_a_program_may_ask_its_host_is_its_own_and_not_that_of_the_programs_before(shop: Shop) -> None:
+    tools = await shop.open("j", [MONTY])
+    asks = "n = 0\nfor _ in range({}):\n    try: missing\n    except NameError: n += 1\nprint(n)"
+    for _ in range(3):
+        assert await said(tools, asks.format(600)) == "600\n"
+    assert "suspension limit 1000 exceeded" in await said(tools, asks.format(1001))
+    assert await said(tools, "n") == "600"
+    await tools.close()
+
+
+async def test_a_call_that_nobody_waits_for_any_more_leaves_the_variables_as_they_were(shop: Shop) -> None:
+    tools = await shop.open("j", [{**MONTY, "timeout_s": 60.0}])
+    assert await said(tools, "x = 1\nx") == "1"
+    interpreters, back = await shop._interpreters.borrow("monty", Interpreters.open)
+    call = asyncio.create_task(said(tools, "x = 2\nwhile True: pass"))
+    await until(lambda: not interpreters._waiting)
+    call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await call
+    assert await said(tools, "x") == "1"
+    await tools.close()
+    back()
 
 
 ATTACKS = {

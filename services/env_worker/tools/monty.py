@@ -2,26 +2,32 @@
 
 A program has no files, no network and no modules but a few of the standard library's; its time and memory are bounded
 by the interpreter, and the process is killed from outside if that fails. What an episode's programs have assigned is
-kept as bytes between its calls, so no process waits for an episode.
+kept as bytes between its calls: its process waits for its next call, and plays for another episode as soon as all of
+them are needed, so no episode waits for one.
 """
 
 from __future__ import annotations
 
+import asyncio
 import os
 import reprlib
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 from opentinker.envs.tools import RESULT_BYTES, Failed, Offered, ToolError, checked, describe
 from opentinker.shared.spec.tools import ToolSpec
 
 if TYPE_CHECKING:
-    from pydantic_monty import AsyncMonty
+    from pydantic_monty import AsyncMonty, AsyncMontySession
 
 PRINTED_BYTES = 5 * RESULT_BYTES
 STATE_BYTES = 1 << 20
 """Of the variables of one episode."""
 POLICY: Any = {"sleep": "zero", "random_start": {"seed": 0}}
 """The same program says the same, and never waits."""
+OVERSPENT = "suspension limit"
+"""Said of a program that has asked the host too often; the interpreter counts for as long as it has its process."""
 
 
 class Interpreters:
@@ -29,18 +35,80 @@ class Interpreters:
 
     broken = False
 
-    def __init__(self, pool: AsyncMonty) -> None:
+    def __init__(self, pool: AsyncMonty, most: int) -> None:
         self.pool = pool
+        self._most = most
+        self._turns = asyncio.Semaphore(most)
+        self.held = 0
+        """Processes that run a program or wait for one."""
+        self._waiting: dict[Session, AsyncMontySession] = {}
+        """Processes for the next call of who had them last; the longest unused comes first."""
 
     @classmethod
     async def open(cls) -> Interpreters:
         from pydantic_monty import AsyncMonty
 
-        pool = AsyncMonty(min_processes=1, max_processes=os.cpu_count() or 1, max_checkouts_per_worker=1000)
+        most = os.cpu_count() or 1
+        pool = AsyncMonty(min_processes=1, max_processes=most, max_checkouts_per_worker=1000)
         await pool.__aenter__()
-        return cls(pool)
+        return cls(pool, most)
+
+    @asynccontextmanager
+    async def process(self, session: Session, *, fresh: bool) -> AsyncIterator[AsyncMontySession]:
+        """With the variables of the session. One in which something has failed is not used again."""
+        async with self._turns:
+            one = self._waiting.pop(session, None)
+            if one is not None and fresh:
+                await self._end(one)
+                one = None
+            if one is None:
+                one = await self._another(session)
+            try:
+                yield one
+            except BaseException:
+                await self._end(one)
+                raise
+            if session.closed or session in self._waiting:
+                await self._end(one)
+            else:
+                self._waiting[session] = one
+
+    async def _another(self, session: Session) -> AsyncMontySession:
+        if self.held >= self._most and self._waiting:  # if none waits, one is about to be given back
+            await self._end(self._waiting.pop(next(iter(self._waiting))))
+        self.held += 1
+        one = self.pool.checkout(limits=session.limits, os_policy=POLICY)
+        try:
+            await one.__aenter__()
+        except BaseException:
+            self.held -= 1
+            raise
+        if session.state is not None:
+            try:
+                await one.load_session(session.state)
+            except BaseException:
+                await self._end(one)
+                raise
+        return one
+
+    async def _end(self, one: AsyncMontySession) -> None:
+        try:
+            await one.__aexit__(None, None, None)
+        finally:
+            self.held -= 1
+
+    def waits_for(self, session: Session) -> bool:
+        """Whether a process has its variables, and perhaps spent something that is given once to a process."""
+        return session in self._waiting
+
+    async def leave(self, session: Session) -> None:
+        """It wants no process, or not the one that waits."""
+        if (one := self._waiting.pop(session, None)) is not None:
+            await self._end(one)
 
     async def close(self) -> None:
+        for session in list(self._waiting):
+            await self.leave(session)
         await self.pool.__aexit__(None, None, None)
 
 
@@ -60,13 +128,14 @@ class Session:
     """One episode's programs, one after the other."""
 
     def __init__(self, interpreters: Interpreters, spec: ToolSpec) -> None:
-        self._pool = interpreters.pool
-        self._limits: Any = {
+        self._interpreters = interpreters
+        self.limits: Any = {
             "max_feed_duration_secs": spec.timeout_s,
             "max_memory": spec.memory << 20,
             "max_total_sleep_secs": 0.0,
         }
-        self._state: bytes | None = None
+        self.state: bytes | None = None
+        self.closed = False
         self._tool, self._arguments = describe(python)
 
     @property
@@ -76,14 +145,21 @@ class Session:
 
     async def run(self, arguments: dict[str, Any]) -> str:
         """A program that fails leaves the variables as they were."""
+        code = checked(self._arguments, arguments)["code"]
+        used = self._interpreters.waits_for(self)
+        try:
+            return await self._run(code)
+        except Failed as failed:
+            if not used or OVERSPENT not in str(failed):
+                raise
+        return await self._run(code, fresh=True)  # the programs before it have spent what is its own
+
+    async def _run(self, code: str, fresh: bool = False) -> str:
         from pydantic_monty import CollectString, MontyCrashedError, MontyError
 
-        code = checked(self._arguments, arguments)["code"]
         printed = CollectString(max_bytes=PRINTED_BYTES)
         try:
-            async with self._pool.checkout(limits=self._limits, os_policy=POLICY) as one:
-                if self._state is not None:
-                    await one.load_session(self._state)
+            async with self._interpreters.process(self, fresh=fresh) as one:
                 value = await one.feed_run(code, print_callback=printed)
                 state = await one.dump()
         except MontyCrashedError as error:
@@ -92,11 +168,16 @@ class Session:
             raise Failed(f"{printed.output}{_explained(error)}") from None
         note = ""
         if len(state) <= STATE_BYTES:
-            self._state = state
+            self.state = state
         else:
+            await self._interpreters.leave(self)
             note = f"\n(the variables take {len(state):,} bytes, more than {STATE_BYTES:,}: this call's are forgotten)"
         shown = "" if value is None else _shown(value)
         return f"{printed.output}{shown}{note}" or "(no output: print what you want to see)"
+
+    async def close(self) -> None:
+        self.closed = True
+        await self._interpreters.leave(self)
 
 
 def _explained(error: Any) -> str:

@@ -1,7 +1,7 @@
 """What the tools of jobs (`environment.tools`) are made of, in one env worker: checks them, opens them for an episode.
 
 kind                   shared by
-python, monty          interpreters: all episodes; variables: an episode's own
+python, monty          interpreters: all episodes, one at a time; variables: an episode's own
 python, sandbox        sandboxes: the episodes of a job; nothing is left from one program to the next
 mcp                    an episode's own; with `shared` the episodes of a job
 functions              imported once
@@ -122,7 +122,9 @@ class Shop:
         if spec.backend == "monty":
             interpreters, back = await self._interpreters.borrow("monty", Interpreters.open)
             held.callback(back)
-            return [Session(interpreters, spec).offered]
+            session = Session(interpreters, spec)
+            held.push_async_callback(session.close)
+            return [session.offered]
         programs, back = await self._programs.borrow((job, spec.model_dump_json()), lambda: self._sandboxed(spec))
         held.callback(back)
         return [programs.offered]
