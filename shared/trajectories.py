@@ -77,6 +77,8 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True):
     about to be chosen; 0 where mask is 0."""
     messages: list[Message] | None = None
     """The conversation as text, of jobs with reward models: on the way to reference-forward alone."""
+    transcript: list[Message] | None = None
+    """The conversation as text, of the episodes that people may read: for the trainer to write down."""
     scores: dict[str, float] = {}
     """What reward models said, by name, added by reference-forward; weight times score is part of the last reward."""
 

@@ -126,6 +126,19 @@ async def test_job_runs_from_submission_to_download(shared: System, tmp_path: Pa
     assert set(points[-1]["values"]) >= PER_STEP
     assert record["metrics"]["trainer"]["step"] == 10
 
+    told = await cluster.client.rollouts(job)
+    assert told["step"] == 10 and len(told["rollouts"]) == 4
+    assert [said["role"] for said in told["rollouts"][0]["views"][0]["messages"]][-2:] == ["user", "assistant"]
+    (spread,) = await cluster.client.distributions(job)
+    assert spread["step"] == 10 and sum(spread["reward"]["counts"]) == points[-1]["values"]["trajectories"]
+
+    async def all_said() -> bool:
+        return {line["service"] for line in await cluster.client.log_lines(job)} >= {
+            "scheduler", "trainer", "rollout-worker"
+        }  # fmt: skip
+
+    await until(all_said)
+
     target = await cluster.client.download(job, tmp_path / "model")
     assert (target / "manifest.json").exists()
 

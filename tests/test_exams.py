@@ -13,6 +13,7 @@ from nats.js.errors import NotFoundError
 
 from opentinker.services.rollout_worker import examiner
 from opentinker.services.rollout_worker.engine import Completion, EngineError, EngineLost, Progress, Sampling
+from opentinker.services.rollout_worker.transcripts import shortened
 from opentinker.shared.bus import Bus
 from opentinker.shared.spec import JobSpec
 from opentinker.shared.store import Store
@@ -148,13 +149,12 @@ async def test_episode_that_always_fails_is_a_result_with_its_reason(exams: Exam
     assert (exams.results[0].ending, exams.results[0].error) == (Ending.ENGINE_ERROR, "out of luck")
 
 
-def test_transcript_of_a_long_episode_is_cut_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(examiner, "TRANSCRIPT_CHARACTERS", 10)
+def test_transcript_of_a_long_episode_is_cut_and_says_so() -> None:
     said = [
         Message(role=role, content=text) for role, text in (("user", "1234"), ("assistant", "567890ab"), ("user", "c"))
     ]
-    assert examiner.shortened(said[:1]) == said[:1]
-    first, second = examiner.shortened(said)
+    assert shortened(said[:1], 10) == said[:1]
+    first, second = shortened(said, 10)
     assert first == said[0] and second.content == "567890 ... (3 more characters are left out)"
 
 

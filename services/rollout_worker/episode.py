@@ -22,6 +22,7 @@ import numpy as np
 
 from opentinker.services.rollout_worker.engine import Completion, Engine, EngineError, EngineLost, Sampling
 from opentinker.services.rollout_worker.render import Renderer
+from opentinker.services.rollout_worker.transcripts import CHARACTERS, is_kept, shortened
 from opentinker.shared.errors import JobFailed
 from opentinker.shared.sessions import Isolation, Policy, SessionReply, StepSession
 from opentinker.shared.spec import JobSpec
@@ -100,6 +101,7 @@ class Episode:
         self.spec, self.ticket, self.index = spec, ticket, index
         self.engine, self.renderer, self.sessions = engine, renderer, sessions
         self.attempt = uuid.uuid4().hex[:12]
+        self.is_kept = is_kept(spec, ticket.seq, index)
         self.session = f"{ticket.job}-{ticket.seq}-{index}-{self.attempt}"
         self.streams: dict[tuple[str, str], Stream] = {}
         self.latest: dict[str, Stream] = {}
@@ -314,6 +316,7 @@ class Episode:
             metrics=self.metrics,
             seconds=seconds,
             messages=stream.said[: stream.spoken] if self.spec.reward_models else None,
+            transcript=shortened(stream.said, CHARACTERS) if self.is_kept else None,
         )
 
 

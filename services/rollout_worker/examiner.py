@@ -14,11 +14,12 @@ import structlog
 from opentinker.services.rollout_worker.engine import Engine
 from opentinker.services.rollout_worker.episode import Episode, EpisodeFailed, Sessions
 from opentinker.services.rollout_worker.render import Renderer
+from opentinker.services.rollout_worker.transcripts import shortened
 from opentinker.shared.bus import Bus, Delivery, NoReply
 from opentinker.shared.spec import JobSpec
 from opentinker.shared.spec.validation import validation_episodes
 from opentinker.shared.subjects import EXAM, EXAM_RESULT
-from opentinker.shared.types import Ending, Message, Ticket, WeightVersion
+from opentinker.shared.types import Ending, Ticket, WeightVersion
 from opentinker.shared.validation import Exam, ExamResult
 from opentinker.shared.waiting import hand_on, put_down, rest, set_within
 
@@ -168,7 +169,7 @@ class Examiner:
             tokens=sum(int(t.mask.sum()) for t in trajectories),
             stops=[turn.stop for t in trajectories for turn in t.turns],
             seconds=trajectories[0].seconds,
-            messages=shortened(episode.said) if exam.index < self.kept else [],
+            messages=shortened(episode.said, TRANSCRIPT_CHARACTERS) if exam.index < self.kept else [],
         )
 
     def _failed(self, exam: Exam, ending: Ending, error: str) -> ExamResult:
@@ -189,17 +190,3 @@ class Examiner:
                 return
             except NoReply:
                 await rest(AGAIN_S)
-
-
-def shortened(messages: list[Message]) -> list[Message]:
-    """The beginning of what was said, with a word about what is left out."""
-    left = TRANSCRIPT_CHARACTERS
-    kept: list[Message] = []
-    for message in messages:
-        if len(message.text) > left:
-            more = sum(len(m.text) for m in messages[len(kept) :]) - left
-            content = f"{message.text[:left]} ... ({more} more characters are left out)"
-            return [*kept, Message(role=message.role, content=content)]
-        kept.append(message)
-        left -= len(message.text)
-    return kept

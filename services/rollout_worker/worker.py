@@ -252,6 +252,10 @@ class RolloutJob:
                 await self._say_full(str(error))
                 await asyncio.sleep(FULL_PAUSE_S)
             except TooLarge as error:
+                if any(trajectory.transcript for trajectory in group.trajectories):
+                    bare = [msgspec.structs.replace(t, transcript=None) for t in group.trajectories]
+                    group = msgspec.structs.replace(group, trajectories=bare)
+                    continue
                 longest = max(len(trajectory.mask_T) for trajectory in group.trajectories)
                 raise JobFailed(
                     f"a group must fit into one message, and group {group.seq} with {error.size} bytes does not (limit "

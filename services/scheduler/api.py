@@ -42,6 +42,9 @@ LIMIT = Parameter("limit", "query", "Points, or lines, per answer.", "integer")
 SOURCE = Parameter("source", "query", "Only points of this source, e.g. `trainer`.")
 NAMES = Parameter("names", "query", "Only these values, comma separated.")
 STEP = Parameter("step", "query", "Of this evaluation; default: the newest.", "integer")
+TRAINED = Parameter("step", "query", "That trained on it; default: the newest.", "integer")
+AFTER_STEP = Parameter("after", "query", "Only steps after this one.", "integer")
+STEPS = Parameter("limit", "query", "The newest so many steps; default: 1.", "integer")
 AFTER_LINE = Parameter("after", "query", "Only lines after this cursor; `Last-Event-ID` means the same.", "integer")
 LEVEL = Parameter("level", "query", f"And graver lines: one of {', '.join(LEVELS)}.")
 LAST = Parameter("last", "query", f"Only the last so many of the lines that there are, up to {MOST_LINES}.", "integer")
@@ -92,6 +95,15 @@ class Api:
             ),
             Route("GET", get + "/metrics", jobs.metrics, "Metrics history", 200, (AFTER_POINT, LIMIT, SOURCE, NAMES)),
             Route("GET", get + "/transcripts", jobs.transcripts, "Kept validation episodes", 200, (STEP,)),
+            Route("GET", get + "/rollouts", knowing.rollouts, "Kept training episodes", 200, (TRAINED,)),
+            Route(
+                "GET",
+                get + "/distributions",
+                knowing.distributions,
+                "How a step's rewards, lengths, turns, staleness and importance ratios are spread",
+                200,
+                (TRAINED, AFTER_STEP, STEPS),
+            ),
             Route("GET", get + "/checkpoints", jobs.checkpoints, "Committed checkpoints, oldest first"),
             Route(
                 "GET",

@@ -206,13 +206,16 @@ class JobsApi:
         """Validation episodes, word by word: of one step, by default the newest that has any."""
         job = await self.found(request)
         step = integer(request, "step", -1, 0, 10**12)
-        home = self._root(job).parent
+        home = self.home(job)
         return json_response(await asyncio.to_thread(transcripts.read, home, None if step < 0 else step))
 
     # --- checkpoints --------------------------------------------------------------------------------------------
 
+    def home(self, job: JobRecord) -> Path:
+        return self.ctx.settings.data_dir / "jobs" / job.id
+
     def _root(self, job: JobRecord) -> Path:
-        return self.ctx.settings.data_dir / "jobs" / job.id / "checkpoints"
+        return self.home(job) / "checkpoints"
 
     async def checkpoints(self, request: web.Request) -> web.Response:
         job = await self.found(request)

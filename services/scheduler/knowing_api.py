@@ -1,4 +1,4 @@
-"""Handlers of what a job says and has done, word by word: its log.
+"""Handlers of what a job says and has done, word by word: its log, episodes of its training, the spread of its numbers.
 
 logs   consumes LOG, as history and as a sign that there is more; produces lines as JSON or as server-sent events
 """
@@ -14,6 +14,7 @@ import msgspec
 import orjson
 from aiohttp import web
 
+from opentinker.services.scheduler import transcripts
 from opentinker.services.scheduler.jobs_api import JobsApi
 from opentinker.services.scheduler.problems import integer, json_response
 from opentinker.shared.errors import SpecError
@@ -21,6 +22,7 @@ from opentinker.shared.subjects import LOG
 from opentinker.shared.types import LEVELS, JobRecord, LogLine
 from opentinker.shared.waiting import set_within
 
+MOST_STEPS = 1000
 LINES = 1000
 MOST_LINES = 10_000
 LOOK_S = 1.0
@@ -33,6 +35,22 @@ STREAM = {"Cache-Control": "no-store", "X-Accel-Buffering": "no", "X-Content-Typ
 class KnowingApi:
     def __init__(self, jobs: JobsApi) -> None:
         self.jobs, self.ctx, self.store, self.bus = jobs, jobs.ctx, jobs.store, jobs.bus
+
+    async def rollouts(self, request: web.Request) -> web.Response:
+        """Episodes of one step's batch: by default of the newest step that has any."""
+        job = await self.jobs.found(request)
+        step = integer(request, "step", -1, 0, 10**12)
+        home = self.jobs.home(job)
+        return json_response(await asyncio.to_thread(transcripts.read, home, None if step < 0 else step, "rollouts"))
+
+    async def distributions(self, request: web.Request) -> web.Response:
+        """Of one step, or of the newest `limit` above `after`, oldest first."""
+        job = await self.jobs.found(request)
+        step = integer(request, "step", -1, 0, 10**12)
+        after, limit = integer(request, "after", 0, 0, 10**12), integer(request, "limit", 1, 1, MOST_STEPS)
+        home = self.jobs.home(job)
+        found = await asyncio.to_thread(transcripts.distributions, home, None if step < 0 else step, after, limit)
+        return json_response({"distributions": found})
 
     # --- logs ---------------------------------------------------------------------------------------------------
 

@@ -1,10 +1,15 @@
-"""Kept validation episodes, as the API shows them. Read only; the trainer writes `transcripts/step-NNNNNN.jsonl`.
+"""Kept episodes, and how steps were spread, as the API shows them. Read only; the trainer writes them.
+
+    transcripts/step-NNNNNN.jsonl   of evaluations
+    rollouts/step-NNNNNN.jsonl      of training
+    distributions.jsonl             a line per step
 
 All functions block: call them in a thread.
 """
 
 from __future__ import annotations
 
+import contextlib
 import re
 from pathlib import Path
 from typing import Any
@@ -17,17 +22,35 @@ from opentinker.shared.manifest import name_of
 _FILE = re.compile(r"^step-(\d{1,12})\.jsonl$")
 
 
-def read(home: Path, step: int | None) -> dict[str, Any]:
-    """The steps that have transcripts, and those of one (None: the newest). Raises NotFound."""
-    folder = home / "transcripts"
+def read(home: Path, step: int | None, kind: str = "transcripts") -> dict[str, Any]:
+    """The steps that have some of this kind, and those of one (None: the newest). Raises NotFound."""
+    folder = home / kind
     names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
     steps = sorted(int(match[1]) for name in names if (match := _FILE.match(name)))
     if step is None and not steps:
-        return {"steps": [], "step": None, "transcripts": []}
+        return {"steps": [], "step": None, kind: []}
     shown = steps[-1] if step is None else step
     try:
         lines = (folder / f"{name_of(shown)}.jsonl").read_bytes().splitlines()
     except FileNotFoundError:
         have = ", ".join(map(str, steps)) or "none yet"
-        raise NotFound(f"no transcripts of step {shown}; there are: {have}") from None
-    return {"steps": steps, "step": shown, "transcripts": [orjson.loads(line) for line in lines]}
+        raise NotFound(f"no {kind} of step {shown}; there are: {have}") from None
+    return {"steps": steps, "step": shown, kind: [orjson.loads(line) for line in lines]}
+
+
+def distributions(home: Path, step: int | None, after: int, limit: int) -> list[dict[str, Any]]:
+    """Lines of one step (None: of the steps above `after`, the newest `limit`), oldest first. Of a step that was
+    trained more than once the last one counts."""
+    try:
+        lines = (home / "distributions.jsonl").read_bytes().splitlines()
+    except FileNotFoundError:
+        return []
+    found: dict[int, dict[str, Any]] = {}
+    for raw in reversed(lines):
+        with contextlib.suppress(orjson.JSONDecodeError):  # half a line, of a process that was killed
+            line = orjson.loads(raw)
+            if line["step"] > after and step in (None, line["step"]):
+                found.setdefault(line["step"], line)
+        if len(found) == (limit if step is None else 1):
+            break
+    return [found[number] for number in sorted(found)]

@@ -20,9 +20,11 @@ import structlog
 
 from opentinker.services.trainer import checkpoint
 from opentinker.services.trainer.assembler import Assembler
+from opentinker.services.trainer.distributions import distributions
 from opentinker.services.trainer.learner import Learner, SnapshotLike
 from opentinker.services.trainer.publisher import Publisher
 from opentinker.services.trainer.record import Record
+from opentinker.services.trainer.told import Told
 from opentinker.services.trainer.validation import Validation
 from opentinker.shared.admission import Admission
 from opentinker.shared.bus import Consumer, Delivery
@@ -66,6 +68,7 @@ class TrainerJob:
         self.worker, self.lease, self.spec, self.learner = worker, lease, spec, learner
         self.ctx = worker.ctx
         self.record = Record(self.ctx, lease, spec, learner)
+        self.told = Told(self.record.root.parent, spec.rollout.transcripts, self.record.event)
         self.admission = Admission(self.ctx.store.redis, lease.job, lease.epoch)
         self.publisher = Publisher(self.ctx, lease, learner.device, self._served)
         self.validation = Validation(self.ctx, lease, spec.validation, self.record, self.publisher.offer)
@@ -272,6 +275,7 @@ class TrainerJob:
         began = time.monotonic()
         values = await self.record.compute(self.step + 1, lambda: self.learner.step(batch, self._version))
         trained = time.monotonic() - began
+        spread = distributions(batch, self._version, values)
         self.step += 1
         if self.position is not None:  # nothing is issued between the batch's last group and the next version
             self.position = max(group.seq for group in batch) + 1 - self.shift
@@ -294,6 +298,7 @@ class TrainerJob:
             **self.swap,
         }
         await self.record.step(self.step, values, seqs=[group.seq for group in batch])
+        await self.told.step(self._version, time.time(), batch, spread)
 
     async def _served(self, version: WeightVersion, seconds: dict[str, float]) -> None:
         """The publisher got a version to the workers: admission may count on it."""

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from opentinker.services.trainer.advantages import F64
+from opentinker.services.trainer.distributions import ratio_counts
 from opentinker.services.trainer.micro_batch import MicroBatch
 from opentinker.services.trainer.objective import Objective
 
@@ -50,7 +51,8 @@ class StepRecord:
 
 def record_metrics(columns: Mapping[str, F64]) -> dict[str, float]:
     """entropy, clip_share, masked/{positive,negative}, loss/kl, ratio/{mean,max,k3,outside}, ess,
-    mismatch/{mean,max,tokens}, drift/mean. `columns`: those of a record, of all ranks.
+    mismatch/{mean,max,tokens}, drift/mean, and the ratio's histogram (distributions.py). `columns`: those of a record,
+    of all ranks.
 
     ratio = pi / mu before any clipping, pi being the weights of each update's forward pass; k3 = ratio - log ratio
     - 1; outside: share of tokens whose ratio leaves [0.9, 1.1]; ess = (sum ratio)^2 / (n sum ratio^2).
@@ -72,6 +74,7 @@ def record_metrics(columns: Mapping[str, F64]) -> dict[str, float]:
         "ratio/max": float(ratio.max()),
         "ratio/k3": float((ratio - log_ratio - 1.0).mean()),
         "ratio/outside": float(((ratio < 0.9) | (ratio > 1.1)).mean()),
+        **ratio_counts(ratio),
         "ess": effective_sample_size(log_ratio),
         "mismatch/tokens": float(len(same)),
         "drift/mean": float(gap.mean()),

@@ -94,6 +94,9 @@ class RolloutSpec(Part):
     """Tries of an episode after its first failure, before its group is failed."""
     max_failed_share: Fraction = 0.5
     """The job fails when more than this share of its groups failed (counted from the 20th group)."""
+    transcripts: Annotated[int, Field(ge=0, le=64)] = 4
+    """Training episodes of each step that are kept word by word, up to 20,000 characters each (`opentinker rollouts`);
+    of older steps fewer and fewer. 0: none."""
     seed: Annotated[int, Field(ge=0, lt=2**32)] | None = None
     """Seeds every request and every group's start state; without it start states use seed 0 and sampling is free."""
 

@@ -1,4 +1,4 @@
-"""What a job says and has done, from Python: its log."""
+"""What a job says and has done, from Python: its log, episodes of its training, the spread of its numbers."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class KnowingCalls:
         lines: list[Json] = []
         query = {"format": "json", "level": level, "last": str(last)}
         while True:
-            page = await self._http.json("GET", _logs(id), {**query, "after": str(after)})
+            page = await self._http.json("GET", _of(id, "/logs"), {**query, "after": str(after)})
             lines += page["lines"]
             after = page["cursor"]
             if not page["more"]:
@@ -44,7 +44,7 @@ class KnowingCalls:
         query = {"level": level, "last": str(last)}
         while True:
             try:
-                async with self._http.open(_logs(id), {**query, "after": str(after)}, read_s=READ_S) as response:
+                async with self._http.open(_of(id, "/logs"), {**query, "after": str(after)}, read_s=READ_S) as response:
                     async for raw in response.content:
                         away_since = time.monotonic()
                         if raw.startswith(b"data:"):
@@ -59,13 +59,23 @@ class KnowingCalls:
                     raise self._http.unreachable(error) from None
             await asyncio.sleep(0.1 + 0.2 * random.random())
 
+    async def rollouts(self, id: str, step: int | None = None) -> Json:
+        """Kept training episodes of a step's batch (default: the newest): `step`, `rollouts`, and all `steps`."""
+        return await self._http.json("GET", _of(id, "/rollouts"), {} if step is None else {"step": str(step)})
+
+    async def distributions(self, id: str, step: int | None = None, *, after: int = 0, limit: int = 1) -> list[Json]:
+        """Histograms of a step, or of the newest `limit` steps above `after`, oldest first: `step`, and by name `edges`
+        and `counts`, of which there is one more (below the first edge, ..., from the last one on)."""
+        query = {"after": str(after), "limit": str(limit)} if step is None else {"step": str(step)}
+        return list((await self._http.json("GET", _of(id, "/distributions"), query))["distributions"])
+
     async def _goes_on(self, id: str) -> bool:
         """The stream has ended: because the job has, or because the server stops."""
-        return not (await self._http.json("GET", f"/v1/jobs/{quote(id, safe='')}"))["finished"]
+        return not (await self._http.json("GET", _of(id)))["finished"]
 
 
-def _logs(id: str) -> str:
-    return f"/v1/jobs/{quote(id, safe='')}/logs"
+def _of(id: str, rest: str = "") -> str:
+    return f"/v1/jobs/{quote(id, safe='')}{rest}"
 
 
 class KnowingSync(ABC):
@@ -84,3 +94,9 @@ class KnowingSync(ABC):
 
     def logs(self, id: str, after: int = 0, *, level: str = "debug", last: int = 0) -> Iterator[Json]:
         return self._iterate(self._core.logs(id, after, level=level, last=last))
+
+    def rollouts(self, id: str, step: int | None = None) -> Json:
+        return self._call(self._core.rollouts(id, step))
+
+    def distributions(self, id: str, step: int | None = None, *, after: int = 0, limit: int = 1) -> list[Json]:
+        return self._call(self._core.distributions(id, step, after=after, limit=limit))

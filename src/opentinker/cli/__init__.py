@@ -9,7 +9,7 @@ import sys
 
 import typer
 
-from opentinker.cli import chat, environments, jobs, logs, machine, run, specs
+from opentinker.cli import chat, environments, jobs, knowing, logs, machine, run, specs
 from opentinker.shared.errors import OpenTinkerError, SpecError
 
 app = typer.Typer(
@@ -22,6 +22,7 @@ app = typer.Typer(
 )
 machine.register(app)
 jobs.register(app)
+knowing.register(app)
 logs.register(app)
 specs.register(app)
 run.register(app)

@@ -1,0 +1,35 @@
+"""Which training episodes are kept word by word, and how much of each: for people to read, never for the trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from opentinker.shared.spec import JobSpec
+from opentinker.shared.types import Message
+
+CHARACTERS = 20_000
+"""Of all messages of a training episode in one context: they travel with its group."""
+
+
+def is_kept(spec: JobSpec, group: int, sample: int) -> bool:
+    """About `rollout.transcripts` episodes of a batch, spread over its groups, whatever came of them."""
+    wanted, groups = spec.rollout.transcripts, spec.algorithm.groups_per_batch
+    if not wanted:
+        return False
+    chosen = min(wanted, groups)
+    return group % (groups // chosen) == 0 and sample < -(-wanted // chosen)
+
+
+def shortened(messages: Sequence[Message], characters: int) -> list[Message]:
+    """The beginning of what was said, as text, with a word about what is left out."""
+    left = characters
+    kept: list[Message] = []
+    for at, message in enumerate(messages):
+        text = message.text + "".join(f"[image, {len(image.data)} bytes]" for image in message.images)
+        if len(text) > left:
+            more = len(text) - left + sum(len(later.text) for later in messages[at + 1 :])
+            content = f"{text[:left]} ... ({more} more characters are left out)"
+            return [*kept, Message(role=message.role, content=content)]
+        kept.append(Message(role=message.role, content=text))
+        left -= len(text)
+    return kept

@@ -1,0 +1,90 @@
+"""Commands about what a job's numbers are made of: rollouts, distributions."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Annotated, Any
+
+import typer
+
+from opentinker.cli.common import AsJson, JobId, Url, client, print_json, say
+
+BAR = 40
+
+
+def register(app: typer.Typer) -> None:
+    for command in (rollouts, distributions):
+        app.command()(command)
+
+
+Step = Annotated[int | None, typer.Option(help="The optimizer step that trained on it; default: the newest.", min=0)]
+
+
+def rollouts(job_id: JobId, step: Step = None, url: Url = None, as_json: AsJson = False) -> None:
+    """Read training episodes, word by word, with their rewards."""
+    found = client(url).rollouts(job_id, step)
+    if as_json:
+        print_json(found)
+        return
+    if not found["rollouts"]:
+        say("no episodes yet: they come with the first step of an rl job whose rollout.transcripts is not 0")
+        return
+    say(f"step {found['step']}; there are: {', '.join(map(str, found['steps']))}")
+    for one in found["rollouts"]:
+        say(f"\n--- group {one['group']}, sample {one['sample']}: {_facts(one)}")
+        for view in one["views"]:
+            named = " ".join(part for part in (view["seat"], view["stream"]) if part)
+            if len(one["views"]) > 1:
+                say(f"({named or 'one seat'}, reward {view['reward']:g})")
+            for message in view["messages"]:
+                say(f"[{message['role']}] {message['content']}")
+
+
+def _facts(one: dict[str, Any]) -> str:
+    """`reward 1 (format 0.2, answer 0.8) exact 1; env_done after 1 turn (eos), 12 tokens of version 1.3`"""
+    parts = ", ".join(f"{name} {value:g}" for name, value in {**one["components"], **one["scores"]}.items())
+    measured = "".join(f" {name} {value:g}" for name, value in one["metrics"].items())
+    turns = f"{one['turns']} turn{'s' if one['turns'] != 1 else ''}"
+    versions = ", ".join(one["versions"])
+    return (
+        f"reward {one['reward']:g}{f' ({parts})' if parts else ''}{measured}; {one['ending']} after {turns} "
+        f"({', '.join(sorted(set(one['stops'])))}), {one['tokens']} tokens of version {versions}"
+    )
+
+
+def distributions(job_id: JobId, step: Step = None, url: Url = None, as_json: AsJson = False) -> None:
+    """Show how a step's rewards, lengths, turns, staleness and importance ratios are spread."""
+    found = client(url).distributions(job_id, step)
+    if as_json:
+        print_json(found)
+        return
+    if not found:
+        say(
+            "there is none"
+            + (" yet: they come with the first step of an rl job" if step is None else f" of step {step}")
+        )
+        return
+    (line,) = found
+    say(f"step {line['step']}")
+    for name, spread in line.items():
+        if isinstance(spread, dict):
+            say(f"\n{name}")
+            for row in bars(spread["edges"], spread["counts"]):
+                say(f"  {row}")
+
+
+def bars(edges: list[float], counts: list[int]) -> list[str]:
+    """A line per bin, from the first that holds something to the last."""
+    full = [place for place, count in enumerate(counts) if count]
+    if not full:
+        return ["nothing"]
+    names = [
+        f"below {edges[0]:g}",
+        *(f"{a:g} to {b:g}" for a, b in pairwise(edges)),
+        f"{edges[-1]:g} or more",
+    ]
+    shown = range(full[0], full[-1] + 1)
+    width, most = max(len(names[place]) for place in shown), max(counts)
+    return [
+        f"{names[place]:>{width}}  {'#' * -(-BAR * counts[place] // most)} {counts[place]}".rstrip() for place in shown
+    ]
