@@ -6,10 +6,13 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import orjson
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from examples.models.make_tiny import make_tiny, tiny_tokenizer
+from opentinker.services.trainer.chat import Tokens
+from opentinker.services.trainer.examples import Example
 from opentinker.shared.spec import JobSpec, parse_spec
 
 START, END = "<|im_start|>", "<|im_end|>"
@@ -87,3 +90,29 @@ def row_spec(base: object, path: object, kind: Any = "sft", **parts: dict[str, A
     if "epochs" in merged["data"]:
         merged["train"].pop("steps")
     return parse_spec({"name": "rows", "kind": kind, **merged})
+
+
+def random_rows(seed: int, count: int = 6) -> list[Example]:
+    """Of mixed length, some beginning alike, with learned stretches in several places."""
+    rng = np.random.default_rng(seed)
+    start, made = rng.integers(3, 60, 5), []
+    for n in range(count):
+        own = rng.integers(3, 60, rng.integers(2, 30))
+        ids = (np.concatenate([start, own]) if n % 2 else own).astype(np.int32)
+        learned = rng.random(len(ids)) < 0.6
+        learned[0], learned[-1] = False, True
+        made.append(Example((Tokens(ids, learned),)))
+    return made
+
+
+def random_pairs(seed: int, count: int = 5) -> list[Example]:
+    rng = np.random.default_rng(seed)
+    made = []
+    for _ in range(count):
+        prompt = rng.integers(3, 60, rng.integers(1, 9))
+        parts = []
+        for _ in range(2):
+            ids = np.concatenate([prompt, rng.integers(3, 60, rng.integers(1, 12))]).astype(np.int32)
+            parts.append(Tokens(ids, np.arange(len(ids)) >= len(prompt)))
+        made.append(Example(tuple(parts)))
+    return made

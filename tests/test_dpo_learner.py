@@ -15,7 +15,7 @@ from opentinker.services.trainer import dpo_learner
 from opentinker.services.trainer.chat import Tokens
 from opentinker.services.trainer.dpo_learner import DpoLearner
 from opentinker.services.trainer.examples import Example, load_examples
-from tests.row_samples import chat_model, preferences, row_spec, write_rows
+from tests.row_samples import chat_model, preferences, random_pairs, row_spec, write_rows
 from tests.test_torch_learner import digest
 
 LORA = {"lora": {"rank": 4, "alpha": 8.0}}
@@ -32,19 +32,6 @@ def loaded(base: Path, checkpoint: Any = None, **parts: dict[str, Any]) -> DpoLe
     learner = DpoLearner(spec)
     learner.load(checkpoint)
     return learner
-
-
-def random_pairs(seed: int, count: int = 5) -> list[Example]:
-    rng = np.random.default_rng(seed)
-    made = []
-    for _ in range(count):
-        prompt = rng.integers(3, 60, rng.integers(1, 9))
-        parts = []
-        for _ in range(2):
-            ids = np.concatenate([prompt, rng.integers(3, 60, rng.integers(1, 12))]).astype(np.int32)
-            parts.append(Tokens(ids, np.arange(len(ids)) >= len(prompt)))
-        made.append(Example(tuple(parts)))
-    return made
 
 
 def log_likelihood(model: Any, tokens: Tokens) -> torch.Tensor:

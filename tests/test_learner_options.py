@@ -48,7 +48,7 @@ def kept_bytes(learner: TorchLearner) -> int:
     trajectories = [t for group in random_groups(0, groups=8, answer=(20, 40)) for t in group.trajectories]
     plan = layout([t.ids for t in trajectories], [t.mask for t in trajectories])
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        logprobs, _ = learner.forward(plan)
+        logprobs = learner.forward(plan)[0]
     del logprobs
     return sum(kept.values())
 
@@ -82,7 +82,7 @@ def test_fp32_head_computes_logits_in_float32_from_bfloat16_states_and_weights(t
     for fp32_head in (False, True):
         learner = loaded(tiny, model={"dtype": "bfloat16", "fp32_head": fp32_head})
         with torch.no_grad():
-            found, _ = learner.forward(plan)
+            found = learner.forward(plan)[0]
             with torch.autocast("cpu", dtype=torch.bfloat16):
                 states = learner.causal.get_decoder()(
                     input_ids=plan.ids_N[None], position_ids=plan.positions_N[None], use_cache=False, plan=plan
@@ -105,7 +105,7 @@ def test_fp32_head_trains_and_the_reference_rounds_alike(
     (scored,) = scorer.score(scorer.load(key), [group_of(trajectories)], [1.0])
     plan = layout([t.ids for t in trajectories], [t.mask for t in trajectories])
     with torch.no_grad():
-        ours, _ = learner.forward(plan)
+        ours = learner.forward(plan)[0]
     theirs = torch.cat([torch.from_numpy(x[t.mask == 1]) for x, t in zip(scored, trajectories, strict=True)])
     if lora is not None:  # the same bfloat16 base on both sides; else the trainer's norms are float32
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)

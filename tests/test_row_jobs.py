@@ -59,7 +59,7 @@ def mistakes(**changes: Any) -> dict[str, str]:
         ({"data": {"path": "a", "epochs": 0}, "train": {}}, {"data.epochs"}),
         ({"train": {"steps": 1, "learner": "simulated"}, "resources": {"rollout_workers": 2}},
          {"train.learner", "resources.rollout_workers"}),
-        ({"resources": {"trainer_ranks": 2}}, {"resources.trainer_ranks"}),
+        ({"train": {"steps": 1, "parallel": "zero2"}}, {"train.parallel"}),
         ({"validation": {"every": 5}, "teacher": {"base": "t"}}, {"validation", "teacher"}),
         ({"train": {"steps": 1, "target": {"val/accuracy": 0.9}}}, {"train.target"}),
         ({"train": {"steps": 1, "target": {"loss": 0.5, "accuracy": 0.9}}}, {"train.target"}),
@@ -211,7 +211,7 @@ async def test_sft_over_real_processes_survives_a_kill_and_ends_with_the_weights
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_dpo_over_real_processes_learns(cluster: Cluster, tmp_path: Path, model: Path) -> None:
+async def test_dpo_over_real_processes_and_two_ranks_learns(cluster: Cluster, tmp_path: Path, model: Path) -> None:
     spec = row_spec(
         model,
         write_rows(tmp_path / "pairs.jsonl", preferences(60)),
@@ -219,6 +219,7 @@ async def test_dpo_over_real_processes_learns(cluster: Cluster, tmp_path: Path, 
         model={"chat_template": "plain"},
         data={"epochs": 4, "batch_size": 8, "validation": 0.2},
         train={"lr": 3e-3, "checkpoint_every": 5},
+        resources={"trainer_ranks": 2},
     )
     job = await cluster.submit(spec)
     record = await cluster.wait(job)

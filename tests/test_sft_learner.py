@@ -10,12 +10,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from opentinker.services.trainer.chat import Tokens
 from opentinker.services.trainer.examples import Example, load_examples
 from opentinker.services.trainer.learner import NonFinite
 from opentinker.services.trainer.sft_learner import SftLearner
 from opentinker.shared.nn.models import longest_context
-from tests.row_samples import chat_model, copies, row_spec, write_rows
+from tests.row_samples import chat_model, copies, random_rows, row_spec, write_rows
 from tests.test_torch_learner import digest
 
 LORA = {"rank": 4, "alpha": 8.0}
@@ -30,19 +29,6 @@ def loaded(base: Path, checkpoint: Any = None, **parts: dict[str, Any]) -> SftLe
     learner = SftLearner(row_spec(base, "unused.jsonl", **parts))
     learner.load(checkpoint)
     return learner
-
-
-def random_rows(seed: int, count: int = 6) -> list[Example]:
-    """Of mixed length, some beginning alike, with learned stretches in several places."""
-    rng = np.random.default_rng(seed)
-    start, made = rng.integers(3, 60, 5), []
-    for n in range(count):
-        own = rng.integers(3, 60, rng.integers(2, 30))
-        ids = (np.concatenate([start, own]) if n % 2 else own).astype(np.int32)
-        learned = rng.random(len(ids)) < 0.6
-        learned[0], learned[-1] = False, True
-        made.append(Example((Tokens(ids, learned),)))
-    return made
 
 
 def padded_loss(model: Any, rows: list[Example]) -> tuple[torch.Tensor, float]:

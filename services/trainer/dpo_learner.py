@@ -67,14 +67,14 @@ class DpoLearner(RowPolicy):
 
     def _reference(self, micro: RowBatch) -> Tensor:
         """[S] log ref of each completion."""
-        if self._is_measured:
+        if self.prepares:
             known = [value for example in micro.examples for value in example.reference]
             return torch.tensor(known, dtype=torch.float32, device=self.device)
         with torch.no_grad(), self._adapter_off():
             return micro.sums_S(self.forward(micro.plan)[0])
 
     @property
-    def _is_measured(self) -> bool:
+    def prepares(self) -> bool:
         return self.spec.model.lora is None or self.spec.start is not None
 
     @contextmanager
@@ -85,13 +85,14 @@ class DpoLearner(RowPolicy):
 
     def prepare(self, examples: list[Example], home: Path) -> None:
         """The reference's log-probabilities where they are kept, before the weights move or from the start again."""
-        if not self._is_measured:
+        if not self.prepares:
             return
         file = home / f"reference-{fingerprint(examples)}.npy"
         known = _read(file, len(examples))
-        if known is None:
+        if self.gang.most(known is None) or known is None:  # ranks compute together, or not at all
             known = self._measure(examples, home / START)
-            _write(file, known)
+            if self.gang.rank == 0:
+                _write(file, known)
         for example, values in zip(examples, known.tolist(), strict=True):
             example.reference = tuple(values)
 
@@ -99,16 +100,19 @@ class DpoLearner(RowPolicy):
         """float32 [examples, 2]."""
         policy = self if self.steps == 0 else self._at_start(start)
         policy.dropout(on=False)
-        found = []
+        found = torch.zeros(len(examples), 2, device=self.device)
+        budget = self.spec.train.tokens_per_micro_batch
         with torch.no_grad():
-            for micro in row_batches(examples, self.spec.train.tokens_per_micro_batch, torch.device(self.device)):
+            for micro in row_batches(examples, budget, torch.device(self.device), self.gang):
                 self.go_on()
-                found.append(micro.sums_S(policy.forward(micro.plan)[0]).cpu())
-        measured: F32 = torch.cat(found).view(-1, 2).numpy()
+                sums_S = micro.sums_S(policy.forward(micro.plan)[0])
+                if micro.places:
+                    found[micro.places] = sums_S.view(-1, 2)
+        measured: F32 = self.gang.sum(found).cpu().numpy()
         return measured
 
     def _at_start(self, start: Path) -> Policy:
-        """The model as it was before the first step. Our random state stays as it is."""
+        """The model as it was before the first step, whole on every rank. Our random state stays as it is."""
         policy = Policy(self.spec, self.device)
         with torch.random.fork_rng(devices=None if self.device == "cuda" else []):
             if self.spec.start is None:

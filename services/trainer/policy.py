@@ -25,7 +25,7 @@ from opentinker.services.trainer.gang import Gang
 from opentinker.services.trainer.learner import BUCKET_BYTES, NonFinite
 from opentinker.shared.errors import JobFailed
 from opentinker.shared.nn import transport
-from opentinker.shared.nn.forward import token_logprobs
+from opentinker.shared.nn.forward import token_scores
 from opentinker.shared.nn.layers import float32_head, recompute_layers
 from opentinker.shared.nn.layout import Layout
 from opentinker.shared.nn.lora import attach_lora, causal_lm, lora_dropouts
@@ -153,11 +153,14 @@ class Policy:
         return lr
 
     def forward(
-        self, plan: Layout, *, temperature: float = 1.0, entropy_gradient: bool = False
-    ) -> tuple[Tensor, Tensor]:
-        """Log-probability and entropy of every mask-1 token, float32 [M], see `token_logprobs`."""
+        self, plan: Layout, *, temperature: float = 1.0, entropy_gradient: bool = False, hits: bool = False
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Log-probability and entropy of every mask-1 token, float32 [M], and with `hits` whether it is the likeliest,
+        see `token_scores`."""
         with autocast(self.device, self.dtype):
-            return token_logprobs(self.causal, plan, temperature=temperature, entropy_gradient=entropy_gradient)
+            return token_scores(
+                self.causal, plan, temperature=temperature, entropy_gradient=entropy_gradient, hits=hits
+            )
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
         """Adds to the gradient; `last`: of this optimizer step."""

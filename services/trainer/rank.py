@@ -16,26 +16,34 @@ import sys
 import threading
 import traceback
 from pathlib import Path
+from typing import Any
 
 import orjson
 
+from opentinker.services.trainer.dpo_learner import DpoLearner
 from opentinker.services.trainer.gang import Gang
 from opentinker.services.trainer.learner import NonFinite, is_out_of_memory, too_large
+from opentinker.services.trainer.policy import Policy
 from opentinker.services.trainer.rank_wire import (
     HEAD,
     Answer,
     Beat,
     Command,
     Done,
+    Evaluate,
     FromRank,
     Gather,
     Join,
     Load,
+    Prepare,
     Refused,
+    RowStep,
     Step,
     ToRank,
+    examples_of,
     frame,
 )
+from opentinker.services.trainer.sft_learner import SftLearner
 from opentinker.services.trainer.torch_learner import TorchLearner
 from opentinker.shared import codec
 from opentinker.shared.errors import JobFailed
@@ -67,13 +75,18 @@ def end_with_trainer() -> None:
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def make(spec: JobSpec, gang: Gang) -> TorchLearner:
-    """One rank's learner."""
-    if spec.train.parallel == "data":
-        return TorchLearner(spec, gang.device, gang)
-    from opentinker.services.trainer.zero_learner import ZeroLearner  # deepspeed is for those who ask for it
+LEARNERS: dict[str, type[Policy]] = {"rl": TorchLearner, "sft": SftLearner, "dpo": DpoLearner}
+"""By kind of job, of one rank."""
 
-    return ZeroLearner(spec, gang.device, gang)
+
+def make(spec: JobSpec, gang: Gang) -> Policy:
+    """One rank's learner."""
+    learner = LEARNERS[spec.kind]
+    if spec.train.parallel != "data":
+        from opentinker.services.trainer.zero_learner import sharing  # deepspeed is for those who ask for it
+
+        learner = sharing(learner)
+    return learner(spec, gang.device, gang)
 
 
 class Rank:
@@ -81,7 +94,7 @@ class Rank:
         self._trainer, self._rank = trainer, rank
         self._writing = threading.Lock()
         self._gang = Gang()
-        self._learner: TorchLearner | None = None
+        self._learner: Any = None
 
     def serve(self) -> None:
         """Returns when the trainer is gone."""
@@ -106,28 +119,34 @@ class Rank:
         match command:
             case Join(device=device, port=port, world=world):
                 self._gang = Gang.join(port, self._rank, world, device)
-            case Load(spec=spec, checkpoint=checkpoint, resume=resume, optimizer=optimizer):
-                if self._learner is not None:
-                    self._learner.close()
-                self._learner = None  # its memory is needed
-                learner = make(parse_spec(orjson.loads(spec)), self._gang)
-                if checkpoint is None or resume:
-                    learner.load(None if checkpoint is None else Path(checkpoint))
-                else:
-                    learner.start(Path(checkpoint), optimizer=optimizer)
-                self._learner = learner
+            case Load():
+                self._load(command)
             case Step(groups=groups, version=version):
-                self._own.step(groups, version)
+                self._learner.step(groups, version)
+            case Prepare(rows=rows, home=home):
+                self._learner.prepare(examples_of(rows), Path(home))
+            case RowStep(rows=rows):
+                self._learner.step(examples_of(rows))
+            case Evaluate(rows=rows):
+                self._learner.evaluate(examples_of(rows))
             case Gather(checkpoint=True):
-                self._own.collect()
+                self._learner.collect()
             case Gather():
-                for _ in self._own.named_weights():
+                for _ in self._learner.named_weights():
                     pass
 
-    @property
-    def _own(self) -> TorchLearner:
-        assert self._learner is not None, "Load comes first"
-        return self._learner
+    def _load(self, command: Load) -> None:
+        if self._learner is not None:
+            self._learner.close()
+        self._learner = None  # its memory is needed
+        learner = make(parse_spec(orjson.loads(command.spec)), self._gang)
+        learner.total_steps = command.total_steps
+        checkpoint = None if command.checkpoint is None else Path(command.checkpoint)
+        if checkpoint is None or command.resume:
+            learner.load(checkpoint)
+        else:
+            learner.start(checkpoint, optimizer=command.optimizer)
+        self._learner = learner
 
     def _beat(self) -> None:
         pause = threading.Event()

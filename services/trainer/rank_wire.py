@@ -5,7 +5,10 @@ from __future__ import annotations
 import struct
 
 import msgspec
+import numpy as np
 
+from opentinker.services.trainer.chat import Tokens
+from opentinker.services.trainer.examples import Example
 from opentinker.shared import codec
 from opentinker.shared.trajectories import Group
 from opentinker.shared.types import WeightVersion
@@ -30,11 +33,52 @@ class Load(msgspec.Struct, frozen=True, tag=True):
     resume: bool
     """Otherwise another job's checkpoint gives the weights, and the moments if `optimizer`."""
     optimizer: bool
+    total_steps: int
+    """Of the learning rate's schedule."""
 
 
 class Step(msgspec.Struct, frozen=True, tag=True):
     groups: list[Group]
     version: WeightVersion
+
+
+class Row(msgspec.Struct, frozen=True):
+    """An example: of each part the token ids (int32) and which are learned (bool)."""
+
+    parts: list[tuple[bytes, bytes]]
+    reference: tuple[float, ...]
+
+
+def rows_of(examples: list[Example]) -> list[Row]:
+    return [
+        Row([(part.ids_T.tobytes(), part.learned_T.tobytes()) for part in example.parts], example.reference)
+        for example in examples
+    ]
+
+
+def examples_of(rows: list[Row]) -> list[Example]:
+    return [
+        Example(
+            tuple(Tokens(np.frombuffer(ids, np.int32), np.frombuffer(learned, np.bool_)) for ids, learned in row.parts),
+            row.reference,
+        )
+        for row in rows
+    ]
+
+
+class Prepare(msgspec.Struct, frozen=True, tag=True):
+    """See `RowLearner.prepare`."""
+
+    rows: list[Row]
+    home: str
+
+
+class RowStep(msgspec.Struct, frozen=True, tag=True):
+    rows: list[Row]
+
+
+class Evaluate(msgspec.Struct, frozen=True, tag=True):
+    rows: list[Row]
 
 
 class Gather(msgspec.Struct, frozen=True, tag=True):
@@ -58,7 +102,7 @@ class Beat(msgspec.Struct, frozen=True, tag=True):
     """Once a second: this process runs."""
 
 
-Command = Join | Load | Step | Gather
+Command = Join | Load | Step | Prepare | RowStep | Evaluate | Gather
 Answer = Done | Refused | Beat
 
 

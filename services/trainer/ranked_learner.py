@@ -1,12 +1,13 @@
-"""The learner of several ranks: this process is rank 0 and has the others do with it whatever the loop asks for.
+"""Learners of several ranks: this process is rank 0 and has the others do with it whatever the loop asks for.
 
-                    rank 0, in the trainer             rank 1 ... N-1, processes of `rank.py`
-    load, start,
-    step            TorchLearner  <--collectives-->    TorchLearner
-    snapshot, save  TorchLearner  <--collectives-->    TorchLearner      where the ranks share weights or optimizer
+                        rank 0, in the trainer           rank 1 ... N-1, processes of `rank.py`
+    load, start, step,
+    prepare, evaluate   a Policy   <--collectives-->     a Policy of the same kind
+    snapshot, save      a Policy   <--collectives-->     a Policy      where the ranks share weights or optimizer
 
 Each rank computes its part of every batch; what the batch is worth and what it weighs is settled over the whole of it,
-so that the result does not depend on the number of ranks. Stands behind `learner.Learner`.
+so that the result does not depend on the number of ranks. `RankedLearner` stands behind `learner.Learner`, `RankedRows`
+behind `learner.RowLearner`.
 """
 
 from __future__ import annotations
@@ -17,14 +18,16 @@ import threading
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
+from opentinker.services.trainer.examples import Example
 from opentinker.services.trainer.gang import HOST, PATIENCE_S, Gang
-from opentinker.services.trainer.rank import make
-from opentinker.services.trainer.rank_wire import Command, Gather, Join, Load, Step
+from opentinker.services.trainer.rank import LEARNERS, make
+from opentinker.services.trainer.rank_wire import Command, Evaluate, Gather, Join, Load, Prepare, RowStep, Step, rows_of
 from opentinker.services.trainer.ranks import Ranks
+from opentinker.services.trainer.row_policy import RowPolicy
 from opentinker.services.trainer.torch_learner import TorchLearner
 from opentinker.shared.errors import JobFailed, OpenTinkerError
 from opentinker.shared.nn import transport
@@ -35,12 +38,15 @@ from opentinker.shared.types import WeightVersion
 T = TypeVar("T")
 
 
-class RankedLearner:
+class Ranked:
+    """What learners of groups and of rows have in common."""
+
     def __init__(self, spec: JobSpec, device: str) -> None:
         self.spec, self.device = spec, device
         self.world = spec.resources.ranks
+        self.total_steps = spec.train.steps
         self.ranks: Ranks | None = None
-        self.own = TorchLearner(spec, device)
+        self.own: Any = LEARNERS[spec.kind](spec, device)
         self._threads = torch.get_num_threads()
         self._closing = threading.Lock()
         self._closed = False
@@ -60,15 +66,8 @@ class RankedLearner:
             self._start_ranks()
         self.own.close()
         self.own = make(self.spec, self.own.gang)
-        return Load(self.spec.model_dump_json().encode(), checkpoint, resume, optimizer)
-
-    def step(self, groups: list[Group], version: WeightVersion) -> dict[str, float]:
-        return self._run(Step(groups, version), lambda: self.own.step(groups, version))
-
-    def snapshot(self, version: WeightVersion) -> transport.Snapshot:
-        if self.spec.train.parallel != "zero3":  # the others hold all of it
-            return self.own.snapshot(version)
-        return self._run(Gather(checkpoint=False), lambda: self.own.snapshot(version))
+        self.own.total_steps = self.total_steps
+        return Load(self.spec.model_dump_json().encode(), checkpoint, resume, optimizer, self.total_steps)
 
     def save(self, directory: Path) -> None:
         if self.spec.train.parallel == "data":
@@ -111,6 +110,36 @@ class RankedLearner:
     def _run(self, command: Command, part: Callable[[], T]) -> T:
         assert self.ranks is not None, "load comes first"
         return self.ranks.run(command, part)
+
+
+class RankedLearner(Ranked):
+    own: TorchLearner
+
+    def step(self, groups: list[Group], version: WeightVersion) -> dict[str, float]:
+        return self._run(Step(groups, version), lambda: self.own.step(groups, version))
+
+    def snapshot(self, version: WeightVersion) -> transport.Snapshot:
+        if self.spec.train.parallel != "zero3":  # the others hold all of it
+            return self.own.snapshot(version)
+        return self._run(Gather(checkpoint=False), lambda: self.own.snapshot(version))
+
+
+class RankedRows(Ranked):
+    own: RowPolicy
+
+    def interrupt(self) -> None:
+        """The other ranks go on, and are ended when the learner is closed."""
+        self.own.interrupt()
+
+    def prepare(self, examples: list[Example], home: Path) -> None:
+        if self.own.prepares:
+            self._run(Prepare(rows_of(examples), str(home)), lambda: self.own.prepare(examples, home))
+
+    def step(self, batch: list[Example]) -> dict[str, float]:
+        return self._run(RowStep(rows_of(batch)), lambda: self.own.step(batch))
+
+    def evaluate(self, examples: list[Example]) -> dict[str, float]:
+        return self._run(Evaluate(rows_of(examples)), lambda: self.own.evaluate(examples))
 
 
 def _variables(threads: int, rank: int) -> dict[str, str]:

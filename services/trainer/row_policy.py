@@ -15,9 +15,11 @@ import torch
 from torch import Tensor
 
 from opentinker.services.trainer.examples import Example
+from opentinker.services.trainer.gang import Gang
 from opentinker.services.trainer.learner import Interrupted, NonFinite
+from opentinker.services.trainer.micro_batch import size_metrics
 from opentinker.services.trainer.policy import Policy
-from opentinker.services.trainer.row_batch import RowBatch, learned_tokens, row_batches
+from opentinker.services.trainer.row_batch import RowBatch, row_batches
 from opentinker.shared.spec import JobSpec
 
 
@@ -25,8 +27,8 @@ class RowPolicy(Policy, ABC):
     advice = "a lower lr"
     """To whom a step is refused."""
 
-    def __init__(self, spec: JobSpec, device: str = "cpu") -> None:
-        super().__init__(spec, device)
+    def __init__(self, spec: JobSpec, device: str = "cpu", gang: Gang | None = None) -> None:
+        super().__init__(spec, device, gang)
         self._interrupted = threading.Event()
 
     def interrupt(self) -> None:
@@ -37,8 +39,13 @@ class RowPolicy(Policy, ABC):
         if self._interrupted.is_set():
             raise Interrupted("the job was cancelled")
 
+    @property
+    def prepares(self) -> bool:
+        """Whether something has to be known beforehand."""
+        return False
+
     def prepare(self, examples: list[Example], home: Path) -> None:
-        """Nothing has to be known beforehand."""
+        """Nothing has to be."""
 
     @abstractmethod
     def weight(self, batch: list[Example]) -> int:
@@ -50,6 +57,7 @@ class RowPolicy(Policy, ABC):
 
     def step(self, batch: list[Example]) -> dict[str, float]:
         began = time.perf_counter()
+        self.gang.separate_noise(self.spec.train.seed, self.steps)
         lr = self.set_lr()
         self.dropout(on=True)
         sums, counts = self._sums(batch, backward=True)
@@ -70,18 +78,23 @@ class RowPolicy(Policy, ABC):
         return {name: value.item() for name, value in sums.items()} | {"tokens": counts["tokens"]}
 
     def _sums(self, batch: list[Example], *, backward: bool) -> tuple[dict[str, Tensor], dict[str, float]]:
-        """Loss and metrics, float64, and the counts of tokens; `backward` adds up the gradient."""
+        """Loss and metrics, float64, and the counts of tokens, of all ranks; `backward` adds up the gradient."""
         weight = self.weight(batch)
         sums: dict[str, Tensor] = {}
-        counts = {"tokens": float(learned_tokens(batch)), "tokens/total": 0.0, "tokens/computed": 0.0}
-        for micro in row_batches(batch, self.spec.train.tokens_per_micro_batch, torch.device(self.device)):
+        sizes = dict.fromkeys(("tokens", "tokens/total", "tokens/computed"), 0)
+        for micro in row_batches(batch, self.spec.train.tokens_per_micro_batch, torch.device(self.device), self.gang):
             if not backward:
                 self.go_on()
             found = self.share(micro, weight)
+            counts = bool(micro.places)
             if backward:
-                found["loss"].backward()
+                self.backward(found["loss"] * counts, last=micro.last)
             for name, value in found.items():
-                sums[name] = sums.get(name, 0.0) + value.detach().double()
-            counts["tokens/total"] += micro.tokens
-            counts["tokens/computed"] += len(micro.plan.ids_N)
-        return sums, counts
+                sums[name] = sums.get(name, 0.0) + value.detach().double() * counts
+            if counts:
+                sizes["tokens"] += len(micro.sequence_M)
+                sizes["tokens/total"] += micro.tokens
+                sizes["tokens/computed"] += len(micro.plan.ids_N)
+        totals = self.gang.sum(torch.stack(list(sums.values())))
+        columns = self.gang.gather({name: torch.tensor([size]) for name, size in sizes.items()})
+        return dict(zip(sums, totals, strict=True)), size_metrics(columns)

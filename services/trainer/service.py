@@ -49,9 +49,7 @@ def make_learner(spec: JobSpec) -> Any:
 
 def _learners(ranks: int) -> dict[str, type]:
     """By kind of job. Imports torch and transformers: seconds, so it is done before the first job comes."""
-    from opentinker.services.trainer.dpo_learner import DpoLearner
-    from opentinker.services.trainer.ranked_learner import RankedLearner
-    from opentinker.services.trainer.sft_learner import SftLearner
-    from opentinker.services.trainer.torch_learner import TorchLearner
+    from opentinker.services.trainer.rank import LEARNERS
+    from opentinker.services.trainer.ranked_learner import RankedLearner, RankedRows
 
-    return {"rl": RankedLearner if ranks > 1 else TorchLearner, "sft": SftLearner, "dpo": DpoLearner}
+    return {"rl": RankedLearner, "sft": RankedRows, "dpo": RankedRows} if ranks > 1 else LEARNERS

@@ -7,8 +7,6 @@ from torch import Tensor
 from opentinker.services.trainer.examples import Example
 from opentinker.services.trainer.row_batch import RowBatch, learned_tokens
 from opentinker.services.trainer.row_policy import RowPolicy
-from opentinker.shared.nn.forward import token_scores
-from opentinker.shared.nn.models import autocast
 
 
 class SftLearner(RowPolicy):
@@ -19,6 +17,5 @@ class SftLearner(RowPolicy):
         return learned_tokens(batch)
 
     def share(self, micro: RowBatch, weight: int) -> dict[str, Tensor]:
-        with autocast(self.device, self.dtype):
-            logprobs_M, _, hits_M = token_scores(self.causal, micro.plan, temperature=1.0, hits=True)
+        logprobs_M, _, hits_M = self.forward(micro.plan, hits=True)
         return {"loss": -logprobs_M.sum() / weight, "accuracy": hits_M.sum() / weight}

@@ -107,7 +107,7 @@ class TorchLearner(Policy):
         sums = {name: torch.zeros((), device=self.device) for name in ("policy", "total", "value")}
         self.dropout(on=True)
         for micro in micros:
-            logprobs_M, entropy_M = self._forward(micro)
+            logprobs_M, entropy_M, _ = self._forward(micro)
             last = micro is micros[-1]
             if not micro.members:
                 self.backward(logprobs_M.sum() * 0.0, last=last)
@@ -138,7 +138,7 @@ class TorchLearner(Policy):
             self.critic.step(lr_share)
         return result
 
-    def _forward(self, micro: MicroBatch) -> tuple[Tensor, Tensor]:
+    def _forward(self, micro: MicroBatch) -> tuple[Tensor, Tensor, Tensor]:
         return self.forward(
             micro.plan,
             temperature=self.spec.rollout.temperature,
@@ -150,7 +150,7 @@ class TorchLearner(Policy):
         self.dropout(on=False)
         with torch.no_grad():
             for micro in micros:
-                micro.start_M, _ = self._forward(micro)
+                micro.start_M = self._forward(micro)[0]
 
     def save(self, directory: Path) -> None:
         super().save(directory)

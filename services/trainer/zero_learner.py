@@ -1,4 +1,4 @@
-"""The learner whose ranks share more than the batch, by DeepSpeed's ZeRO (Rajbhandari et al., arXiv 1910.02054).
+"""Learners whose ranks share more than the batch, by DeepSpeed's ZeRO (Rajbhandari et al., arXiv 1910.02054).
 
     zero1   each rank holds a share of masters and moments and steps with it; weights and gradients are whole everywhere
     zero2   and a share of the gradients
@@ -35,11 +35,10 @@ from transformers.core_model_loading import revert_weight_conversion
 from opentinker.services.trainer import train_state
 from opentinker.services.trainer.gang import Gang
 from opentinker.services.trainer.learner import BUCKET_BYTES
-from opentinker.services.trainer.policy import Saved
-from opentinker.services.trainer.torch_learner import TorchLearner
+from opentinker.services.trainer.policy import Policy, Saved
 from opentinker.shared.errors import JobFailed, OpenTinkerError
 from opentinker.shared.nn import transport
-from opentinker.shared.nn.forward import token_logprobs
+from opentinker.shared.nn.forward import token_scores
 from opentinker.shared.nn.layout import Layout
 from opentinker.shared.nn.models import autocast
 from opentinker.shared.types import TensorInfo, WeightVersion
@@ -61,12 +60,19 @@ class _Packed(nn.Module):  # type: ignore[misc]
         super().__init__()
         self.causal, self.device, self.dtype, self.gang = causal, gang.device, dtype, gang
 
-    def forward(self, plan: Layout, **options: Any) -> tuple[Tensor, Tensor]:
+    def forward(self, plan: Layout, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
         with autocast(self.device, self.dtype):
-            return token_logprobs(self.causal, plan, agree=self.gang.most, **options)
+            return token_scores(self.causal, plan, agree=self.gang.most, **options)
 
 
-class ZeroLearner(TorchLearner):
+def sharing(learner: type[Policy]) -> type[Policy]:
+    """The class that learns as `learner` does, with shares."""
+    return type(f"Zero{learner.__name__}", (Zero, learner), {})
+
+
+class Zero(Policy):
+    """How a policy that is shared does what every policy does."""
+
     engine: Any = None
 
     @property
@@ -139,9 +145,11 @@ class ZeroLearner(TorchLearner):
     # --- training -----------------------------------------------------------------------------------------------
 
     def forward(
-        self, plan: Layout, *, temperature: float = 1.0, entropy_gradient: bool = False
-    ) -> tuple[Tensor, Tensor]:
-        found: tuple[Tensor, Tensor] = self.engine(plan, temperature=temperature, entropy_gradient=entropy_gradient)
+        self, plan: Layout, *, temperature: float = 1.0, entropy_gradient: bool = False, hits: bool = False
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        found: tuple[Tensor, Tensor, Tensor] = self.engine(
+            plan, temperature=temperature, entropy_gradient=entropy_gradient, hits=hits
+        )
         return found
 
     def backward(self, loss: Tensor, *, last: bool) -> None:

@@ -186,9 +186,6 @@ class JobSpec(Part):
             found.append(("train.learner", self.train.learner, by))
         if self.resources.rollout_workers != 1:
             found.append(("resources.rollout_workers", self.resources.rollout_workers, f"{by}: nothing is generated"))
-        if self.resources.ranks > 1:
-            field = "trainer_gpus" if self.resources.trainer_gpus > 1 else "trainer_ranks"
-            found.append((f"resources.{field}", self.resources.ranks, f"kind = {self.kind!r} trains on one rank"))
         targets = set(TARGETS[self.kind])
         if self.data is not None and self.data.validation is not None:
             targets |= {f"{PREFIX}{name}" for name in targets}
@@ -203,7 +200,8 @@ class JobSpec(Part):
                 found.append(("data.mask", self.data.mask, f"{by}: completions are compared"))
         if self.kind == "dpo" and not found:
             fill(self, {"dpo": self.dpo or DpoSpec()})
-        return [{"field": field, "value": value, "problem": problem} for field, value, problem in found]
+        mistakes = [{"field": field, "value": value, "problem": problem} for field, value, problem in found]
+        return mistakes + settle_parallel(self)
 
     def _settle_overlong(self) -> list[dict[str, Any]]:
         """Overlong shaping takes its lengths from `rollout.max_tokens`."""
