@@ -22,6 +22,7 @@ from loadtest.env_plane import ENVIRONMENT, Client, measure, options
 from opentinker.embedded import EmbeddedServers
 from opentinker.processes import free_port
 from opentinker.shared.bus import Bus
+from opentinker.shared.keys import new_key, read_key, write_key
 from opentinker.shared.spec import parse_spec
 from opentinker.shared.store import Store
 
@@ -46,7 +47,8 @@ async def run(arguments: argparse.Namespace, servers: EmbeddedServers, pids: dic
 def main() -> None:
     arguments = options(__doc__)
     with tempfile.TemporaryDirectory() as directory, EmbeddedServers(Path(directory), default_ports=False) as servers:
-        port = free_port()
+        port, key = free_port(), Path(directory) / "operator-key"
+        write_key(key, new_key("local"))
         url = f"http://127.0.0.1:{port}"
         environ = {
             **os.environ,
@@ -55,6 +57,8 @@ def main() -> None:
             "OPENTINKER_REDIS_URL": servers.redis_url,
             "OPENTINKER_DATA_DIR": directory,
             "OPENTINKER_HTTP_PORT": str(port),
+            "OPENTINKER_ADMIN_KEY_FILE": str(key),
+            "OPENTINKER_API_KEY": read_key(key),
             "OPENTINKER_LOG_LEVEL": "warning",
         }
         serve = ["env", "serve", ENVIRONMENT, "--name", "load", "--concurrency", str(arguments.sessions), "--url", url]

@@ -33,9 +33,14 @@ class Settings(BaseModel):
     http_host: str = "127.0.0.1"
     http_port: Annotated[int, Field(ge=0, le=65535)] = 8080
     """Of the scheduler's API."""
-    api_token_file: Path | None = None
-    """A file with the token that whoever asks the API must bear, 24 characters or more. Needed unless http_host is this
-    machine alone."""
+    auth: bool = True
+    """Whether the API asks for keys. Without them whoever reaches it is an operator: http_host must be this machine
+    alone, and pages of other sites are refused."""
+    admin_key_file: Path | None = None
+    """A file with an operator's key, which the scheduler registers when it starts; `opentinker keys init FILE` writes
+    one. Needed until an operator has a key. `opentinker up` has one of its own in its data_dir."""
+    key_env: Annotated[str, Field(pattern="^[a-z0-9]{1,16}$")] = "local"
+    """Name of this deployment in its keys, ot_local_...: keys of others are refused without looking them up."""
     health_host: str = "127.0.0.1"
     health_port: Annotated[int, Field(ge=0, le=65535)] = 0
     """/healthz, /readyz and /metrics of this process; 0 takes a free port."""
@@ -103,9 +108,9 @@ class Settings(BaseModel):
 
     @model_validator(mode="after")
     def _nobody_from_outside(self) -> Settings:
-        if self.http_host not in LOOPBACK_HOSTS and self.api_token_file is None:
+        if self.http_host not in LOOPBACK_HOSTS and not self.auth:
             raise PydanticCustomError(
-                "open_to_all", "http_host = {host} is for other machines too: name a file with a token, api_token_file",
+                "open_to_all", "http_host = {host} is for other machines too: there auth = false is refused",
                 {"host": self.http_host},
             )  # fmt: skip
         return self

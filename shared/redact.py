@@ -13,7 +13,7 @@ _NAMES = re.compile(
 _LOOKS = (
     re.compile(r"(?i)(\bbearer\s+)[A-Za-z0-9._~+/=-]{8,}"),
     re.compile(r"(://[^/\s:@]*:)[^/\s@]+(?=@)"),
-    re.compile(r"(\b(?:ot_[a-z]+_[A-Za-z0-9]+|hf|sk|ghp|xox[a-z])[_-])[A-Za-z0-9_-]{12,}"),
+    re.compile(r"(\b(?:ot_[a-z0-9]+_[A-Za-z0-9]+|hf|sk|ghp|xox[a-z])[_-])[A-Za-z0-9_-]{12,}"),
     re.compile(r"(?i)(\b[\w-]*(?:token|secret|password|api_?key)[\"']?\s*[=:]\s*[\"']?)[^\s\"',;&}]{6,}"),
 )
 

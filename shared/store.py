@@ -10,6 +10,7 @@ Keys (`{id}` is a job id of ours, `{worker}` a worker slot):
     workers             set of slots whose worker beats, or did so until a moment ago
     leases              hash: slot -> Lease, what its worker should do
     adm:{id}, adm:{id}:groups   admission (admission.py)
+    key:{id}, keys:of:{tenant}, tenants   API keys (keys.py)
 """
 
 from __future__ import annotations

@@ -2,17 +2,54 @@
 
 from __future__ import annotations
 
+import atexit
 import hashlib
+import shutil
+import tempfile
+import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import orjson
 
+from opentinker.shared.authority import MAY, Action, Role
+from opentinker.shared.keys import Keys, new_key, write_key
 from opentinker.shared.service import Context
+from opentinker.shared.store import Store
 from tests.factories import make_spec
 
+OPERATOR = new_key("local")
+"""The operator's key of every scheduler that a test starts, unless it says otherwise."""
+OPERATOR_FILE = Path(tempfile.mkdtemp(prefix="opentinker-test-")) / "operator-key"
+write_key(OPERATOR_FILE, OPERATOR)
+atexit.register(shutil.rmtree, OPERATOR_FILE.parent, ignore_errors=True)
+
 SPEC = make_spec(model__base="some/model").model_dump(mode="json")
+
+
+def bearing(key: str = OPERATOR) -> dict[str, str]:
+    """Headers of a request with this key."""
+    return {"Authorization": f"Bearer {key}"}
+
+
+async def new_key_of(
+    store: Store,
+    tenant: str = "default",
+    role: Role = Role.ADMIN,
+    scopes: Iterable[Action] | None = None,
+    *,
+    expires: float = 0.0,
+) -> str:
+    """A key that the server knows."""
+    key = new_key("local")
+    chosen = sorted(MAY[role] if scopes is None else scopes)
+    made = await Keys(store.redis).create(
+        key, now=time.time(), tenant=tenant, role=role, scopes=chosen, name="", by="test", expires=expires
+    )
+    assert made
+    return key
 
 
 class Http:

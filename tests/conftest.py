@@ -31,11 +31,14 @@ from opentinker.processes import free_port as free_port  # noqa: PLC0414 - tests
 from opentinker.shared.bus import Bus
 from opentinker.shared.service import Context
 from opentinker.shared.store import Store
-from tests.api import Http
+from tests.api import OPERATOR, OPERATOR_FILE, Http, bearing
 
 signal.signal(signal.SIGINT, signal.default_int_handler)
 """A shell without job control starts background commands with Ctrl-C ignored, and every child would inherit that."""
 
+
+os.environ |= {"OPENTINKER_API_KEY": OPERATOR, "OPENTINKER_ADMIN_KEY_FILE": str(OPERATOR_FILE)}
+"""Of our clients and of schedulers, in this process and in those that tests start."""
 
 T = TypeVar("T")
 WAIT_S = 90.0
@@ -240,5 +243,5 @@ async def http(ctx: Context) -> AsyncIterator[Http]:
     """A session with a scheduler that runs in `ctx`."""
     from tests.scheduling import scheduler
 
-    async with scheduler(ctx) as url, aiohttp.ClientSession() as session:
+    async with scheduler(ctx) as url, aiohttp.ClientSession(headers=bearing()) as session:
         yield Http(session, url)

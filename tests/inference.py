@@ -19,6 +19,7 @@ from opentinker.shared.leasing import LeasedWorker
 from opentinker.shared.spec import JobSpec
 from opentinker.shared.trajectories import Span
 from opentinker.shared.types import Lease, Pool, StopReason, WeightVersion
+from tests.api import OPERATOR
 from tests.conftest import WAIT_S, Server, soon, until
 from tests.scheduling import context
 from tests.test_tool_calls import renderer_of
@@ -115,7 +116,7 @@ class Site:
     def openai(self, job: str, **options: Any) -> AsyncOpenAI:
         return AsyncOpenAI(
             base_url=f"{self.client.url}/v1/jobs/{job}/v1",
-            api_key="-",
+            api_key=OPERATOR,
             **{"max_retries": 0, "timeout": WAIT_S, **options},
         )
 

@@ -19,6 +19,7 @@ from opentinker.shared.config import Settings
 from opentinker.shared.service import Context
 from opentinker.shared.store import Store
 from opentinker.shared.types import JobState, Lease, Pool, WorkerInfo
+from tests.api import OPERATOR_FILE
 from tests.conftest import Server, soon, until
 from tests.factories import make_spec
 
@@ -36,6 +37,7 @@ async def context(nats: Server, valkey: Server, worker: str, data_dir: Path, **s
         redis_url=valkey.url,
         data_dir=data_dir,
         http_port=0,
+        admin_key_file=OPERATOR_FILE,
         heartbeat_s=BEAT_S,
         **({"worker_ttl_s": TTL_S} | settings),
     )

@@ -25,7 +25,7 @@ from opentinker.shared.store import Store
 from opentinker.shared.subjects import ENV_CHECK
 from opentinker.shared.telemetry import MetricSource
 from opentinker.shared.types import JobState, Pool, WorkerInfo
-from tests.api import SPEC, Http, read_events
+from tests.api import SPEC, Http, bearing, read_events
 from tests.conftest import WAIT_S, Server, free_port, until, wait_port
 
 
@@ -380,7 +380,7 @@ async def test_scheduler_process_restarts_quickly_and_stops_on_sigterm(
         argv = [sys.executable, "-m", "opentinker.services.scheduler"]
         return subprocess.Popen(argv, env=environ, stdout=subprocess.DEVNULL)
 
-    async with aiohttp.ClientSession() as session:
+    async with aiohttp.ClientSession(headers=bearing()) as session:
         http = Http(session, f"http://127.0.0.1:{port}")
         process = launch()
         try:

@@ -16,7 +16,7 @@ from opentinker.shared.service import Context
 from opentinker.shared.store import Store
 from opentinker.shared.telemetry import MetricSource
 from opentinker.shared.types import JobState
-from tests.api import Http, read_events, write_checkpoint
+from tests.api import Http, bearing, read_events, write_checkpoint
 from tests.conftest import Server, soon, start_nats, until
 from tests.scheduling import context, scheduler
 
@@ -94,7 +94,7 @@ async def test_metrics_history_survives_a_restart_of_every_service(
         async with (
             context(nats, valkey_server, "scheduler-0", tmp_path) as ctx,
             scheduler(ctx) as url,
-            aiohttp.ClientSession() as session,
+            aiohttp.ClientSession(headers=bearing()) as session,
         ):
             job = await Http(session, url).job()
             source = MetricSource(ctx.bus, job, "trainer")
@@ -108,7 +108,7 @@ async def test_metrics_history_survives_a_restart_of_every_service(
         async with (
             context(nats, valkey_server, "scheduler-0", tmp_path) as ctx,
             scheduler(ctx) as url,
-            aiohttp.ClientSession() as session,
+            aiohttp.ClientSession(headers=bearing()) as session,
         ):
             assert await _points(Http(session, url), f"/v1/jobs/{job}/metrics", 3)
     finally:
@@ -123,7 +123,7 @@ async def test_message_server_that_is_away_is_503_and_comes_back(
         async with (
             context(nats, valkey_server, "scheduler-0", tmp_path) as ctx,
             scheduler(ctx) as url,
-            aiohttp.ClientSession() as session,
+            aiohttp.ClientSession(headers=bearing()) as session,
         ):
             http = Http(session, url)
             job = await http.job()

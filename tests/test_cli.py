@@ -21,7 +21,8 @@ EXAMPLES = sorted((ROOT / "examples").glob("*.toml"))
 
 
 def opentinker(*arguments: object, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-    environ = {key: value for key, value in os.environ.items() if not key.startswith("OPENTINKER_")}
+    kept = "OPENTINKER_API_KEY"
+    environ = {key: value for key, value in os.environ.items() if key == kept or not key.startswith("OPENTINKER_")}
     command = [sys.executable, "-m", "opentinker.cli", *map(str, arguments)]
     return subprocess.run(command, cwd=cwd, env=environ, capture_output=True, text=True, timeout=JOB_S, check=False)
 

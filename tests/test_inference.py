@@ -25,7 +25,7 @@ from opentinker.shared.store import Store
 from opentinker.shared.streaming import ask
 from opentinker.shared.subjects import GENERATE
 from opentinker.shared.types import JobState, Message
-from tests.api import write_checkpoint
+from tests.api import bearing, write_checkpoint
 from tests.conftest import WAIT_S, Server, soon, until
 from tests.inference import Site, site_of
 from tests.scheduling import kinds, new_job
@@ -244,7 +244,7 @@ async def test_errors_below_the_endpoint_have_openai_s_shape(site: Site) -> None
         with pytest.raises(openai.NotFoundError, match="this job has: some/model, chat") as refused:
             await model.chat.completions.create(model="gpt", messages=HELLO)
         assert refused.value.code == "model_not_found"
-    async with aiohttp.ClientSession() as session:
+    async with aiohttp.ClientSession(headers=bearing()) as session:
         for method, path, body, status in [
             ("POST", f"{job}/v1/chat/completions", "{", 400),
             ("POST", f"{job}/v1/chat/completions", "[]", 400),

@@ -16,7 +16,7 @@ import torch
 from openai import AsyncOpenAI
 
 from opentinker.shared.types import JobState
-from tests.api import write_checkpoint
+from tests.api import OPERATOR, write_checkpoint
 from tests.cluster import Cluster, undocumented
 from tests.conftest import WAIT_S, until
 from tests.scheduling import new_job
@@ -62,7 +62,9 @@ async def job(cluster: Cluster, tiny: Path) -> str:
 
 
 def asking(cluster: Cluster, job: str) -> AsyncOpenAI:
-    return AsyncOpenAI(base_url=f"{cluster.client.url}/v1/jobs/{job}/v1", api_key="-", timeout=WAIT_S, max_retries=8)
+    return AsyncOpenAI(
+        base_url=f"{cluster.client.url}/v1/jobs/{job}/v1", api_key=OPERATOR, timeout=WAIT_S, max_retries=8
+    )
 
 
 def logprobs_of(model: Any, prompt: list[int], ids: list[int]) -> torch.Tensor:

@@ -44,6 +44,13 @@ steps = {steps}
 """
 
 
+@pytest.fixture(autouse=True)
+def nothing_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The user has no key of any server: the one that `up` makes is found."""
+    for name in ("OPENTINKER_API_KEY", "OPENTINKER_ADMIN_KEY_FILE"):
+        monkeypatch.delenv(name)
+
+
 def spec(directory: Path, model: Path, steps: int) -> Path:
     path = directory / "job.toml"
     path.write_text(SPEC.format(model=model, steps=steps))

@@ -32,6 +32,7 @@ from opentinker.shared.sessions import EnvCheck, OpenSession, SessionReply, Step
 from opentinker.shared.store import Store
 from opentinker.shared.subjects import SERVED_CHECK
 from opentinker.shared.types import Ending, Message, StopReason
+from tests.api import OPERATOR, bearing
 from tests.conftest import Server, until
 from tests.env_samples import Shuffled
 from tests.factories import make_spec
@@ -140,7 +141,7 @@ async def test_an_episode_is_played_in_the_process_that_serves_it(
 
 
 async def test_who_serves_is_listed_and_seen_among_the_workers(url: str, environment: type[Counting]) -> None:
-    async with aiohttp.ClientSession() as http:
+    async with aiohttp.ClientSession(headers=bearing()) as http:
 
         async def listed() -> list[Any]:
             async with http.get(f"{url}/v1/served") as response:
@@ -316,9 +317,9 @@ class Raw:
 
 
 @asynccontextmanager
-async def raw(url: str, name: str = "count", **options: Any) -> AsyncIterator[Raw]:
+async def raw(url: str, name: str = "count", key: str = OPERATOR, **options: Any) -> AsyncIterator[Raw]:
     async with (
-        aiohttp.ClientSession() as http,
+        aiohttp.ClientSession(headers=bearing(key)) as http,
         http.ws_connect(f"{url}/v1/served/{name}", **options) as socket,
     ):
         yield Raw(socket)
@@ -360,7 +361,7 @@ async def test_bad_frames_end_the_connection_and_oversized_ones_too(url: str) ->
 
 async def test_web_pages_plain_requests_and_odd_names_are_refused(url: str) -> None:
     path = f"{url}/v1/served"
-    async with aiohttp.ClientSession() as http:
+    async with aiohttp.ClientSession(headers=bearing()) as http:
         for name, headers, status in (("x", {}, 426), ("x", {"Origin": "http://evil"}, 403), ("-x", {}, 422)):
             async with http.get(f"{path}/{name}", headers=headers) as response:
                 assert response.status == status and "detail" in await response.json()
@@ -484,7 +485,7 @@ async def test_a_server_that_refuses_is_an_error_at_once() -> None:
     await aiohttp.web.TCPSite(runner, "127.0.0.1", 0).start()
     url = f"http://127.0.0.1:{runner.addresses[0][1]}"
     try:
-        with pytest.raises(ApiError, match="OPENTINKER_TOKEN"):
+        with pytest.raises(ApiError, match="OPENTINKER_API_KEY"):
             await asyncio.to_thread(lambda: serve_environment(Blocking, name="x", url=url))
     finally:
         await runner.cleanup()
@@ -506,7 +507,7 @@ async def test_a_blocking_module_is_played_in_child_processes(
         assert reply.failure == Ending.ENV_ERROR and "exit status 7" in reply.error
 
 
-async def test_the_token_travels_in_the_header_and_nowhere_else(
+async def test_the_key_travels_in_the_header_and_nowhere_else(
     monkeypatch: pytest.MonkeyPatch, environment: type[Counting], caplog: pytest.LogCaptureFixture
 ) -> None:
     asked: list[tuple[str, str | None]] = []
@@ -520,7 +521,7 @@ async def test_the_token_travels_in_the_header_and_nowhere_else(
     runner = aiohttp.web.AppRunner(app)
     await runner.setup()
     await aiohttp.web.TCPSite(runner, "127.0.0.1", 0).start()
-    monkeypatch.setenv("OPENTINKER_TOKEN", "not-to-be-seen")
+    monkeypatch.setenv("OPENTINKER_API_KEY", "not-to-be-seen")
     try:
         with pytest.raises(ApiError) as refused:
             async with serving(environment, f"http://127.0.0.1:{runner.addresses[0][1]}"):

@@ -11,7 +11,6 @@ from pathlib import Path
 import aiohttp
 import msgspec
 import pytest
-from aiohttp import web
 
 from opentinker.envs.base import user
 from opentinker.services.scheduler import gateway as gateway_module
@@ -23,6 +22,7 @@ from opentinker.shared.frames import GOODBYE, Call, Hello, Welcome
 from opentinker.shared.service import Context
 from opentinker.shared.sessions import EnvCheckReply, OpenSession, SessionReply
 from opentinker.shared.store import Store
+from tests.api import new_key_of
 from tests.conftest import Server, soon, until
 from tests.factories import make_spec
 from tests.scheduling import context, scheduler
@@ -166,20 +166,14 @@ async def test_more_processes_than_can_be_remembered_are_sent_away(
         assert len(gateway._served) == 1
 
 
-async def test_a_name_is_its_tenant_s_own(
-    made: tuple[str, Gateway], bus: Bus, store: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_name_is_its_tenant_s_own(made: tuple[str, Gateway], bus: Bus, store: Store) -> None:
     """Two tenants serve the same name; each one's jobs and checks reach its own process alone."""
 
-    def tenant_of(request: web.Request) -> str:
-        return request.headers["X-Tenant"]
-
-    monkeypatch.setattr(gateway_module, "tenant_of", tenant_of)
     url, _ = made
     async with AsyncExitStack() as stack:
         clients: dict[str, Raw] = {}
         for hello, tenant in zip(PROCESSES[:2], ("red", "blue"), strict=True):
-            clients[tenant] = await stack.enter_async_context(raw(url, headers={"X-Tenant": tenant}))
+            clients[tenant] = await stack.enter_async_context(raw(url, key=await new_key_of(store, tenant)))
             await clients[tenant].send(hello)
             await clients[tenant].next(Welcome)
         for tenant in ("red", "blue") * 4:

@@ -21,10 +21,11 @@ import structlog
 
 from opentinker import supervisor as supervision
 from opentinker.embedded import EmbeddedServers
+from opentinker.nearby import is_running
 from opentinker.processes import Child, ChildSpec, Guard, StartError, free_port, http_ok, port_free, rotate
 from opentinker.shared.egress import VARIABLE
 from opentinker.supervisor import Supervisor
-from opentinker.up import AlreadyRunning, Plan, api_port, api_url, is_running, locked, service_specs
+from opentinker.up import AlreadyRunning, Plan, api_port, api_url, locked, service_specs
 from tests.cluster import PYTHONPATH
 from tests.conftest import WAIT_S, soon, until
 

@@ -14,8 +14,8 @@ import structlog
 from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
-from opentinker.services.scheduler.bearer import Bearer, no_page, read_token
 from opentinker.services.scheduler.environments_api import EnvironmentsApi
+from opentinker.services.scheduler.gate import Gate, say_open
 from opentinker.services.scheduler.gateway import Gateway
 from opentinker.services.scheduler.inference_api import InferenceApi
 from opentinker.services.scheduler.jobs_api import MOST_JOBS, JobsApi
@@ -23,6 +23,7 @@ from opentinker.services.scheduler.knowing_api import MOST_LINES, KnowingApi
 from opentinker.services.scheduler.openapi import Parameter, Route, document
 from opentinker.services.scheduler.problems import BODY_LIMIT, json_response, problems
 from opentinker.services.scheduler.replicas import Replicas
+from opentinker.shared.authority import Action
 from opentinker.shared.service import Context
 from opentinker.shared.subjects import STREAMS
 from opentinker.shared.telemetry import REGISTRY
@@ -53,18 +54,10 @@ ALL = Parameter("all", "query", "`1`: with optimizer and random state, to resume
 NAME = Parameter("name", "query", "Of the environment; default: the one that the package gives itself.")
 VERSION = Parameter("version", "query", "Only this version; default: all of them.", "integer")
 
-FREE = frozenset(("/healthz", "/readyz"))
-"""What answers without a token."""
-
 
 class Api:
-    """Raises SpecError if the token's file is no such thing."""
-
-    def __init__(self, ctx: Context, gateway: Gateway, replicas: Replicas) -> None:
-        self.ctx = ctx
-        self.gateway = gateway
-        file = ctx.settings.api_token_file
-        self.token = None if file is None else read_token(file)
+    def __init__(self, ctx: Context, gate: Gate, gateway: Gateway, replicas: Replicas) -> None:
+        self.ctx, self.gate, self.gateway = ctx, gate, gateway
         jobs = JobsApi(ctx)
         inference = InferenceApi(jobs, replicas)
         environments = EnvironmentsApi(ctx)
@@ -74,70 +67,150 @@ class Api:
         json = "application/json"
         env = "/v1/environments"
         self.routes = [
-            Route("POST", "/v1/jobs", jobs.create, "Submit a job", 201, (KEY,), body="JobSpec"),
-            Route("GET", "/v1/jobs", jobs.list, "Your jobs, newest first", 200, (BEFORE_JOB, LIMIT_JOBS)),
-            Route("GET", get, jobs.get, "One job: state, ledger, workers, last metrics"),
-            Route("POST", get + "/cancel", jobs.cancel, "Cancel a job in any state"),
-            Route("POST", get + "/complete", jobs.complete, "End an inference job: it has succeeded"),
-            Route("GET", openai + "/models", inference.models, "OpenAI: what an inference job serves"),
-            Route("POST", openai + "/chat/completions", inference.chat, "OpenAI: chat, streamed or not", takes=json),
-            Route("POST", openai + "/completions", inference.completions, "OpenAI: text or token ids", takes=json),
+            Route("POST", "/v1/jobs", jobs.create, Action.JOBS_WRITE, "Submit a job", 201, (KEY,), body="JobSpec"),
             Route(
-                "GET", get + "/events", jobs.events, "The job's log, as server-sent events", 200, (AFTER_EVENT, FORMAT)
+                "GET", "/v1/jobs", jobs.list, Action.JOBS_READ, "Your jobs, newest first", 200, (BEFORE_JOB, LIMIT_JOBS)
+            ),
+            Route("GET", get, jobs.get, Action.JOBS_READ, "One job: state, ledger, workers, last metrics"),
+            Route("POST", get + "/cancel", jobs.cancel, Action.JOBS_WRITE, "Cancel a job in any state"),
+            Route(
+                "POST", get + "/complete", jobs.complete, Action.JOBS_WRITE, "End an inference job: it has succeeded"
+            ),
+            Route(
+                "GET",
+                openai + "/models",
+                inference.models,
+                Action.INFERENCE_USE,
+                "OpenAI: what an inference job serves",
+            ),
+            Route(
+                "POST",
+                openai + "/chat/completions",
+                inference.chat,
+                Action.INFERENCE_USE,
+                "OpenAI: chat, streamed or not",
+                takes=json,
+            ),
+            Route(
+                "POST",
+                openai + "/completions",
+                inference.completions,
+                Action.INFERENCE_USE,
+                "OpenAI: text or token ids",
+                takes=json,
+            ),
+            Route(
+                "GET",
+                get + "/events",
+                jobs.events,
+                Action.JOBS_READ,
+                "The job's log, as server-sent events",
+                200,
+                (AFTER_EVENT, FORMAT),
+            ),
+            Route(
+                "GET",
+                get + "/metrics",
+                jobs.metrics,
+                Action.JOBS_READ,
+                "Metrics history",
+                200,
+                (AFTER_POINT, LIMIT, SOURCE, NAMES),
+            ),
+            Route(
+                "GET",
+                get + "/transcripts",
+                jobs.transcripts,
+                Action.JOBS_READ,
+                "Kept validation episodes",
+                200,
+                (STEP,),
+            ),
+            Route(
+                "GET", get + "/checkpoints", jobs.checkpoints, Action.JOBS_READ, "Committed checkpoints, oldest first"
             ),
             Route(
                 "GET",
                 get + "/logs",
                 knowing.logs,
+                Action.JOBS_READ,
                 "What all services said about the job",
                 200,
                 (AFTER_LINE, LEVEL, LAST, LIMIT, FORMAT),
             ),
-            Route("GET", get + "/metrics", jobs.metrics, "Metrics history", 200, (AFTER_POINT, LIMIT, SOURCE, NAMES)),
-            Route("GET", get + "/transcripts", jobs.transcripts, "Kept validation episodes", 200, (STEP,)),
-            Route("GET", get + "/rollouts", knowing.rollouts, "Kept training episodes", 200, (TRAINED,)),
+            Route(
+                "GET", get + "/rollouts", knowing.rollouts, Action.JOBS_READ, "Kept training episodes", 200, (TRAINED,)
+            ),
             Route(
                 "GET",
                 get + "/distributions",
                 knowing.distributions,
+                Action.JOBS_READ,
                 "How a step's rewards, lengths, turns, staleness and importance ratios are spread",
                 200,
                 (TRAINED, AFTER_STEP, STEPS),
             ),
-            Route("GET", get + "/checkpoints", jobs.checkpoints, "Committed checkpoints, oldest first"),
             Route(
                 "GET",
                 get + "/checkpoints/{step}/download",
                 jobs.download,
+                Action.CHECKPOINTS_READ,
                 "A checkpoint as a tar stream; `step` is a number or `latest`",
                 200,
                 (ALL,),
                 content="application/x-tar",
             ),
-            Route("POST", env, environments.push, "Push an environment", 201, (NAME,), takes="application/x-tar"),
-            Route("GET", env, environments.list, "Your environments, with their newest versions"),
-            Route("GET", env + "/{name}", environments.get, "One environment: its versions, oldest first"),
-            Route("DELETE", env + "/{name}", environments.delete, "Delete an environment", 200, (VERSION,)),
-            Route("GET", "/v1/served", gateway.list, "Environments that their users serve"),
+            Route(
+                "POST",
+                env,
+                environments.push,
+                Action.ENVIRONMENTS_WRITE,
+                "Push an environment",
+                201,
+                (NAME,),
+                takes="application/x-tar",
+            ),
+            Route(
+                "GET", env, environments.list, Action.ENVIRONMENTS_READ, "Your environments, with their newest versions"
+            ),
+            Route(
+                "GET",
+                env + "/{name}",
+                environments.get,
+                Action.ENVIRONMENTS_READ,
+                "One environment: its versions, oldest first",
+            ),
+            Route(
+                "DELETE",
+                env + "/{name}",
+                environments.delete,
+                Action.ENVIRONMENTS_WRITE,
+                "Delete an environment",
+                200,
+                (VERSION,),
+            ),
+            Route("GET", "/v1/served", gateway.list, Action.ENVIRONMENTS_READ, "Environments that their users serve"),
             Route(
                 "GET",
                 "/v1/served/{name}",
                 gateway.connect,
+                Action.ENVIRONMENTS_SERVE,
                 "A WebSocket: serve an environment under this name",
                 101,
                 content="application/octet-stream",
             ),
-            Route("GET", "/v1/workers", self.workers, "Live workers and what they are leased to"),
-            Route("GET", "/v1/queues", self.queues, "Depth of every message stream"),
-            Route("GET", "/healthz", self.healthz, "The process turns"),
-            Route("GET", "/readyz", self.readyz, "The process can work"),
-            Route("GET", "/metrics", self.prometheus, "Prometheus text", content="text/plain"),
-            Route("GET", "/openapi.json", self.openapi, "This document"),
+            Route("GET", "/v1/workers", self.workers, Action.SERVER_READ, "Live workers and what they are leased to"),
+            Route("GET", "/v1/queues", self.queues, Action.SERVER_READ, "Depth of every message stream"),
+            Route("GET", "/healthz", self.healthz, Action.FREE, "The process turns"),
+            Route("GET", "/readyz", self.readyz, Action.FREE, "The process can work"),
+            Route("GET", "/metrics", self.prometheus, Action.SERVER_READ, "Prometheus text", content="text/plain"),
+            Route("GET", "/openapi.json", self.openapi, Action.ABOUT, "This document"),
         ]
 
     def app(self) -> web.Application:
-        asks = no_page if self.token is None else Bearer(self.token, FREE).asks
-        app = web.Application(middlewares=[problems, asks], client_max_size=BODY_LIMIT)
+        app = web.Application(middlewares=[problems, self.gate.before(self.routes)], client_max_size=BODY_LIMIT)
+        if not self.ctx.settings.auth:
+            app.on_response_prepare.append(say_open)
         app.on_shutdown.append(self._let_go)
         for route in self.routes:
             app.router.add_route(route.method, route.path, route.handler)
@@ -174,7 +247,8 @@ class Api:
         return json_response({"queues": queues})
 
     async def healthz(self, _: web.Request) -> web.Response:
-        return json_response({"status": "ok", "service": self.ctx.service, "worker": self.ctx.worker})
+        auth = "on" if self.ctx.settings.auth else "off"
+        return json_response({"status": "ok", "service": self.ctx.service, "worker": self.ctx.worker, "auth": auth})
 
     async def readyz(self, _: web.Request) -> web.Response:
         ready = self.ctx.is_ready and self.ctx.bus.nc.is_connected and not self.ctx.stopping.is_set()
@@ -184,13 +258,13 @@ class Api:
         return web.Response(body=generate_latest(REGISTRY), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
     async def openapi(self, _: web.Request) -> web.Response:
-        return json_response(document(self.routes, free=FREE))
+        return json_response(document(self.routes))
 
 
 @contextlib.asynccontextmanager
-async def listening(ctx: Context, gateway: Gateway, replicas: Replicas) -> AsyncIterator[int]:
+async def listening(ctx: Context, gate: Gate, gateway: Gateway, replicas: Replicas) -> AsyncIterator[int]:
     """Serve while the block runs; gives the port. A port that is taken is an error of the process."""
-    runner = web.AppRunner(Api(ctx, gateway, replicas).app(), access_log=None, shutdown_timeout=2.0)
+    runner = web.AppRunner(Api(ctx, gate, gateway, replicas).app(), access_log=None, shutdown_timeout=2.0)
     await runner.setup()
     try:
         site = web.TCPSite(runner, ctx.settings.http_host, ctx.settings.http_port)

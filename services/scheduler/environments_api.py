@@ -14,7 +14,7 @@ import msgspec
 from aiohttp import web
 
 from opentinker.services.scheduler.environment import ask
-from opentinker.services.scheduler.jobs_api import tenant_of
+from opentinker.services.scheduler.gate import tenant_of
 from opentinker.services.scheduler.problems import json_response
 from opentinker.services.scheduler.receiving import MIB, Uploads, Version
 from opentinker.shared import uploads

@@ -20,7 +20,7 @@ import structlog
 from aiohttp import WSCloseCode, web
 from prometheus_client import Gauge
 
-from opentinker.services.scheduler.jobs_api import tenant_of
+from opentinker.services.scheduler.gate import tenant_of
 from opentinker.services.scheduler.problems import json_response, problem
 from opentinker.services.scheduler.served import Served
 from opentinker.shared import codec

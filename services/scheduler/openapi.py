@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import opentinker
 from opentinker.services.scheduler.problems import Handler
+from opentinker.shared.authority import Action
 from opentinker.shared.spec import JobSpec
 
 _SCHEMAS = "#/components/schemas/"
@@ -28,6 +29,8 @@ class Route:
     method: str
     path: str
     handler: Handler
+    action: Action
+    """What whoever asks must be allowed; `gate.py` sees to it."""
     summary: str
     status: int = 200
     parameters: tuple[Parameter, ...] = ()
@@ -39,13 +42,12 @@ class Route:
     """Media type of a body that is not JSON."""
 
 
-def document(routes: Sequence[Route], free: Collection[str] = ()) -> dict[str, Any]:
-    """`free`: paths that ask nobody for a token."""
+def document(routes: Sequence[Route]) -> dict[str, Any]:
     spec = JobSpec.model_json_schema(ref_template=_SCHEMAS + "{model}")
     schemas = spec.pop("$defs", {})
     paths: dict[str, dict[str, Any]] = {}
     for route in routes:
-        paths.setdefault(route.path, {})[route.method.lower()] = _operation(route, free)
+        paths.setdefault(route.path, {})[route.method.lower()] = _operation(route)
     return {
         "openapi": "3.1.0",
         "info": {"title": "OpenTinker", "version": opentinker.__version__},
@@ -58,18 +60,21 @@ def document(routes: Sequence[Route], free: Collection[str] = ()) -> dict[str, A
     }
 
 
-_BEARER = "The token of this server; one that listens on its own machine alone may have none."
+_BEARER = "An API key, ot_ENV_ID_SECRET; what it may do is a matter of its role and its scopes."
 
 
-def _operation(route: Route, free: Collection[str]) -> dict[str, Any]:
+def _operation(route: Route) -> dict[str, Any]:
     in_path = [Parameter(name, "path", "") for name in re.findall(r"{(\w+)}", route.path)]
     errors = {"422": "Every mistake in the request"} if route.body or route.takes or route.parameters else {}
     errors |= {"404": "Unknown id"} if in_path else {}
-    errors |= {} if route.path in free else {"401": "A token is asked for"}
+    if route.action is not Action.FREE:
+        errors |= {"401": "A key is asked for"}
+        errors |= {} if route.action is Action.ABOUT else {"403": f"The key does not allow {route.action}"}
     errors |= {"503": "Redis or NATS does not answer"} if route.path.startswith("/v1") else {}
     problem = {"application/problem+json": {"schema": {"$ref": _SCHEMAS + "Problem"}}}
     operation: dict[str, Any] = {
         "summary": route.summary,
+        "x-action": route.action.value,
         "parameters": [
             {
                 "name": p.name,
@@ -85,7 +90,7 @@ def _operation(route: Route, free: Collection[str]) -> dict[str, Any]:
             **{status: {"description": text, "content": problem} for status, text in errors.items()},
         },
     }
-    if route.path in free:
+    if route.action is Action.FREE:
         operation["security"] = []
     if route.body:
         content = {"application/json": {"schema": {"$ref": _SCHEMAS + route.body}}}

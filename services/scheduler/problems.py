@@ -35,8 +35,8 @@ LATENCY = Histogram("opentinker_http_seconds", "Time until the response began", 
 
 HINTS = {
     400: "see /openapi.json for what this route takes",
-    401: "send `Authorization: Bearer TOKEN`; our clients read OPENTINKER_TOKEN, or the file OPENTINKER_TOKEN_FILE",
-    403: "a server that others may ask has a token: `opentinker up --host`, or the setting api_token_file",
+    401: "send `Authorization: Bearer KEY`; our clients read OPENTINKER_API_KEY, or the file OPENTINKER_API_KEY_FILE",
+    403: "docs/keys.md says which roles and scopes allow what; `opentinker keys create` makes a key that may",
     404: "see /openapi.json for the routes; GET /v1/jobs lists your jobs",
     405: "see /openapi.json for the methods of this route",
     409: "GET the object to see its present state",

@@ -5,6 +5,7 @@
     clear       consumes jobs that have ended; removes their messages
     tickets     consumes admission's room; produces TICKET; woken by WAKE "admission"
     measure     consumes ledgers, heartbeats and stream sizes; produces METRIC
+    keys        cuts off what keys that were revoked, or ran out, have open
     served      produces heartbeats of connected processes that serve environments
     replicas    answers rollout workers of inference jobs, which ask what is still wanted
 
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 from opentinker.services.scheduler.api import listening
 from opentinker.services.scheduler.clearing import Clearing
+from opentinker.services.scheduler.gate import Gate, register_operator
 from opentinker.services.scheduler.gateway import Gateway
 from opentinker.services.scheduler.measuring import Measuring
 from opentinker.services.scheduler.reconcile import Reconciler
@@ -24,8 +26,9 @@ from opentinker.shared.service import Context, first_failure
 
 
 async def serve(ctx: Context) -> None:
-    gateway, replicas = Gateway(ctx), Replicas(ctx)
-    async with listening(ctx, gateway, replicas):
+    await register_operator(ctx)
+    gate, gateway, replicas = Gate(ctx), Gateway(ctx), Replicas(ctx)
+    async with listening(ctx, gate, gateway, replicas):
         ctx.ready()
         await first_failure(
             {
@@ -33,6 +36,7 @@ async def serve(ctx: Context) -> None:
                 "clear": Clearing(ctx).run(),
                 "tickets": TicketIssuer(ctx).run(),
                 "measure": Measuring(ctx).run(),
+                "keys": gate.run(),
                 "served": gateway.run(),
                 "replicas": replicas.run(),
                 "stop": ctx.stopping.wait(),

@@ -48,8 +48,9 @@ JOBS_PAGE = 500
 
 
 class AsyncClient(EnvironmentCalls, InferenceCalls, KnowingCalls):
-    """`url` defaults to OPENTINKER_URL. `on_wait(sentence)` is called when the server is not reached; default: it is
-    logged."""
+    """`url` defaults to OPENTINKER_URL, `api_key` to OPENTINKER_API_KEY, to the content of OPENTINKER_API_KEY_FILE, or
+    to the key of a server that was started in this directory. `on_wait(sentence)` is called when the server is not
+    reached; default: it is logged."""
 
     def __init__(
         self,
@@ -58,8 +59,9 @@ class AsyncClient(EnvironmentCalls, InferenceCalls, KnowingCalls):
         wait_s: float = 10.0,
         timeout_s: float = 30.0,
         on_wait: Callable[[str], None] | None = None,
+        api_key: str | None = None,
     ) -> None:
-        self._http = Http(url, wait_s, timeout_s, on_wait)
+        self._http = Http(url, wait_s, timeout_s, on_wait, api_key)
         self.url = self._http.url
 
     async def __aenter__(self) -> AsyncClient:
@@ -275,8 +277,9 @@ class Client(KnowingSync):
         wait_s: float = 10.0,
         timeout_s: float = 30.0,
         on_wait: Callable[[str], None] | None = None,
+        api_key: str | None = None,
     ) -> None:
-        self._core: AsyncClient = AsyncClient(url, wait_s=wait_s, timeout_s=timeout_s, on_wait=on_wait)
+        self._core: AsyncClient = AsyncClient(url, wait_s=wait_s, timeout_s=timeout_s, on_wait=on_wait, api_key=api_key)
         self.url = self._core.url
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="opentinker-client", daemon=True)

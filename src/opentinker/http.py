@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 import aiohttp
 import orjson
 
+from opentinker.nearby import key_for
 from opentinker.shared.errors import Conflict, NotFound, OpenTinkerError
 
 T = TypeVar("T")
@@ -70,26 +71,35 @@ def _error(status: int, raw: bytes, url: str) -> ApiError:
     return kind(text, status, problem)
 
 
-def bearer_token() -> str:
-    """Of this process; empty if it has none. Raises OpenTinkerError."""
-    path = os.environ.get("OPENTINKER_TOKEN_FILE", "")
+def api_key(url: str) -> str:
+    """What is sent there: OPENTINKER_API_KEY, or what stands in the file OPENTINKER_API_KEY_FILE, else the operator's
+    key of the server, if it was started in this directory. Raises OpenTinkerError."""
+    path = os.environ.get("OPENTINKER_API_KEY_FILE", "")
     try:
-        return os.environ.get("OPENTINKER_TOKEN") or (Path(path).read_text().strip() if path else "")
-    except OSError as error:
-        raise OpenTinkerError(f"OPENTINKER_TOKEN_FILE: {error}") from None
+        return os.environ.get("OPENTINKER_API_KEY") or (Path(path).read_text().strip() if path else key_for(url))
+    except (OSError, UnicodeDecodeError) as error:
+        raise OpenTinkerError(f"OPENTINKER_API_KEY_FILE: {error}") from None
 
 
 class Http:
     """One server, by its URL. What is not answered is tried again until `wait_s` has passed without success.
 
-    OPENTINKER_TOKEN, or what stands in the file OPENTINKER_TOKEN_FILE, is sent with every request, as
-    `Authorization: Bearer`. `on_wait(sentence)` is called at the first failed try of a request; default: it is logged.
+    `key`, else our key for it (`api_key`), is sent with every request, as `Authorization: Bearer`. `on_wait(sentence)`
+    is called at the first failed try of a request; default: it is logged.
     """
 
-    def __init__(self, url: str | None, wait_s: float, timeout_s: float, on_wait: Callable[[str], None] | None) -> None:
+    def __init__(
+        self,
+        url: str | None,
+        wait_s: float,
+        timeout_s: float,
+        on_wait: Callable[[str], None] | None,
+        key: str | None = None,
+    ) -> None:
         self.url = (url or os.environ.get("OPENTINKER_URL") or DEFAULT_URL).rstrip("/")
         self.wait_s, self.timeout_s = wait_s, timeout_s
         self._on_wait = on_wait or _log.warning
+        self._key = key
         self._open_session: aiohttp.ClientSession | None = None
 
     async def close(self) -> None:
@@ -100,8 +110,8 @@ class Http:
     @property
     def _session(self) -> aiohttp.ClientSession:
         if self._open_session is None:
-            token = bearer_token()
-            headers = {"Authorization": f"Bearer {token}"} if token else {}
+            key = self._key or api_key(self.url)
+            headers = {"Authorization": f"Bearer {key}"} if key else {}
             self._open_session = aiohttp.ClientSession(read_bufsize=1 << 20, headers=headers)
         return self._open_session
 

@@ -193,8 +193,8 @@ class AsyncServing:
 
 def _refused(url: str, status: int) -> str:
     hints = {
-        401: "it asks for a token: set OPENTINKER_TOKEN or OPENTINKER_TOKEN_FILE",
-        403: "it does not allow that: is OPENTINKER_TOKEN right?",
+        401: "it asks for a key, or this one is over: set OPENTINKER_API_KEY or OPENTINKER_API_KEY_FILE",
+        403: "the key does not allow it (environments:serve)",
         404: "it knows no served environments: is it an OpenTinker server of this version?",
     }
     return f"{url} answered {status}: {hints.get(status, 'see its log')}"

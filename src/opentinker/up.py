@@ -2,7 +2,7 @@
 
 DATA_DIR/run/lock         held by the running `up`
 DATA_DIR/run/state.json   its pid, URLs, and every child's pid, state and log
-DATA_DIR/run/api-token    where other machines may ask: what they must bear
+DATA_DIR/run/operator-key the key of the first operator, made at the first start
 DATA_DIR/logs/NAME.log
 """
 
@@ -11,32 +11,29 @@ from __future__ import annotations
 import asyncio
 import fcntl
 import os
-import secrets
 import signal
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
-import orjson
 import structlog
 
 from opentinker.embedded import EmbeddedServers
+from opentinker.nearby import KEY_FILE, read_state
 from opentinker.processes import Child, ChildSpec, Guard, free_port, http_ok, port_free
 from opentinker.shared import egress
-from opentinker.shared.config import LOOPBACK_HOSTS, PREFIX
+from opentinker.shared.config import LOOPBACK_HOSTS, PREFIX, load_settings
 from opentinker.shared.errors import OpenTinkerError
+from opentinker.shared.keys import new_key, read_key, write_key
 from opentinker.supervisor import Supervisor
 
 log = structlog.get_logger()
 
 DEFAULT_PORT = 8080
-TOKEN_FILE = "api_token_file"
-"""The setting, and its name in state.json."""
 DRAIN_S = 25.0
 """A little more than the services give themselves (`drain_s`)."""
 SMALL_MACHINE_CORES = 4
@@ -57,6 +54,8 @@ class Plan:
     nats_url: str | None = None
     """An external server; None starts the embedded one."""
     redis_url: str | None = None
+    auth: bool = True
+    """Whether the API asks for keys."""
 
     def services(self) -> list[tuple[str, str]]:
         """(worker id, module name), in the order in which they start."""
@@ -91,26 +90,6 @@ def locked(data_dir: Path) -> Iterator[None]:
         yield
 
 
-def is_running(data_dir: Path) -> bool:
-    try:
-        with (data_dir / "run" / "lock").open("r") as file:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except FileNotFoundError:
-        return False
-    except BlockingIOError:
-        return True
-    return False
-
-
-def read_state(data_dir: Path) -> dict[str, Any]:
-    """state.json, {} if there is none."""
-    try:
-        state: dict[str, Any] = orjson.loads((data_dir / "run" / "state.json").read_bytes())
-    except (FileNotFoundError, orjson.JSONDecodeError):
-        return {}
-    return state
-
-
 async def serve(plan: Plan) -> None:
     """Start everything, keep it alive until SIGINT or SIGTERM, stop everything."""
     with locked(plan.data_dir):
@@ -123,10 +102,10 @@ async def serve(plan: Plan) -> None:
             nats_url, redis_url = plan.nats_url or servers.nats_url, plan.redis_url or servers.redis_url
             url = api_url(plan.host, port)
             facts = {"url": url, "nats_url": nats_url, "redis_url": redis_url, "data_dir": str(plan.data_dir)}
-            token = token_file(plan)
-            if token is not None:
-                facts[TOKEN_FILE] = str(token)
-            specs = service_specs(plan, port, nats_url, redis_url, token)
+            key = operator_key(plan)
+            if key is not None:
+                facts[KEY_FILE] = str(key)
+            specs = service_specs(plan, port, nats_url, redis_url, key)
             stages = [list(servers.children.values()), [Child(spec, guard) for spec in specs]]
             supervisor = Supervisor(stages, plan.data_dir / "run" / "state.json", {**facts, "started": time.time()})
             log.info("starting", **facts, logs=str(plan.data_dir / "logs"))
@@ -153,20 +132,30 @@ def api_port(plan: Plan) -> int:
     return port
 
 
-def token_file(plan: Plan) -> Path | None:
-    """The file that the settings name, else one of ours where other machines may ask, made at the first time."""
-    if given := os.environ.get(PREFIX + TOKEN_FILE.upper()):
-        return Path(given).absolute()
-    if plan.host in LOOPBACK_HOSTS:
-        log.warning("no_api_token", reason=f"whoever is on this machine may use {plan.host}")
+def operator_key(plan: Plan) -> Path | None:
+    """The file with the operator's key: the one that the settings name, else ours, made at the first start, when it is
+    shown to whoever sits at the terminal. None: nobody is asked for a key. Raises OpenTinkerError."""
+    settings = load_settings()
+    if not (plan.auth and settings.auth):
+        if plan.host not in LOOPBACK_HOSTS:
+            raise OpenTinkerError(f"--host {plan.host} is for other machines too: there --no-auth is refused")
+        log.warning("AUTH IS OFF", reason=f"whoever is on this machine is an operator of {plan.host}")
         return None
-    path = plan.data_dir / "run" / "api-token"
-    with suppress(FileExistsError), open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-        file.write(secrets.token_hex(32) + "\n")
+    if settings.admin_key_file is not None:
+        return settings.admin_key_file.absolute()
+    path = plan.data_dir / "run" / "operator-key"
+    if not path.exists():
+        key = new_key(settings.key_env)
+        write_key(path, key)
+        if sys.stdout.isatty():  # a file would keep it
+            sys.stdout.write(f"\nthe operator's key, shown this once: {key}\nit is kept in {path}\n\n")
+            sys.stdout.flush()
+        log.info("operator_key_made", file=str(path))
+    read_key(path)
     return path
 
 
-def service_specs(plan: Plan, port: int, nats_url: str, redis_url: str, token: Path | None = None) -> list[ChildSpec]:
+def service_specs(plan: Plan, port: int, nats_url: str, redis_url: str, key: Path | None = None) -> list[ChildSpec]:
     common = {
         "OPENTINKER_NATS_URL": nats_url,
         "OPENTINKER_REDIS_URL": redis_url,
@@ -182,7 +171,7 @@ def service_specs(plan: Plan, port: int, nats_url: str, redis_url: str, token: P
         env = {**common, "OPENTINKER_WORKER_ID": worker, "OPENTINKER_HEALTH_PORT": str(health_port)}
         if module == "scheduler":
             env |= {"OPENTINKER_HTTP_HOST": plan.host, "OPENTINKER_HTTP_PORT": str(port)}
-            env |= {} if token is None else {PREFIX + TOKEN_FILE.upper(): str(token)}
+            env |= {f"{PREFIX}AUTH": "false"} if key is None else {PREFIX + KEY_FILE.upper(): str(key)}
         if module == "env_worker" and plan.host in LOOPBACK_HOSTS:  # who submits jobs is on this machine already
             env[egress.VARIABLE] = os.environ.get(egress.VARIABLE, ",".join(egress.LOOPBACK))
         specs.append(

@@ -9,7 +9,7 @@ import sys
 
 import typer
 
-from opentinker.cli import chat, environments, jobs, knowing, logs, machine, run, specs
+from opentinker.cli import chat, environments, jobs, keys, knowing, logs, machine, run, specs
 from opentinker.shared.errors import OpenTinkerError, SpecError
 
 app = typer.Typer(
@@ -27,6 +27,7 @@ logs.register(app)
 specs.register(app)
 run.register(app)
 environments.register(app)
+keys.register(app)
 chat.register(app)
 
 

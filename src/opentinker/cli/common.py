@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 import shutil
 import sys
@@ -36,28 +35,21 @@ DATA_DIR = Path("data")
 
 
 def server_url(url: str | None) -> str:
-    """The given URL, else that of the `up` on the usual data directory, whose token is used then, else the default."""
+    """The given URL, else that of the `up` on the usual data directory, else the default."""
     if url:
         return url
-    from opentinker.up import is_running, read_state
+    from opentinker.nearby import is_running, read_state, usual_data_dir
 
-    data_dir = Path(os.environ.get("OPENTINKER_DATA_DIR", DATA_DIR))
+    data_dir = usual_data_dir()
     state = read_state(data_dir) if is_running(data_dir) else {}
-    bear(state)
     return str(state.get("url", DEFAULT_URL))
 
 
-def bear(state: dict[str, Any]) -> None:
-    """From now on our requests bear the token of the server with this state, unless another one is given."""
-    if file := state.get("api_token_file"):
-        os.environ.setdefault("OPENTINKER_TOKEN_FILE", file)
-
-
-def client(url: str | None, *, patience_s: float = 2.0) -> Client:
-    """`patience_s`: how long a server that does not answer is waited for."""
+def client(url: str | None, *, patience_s: float = 2.0, key: str | None = None) -> Client:
+    """`patience_s`: how long a server that does not answer is waited for. `key`: not the one that would be found."""
     from opentinker.client import Client
 
-    return Client(server_url(url), wait_s=patience_s, on_wait=complain)
+    return Client(server_url(url), wait_s=patience_s, on_wait=complain, api_key=key)
 
 
 def as_typed(*arguments: object) -> str:

@@ -13,11 +13,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 from opentinker.embedded import DEFAULT_PORTS, STORE_BYTES, nats_binary, valkey_binary
+from opentinker.nearby import is_running
 from opentinker.processes import StartError, port_free
 from opentinker.shared.config import load_settings
 from opentinker.shared.errors import OpenTinkerError
 from opentinker.shared.sandbox import Sandbox
-from opentinker.up import DEFAULT_PORT, is_running
+from opentinker.up import DEFAULT_PORT
 
 GIB = 1024**3
 NEEDED = ("aiohttp", "nats-py", "redis", "pydantic", "msgspec")

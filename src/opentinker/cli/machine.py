@@ -34,6 +34,9 @@ def up(
     reference: Annotated[int, typer.Option(help="Processes with frozen models.", min=0)] = 1,
     nats_url: Annotated[str | None, typer.Option(help="Use this NATS instead of starting one.")] = None,
     redis_url: Annotated[str | None, typer.Option(help="Use this Redis or Valkey instead of starting one.")] = None,
+    auth: Annotated[
+        bool, typer.Option("--auth/--no-auth", help="Ask for keys; without, on this machine alone.")
+    ] = True,
 ) -> None:
     """Start everything here; Ctrl-C stops it."""
     import asyncio
@@ -51,6 +54,7 @@ def up(
         env_workers=env_workers,
         nats_url=nats_url,
         redis_url=redis_url,
+        auth=auth,
     )
     asyncio.run(serve(plan))
 
@@ -88,7 +92,7 @@ def down(
     force: Annotated[bool, typer.Option("--force", help="Kill instead of waiting for a clean end.")] = False,
 ) -> None:
     """Stop the `opentinker up` that runs on a data directory."""
-    from opentinker.up import is_running, read_state
+    from opentinker.nearby import is_running, read_state
 
     if not is_running(data_dir):
         say(f"nothing runs on {data_dir}")
@@ -108,7 +112,7 @@ def down(
 
 def status(data_dir: DataDir = DATA_DIR, as_json: AsJson = False) -> None:
     """Show what runs on a data directory. Exit status 3 if nothing does."""
-    from opentinker.up import is_running, read_state
+    from opentinker.nearby import is_running, read_state
 
     running = is_running(data_dir)
     state = {"running": running, **read_state(data_dir)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from opentinker.cli.common import as_typed, bear, client, say, shown
+from opentinker.cli.common import as_typed, client, say, shown
 from opentinker.cli.specs import FromCheckpoint, SpecFile, WithOptimizer, read_spec
 from opentinker.shared.errors import OpenTinkerError
 
@@ -50,6 +51,7 @@ def run(
 
     Exit status 0 if the job succeeded, 1 if it failed, 4 if it was cancelled (Ctrl-C).
     """
+    from opentinker.nearby import key_in, read_state
     from opentinker.watch import watch
 
     began = time.time()
@@ -69,10 +71,10 @@ def run(
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: stop the job, then the machine
     needed = {"env-workers": env_workers, "rollout-workers": workers, "reference": 1} if rollouts else NO_ROLLOUTS
     with everything(home, port, needed, keep=keep) as url:
-        api = client(url, patience_s=RESTART_S)
+        api = client(url, patience_s=RESTART_S, key=key_in(read_state(home)) or None)
         record = api.submit(spec)
         say(f"job {record['id']} on {url}, data in {home}")
-        say(f"from another terminal: {as_typed('watch', record['id'], '--url', url)}\n")
+        say(f"from another terminal: {_bearing(home)}{as_typed('watch', record['id'], '--url', url)}\n")
         try:
             last = watch(api, record["id"])
         except KeyboardInterrupt:
@@ -82,6 +84,14 @@ def run(
     from opentinker.cli.jobs import STATE_EXIT
 
     raise typer.Exit(STATE_EXIT[last.job["state"]])
+
+
+def _bearing(home: Path) -> str:
+    """What stands before a command that would not find the key of the server on `home`."""
+    from opentinker.nearby import KEY_FILE, finds, read_state
+
+    file = read_state(home).get(KEY_FILE)
+    return "" if file is None or finds(home) else f"OPENTINKER_API_KEY_FILE={shlex.quote(file)} "
 
 
 def of_length(spec: dict[str, Any], steps: int) -> dict[str, Any]:
@@ -104,8 +114,9 @@ def everything(home: Path, port: int, workers: dict[str, int], *, keep: bool) ->
 
     Raises OpenTinkerError.
     """
+    from opentinker.nearby import is_running, read_state
     from opentinker.processes import LEASH, tail
-    from opentinker.up import AlreadyRunning, is_running, read_state
+    from opentinker.up import AlreadyRunning
 
     if is_running(home):
         with_it = as_typed("submit", "JOB.toml", "--url", read_state(home).get("url", "URL"))
@@ -142,8 +153,8 @@ def everything(home: Path, port: int, workers: dict[str, int], *, keep: bool) ->
 
 
 def _wait_api(home: Path, process: subprocess.Popen[bytes], log: Path) -> str:
+    from opentinker.nearby import read_state
     from opentinker.processes import http_ok, tail
-    from opentinker.up import read_state
 
     deadline = time.monotonic() + START_S
     while time.monotonic() < deadline:
@@ -155,7 +166,6 @@ def _wait_api(home: Path, process: subprocess.Popen[bytes], log: Path) -> str:
             raise OpenTinkerError(f"the scheduler keeps dying:\n{tail(Path(scheduler['log']), 15)}")
         url = str(state.get("url", ""))
         if scheduler.get("state") == "running" and http_ok(int(url.rpartition(":")[2]), "/healthz"):
-            bear(state)
             return url
         time.sleep(0.05)
     raise OpenTinkerError(f"the HTTP API did not answer within {START_S:.0f} s; see {log}")
@@ -204,10 +214,11 @@ def report(last: Update, home: Path, url: str, began: float, api: Client, *, kee
     if not keep:
         say(f"  {as_typed('up', '--data-dir', home, '--port', url.rpartition(':')[2])}")
         say("      # the same machine again, with this job in its list; then, from another terminal:")
-    say(f"  {as_typed('jobs', '--url', url)}")
-    say(f"  {as_typed('download', job['id'], 'my-model', '--url', url)}")
+    key = _bearing(home)
+    say(f"  {key}{as_typed('jobs', '--url', url)}")
+    say(f"  {key}{as_typed('download', job['id'], 'my-model', '--url', url)}")
     newest_of_job = f"{job['id']}@{step}"
-    say(f"  {as_typed('submit', 'NEXT.toml', '--from-checkpoint', newest_of_job, '--url', url)}")
+    say(f"  {key}{as_typed('submit', 'NEXT.toml', '--from-checkpoint', newest_of_job, '--url', url)}")
     say("      # another job, which begins with these weights")
     say(f"  {as_typed('spec')}")
     say("      # every setting of a job, to edit an example and run your own")

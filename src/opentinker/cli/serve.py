@@ -39,7 +39,7 @@ def serve(
 ) -> None:
     """Serve an environment from this machine, over one outgoing connection, until Ctrl-C.
 
-    A job plays it as served:NAME. The token of the server, if it wants one, is taken from OPENTINKER_TOKEN.
+    A job plays it as served:NAME. The key is taken from OPENTINKER_API_KEY.
     """
     _quiet()
     sys.path.insert(0, str(Path.cwd()))

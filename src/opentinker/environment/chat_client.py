@@ -13,7 +13,7 @@ import aiohttp
 import orjson
 
 from opentinker.client.utils.utils import resolve_path
-from opentinker.http import bearer_token
+from opentinker.http import api_key
 
 OURS = re.compile(r"/v1/jobs/j-[a-z0-9]{10}$")
 AGAIN = (429, 502, 503, 504)
@@ -32,7 +32,7 @@ class ChatError(Exception):
 
 
 class ChatServer:
-    """`url` with or without the /v1 at its end. Inference jobs get our token, other servers OPENAI_API_KEY. `model`: a
+    """`url` with or without the /v1 at its end. Inference jobs get our key, other servers OPENAI_API_KEY. `model`: a
     name that is served, or a path; it may be left out where one alone is served."""
 
     def __init__(self, url: str, model: str | None = None) -> None:
@@ -41,8 +41,8 @@ class ChatServer:
         self._session: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> ChatServer:
-        token = bearer_token() if OURS.search(self.url) else os.environ.get("OPENAI_API_KEY")
-        headers = {"Authorization": f"Bearer {token}"} if token else {}
+        key = api_key(self.url) if OURS.search(self.url) else os.environ.get("OPENAI_API_KEY")
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
         timeout = aiohttp.ClientTimeout(total=ANSWER_S, sock_connect=5.0)
         self._session = aiohttp.ClientSession(headers=headers, timeout=timeout)
         try:

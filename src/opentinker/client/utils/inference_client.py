@@ -20,7 +20,7 @@ from opentinker.client.utils.utils import tolerant_merge_dicts
 from opentinker.http import ApiError
 from opentinker.shared.types import JobState
 
-TOKEN = "OPENTINKER_TOKEN"
+API_KEY = "OPENTINKER_API_KEY"
 STATES = {
     "queued": "QUEUED",
     "starting": "STARTING",
@@ -52,7 +52,7 @@ class Scheduler:
         url: str | None = None,
     ) -> None:
         if api_key:
-            os.environ[TOKEN] = api_key
+            os.environ[API_KEY] = api_key
         self.timeout, self.poll_interval = timeout, poll_interval
         self._client = Client(one_url(scheduler_url, url), wait_s=timeout)
         self.scheduler_url = self._client.url
