@@ -1,13 +1,14 @@
-"""Programs written for the published client, against real services: they submit, fit, die, come back and go on."""
+"""Programs written for the published client, against `opentinker up`: they submit, fit, infer, die and come back."""
 
 from __future__ import annotations
 
-import contextlib
 import os
+import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,14 +17,18 @@ import orjson
 import pytest
 import pytest_asyncio
 
+from opentinker.client import AsyncClient
 from opentinker.client.settings import Settings, spec_of
 from opentinker.client.utils.utils import resolve_path, tolerant_merge_dicts, verify_raw_prompt_format
 from opentinker.environment import GameEnvironment, StaticDatasetGenerator
+from opentinker.nearby import key_in, read_state
 from opentinker.shared.rows import RowError
 from opentinker.shared.spec import parse_spec
-from tests.cluster import PYTHONPATH, ROOT, Cluster, toy_cluster
+from tests.cluster import JOB_S, ROOT, toy_model
 from tests.conftest import WAIT_S, until
 from tests.published_games import HigherLower
+from tests.test_run import pids
+from tests.test_supervisor import alive
 
 CONFIG: dict[str, Any] = {
     "tokenizer_path": "some/model",
@@ -35,99 +40,120 @@ CONFIG: dict[str, Any] = {
     "temperature": 0.7,
     "top_p": 0.9,
 }
+TOY = {
+    "model": {"chat_template": "plain"},
+    "rollout": {"engine": "toy"},
+    "train": {"learner": "simulated", "simulated_step_s": 0.02},
+}
 
 
 class System:
-    def __init__(self, cluster: Cluster, model: Path) -> None:
-        self.cluster, self.model = cluster, model
+    """`opentinker up`, as a newcomer starts it in a directory of their own, where the programs lie too."""
 
-    def program(
-        self, log: Path, steps: int, **environ: str
-    ) -> contextlib.AbstractContextManager[subprocess.Popen[bytes]]:
-        script = [str(ROOT / "tests" / "published_program.py"), self.cluster.client.url, str(self.model), str(steps)]
-        return self.running(["-m", "opentinker.client", *script], log, **environ)
+    def __init__(self, folder: Path, toy: Path, tiny: Path, state: dict[str, Any]) -> None:
+        self.folder, self.toy, self.tiny = folder, toy, tiny
+        self.client = AsyncClient(state["url"], api_key=key_in(state))
 
     @contextmanager
-    def running(self, arguments: list[str], log: Path, **environ: str) -> Iterator[subprocess.Popen[bytes]]:
-        variables = {**os.environ, "PYTHONPATH": PYTHONPATH, "PYTHONUNBUFFERED": "1", **environ}
-        with log.open("wb") as file:
-            process = subprocess.Popen([sys.executable, *arguments], env=variables, stdout=file, stderr=file)
+    def running(self, *arguments: object, log: Path, **environ: str) -> Iterator[subprocess.Popen[bytes]]:
+        process = start(*arguments, folder=self.folder, log=log, **environ)
         try:
             yield process
         finally:
             process.kill()
             process.wait()
 
+    def training(
+        self, *arguments: object, log: Path, **environ: str
+    ) -> AbstractContextManager[subprocess.Popen[bytes]]:
+        program = ["-m", "opentinker.client", "train.py", self.client.url, *arguments]
+        return self.running(*program, log=log, **environ)
+
     async def newest(self) -> Any:
-        jobs = await self.cluster.client.jobs()
+        jobs = await self.client.jobs()
         return jobs[0] if jobs else None
 
 
+def start(*arguments: object, folder: Path, log: Path, **environ: str) -> subprocess.Popen[bytes]:
+    """This tree's, without settings of whoever runs the tests."""
+    rest = {key: value for key, value in os.environ.items() if not key.startswith("OPENTINKER_")}
+    environ = {**rest, "PYTHONPATH": str(ROOT / "src"), "PYTHONUNBUFFERED": "1", **environ}
+    with log.open("wb") as out:
+        return subprocess.Popen([sys.executable, *map(str, arguments)], env=environ, cwd=folder, stdout=out, stderr=out)
+
+
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def system(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[System]:
-    async with toy_cluster(tmp_path_factory.mktemp("published")) as (cluster, model):
-        yield System(cluster, model)
+async def system(tmp_path_factory: pytest.TempPathFactory, tiny: Path) -> AsyncIterator[System]:
+    folder = tmp_path_factory.mktemp("published")
+    for program in (ROOT / "tests" / "published_programs").glob("[a-z]*.py"):
+        shutil.copy(program, folder)
+    log, toy = folder / "up.log", toy_model(folder / "toy")
+    up = start("-m", "opentinker.cli", "up", "--port", "0", folder=folder, log=log)
+    try:
+        await until(lambda: " ready " in log.read_text() or up.poll() is not None)
+        system = System(folder, toy, tiny, read_state(folder / "data"))
+        async with system.client:
+            yield system
+        started = pids(folder / "data")
+        up.send_signal(signal.SIGINT)
+        assert await ended(up) == 0, log.read_text()
+        assert not any(map(alive, started))
+    finally:
+        up.kill()
+        up.wait()
 
 
 async def ended(process: subprocess.Popen[bytes]) -> int:
-    await until(lambda: process.poll() is not None, WAIT_S)
+    await until(lambda: process.poll() is not None, JOB_S)
     return process.returncode
 
 
+@pytest.mark.vllm
 @pytest.mark.slow
 @pytest.mark.asyncio(loop_scope="module")
-async def test_a_published_program_trains_and_gets_its_metrics(system: System, tmp_path: Path) -> None:
-    log = tmp_path / "out"
-    with system.program(log, 6) as process:
+async def test_the_published_programs_run_as_they_stand(system: System, tmp_path: Path) -> None:
+    log = tmp_path / "train"
+    with system.training(system.tiny, 6, log=log) as process:
         assert await ended(process) == 0, log.read_text()
     said = log.read_text()
     assert "step 6: reward " in said and "COMPLETED" in said.splitlines()[-1]
     assert "settings that mean nothing here: ppo_mini_batch_size" in said
-    job = await system.cluster.client.job((await system.newest())["id"])
+    job = await system.client.job((await system.newest())["id"])
     assert (job["state"], job["step"], job["name"]) == ("succeeded", 6, "number-game")
     assert job["spec"]["rollout"]["max_tokens"] == 4 and job["spec"]["algorithm"]["group_size"] == 4
     assert job["spec"]["validation"]["every"] == 5
+
+    rows = [{"prompt": f"{number}=", "ground_truth": number} for number in ("12", "345")]
+    (system.folder / "rows.jsonl").write_bytes(b"".join(orjson.dumps(row) + b"\n" for row in rows))
+    log = tmp_path / "infer"
+    with system.running("infer.py", system.client.url, system.tiny, log=log) as process:
+        assert await ended(process) == 0, log.read_text()
+    first, *rest = log.read_text().splitlines()
+    assert first.startswith("2 samples: mean reward ") and rest == ["results 2 12", "COMPLETED"]
+    lines = [orjson.loads(line) for line in (system.folder / "results.jsonl").read_bytes().splitlines()]
+    assert [(line["messages"][0]["content"], line["done"]) for line in lines] == [("12=", True), ("345=", True)]
+    assert (await system.newest())["state"] == "succeeded"
 
 
 @pytest.mark.slow
 @pytest.mark.asyncio(loop_scope="module")
 async def test_a_program_that_was_killed_is_started_again_and_goes_on(system: System, tmp_path: Path) -> None:
     before = (await system.newest() or {}).get("id")
+    arguments = system.toy, 60, orjson.dumps(TOY).decode()
 
     async def begun() -> bool:
         job = await system.newest()
         return job is not None and job["id"] != before and job["step"] >= 2
 
-    with system.program(tmp_path / "first", 60):
+    with system.training(*arguments, log=tmp_path / "first"):
         await until(begun, WAIT_S)
         job = (await system.newest())["id"]
     log = tmp_path / "second"
-    with system.program(log, 60, OPENTINKER_ATTACH=job) as process:
+    with system.training(*arguments, log=log, OPENTINKER_ATTACH=job) as process:
         assert await ended(process) == 0, log.read_text()
-    record = await system.cluster.client.job(job)
+    record = await system.client.job(job)
     assert (record["state"], record["step"]) == ("succeeded", 60)
     assert (await system.newest())["id"] == job
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("style", ["opentinker.client.utils", "utils"])
-@pytest.mark.asyncio(loop_scope="module")
-async def test_a_published_program_runs_inference(system: System, tmp_path: Path, style: str) -> None:
-    text = (ROOT / "tests" / "published_inference.py").read_text()
-    program = tmp_path / "program.py"
-    program.write_text(text.replace("opentinker.client.utils", style))
-    (tmp_path / "rows.jsonl").write_text(
-        '{"prompt": "12", "ground_truth": "12"}\n{"prompt": "345", "ground_truth": "x"}\n'
-    )
-    run = ["-m", "opentinker.client"] if style == "utils" else []
-    arguments = [*run, str(program), system.cluster.client.url, str(system.model), str(tmp_path)]
-    with system.running(arguments, tmp_path / "log") as process:
-        assert await ended(process) == 0, (tmp_path / "log").read_text()
-    said = (tmp_path / "log").read_text().splitlines()
-    assert said[0].startswith("2 samples: mean reward 0.5000, accuracy 0.5000")
-    assert said[1:] == ["results 2 1.0", "COMPLETED"]
-    lines = [orjson.loads(line) for line in (tmp_path / "results.jsonl").read_bytes().splitlines()]
-    assert [(line["response_text"], line["reward"]) for line in lines] == [("12", 1.0), ("345", 0.0)]
 
 
 # --- settings -------------------------------------------------------------------------------------------------------
