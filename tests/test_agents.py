@@ -101,7 +101,7 @@ async def test_limits_of_a_request_travel_and_its_sampling_does_not() -> None:
     async def talk(model: AsyncOpenAI) -> Any:
         options = {
             "max_completion_tokens": 5,
-            "max_tokens": 9,
+            "max_tokens": 5,
             "stop": "!",
             "temperature": 0.0,
             "seed": 3,
@@ -269,6 +269,8 @@ DEEP = {"id": "t", "type": "function", "function": {"name": "f", "arguments": '{
         ({"messages": [{"role": "user", "content": [{"type": "audio"}]}]}, "text and image_url"),
         ({"messages": [{"role": "user", "content": "\ud800"}]}, "cannot be sent"),
         ({"max_tokens": 0}, "at least 1"),
+        ({"max_tokens": 0, "max_completion_tokens": 5}, "at least 1"),
+        ({"max_tokens": 9, "max_completion_tokens": 5}, "max_completion_tokens is 5 and max_tokens is 9"),
         ({"top_logprobs": 1, "logprobs": True}, "top_logprobs can only be 0"),
         ({"top_logprobs": 0}, "top_logprobs needs logprobs"),
         (

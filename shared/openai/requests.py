@@ -53,7 +53,6 @@ def parse_chat(body: Json, session: str = "") -> Asked:
     if choice not in (None, "auto", "none"):
         raise Refused('tool_choice can be "auto" or "none" here: nothing forces what is sampled', param="tool_choice")
     tools = [] if choice == "none" else [_tool(tool, f"tools[{n}]") for n, tool in enumerate(items(body, "tools"))]
-    limit = "max_completion_tokens" if body.get("max_completion_tokens") is not None else "max_tokens"
     top, logprobs = whole(body, "top_logprobs", 0), flag(body, "logprobs")
     if top:
         raise Refused(
@@ -65,7 +64,7 @@ def parse_chat(body: Json, session: str = "") -> Asked:
         messages=[_message(message, f"messages[{n}]") for n, message in enumerate(messages)],
         tools=tools,
         session=session,
-        max_tokens=whole(body, limit, 1),
+        max_tokens=_most_tokens(body),
         stop=stops(body),
         logprobs=logprobs,
         **_manner(body),
@@ -122,6 +121,17 @@ def parse_generate(body: Json, session: str = "") -> Asked:
         stop=stops(params),
         model=_model(body),
     )
+
+
+def _most_tokens(body: Json) -> int | None:
+    """Of a chat, under its newer name or its older one."""
+    newer, older = whole(body, "max_completion_tokens", 1), whole(body, "max_tokens", 1)
+    if None not in (newer, older) and newer != older:
+        raise Refused(
+            f"max_completion_tokens is {newer} and max_tokens is {older}: both name one limit, give one of them",
+            param="max_tokens",
+        )
+    return older if newer is None else newer
 
 
 def _refuse_unsupported(body: Json) -> None:
