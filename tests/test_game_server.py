@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import AsyncIterator
 from types import SimpleNamespace
@@ -10,8 +11,9 @@ from typing import Any, ClassVar
 import pytest
 from aiohttp.test_utils import TestClient, TestServer
 
-from opentinker.environment import base_game_server
+from opentinker.environment import base_game_server, game_stats
 from opentinker.environment.base_game_server import BaseGameStats, create_game_app
+from tests.conftest import WAIT_S, until
 from tests.published_games import HigherLower
 
 
@@ -90,6 +92,60 @@ async def test_a_game_that_is_finalized_is_incomplete_and_no_longer_running(site
     await site.http.post("/stats/reset")
     after = await site.stats()
     assert (after["total_samples"], after["incomplete_samples"], after["total_games"]) == (0.0, 0.0, 1.0)
+
+
+class Alone(Told):
+    """Counts its calls that run at once, and waits in them until it is let go."""
+
+    concurrent = True
+    made: ClassVar[list[Alone]] = []
+    at_once: ClassVar[list[int]] = []
+    go: ClassVar[threading.Event] = threading.Event()
+
+    def __init__(self, tries: int = 3) -> None:
+        super().__init__(tries)
+        self.made.append(self)
+        self.running = 0
+
+    def reset(self, secret: int = 5, **kwargs: Any) -> str:
+        self.running += 1
+        self.at_once.append(self.running)
+        assert self.go.wait(WAIT_S)
+        self.running -= 1
+        return super().reset(secret, **kwargs)
+
+
+async def test_resets_of_one_game_at_once_are_one_game_and_count_towards_the_limit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(base_game_server, "MOST_GAMES", 1)
+    for shared in (Alone.made, Alone.at_once):
+        shared.clear()
+    Alone.go.clear()
+    async with TestClient(TestServer(create_game_app(Alone))) as http:
+        site = Site(http, [])
+        both = [asyncio.ensure_future(site.post("/reset", "a")) for _ in range(2)]
+        await until(lambda: len(Alone.at_once) == 1)
+        assert (await site.post("/reset", "b"))[0] == 503  # the one that begins has the only place
+        Alone.go.set()
+        assert [status for status, _ in await asyncio.gather(*both)] == [200, 200]
+        assert Alone.at_once == [1, 1] and len(Alone.made) == 1
+
+
+async def test_numbers_are_kept_of_jobs_that_play_and_of_so_many(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def kept() -> list[str]:
+        return list((await (await site.http.get("/stats/jobs")).json())["jobs"])
+
+    for path in ("/stats", "/stats/step", "/stats/cumulative"):
+        response = await site.http.get(path, params={"job_id": "asked"})
+        assert response.status == 200 and not any((await response.json()).values())
+    assert (await site.http.delete("/stats/job/asked")).status == 200
+    assert await kept() == []
+    monkeypatch.setattr(game_stats, "MOST_JOBS", 2)
+    for job in ("first", "second", "first", "third"):
+        await site.post("/reset", "a", job_id=job)
+    assert await kept() == ["first", "third"]
+    assert (await site.post("/step", "a", job_id="second", action="1"))[0] == 200  # the game goes on
 
 
 async def test_a_game_is_made_and_asked_in_its_own_threads(site: Site) -> None:

@@ -16,6 +16,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
+from weakref import WeakValueDictionary
 
 import orjson
 from aiohttp import web
@@ -56,17 +57,30 @@ class GameRoutes:
         """The one that was played last is the last."""
         self.stats = JobStats(stats_class or BaseGameStats)
         self.turn = asyncio.Lock()
+        self.turns: WeakValueDictionary[Key, asyncio.Lock] = WeakValueDictionary()
+        """Of each game that is asked something."""
+        self.beginning = 0
+        """Games that are not among `games` yet."""
 
     async def reset(self, body: dict[str, Any]) -> dict[str, Any]:
         instance, job = _ids(body)
-        known = self._find((job, instance))
-        if known is None:
-            await self._make_room()
         kwargs = {name: value for name, value in body.items() if name not in ("instance_id", "job_id")}
-        game, answer = await self._call(partial(self._begin, known, kwargs))
-        self._keep((job, instance), game)
-        self.stats.of(job).register_game_start(instance, job)
+        async with self._turn_of((job, instance)):
+            known = self._find((job, instance))
+            if known is None:
+                await self._make_room()
+            self.beginning += known is None
+            try:
+                game, answer = await self._call(partial(self._begin, known, kwargs))
+            finally:
+                self.beginning -= known is None
+            self._keep((job, instance), game)
+            self.stats.of(job).register_game_start(instance, job)
         return answer
+
+    def _turn_of(self, key: Key) -> asyncio.Lock:
+        """A game, one that begins too, is asked one thing at a time."""
+        return self.turns.setdefault(key, asyncio.Lock())
 
     def _begin(self, known: AbstractGame | None, kwargs: dict[str, Any]) -> tuple[AbstractGame, dict[str, Any]]:
         game = self.game_class(**self.arguments) if known is None else known
@@ -80,20 +94,21 @@ class GameRoutes:
             if oldest is None or time.monotonic() - self.games[oldest].used_at < IDLE_S:
                 break
             await self._drop(*oldest)
-        if len(self.games) >= MOST_GAMES:
+        if len(self.games) + self.beginning >= MOST_GAMES:
             raise web.HTTPServiceUnavailable(text=f"{MOST_GAMES} games are being played")
 
     async def step(self, body: dict[str, Any]) -> dict[str, Any]:
         instance, job = _ids(body)
-        game = self._find((job, instance))
-        if game is None:
-            raise web.HTTPNotFound(text=f"no game {instance} of job {job}: reset it first")
-        result = await self._call(partial(game.step, str(body.get("action", ""))))
-        stats = self.stats.of(job)
-        stats.record_step(instance, result.reward)
-        stats.record_game_result(result.info, result.reward, result.done, instance, job)
-        if result.done:
-            await self._drop(job, instance)
+        async with self._turn_of((job, instance)):
+            game = self._find((job, instance))
+            if game is None:
+                raise web.HTTPNotFound(text=f"no game {instance} of job {job}: reset it first")
+            result = await self._call(partial(game.step, str(body.get("action", ""))))
+            stats = self.stats.of(job)
+            stats.record_step(instance, result.reward)
+            stats.record_game_result(result.info, result.reward, result.done, instance, job)
+            if result.done:
+                await self._drop(job, instance)
         return {
             "observation": result.observation,
             "reward": result.reward,
@@ -103,7 +118,8 @@ class GameRoutes:
 
     async def finalize(self, body: dict[str, Any]) -> dict[str, Any]:
         instance, job = _ids(body)
-        await self._drop(job, instance)
+        async with self._turn_of((job, instance)):
+            await self._drop(job, instance)
         return {"status": "ok"}
 
     def _find(self, key: Key) -> AbstractGame | None:
@@ -134,7 +150,7 @@ class GameRoutes:
             return await asyncio.to_thread(function)
 
     def statistics(self, job: str) -> dict[str, float]:
-        stats = self.stats.of(job)
+        stats = self.stats.told(job)
         return stats.get_cumulative_stats() | stats.get_step_stats()
 
 
@@ -150,6 +166,7 @@ def create_game_app(
 ) -> web.Application:
     """The routes as an aiohttp application. Raises ValueError for arguments that the game does not take."""
     routes = GameRoutes(game_class, stats_class, game_kwargs)
+    stats = routes.stats
 
     def play(handler: Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]) -> Any:
         async def answer(request: web.Request) -> web.Response:
@@ -163,10 +180,9 @@ def create_game_app(
 
         return answer
 
-    def tell(function: Callable[[BaseGameStats, str], Any]) -> Any:
+    def tell(function: Callable[[str], Any]) -> Any:
         async def answer(request: web.Request) -> web.Response:
-            job = request.match_info.get("job") or request.query.get("job_id", "default")
-            return _json(function(routes.stats.of(job), job))
+            return _json(function(request.match_info.get("job") or request.query.get("job_id", "default")))
 
         return answer
 
@@ -174,7 +190,7 @@ def create_game_app(
         return _json({"status": "healthy"})
 
     async def jobs(_: web.Request) -> web.Response:
-        return _json({"jobs": sorted(routes.stats.jobs)})
+        return _json({"jobs": sorted(stats.jobs)})
 
     app = web.Application()
     app.add_routes(
@@ -183,13 +199,13 @@ def create_game_app(
             web.post("/step", play(routes.step)),
             web.post("/finalize", play(routes.finalize)),
             web.get("/health", health),
-            web.get("/stats", tell(lambda _, job: routes.statistics(job))),
-            web.get("/stats/step", tell(lambda stats, _: stats.get_step_stats())),
-            web.get("/stats/cumulative", tell(lambda stats, _: stats.get_cumulative_stats())),
+            web.get("/stats", tell(routes.statistics)),
+            web.get("/stats/step", tell(lambda job: stats.told(job).get_step_stats())),
+            web.get("/stats/cumulative", tell(lambda job: stats.told(job).get_cumulative_stats())),
             web.get("/stats/jobs", jobs),
-            web.post("/stats/reset", tell(lambda stats, _: stats.reset_step_stats())),
-            web.post("/stats/reset_all", tell(lambda stats, _: stats.reset_all())),
-            web.delete("/stats/job/{job}", tell(lambda _, job: routes.stats.jobs.pop(job) and None)),
+            web.post("/stats/reset", tell(lambda job: stats.of(job).reset_step_stats())),
+            web.post("/stats/reset_all", tell(lambda job: stats.of(job).reset_all())),
+            web.delete("/stats/job/{job}", tell(stats.forget)),
         ]
     )
     return app

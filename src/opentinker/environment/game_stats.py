@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+MOST_JOBS = 1000
 OUTCOMES = ("win", "loss", "draw", "timeout")
 """Of `info["result"]`; others are not counted."""
 
@@ -157,11 +158,22 @@ class GameStats(BaseGameStats):
 
 
 class JobStats:
-    """One of `kind` per job."""
+    """One of `kind` per job, of the MOST_JOBS that were counted in last."""
 
     def __init__(self, kind: Callable[[], BaseGameStats]) -> None:
         self._kind = kind
         self.jobs: dict[str, BaseGameStats] = {}
 
     def of(self, job: str) -> BaseGameStats:
-        return self.jobs.setdefault(job, self._kind())
+        """To count in."""
+        self.jobs[job] = self.jobs.pop(job) if job in self.jobs else self._kind()
+        while len(self.jobs) > MOST_JOBS:
+            self.forget(next(iter(self.jobs)))
+        return self.jobs[job]
+
+    def told(self, job: str) -> BaseGameStats:
+        """To read: of a job that nothing was counted of, those are zeros that nobody keeps."""
+        return self.jobs[job] if job in self.jobs else self._kind()
+
+    def forget(self, job: str) -> None:
+        self.jobs.pop(job, None)
