@@ -16,7 +16,7 @@ import time
 import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import aiohttp
 import hypothesis  # noqa: F401 - before vLLM freezes the heap: what it registers then looks like garbage to it
@@ -33,6 +33,9 @@ from opentinker.shared.service import Context
 from opentinker.shared.store import Store
 from tests.api import OPERATOR, OPERATOR_FILE, Http, bearing
 
+if TYPE_CHECKING:
+    from tests.cluster import Cluster
+
 signal.signal(signal.SIGINT, signal.default_int_handler)
 """A shell without job control starts background commands with Ctrl-C ignored, and every child would inherit that."""
 
@@ -48,6 +51,7 @@ LONG = (
     *("test_kills.py", "test_end_to_end_vllm.py", "test_deterministic.py", "test_ranks.py", "test_engine_vllm.py"),
     *("test_run.py", "test_engine_vllm_own.py", "test_end_to_end.py", "test_row_jobs.py", "test_torch_learner.py"),
     *("test_isolation.py", "test_served_jobs.py", "test_inference_vllm.py", "test_openenv.py", "test_miniwob.py"),
+    "test_published.py",
 )
 """They begin before all others, the longest first, so that no process is left alone with one of them in the end."""
 
@@ -175,6 +179,15 @@ async def store(valkey_server: Server) -> AsyncIterator[Store]:
     async with Store.connect(valkey_server.url, "test") as store:
         await store.redis.flushdb()
         yield store
+
+
+@pytest.fixture
+def system(request: pytest.FixtureRequest, cluster: Cluster) -> Iterator[Cluster]:
+    """The module's one cluster; a test that fails shows what its services said."""
+    failed = request.session.testsfailed
+    yield cluster
+    if request.session.testsfailed > failed:
+        cluster.show()
 
 
 @pytest.fixture(scope="session")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -34,14 +34,6 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.asyncio(loop_scope
 async def cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Cluster]:
     async with Cluster(tmp_path_factory.mktemp("vllm"), references=1, heavy=True) as cluster:
         yield cluster
-
-
-@pytest.fixture
-def system(request: pytest.FixtureRequest, cluster: Cluster) -> Iterator[Cluster]:
-    failed = request.session.testsfailed
-    yield cluster
-    if request.session.testsfailed > failed:
-        cluster.show()
 
 
 def one_digit(tiny: Path, **changes: Any) -> JobSpec:

@@ -4,7 +4,7 @@ adapter."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -30,14 +30,6 @@ ASKED: Any = [{"role": "user", "content": "12="}]
 async def cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Cluster]:
     async with Cluster(tmp_path_factory.mktemp("serving"), trainers=0, env_workers=0, heavy=True) as cluster:
         yield cluster
-
-
-@pytest.fixture
-def system(request: pytest.FixtureRequest, cluster: Cluster) -> Iterator[Cluster]:
-    failed = request.session.testsfailed
-    yield cluster
-    if request.session.testsfailed > failed:
-        cluster.show()
 
 
 async def served(cluster: Cluster, model: Path, **parts: Any) -> str:

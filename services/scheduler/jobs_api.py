@@ -98,30 +98,26 @@ class JobsApi:
         return {p.source: {"step": p.step, "time": p.time, "values": p.values} for p in points}
 
     async def cancel(self, request: web.Request) -> web.Response:
-        """Cancelling what is cancelled already is fine: the call may be repeated."""
         job = await self.found(request)
-        try:
-            await self.store.transition(job.id, JobState.CANCELLED, reason="cancelled by request")
-        except Conflict:
-            job = await self.store.job(job.id)
-            if job.state != JobState.CANCELLED:
-                raise Conflict(f"job {job.id} has {job.state} already; there is nothing to cancel") from None
-        await self.bus.emit(WAKE, {"job": job.id}, who="scheduler")
-        return json_response(_summary(await self.store.job(job.id)))
+        return await self._end(job.id, JobState.CANCELLED, reason="cancelled by request", verb="cancel")
 
     async def complete(self, request: web.Request) -> web.Response:
-        """Of a job that has no end of its own. Completing what is completed already is fine."""
+        """Of a job that has no end of its own."""
         job = await self.found(request)
         if job.kind != "inference":
             raise Conflict(f"job {job.id} is of kind {job.kind}, and ends by itself; it can be cancelled")
+        return await self._end(job.id, JobState.SUCCEEDED, reason="completed by request", verb="complete")
+
+    async def _end(self, job_id: str, state: JobState, *, reason: str, verb: str) -> web.Response:
+        """Of a job that has ended so already too: the call may be repeated."""
         try:
-            await self.store.transition(job.id, JobState.SUCCEEDED, reason="completed by request")
+            await self.store.transition(job_id, state, reason=reason)
         except Conflict:
-            job = await self.store.job(job.id)
-            if job.state != JobState.SUCCEEDED:
-                raise Conflict(f"job {job.id} has {job.state} already; there is nothing to complete") from None
-        await self.bus.emit(WAKE, {"job": job.id}, who="scheduler")
-        return json_response(_summary(await self.store.job(job.id)))
+            job = await self.store.job(job_id)
+            if job.state != state:
+                raise Conflict(f"job {job_id} has {job.state} already; there is nothing to {verb}") from None
+        await self.bus.emit(WAKE, {"job": job_id}, who="scheduler")
+        return json_response(_summary(await self.store.job(job_id)))
 
     # --- events -------------------------------------------------------------------------------------------------
 

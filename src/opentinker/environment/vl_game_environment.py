@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from opentinker.environment.rows_environment import EXTRA, Paths, RowsEnvironment
+from opentinker.environment.rows_environment import Paths, RowsEnvironment
 from opentinker.environment.static_data_generator import StaticDatasetGenerator
 from opentinker.envs.game import AbstractGame
 from opentinker.shared.rows import RowError
@@ -32,8 +32,7 @@ class VLGameEnvironment(RowsEnvironment):
         super().__init__(game_class, config, data_paths, val_data_paths, game_kwargs, job_id)
 
     def generator(self, paths: list[str], seed: int) -> StaticDatasetGenerator:
-        system = self.game_class(**self.game_kwargs).get_system_prompt()
-        rows = StaticDatasetGenerator(paths, self.interaction_name, extra_keys=EXTRA, seed=seed, system_prompt=system)
+        rows = super().generator(paths, seed)
         rows.image_key = self.image_key
         return rows
 
