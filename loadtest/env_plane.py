@@ -149,8 +149,7 @@ def serving(**settings: object) -> Iterator[tuple[str, dict[str, int]]]:
             "PYTHONPATH": os.pathsep.join(
                 [str(Path(__file__).resolve().parent.parent), os.environ.get("PYTHONPATH", "")]
             ),
-            "OPENTINKER_NATS_URL": servers.nats_url,
-            "OPENTINKER_REDIS_URL": servers.redis_url,
+            **servers.environment("env-worker"),
             "OPENTINKER_ENV_MODULES": "1",
             "OPENTINKER_LOG_LEVEL": "warning",
             **{f"OPENTINKER_{name.upper()}": str(value) for name, value in settings.items()},
@@ -159,7 +158,7 @@ def serving(**settings: object) -> Iterator[tuple[str, dict[str, int]]]:
         try:
             nats = servers.children["nats"].pid
             assert nats is not None
-            yield servers.nats_url, {"env-worker": worker.pid, "client": os.getpid(), "nats": nats}
+            yield servers.operator_url("nats"), {"env-worker": worker.pid, "client": os.getpid(), "nats": nats}
         finally:
             worker.terminate()
             worker.wait()

@@ -38,9 +38,9 @@ SPEC = {
 
 
 async def run(arguments: argparse.Namespace, servers: EmbeddedServers, pids: dict[str, int]) -> bool:
-    async with Store.connect(servers.redis_url, "load") as store:
+    async with Store.connect(servers.operator_url("valkey"), "load") as store:
         await store.create_job(id=JOB, spec=parse_spec(SPEC).model_dump(mode="json"), tenant="default")
-    async with Bus.connect(servers.nats_url, "load") as bus:
+    async with Bus.connect(servers.operator_url("nats"), "load") as bus:
         return await measure(Client(bus, arguments.turns, "served:load", JOB), arguments, pids, TARGET)
 
 
@@ -53,8 +53,7 @@ def main() -> None:
         environ = {
             **os.environ,
             "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
-            "OPENTINKER_NATS_URL": servers.nats_url,
-            "OPENTINKER_REDIS_URL": servers.redis_url,
+            **servers.environment("scheduler"),
             "OPENTINKER_DATA_DIR": directory,
             "OPENTINKER_HTTP_PORT": str(port),
             "OPENTINKER_ADMIN_KEY_FILE": str(key),

@@ -13,9 +13,11 @@ import contextlib
 import functools
 import random
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
+from urllib.parse import urlsplit
 
 import nats
 import nats.errors
@@ -30,6 +32,8 @@ from nats.js.errors import APIError, NotFoundError
 from opentinker.shared import codec
 from opentinker.shared.consumer import ACK_WAIT_S, AWAY, CLOSED, Consumer, ConsumerDeleted, Delivery, patiently
 from opentinker.shared.errors import OpenTinkerError
+from opentinker.shared.redact import redacted
+from opentinker.shared.rights import inbox, stream_of
 from opentinker.shared.subjects import STREAMS, Call, Subject
 from opentinker.shared.waiting import heed
 
@@ -86,8 +90,15 @@ class Bus:
 
     @classmethod
     @asynccontextmanager
-    async def connect(cls, url: str, name: str) -> AsyncIterator[Bus]:
-        """Waits for the server as long as it takes."""
+    async def connect(cls, url: str, name: str, service: str = "", password: str = "") -> AsyncIterator[Bus]:
+        """Waits for the server as long as it takes.
+
+        With a password the user is the one in the URL, else the service; without one, what the URL says. Answers come
+        below the service's own inbox prefix.
+        """
+        shown, user = redacted(url), urlsplit(url).username or service
+        login = {"user": user, "password": password} if password else {}
+        prefix = {"inbox_prefix": inbox(service)} if service else {}
         first_failure = True
         on_reconnect: set[Callable[[], Awaitable[None]]] = set()
 
@@ -108,13 +119,15 @@ class Bus:
                     pending_size=64 * 1024 * 1024,
                     connect_timeout=3,
                     allow_reconnect=True,
-                    error_cb=_error_log(url),
+                    error_cb=_error_log(shown),
                     reconnected_cb=reconnected,
+                    **login,
+                    **prefix,
                 )
                 break
             except (TimeoutError, OSError, nats.errors.Error) as error:
                 if first_failure:
-                    log.warning("nats_unreachable", url=url, error=str(error) or type(error).__name__)
+                    log.warning("nats_unreachable", url=shown, error=str(error) or type(error).__name__)
                     first_failure = False
                 await asyncio.sleep(0.2)
         try:
@@ -128,9 +141,23 @@ class Bus:
                 await nc.close()
 
     async def ensure_streams(self) -> None:
-        """Create or update every stream. Idempotent; every service calls it at start."""
+        """Create or update every stream. Idempotent; the scheduler calls it at start."""
         for stream in STREAMS:
             await patiently(functools.partial(self._ensure, stream))
+
+    async def await_streams(self, names: Sequence[str]) -> None:
+        """Wait until the scheduler has made them."""
+        for name in names:
+            say_at: float | None = time.monotonic() + PATIENCE_S
+            while True:
+                try:
+                    await patiently(functools.partial(self.js.stream_info, name))
+                    break
+                except NotFoundError:
+                    if say_at is not None and time.monotonic() >= say_at:
+                        say_at = None
+                        log.warning("stream_missing", stream=name, hint="a scheduler makes it when it starts")
+                await asyncio.sleep(0.1)
 
     async def _ensure(self, stream: StreamConfig) -> None:
         """Raises OpenTinkerError if the server has no room to reserve for it."""
@@ -195,11 +222,17 @@ class Bus:
         except (*AWAY, *CLOSED) as error:
             log.warning("emit_dropped", subject=subject.at(**keys), error=type(error).__name__)
 
+    async def flush(self, timeout_s: int = 10) -> None:
+        """What was sent so far has reached the server. The client sends its ping before what it still holds back: the
+        first answer says that this has left, the second that it has come."""
+        await self.nc.flush(timeout=timeout_s)
+        await self.nc.flush(timeout=timeout_s)
+
     async def settle(self) -> None:
         """What was emitted so far has reached the server; at most SETTLE_S, and not while it is away."""
         if self.nc.is_connected:
             with contextlib.suppress(*AWAY, *CLOSED):
-                await heed(self.nc.flush(timeout=SETTLE_S))
+                await heed(self.flush(SETTLE_S))
 
     async def listen(self, subject: Subject[T], handler: Callable[[T], Awaitable[None]], **keys: str) -> Subscription:
         async def receive(msg: Msg) -> None:
@@ -255,6 +288,7 @@ class Bus:
     ) -> Consumer[T]:
         """A durable pull consumer; `start_seq` makes it anew from that stream sequence on."""
         config = ConsumerConfig(
+            name=durable,  # with it, the call names the subject too, and the server holds us to it
             durable_name=durable,
             filter_subject=subject.at(**keys),
             ack_policy=AckPolicy.EXPLICIT,
@@ -293,6 +327,7 @@ class Bus:
         Raises NoReply while the server is away. Messages that are not a T are left out.
         """
         config = ConsumerConfig(
+            name=uuid.uuid4().hex,
             filter_subject=subject.at(**keys),
             ack_policy=AckPolicy.NONE,
             deliver_policy=DeliverPolicy.BY_START_SEQUENCE,
@@ -397,8 +432,7 @@ class _Acks:
 
 
 def _stream_of(subject: Subject[Any]) -> str:
-    first = subject.pattern.split(".")[0]
-    name: str | None = next(s.name for s in STREAMS if s.subjects and s.subjects[0].split(".")[0] == first)
+    name = stream_of(subject)
     assert name is not None
     return name
 

@@ -14,6 +14,7 @@ from pydantic_core import PydanticCustomError
 
 from opentinker.shared.egress import networks
 from opentinker.shared.errors import SpecError
+from opentinker.shared.secrets import password_in, read_password
 
 PREFIX = "OPENTINKER_"
 LOOPBACK_HOSTS = ("127.0.0.1", "::1", "localhost")
@@ -25,6 +26,11 @@ class Settings(BaseModel):
 
     nats_url: str = "nats://127.0.0.1:4222"
     redis_url: str = "redis://127.0.0.1:6379/0"
+    nats_password_file: Path | None = None
+    """A file with the password of this service's NATS user, which is called as the service unless nats_url says
+    otherwise. `opentinker up` makes one per service. None: the server asks for none, or nats_url has it."""
+    redis_password_file: Path | None = None
+    """The same for Redis."""
     data_dir: Path = Path("data")
     """Job directories and checkpoints; the same path on every machine of a deployment."""
     worker_id: str = ""
@@ -114,6 +120,20 @@ class Settings(BaseModel):
                 {"host": self.http_host},
             )  # fmt: skip
         return self
+
+    def password(self, field: Literal["nats_password_file", "redis_password_file"]) -> str:
+        """Empty if there is no such file. Raises SpecError."""
+        path: Path | None = getattr(self, field)
+        return "" if path is None else read_password(path, field)
+
+    def secrets(self) -> list[str]:
+        """All that this process knows; none of it is for logs. Raises SpecError."""
+        token = self.api_token_file
+        found = [self.password("nats_password_file"), self.password("redis_password_file")]
+        found += [password_in(self.nats_url), password_in(self.redis_url)]
+        if token is not None:
+            found.append(read_password(token, "api_token_file"))
+        return [secret for secret in found if secret]
 
     @field_validator("env_egress_allow", mode="before")
     @classmethod

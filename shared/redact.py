@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Any
 
 HIDDEN = "***"
@@ -18,19 +19,22 @@ _LOOKS = (
 )
 
 
-def redacted(text: str) -> str:
-    """Bearer tokens, our keys and those of well-known services, passwords in URLs, `token=...` and the like."""
+def redacted(text: str, known: Sequence[str] = ()) -> str:
+    """Bearer tokens, our keys and those of well-known services, passwords in URLs, `token=...` and the like; and
+    what is `known` to be secret."""
+    for secret in known:
+        text = text.replace(secret, HIDDEN)
     for look in _LOOKS:
         text = look.sub(rf"\g<1>{HIDDEN}", text)
     return text
 
 
-def without_secrets(value: Any, name: str = "") -> Any:
+def without_secrets(value: Any, name: str = "", known: Sequence[str] = ()) -> Any:
     """The same value with every text in it redacted, and all text hidden that stands under a name of a secret."""
     if isinstance(value, str):
-        return HIDDEN if value and _NAMES.search(name) else redacted(value)
+        return HIDDEN if value and _NAMES.search(name) else redacted(value, known)
     if isinstance(value, dict):
-        return {key: without_secrets(inner, str(key)) for key, inner in value.items()}
+        return {key: without_secrets(inner, str(key), known) for key, inner in value.items()}
     if isinstance(value, list | tuple):
-        return [without_secrets(inner, name) for inner in value]
+        return [without_secrets(inner, name, known) for inner in value]
     return value

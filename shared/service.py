@@ -27,7 +27,9 @@ from opentinker.shared.bus import Bus
 from opentinker.shared.config import Settings, load_settings, worker_name
 from opentinker.shared.errors import OpenTinkerError, SpecError
 from opentinker.shared.job_logs import JobLogs
+from opentinker.shared.rights import streams_of
 from opentinker.shared.store import Store
+from opentinker.shared.subjects import SCHEDULER
 from opentinker.shared.telemetry import REGISTRY, configure_logging
 from opentinker.shared.waiting import put_down, rest
 
@@ -76,6 +78,7 @@ def main(service: str, serve: Callable[[Context], Awaitable[None]]) -> None:
     arguments = parser.parse_args()
     try:
         settings = load_settings(arguments.config)
+        settings.secrets()
     except SpecError as error:
         for mistake in error.mistakes:
             sys.stderr.write(f"{mistake['field']} = {mistake['value']!r}: {mistake['problem']}\n")
@@ -131,15 +134,19 @@ async def _live(
     stopping: asyncio.Event,
     serving: asyncio.Event,
 ) -> None:
+    nats_password, redis_password = settings.password("nats_password_file"), settings.password("redis_password_file")
     async with (
-        Bus.connect(settings.nats_url, worker) as bus,
-        Store.connect(settings.redis_url, worker) as store,
+        Bus.connect(settings.nats_url, worker, service, nats_password) as bus,
+        Store.connect(settings.redis_url, worker, service, redis_password) as store,
     ):
         log = structlog.get_logger()
         ctx = Context(
             service=service, worker=worker, settings=settings, bus=bus, store=store, log=log, stopping=stopping
         )
-        await bus.ensure_streams()
+        if service == SCHEDULER:
+            await bus.ensure_streams()
+        else:
+            await bus.await_streams(streams_of(service))
         async with _health(ctx):
             serving.set()
             try:

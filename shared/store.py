@@ -154,10 +154,15 @@ class Store:
 
     @classmethod
     @asynccontextmanager
-    async def connect(cls, url: str, name: str) -> AsyncIterator[Store]:
-        """Waits for the server as long as it takes; later, commands retry for half a minute before they raise."""
+    async def connect(cls, url: str, name: str, user: str = "", password: str = "") -> AsyncIterator[Store]:
+        """Waits for the server as long as it takes; later, commands retry for half a minute before they raise.
+
+        What the URL says of user and password goes before the arguments.
+        """
+        login = {"username": user or None, "password": password} if password else {}
         client = aioredis.from_url(
             url,
+            **login,
             client_name=name.replace(" ", "-"),
             decode_responses=True,
             connection_class=_Connection,

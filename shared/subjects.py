@@ -30,6 +30,13 @@ def token(name: str) -> str:
     return name if _TOKEN.match(name) else "x" + hashlib.sha256(name.encode()).hexdigest()[:20]
 
 
+SCHEDULER, TRAINER, ROLLOUT = "scheduler", "trainer", "rollout-worker"
+REFERENCE, ENV = "reference-forward", "env-worker"
+SERVICES = (SCHEDULER, TRAINER, ROLLOUT, REFERENCE, ENV)
+"""The services' names: of their processes, and of their users on NATS and Redis. What each may do there is made of the
+table below (rights.py): a service that is not named at a subject is refused it."""
+
+
 @dataclass(frozen=True)
 class Subject(Generic[T]):
     """A subject pattern with the type it carries. `at(job=...)` fills the pattern."""
@@ -38,6 +45,10 @@ class Subject(Generic[T]):
     kind: type[T]
     json: bool = False
     """JSON instead of msgpack: for what dashboards read."""
+    by: tuple[str, ...] = ()
+    """Services that send it."""
+    to: tuple[str, ...] = ()
+    """Services that eat it."""
 
     def at(self, **keys: str) -> str:
         return self.pattern.format(
@@ -52,54 +63,70 @@ class Call(Generic[T, R]):
     pattern: str
     kind: type[T]
     reply: type[R]
+    by: tuple[str, ...] = ()
+    """Services that ask."""
+    to: tuple[str, ...] = ()
+    """Services that answer."""
 
     def at(self, **keys: str) -> str:
         return self.pattern.format(**{key: value if value == "*" else token(value) for key, value in keys.items()})
 
 
-TICKET = Subject("ticket.{job}", types.Ticket)
+TICKET = Subject("ticket.{job}", types.Ticket, by=(SCHEDULER,), to=(ROLLOUT,))
 """Scheduler (admission loop) -> one rollout worker of the job. Acknowledged when the group is stored."""
-SCORE = Subject("score.{job}", trajectories.Group)
+SCORE = Subject("score.{job}", trajectories.Group, by=(ROLLOUT,), to=(REFERENCE,))
 """Rollout worker -> one reference-forward, for jobs that need reference logprobs. Acknowledged when passed on."""
-GROUP = Subject("group.{job}", trajectories.Group)
+GROUP = Subject("group.{job}", trajectories.Group, by=(ROLLOUT, REFERENCE), to=(TRAINER,))
 """Rollout worker or reference-forward -> the job's trainer. Kept until a checkpoint covers it."""
-EXAM = Subject("exam.{job}", validation.Exam)
+EXAM = Subject("exam.{job}", validation.Exam, by=(TRAINER,), to=(ROLLOUT,))
 """Trainer -> one rollout worker of the job: play a validation episode. Acknowledged when the trainer has its result."""
-METRIC = Subject("metric.{job}.{source}", types.MetricPoint, json=True)
+METRIC = Subject("metric.{job}.{source}", types.MetricPoint, json=True, by=SERVICES)
 """Every service -> dashboards, CLI. Live and as history."""
-LOG = Subject("log.{job}.{level}", types.LogLine, json=True)
+LOG = Subject("log.{job}.{level}", types.LogLine, json=True, by=SERVICES, to=(SCHEDULER,))
 """Every service -> the job's log. Live and as history, by level: many small words cannot push out a grave one."""
-WAKE = Subject("wake.{who}", dict, json=True)
+WAKE = Subject("wake.{who}", dict, json=True, by=(SCHEDULER, TRAINER, ROLLOUT), to=(SCHEDULER, TRAINER, ROLLOUT))
 """Anybody -> a loop that sleeps: look again now. A hint; every loop also looks by itself."""
 
-ENV_OPEN = Call("env.open.{environment}", sessions.OpenSession, sessions.SessionReply)
+ENV_OPEN = Call("env.open.{environment}", sessions.OpenSession, sessions.SessionReply, by=(ROLLOUT,), to=(ENV,))
 """Rollout worker -> any env worker that serves the environment (queue group)."""
-ENV_STEP = Call("env.step.{worker}", sessions.StepSession, sessions.SessionReply)
+ENV_STEP = Call("env.step.{worker}", sessions.StepSession, sessions.SessionReply, by=(ROLLOUT,), to=(ENV, SCHEDULER))
 """Rollout worker -> the env worker that holds the session."""
-ENV_CLOSE = Call("env.close.{worker}", sessions.CloseSession, sessions.SessionReply)
-ENV_CHECK = Call("env.check", sessions.EnvCheck, sessions.EnvCheckReply)
+ENV_CLOSE = Call("env.close.{worker}", sessions.CloseSession, sessions.SessionReply, by=(ROLLOUT,), to=(ENV, SCHEDULER))
+ENV_CHECK = Call("env.check", sessions.EnvCheck, sessions.EnvCheckReply, by=(SCHEDULER,), to=(ENV,))
 """Scheduler -> any env worker (queue group "env"), when a job is submitted."""
-SANDBOX_OPEN = Call("env.sandboxed.open", sessions.OpenSession, sessions.SessionReply)
+SANDBOX_OPEN = Call("env.sandboxed.open", sessions.OpenSession, sessions.SessionReply, by=(ROLLOUT,), to=(ENV,))
 """Rollout worker -> any env worker that has sandboxes (queue group): ENV_OPEN of sessions that need one."""
-SANDBOX_CHECK = Call("env.sandboxed.check", sessions.EnvCheck, sessions.EnvCheckReply)
+SANDBOX_CHECK = Call("env.sandboxed.check", sessions.EnvCheck, sessions.EnvCheckReply, by=(SCHEDULER,), to=(ENV,))
 """Scheduler -> any env worker that has sandboxes: ENV_CHECK of what is played in one."""
-SERVED_OPEN = Call("env.served.open.{tenant}.{environment}", sessions.OpenSession, sessions.SessionReply)
+SERVED_OPEN = Call(
+    "env.served.open.{tenant}.{environment}",
+    sessions.OpenSession,
+    sessions.SessionReply,
+    by=(ROLLOUT,),
+    to=(SCHEDULER,),
+)
 """Rollout worker -> the scheduler that holds a connection of a process that serves it (queue group): ENV_OPEN of
 environments that their users serve, whose names are a tenant's own. Steps and closes go to the scheduler too, under the
 address of that process."""
-SERVED_CHECK = Call("env.served.check.{tenant}.{environment}", sessions.EnvCheck, sessions.EnvCheckReply)
+SERVED_CHECK = Call(
+    "env.served.check.{tenant}.{environment}",
+    sessions.EnvCheck,
+    sessions.EnvCheckReply,
+    by=(SCHEDULER,),
+    to=(SCHEDULER,),
+)
 """Scheduler -> a scheduler that holds such a connection: ENV_CHECK of such an environment."""
-SERVED_BACK = Subject("env.served.back.{worker}", sessions.ServedBack)
+SERVED_BACK = Subject("env.served.back.{worker}", sessions.ServedBack, by=(SCHEDULER,), to=(SCHEDULER,))
 """Scheduler -> the one that held the connection of this process before: it is here now."""
-EXAM_RESULT = Call("examined.{job}", validation.ExamResult, validation.Seen)
+EXAM_RESULT = Call("examined.{job}", validation.ExamResult, validation.Seen, by=(ROLLOUT,), to=(TRAINER,))
 """Rollout worker -> the job's trainer."""
-SWAP = Call("swap.{worker}", types.SwapCommand, types.SwapReply)
+SWAP = Call("swap.{worker}", types.SwapCommand, types.SwapReply, by=(TRAINER,), to=(ROLLOUT,))
 """Trainer -> one rollout worker: join the weight group, or receive a version through it."""
-GENERATE = Call("generate.ask.{worker}", inference.Ask, inference.Piece)
+GENERATE = Call("generate.ask.{worker}", inference.Ask, inference.Piece, by=(SCHEDULER,), to=(ROLLOUT,))
 """Scheduler -> one rollout worker of an inference job, by its address. Answered in pieces (streaming.py)."""
-ABANDON = Subject("generate.abandon.{worker}", inference.Abandoned)
+ABANDON = Subject("generate.abandon.{worker}", inference.Abandoned, by=(SCHEDULER,), to=(ROLLOUT,))
 """Scheduler -> the rollout worker that it has asked."""
-WANTED = Call("generate.wanted.{asker}", inference.Underway, inference.Underway)
+WANTED = Call("generate.wanted.{asker}", inference.Underway, inference.Underway, by=(ROLLOUT,), to=(SCHEDULER,))
 """Rollout worker -> the scheduler that has asked it: schedulers die, and messages get lost."""
 
 MIB = 1024**2

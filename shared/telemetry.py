@@ -14,8 +14,9 @@ import sys
 import time
 import uuid
 from collections import Counter
-from collections.abc import MutableMapping
+from collections.abc import MutableMapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TextIO, cast
 
 import orjson
@@ -45,7 +46,7 @@ FORGET_S = 60.0
 def configure_logging(settings: Settings, service: str, worker: str, logs: JobLogs | None = None) -> None:
     """Every line carries service and worker; loops bind job and epoch, group and episode. Secrets are left out.
 
-    Lines bound to a job go to `logs` too.
+    Lines bound to a job go to `logs` too. Raises SpecError if a file with a secret is no such thing.
     """
     renderer: Any = (
         structlog.processors.JSONRenderer(serializer=lambda event, **_: orjson.dumps(event, default=str).decode())
@@ -59,7 +60,7 @@ def configure_logging(settings: Settings, service: str, worker: str, logs: JobLo
             structlog.processors.TimeStamper(fmt="iso", utc=True),
             structlog.processors.StackInfoRenderer(),
             structlog.processors.format_exc_info,
-            _redact,
+            partial(_redact, settings.secrets()),
             *([] if logs is None else [logs.ship]),
             renderer,
         ],
@@ -70,8 +71,10 @@ def configure_logging(settings: Settings, service: str, worker: str, logs: JobLo
     structlog.contextvars.bind_contextvars(service=service, worker=worker)
 
 
-def _redact(_logger: Any, _method: str, line: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
-    return {name: without_secrets(value, name) for name, value in line.items()}
+def _redact(
+    known: Sequence[str], _logger: Any, _method: str, line: MutableMapping[str, Any]
+) -> MutableMapping[str, Any]:
+    return {name: without_secrets(value, name, known) for name, value in line.items()}
 
 
 class _Tolerant(io.TextIOBase):

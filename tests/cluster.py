@@ -22,14 +22,17 @@ import orjson
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
 import opentinker.leash
+from opentinker.access import Access
 from opentinker.client import AsyncClient
 from opentinker.embedded import nats_binary, valkey_binary
 from opentinker.processes import free_port
 from opentinker.services.trainer import checkpoint
 from opentinker.shared.admission import Admission, Ledger
 from opentinker.shared.manifest import Manifest
+from opentinker.shared.rights import OPERATOR
 from opentinker.shared.spec import JobSpec
 from opentinker.shared.store import Store
+from opentinker.up import SERVICE_OF
 from tests.conftest import nats_conf, until
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -141,9 +144,13 @@ class Cluster:
     async def __aenter__(self) -> Cluster:
         self.data.mkdir(parents=True)
         try:
+            conf = nats_conf(self.directory, self.nats_port, **self._nats)
+            self.access = Access(self.directory / "access", conf)
             self._add_servers()
             self._keeper = asyncio.create_task(self._keep())
-            self.store = await self._stack.enter_async_context(Store.connect(self.redis_url, "cluster"))
+            self.store = await self._stack.enter_async_context(
+                Store.connect(self.redis_url, "cluster", OPERATOR, self.access.password("valkey", OPERATOR))
+            )
             self._add("scheduler", "scheduler")
             for service, count in self._wanted.items():
                 for _ in range(count):
@@ -156,6 +163,13 @@ class Cluster:
 
     async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
         await self._end(failed=kind is not None)
+        refused = [
+            f"{name}: {line[:WIDTH]}"
+            for name, process in self.processes.items()
+            for line in process.logged.splitlines()
+            if any(sign in line.lower() for sign in ("permissions violation", "noperm", "no permissions"))
+        ]
+        assert not refused, f"what a service does is not in shared/rights.py or subjects.py: {refused[:5]}"
 
     async def _end(self, *, failed: bool) -> None:
         if self._keeper is not None:
@@ -187,10 +201,12 @@ class Cluster:
             await asyncio.sleep(0.02)
 
     def _add_servers(self) -> None:
-        conf = nats_conf(self.directory, self.nats_port, **self._nats)
-        self._start("nats", [str(nats_binary()), "-c", str(conf)])
+        self._start("nats", [str(nats_binary()), "-c", str(self.access.nats_conf)])
+        acl = ["--aclfile", str(self.access.valkey_users)]
         valkey = [str(valkey_binary()), "--port", str(self.valkey_port), "--bind", "127.0.0.1", "--save", ""]
-        self._start("valkey", [*valkey, "--dir", str(self.directory), "--appendonly", "yes", "--appendfsync", "always"])
+        self._start(
+            "valkey", [*valkey, "--dir", str(self.directory), "--appendonly", "yes", "--appendfsync", "always", *acl]
+        )
 
     def add(self, service: str) -> str:
         """Start one more `trainer`, `rollout_worker`, `env_worker` or `reference_forward`; gives its name."""
@@ -198,7 +214,8 @@ class Cluster:
         return self._add(service, f"{service}-{number}")
 
     def _add(self, service: str, name: str) -> str:
-        self._start(name, [sys.executable, "-m", f"opentinker.services.{service}"], OPENTINKER_WORKER_ID=name)
+        own = self.access.environment(SERVICE_OF.get(service, service))
+        self._start(name, [sys.executable, "-m", f"opentinker.services.{service}"], OPENTINKER_WORKER_ID=name, **own)
         return name
 
     def _start(self, name: str, argv: list[str], **env: str) -> None:

@@ -99,7 +99,7 @@ async def test_a_nats_at_its_own_limit_is_well(tmp_path: Path, monkeypatch: pyte
     conf.write_text(shipped.replace("jetstream {", "jetstream {\n  max_file_store: 2MB"))
     monkeypatch.setattr("opentinker.embedded.shipped_conf", lambda _: conf)
     with EmbeddedServers(tmp_path, redis=False, default_ports=False) as servers:
-        async with Bus.connect(servers.nats_url, "test") as bus:
+        async with Bus.connect(servers.operator_url("nats"), "test") as bus:
             await bus.js.add_stream(GROUPS)
             with pytest.raises(StreamFull):
                 for number in range(100):
@@ -112,7 +112,10 @@ async def test_a_nats_that_cannot_write_is_restarted_once_there_is_room_and_noth
 ) -> None:
     """No file of it may grow beyond a megabyte: it fails as on a full disk, and stays so until its restart."""
     monkeypatch.setattr(supervision, "PROBE_EVERY_S", 0.05)
-    async with supervised(tmp_path, redis=False) as (servers, keeper), Bus.connect(servers.nats_url, "test") as bus:
+    async with (
+        supervised(tmp_path, redis=False) as (servers, keeper),
+        Bus.connect(servers.operator_url("nats"), "test") as bus,
+    ):
         await bus.ensure_streams()
         pid = keeper.child.pid
         assert pid is not None
@@ -149,7 +152,10 @@ exec {valkey_binary()} "$@"
     wrapper.chmod(0o755)
     monkeypatch.setenv("OPENTINKER_VALKEY_SERVER", str(wrapper))
     monkeypatch.setattr(supervision, "BACKOFF_S", (0.05, 0.2))
-    async with supervised(tmp_path, nats=False) as (servers, keeper), Store.connect(servers.redis_url, "test") as store:
+    async with (
+        supervised(tmp_path, nats=False) as (servers, keeper),
+        Store.connect(servers.operator_url("valkey"), "test") as store,
+    ):
         job = await new_job(store, "j-full")
 
         async def write() -> None:

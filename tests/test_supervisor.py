@@ -101,12 +101,12 @@ def test_a_taken_port_is_replaced_by_a_free_one(tmp_path: Path, monkeypatch: pyt
         with EmbeddedServers(tmp_path) as servers:
             assert port not in servers.ports.values()
             assert servers.ports["nats_monitor"] == ports["nats_monitor"]
-            assert redis.Redis.from_url(servers.redis_url).ping()
+            assert redis.Redis.from_url(servers.operator_url("valkey")).ping()
 
 
 def test_a_killed_server_comes_back_on_its_port_with_its_data(tmp_path: Path) -> None:
     with EmbeddedServers(tmp_path, nats=False, default_ports=False) as servers:
-        client = redis.Redis.from_url(servers.redis_url)
+        client = redis.Redis.from_url(servers.operator_url("valkey"))
         client.set("kept", "yes")
         servers.kill("valkey")
         servers.restart("valkey")
@@ -117,15 +117,15 @@ def test_a_killed_server_comes_back_on_its_port_with_its_data(tmp_path: Path) ->
 def test_a_second_life_of_a_data_directory_has_the_same_ports_and_data(tmp_path: Path) -> None:
     with EmbeddedServers(tmp_path, default_ports=False) as servers:
         first = dict(servers.ports)
-        redis.Redis.from_url(servers.redis_url).set("kept", "yes")
+        redis.Redis.from_url(servers.operator_url("valkey")).set("kept", "yes")
     with EmbeddedServers(tmp_path) as servers:
         assert servers.ports == first
-        assert redis.Redis.from_url(servers.redis_url).get("kept") == b"yes"
+        assert redis.Redis.from_url(servers.operator_url("valkey")).get("kept") == b"yes"
 
 
 def test_the_shipped_settings_are_the_ones_in_force(tmp_path: Path) -> None:
     with EmbeddedServers(tmp_path, default_ports=False) as servers:
-        client = redis.Redis.from_url(servers.redis_url)
+        client = redis.Redis.from_url(servers.operator_url("valkey"))
         assert client.config_get("append*")["appendfsync"] == "always"
         assert client.config_get("maxmemory-policy")["maxmemory-policy"] == "noeviction"
         base = f"http://127.0.0.1:{servers.ports['nats_monitor']}"

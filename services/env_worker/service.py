@@ -98,7 +98,7 @@ async def _serve(
     if not sandboxes.unavailable:
         opens.append(await bus.serve(SANDBOX_OPEN, sessions.open, QUEUE))
         opens.append(await bus.serve(SANDBOX_CHECK, checked, QUEUE))
-    await bus.nc.flush()  # from here on the server sends us requests
+    await bus.flush()  # from here on the server sends us requests
     ctx.ready()
     await ctx.stopping.wait()
     sessions.draining = True

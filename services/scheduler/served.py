@@ -107,7 +107,7 @@ class Served:
         """Take over from who had the last one, and take requests."""
         await self._settle()
         await self._ctx.bus.emit(SERVED_BACK, ServedBack(self._holder), worker=self.address)
-        await self._ctx.bus.nc.flush()  # from here on the server sends us requests
+        await self._ctx.bus.flush()  # from here on the server sends us requests
 
     def come(self, asker: Asker, socket: web.WebSocketResponse) -> None:
         """Ask here from now on. An older connection that has not ended yet is dropped."""

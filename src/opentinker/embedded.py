@@ -2,9 +2,11 @@
 
     DATA_DIR/nats  DATA_DIR/valkey      their data, kept over restarts
     DATA_DIR/run/servers.json           their ports: the same after a restart, so that everyone finds them again
+    DATA_DIR/run/access/                their users, rights and passwords (access.py)
     DATA_DIR/logs/{nats,valkey}.log
 
-They need no root and listen on loopback only. Settings are the shipped `deploy/*.conf`, unchanged.
+They need no root and listen on loopback only. Settings are the shipped `deploy/*.conf`; every service
+is a user of its own.
 """
 
 from __future__ import annotations
@@ -18,7 +20,9 @@ from pathlib import Path
 
 import orjson
 
+from opentinker.access import Access
 from opentinker.processes import Child, ChildSpec, Guard, StartError, banner, free_port, http_ok, port_free
+from opentinker.shared.rights import OPERATOR
 
 DEFAULT_PORTS = {"nats": 4222, "nats_monitor": 8222, "valkey": 6379}
 START_S = 120.0
@@ -98,11 +102,23 @@ class EmbeddedServers:
 
     @property
     def nats_url(self) -> str:
+        """Whoever connects says which user it is, with its password: `access` has them."""
         return f"nats://127.0.0.1:{self.ports['nats']}"
 
     @property
     def redis_url(self) -> str:
         return f"redis://127.0.0.1:{self.ports['valkey']}/0"
+
+    def operator_url(self, server: str) -> str:
+        """Of `nats` or `valkey`, with the operator's password: everything is allowed. Not for logs."""
+        url = self.nats_url if server == "nats" else self.redis_url
+        return url.replace("://", f"://{OPERATOR}:{self.access.password(server, OPERATOR)}@")
+
+    def environment(self, service: str) -> dict[str, str]:
+        """What the process of a service must be told to connect as itself."""
+        urls = {"nats": ("OPENTINKER_NATS_URL", "nats_url"), "valkey": ("OPENTINKER_REDIS_URL", "redis_url")}
+        told = {urls[server][0]: str(getattr(self, urls[server][1])) for server in self._wanted}
+        return told | self.access.environment(service, tuple(self._wanted))
 
     def __enter__(self) -> EmbeddedServers:
         self.start()
@@ -114,6 +130,7 @@ class EmbeddedServers:
     def start(self) -> None:
         """Start both and wait until they answer. Raises StartError."""
         self._file.parent.mkdir(parents=True, exist_ok=True)
+        self.access = Access(self._file.parent / "access", shipped_conf("nats.conf"))
         if "nats" in self._wanted:
             _check_room(self.data_dir / "nats")
         if self._guard is None:
@@ -194,7 +211,7 @@ class EmbeddedServers:
         port = self.ports[name]
         if name == "nats":
             monitor = self.ports["nats_monitor"]
-            argv = (str(nats_binary()), "-c", str(shipped_conf("nats.conf")), "-p", str(port), "-m", str(monitor))
+            argv = (str(nats_binary()), "-c", str(self.access.nats_conf), "-p", str(port), "-m", str(monitor))
             return ChildSpec(
                 name=name,
                 argv=argv,
@@ -205,7 +222,10 @@ class EmbeddedServers:
             )
         return ChildSpec(
             name=name,
-            argv=(str(valkey_binary()), str(shipped_conf("valkey.conf")), "--port", str(port), "--dir", str(store)),
+            argv=(
+                *(str(valkey_binary()), str(shipped_conf("valkey.conf")), "--port", str(port), "--dir", str(store)),
+                *("--aclfile", str(self.access.valkey_users)),
+            ),
             log=log,
             healthy=lambda: banner(port, b"PING\r\n", b"+PONG"),
             url=self.redis_url,

@@ -3,6 +3,7 @@
 DATA_DIR/run/lock         held by the running `up`
 DATA_DIR/run/state.json   its pid, URLs, and every child's pid, state and log
 DATA_DIR/run/operator-key the key of the first operator, made at the first start
+DATA_DIR/run/access/      users of NATS and Valkey, one per service
 DATA_DIR/logs/NAME.log
 """
 
@@ -14,7 +15,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -29,6 +30,8 @@ from opentinker.shared import egress
 from opentinker.shared.config import LOOPBACK_HOSTS, PREFIX, load_settings
 from opentinker.shared.errors import OpenTinkerError
 from opentinker.shared.keys import new_key, read_key, write_key
+from opentinker.shared.redact import redacted
+from opentinker.shared.subjects import ENV, REFERENCE, ROLLOUT
 from opentinker.supervisor import Supervisor
 
 log = structlog.get_logger()
@@ -37,6 +40,8 @@ DEFAULT_PORT = 8080
 DRAIN_S = 25.0
 """A little more than the services give themselves (`drain_s`)."""
 SMALL_MACHINE_CORES = 4
+SERVICE_OF = {"rollout_worker": ROLLOUT, "env_worker": ENV, "reference_forward": REFERENCE}
+"""Module -> what its service is called, where that differs."""
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -101,11 +106,12 @@ async def serve(plan: Plan) -> None:
             servers.start()
             nats_url, redis_url = plan.nats_url or servers.nats_url, plan.redis_url or servers.redis_url
             url = api_url(plan.host, port)
-            facts = {"url": url, "nats_url": nats_url, "redis_url": redis_url, "data_dir": str(plan.data_dir)}
+            shown = {"nats_url": redacted(nats_url), "redis_url": redacted(redis_url)}
+            facts = {"url": url, **shown, "data_dir": str(plan.data_dir)}
             key = operator_key(plan)
             if key is not None:
                 facts[KEY_FILE] = str(key)
-            specs = service_specs(plan, port, nats_url, redis_url, key)
+            specs = service_specs(plan, port, nats_url, redis_url, key, servers.environment)
             stages = [list(servers.children.values()), [Child(spec, guard) for spec in specs]]
             supervisor = Supervisor(stages, plan.data_dir / "run" / "state.json", {**facts, "started": time.time()})
             log.info("starting", **facts, logs=str(plan.data_dir / "logs"))
@@ -155,7 +161,15 @@ def operator_key(plan: Plan) -> Path | None:
     return path
 
 
-def service_specs(plan: Plan, port: int, nats_url: str, redis_url: str, key: Path | None = None) -> list[ChildSpec]:
+def service_specs(
+    plan: Plan,
+    port: int,
+    nats_url: str,
+    redis_url: str,
+    key: Path | None = None,
+    access: Callable[[str], dict[str, str]] = lambda _: {},
+) -> list[ChildSpec]:
+    """`access`: what the process of a service must be told beside that, to connect as itself."""
     common = {
         "OPENTINKER_NATS_URL": nats_url,
         "OPENTINKER_REDIS_URL": redis_url,
@@ -169,6 +183,7 @@ def service_specs(plan: Plan, port: int, nats_url: str, redis_url: str, key: Pat
     for worker, module in plan.services():
         health_port = free_port()
         env = {**common, "OPENTINKER_WORKER_ID": worker, "OPENTINKER_HEALTH_PORT": str(health_port)}
+        env |= access(SERVICE_OF.get(module, module))
         if module == "scheduler":
             env |= {"OPENTINKER_HTTP_HOST": plan.host, "OPENTINKER_HTTP_PORT": str(port)}
             env |= {f"{PREFIX}AUTH": "false"} if key is None else {PREFIX + KEY_FILE.upper(): str(key)}

@@ -1,4 +1,4 @@
-"""Commands about this machine: up, down, status, doctor."""
+"""Commands about this machine: up, down, status, doctor, access."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import signal
 import sys
 import time
 from contextlib import suppress
+from pathlib import Path
 from typing import Annotated, Any, TextIO
 
 import typer
@@ -18,7 +19,7 @@ DOWN_S = 90.0
 
 
 def register(app: typer.Typer) -> None:
-    for command in (up, down, status, doctor):
+    for command in (up, down, status, doctor, access):
         app.command()(command)
 
 
@@ -132,6 +133,22 @@ def status(data_dir: DataDir = DATA_DIR, as_json: AsJson = False) -> None:
                 say(f"{name} keeps dying; see: {as_typed('logs', name, '--data-dir', data_dir)}")
     if not running:
         raise typer.Exit(3)
+
+
+def access(folder: Annotated[Path, typer.Argument(help="Made if it is missing; passwords in it stay.")]) -> None:
+    """Write users, rights and passwords for a NATS and a Valkey or Redis of your own.
+
+    `opentinker up` does so for the servers that it starts, in DATA_DIR/run/access.
+    """
+    from opentinker.access import Access
+    from opentinker.embedded import shipped_conf
+
+    made = Access(folder, shipped_conf("nats.conf"))
+    say(f"nats-server -c {made.nats_conf}")
+    say(f"valkey-server {shipped_conf('valkey.conf')} --aclfile {made.valkey_users}")
+    say("and for each service, e.g. the scheduler:")
+    for name, value in made.environment("scheduler").items():
+        say(f"{name}={value}")
 
 
 def doctor(data_dir: DataDir = DATA_DIR, as_json: AsJson = False) -> None:

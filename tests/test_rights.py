@@ -1,0 +1,271 @@
+"""Every service's user on real servers: what the table gives it is allowed, all else is refused, cell by cell."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+import nats
+import pytest
+from nats.aio.client import Client
+
+from opentinker.access import Access
+from opentinker.embedded import nats_binary, valkey_binary
+from opentinker.shared.bus import Bus
+from opentinker.shared.rights import HISTORY, OPERATOR, REDIS_KEYS, STREAM_USES, TABLE, Use, stream_of, wide
+from opentinker.shared.store import Store
+from opentinker.shared.subjects import ENV, SERVICES, STREAMS, TRAINER, Call
+from tests.conftest import Server, free_port, nats_conf, soon, until
+
+STREAM_NAMES = [str(stream.name) for stream in STREAMS]
+FILTERS = {str(stream.name): str((stream.subjects or [""])[0]).replace("*", "x") for stream in STREAMS}
+
+
+@pytest.fixture(scope="module")
+def access(tmp_path_factory: pytest.TempPathFactory) -> tuple[Access, int]:
+    directory, port = tmp_path_factory.mktemp("access"), free_port()
+    return Access(directory / "access", nats_conf(directory, port, sync_interval="2m")), port
+
+
+@pytest.fixture(scope="module")
+def guarded_nats(access: tuple[Access, int]) -> Iterator[Server]:
+    users, port = access
+    server = Server([str(nats_binary()), "-c", str(users.nats_conf)], port, f"nats://127.0.0.1:{port}")
+    yield server
+    server.kill()
+
+
+@pytest.fixture(scope="module")
+def guarded_valkey(access: tuple[Access, int], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    port, directory = free_port(), tmp_path_factory.mktemp("guarded-valkey")
+    argv = [str(valkey_binary()), "--port", str(port), "--bind", "127.0.0.1", "--dir", str(directory), "--save", ""]
+    argv += ["--aclfile", str(access[0].valkey_users)]
+    server = Server(argv, port, f"redis://127.0.0.1:{port}/0")
+    yield server
+    server.kill()
+
+
+class Asker:
+    """A connection of one user that counts what it is refused."""
+
+    def __init__(self) -> None:
+        self.refused: list[str] = []
+        self.nc: Client
+
+    async def connect(self, url: str, user: str, password: str) -> Asker:
+        async def report(error: Exception) -> None:
+            self.refused.append(str(error))
+
+        self.nc = await nats.connect(url, user=user, password=password, error_cb=report, allow_reconnect=False)
+        return self
+
+    async def all_said(self) -> None:
+        """The server answers in order: what came before a last refusal has been answered."""
+        await self.nc.publish("the.last", b"")
+        await until(lambda: self.was_refused("publish", "the.last"))
+
+    def was_refused(self, kind: str, subject: str) -> bool:
+        """`kind`: publish | subscription."""
+        return any(f'permissions violation for {kind} to "{subject.lower()}"' in text.lower() for text in self.refused)
+
+
+def expected(service: str) -> tuple[dict[str, bool], dict[str, bool]]:
+    """Subject -> whether the service may publish to it, subscribe to it; as subjects.py and STREAM_USES say."""
+    publish, subscribe = {"$JS.API.INFO": True}, dict[str, bool]()
+    uses = STREAM_USES.get(service, {})
+    for subject in TABLE:
+        concrete = wide(subject.pattern).replace("*", "x")
+        kept = stream_of(subject) not in (None, *HISTORY)
+        publish[concrete] = publish.get(concrete, False) or service in subject.by
+        subscribe[concrete] = subscribe.get(concrete, False) or (service in subject.to and not kept)
+    for stream in STREAM_NAMES:
+        of = [subject for subject in TABLE if stream_of(subject) == stream]
+        eats = stream not in HISTORY and any(service in subject.to for subject in of)
+        knows = eats or stream in uses or (stream not in HISTORY and any(service in subject.by for subject in of))
+        may = uses.get(stream, ())
+        publish |= {
+            f"$JS.API.STREAM.CREATE.{stream}": Use.MAKE in may,
+            f"$JS.API.STREAM.UPDATE.{stream}": Use.MAKE in may,
+            f"$JS.API.STREAM.DELETE.{stream}": False,
+            f"$JS.API.STREAM.INFO.{stream}": knows,
+            f"$JS.API.STREAM.PURGE.{stream}": Use.EMPTY in may,
+            f"$JS.API.STREAM.MSG.GET.{stream}": Use.LOOK in may,
+            f"$JS.API.STREAM.MSG.DELETE.{stream}": False,
+            f"$JS.API.STREAM.SNAPSHOT.{stream}": False,
+            f"$JS.API.STREAM.RESTORE.{stream}": False,
+            f"$JS.API.DIRECT.GET.{stream}": False,
+            f"$JS.API.CONSUMER.LIST.{stream}": Use.CONSUMERS in may,
+            f"$JS.API.CONSUMER.NAMES.{stream}": False,
+            f"$JS.API.CONSUMER.CREATE.{stream}": False,
+            f"$JS.API.CONSUMER.CREATE.{stream}.c": False,
+            f"$JS.API.CONSUMER.CREATE.{stream}.c.{FILTERS[stream]}": eats or Use.REPLAY in may,
+            f"$JS.API.CONSUMER.CREATE.{stream}.c.other.x": False,
+            f"$JS.API.CONSUMER.DURABLE.CREATE.{stream}.c": False,
+            f"$JS.API.CONSUMER.DELETE.{stream}.c": eats or Use.CONSUMERS in may or Use.REPLAY in may,
+            f"$JS.API.CONSUMER.INFO.{stream}.c": eats,
+            f"$JS.API.CONSUMER.MSG.NEXT.{stream}.c": eats or Use.REPLAY in may,
+            f"$JS.ACK.{stream}.c.1.1.1.1.0": eats,
+        }
+    for other in SERVICES:
+        asks = any(isinstance(s, Call) and other in s.by and service in s.to for s in TABLE)
+        publish[f"_INBOX.{other}.x"] = asks
+        subscribe[f"_INBOX.{other}.x"] = other == service
+    foreign = (
+        "$SYS.REQ.SERVER.PING",
+        "$JS.API.STREAM.LIST",
+        "$JS.API.STREAM.NAMES",
+        "x",
+        "_INBOX.x",
+        f"_INBOX.{OPERATOR}.x",
+    )
+    publish |= dict.fromkeys(foreign, False)
+    subscribe |= dict.fromkeys((">", "*.x", "_INBOX.>", "$JS.>", "$SYS.>", "metric.>", "group.>", "$JS.API.>"), False)
+    return publish, subscribe
+
+
+async def test_each_nats_user_may_what_the_table_says_and_nothing_else(
+    guarded_nats: Server, access: tuple[Access, int]
+) -> None:
+    cells = allowed = 0
+    for service in SERVICES:
+        publish, subscribe = expected(service)
+        asker = await Asker().connect(guarded_nats.url, service, access[0].password("nats", service))
+        for subject in publish:
+            await asker.nc.publish(subject, b"x")
+        for subject in subscribe:
+            await asker.nc.subscribe(subject)
+        await asker.all_said()
+        for kind, wanted in (("publish", publish), ("subscription", subscribe)):
+            for subject, may in wanted.items():
+                assert asker.was_refused(kind, subject) is not may, f"{service}: {kind} to {subject}"
+        cells += len(publish) + len(subscribe)
+        allowed += sum(publish.values()) + sum(subscribe.values())
+        await asker.nc.close()
+    print(f"\nNATS: {cells} cells, {allowed} allowed, {cells - allowed} refused")
+    assert cells > 500 and 0 < allowed < cells / 3
+
+
+async def test_nobody_without_the_password_of_a_user_comes_in(guarded_nats: Server) -> None:
+    logins = ({}, *({"user": u, "pass": "x" * 64} for u in ("scheduler", "root", "")), {"user": OPERATOR, "pass": ""})
+    for login in logins:
+        reader, writer = await asyncio.open_connection("127.0.0.1", guarded_nats.port)
+        writer.write(b"CONNECT " + json.dumps({"verbose": False, **login}).encode() + b"\r\nPING\r\n")
+        answer = await soon(reader.read())
+        assert b"Authorization Violation" in answer and b"PONG" not in answer, login
+        writer.close()
+        await writer.wait_closed()
+
+
+async def test_what_a_service_asks_for_is_answered_where_only_it_listens(
+    guarded_nats: Server, access: tuple[Access, int]
+) -> None:
+    """A request of the scheduler to an env worker, while a trainer tries to listen to everything."""
+    from opentinker.shared.sessions import EnvCheck, EnvCheckReply
+    from opentinker.shared.subjects import ENV_CHECK, SCHEDULER
+
+    spy = await Asker().connect(guarded_nats.url, TRAINER, access[0].password("nats", TRAINER))
+    heard: list[str] = []
+
+    async def hear(message: nats.aio.msg.Msg) -> None:
+        heard.append(message.subject)
+
+    for subject in (">", "_INBOX.>", "_INBOX.scheduler.>", "env.check"):
+        await spy.nc.subscribe(subject, cb=hear)
+    async with (
+        Bus.connect(guarded_nats.url, "e", ENV, access[0].password("nats", ENV)) as env,
+        Bus.connect(guarded_nats.url, "s", SCHEDULER, access[0].password("nats", SCHEDULER)) as scheduler,
+    ):
+
+        async def answer(_: EnvCheck) -> EnvCheckReply:
+            return EnvCheckReply()
+
+        await env.serve(ENV_CHECK, answer, "env")
+        await env.flush()
+        check = EnvCheck(name="gsm8k", config={})
+        assert (await soon(scheduler.request(ENV_CHECK, check, 30.0))).errors == []
+    await spy.all_said()
+    assert heard == [] and len(spy.refused) == 5
+    await spy.nc.close()
+
+
+async def test_streams_are_made_by_the_scheduler_and_awaited_by_the_others(tmp_path: Path) -> None:
+    port = free_port()
+    users = Access(tmp_path / "access", nats_conf(tmp_path, port, sync_interval="2m"))
+    server = Server([str(nats_binary()), "-c", str(users.nats_conf)], port, f"nats://127.0.0.1:{port}")
+    try:
+        async with (
+            Bus.connect(server.url, "t", "trainer", users.password("nats", "trainer")) as trainer,
+            Bus.connect(server.url, "s", "scheduler", users.password("nats", "scheduler")) as scheduler,
+        ):
+            waiting = asyncio.create_task(trainer.await_streams(["GROUPS", "EXAMS"]))
+            await until(lambda: trainer.nc.stats["out_msgs"] > 1)
+            assert not waiting.done()
+            await scheduler.ensure_streams()
+            await soon(waiting)
+    finally:
+        server.kill()
+
+
+KEYS = ("job:j", "job:j:events", "job:j:op:1", "jobs:of:t", "jobs:active", "jobs:ending", "worker:w", "workers",
+        "leases", "adm:j", "adm:j:groups", "idem:t:k", "other", "key:k")  # fmt: skip
+NEVER = (("flushall",), ("config", "get", "*"), ("keys", "*"), ("acl", "list"), ("shutdown",), ("debug", "sleep", "0"),
+         ("script", "flush"), ("client", "kill", "id", "1"), ("client", "list"), ("monitor",), ("save",),
+         ("bgrewriteaof",), ("replicaof", "no", "one"), ("function", "flush"), ("swapdb", "0", "1"),
+         ("publish", "c", "m"))  # fmt: skip
+
+
+async def test_each_redis_user_has_its_keys_and_no_others(guarded_valkey: Server, access: tuple[Access, int]) -> None:
+    cells = allowed = 0
+    async with Store.connect(guarded_valkey.url, "test", OPERATOR, access[0].password("valkey", OPERATOR)) as store:
+
+        async def may(user: str, *command: str) -> bool:
+            return bool(await store.redis.execute_command("ACL", "DRYRUN", user, *command) == "OK")
+
+        for service, key in itertools.product(SERVICES, KEYS):
+            write, read = ([k.rstrip("*") for k in keys] for keys in REDIS_KEYS[service])
+            writes = any(key == k or (key.startswith(k) and k[-1:] in (":", "")) for k in write)
+            reads = writes or key in read
+            assert await may(service, "set", key, "v") is writes, f"{service} writes {key}"
+            if service in (ENV,):  # has no command for hashes
+                assert await may(service, "get", key) is reads, f"{service} reads {key}"
+                assert not await may(service, "hgetall", key)
+            else:
+                assert await may(service, "hmget", key, "f") is reads, f"{service} reads {key}"
+            cells, allowed = cells + 2, allowed + writes + reads
+        for user, command in itertools.product((*SERVICES, "default"), NEVER):
+            assert not await may(user, *command), f"{user}: {command}"
+            cells += 1
+        for key in KEYS:
+            assert not await may("default", "get", key)
+            cells += 1
+    print(f"\nRedis: {cells} cells, {allowed} allowed, {cells - allowed} refused")
+    assert cells > 200
+
+
+def test_passwords_are_the_owners_alone_and_stay(tmp_path: Path) -> None:
+    conf = nats_conf(tmp_path, 1)
+    first = Access(tmp_path / "access", conf)
+    made = {path.name: path.read_text() for path in first.folder.iterdir()}
+    assert all(stat.S_IMODE(path.stat().st_mode) == 0o600 for path in first.folder.iterdir())
+    assert stat.S_IMODE(first.folder.stat().st_mode) == 0o700
+    again = Access(tmp_path / "access", conf)
+    assert {path.name: path.read_text() for path in again.folder.iterdir()} == made
+    passwords = {again.password(server, user) for server in ("nats", "valkey") for user in (*SERVICES, OPERATOR)}
+    assert len(passwords) == 2 * (len(SERVICES) + 1)
+    assert not any(again.password("valkey", user) in again.valkey_users.read_text() for user in SERVICES), (
+        "hashes alone"
+    )
+
+
+def test_a_deleted_password_is_made_anew(tmp_path: Path) -> None:
+    conf = nats_conf(tmp_path, 1)
+    first = Access(tmp_path / "access", conf)
+    old, kept = first.password("nats", ENV), first.password("nats", TRAINER)
+    first.password_file("nats", ENV).unlink()
+    again = Access(tmp_path / "access", conf)
+    assert again.password("nats", ENV) != old and again.password("nats", TRAINER) == kept
+    assert again.password("nats", ENV) in (again.folder / "nats-users.conf").read_text()
