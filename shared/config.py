@@ -47,6 +47,12 @@ class Settings(BaseModel):
     one. Needed until an operator has a key. `opentinker up` has one of its own in its data_dir."""
     key_env: Annotated[str, Field(pattern="^[a-z0-9]{1,16}$")] = "local"
     """Name of this deployment in its keys, ot_local_...: keys of others are refused without looking them up."""
+    http_rate: Annotated[float, Field(gt=0)] = 500.0
+    """Requests a second of one key, or of one address without a key; twice as many at once. More are answered 429."""
+    http_connections: Annotated[int, Field(gt=0)] = 4096
+    """At once, of all clients."""
+    http_connections_per_address: Annotated[int, Field(gt=0)] = 1024
+    """At once, of one client. Behind a proxy all come from its address."""
     health_host: str = "127.0.0.1"
     health_port: Annotated[int, Field(ge=0, le=65535)] = 0
     """/healthz, /readyz and /metrics of this process; 0 takes a free port."""
@@ -128,11 +134,10 @@ class Settings(BaseModel):
 
     def secrets(self) -> list[str]:
         """All that this process knows; none of it is for logs. Raises SpecError."""
-        token = self.api_token_file
         found = [self.password("nats_password_file"), self.password("redis_password_file")]
         found += [password_in(self.nats_url), password_in(self.redis_url)]
-        if token is not None:
-            found.append(read_password(token, "api_token_file"))
+        if self.admin_key_file is not None:
+            found.append(read_password(self.admin_key_file, "admin_key_file"))
         return [secret for secret in found if secret]
 
     @field_validator("env_egress_allow", mode="before")

@@ -20,6 +20,7 @@ from opentinker.services.scheduler.gateway import Gateway
 from opentinker.services.scheduler.inference_api import InferenceApi
 from opentinker.services.scheduler.jobs_api import MOST_JOBS, JobsApi
 from opentinker.services.scheduler.knowing_api import MOST_LINES, KnowingApi
+from opentinker.services.scheduler.limits import HEADERS, IDLE_S, Guard, bound
 from opentinker.services.scheduler.openapi import Parameter, Route, document
 from opentinker.services.scheduler.problems import BODY_LIMIT, json_response, problems
 from opentinker.services.scheduler.replicas import Replicas
@@ -208,7 +209,12 @@ class Api:
         ]
 
     def app(self) -> web.Application:
-        app = web.Application(middlewares=[problems, self.gate.before(self.routes)], client_max_size=BODY_LIMIT)
+        known = {(r.method, r.path): {p.name for p in r.parameters if p.place == "query"} for r in self.routes}
+        free = {r.path for r in self.routes if r.action is Action.FREE}
+        guard = Guard(self.ctx.settings, free, known)
+        app = web.Application(
+            middlewares=[problems, guard.guard, self.gate.before(self.routes)], client_max_size=BODY_LIMIT
+        )
         if not self.ctx.settings.auth:
             app.on_response_prepare.append(say_open)
         app.on_shutdown.append(self._let_go)
@@ -264,8 +270,17 @@ class Api:
 @contextlib.asynccontextmanager
 async def listening(ctx: Context, gate: Gate, gateway: Gateway, replicas: Replicas) -> AsyncIterator[int]:
     """Serve while the block runs; gives the port. A port that is taken is an error of the process."""
-    runner = web.AppRunner(Api(ctx, gate, gateway, replicas).app(), access_log=None, shutdown_timeout=2.0)
+    runner = web.AppRunner(
+        Api(ctx, gate, gateway, replicas).app(),
+        access_log=None,
+        shutdown_timeout=2.0,
+        keepalive_timeout=IDLE_S,
+        auto_decompress=False,  # a small body may be a large one: guard() refuses what is compressed
+        **HEADERS,
+    )
     await runner.setup()
+    assert runner.server is not None
+    bound(runner.server, ctx.settings.http_connections, ctx.settings.http_connections_per_address)
     try:
         site = web.TCPSite(runner, ctx.settings.http_host, ctx.settings.http_port)
         await site.start()

@@ -7,6 +7,8 @@ sandbox. Where none answers in time the version is kept, unchecked, and the answ
 from __future__ import annotations
 
 import asyncio
+import base64
+import hashlib
 import re
 from typing import Any
 
@@ -15,7 +17,7 @@ from aiohttp import web
 
 from opentinker.services.scheduler.environment import ask
 from opentinker.services.scheduler.gate import tenant_of
-from opentinker.services.scheduler.problems import json_response
+from opentinker.services.scheduler.problems import BODY_S, SlowBody, json_response
 from opentinker.services.scheduler.receiving import MIB, Uploads, Version
 from opentinker.shared import uploads
 from opentinker.shared.errors import Conflict, SpecError
@@ -70,8 +72,10 @@ class EnvironmentsApi:
     async def _receive(self, request: web.Request, file: Any) -> None:
         """Raises SpecError for a body that no package can have."""
         most, size = self.ctx.settings.upload_mb * MIB + TAR_OVERHEAD, 0
-        async for chunk in request.content.iter_chunked(MIB):
+        said, digest = _said_digest(request), hashlib.sha256()
+        while chunk := await _part(request):
             size += len(chunk)
+            digest.update(chunk)
             if size <= most:
                 await asyncio.to_thread(file.write, chunk)
             elif (
@@ -81,6 +85,9 @@ class EnvironmentsApi:
         if size > most:
             problem = f"is larger than what is taken: {self.ctx.settings.upload_mb} MB (upload_mb)"
             raise SpecError([{"field": "(package)", "value": None, "problem": problem}])
+        if said is not None and said != digest.digest():
+            raise SpecError([{"field": "Content-Digest", "value": request.headers["Content-Digest"][:100],
+                              "problem": "is not the digest of what has come: send it again"}])  # fmt: skip
 
     async def list(self, request: web.Request) -> web.Response:
         names = await asyncio.to_thread(self._uploads.names, tenant_of(request))
@@ -104,6 +111,27 @@ class EnvironmentsApi:
             raise Conflict(f"{len(used)} jobs that are not over play it: {jobs}; cancel them first")
         gone = await asyncio.to_thread(self._uploads.delete, tenant, name, version)
         return json_response({"name": name, "deleted": [v.version for v in gone]})
+
+
+async def _part(request: web.Request) -> bytes:
+    """The next part of the body, empty at its end. Raises SlowBody."""
+    try:
+        async with asyncio.timeout(BODY_S):
+            return await request.content.read(MIB)
+    except TimeoutError:
+        raise SlowBody(f"nothing of the body has come for {BODY_S:.0f} s") from None
+
+
+def _said_digest(request: web.Request) -> bytes | None:
+    """`Content-Digest: sha-256=:BASE64:` (RFC 9530). Raises SpecError for one that says nothing we know."""
+    text = request.headers.get("Content-Digest")
+    if text is None:
+        return None
+    for part in text.split(","):
+        if found := re.fullmatch(r"sha-256=:([A-Za-z0-9+/]{43}=):", part.strip()):
+            return base64.b64decode(found[1])
+    problem = "must have sha-256=:BASE64: (RFC 9530)"
+    raise SpecError([{"field": "Content-Digest", "value": text[:100], "problem": problem}])
 
 
 def _shown(version: Version) -> dict[str, Any]:

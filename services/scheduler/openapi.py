@@ -68,8 +68,13 @@ def _operation(route: Route) -> dict[str, Any]:
     errors = {"422": "Every mistake in the request"} if route.body or route.takes or route.parameters else {}
     errors |= {"404": "Unknown id"} if in_path else {}
     if route.action is not Action.FREE:
-        errors |= {"401": "A key is asked for"}
+        errors |= {"401": "A key is asked for", "429": "Too many requests; see Retry-After"}
         errors |= {} if route.action is Action.ABOUT else {"403": f"The key does not allow {route.action}"}
+    errors |= (
+        {"408": "The body did not come", "413": "The body is too large", "415": "Not taken: a compressed body"}
+        if route.body or route.takes
+        else {}
+    )
     errors |= {"503": "Redis or NATS does not answer"} if route.path.startswith("/v1") else {}
     problem = {"application/problem+json": {"schema": {"$ref": _SCHEMAS + "Problem"}}}
     operation: dict[str, Any] = {

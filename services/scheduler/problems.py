@@ -5,7 +5,9 @@ Bad input is never a 500: the middleware knows every error of ours and aiohttp's
 
 from __future__ import annotations
 
+import asyncio
 import json
+import math
 import re
 import time
 from collections.abc import Awaitable, Callable
@@ -19,7 +21,7 @@ from prometheus_client import Counter, Histogram
 from redis.exceptions import RedisError
 
 from opentinker.shared.bus import NoReply
-from opentinker.shared.errors import Conflict, NotFound, SpecError
+from opentinker.shared.errors import Conflict, NotFound, OpenTinkerError, SpecError
 from opentinker.shared.openai.fields import Refused
 from opentinker.shared.telemetry import REGISTRY
 
@@ -28,6 +30,8 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 PROBLEM = "application/problem+json"
 BODY_LIMIT = 1 << 20
+BODY_S = 10.0
+"""A body that is read as a whole may take so long to come; of one that is read in parts, each part."""
 DEPTH_LIMIT = 32
 NODE_LIMIT = 100_000
 REQUESTS = Counter("opentinker_http_requests", "HTTP requests", ["method", "route", "status"], registry=REGISTRY)
@@ -39,17 +43,31 @@ HINTS = {
     403: "docs/keys.md says which roles and scopes allow what; `opentinker keys create` makes a key that may",
     404: "see /openapi.json for the routes; GET /v1/jobs lists your jobs",
     405: "see /openapi.json for the methods of this route",
+    408: "send it again, or over a better line",
     409: "GET the object to see its present state",
     413: f"a body may have {BODY_LIMIT} bytes",
     415: "send JSON with `Content-Type: application/json`",
     422: "correct the fields under `errors` and send it again",
+    429: "ask less often; `Retry-After` says when again",
     503: "a part of the service is restarting; try again in a few seconds",
 }
 
 
-TITLES = {404: "Not found", 409: "Conflict", 429: "Overloaded", 503: "Unavailable"}
+TITLES = {404: "Not found", 408: "Request timeout", 409: "Conflict", 429: "Overloaded", 503: "Unavailable"}
 OPENAI = re.compile(r"/v1/jobs/[^/]+/v1(/|$)")
 """Paths below which errors look as OpenAI's do."""
+
+
+class TooMany(OpenTinkerError):
+    """Of one asker in too little time."""
+
+    def __init__(self, what: str, wait_s: float) -> None:
+        self.wait_s = max(1, math.ceil(wait_s))
+        super().__init__(f"too many {what}: the next is looked at in {self.wait_s} s")
+
+
+class SlowBody(OpenTinkerError):
+    """It has not come within the time that a body may take."""
 
 
 def json_response(data: Any, status: int = 200, headers: dict[str, str] | None = None) -> web.Response:
@@ -96,9 +114,8 @@ async def _answer(request: web.Request, handler: Handler) -> web.StreamResponse:
         return problem(422, detail, title=title, errors=error.mistakes)
     except Refused as error:
         return problem(error.status, error.message, title=TITLES.get(error.status, "Refused"), openai=error.body)
-    except (NotFound, Conflict) as error:
-        status = 404 if isinstance(error, NotFound) else 409
-        return problem(status, str(error), title=TITLES[status])
+    except (NotFound, Conflict, TooMany, SlowBody) as error:
+        return _plain_problem(error)
     except (RedisError, NoReply, TimeoutError, nats.errors.Error) as error:
         log.warning("request_unavailable", path=request.path, error=str(error) or type(error).__name__)
         return problem(503, "the state store or the message server does not answer", title="Unavailable")
@@ -106,6 +123,18 @@ async def _answer(request: web.Request, handler: Handler) -> web.StreamResponse:
         if error.status < 400:
             raise
         return _http_problem(request, error)
+
+
+def _plain_problem(error: NotFound | Conflict | TooMany | SlowBody) -> web.Response:
+    kinds = {NotFound: 404, Conflict: 409, TooMany: 429, SlowBody: 408}
+    status = next(status for kind, status in kinds.items() if isinstance(error, kind))
+    title = "Too many requests" if status == 429 else TITLES[status]
+    response = problem(status, str(error), title=title)
+    if isinstance(error, TooMany):
+        response.headers["Retry-After"] = str(error.wait_s)
+    if isinstance(error, SlowBody):
+        response.force_close()
+    return response
 
 
 def _http_problem(request: web.Request, error: web.HTTPException) -> web.Response:
@@ -142,8 +171,13 @@ async def problems(request: web.Request, handler: Handler) -> web.StreamResponse
 
 
 async def read_json(request: web.Request) -> Any:
-    """The body as plain data. Raises SpecError: not JSON, a name twice in an object, NaN, too deep, too many values."""
-    raw = await request.read()
+    """The body as plain data. Raises SpecError: not JSON, a name twice in an object, NaN, too deep, too many values;
+    SlowBody."""
+    try:
+        async with asyncio.timeout(BODY_S):
+            raw = await request.read()
+    except TimeoutError:
+        raise SlowBody(f"the body has not come within {BODY_S:.0f} s") from None
     try:
         data = orjson.loads(raw)
         json.loads(raw, object_pairs_hook=_unique)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import fnmatch
+import hashlib
 import io
 import os
 import tarfile
@@ -29,7 +31,8 @@ class EnvironmentCalls:
         """A directory with environment.toml (or pyproject.toml), code and a lock. The answer's `environment` is its
         exact name in a spec. Raises ApiError with every mistake."""
         body = await asyncio.to_thread(pack, directory)
-        headers = {"Content-Type": "application/x-tar"}
+        digest = base64.b64encode(hashlib.sha256(body).digest()).decode()
+        headers = {"Content-Type": "application/x-tar", "Content-Digest": f"sha-256=:{digest}:"}
         query = {"name": name} if name else {}
         return await self._http.json("POST", ENVIRONMENTS, query, body=body, headers=headers, timeout_s=PUSH_S)
 

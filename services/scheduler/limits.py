@@ -1,0 +1,172 @@
+"""What one client may take of the HTTP server: connections, requests a second, wrong keys a second, time for a body;
+and requests that no honest client sends.
+
+    Buckets  a token bucket per asker (the key that is borne, else the address), kept in this process
+    guard    the middleware: consumes requests; refuses those of an empty bucket (429), odd paths (404), compressed
+             bodies (415), parameters that a route does not know (422)
+    bound    connections: of one address, and of all
+"""
+
+from __future__ import annotations
+
+import asyncio
+import difflib
+import hashlib
+import math
+import re
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Collection, Mapping
+from typing import Any
+from urllib.parse import unquote
+
+import structlog
+from aiohttp import web
+
+from opentinker.services.scheduler.problems import OPENAI, Handler, TooMany
+from opentinker.shared.config import Settings
+from opentinker.shared.errors import SpecError
+
+log = structlog.get_logger()
+
+BURST_S = 2.0
+"""A bucket holds what flows into it in so many seconds."""
+WRONG_PER_S, WRONG_BURST = 100.0, 1000.0
+"""Answers 401 per address. Beyond, only keys that were right a moment ago are looked at."""
+TRUSTED_S = 60.0
+MOST_ASKERS = 20_000
+"""The longest unseen are forgotten."""
+HEADERS: dict[str, Any] = {"max_line_size": 8190, "max_field_size": 8190, "max_headers": 64}
+"""Of a request: its first line, each header, their number."""
+IDLE_S = 75.0
+"""A connection on which no request comes, or none as a whole, is closed after so long."""
+SAY_EVERY_S = 10.0
+_ODD = re.compile(r"[\x00-\x1f\x7f\\]")
+
+
+class Buckets:
+    def __init__(self, per_s: float, burst: float, most: int = MOST_ASKERS) -> None:
+        self._per_s, self._burst, self._most = per_s, burst, most
+        self._left: OrderedDict[str, tuple[float, float]] = OrderedDict()
+        """Asker -> tokens, and when that was."""
+
+    def wait_s(self, asker: str, now: float) -> float:
+        """Until there is a token; 0 if there is one."""
+        return max(0.0, (1.0 - self._level(asker, now)) / self._per_s)
+
+    def take(self, asker: str, now: float) -> float:
+        """A token, or what `wait_s` says, and then nothing is taken."""
+        level = self._level(asker, now)
+        enough = level >= 1.0
+        self._left[asker] = (level - 1.0 if enough else level, now)
+        self._left.move_to_end(asker)
+        while len(self._left) > self._most:
+            self._left.popitem(last=False)
+        return 0.0 if enough else (1.0 - level) / self._per_s
+
+    def _level(self, asker: str, now: float) -> float:
+        left, at = self._left.get(asker, (self._burst, now))
+        return min(self._burst, left + max(0.0, now - at) * self._per_s)
+
+
+class Guard:
+    """`free`: paths that are answered at any rate. `known`: (method, route) -> its query parameters."""
+
+    def __init__(self, settings: Settings, free: Collection[str], known: Mapping[tuple[str, str], set[str]]) -> None:
+        self._requests = Buckets(settings.http_rate, max(1.0, BURST_S * settings.http_rate))
+        self._wrong = Buckets(WRONG_PER_S, WRONG_BURST)
+        self._free, self._known = frozenset(free), known
+        self._trusted: OrderedDict[str, float] = OrderedDict()
+        """Keys (as digests) that were right, and when."""
+
+    @web.middleware
+    async def guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        _refuse_odd(request)
+        if request.path in self._free:
+            return await handler(request)
+        now, address, key = time.monotonic(), request.remote or "", _key(request)
+        if wait_s := self._requests.take(key or address, now):
+            raise TooMany("requests", wait_s)
+        if not self._is_trusted(key, now) and (wait_s := self._wrong.wait_s(address, now)):
+            raise TooMany("wrong keys", wait_s)
+        try:
+            response = await self._asked(request, handler)
+        except web.HTTPUnauthorized:
+            self._trusted.pop(key, None)
+            self._wrong.take(address, now)
+            raise
+        if key:
+            self._trust(key, now)
+        return response
+
+    async def _asked(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Raises SpecError for a parameter that the route would not look at."""
+        resource = request.match_info.route.resource
+        route = (request.method, "" if resource is None else resource.canonical)
+        known = self._known.get(route)
+        if known is not None and not OPENAI.match(request.path) and (odd := sorted(request.query.keys() - known)):
+            raise SpecError([{"field": name[:100], "value": request.query[name][:100], "problem": _unknown(name, known)}
+                             for name in odd[:10]])  # fmt: skip
+        return await handler(request)
+
+    def _trust(self, key: str, now: float) -> None:
+        self._trusted[key] = now
+        self._trusted.move_to_end(key)
+        while len(self._trusted) > MOST_ASKERS:
+            self._trusted.popitem(last=False)
+
+    def _is_trusted(self, key: str, now: float) -> bool:
+        return now - self._trusted.get(key, -math.inf) < TRUSTED_S
+
+
+def bound(server: web.Server, most: int, most_per_address: int) -> None:
+    """No more connections than that: one too many is closed before anything of it is read."""
+    of_address: Counter[str] = Counter()
+    counted: dict[Any, str] = {}
+    made, lost, said_at = server.connection_made, server.connection_lost, -math.inf
+
+    def connection_made(handler: Any, transport: asyncio.Transport) -> None:
+        nonlocal said_at
+        made(handler, transport)
+        address = str((transport.get_extra_info("peername") or ("",))[0])
+        if len(counted) >= most or of_address[address] >= most_per_address:
+            if time.monotonic() - said_at > SAY_EVERY_S:
+                said_at = time.monotonic()
+                log.warning("connections_refused", address=address, here=len(counted), of_address=of_address[address])
+            transport.abort()
+            return
+        counted[handler] = address
+        of_address[address] += 1
+
+    def connection_lost(handler: Any, exc: BaseException | None = None) -> None:
+        lost(handler, exc)
+        if (address := counted.pop(handler, None)) is not None:
+            of_address[address] -= 1
+            if not of_address[address]:
+                del of_address[address]
+
+    server.connection_made = connection_made  # type: ignore[method-assign]
+    server.connection_lost = connection_lost  # type: ignore[method-assign]
+
+
+def _refuse_odd(request: web.Request) -> None:
+    """A path has no part that means another place once it is decoded, and a body is what it seems to be."""
+    raw = request.raw_path.partition("?")[0]
+    plain = unquote(raw)
+    if _ODD.search(plain) or "%2f" in raw.lower() or not {"..", "."}.isdisjoint(plain.split("/")):
+        raise web.HTTPNotFound
+    encoding = request.headers.get("Content-Encoding", "identity").strip().lower()
+    if encoding != "identity":
+        raise web.HTTPUnsupportedMediaType(text=f"bodies are taken as they are, not as {encoding[:40]}")
+
+
+def _unknown(name: str, known: Collection[str]) -> str:
+    near = difflib.get_close_matches(name, known, 1)
+    takes = f"takes {', '.join(sorted(known))}" if known else "takes no parameters"
+    return f"is no parameter of this route{f'; did you mean {near[0]}?' if near else f', which {takes}'}"
+
+
+def _key(request: web.Request) -> str:
+    """What the asker bears, as a digest; empty if it bears nothing."""
+    borne = request.headers.get("Authorization", "")
+    return hashlib.sha256(borne.encode("utf-8", "surrogateescape")).hexdigest() if borne else ""
