@@ -27,7 +27,7 @@ from typing import Any
 
 import msgspec
 
-from opentinker.shared.authority import Action, Principal, Role
+from opentinker.shared.authority import SCOPES, Action, Principal, Role
 from opentinker.shared.errors import Conflict, NotFound, SpecError
 from opentinker.shared.script import Script
 
@@ -38,6 +38,7 @@ FORM = re.compile(rf"ot_([a-z0-9]{{1,16}})_([a-z0-9]{{{ID}}})_([0-9A-Za-z]{{{SEC
 KEY_ID = re.compile(rf"[a-z0-9]{{{ID}}}")
 TENANT = re.compile(r"[a-z0-9][a-z0-9-]{0,31}")
 ENV = re.compile(r"[a-z0-9]{1,16}")
+ALL = "*"
 MOST_KEYS = 1000
 """Of a tenant."""
 KEPT_S = 30 * 86400
@@ -94,7 +95,7 @@ class Key(msgspec.Struct, frozen=True, kw_only=True):
     tenant: str
     role: Role
     scopes: str
-    """Comma separated, in order."""
+    """Comma separated, in order; ALL: whatever the role allows."""
     name: str
     digest: str
     created: float
@@ -114,7 +115,8 @@ class Key(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def principal(self) -> Principal:
-        scopes = frozenset(Action(scope) for scope in self.scopes.split(",") if scope)
+        named = (Action(scope) for scope in self.scopes.split(",") if scope)
+        scopes = SCOPES if self.scopes == ALL else frozenset(named)
         return Principal(self.tenant, self.role, self.id, scopes)
 
     def fits(self, digest: str, now: float) -> bool:
@@ -145,6 +147,13 @@ def write_key(path: Path, text: str) -> None:
     """Into a new file that its owner alone can read. Raises FileExistsError."""
     with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
         file.write(text + "\n")
+
+
+def replace_key(path: Path, text: str) -> None:
+    """In a file that is there."""
+    new = path.with_name(f"{path.name}.{secrets.token_hex(4)}")
+    write_key(new, text)
+    new.replace(path)
 
 
 def read_key(path: Path) -> str:
@@ -184,19 +193,20 @@ class Keys:
         now: float,
         tenant: str,
         role: Role,
-        scopes: Sequence[Action],
+        scopes: Sequence[Action] | None,
         name: str,
         by: str,
         expires: float = 0.0,
-    ) -> bool:
-        """False: another key has this id already. Raises Conflict if the tenant has too many."""
+    ) -> Key:
+        """`scopes` None: all that the role allows, now and later. The key that has this id: another one, if its digest
+        is another. Raises Conflict if the tenant has too many."""
         parsed = parse(text)
         assert parsed is not None
         id, digest = parsed[1], digest_of(text)
         fields = {
             "tenant": tenant,
             "role": role.value,
-            "scopes": ",".join(sorted(scope.value for scope in scopes)),
+            "scopes": ALL if scopes is None else ",".join(sorted(scope.value for scope in scopes)),
             "name": name,
             "digest": digest,
             "created": now,
@@ -214,7 +224,10 @@ class Keys:
         )
         if answer == "full":
             raise Conflict(f"tenant {tenant} has {MOST_KEYS} keys, which is the most; revoked ones count for a month")
-        return bool(answer == "ok")
+        found = await self.find(id)
+        if found is None:
+            raise NotFound(f"key {id!r} is gone")
+        return found
 
     async def find(self, id: str) -> Key | None:
         fields = await self._redis.hgetall(_of(id))

@@ -19,6 +19,7 @@ from opentinker.services.scheduler.gate import Gate, say_open
 from opentinker.services.scheduler.gateway import Gateway
 from opentinker.services.scheduler.inference_api import InferenceApi
 from opentinker.services.scheduler.jobs_api import MOST_JOBS, JobsApi
+from opentinker.services.scheduler.keys_api import KeysApi, NewKey, Rotation
 from opentinker.services.scheduler.knowing_api import MOST_LINES, KnowingApi
 from opentinker.services.scheduler.limits import HEADERS, IDLE_S, Guard, bound
 from opentinker.services.scheduler.openapi import Parameter, Route, document
@@ -26,6 +27,7 @@ from opentinker.services.scheduler.problems import BODY_LIMIT, json_response, pr
 from opentinker.services.scheduler.replicas import Replicas
 from opentinker.shared.authority import Action
 from opentinker.shared.service import Context
+from opentinker.shared.spec import JobSpec
 from opentinker.shared.subjects import STREAMS
 from opentinker.shared.telemetry import REGISTRY
 from opentinker.shared.types import LEVELS
@@ -53,6 +55,7 @@ LAST = Parameter("last", "query", f"Only the last so many of the lines that ther
 ALL = Parameter("all", "query", "`1`: with optimizer and random state, to resume elsewhere.")
 
 NAME = Parameter("name", "query", "Of the environment; default: the one that the package gives itself.")
+TENANT = Parameter("tenant", "query", "Of operators: another tenant's; default: your own.")
 VERSION = Parameter("version", "query", "Only this version; default: all of them.", "integer")
 
 
@@ -62,13 +65,14 @@ class Api:
         jobs = JobsApi(ctx)
         inference = InferenceApi(jobs, replicas)
         environments = EnvironmentsApi(ctx)
+        keys = KeysApi(ctx)
         knowing = KnowingApi(jobs)
         get = "/v1/jobs/{id}"
         openai = get + "/v1"
         json = "application/json"
         env = "/v1/environments"
         self.routes = [
-            Route("POST", "/v1/jobs", jobs.create, Action.JOBS_WRITE, "Submit a job", 201, (KEY,), body="JobSpec"),
+            Route("POST", "/v1/jobs", jobs.create, Action.JOBS_WRITE, "Submit a job", 201, (KEY,), body=JobSpec),
             Route(
                 "GET", "/v1/jobs", jobs.list, Action.JOBS_READ, "Your jobs, newest first", 200, (BEFORE_JOB, LIMIT_JOBS)
             ),
@@ -200,6 +204,18 @@ class Api:
                 101,
                 content="application/octet-stream",
             ),
+            Route("POST", "/v1/keys", keys.create, Action.KEYS_WRITE, "Make a key; shows it, once", 201, body=NewKey),
+            Route("GET", "/v1/keys", keys.list, Action.KEYS_READ, "Keys, oldest first; no secrets", 200, (TENANT,)),
+            Route(
+                "POST",
+                "/v1/keys/{id}/rotate",
+                keys.rotate,
+                Action.KEYS_WRITE,
+                "Give a key a new secret; shows it, once",
+                body=Rotation,
+            ),
+            Route("POST", "/v1/keys/{id}/revoke", keys.revoke, Action.KEYS_WRITE, "A key opens nothing any more"),
+            Route("GET", "/v1/tenants", keys.tenants, Action.SERVER_READ, "Tenants that have had a key"),
             Route("GET", "/v1/workers", self.workers, Action.SERVER_READ, "Live workers and what they are leased to"),
             Route("GET", "/v1/queues", self.queues, Action.SERVER_READ, "Depth of every message stream"),
             Route("GET", "/healthz", self.healthz, Action.FREE, "The process turns"),

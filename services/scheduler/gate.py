@@ -184,17 +184,10 @@ async def register_operator(ctx: Context) -> None:
     if env != ctx.settings.key_env:
         problem = f"holds a key of {env!r}, and key_env is {ctx.settings.key_env!r}"
         raise SpecError([{"field": "admin_key_file", "value": str(file), "problem": problem}])
-    await keys.create(
-        text,
-        now=now,
-        tenant=DEFAULT_TENANT,
-        role=Role.OPERATOR,
-        scopes=sorted(SCOPES),
-        name="admin_key_file",
-        by="file",
+    found = await keys.create(
+        text, now=now, tenant=DEFAULT_TENANT, role=Role.OPERATOR, scopes=None, name="admin_key_file", by="file"
     )
-    found = await keys.find(id)
-    if found is None or not found.fits(digest_of(text), now) or found.state(now) != "live":
+    if not found.fits(digest_of(text), now) or found.state(now) != "live":
         log.warning("operator_key_over", file=str(file), key=id, hint="revoked or rotated: put another one there")
     else:
         log.info("operator_key", file=str(file), key=id, others=[key.id for key in operators if key.id != id])

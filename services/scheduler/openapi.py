@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from pydantic import BaseModel
+
 import opentinker
 from opentinker.services.scheduler.problems import Handler
 from opentinker.shared.authority import Action
-from opentinker.shared.spec import JobSpec
 
 _SCHEMAS = "#/components/schemas/"
 
@@ -34,8 +35,8 @@ class Route:
     summary: str
     status: int = 200
     parameters: tuple[Parameter, ...] = ()
-    body: str | None = None
-    """Name of the schema of the JSON body."""
+    body: type[BaseModel] | None = None
+    """Of JSON."""
     content: str = "application/json"
     """Of the answer."""
     takes: str = ""
@@ -43,8 +44,10 @@ class Route:
 
 
 def document(routes: Sequence[Route]) -> dict[str, Any]:
-    spec = JobSpec.model_json_schema(ref_template=_SCHEMAS + "{model}")
-    schemas = spec.pop("$defs", {})
+    schemas: dict[str, Any] = {}
+    for body in (route.body for route in routes if route.body is not None):
+        schema = body.model_json_schema(ref_template=_SCHEMAS + "{model}")
+        schemas |= {**schema.pop("$defs", {}), body.__name__: schema}
     paths: dict[str, dict[str, Any]] = {}
     for route in routes:
         paths.setdefault(route.path, {})[route.method.lower()] = _operation(route)
@@ -54,7 +57,7 @@ def document(routes: Sequence[Route]) -> dict[str, Any]:
         "paths": paths,
         "security": [{"bearer": []}],
         "components": {
-            "schemas": {**schemas, "JobSpec": spec, "Problem": _PROBLEM},
+            "schemas": {**schemas, "Problem": _PROBLEM},
             "securitySchemes": {"bearer": {"type": "http", "scheme": "bearer", "description": _BEARER}},
         },
     }
@@ -98,7 +101,7 @@ def _operation(route: Route) -> dict[str, Any]:
     if route.action is Action.FREE:
         operation["security"] = []
     if route.body:
-        content = {"application/json": {"schema": {"$ref": _SCHEMAS + route.body}}}
+        content = {"application/json": {"schema": {"$ref": _SCHEMAS + route.body.__name__}}}
         operation["requestBody"] = {"required": True, "content": content}
     if route.takes:
         operation["requestBody"] = {"required": True, "content": {route.takes: {}}}

@@ -31,6 +31,7 @@ import orjson
 from opentinker.archive import unpack
 from opentinker.asking import InferenceCalls
 from opentinker.given import empty_place, plain, started
+from opentinker.granting import GrantingCalls, GrantingSync
 from opentinker.http import ApiConflict, ApiError, ApiNotFound, Http, Json
 from opentinker.knowing import KnowingCalls, KnowingSync
 from opentinker.pushing import EnvironmentCalls
@@ -47,7 +48,7 @@ PAGE = 5000
 JOBS_PAGE = 500
 
 
-class AsyncClient(EnvironmentCalls, InferenceCalls, KnowingCalls):
+class AsyncClient(EnvironmentCalls, GrantingCalls, InferenceCalls, KnowingCalls):
     """`url` defaults to OPENTINKER_URL, `api_key` to OPENTINKER_API_KEY, to the content of OPENTINKER_API_KEY_FILE, or
     to the key of a server that was started in this directory. `on_wait(sentence)` is called when the server is not
     reached; default: it is logged."""
@@ -267,7 +268,7 @@ async def _server_sent(response: aiohttp.ClientResponse) -> AsyncIterator[Json]:
             yield orjson.loads(line[5:])
 
 
-class Client(KnowingSync):
+class Client(GrantingSync, KnowingSync):
     """`AsyncClient` for code that does not use asyncio; its event loop lives in a thread of its own."""
 
     def __init__(

@@ -1,6 +1,6 @@
 """How the client's requests travel: repeated, with jitter, while the server is away; refused in words.
 
-`client.py` says what is asked; everything it sends may be sent twice.
+`client.py` says what is asked; everything may be sent twice, but for what says so (`again`).
 """
 
 from __future__ import annotations
@@ -124,7 +124,10 @@ class Http:
         body: bytes | None = None,
         headers: dict[str, str] | None = None,
         timeout_s: float | None = None,
+        again: bool = True,
     ) -> Json:
+        """`again` False: what may not be done twice is asked once, and not repeated after a connection that broke."""
+
         async def once() -> Json:
             timeout = aiohttp.ClientTimeout(total=timeout_s or self.timeout_s, sock_connect=CONNECT_S)
             data = None if body is None else io.BytesIO(body)
@@ -141,7 +144,12 @@ class Http:
                 raise ApiError(f"{self.url} does not answer as an OpenTinker server does", response.status)
             return found
 
-        return await self.patiently(once)
+        if again:
+            return await self.patiently(once)
+        try:
+            return await once()
+        except (aiohttp.ClientError, TimeoutError) as error:
+            raise ApiError(f"no answer from {self.url} ({_why(error)}): it may have been done or not") from None
 
     async def _check(self, response: aiohttp.ClientResponse, raw: bytes | None = None, *, again: bool = True) -> None:
         """`again`: whoever asks tries again where the server is only away."""

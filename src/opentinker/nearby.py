@@ -50,10 +50,15 @@ def usual_data_dir() -> Path:
 
 def key_for(url: str) -> str:
     """The key of the server with this URL, if it runs in one of our directories; else empty."""
+    return next((key_in(state) for state in _running() if _same_place(str(state.get("url", "")), url)), "")
+
+
+def key_file_for(url: str) -> Path | None:
+    """Where that key is, if it is one."""
     for state in _running():
-        if _same_place(str(state.get("url", "")), url):
-            return key_in(state)
-    return ""
+        if _same_place(str(state.get("url", "")), url) and key_in(state):
+            return Path(state[KEY_FILE])
+    return None
 
 
 def finds(data_dir: Path) -> bool:

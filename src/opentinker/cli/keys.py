@@ -1,16 +1,24 @@
-"""`opentinker keys`: who may use a server."""
+"""`opentinker keys`: who may use a server. A secret goes to standard output or into a file, once."""
 
 from __future__ import annotations
 
+import os
+import re
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from opentinker.cli.common import say
+from opentinker.cli.common import AsJson, Url, ago, client, complain, print_json, print_table, say, server_url
 from opentinker.shared.errors import OpenTinkerError
 
-keys = typer.Typer(help="Keys of the API.", no_args_is_help=True, rich_markup_mode=None)
+UNITS_S = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+keys = typer.Typer(help="Keys of the API: who may use a server.", no_args_is_help=True, rich_markup_mode=None)
+
+KeyId = Annotated[str, typer.Argument(metavar="ID", help="See `opentinker keys list`; it is the third part of a key.")]
+Out = Annotated[
+    Path | None, typer.Option("--out", metavar="FILE", help="Write the key into this new file, for you alone to read.")
+]
 
 
 def register(app: typer.Typer) -> None:
@@ -18,17 +26,133 @@ def register(app: typer.Typer) -> None:
 
 
 @keys.command()
+def create(
+    role: Annotated[str, typer.Option(help="viewer, member, admin or operator; see docs/keys.md.")] = "member",
+    tenant: Annotated[str | None, typer.Option(help="Default: yours. Operators may name any, a new one too.")] = None,
+    name: Annotated[str, typer.Option(help="For people: whose it is, or what for.")] = "",
+    scopes: Annotated[
+        str | None, typer.Option(help="With commas, e.g. jobs:read,checkpoints:read; default: all that the role may.")
+    ] = None,
+    expires: Annotated[str | None, typer.Option(help="E.g. 12h or 90d; default: never.")] = None,
+    out: Out = None,
+    url: Url = None,
+    as_json: AsJson = False,
+) -> None:
+    """Make a key. It is shown this once."""
+    _refuse_existing(out)
+    named = [scope.strip() for scope in scopes.split(",")] if scopes is not None else None
+    expires_in_s = None if expires is None else seconds(expires, "--expires")
+    made = client(url).create_key(role, tenant=tenant, name=name, scopes=named, expires_in_s=expires_in_s)
+    _hand_out(made, out, as_json)
+
+
+@keys.command("list")
+def list_(
+    tenant: Annotated[str | None, typer.Option(help="Of operators: another tenant's.")] = None,
+    url: Url = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show keys, oldest first, without their secrets."""
+    found = client(url).keys(tenant)
+    if as_json:
+        print_json(found)
+        return
+    rows = [
+        [
+            *(key["id"], key["name"] or "-", key["tenant"], key["role"], key["state"]),
+            _when(key["expires"]),
+            ago(key["last_used"]) if key["last_used"] else "never",
+        ]
+        for key in found
+    ]
+    print_table(["id", "name", "tenant", "role", "state", "expires", "last used"], rows, empty="no keys")
+
+
+@keys.command()
+def rotate(
+    key_id: KeyId,
+    grace: Annotated[str, typer.Option(help="How long the secret before it stays valid, e.g. 0s or 2d.")] = "1d",
+    out: Out = None,
+    url: Url = None,
+    as_json: AsJson = False,
+) -> None:
+    """Give a key a new secret, shown this once.
+
+    The operator's key of the server in this directory is replaced in its file.
+    """
+    from opentinker.nearby import key_file_for
+    from opentinker.shared.keys import parse, replace_key
+
+    _refuse_existing(out)
+    made = client(url).rotate_key(key_id, grace_s=seconds(grace, "--grace"))
+    file = key_file_for(server_url(url))
+    if file is not None and (parse(file.read_text().strip()) or ("", ""))[1] == key_id:
+        replace_key(file, made["key"])
+        complain(f"it is in {file} now")
+    _hand_out(made, out, as_json)
+
+
+@keys.command()
+def revoke(key_id: KeyId, url: Url = None, as_json: AsJson = False) -> None:
+    """A key opens nothing any more, and what it has open is cut off, within a second."""
+    gone = client(url).revoke_key(key_id)
+    if as_json:
+        print_json(gone)
+    else:
+        say(f"{gone['id']}  {gone['state']}")
+
+
+@keys.command()
 def init(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="A new file, which only you can read.")],
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="A new file, for you alone to read.")],
     env: Annotated[str, typer.Option(help="Name of the deployment, its setting key_env.")] = "local",
 ) -> None:
     """Write an operator's key for a server without `up`: its setting admin_key_file registers it."""
-    from opentinker.shared.keys import ENV, new_key, write_key
+    from opentinker.shared.keys import ENV, new_key
 
     if not ENV.fullmatch(env):
         raise typer.BadParameter(f"--env {env!r}: must be up to 16 small letters and digits")
+    _refuse_existing(file)
+    _write(file, new_key(env))
+    say(str(file))
+
+
+def seconds(text: str, option: str) -> float:
+    """Of `90`, `30s`, `15m`, `12h`, `90d`."""
+    match = re.fullmatch(r"(\d{1,9})([smhd]?)", text)
+    if match is None:
+        raise typer.BadParameter(f"{option} {text!r}: say e.g. 30s, 15m, 12h or 90d")
+    return float(match[1]) * UNITS_S[match[2] or "s"]
+
+
+def _hand_out(made: dict[str, Any], out: Path | None, as_json: bool) -> None:
+    key = made["key"]
+    if out is not None:
+        _write(out, key)
+        made = {name: value for name, value in made.items() if name != "key"} | {"file": str(out)}
+    if as_json:
+        print_json(made)
+        return
+    complain(f"{made['role']} of tenant {made['tenant']}, id {made['id']}, expires: {_when(made['expires'])}")
+    say(key if out is None else str(out))
+
+
+def _refuse_existing(file: Path | None) -> None:
+    """Before anything is made that would have no place."""
+    if file is not None and os.path.lexists(file):
+        raise OpenTinkerError(f"{file} is there already")
+
+
+def _write(file: Path, key: str) -> None:
+    from opentinker.shared.keys import write_key
+
     try:
-        write_key(file, new_key(env))
+        write_key(file, key)
     except OSError as error:
         raise OpenTinkerError(f"{file}: {error.strerror}") from None
-    say(str(file))
+
+
+def _when(unix_s: float | None) -> str:
+    import time
+
+    return "never" if unix_s is None else time.strftime("%Y-%m-%d %H:%M", time.localtime(unix_s))

@@ -1,0 +1,92 @@
+"""Keys of the API from Python: made, listed, rotated, revoked."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Coroutine, Sequence
+from typing import Any, TypeVar
+from urllib.parse import quote
+
+import orjson
+
+from opentinker.http import Http, Json
+
+T = TypeVar("T")
+
+KEYS = "/v1/keys"
+
+
+class GrantingCalls:
+    """The part of AsyncClient that is about them. What makes a secret is asked once: a lost answer is a lost secret."""
+
+    _http: Http
+
+    async def create_key(
+        self,
+        role: str,
+        *,
+        tenant: str | None = None,
+        name: str = "",
+        scopes: Sequence[str] | None = None,
+        expires_in_s: float | None = None,
+    ) -> Json:
+        """The answer's `key` is the whole of it, seen nowhere else. `tenant` defaults to that of the key that asks."""
+        asked = {"tenant": tenant, "scopes": scopes and list(scopes), "expires_in_s": expires_in_s}
+        body = {"role": role, "name": name} | {field: value for field, value in asked.items() if value is not None}
+        return await self._http.json("POST", KEYS, body=orjson.dumps(body), headers=_JSON, again=False)
+
+    async def keys(self, tenant: str | None = None) -> list[Json]:
+        """Oldest first, without secrets."""
+        return list((await self._http.json("GET", KEYS, {"tenant": tenant} if tenant else {}))["keys"])
+
+    async def rotate_key(self, id: str, *, grace_s: float | None = None) -> Json:
+        """The answer's `key` is the new one; the one before stays valid for `grace_s`, by default a day."""
+        body = orjson.dumps({} if grace_s is None else {"grace_s": grace_s})
+        return await self._http.json("POST", _of(id, "rotate"), body=body, headers=_JSON, again=False)
+
+    async def revoke_key(self, id: str) -> Json:
+        return await self._http.json("POST", _of(id, "revoke"))
+
+    async def tenants(self) -> list[Json]:
+        return list((await self._http.json("GET", "/v1/tenants"))["tenants"])
+
+
+_JSON = {"Content-Type": "application/json"}
+
+
+def _of(id: str, verb: str) -> str:
+    return f"{KEYS}/{quote(id, safe='')}/{verb}"
+
+
+class GrantingSync(ABC):
+    """The same of Client."""
+
+    _core: GrantingCalls
+
+    @abstractmethod
+    def _call(self, coroutine: Coroutine[Any, Any, T]) -> T: ...
+
+    def create_key(
+        self,
+        role: str,
+        *,
+        tenant: str | None = None,
+        name: str = "",
+        scopes: Sequence[str] | None = None,
+        expires_in_s: float | None = None,
+    ) -> Json:
+        return self._call(
+            self._core.create_key(role, tenant=tenant, name=name, scopes=scopes, expires_in_s=expires_in_s)
+        )
+
+    def keys(self, tenant: str | None = None) -> list[Json]:
+        return self._call(self._core.keys(tenant))
+
+    def rotate_key(self, id: str, *, grace_s: float | None = None) -> Json:
+        return self._call(self._core.rotate_key(id, grace_s=grace_s))
+
+    def revoke_key(self, id: str) -> Json:
+        return self._call(self._core.revoke_key(id))
+
+    def tenants(self) -> list[Json]:
+        return self._call(self._core.tenants())
