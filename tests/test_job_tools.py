@@ -338,11 +338,14 @@ async def test_whatever_a_function_does_is_an_observation_and_one_that_goes_on_i
     assert {name: (await use(tools, name)).text for name in said} == said
     huge = (await use(tools, "huge", size=50_000_000)).text
     assert len(huge) <= 20_000 and "(49,980,100 characters are left out)" in huge
-    calls = [asyncio.create_task(use(tools, "stubborn")) for _ in range(functions.MOST_RUNNING)]
+    again = await shop.open("k", [{**stubborn, "timeout_s": 0.3}])  # another episode, of another job
+    half = functions.MOST_RUNNING // 2
+    calls = [asyncio.create_task(use(one, "stubborn")) for one in (tools, again) for _ in range(half)]
     assert "16 calls of it have not returned yet" in "".join([(await one).text for one in calls])
     tool_samples.LET_GO.set()
     await until(lambda: not [task for task in asyncio.all_tasks() if task.get_name() == "tool"])
     await tools.close()
+    await again.close()
 
 
 async def test_what_the_operator_has_not_allowed_or_is_not_there_is_a_mistake_of_the_spec(shop: Shop) -> None:

@@ -9,6 +9,8 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from importlib import import_module
 from typing import Any
 
+import msgspec
+
 from opentinker.envs.tools import Offered, ToolError, as_text, checked, describe, shortened
 from opentinker.services.env_worker.tools.errors import NoTools
 from opentinker.shared.spec.tools import ToolSpec
@@ -17,14 +19,27 @@ MOST_RUNNING = 16
 """Calls of one function that have not returned: threads cannot be ended, and coroutines may go on regardless."""
 
 
-def load(spec: ToolSpec) -> list[Offered]:
-    """Imports the module. Raises NoTools."""
-    assert spec.module is not None
-    module, _, name = spec.module.partition(":")
+class Functions:
+    """Of one env worker: calls that have not returned are counted over all episodes of all jobs."""
+
+    def __init__(self) -> None:
+        self._loaded: dict[str, list[Offered]] = {}
+        """By `module` of the spec."""
+
+    def load(self, spec: ToolSpec) -> list[Offered]:
+        """In a thread: imports the module. Raises NoTools."""
+        assert spec.module is not None
+        if (found := self._loaded.get(spec.module)) is None:
+            found = self._loaded.setdefault(spec.module, _loaded(spec.module))  # the first of two at once counts
+        return [msgspec.structs.replace(one, timeout_s=spec.timeout_s) for one in found]
+
+
+def _loaded(named: str) -> list[Offered]:
+    """Raises NoTools."""
+    module, _, name = named.partition(":")
     try:
         found = getattr(import_module(module), name)
-        functions = list(found) if isinstance(found, Sequence) else [found]
-        return [_offered(function, spec.timeout_s) for function in functions]
+        return [_offered(function) for function in (found if isinstance(found, Sequence) else [found])]
     except ImportError as error:
         raise NoTools(f"cannot be imported: {error}") from None
     except AttributeError:
@@ -35,7 +50,7 @@ def load(spec: ToolSpec) -> list[Offered]:
         raise NoTools(f"module {module} cannot be imported: {type(error).__name__}: {error}") from error
 
 
-def _offered(function: Callable[..., Any], timeout_s: float) -> Offered:
+def _offered(function: Callable[..., Any]) -> Offered:
     """Async functions run in the event loop, plain ones each in a thread: they may block. Either way one that does not
     end when it should is left alone, and counted."""
     described, model = describe(function)
@@ -49,7 +64,7 @@ def _offered(function: Callable[..., Any], timeout_s: float) -> Offered:
             raise ToolError(f"{MOST_RUNNING} calls of it have not returned yet")
         return await begin(lambda: function(**given), running)
 
-    return Offered(tool=described, run=run, timeout_s=timeout_s)
+    return Offered(tool=described, run=run)
 
 
 def _worded(result: Any) -> str:

@@ -4,7 +4,7 @@ kind                   shared by
 python, monty          interpreters: all episodes, one at a time; variables: an episode's own
 python, sandbox        sandboxes: the episodes of a job; nothing is left from one program to the next
 mcp                    an episode's own; with `shared` the episodes of a job
-functions              imported once
+functions              imported once; calls that do not return are counted over all episodes
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ from typing import Any
 from pydantic import ValidationError
 
 from opentinker.envs.tools import Offered
-from opentinker.services.env_worker.tools import functions, sandboxed
+from opentinker.services.env_worker.tools import sandboxed
 from opentinker.services.env_worker.tools.errors import NoTools
+from opentinker.services.env_worker.tools.functions import Functions
 from opentinker.services.env_worker.tools.lending import Lending
 from opentinker.services.env_worker.tools.mcp_servers import Connection
 from opentinker.services.env_worker.tools.monty import Interpreters, Session
@@ -42,6 +43,7 @@ class Shop:
         self._interpreters: Lending[Interpreters] = Lending()
         self._programs: Lending[Programs] = Lending()
         self._connections: Lending[Connection] = Lending()
+        self._functions = Functions()
 
     async def close(self) -> None:
         await asyncio.gather(self._interpreters.close(), self._programs.close(), self._connections.close())
@@ -74,7 +76,7 @@ class Shop:
         """The names of its tools, as far as they can be known without connecting."""
         self._allowed(spec)
         if spec.type == "functions":
-            loaded = await asyncio.to_thread(functions.load, spec)
+            loaded = await asyncio.to_thread(self._functions.load, spec)
             return [_named(one).tool.name for one in loaded]
         if spec.url is not None:
             await Egress.of_process().check(spec.url)
@@ -109,7 +111,7 @@ class Shop:
 
     async def _opened(self, job: str, spec: ToolSpec, held: AsyncExitStack) -> list[Offered]:
         if spec.type == "functions":
-            return await asyncio.to_thread(functions.load, spec)
+            return await asyncio.to_thread(self._functions.load, spec)
         if spec.type == "mcp":
             if spec.shared:
                 key = (job, spec.model_dump_json())
