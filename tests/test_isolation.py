@@ -12,6 +12,7 @@ import json
 import os
 import shutil
 import socket
+import threading
 import zipfile
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -22,6 +23,7 @@ import uvloop
 
 from opentinker.pushing import pack
 from opentinker.services.env_worker import host as host_module
+from opentinker.services.env_worker import packages as packages_module
 from opentinker.services.env_worker import turns
 from opentinker.services.env_worker.host import Host
 from opentinker.services.env_worker.packages import Packages
@@ -444,10 +446,21 @@ async def test_a_package_that_is_pushed_again_gets_its_virtual_environment_again
     assert await packages.find(name) is again
 
 
-async def test_a_virtual_environment_has_a_limit_and_says_its_size(worker: Worker, tmp_path: Path, index: Path) -> None:
+async def test_a_virtual_environment_has_a_limit_and_says_its_size(
+    worker: Worker, tmp_path: Path, index: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     name = worker.push(package(tmp_path / "x", requirements__lock=wheel(index, tmp_path / "trap"), small__py=USES))
-    with pytest.raises(SpecError, match=r"takes more than 0 MB \(upload_venv_mb\)"):
+    removing: list[threading.Thread] = []
+    remove = packages_module.shutil.rmtree
+
+    def noted(*args: Any, **options: Any) -> None:
+        removing.append(threading.current_thread())
+        remove(*args, **options)
+
+    with monkeypatch.context() as patched, pytest.raises(SpecError, match=r"takes more than 0 MB \(upload_venv_mb\)"):
+        patched.setattr(packages_module.shutil, "rmtree", noted)
         await Packages(worker.data, 0).find(name)
+    assert removing and threading.main_thread() not in removing, "it may be large, and the event loop must go on"
     lock = uploads.load(worker.data, uploads.parse(name).digest).lock_digest
     assert uploads.venv_bytes(worker.data, lock) == 0
     assert not [path for path in uploads.venvs_dir(worker.data, lock).iterdir() if path.is_dir()]

@@ -29,7 +29,7 @@ from opentinker.services.env_worker.runtime import Runtime
 from opentinker.shared import uploads
 from opentinker.shared.errors import SpecError
 from opentinker.shared.uploads import Package, Pin, Reference
-from opentinker.shared.waiting import put_down, rest
+from opentinker.shared.waiting import put_down, rest, see_through
 
 MAKE_S = 600.0
 LOOK_S = 0.2
@@ -128,7 +128,7 @@ class Packages:
     async def _make(self, name: str, pins: list[Pin], venv: Path) -> None:
         log.info("virtual_environment_being_made", environment=name, place=str(venv))
         for left in venv.parent.glob(f".{venv.name}-*"):  # by a process that was killed
-            shutil.rmtree(left, ignore_errors=True)
+            await _removed(left)
         work = venv.with_name(f".{venv.name}-{os.getpid()}")
         try:
             await _uv(name, "venv", "--quiet", "--no-project", "--python", self._python, str(work), cwd=venv.parent)
@@ -145,7 +145,7 @@ class Packages:
             listed_size.rename(venv.with_name(f"{venv.name}{uploads.SIZE}"))
             work.rename(venv)
         finally:
-            shutil.rmtree(work, ignore_errors=True)
+            await _removed(work)
         log.info("virtual_environment_made", environment=name, place=str(venv))
 
     async def _within_limit(self, name: str, installing: Coroutine[Any, Any, str], work: Path) -> None:
@@ -181,6 +181,11 @@ def _bytes_of(directory: Path) -> int:
             with contextlib.suppress(FileNotFoundError):
                 total += os.lstat(os.path.join(folder, name)).st_size
     return total
+
+
+async def _removed(directory: Path) -> None:
+    """In a thread: it may hold gigabytes. To the end, also for who is cancelled."""
+    await see_through(asyncio.to_thread(shutil.rmtree, directory, ignore_errors=True))
 
 
 def _open_to_all(directory: Path) -> None:
