@@ -5,15 +5,18 @@ child. Its types are right, or it could not have been read (`codec.py`).
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
 from opentinker.shared.sessions import SessionReply
-from opentinker.shared.types import Ending, Message, Text
+from opentinker.shared.types import Ending, Message, Tool
 
 OBSERVATION_BYTES = 256 * 1024
-"""All messages of one reply together."""
+"""All messages of one reply together, with what may be called, and where a turn stops."""
+PROMPT_IDS = 256 * 1024
+"""Tokens of a prompt that an environment gives as such: the whole context."""
 NAME_CHARACTERS = 100
 NAMED_NUMBERS = 64
 """Components, and metrics, of one reply."""
@@ -48,14 +51,14 @@ def failure(worker: str, ending: Ending, error: str) -> SessionReply:
 
 def _problem(reply: SessionReply) -> str:
     """The first that is wrong, in words; empty if nothing is."""
-    size = sum(map(_size, reply.messages)) + len((reply.prompt_text or "").encode())
-    size += len(msgspec.json.encode((reply.tools, reply.stop)))
+    size = size_of(reply.messages, reply.tools, reply.stop, reply.prompt_text)
     names = (reply.seat, reply.stream, *reply.rewards)
     named = (reply.components, reply.metrics, *reply.rewards.values())
     values = (reply.reward, *(value for numbers in named for value in numbers.values()))
     wrong = {
         f"{size:,} bytes of messages, tools and stops; at most {OBSERVATION_BYTES:,} are allowed": size
         > OBSERVATION_BYTES,
+        f"at most {PROMPT_IDS:,} prompt_ids are allowed": len(reply.prompt_ids or ()) > PROMPT_IDS,
         f"seats and streams have names of at most {NAME_CHARACTERS} characters": any(
             len(name) > NAME_CHARACTERS for name in names
         ),
@@ -69,12 +72,20 @@ def _problem(reply: SessionReply) -> str:
     return next((problem for problem, found in wrong.items() if found), "")
 
 
-def _size(message: Message) -> int:
-    """Bytes of what a policy would see of it."""
-    size = len(message.role.encode())
-    if isinstance(message.content, str):
-        return size + len(message.content.encode())
-    return size + sum(len(part.text.encode()) if isinstance(part, Text) else len(part.data) for part in message.content)
+def size_of(
+    messages: Sequence[Message], tools: Sequence[Tool] = (), stop: Sequence[str] = (), prompt_text: str | None = None
+) -> int:
+    """Bytes of all that a policy would see, or a chat template could show it: names and calls of tools too.
+
+    Raises TypeError, ValueError, OverflowError or RecursionError for what cannot be sent.
+    """
+    listed = (tools, stop, prompt_text or "", *(_parts(message) for message in messages))
+    images = (part.data for message in messages for part in message.images)
+    return len(msgspec.msgpack.encode(listed)) + sum(map(len, images))
+
+
+def _parts(message: Message) -> tuple[object, ...]:
+    return message.role, message.text, message.tool_calls, message.tool_call_id, message.name
 
 
 def sound_mistakes(errors: list[dict[str, Any]]) -> list[dict[str, Any]]:

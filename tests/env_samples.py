@@ -20,7 +20,7 @@ from opentinker.envs.adapters.library import Randomness, episode_seed
 from opentinker.envs.base import Action, Environment, EnvironmentConfig, Opening, Step, user
 from opentinker.envs.copy_digits import CopyDigits
 from opentinker.envs.tools import tool
-from opentinker.shared.types import Message, Tool
+from opentinker.shared.types import Message, Tool, ToolCall
 
 
 class Counting(Environment):
@@ -104,10 +104,22 @@ class Misbehaving(Environment):
                 return Step(messages=[user("\ud800")])
             case "oversized":
                 return Step(messages=[user("x" * (300 * 1024))])
+            case "oversized_call":
+                return Step(messages=[calling({"x": "x" * (300 * 1024)})])
+            case "unsendable_call":
+                return Step(messages=[calling({"x": object()})])
+            case "oversized_name":
+                return Step(messages=[Message(role="tool", name="x" * (300 * 1024))])
+            case "many_ids":
+                return Step(prompt_ids=[1] * (300 * 1024))
             case "many_metrics":
                 return Step(metrics={str(i): 1.0 for i in range(100)})
             case _:
                 raise AssertionError(self.config.how)
+
+
+def calling(arguments: dict[str, Any]) -> Message:
+    return Message(role="assistant", tool_calls=[ToolCall(id="c", name="add", arguments=arguments)])
 
 
 class Moody(Misbehaving):

@@ -26,9 +26,9 @@ from opentinker.services.env_worker.wire import Answer, frame
 from opentinker.services.env_worker.worker import Sessions
 from opentinker.shared import codec
 from opentinker.shared.errors import SpecError
-from opentinker.shared.replies import OBSERVATION_BYTES
+from opentinker.shared.replies import OBSERVATION_BYTES, PROMPT_IDS, sound
 from opentinker.shared.sessions import OPEN, CloseSession, EnvCheck, OpenSession, SessionReply, StepSession
-from opentinker.shared.types import Ending, StopReason
+from opentinker.shared.types import Ending, Message, StopReason
 from tests import env_samples
 from tests.conftest import soon, until
 
@@ -211,6 +211,10 @@ BAD = {
     "number_content": (Ending.ENV_BAD_REPLY, "content must be str, not int 3"),
     "surrogate": (Ending.ENV_BAD_REPLY, "not valid Unicode"),
     "oversized": (Ending.ENV_BAD_REPLY, f"at most {OBSERVATION_BYTES:,} are allowed"),
+    "oversized_call": (Ending.ENV_BAD_REPLY, f"at most {OBSERVATION_BYTES:,} are allowed"),
+    "unsendable_call": (Ending.ENV_BAD_REPLY, "cannot be sent"),
+    "oversized_name": (Ending.ENV_BAD_REPLY, f"at most {OBSERVATION_BYTES:,} are allowed"),
+    "many_ids": (Ending.ENV_BAD_REPLY, f"at most {PROMPT_IDS:,} are allowed"),
     "many_metrics": (Ending.ENV_BAD_REPLY, "at most 64"),
 }
 
@@ -229,6 +233,20 @@ async def test_misbehaving_environment_ends_its_own_episode_with_a_reason(sessio
     assert sessions.active == 1
     assert (await sessions.step(step(0))) == reply, "the failure is remembered"
     assert (await sessions.step(step(0, session="other"))).reward == 1.0
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        SessionReply(worker="w", messages=[env_samples.calling({"x": "x" * OBSERVATION_BYTES})]),
+        SessionReply(worker="w", messages=[Message(role="tool", tool_call_id="x" * OBSERVATION_BYTES)]),
+        SessionReply(worker="w", prompt_ids=[1] * (PROMPT_IDS + 1)),
+    ],
+)
+def test_the_same_holds_for_replies_of_strangers(reply: SessionReply) -> None:
+    judged = sound(reply, "here", player=False)
+    assert (judged.failure, judged.worker) == (Ending.ENV_BAD_REPLY, "here") and "are allowed" in judged.error
+    assert sound(SessionReply(worker="w", prompt_ids=[1] * PROMPT_IDS), "here").failure is None
 
 
 @pytest.mark.parametrize("how", ["raise", "exit", "hang", "tuple"])

@@ -18,7 +18,15 @@ from opentinker.envs.base import Action, BadReply, Environment, Opening, Step, U
 from opentinker.envs.registry import make
 from opentinker.envs.tools import with_tools
 from opentinker.shared.errors import OpenTinkerError
-from opentinker.shared.replies import ERROR_CHARACTERS, NAME_CHARACTERS, NAMED_NUMBERS, OBSERVATION_BYTES, failure
+from opentinker.shared.replies import (
+    ERROR_CHARACTERS,
+    NAME_CHARACTERS,
+    NAMED_NUMBERS,
+    OBSERVATION_BYTES,
+    PROMPT_IDS,
+    failure,
+    size_of,
+)
 from opentinker.shared.sessions import OpenSession, SessionReply, StepSession
 from opentinker.shared.types import Ending, Image, Message, Text, Tool, ToolCall
 
@@ -122,7 +130,7 @@ def action_of(request: StepSession) -> Action:
 def opening_of(worker: str, environment: Environment, opened: object) -> SessionReply:
     """Raises BadReply unless every field is what it should be."""
     if not isinstance(opened, Opening):
-        opened = Opening(messages=checked_messages(opened, "open()"), seat=environment.seats[0])
+        opened = Opening(messages=_checked_messages(opened, "open()"), seat=environment.seats[0])
     reply = SessionReply(
         worker=worker, wants_tokens=environment.wants_tokens, **_next_turn(environment, opened, "open()")
     )
@@ -159,19 +167,23 @@ def _next_turn(environment: Environment, said: Opening | Step, source: str) -> d
         raise BadReply(f"{source}: stream must be a str of at most {NAME_CHARACTERS} characters")
     if said.max_tokens is not None and (type(said.max_tokens) is not int or said.max_tokens < 1):
         raise BadReply(f"{source}: max_tokens must be a positive int or None, not {_kind(said.max_tokens)}")
-    if said.prompt_text is not None and (
-        type(said.prompt_text) is not str or len(said.prompt_text.encode(errors="replace")) > OBSERVATION_BYTES
-    ):
-        raise BadReply(f"{source}: prompt_text must be a str of at most {OBSERVATION_BYTES:,} bytes, or None")
+    if said.prompt_text is not None and type(said.prompt_text) is not str:
+        raise BadReply(f"{source}: prompt_text must be a str or None, not {_kind(said.prompt_text)}")
+    prompt_ids = None if said.prompt_ids is None else _checked_list("prompt_ids", said.prompt_ids, int)
+    if prompt_ids is not None and len(prompt_ids) > PROMPT_IDS:
+        raise BadReply(f"{source} gave {len(prompt_ids):,} prompt_ids; at most {PROMPT_IDS:,} are allowed")
+    messages = _checked_messages(said.messages, source)
+    tools, stop = _checked_list("tools", said.tools, Tool), _checked_list("stop", said.stop, str)
+    _check_size(source, messages, tools, stop, said.prompt_text)
     return {
         "seat": said.seat,
         "stream": said.stream,
-        "messages": checked_messages(said.messages, source),
-        "tools": _checked_list("tools", said.tools, Tool),
-        "prompt_ids": None if said.prompt_ids is None else _checked_list("prompt_ids", said.prompt_ids, int),
+        "messages": messages,
+        "tools": tools,
+        "prompt_ids": prompt_ids,
         "prompt_text": said.prompt_text,
         "max_tokens": said.max_tokens,
-        "stop": _checked_list("stop", said.stop, str),
+        "stop": stop,
     }
 
 
@@ -181,43 +193,47 @@ def _checked_list(field: str, values: object, kind: type) -> list[Any]:
     return list(values)
 
 
-def checked_messages(messages: object, source: str) -> list[Message]:
-    """Raises BadReply unless it is a list of messages that fits into a reply."""
+def _checked_messages(messages: object, source: str) -> list[Message]:
+    """Raises BadReply unless it is a list of messages whose fields have their types."""
     if not isinstance(messages, list | tuple):
         raise BadReply(f"{source} must give a list of Message, not {_kind(messages)}")
-    size = 0
     for message in messages:
         if type(message) is not Message:
             raise BadReply(f"{source} must give a list of Message; one item is {_kind(message)}")
-        try:
-            size += _size(message)
-        except UnicodeEncodeError as error:
-            raise BadReply(f"{source} gave a message that is not valid Unicode: {error}") from None
-    if size > OBSERVATION_BYTES:
-        raise BadReply(f"{source} gave {size:,} bytes of messages; at most {OBSERVATION_BYTES:,} are allowed")
+        _check_types(message)
     return list(messages)
 
 
-def _size(message: Message) -> int:
-    """Bytes of its content. Raises BadReply unless its fields have their types."""
+def _check_types(message: Message) -> None:
+    """Raises BadReply."""
     for name in ("role", "tool_call_id", "name"):
         if type(getattr(message, name)) is not str:
             raise BadReply(f"a message's {name} must be str, not {_kind(getattr(message, name))}")
-    size = len(message.role.encode())
-    if type(message.content) is str:
-        size += len(message.content.encode())
-    elif isinstance(message.content, list):
+    if isinstance(message.content, list):
         for part in message.content:
-            if type(part) is Text and type(part.text) is str:
-                size += len(part.text.encode())
-            elif type(part) is Image and type(part.data) is bytes and type(part.media_type) is str:
-                size += len(part.data)
-            else:
+            text = type(part) is Text and type(part.text) is str
+            image = type(part) is Image and type(part.data) is bytes and type(part.media_type) is str
+            if not (text or image):
                 raise BadReply(f"a message's content must be str, or Text and Image; a part is {_kind(part)}")
-    else:
+    elif type(message.content) is not str:
         raise BadReply(f"a message's content must be str, not {_kind(message.content)}")
     _checked_list("tool_calls", message.tool_calls, ToolCall)
-    return size
+
+
+def _check_size(
+    source: str, messages: list[Message], tools: list[Tool], stop: list[str], prompt_text: str | None
+) -> None:
+    """Raises BadReply unless it fits into a reply."""
+    try:
+        size = size_of(messages, tools, stop, prompt_text)
+    except UnicodeEncodeError as error:
+        raise BadReply(f"{source} gave a text that is not valid Unicode: {error}") from None
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+        raise BadReply(f"{source} gave what cannot be sent: {type(error).__name__}: {error}") from None
+    if size > OBSERVATION_BYTES:
+        raise BadReply(
+            f"{source} gave {size:,} bytes of messages, tools and stops; at most {OBSERVATION_BYTES:,} are allowed"
+        )
 
 
 def checked_numbers(field: str, values: object) -> dict[str, float]:
