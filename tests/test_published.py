@@ -207,6 +207,39 @@ def test_settings_that_nobody_reads_are_named_part_by_part() -> None:
     assert settings.unused() == ["lora.exclude_modules", "seed"]
 
 
+def test_of_several_names_of_one_thing_one_is_used_and_others_that_differ_are_named() -> None:
+    differing = {
+        "model_path": "some/model",
+        "multi_turn": {"max_assistant_turns": 5, "max_user_turns": 3},
+        "kl": {"kl_loss_coef": 0.1, "kl_coef": 0.2},
+        "lora": {"rank": 8, "lora_alpha": 4, "lr": 0.5},
+        "lr": 0.1,
+    }
+    settings = Settings(CONFIG | differing | {"tokenizer_path": "other/model"})
+    job = parse_spec(spec_of(settings, {"name": "served:x"}, steps=1, save_freq=1, test_freq=0, first_too=False))
+    assert (job.model.base, job.rollout.max_turns, job.algorithm.kl_coef, job.train.lr) == ("some/model", 5, 0.1, 0.1)
+    assert settings.unused() == ["kl.kl_coef", "lora.lr", "multi_turn.max_user_turns", "tokenizer_path"]
+
+
+def test_a_name_that_says_nothing_hides_no_other() -> None:
+    silent = {
+        "model_path": "some/model",
+        "multi_turn": {"max_assistant_turns": 4, "max_user_turns": 0},
+        "kl": {"kl_loss_coef": 0.0, "kl_coef": 0.01},
+        "algorithm": "agent_loop",
+    }
+    settings = Settings(CONFIG | silent)
+    job = parse_spec(spec_of(settings, {"name": "served:x"}, steps=1, save_freq=1, test_freq=0, first_too=False))
+    assert (job.rollout.max_turns, job.algorithm.kl_coef, job.algorithm.name) == (4, 0.01, "grpo")
+    assert settings.unused() == []
+    parts = CONFIG | {"adv_estimator": None, "algorithm": {"adv_estimator": "rloo", "gamma": 1}}
+    settings = Settings(parts)
+    assert spec_of(settings, {"name": "x"}, steps=1, save_freq=1, test_freq=0, first_too=False)["algorithm"][
+        "name"
+    ] == ("rloo")
+    assert settings.unused() == ["algorithm.gamma"]
+
+
 def test_overrides_of_all_configs_are_laid_over_each_other() -> None:
     submitted = {"opentinker": {"resources": {"trainer_gpus": 2}, "train": {"lr": 0.1}}}
     job = spec(

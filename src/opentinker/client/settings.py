@@ -72,14 +72,23 @@ class Settings:
 
     def get(self, path: str, default: Any = None) -> Any:
         self.read.add(path)
+        return self.said(path, default)
+
+    def said(self, path: str, default: Any = None) -> Any:
+        """As `get`, and it stays unread."""
         for config in self.configs:
             if (found := pick(config, path, MISSING)) is not MISSING:
                 return found
         return default
 
     def first(self, paths: Iterable[str], default: Any = None) -> Any:
-        values = [self.get(path) for path in paths]
-        return next((value for value in values if value is not None), default)
+        """Of several names of one thing, the first that says something (0 is "none"); others that say something else
+        stay unread, and so are told to the user."""
+        said = {path: self.said(path) for path in paths}
+        given = [value for value in said.values() if value is not None]
+        taken = next((value for value in given if value), given[0] if given else default)
+        self.read |= {path for path, value in said.items() if not value or value == taken}
+        return taken
 
     def overrides(self) -> dict[str, Any]:
         """What all configs say under `opentinker`, the later over the earlier."""
@@ -155,9 +164,12 @@ def _lora(settings: Settings) -> dict[str, Any]:
 
 
 def _algorithm(settings: Settings) -> dict[str, Any]:
-    estimator = str(settings.first(("adv_estimator", "algorithm", "algorithm.adv_estimator"), "gae"))
-    if estimator == "agent_loop":  # what the published configs call the way of rolling out
+    named = "algorithm.adv_estimator" if names_of(settings.said("algorithm")) else "algorithm"
+    if settings.said(named) == "agent_loop":  # what the published configs call the way of rolling out
         estimator = str(settings.get("adv_estimator", "gae"))
+        settings.read.add(named)
+    else:
+        estimator = str(settings.first(("adv_estimator", named), "gae"))
     if estimator not in PRESETS:
         raise ValueError(f"adv_estimator = {estimator!r}: must be one of {', '.join(PRESETS)}")
     algorithm: dict[str, Any] = {"name": PRESETS[estimator], "groups_per_batch": int(settings.get("batch_size", 16))}
@@ -169,7 +181,7 @@ def _algorithm(settings: Settings) -> dict[str, Any]:
         algorithm["advantage"] = "per_turn"
     kl = settings.first(("kl.kl_loss_coef", "kl.kl_coef"), 0.0)
     if kl:
-        in_loss = bool(settings.first(("kl.use_kl_loss",), PRESETS[estimator] != "ppo"))
+        in_loss = bool(settings.get("kl.use_kl_loss", PRESETS[estimator] != "ppo"))
         kind = str(settings.first(("kl.kl_loss_type", "kl.kl_penalty"), "low_var_kl"))
         if kind not in KL:
             raise ValueError(f"kl: {kind!r} must be one of {', '.join(KL)}")
