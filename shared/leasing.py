@@ -165,8 +165,4 @@ class LeasedWorker:
 
     async def _is_served(self, job: str) -> bool:
         """Another rollout worker serves the job now: what the job asks for can be loaded."""
-        return any(
-            worker.pool == Pool.ROLLOUT and worker.job == job and worker.status == "ready"
-            for worker in await self.ctx.store.workers()
-            if worker.id != self.info.id
-        )
+        return any(worker.ready_for(job) for worker in await self.ctx.store.workers() if worker.id != self.info.id)

@@ -205,6 +205,10 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
     detail: dict[str, Any] = {}
     """Of an env worker: its sessions and environments."""
 
+    def ready_for(self, job: str) -> bool:
+        """A rollout worker of the job that has loaded its model."""
+        return self.pool == Pool.ROLLOUT and self.job == job and self.status == "ready"
+
 
 class Lease(msgspec.Struct, frozen=True, kw_only=True):
     """Who may act for a job. Written by the scheduler, obeyed by the worker; an old epoch is refused by Redis."""

@@ -43,14 +43,16 @@ class Cluster:
 
     def serving(self, job: str) -> bool:
         """A rollout worker of the job lives and has loaded its model."""
-        workers = [self.workers.get(lease.worker) for lease in self.leases_of(job, Pool.ROLLOUT)]
-        return any(worker is not None and worker.job == job and worker.status == "ready" for worker in workers)
+        return bool(self._ready(job))
 
     def quiet_s(self, job: str) -> float | None:
         """How long nobody has asked any of the job's ready rollout workers anything; None if none is ready."""
+        return min((float(worker.detail.get("quiet_s", 0.0)) for worker in self._ready(job)), default=None)
+
+    def _ready(self, job: str) -> list[WorkerInfo]:
+        """Of those that hold a lease."""
         workers = [self.workers.get(lease.worker) for lease in self.leases_of(job, Pool.ROLLOUT)]
-        ready = [worker for worker in workers if worker is not None and worker.job == job and worker.status == "ready"]
-        return min((float(worker.detail.get("quiet_s", 0.0)) for worker in ready), default=None)
+        return [worker for worker in workers if worker is not None and worker.ready_for(job)]
 
     def free(self, pool: Pool) -> WorkerInfo | None:
         """A live worker without a lease that has let go of its last job."""

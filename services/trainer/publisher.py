@@ -24,7 +24,7 @@ from opentinker.services.trainer.swap_calls import Failure, SwapCalls
 from opentinker.shared.errors import JobFailed
 from opentinker.shared.service import Context
 from opentinker.shared.subjects import WAKE
-from opentinker.shared.types import SIMULATED, Lease, Pool, SwapCommand, SwapReply, WeightVersion, WorkerInfo
+from opentinker.shared.types import SIMULATED, Lease, SwapCommand, SwapReply, WeightVersion, WorkerInfo
 from opentinker.shared.waiting import set_within
 
 if TYPE_CHECKING:
@@ -104,10 +104,7 @@ class Publisher:
         ready = [
             worker
             for worker in await self.ctx.store.workers()
-            if worker.pool == Pool.ROLLOUT
-            and worker.job == self.lease.job
-            and worker.status == "ready"
-            and now >= self._not_before.get(worker.address, now)
+            if worker.ready_for(self.lease.job) and now >= self._not_before.get(worker.address, now)
         ]
         if _addresses(ready) == _addresses(self._members):
             return ready
