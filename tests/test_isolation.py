@@ -23,7 +23,6 @@ import uvloop
 
 from opentinker.pushing import pack
 from opentinker.services.env_worker import host as host_module
-from opentinker.services.env_worker import packages as packages_module
 from opentinker.services.env_worker import turns
 from opentinker.services.env_worker.host import Host
 from opentinker.services.env_worker.packages import Packages
@@ -451,14 +450,14 @@ async def test_a_virtual_environment_has_a_limit_and_says_its_size(
 ) -> None:
     name = worker.push(package(tmp_path / "x", requirements__lock=wheel(index, tmp_path / "trap"), small__py=USES))
     removing: list[threading.Thread] = []
-    remove = packages_module.shutil.rmtree
+    remove = shutil.rmtree
 
     def noted(*args: Any, **options: Any) -> None:
         removing.append(threading.current_thread())
         remove(*args, **options)
 
     with monkeypatch.context() as patched, pytest.raises(SpecError, match=r"takes more than 0 MB \(upload_venv_mb\)"):
-        patched.setattr(packages_module.shutil, "rmtree", noted)
+        patched.setattr(shutil, "rmtree", noted)
         await Packages(worker.data, 0).find(name)
     assert removing and threading.main_thread() not in removing, "it may be large, and the event loop must go on"
     lock = uploads.load(worker.data, uploads.parse(name).digest).lock_digest

@@ -2,7 +2,8 @@
 
 The least busy one is asked, as far as this scheduler knows; among those about as busy, always the same one for the same
 beginning of a conversation, whose tokens it has in its cache. One that refuses because it is full, or that is lost
-before it has said anything, is replaced by another, and a job whose workers are being replaced is waited for.
+before it has said anything, is replaced by another, and a job whose workers are being replaced is waited for. Who was
+lost is asked again where nobody else is ready: what was lost may have been a connection.
 
 wanted   answers WANTED: which requests of ours somebody still waits for
 """
@@ -14,32 +15,81 @@ import hashlib
 import time
 import uuid
 from collections import Counter
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 
+import msgspec
 import structlog
 
+from opentinker.services.scheduler.lookout import LOOK_S, Lookout
 from opentinker.shared import codec
-from opentinker.shared.bus import NoReply, TooLarge
-from opentinker.shared.errors import NotFound
+from opentinker.shared.bus import NoReply, NoResponders, TooLarge
 from opentinker.shared.inference import SILENCE_S, Abandoned, Ask, Piece, Refusal, Underway
 from opentinker.shared.openai.fields import Refused
 from opentinker.shared.service import Context
 from opentinker.shared.streaming import ask as ask_in_pieces
 from opentinker.shared.subjects import ABANDON, GENERATE, WANTED
-from opentinker.shared.types import JobRecord, JobState, Pool, WorkerInfo
+from opentinker.shared.types import JobRecord, JobState, WorkerInfo
 from opentinker.shared.waiting import rest
 
 log = structlog.get_logger()
 
 PATIENCE_S = 30.0
-"""A running job without a ready rollout worker is waited for so long."""
-LOOK_S = 0.2
+"""A running job without a rollout worker that could be asked is waited for so long."""
 MOST_TRIES = 5
+UNHEARD_S = 0.5
+"""A worker that NATS does not know at the moment is asked again after so long."""
+LOST = "the rollout worker that was answering is gone; ask again"
 NEAR = 2
 """Requests more than the least busy one has: as good, if it knows the beginning."""
 BEGINNING = 512
 """Characters or tokens of a plain prompt that may be shared with others."""
+
+
+class Tries:
+    """Of one request: whom it has asked, and what came of it."""
+
+    def __init__(self) -> None:
+        self.last: Refusal | None = None
+        self.left = MOST_TRIES
+        self.until = time.monotonic() + PATIENCE_S
+        self._refused: set[str] = set()
+        self._lost: dict[str, float] = {}
+        """From when on it may be asked again, by address."""
+
+    def refused(self, worker: WorkerInfo, refusal: Refusal) -> None:
+        self.last = refusal
+        self._refused.add(worker.address)
+        self._count()
+
+    def lost(self, worker: WorkerInfo, *, heard: bool) -> bool:
+        """It fell silent, or what it said did not arrive: the connection may have been lost, and it may be there again.
+        True for the first time.
+
+        `heard`: it may have got the request; else nothing was done, and that costs no try.
+        """
+        first = worker.address not in self._lost
+        self.last = Refusal(message=LOST, status=503, elsewhere=True)
+        self._lost[worker.address] = time.monotonic() + (0.0 if heard else UNHEARD_S)
+        if heard:
+            self._count()
+        return first
+
+    def _count(self) -> None:
+        self.left -= 1
+        self.until = time.monotonic() + PATIENCE_S
+
+    def best(self, ready: list[WorkerInfo], of: Callable[[list[WorkerInfo]], WorkerInfo]) -> WorkerInfo | None:
+        """Those that were lost only where there is no other."""
+        others = [worker for worker in ready if worker.address not in self._refused | self._lost.keys()]
+        now = time.monotonic()
+        back = {address for address, since in self._lost.items() if since <= now}
+        again = [worker for worker in ready if worker.address in back - self._refused]
+        return of(others or again) if others or again else None
+
+    def hopes(self, ready: list[WorkerInfo]) -> bool:
+        """One of them may be asked again later."""
+        return any(worker.address not in self._refused for worker in ready)
 
 
 class Replicas:
@@ -49,6 +99,7 @@ class Replicas:
         self._wanted: set[str] = set()
         self._busy: Counter[str] = Counter()
         """Requests of ours under way, by the worker's address."""
+        self._lookout = Lookout(ctx.store)
 
     async def run(self) -> None:
         """Serves WANTED until it is cancelled."""
@@ -63,32 +114,32 @@ class Replicas:
 
     async def answer(self, job: JobRecord, ask: Ask) -> AsyncGenerator[Piece, None]:
         """Pieces with something in them, the reply last. Raises Refused. Closing the generator ends the request."""
-        tried: set[str] = set()
-        begun, refusal = False, None
-        self._wanted.add(ask.id)
-        try:
-            for _ in range(MOST_TRIES):
-                replica = await self._choose(job, ask, tried, refusal)
-                tried.add(replica.address)
-                refusal = None
-                async with aclosing(self._ask(replica.address, ask)) as pieces:
+        tries, begun = Tries(), False
+        while True:
+            replica = await self._choose(job, ask, tries)
+            asked = msgspec.structs.replace(ask, id=f"{ask.id}-{uuid.uuid4().hex[:6]}")  # one that is lost may go on
+            try:
+                async with aclosing(self._ask(replica.address, asked)) as pieces:
                     async for piece in pieces:
-                        refusal = piece.refusal
-                        if refusal is None and (piece.text or piece.reply is not None):
+                        if (refusal := piece.refusal) is not None:
+                            tries.refused(replica, refusal)
+                            log.info("request_refused", job=job.id, replica=replica.id, why=refusal.message)
+                        elif piece.text or piece.reply is not None:
                             begun = True
                             yield piece
-                if refusal is None:
-                    return
-                if begun or not refusal.elsewhere:
-                    break
-                log.info("request_goes_elsewhere", job=job.id, replica=replica.id, why=refusal.message)
-            assert refusal is not None
-            raise _refused(refusal)
-        finally:
-            self._wanted.discard(ask.id)
+                            if piece.reply is not None:
+                                return
+            except (NoReply, codec.WireError) as error:
+                if tries.lost(replica, heard=not isinstance(error, NoResponders)):
+                    log.warning("replica_lost", job=job.id, replica=replica.id, error=str(error))
+            assert tries.last is not None
+            if begun or not tries.last.elsewhere or not tries.left:
+                raise _refused(tries.last)
 
     async def _ask(self, address: str, ask: Ask) -> AsyncGenerator[Piece, None]:
-        """To the piece with the reply or the refusal, which may be ours: the worker is lost."""
+        """To the piece with the reply or the refusal, which may be ours. Raises NoReply or WireError for a worker that
+        is lost."""
+        self._wanted.add(ask.id)
         self._busy[address] += 1
         seq, over = 0, False
         try:
@@ -107,39 +158,33 @@ class Replicas:
             over = True
             size = f"the request has {error.size} bytes, and the NATS server takes {error.limit} (max_payload)"
             yield Piece(seq=seq, refusal=Refusal(message=size, status=413))
-        except (NoReply, codec.WireError) as error:
-            log.warning("replica_lost", replica=address, error=str(error))
-            lost = "the rollout worker that was answering is gone; ask again"
-            yield Piece(seq=seq, refusal=Refusal(message=lost, status=503, elsewhere=True))
         finally:
+            self._wanted.discard(ask.id)
             self._busy[address] -= 1
             if not self._busy[address]:
                 del self._busy[address]
             if not over:
                 await self.ctx.bus.emit(ABANDON, Abandoned(ask.id), worker=address)
 
-    async def _choose(self, job: JobRecord, ask: Ask, tried: set[str], refusal: Refusal | None) -> WorkerInfo:
-        """Raises Refused: with `refusal` when everybody has been tried who was there, or when nobody comes."""
-        deadline = time.monotonic() + PATIENCE_S
-        while True:
-            ready = [
-                worker
-                for worker in await self.ctx.store.workers()
-                if worker.job == job.id and worker.pool == Pool.ROLLOUT and worker.status == "ready"
-            ]
-            if others := [worker for worker in ready if worker.address not in tried]:
-                return self._best(others, ask)
-            if ready and refusal is not None and refusal.status == 429:
-                raise _refused(refusal)
-            try:
-                job = await self.ctx.store.job(job.id)
-            except NotFound:
-                raise Refused(f"job {job.id} is gone", status=404) from None
-            refuse_unless_served(job)
-            if time.monotonic() >= deadline:
-                why = f": it waits for {job.waiting_for}" if job.waiting_for else ""
-                raise Refused(f"no rollout worker of job {job.id} is ready now{why}; try again", status=503)
-            await rest(LOOK_S)
+    async def _choose(self, job: JobRecord, ask: Ask, tries: Tries) -> WorkerInfo:
+        """Raises Refused: as the last one who was asked, when nobody else comes."""
+        job, ready = await self._lookout.look(job.id)
+        if chosen := tries.best(ready, lambda workers: self._best(workers, ask)):
+            return chosen
+        with self._lookout.place(job):
+            while True:
+                if ready and tries.last is not None and tries.last.status == 429 and not tries.hopes(ready):
+                    raise _refused(tries.last)
+                refuse_unless_served(job)
+                if time.monotonic() >= tries.until:
+                    if tries.last is not None:
+                        raise _refused(tries.last)
+                    why = f": it waits for {job.waiting_for}" if job.waiting_for else ""
+                    raise Refused(f"no rollout worker of job {job.id} is ready now{why}; try again", status=503)
+                await rest(LOOK_S)
+                job, ready = await self._lookout.look(job.id)
+                if chosen := tries.best(ready, lambda workers: self._best(workers, ask)):
+                    return chosen
 
     def _best(self, workers: list[WorkerInfo], ask: Ask) -> WorkerInfo:
         least = min(self._busy[worker.address] for worker in workers)
