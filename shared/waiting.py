@@ -95,12 +95,13 @@ def hand_on(task: asyncio.Task[Any], broken: asyncio.Future[None]) -> None:
 
 
 async def put_down(*tasks: asyncio.Task[Any] | None) -> None:
-    """Cancel tasks and wait until they have ended, whatever they raise; ask again while one goes on.
+    """Cancel tasks and wait until they have ended, whatever they raise; ask again while one goes on. What had ended
+    before is its owner's to hear.
 
     That we are cancelled meanwhile counts when they have ended: nobody is left behind.
     """
     running = {task for task in tasks if task is not None and not task.done()}
-    cancelled, ask = False, True
+    put, cancelled, ask = list(running), False, True
     while running:
         if ask:
             for task in running:
@@ -111,8 +112,8 @@ async def put_down(*tasks: asyncio.Task[Any] | None) -> None:
         except asyncio.CancelledError:
             running = {task for task in running if not task.done()}
             cancelled, ask = True, False
-    for ended in tasks:
-        if ended is not None and not ended.cancelled() and (error := ended.exception()) is not None:
+    for ended in put:
+        if not ended.cancelled() and (error := ended.exception()) is not None:
             log.info("failed_while_put_down", task=ended.get_name(), error=f"{type(error).__name__}: {error}")
     if cancelled:
         raise asyncio.CancelledError

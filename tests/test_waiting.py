@@ -6,6 +6,8 @@ import asyncio
 from collections.abc import Awaitable, Callable
 
 import pytest
+import structlog
+import structlog.testing
 
 from opentinker.shared.waiting import Bell, check_cancelled, put_down, rest, see_through, set_within
 
@@ -76,6 +78,22 @@ async def test_what_fails_after_all_is_told_unless_nobody_asks_any_more() -> Non
 
     with pytest.raises(ValueError, match="no"):
         await see_through(fail())
+
+
+async def test_only_what_fails_while_it_is_put_down_is_told_of() -> None:
+    async def fail(*, late: bool) -> None:
+        try:
+            await asyncio.sleep(60 if late else 0)
+        finally:
+            raise ValueError("no")
+
+    before, late = asyncio.create_task(fail(late=False)), asyncio.create_task(fail(late=True))
+    await asyncio.wait([before])
+    with structlog.testing.capture_logs() as logs:
+        await put_down(before, None)
+        assert logs == [] and isinstance(before.exception(), ValueError)
+        await put_down(before, late)
+    assert [(entry["event"], entry["task"]) for entry in logs] == [("failed_while_put_down", late.get_name())]
 
 
 async def test_nobody_is_left_behind_when_putting_down_is_cancelled() -> None:
