@@ -20,7 +20,7 @@ from aiohttp import web
 
 from opentinker.envs.base import Action
 from opentinker.shared.openai import answers, requests
-from opentinker.shared.openai.fields import Json, Refused
+from opentinker.shared.openai.fields import Json, Refused, too_long
 from opentinker.shared.openai.requests import Asked
 from opentinker.shared.sessions import Policy
 
@@ -113,11 +113,7 @@ class Endpoint:
     def _check_length(self, asked: Asked) -> None:
         limit = self._policy.context_length
         if asked.token_ids is not None and limit and len(asked.token_ids) >= limit:
-            raise Refused(
-                f"This model's maximum context length is {limit} tokens. However, the prompt has "
-                f"{len(asked.token_ids)} tokens, and at least one must be left for the answer.",
-                code="context_length_exceeded",
-            )
+            raise too_long(limit, len(asked.token_ids))
 
     async def _answer(self, asked: Asked) -> Action:
         """Whoever hangs up leaves the queue, or, if the policy is at it already, its answer to nobody."""

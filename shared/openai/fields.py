@@ -25,6 +25,15 @@ class Refused(Exception):
         return {"error": error}
 
 
+def too_long(limit: int, size: int, unit: str = "tokens") -> Refused:
+    """Of a prompt that leaves no room for an answer, or is none."""
+    return Refused(
+        f"This model's maximum context length is {limit} tokens. However, the prompt has {size} {unit}: there must "
+        "be one token, and at least one must be left for the answer.",
+        code="context_length_exceeded",
+    )
+
+
 def items(body: Json, name: str) -> list[Any]:
     value = body.get(name)
     if value is not None and not isinstance(value, list):
