@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
 
 import pytest
@@ -78,6 +79,34 @@ def test_half_a_character_waits_for_its_other_half() -> None:
     assert len(ids) == 4
     unfolding = Unfolding(RENDERER, [])
     assert [unfolding.add([id]) for id in ids] == ["", "", "", "🐈"]
+
+
+class Noted(Renderer):
+    """Knows how many tokens were decoded at once."""
+
+    widest = 0
+
+    def text(self, ids: Sequence[int]) -> str:
+        self.widest = max(self.widest, len(ids))
+        return super().text(ids)
+
+
+@pytest.mark.parametrize("filler", ["specials", "bytes that are no character", "the first byte of a character"])
+def test_tokens_that_never_become_a_text_are_not_decoded_again_and_again(filler: str) -> None:
+    byte = {byte: RENDERER.plain(bytes([byte]).decode("latin-1"), first=True)[-1] for byte in (0xA9, 0xC3)}
+    many = {"specials": [0], "bytes that are no character": [byte[0xA9]], "the first byte of a character": [byte[0xC3]]}
+    ids = [*RENDERER.plain("the é ", first=True), *many[filler] * 400, *RENDERER.plain("🐈 end", first=True)]
+    renderer = Noted(Bytes(), "plain", frozenset({0}))
+    unfolding = Unfolding(renderer, [])
+    assert "".join(unfolding.add([id]) for id in ids) == RENDERER.text(ids)
+    assert renderer.widest < 100
+    assert Offsets(RENDERER).add(ids)[-1] == len(RENDERER.text(ids)) - len(RENDERER.piece(ids[-1]))
+
+
+def test_a_long_piece_that_ends_within_a_character_is_out_up_to_it() -> None:
+    ids = RENDERER.plain("漢" * 40 + "🐈", first=True)
+    unfolding = Unfolding(RENDERER, [])
+    assert [unfolding.add(ids[:-1]), unfolding.add(ids[-1:])] == ["漢" * 40, "🐈"]
 
 
 def test_a_token_begins_where_its_character_does() -> None:

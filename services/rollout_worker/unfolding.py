@@ -9,6 +9,10 @@ from opentinker.shared.openai.answers import cut
 
 PART = "\ufffd"
 """What a part of a character is decoded to."""
+WIDEST = 32
+"""Tokens that may wait for what makes a text of them; a character has four bytes at most."""
+TAIL = 8
+"""So many of them are looked at for a place between two characters."""
 
 
 class Unfolding:
@@ -28,10 +32,26 @@ class Unfolding:
         self._ids += ids
         before = self._renderer.text(self._ids[self._from : self._read])
         now = self._renderer.text(self._ids[self._from :])
+        end = len(self._ids)
         if len(now) <= len(before) or now.endswith(PART):
-            return ""
-        self._from, self._read = self._read, len(self._ids)
+            if end - self._read <= WIDEST:
+                return ""
+            if now == before:  # e.g. special tokens
+                del self._ids[self._read :]
+                return ""
+            end = self._between(now)
+            now = self._renderer.text(self._ids[self._from : end])
+        self._from, self._read = self._read, end
         return self._certain(now[len(before) :])
+
+    def _between(self, now: str) -> int:
+        """Where what waits can be cut, near its end: bytes that are no character would make it endless."""
+        last = len(self._ids)
+        for cut_at in range(last - 1, last - TAIL, -1):
+            head, tail = self._ids[self._from : cut_at], self._ids[cut_at:]
+            if self._renderer.text(head) + self._renderer.text(tail) == now:
+                return cut_at
+        return last - TAIL
 
     def _certain(self, more: str) -> str:
         if self._stopped:
@@ -52,13 +72,20 @@ class Offsets:
     def __init__(self, renderer: Renderer) -> None:
         self._text = Unfolding(renderer, ())
         self._at = 0
+        self._found: list[int] = []
 
     def add(self, ids: Sequence[int]) -> list[int]:
-        found = []
+        """Of the next tokens."""
+        before = len(self._found)
         for id in ids:
-            found.append(self._at)
+            self._found.append(self._at)
             self._at += len(self._text.add([id]))
-        return found
+        return self._found[before:]
+
+    def of(self, ids: Sequence[int]) -> list[int]:
+        """Of all tokens, the first of which were added before."""
+        self.add(ids[len(self._found) :])
+        return self._found
 
 
 def _begun(text: str, stop: str) -> int:
