@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import orjson
 import pytest
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
 from transformers import PreTrainedTokenizerFast
 
 from opentinker.services.rollout_worker.engine import Completion, EngineError, Progress, Sampling
@@ -255,6 +257,21 @@ def test_turn_ends_as_generation_config_says_else_as_config_and_with_the_tokeniz
     if generation:
         (tmp_path / "generation_config.json").write_bytes(orjson.dumps({"eos_token_id": generation}))
     assert Renderer.load(str(tmp_path), "plain").eos_ids == ends
+
+
+def test_a_tokenizer_decodes_while_another_thread_encodes() -> None:
+    """Streamed answers are decoded in the event loop beside the thread that renders prompts."""
+    core = Tokenizer(WordLevel({"a": 0, "</s>": 1, "b": 2}, unk_token="a"))
+    core.pre_tokenizer = Whitespace()
+    renderer = Renderer(PreTrainedTokenizerFast(tokenizer_object=core, eos_token="</s>"), "plain", frozenset({1}))
+    text, ids = "a b " * 5_000, [0, 2] * 5_000
+    with ThreadPoolExecutor(1) as threads:
+        encoding = [threads.submit(renderer.plain, text, first=False) for _ in range(20)]
+        decoded = []
+        while not encoding[-1].done():
+            decoded.append(renderer.text(ids[:20]))
+        assert [one.result() == ids for one in encoding] == [True] * 20
+    assert decoded and set(decoded) == {text[:39]}
 
 
 def test_tokenizer_without_an_end_of_sequence_token_is_refused() -> None:

@@ -423,6 +423,30 @@ async def test_nothing_is_begun_when_the_job_is_over(site: Site, monkeypatch: py
     assert refusal is not None and (refusal.status, refusal.elsewhere) == (503, True)
 
 
+async def test_who_has_just_asked_when_the_job_ends_is_told(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    end, said = InferenceJob._end, list[tuple[str, Piece]]()
+
+    async def ended(over: InferenceJob) -> None:
+        def asks(id: str) -> None:
+            async def send(piece: Piece) -> None:
+                await asyncio.sleep(0)
+                said.append((id, piece))
+
+            over._begin(Ask(id=id, asker="nobody", job=over.lease.job, model="some/model", text="x"), send)
+
+        asks("not yet begun")
+        over.over = True
+        asks("being refused")
+        await end(over)
+        said.append(("after", Piece(seq=0)))
+
+    monkeypatch.setattr(InferenceJob, "_end", ended)
+    await site.client.cancel(await site.job())
+    await until(lambda: "after" in dict(said))
+    assert sorted(id for id, _ in said[:2]) == ["being refused", "not yet begun"]
+    assert all(piece.refusal is not None and piece.refusal.elsewhere for _, piece in said[:2])
+
+
 async def test_more_than_may_wait_is_refused_for_the_moment(site: Site) -> None:
     job = await site.job(serving={"max_concurrent": 1, "max_waiting": 1})
     speaker = site.speakers["rollout-0"]

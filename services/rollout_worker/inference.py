@@ -30,14 +30,14 @@ from opentinker.shared.inference import BEAT_S, Abandoned, Ask, Piece, Refusal, 
 from opentinker.shared.leasing import LeasedWorker
 from opentinker.shared.manifest import ADAPTER, read_manifest, start_of
 from opentinker.shared.openai.answers import cut
-from opentinker.shared.openai.fields import Refused
+from opentinker.shared.openai.fields import Refused, too_long
 from opentinker.shared.service import first_failure
 from opentinker.shared.spec import JobSpec
 from opentinker.shared.streaming import Send, answer
 from opentinker.shared.subjects import ABANDON, GENERATE, WANTED
 from opentinker.shared.telemetry import Meters, Reporter
 from opentinker.shared.types import Lease, StopReason, WeightVersion
-from opentinker.shared.waiting import hand_on, put_down, rest
+from opentinker.shared.waiting import hand_on, put_down, rest, see_through
 
 log = structlog.get_logger()
 
@@ -125,7 +125,8 @@ class InferenceJob:
         self.over = False
         """Nothing is begun any more."""
         self.renderings = ThreadPoolExecutor(1, "rendering")
-        """One at a time: a tokenizer is not for two threads, and prompts of strangers are not for the event loop."""
+        """Prompts and answers, one at a time: what strangers write is not for the event loop. What is streamed is
+        decoded in the event loop meanwhile, a few tokens at once: neither encoding nor decoding changes a tokenizer."""
         self.broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.quiet_since = time.monotonic()
         self.meters = Meters()
@@ -165,12 +166,22 @@ class InferenceJob:
     async def _end(self) -> None:
         """The last report says what came since the one before; with the job over, none is shown any more."""
         self.over = True
-        await put_down(*(task for _, task in self.tasks.values()), *self.closing)
+        await see_through(self._give_up())
         self.renderings.shutdown(wait=False, cancel_futures=True)
         self.meter.gauges.clear()
         await self.reporter.report()
         self.meters.jobs.clear()
         await self.reporter.report()
+
+    async def _give_up(self) -> None:
+        """Whoever still waits is told to ask elsewhere, also for a request whose task has not begun."""
+        waiting = list(self.tasks.values())
+        await put_down(*(task for _, task in waiting))
+        for talk, task in waiting:
+            if task.cancelled() and not talk.abandoned:
+                await talk.say(refusal=Refusal(message=LOST, status=503, elsewhere=True))
+        if self.closing:
+            await asyncio.wait(self.closing)
 
     # --- requests -----------------------------------------------------------------------------------------------
 
@@ -217,35 +228,29 @@ class InferenceJob:
             task.cancel()
 
     async def _run(self, talk: Talk) -> None:
-        """One request to its last piece. Raises what is a failure of this service."""
+        """One request to its last piece; one that is cancelled says nothing more. Raises what is a failure of this
+        service."""
         within = self.spec.serving.request_timeout_s
         try:
-            try:
-                async with asyncio.timeout(within):
-                    reply = await self._answer(talk)
-                await talk.say(reply=reply)
-            except Refused as refused:
-                await self._refuse(talk, refused.message, refused.status, refused.param, refused.code)
-            except TimeoutError:
-                late = f"no answer within {within:g} s (serving.request_timeout_s), its waiting included"
-                await self._refuse(talk, late, 504, code="timeout")
-            except EngineLost:
-                await talk.say(refusal=Refusal(message=LOST, status=503, elsewhere=True))
-                raise
-            except EngineError as error:
-                await self._refuse(talk, str(error), 500)
-            except TooLarge as error:
-                size = f"the answer has {error.size} bytes, and the NATS server takes {error.limit} (max_payload)"
-                await self._refuse(talk, f"{size}: ask for fewer tokens, or without logprobs", 500)
-            except Exception as error:  # a request that breaks something must not end those beside it
-                log.exception("request_failed", job=self.lease.job, request=talk.ask.id)
-                await self._refuse(
-                    talk, f"no answer, for a fault of ours ({type(error).__name__}), which is logged", 500
-                )
-        except asyncio.CancelledError:
-            if not talk.abandoned:
-                await talk.say(refusal=Refusal(message=LOST, status=503, elsewhere=True))
+            async with asyncio.timeout(within):
+                reply = await self._answer(talk)
+            await talk.say(reply=reply)
+        except Refused as refused:
+            await self._refuse(talk, refused.message, refused.status, refused.param, refused.code)
+        except TimeoutError:
+            late = f"no answer within {within:g} s (serving.request_timeout_s), its waiting included"
+            await self._refuse(talk, late, 504, code="timeout")
+        except EngineLost:
+            await talk.say(refusal=Refusal(message=LOST, status=503, elsewhere=True))
             raise
+        except EngineError as error:
+            await self._refuse(talk, str(error), 500)
+        except TooLarge as error:
+            size = f"the answer has {error.size} bytes, and the NATS server takes {error.limit} (max_payload)"
+            await self._refuse(talk, f"{size}: ask for fewer tokens, or without logprobs", 500)
+        except Exception as error:  # a request that breaks something must not end those beside it
+            log.exception("request_failed", job=self.lease.job, request=talk.ask.id)
+            await self._refuse(talk, f"no answer, for a fault of ours ({type(error).__name__}), which is logged", 500)
 
     async def _refuse(self, talk: Talk, message: str, status: int, param: str = "", code: str = "") -> None:
         self.meter.counts["serving/refused"] += 1
@@ -264,16 +269,18 @@ class InferenceJob:
             stop=ask.stop,
             seed=ask.manner.seed,
         )
+        places = Offsets(self.renderer)
         async with self.places:
             if ask.stream and not ask.tools:
-                completion = await self._stream(talk, prompt, sampling)
+                completion = await self._stream(talk, prompt, sampling, places)
             else:
                 completion = await self.engine.generate(ask.id, prompt, sampling)
         self.meter.counts["serving/answers"] += 1
         self.meter.counts["serving/prompt_tokens"] += len(prompt)
         self.meter.counts["serving/tokens"] += len(completion.ids)
-        offsets = await asyncio.to_thread(Offsets(self.renderer).add, completion.ids) if ask.offsets else []
-        return self._reply(ask, len(prompt), completion, offsets)
+        return await asyncio.get_running_loop().run_in_executor(
+            self.renderings, self._reply, ask, len(prompt), completion, places
+        )
 
     def _check_size(self, ask: Ask) -> None:
         """Refuses what is certainly too long, before any work is done for it. Raises Refused."""
@@ -284,7 +291,7 @@ class InferenceJob:
             chat = [[message.text, message.tool_calls] for message in ask.messages]
             size, unit, most = len(codec.encode([ask.text, chat, ask.tools])), "bytes", limit * TOKEN_BYTES
         if size > most:
-            raise _too_long(limit, size, unit)
+            raise too_long(limit, size, unit)
 
     def _prompt(self, ask: Ask) -> list[int]:
         """In a thread. Raises Refused."""
@@ -303,12 +310,12 @@ class InferenceJob:
                 raise Refused(str(error), param="messages") from None
         limit = self.engine.context_length
         if not 0 < len(ids) < limit:
-            raise _too_long(limit, len(ids), "tokens")
+            raise too_long(limit, len(ids))
         return ids
 
-    async def _stream(self, talk: Talk, prompt: list[int], sampling: Sampling) -> Completion:
+    async def _stream(self, talk: Talk, prompt: list[int], sampling: Sampling, places: Offsets) -> Completion:
         """Sends what is certain of the text while it grows; the rest comes with the reply."""
-        news, unfolding, places = News(), Unfolding(self.renderer, talk.ask.stop), Offsets(self.renderer)
+        news, unfolding = News(), Unfolding(self.renderer, talk.ask.stop)
         generating = asyncio.create_task(self.engine.generate(talk.ask.id, prompt, sampling, news.add))
         ids: list[int] = []
         logprobs: list[float] = []
@@ -327,7 +334,8 @@ class InferenceJob:
         finally:
             await put_down(generating)
 
-    def _reply(self, ask: Ask, prompt_tokens: int, completion: Completion, offsets: list[int]) -> Reply:
+    def _reply(self, ask: Ask, prompt_tokens: int, completion: Completion, places: Offsets) -> Reply:
+        """In a thread. `places`: of the tokens that were streamed."""
         text = self.renderer.text(completion.ids)
         answered = sum(message.role == "assistant" for message in ask.messages)
         said = self.renderer.said(completion.ids, ask.tools, stop=completion.stop, turn=answered)
@@ -342,7 +350,7 @@ class InferenceJob:
             tool_calls=said.calls,
             words=said.words,
             tokens=self._tokens(ask, completion.ids),
-            offsets=offsets,
+            offsets=places.of(completion.ids) if ask.offsets else [],
         )
 
     def _tokens(self, ask: Ask, ids: list[int]) -> list[str]:
@@ -384,11 +392,3 @@ class InferenceJob:
     def _tell(self) -> None:
         quiet_s = 0.0 if self.tasks else time.monotonic() - self.quiet_since
         self.worker.tell({"requests": len(self.tasks), "quiet_s": round(quiet_s, 1)})
-
-
-def _too_long(limit: int, size: int, unit: str) -> Refused:
-    return Refused(
-        f"This model's maximum context length is {limit} tokens. However, the prompt has {size} {unit}: there must "
-        "be one token, and at least one must be left for the answer.",
-        code="context_length_exceeded",
-    )
