@@ -1,4 +1,4 @@
-"""Options that change what a step costs or how it rounds: gradient checkpointing and the float32 head."""
+"""Options that change what a step costs or how it rounds, gradient checkpointing and the float32 head; interruption."""
 
 from __future__ import annotations
 
@@ -12,12 +12,14 @@ from transformers import AutoModelForCausalLM
 
 from opentinker.services.reference_forward.needs import needs
 from opentinker.services.reference_forward.scorer import Scorer
+from opentinker.services.trainer.learner import Interrupted
 from opentinker.services.trainer.torch_learner import TorchLearner
 from opentinker.shared.errors import JobFailed, SpecError
 from opentinker.shared.nn.layers import recompute_layers
 from opentinker.shared.nn.layout import layout
 from tests.factories import V0, group_of, trajectory_of
 from tests.learning import random_groups, torch_spec
+from tests.test_torch_learner import digest
 
 LORA = {"rank": 4, "dropout": 0.3}
 PPO = {"name": "ppo", "critic_lr": 1e-3}
@@ -71,6 +73,45 @@ def test_gradient_checkpointing_makes_the_same_steps_with_less_memory(tiny: Path
         torch.testing.assert_close(a, b, rtol=0, atol=1e-6)
     assert kept_bytes(frugal) < 0.35 * kept_bytes(plain)
     assert not frugal.causal.training, "dropouts inside the layers stay as they were"
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [{"algorithm": {"updates_per_batch": 2, "proximal": "recomputed"}}, {"model": {"lora": LORA}}, {"algorithm": PPO}],
+    ids=["two updates", "lora with dropout", "critic"],
+)
+@pytest.mark.parametrize("after", [0, 1, 3])
+def test_a_step_that_is_interrupted_leaves_nothing_behind(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch, parts: dict[str, Any], after: int
+) -> None:
+    """And the next trainer makes the very step that an unbroken one makes."""
+    parts = {**parts, "train": {"tokens_per_micro_batch": 40}}
+    learner, unbroken = loaded(tiny, **parts), loaded(tiny, **parts)
+    for each in (learner, unbroken):
+        torch.manual_seed(3)
+        each.step(random_groups(0), V0)
+    noise = torch.get_rng_state()
+    asked = []
+
+    def interrupted_in_time() -> None:
+        asked.append(1)
+        if len(asked) > after:
+            learner.interrupt()
+        TorchLearner.go_on(learner)
+
+    monkeypatch.setattr(learner, "go_on", interrupted_in_time)
+    before = [tensor.clone() for tensor in weights(learner)]
+    with pytest.raises(Interrupted):
+        learner.step(random_groups(1), V0)
+    assert len(asked) == after + 1 and torch.equal(torch.get_rng_state(), noise)
+    assert all(map(torch.equal, before, weights(learner)))
+    assert all(p.grad is None for p in learner.parameters.values()) and learner.steps == 1
+    monkeypatch.undo()
+    learner._interrupted.clear()
+    learner.step(random_groups(1), V0)
+    torch.set_rng_state(noise)
+    unbroken.step(random_groups(1), V0)
+    assert digest(learner) == digest(unbroken)
 
 
 def test_fp32_head_computes_logits_in_float32_from_bfloat16_states_and_weights(tiny: Path) -> None:

@@ -260,7 +260,7 @@ async def test_starved_trainer_removes_all_that_it_trained_on(ctx: Context, monk
             return job.step == 1 and await stored(ctx) == 1
 
         await until(one_is_left)
-    (saved,) = [manifest for _, manifest in checkpoint.listing(job.record.root)]
+    *_, saved = [manifest for _, manifest in checkpoint.listing(job.record.root)]  # it may have been starved before too
     assert (saved.step, saved.consumed) == (1, [])
 
 
@@ -285,7 +285,7 @@ async def test_checkpoint_that_failed_is_tried_again_by_a_starved_trainer(
         await until(lambda: checkpoint.listing(job.record.root))
 
 
-async def test_job_that_is_cancelled_in_the_middle_of_a_step_keeps_that_step(
+async def test_job_that_is_cancelled_when_a_step_is_computed_keeps_that_step(
     ctx: Context, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job = await prepare(ctx)
@@ -296,10 +296,42 @@ async def test_job_that_is_cancelled_in_the_middle_of_a_step_keeps_that_step(
     assert (await ctx.store.job(JOB)).state != JobState.SUCCEEDED
 
 
+async def test_job_that_is_cancelled_gives_up_a_long_step_and_keeps_what_came_before(
+    ctx: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And the groups of that step are trained by whoever goes on."""
+    job = await prepare(ctx, staleness=0)
+    learner = job.learner
+    assert isinstance(learner, Clumsy)
+    step, began = learner.step, asyncio.Event()
+    long = learner.spec.train.model_copy(update={"simulated_step_s": 2 * WAIT_S})
+    loop_of_test = asyncio.get_running_loop()
+
+    def third_step_is_long(groups: list[Group], version: WeightVersion) -> dict[str, float]:
+        if version.step == 2:
+            learner.spec = learner.spec.model_copy(update={"train": long})
+            loop_of_test.call_soon_threadsafe(began.set)
+        return step(groups, version)
+
+    monkeypatch.setattr(learner, "step", third_step_is_long)
+    async with running(feed(job)):
+        training = asyncio.create_task(job.run())
+        await soon(began.wait())
+        await soon(put_down(training))
+    found = checkpoint.newest(job.record.root)
+    assert found is not None and (found[1].step, found[1].ledger["trained"]) == (2, 4)
+    await ctx.store.transition(JOB, JobState.STARTING, epoch=2)
+    await train(lease_of(ctx, job.spec, 2))
+    assert (await ctx.store.job(JOB)).state == JobState.SUCCEEDED
+    assert steps_of(job.record.root.parent / "metrics.jsonl") == [1, 2, 3, 4, 5, 6]
+    ledger = await Admission(ctx.store.redis, JOB).ledger()
+    assert ledger.balanced and (ledger.trained, ledger.pending) == (12, 0)
+
+
 async def cancel_in_third_step(
     job: TrainerJob, monkeypatch: pytest.MonkeyPatch, error: Exception | None = None
 ) -> None:
-    """The step ends, or raises, after the job was cancelled."""
+    """The step is computed, or raises, after the job was cancelled and before the learner hears of it."""
     began, go_on = threading.Event(), threading.Event()
     step = job.learner.step
 
@@ -312,6 +344,7 @@ async def cancel_in_third_step(
         return step(groups, version)
 
     monkeypatch.setattr(job.learner, "step", third_step_waits)
+    monkeypatch.setattr(job.learner, "interrupt", lambda: None)
     async with running(feed(job)):
         training = asyncio.create_task(job.run())
         await until(began.is_set)

@@ -5,6 +5,7 @@ No torch here. The real one is `torch_learner.TorchLearner`.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -61,6 +62,9 @@ class Trainable(Protocol):
     def save(self, directory: Path) -> None:
         """Write everything that `load` needs: Hugging Face or PEFT layout, and `trainer/` beside it."""
 
+    def interrupt(self) -> None:
+        """From another thread: work under way, now or later, raises Interrupted soon, and has changed nothing then."""
+
     def close(self) -> None:
         """Let go of what is outside this process, also in the middle of a step. Idempotent."""
 
@@ -94,9 +98,6 @@ class RowLearner(Trainable, Protocol):
 
         `home`: the job's directory: what an earlier trainer of the job has left of it, and what the job started from.
         """
-
-    def interrupt(self) -> None:
-        """From another thread: `prepare` or `evaluate`, now or later, raise Interrupted soon."""
 
     def step(self, batch: list[Example]) -> dict[str, float]:
         """One optimizer step."""
@@ -135,6 +136,7 @@ class SimulatedLearner:
     def __init__(self, spec: JobSpec) -> None:
         self.spec = spec
         self.steps = 0
+        self._interrupted = threading.Event()
 
     def load(self, checkpoint: Path | None) -> None:
         self.steps = 0 if checkpoint is None else int(orjson.loads(_state_file(checkpoint).read_bytes())["steps"])
@@ -145,7 +147,8 @@ class SimulatedLearner:
 
     def step(self, groups: list[Group], version: WeightVersion) -> dict[str, float]:
         start = time.perf_counter()
-        time.sleep(self.spec.train.simulated_step_s or 0.0)
+        if self._interrupted.wait(self.spec.train.simulated_step_s or 0.0):
+            raise Interrupted("the job was cancelled")
         self.steps += 1
         tokens = int(sum(np.count_nonzero(t.mask) for group in groups for t in group.trajectories))
         metrics = {"tokens": float(tokens), **batch_metrics(groups, version)}
@@ -157,6 +160,9 @@ class SimulatedLearner:
     def save(self, directory: Path) -> None:
         _state_file(directory).parent.mkdir(parents=True, exist_ok=True)
         _state_file(directory).write_bytes(orjson.dumps({"steps": self.steps}))
+
+    def interrupt(self) -> None:
+        self._interrupted.set()
 
     def close(self) -> None:
         """There is nothing."""

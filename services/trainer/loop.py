@@ -224,7 +224,7 @@ class TrainerJob:
                 await see_through(self._save())
                 return
             waited = time.monotonic() - began
-            await see_through(self._advance(batch, waited))
+            await self.record.unless_cancelled(self._advance(batch, waited))
             due = self.step % self.spec.train.checkpoint_every == 0 or self.received - self.tried > UNSAVED_BYTES
             if due and self.step < steps:
                 await see_through(self._save())
@@ -270,8 +270,8 @@ class TrainerJob:
             )
 
     async def _advance(self, batch: list[Group], waited: float) -> None:
-        """One step, and all that makes it count: ledger, snapshot for the workers, metrics. Once begun it is done, also
-        when the job is cancelled meanwhile."""
+        """One step, and all that makes it count: ledger, snapshot for the workers, metrics. When the job is cancelled
+        meanwhile it is given up, or, once computed, done whole."""
         began = time.monotonic()
         values = await self.record.compute(self.step + 1, lambda: self.learner.step(batch, self._version))
         trained = time.monotonic() - began

@@ -10,7 +10,9 @@ A learner adds up gradients with `backward()`, then `set_lr`, `clip`, `finite`, 
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -22,7 +24,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from opentinker.services.trainer import train_state
 from opentinker.services.trainer.gang import Gang
-from opentinker.services.trainer.learner import BUCKET_BYTES, NonFinite
+from opentinker.services.trainer.learner import BUCKET_BYTES, Interrupted, NonFinite
 from opentinker.shared.errors import JobFailed
 from opentinker.shared.nn import transport
 from opentinker.shared.nn.forward import token_scores
@@ -55,6 +57,7 @@ class Policy:
         """Of the schedule. Where data.epochs say how many, whoever has read the data sets it."""
         self.steps = 0
         """Batches trained on, over all resumes: the position of the learning-rate schedule."""
+        self._interrupted = threading.Event()
 
     @property
     def loads_on(self) -> str:
@@ -182,7 +185,7 @@ class Policy:
     def apply(self) -> None:
         """The optimizer's step."""
         self.optimizer.step()
-        self.forget()
+        self.optimizer.zero_grad()
 
     def forget(self) -> None:
         """The gradient."""
@@ -237,6 +240,29 @@ class Policy:
     def has_masters(self) -> bool:
         """What is saved as the model is narrower than what is trained."""
         return bool(self.dtype != torch.float32)
+
+    def interrupt(self) -> None:
+        """Takes effect at the next `go_on`."""
+        self._interrupted.set()
+
+    def go_on(self) -> None:
+        """Asked between micro-batches. Raises Interrupted.
+
+        Ranks that share weights or optimizer need each other to save what they have: there, work is done to its end.
+        """
+        if self._interrupted.is_set() and self.spec.train.parallel == "data":
+            raise Interrupted("the job was cancelled")
+
+    @contextmanager
+    def whole_step(self) -> Iterator[None]:
+        """Of a step that is interrupted nothing stays: no gradient, and the random state is as it was."""
+        noise = train_state.noise(cuda=self.device == "cuda")
+        try:
+            yield
+        except Interrupted:
+            self.forget()
+            train_state.put_noise(noise)
+            raise
 
     def close(self) -> None:
         """There is nothing outside this process; a gang is left by whoever joined it."""

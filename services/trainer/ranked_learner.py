@@ -75,6 +75,10 @@ class Ranked:
         else:  # a disk that refuses is not the other ranks' affair
             self.own.write(directory, self._run(Gather(checkpoint=True), self.own.collect))
 
+    def interrupt(self) -> None:
+        """Our own part is given up; the other ranks are of no use afterwards, and ended when the learner is closed."""
+        self.own.interrupt()
+
     def close(self) -> None:
         """Ends the other ranks; from another thread also in the middle of a step. Raises OpenTinkerError: see Ranks."""
         with self._closing:
@@ -126,10 +130,6 @@ class RankedLearner(Ranked):
 
 class RankedRows(Ranked):
     own: RowPolicy
-
-    def interrupt(self) -> None:
-        """The other ranks go on, and are ended when the learner is closed."""
-        self.own.interrupt()
 
     def prepare(self, examples: list[Example], home: Path) -> None:
         if self.own.prepares:

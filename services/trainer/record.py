@@ -10,9 +10,9 @@ import contextlib
 import functools
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import orjson
 import structlog
@@ -20,7 +20,7 @@ import structlog
 from opentinker.services.trainer import checkpoint
 from opentinker.services.trainer.alarm import WATCHED, WINDOW, SlopeAlarm
 from opentinker.services.trainer.evaluations import Evaluations
-from opentinker.services.trainer.learner import NonFinite, Trainable, is_out_of_memory, too_large
+from opentinker.services.trainer.learner import Interrupted, NonFinite, Trainable, is_out_of_memory, too_large
 from opentinker.services.trainer.step_log import StepLog, lineage
 from opentinker.shared.errors import Conflict, Fenced, JobFailed
 from opentinker.shared.manifest import Manifest, start_of
@@ -33,6 +33,7 @@ from opentinker.shared.types import JobState, Lease
 from opentinker.shared.waiting import see_through
 
 log = structlog.get_logger()
+T = TypeVar("T")
 
 TARGET_WINDOW = 10
 """Steps over which `train.target` looks at the mean of a metric."""
@@ -128,11 +129,14 @@ class Record:
     async def compute(self, step: int, work: Callable[[], dict[str, float]]) -> dict[str, float]:
         """What makes `step`, in a thread. Raises JobFailed when it came out as nonsense.
 
-        Whatever it raises, the weights are in doubt from then on and will not be saved.
+        Whatever it raises but Interrupted, the weights are in doubt from then on and will not be saved.
         """
-        self._sound = False
+        before, self._sound = self._sound, False
         try:
             values = await asyncio.to_thread(work)
+        except Interrupted:
+            self._sound = before
+            raise
         except NonFinite as error:
             raise JobFailed(f"step {step} was refused: {error}; {self.last_good()}") from None
         except (MemoryError, RuntimeError) as error:
@@ -141,6 +145,17 @@ class Record:
             raise JobFailed(f"step {step}: {too_large(error)}; {self.last_good()}") from None
         self._sound = True
         return values
+
+    async def unless_cancelled(self, work: Awaitable[T]) -> T:
+        """Long work of the learner's, given up when the job is cancelled; what goes with it is seen through."""
+        working = asyncio.ensure_future(work)
+        try:
+            return await asyncio.shield(working)
+        except asyncio.CancelledError:
+            self.learner.interrupt()
+            with contextlib.suppress(Interrupted):
+                await see_through(working)
+            raise
 
     @contextlib.asynccontextmanager
     async def saving(self, save: Callable[[], Coroutine[Any, Any, None]]) -> AsyncIterator[None]:

@@ -6,7 +6,6 @@ is the same however the batch is packed.
 
 from __future__ import annotations
 
-import threading
 import time
 from abc import ABC, abstractmethod
 from pathlib import Path
@@ -15,29 +14,15 @@ import torch
 from torch import Tensor
 
 from opentinker.services.trainer.examples import Example
-from opentinker.services.trainer.gang import Gang
-from opentinker.services.trainer.learner import Interrupted, NonFinite
+from opentinker.services.trainer.learner import NonFinite
 from opentinker.services.trainer.micro_batch import size_metrics
 from opentinker.services.trainer.policy import Policy
 from opentinker.services.trainer.row_batch import RowBatch, row_batches
-from opentinker.shared.spec import JobSpec
 
 
 class RowPolicy(Policy, ABC):
     advice = "a lower lr"
     """To whom a step is refused."""
-
-    def __init__(self, spec: JobSpec, device: str = "cpu", gang: Gang | None = None) -> None:
-        super().__init__(spec, device, gang)
-        self._interrupted = threading.Event()
-
-    def interrupt(self) -> None:
-        self._interrupted.set()
-
-    def go_on(self) -> None:
-        """Asked between micro-batches of long work. Raises Interrupted."""
-        if self._interrupted.is_set():
-            raise Interrupted("the job was cancelled")
 
     @property
     def prepares(self) -> bool:
@@ -60,7 +45,8 @@ class RowPolicy(Policy, ABC):
         self.gang.separate_noise(self.spec.train.seed, self.steps)
         lr = self.set_lr()
         self.dropout(on=True)
-        sums, counts = self._sums(batch, backward=True)
+        with self.whole_step():
+            sums, counts = self._sums(batch, backward=True)
         sums["grad_norm"] = self.clip().double()
         try:
             result = self.finite(sums, self.advice)
@@ -83,8 +69,7 @@ class RowPolicy(Policy, ABC):
         sums: dict[str, Tensor] = {}
         sizes = dict.fromkeys(("tokens", "tokens/total", "tokens/computed"), 0)
         for micro in row_batches(batch, self.spec.train.tokens_per_micro_batch, torch.device(self.device), self.gang):
-            if not backward:
-                self.go_on()
+            self.go_on()
             found = self.share(micro, weight)
             counts = bool(micro.places)
             if backward:

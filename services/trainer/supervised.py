@@ -9,15 +9,13 @@ How far it came is one number, the rows used so far: the manifest of each checkp
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
 from collections.abc import Callable
-from typing import TypeVar
 
 import structlog
 
 from opentinker.services.trainer.examples import Examples, fingerprint, load_examples, places
-from opentinker.services.trainer.learner import Interrupted, RowLearner
+from opentinker.services.trainer.learner import RowLearner
 from opentinker.services.trainer.record import Record
 from opentinker.shared.errors import JobFailed
 from opentinker.shared.leasing import LeasedWorker
@@ -28,7 +26,6 @@ from opentinker.shared.types import Lease, WeightVersion
 from opentinker.shared.waiting import check_cancelled, see_through
 
 log = structlog.get_logger()
-T = TypeVar("T")
 
 
 class SupervisedJob:
@@ -102,18 +99,8 @@ class SupervisedJob:
                     "has changed since, so that the job cannot go on where it was"
                 )
         examples = [*self.examples.train, *self.examples.validation]
-        await self._unless_cancelled(lambda: self.learner.prepare(examples, self.record.root.parent))
-
-    async def _unless_cancelled(self, work: Callable[[], T]) -> T:
-        """Long work of the learner in a thread, which is given up when the job is cancelled."""
-        working = asyncio.ensure_future(asyncio.to_thread(work))
-        try:
-            return await asyncio.shield(working)
-        except asyncio.CancelledError:
-            self.learner.interrupt()
-            with contextlib.suppress(Interrupted):
-                await see_through(working)
-            raise
+        home = self.record.root.parent
+        await self.record.unless_cancelled(asyncio.to_thread(self.learner.prepare, examples, home))
 
     @property
     def _cursor(self) -> DataCursor:
@@ -135,7 +122,7 @@ class SupervisedJob:
             if self.ctx.stopping.is_set():
                 await see_through(self._save())
                 return
-            await see_through(self._advance())
+            await self.record.unless_cancelled(self._advance())
             every = self.data.validate_every
             if every is not None and self.step % every == 0:
                 await self._validate()
@@ -146,7 +133,7 @@ class SupervisedJob:
         await self.record.succeed(self.step)
 
     async def _advance(self) -> None:
-        """One step, and what it is reported with; once begun it is done, also when the job is cancelled meanwhile."""
+        """One step, and what it is reported with; given up, or done whole, when the job is cancelled meanwhile."""
         began = time.monotonic()
         first, rows = self._used(self.step), self.examples.train
         chosen = places(
@@ -170,7 +157,7 @@ class SupervisedJob:
         if not self.examples.validation or self.step in self.record.evaluations.steps:
             return
         began = time.monotonic()
-        found = await self._unless_cancelled(lambda: self.learner.evaluate(self.examples.validation))
+        found = await self.record.unless_cancelled(asyncio.to_thread(self.learner.evaluate, self.examples.validation))
         values = {f"{PREFIX}{name}": value for name, value in found.items()}
         values[f"{PREFIX}seconds"] = time.monotonic() - began
         version = WeightVersion(self.lease.epoch, self.step)

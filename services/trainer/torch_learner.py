@@ -15,7 +15,7 @@ from torch import Tensor
 from opentinker.services.trainer.batch_metrics import batch_metrics
 from opentinker.services.trainer.credit import Credit, assign
 from opentinker.services.trainer.critic import Critic, critic_columns, critic_metrics
-from opentinker.services.trainer.learner import NonFinite
+from opentinker.services.trainer.learner import Interrupted, NonFinite
 from opentinker.services.trainer.micro_batch import (
     MicroBatch,
     give_credit,
@@ -52,6 +52,10 @@ class TorchLearner(Policy):
         super()._take_over(checkpoint, moments=moments)
 
     def step(self, groups: list[Group], version: WeightVersion) -> dict[str, float]:
+        with self.whole_step():
+            return self._step(groups, version)
+
+    def _step(self, groups: list[Group], version: WeightVersion) -> dict[str, float]:
         start = time.perf_counter()
         algorithm, lr_share = self.spec.algorithm, self.lr_share
         self.gang.separate_noise(self.spec.train.seed, self.steps)
@@ -66,7 +70,7 @@ class TorchLearner(Policy):
         undo = self._remember() if len(batches) > 1 else []
         try:
             results = [self._update(update, record, lr_share, first=u == 0) for u, update in enumerate(batches)]
-        except NonFinite:
+        except (NonFinite, Interrupted):
             for back in undo:
                 back()
             raise
@@ -107,6 +111,7 @@ class TorchLearner(Policy):
         sums = {name: torch.zeros((), device=self.device) for name in ("policy", "total", "value")}
         self.dropout(on=True)
         for micro in micros:
+            self.go_on()
             logprobs_M, entropy_M, _ = self._forward(micro)
             last = micro is micros[-1]
             if not micro.members:
@@ -130,8 +135,6 @@ class TorchLearner(Policy):
             result = self.finite(sums, "a lower lr, or a tighter bound on the ratio")
         except NonFinite:
             self.forget()
-            if self.critic is not None:
-                self.critic.optimizer.zero_grad()
             raise
         self.apply()
         if self.critic is not None:
@@ -150,7 +153,13 @@ class TorchLearner(Policy):
         self.dropout(on=False)
         with torch.no_grad():
             for micro in micros:
+                self.go_on()
                 micro.start_M = self._forward(micro)[0]
+
+    def forget(self) -> None:
+        super().forget()
+        if self.critic is not None:
+            self.critic.optimizer.zero_grad()
 
     def save(self, directory: Path) -> None:
         super().save(directory)

@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -41,11 +42,20 @@ def save_model(directory: Path, model: nn.Module, weights: dict[str, Tensor], dt
     )
 
 
+def noise(*, cuda: bool) -> dict[str, Tensor]:
+    """The random state."""
+    return {"rng/cpu": torch.get_rng_state(), **({"rng/cuda": torch.cuda.get_rng_state()} if cuda else {})}
+
+
+def put_noise(tensors: Mapping[str, Tensor]) -> None:
+    torch.set_rng_state(tensors["rng/cpu"])
+    if "rng/cuda" in tensors and torch.cuda.is_available():
+        torch.cuda.set_rng_state(tensors["rng/cuda"])
+
+
 def save(directory: Path, state: dict[str, Tensor], steps: int, *, cuda: bool) -> None:
     """`state`: moments and masters; the random state is that of now."""
-    tensors = {**state, "rng/cpu": torch.get_rng_state()}
-    if cuda:
-        tensors["rng/cuda"] = torch.cuda.get_rng_state()
+    tensors = {**state, **noise(cuda=cuda)}
     (directory / "trainer").mkdir(exist_ok=True)
     save_file({name: t.contiguous() for name, t in tensors.items()}, directory / OPTIMIZER)
     (directory / "trainer" / "state.json").write_bytes(orjson.dumps({"steps": steps}))
@@ -61,9 +71,7 @@ def load(directory: Path, model: nn.Module, parameters: Parameters, optimizer: t
         state = orjson.loads((directory / "trainer" / "state.json").read_bytes())
     except (OSError, ValueError) as error:
         raise JobFailed(f"checkpoint {directory} cannot be resumed: {error}") from error
-    torch.set_rng_state(tensors["rng/cpu"])
-    if "rng/cuda" in tensors and torch.cuda.is_available():
-        torch.cuda.set_rng_state(tensors["rng/cuda"])
+    put_noise(tensors)
     return int(state["steps"])
 
 
