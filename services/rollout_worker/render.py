@@ -14,6 +14,7 @@ from opentinker.services.rollout_worker import tool_calls
 from opentinker.services.rollout_worker.tool_calls import Said
 from opentinker.shared import codec
 from opentinker.shared.errors import JobFailed
+from opentinker.shared.model_files import code_in
 from opentinker.shared.types import Message, StopReason, Tool, ToolCall
 
 MARKER = "ANSWER0MARKER"
@@ -52,8 +53,10 @@ class Renderer:
         """Tokenizer and end-of-turn ids of a Hugging Face model directory or hub id."""
         from transformers import AutoTokenizer
 
+        if why := code_in(Path(base).expanduser()):
+            raise JobFailed(f"model {base!r} {why}")
         try:
-            tokenizer = AutoTokenizer.from_pretrained(base)
+            tokenizer = AutoTokenizer.from_pretrained(base, trust_remote_code=False)
         except (OSError, ValueError) as error:
             raise JobFailed(f"no tokenizer in model {base!r}: {str(error).splitlines()[0]}") from None
         own = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]

@@ -28,6 +28,8 @@ from opentinker.services.rollout_worker.engine import (
     Sampling,
     SwapError,
 )
+from opentinker.shared.errors import JobFailed
+from opentinker.shared.model_files import code_in, unsafe_weights_in
 from opentinker.shared.spec import LoraSpec
 from opentinker.shared.trajectories import Span
 from opentinker.shared.types import SIMULATED, StopReason, SwapCommand, WeightVersion
@@ -249,6 +251,8 @@ class VllmEngine:
         on_cpu = not torch.cuda.is_available()
         if Path(self._model).is_dir():
             os.environ.setdefault("HF_HUB_OFFLINE", "1")
+            if why := code_in(Path(self._model)) or unsafe_weights_in(Path(self._model)):
+                raise JobFailed(f"model {self._model!r} {why}")
         config = AutoConfig.from_pretrained(self._model, trust_remote_code=False)
         self.context_length = self.context_length or min(context_limit(config), LONGEST_DEFAULT_CONTEXT)
         check_window(self._model, config, self.context_length)
@@ -257,6 +261,7 @@ class VllmEngine:
             "dtype": self._dtype,
             "seed": self._seed,
             "trust_remote_code": False,
+            "load_format": "safetensors",  # never a pickle, of a hub's model neither
             "max_model_len": self.context_length,
             "max_num_seqs": self._max_concurrent,
             "max_num_batched_tokens": max(BATCHED_TOKENS, self._max_concurrent),

@@ -14,6 +14,7 @@ import structlog
 from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
+from opentinker.services.scheduler.audit import Audit
 from opentinker.services.scheduler.environments_api import EnvironmentsApi
 from opentinker.services.scheduler.gate import Gate, say_open
 from opentinker.services.scheduler.gateway import Gateway
@@ -227,9 +228,11 @@ class Api:
     def app(self) -> web.Application:
         known = {(r.method, r.path): {p.name for p in r.parameters if p.place == "query"} for r in self.routes}
         free = {r.path for r in self.routes if r.action is Action.FREE}
+        audit = Audit(self.ctx)
         guard = Guard(self.ctx.settings, free, known)
         app = web.Application(
-            middlewares=[problems, guard.guard, self.gate.before(self.routes)], client_max_size=BODY_LIMIT
+            middlewares=[audit.over(self.routes), problems, guard.guard, self.gate.before(self.routes), audit.begins],
+            client_max_size=BODY_LIMIT,
         )
         if not self.ctx.settings.auth:
             app.on_response_prepare.append(say_open)

@@ -16,6 +16,7 @@ from opentinker.services.scheduler import environment
 from opentinker.services.scheduler import start as starting
 from opentinker.services.scheduler.data_check import absolute, check_data
 from opentinker.shared.errors import SpecError
+from opentinker.shared.model_files import code_in, pickled_in
 from opentinker.shared.paths import local_path
 from opentinker.shared.service import Context
 from opentinker.shared.spec import JobSpec, ModelSpec, StartSpec, parse_spec
@@ -155,8 +156,10 @@ def _check_model(base: str, model: ModelSpec | None) -> Mistakes:
         if not path.is_dir():
             what = "is a file" if path.exists() else f"does not exist on the server ({path.absolute()})"
             return [_mistake(base, f"{what}; give a directory with config.json and safetensors, or a hub id")]
-        if not (path / "config.json").is_file():
-            return [_mistake(base, "has no config.json: it is not a Hugging Face model directory")]
+        there = (path / "config.json").is_file()
+        lacking = None if there else "has no config.json: it is not a Hugging Face model directory"
+        if why := lacking or code_in(path) or pickled_in(path):
+            return [_mistake(base, why)]
         if model is not None and model.chat_template == "model" and _lacks_template(path):
             problem = f'the tokenizer in {base} has no chat template; use one that has, or chat_template = "plain"'
             return [{"field": "model.chat_template", "value": "model", "problem": problem}]

@@ -13,6 +13,7 @@ from torch import nn
 
 from opentinker.shared.errors import JobFailed
 from opentinker.shared.manifest import ADAPTER
+from opentinker.shared.model_files import code_in, unsafe_weights_in
 from opentinker.shared.nn.models import first_line
 from opentinker.shared.spec import LoraSpec
 from opentinker.shared.tensors import difference, shapes_in
@@ -46,6 +47,8 @@ def lora_dropouts(model: nn.Module) -> list[nn.Module]:
 
 def with_adapter(model: nn.Module, directory: Path) -> PeftModel:
     """`model` with a frozen adapter as its PEFT directory describes it, in float32. Raises JobFailed."""
+    if why := code_in(directory) or unsafe_weights_in(directory):
+        raise JobFailed(f"the adapter in {directory} {why}")
     try:
         return PeftModel.from_pretrained(model, directory).eval()
     except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:

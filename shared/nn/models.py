@@ -26,6 +26,7 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from opentinker.shared.errors import JobFailed
+from opentinker.shared.model_files import code_in, unsafe_weights_in
 from opentinker.shared.nn.attention import PACKED
 from opentinker.shared.nn.forward import token_logprobs, token_values
 from opentinker.shared.nn.layout import Layout, layout
@@ -195,6 +196,8 @@ _NO_PART_OF_THE_MODEL = {"_name_or_path", "architectures", "dtype", "initializer
 def load_tokenizer(base: str) -> Any:
     """The model's fast tokenizer. Raises JobFailed if there is none."""
     try:
+        if why := code_in(Path(base).expanduser()):
+            raise JobFailed(f"model {base!r} {why}")
         return AutoTokenizer.from_pretrained(base, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
         raise JobFailed(f"model {base!r} has no usable tokenizer: {first_line(error)}") from error
@@ -221,8 +224,8 @@ def config_of(base: str) -> Any:
         except (OSError, ValueError) as error:
             raise JobFailed(f"model {base!r}: config.json cannot be read: {first_line(error)}") from error
         _refuse_remote_code(base, raw)
-        if not any(directory.glob("*.safetensors")):
-            raise JobFailed(f"model {base!r} has no *.safetensors file; other weight formats are not loaded")
+        if why := code_in(directory) or unsafe_weights_in(directory):
+            raise JobFailed(f"model {base!r} {why}")
     try:
         config = AutoConfig.from_pretrained(base, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:

@@ -9,7 +9,7 @@ import sys
 
 import typer
 
-from opentinker.cli import chat, environments, jobs, keys, knowing, logs, machine, run, specs
+from opentinker.cli import audit, chat, environments, jobs, keys, knowing, logs, machine, run, specs
 from opentinker.shared.errors import OpenTinkerError, SpecError
 
 app = typer.Typer(
@@ -28,6 +28,7 @@ specs.register(app)
 run.register(app)
 environments.register(app)
 keys.register(app)
+audit.register(app)
 chat.register(app)
 
 

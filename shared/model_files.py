@@ -1,0 +1,84 @@
+"""A model directory is data: what in it would be code, or a format that holds code, is refused before a loader sees it.
+
+Looked at without loading, by the scheduler when a job is submitted and by every process that loads a model.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import orjson
+
+CONFIGS = (
+    *("config.json", "tokenizer_config.json", "generation_config.json", "special_tokens_map.json"),
+    *("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json", "adapter_config.json"),
+)
+CODE_KEYS = ("auto_map", "auto_mapping", "custom_pipelines", "custom_generate", "trust_remote_code")
+"""Names of entries by which transformers and peft find Python files to import, at any depth."""
+UNSAFE = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl", "*.h5", "*.msgpack")
+INDEX = "*.safetensors.index.json"
+MOST_BYTES = 64 << 20
+"""Of a file that is read here."""
+
+
+def code_in(directory: Path) -> str | None:
+    """Why the configuration in a directory is refused; None if it is not. Blocking."""
+    for name in CONFIGS:
+        if isinstance(found := _read(directory / name), str):
+            return found
+        if found is not None and (key := _code_key(found)) is not None:
+            return (
+                f"brings its own code ({key} in {name}), which is never run here: take the entry out, if it needs none"
+            )
+    return None
+
+
+def pickled_in(directory: Path) -> str | None:
+    """Why it is refused, if there are weights in it, and none in a format without code."""
+    others = sorted(path.name for pattern in UNSAFE for path in directory.glob(pattern))
+    if not others or any(directory.glob("*.safetensors")):
+        return None
+    some = ", ".join(others[:3])
+    return (
+        f"has no *.safetensors file, only {some}: such files may hold code and are not loaded; save it as safetensors"
+    )
+
+
+def unsafe_weights_in(directory: Path) -> str | None:
+    """Why the weights in a directory are refused; None if they are not. Blocking."""
+    if not any(directory.glob("*.safetensors")):
+        return pickled_in(directory) or "has no *.safetensors file"
+    for index in directory.glob(INDEX):
+        if isinstance(found := _read(index), str):
+            return found
+        files = found.get("weight_map") if isinstance(found, dict) else None
+        for file in set(files.values()) if isinstance(files, dict) else [None]:
+            plain = isinstance(file, str) and PurePosixPath(file).name == file and file.endswith(".safetensors")
+            if not plain:
+                return f"names {str(file)[:100]!r} in {index.name}, which is no safetensors file beside it"
+    return None
+
+
+def _read(path: Path) -> Any:
+    """What the file holds; None if there is none, a text if it cannot be read."""
+    try:
+        if path.stat().st_size > MOST_BYTES:
+            return f"has a {path.name} of more than {MOST_BYTES >> 20} MiB"
+        return orjson.loads(path.read_bytes())
+    except FileNotFoundError:
+        return None
+    except (OSError, orjson.JSONDecodeError) as error:
+        return f"has a {path.name} that cannot be read: {error}"
+
+
+def _code_key(value: Any) -> str | None:
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            if key in CODE_KEYS and inner:
+                return str(key)
+            if (found := _code_key(inner)) is not None:
+                return found
+    if isinstance(value, list):
+        return next((found for inner in value if (found := _code_key(inner)) is not None), None)
+    return None
