@@ -9,6 +9,7 @@ import uuid
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeGuard
 
+import orjson
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
@@ -17,8 +18,33 @@ from opentinker.shared.errors import SpecError
 from opentinker.shared.secrets import password_in, read_password
 
 PREFIX = "OPENTINKER_"
+LEAST_PRIORITY, MOST_PRIORITY = -10, 10
+"""Bounds of resources.priority."""
 LOOPBACK_HOSTS = ("127.0.0.1", "::1", "localhost")
 """Addresses to listen on that only this machine reaches."""
+
+
+class TenantLimits(BaseModel):
+    """What one tenant may have of the cluster; what is not said has no limit."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+    weight: Annotated[float, Field(gt=0, le=1000)] = 1.0
+    """Of its fair share: with weight 2 it gets twice the workers of a tenant with 1 while both have jobs waiting."""
+    running_jobs: Annotated[int, Field(ge=0)] | None = None
+    """Jobs that are starting or running at a time."""
+    workers: Annotated[int, Field(ge=0)] | None = None
+    """Trainers and rollout workers that its jobs hold at a time."""
+    worker_seconds_per_day: Annotated[float, Field(ge=0)] | None = None
+    """Of all its workers together, since midnight UTC. When they are used up no job starts; those that run go on."""
+    gpu_seconds_per_day: Annotated[float, Field(ge=0)] | None = None
+    """The same, of each worker times the GPUs that it says it has."""
+    max_priority: Annotated[int, Field(ge=LEAST_PRIORITY, le=MOST_PRIORITY)] = MOST_PRIORITY
+    """resources.priority of its jobs may be at most this."""
+
+    @property
+    def by_time(self) -> bool:
+        return self.worker_seconds_per_day is not None or self.gpu_seconds_per_day is not None
 
 
 class Settings(BaseModel):
@@ -63,6 +89,25 @@ class Settings(BaseModel):
     """A worker that has not beaten for so long is dead and its leases are given away. At least twice heartbeat_s."""
     drain_s: Annotated[float, Field(ge=0)] = 20.0
     """How long a service may finish its work after SIGTERM."""
+    tenants: dict[str, TenantLimits] = {}
+    """By tenant, its weight and quotas; `*` is for those that are not named. In a file `[tenants.acme]` with
+    `weight = 2.0`, `running_jobs = 4`...; in an environment variable the same as JSON. See docs/scheduling.md."""
+    queue_reserve_after_s: Annotated[float, Field(ge=0)] = 300.0
+    """A job that cannot start fills no gap for others any more when it has waited so long: what becomes free is kept
+    for it, up to what it needs."""
+    queue_preempt_after_s: Annotated[float, Field(ge=0)] = 5.0
+    """A job waits so long before jobs of lower priority are interrupted for it..."""
+    queue_min_run_s: Annotated[float, Field(ge=0)] = 60.0
+    """...and those must have run for so long, so that each comes forward between two interruptions."""
+    queue_gang_s: Annotated[float, Field(ge=0)] = 15.0
+    """A job that lost a worker and gets none in its place goes back to the queue after this time, if another waits for
+    what it still holds."""
+    queue_retry_s: Annotated[float, Field(gt=0)] = 2.0
+    """After the second loss in a row without progress a job waits so long before it is tried again, twice as long after
+    each further one, a minute at most."""
+    take_back_s: Annotated[float, Field(ge=0)] = 30.0
+    """A rollout worker that was lent to a job and is taken back may finish its groups for so long; then they go to
+    other workers of the job."""
     advertise_host: str = "127.0.0.1"
     """Address under which other processes reach this one (the trainer's weight group)."""
     swap_timeout_s: Annotated[float, Field(gt=0)] = 8.0
@@ -144,6 +189,17 @@ class Settings(BaseModel):
     @classmethod
     def _networks(cls, given: object) -> object:
         return networks(given) if isinstance(given, str) or _is_texts(given) else given
+
+    @field_validator("tenants", mode="before")
+    @classmethod
+    def _from_json(cls, given: object) -> object:
+        if not isinstance(given, str):
+            return given
+        try:
+            return orjson.loads(given)
+        except orjson.JSONDecodeError:
+            example = '{"*": {"running_jobs": 4}}'
+            raise PydanticCustomError("no_json", "must be JSON, e.g. {example}", {"example": example}) from None
 
     @field_validator("env_interpreters", mode="before")
     @classmethod

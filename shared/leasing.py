@@ -40,6 +40,8 @@ class LeasedWorker:
         self.ctx = ctx
         self._work = work
         self._wake = asyncio.Event()
+        self._leaving = asyncio.Event()
+        """The lease is being taken back, and goes when its work has ended what it has begun."""
         self.info = WorkerInfo(
             id=ctx.worker,
             incarnation=uuid.uuid4().hex[:12],
@@ -47,6 +49,19 @@ class LeasedWorker:
             host=socket.gethostname(),
             pid=os.getpid(),
         )
+
+    @property
+    def ending(self) -> bool:
+        """Nothing more shall be begun: the service stops, or the lease is about to go."""
+        return self._leaving.is_set() or self.ctx.stopping.is_set()
+
+    async def ended(self) -> None:
+        """Waits until `ending`."""
+        waits = [asyncio.create_task(event.wait()) for event in (self._leaving, self.ctx.stopping)]
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            await put_down(*waits)
 
     async def status(self, status: str, *, job: str | None = None, epoch: int = 0, address: str = "") -> None:
         """Tell the scheduler and the trainer at once, not with the next beat."""
@@ -81,14 +96,22 @@ class LeasedWorker:
             await self._beat()
             await rest(self.ctx.settings.heartbeat_s)
 
-    async def _mine(self) -> Lease | None:
+    async def _mine(self, held: Lease | None) -> Lease | None:
+        """What this process should do. A lease that is being taken back is still the same, but not begun any more."""
         lease = await self.ctx.store.lease(self.info.id)
-        return lease if lease is not None and lease.incarnation == self.info.incarnation else None
+        if lease is None or lease.incarnation != self.info.incarnation:
+            return None
+        if not lease.leaves_by:
+            return lease
+        if msgspec.structs.replace(lease, leaves_by=0.0) != held:
+            return None
+        self._leaving.set()
+        return held
 
     async def _changed(self, held: Lease | None) -> Lease | None:
         """Waits until the lease differs from the one held."""
         self._wake.clear()
-        while (lease := await self._mine()) == held:
+        while (lease := await self._mine(held)) == held:
             await set_within(self._wake, self.ctx.settings.heartbeat_s)
             self._wake.clear()
         return lease
@@ -108,6 +131,7 @@ class LeasedWorker:
                     await asyncio.wait([watch, stopping], return_when=asyncio.FIRST_COMPLETED)
                     if watch.done():
                         held = watch.result()
+                        self._leaving.clear()
                 finally:
                     await put_down(task, watch)
         finally:

@@ -181,7 +181,7 @@ def redis_rules(service: str) -> str:
     write, read = REDIS_KEYS[service]
     keys = " ".join([*(f"~{key}" for key in write), *(f"%R~{key}" for key in read)])
     if service == SCHEDULER:  # what it does to its state; not to the server, and not to all keys at once
-        commands = "+@read +@write +@transaction -@admin -@dangerous -@scripting"
+        commands = "+@read +@write +@transaction +time -@admin -@dangerous -@scripting"
     else:
         commands = " ".join("+" + name for name in _COMMANDS[service])
     return f"resetkeys resetchannels -@all {commands} {' '.join('+' + name for name in _CONNECT)} {keys}"

@@ -1,14 +1,14 @@
-"""The only place that talks to Redis: every key, every script. Redis owns job state, workers and leases.
+"""The only place that talks to Redis, with the families of keys named below. Redis owns job state, workers and leases.
 
-Keys (`{id}` is a job id of ours, `{worker}` a worker slot):
+Keys (`{id}` is a job id of ours):
     job:{id}            hash: spec, state, version, epoch, tenant, name, created, updated, reason, step, steps ...
     job:{id}:events     stream: the job's log; every state change is appended by the script that makes it
+    job:{id}:states     stream: of the log, what changed the state, under the same ids; it is never cut
+    job:{id}:failures   stream: groups that failed for good, the newest thousand
     jobs:of:{tenant}    sorted set of ids by creation time
     jobs:active         set of ids that are not in a final state
     jobs:ending         set of ids in a final state whose leases and messages are still to be cleared away
-    worker:{worker}     WorkerInfo, expires when the worker stops beating
-    workers             set of slots whose worker beats, or did so until a moment ago
-    leases              hash: slot -> Lease, what its worker should do
+    worker:*, workers, leases, leases:held, usage:*, leader, leader:epoch   who works for whom (leases.py)
     adm:{id}, adm:{id}:groups   admission (admission.py)
     key:{id}, keys:of:{tenant}, tenants   API keys (keys.py)
 """
@@ -33,10 +33,10 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 from redis.maint_notifications import MaintNotificationsConfig
 
-from opentinker.shared import codec
 from opentinker.shared.errors import Conflict, Fenced, NotFound
+from opentinker.shared.leases import CHARGE, UNFENCED, LeaseTable, granted, raise_unless_granted
 from opentinker.shared.script import Script
-from opentinker.shared.types import JobRecord, JobState, Lease, WorkerInfo
+from opentinker.shared.types import JobRecord, JobState, Lease
 from opentinker.shared.waiting import heed
 
 log = structlog.get_logger()
@@ -44,7 +44,7 @@ log = structlog.get_logger()
 # A client that lost the connection sends its command again: `op` keys remember for a while what was done, so that a
 # change is made, and an event logged, once.
 
-# KEYS job, events, active, ending, op. ARGV: id, allowed states (comma separated, "" = any that is not final),
+# KEYS job, events, active, ending, op, states. ARGV: id, allowed states (comma separated, "" = any that is not final),
 # new state, epoch (-1: the scheduler), now, fields, event
 _TRANSITION = """
 local before = redis.call('GET', KEYS[5])
@@ -58,18 +58,30 @@ local allowed = false
 if ARGV[2] == '' then allowed = not final[current[1]] end
 for state in string.gmatch(ARGV[2], '[^,]+') do if state == current[1] then allowed = true end end
 if not allowed then return {'conflict', current[1]} end
-redis.call('HSET', KEYS[1], 'state', ARGV[3], 'updated', ARGV[5], 'version', tonumber(current[3]) + 1)
+local version = tonumber(current[3]) + 1
+redis.call('HSET', KEYS[1], 'state', ARGV[3], 'updated', ARGV[5], 'version', version)
 if epoch > tonumber(current[2]) then redis.call('HSET', KEYS[1], 'epoch', epoch) end
 local fields = cjson.decode(ARGV[6])
 for key, value in pairs(fields) do redis.call('HSET', KEYS[1], key, value) end
 if final[ARGV[3]] then redis.call('SREM', KEYS[3], ARGV[1]); redis.call('SADD', KEYS[4], ARGV[1])
 else redis.call('SADD', KEYS[3], ARGV[1]) end
-redis.call('XADD', KEYS[2], 'MAXLEN', '~', '5000', '*', 'event', ARGV[7])
+local entry = redis.call('XADD', KEYS[2], 'MAXLEN', '~', '5000', '*', 'event', ARGV[7])
+redis.call('XADD', KEYS[6], entry, 'event', ARGV[7], 'version', version)
 redis.call('SET', KEYS[5], current[1], 'EX', 120)
 return {'ok', current[1]}
 """
 
-# KEYS job, events, op. ARGV: epoch, now, fields (JSON object), event ('' = none), '1' = only if the job is not over
+_LEASES = """
+if led_by_another(ARGV[8]) then return {'led'} end
+for i = 9, #ARGV, 3 do if taken(ARGV[i], ARGV[1]) then return {'taken', ARGV[i]} end end
+for i = 9, #ARGV, 3 do grant(ARGV[i], ARGV[i + 1], ARGV[i + 2]) end
+local version"""
+# The same of the scheduler that leads. KEYS also leases, leases:held, leader:epoch. ARGV also the leader's epoch, then
+# slot, lease and account of every worker that the job gets with its state.
+_PLACE = CHARGE + _TRANSITION.replace("\nlocal version", _LEASES, 1)
+
+# KEYS job, events, op, failures (optional). ARGV: epoch, now, fields (JSON object), event ('' = none),
+# '1' = only if the job is not over
 _UPDATE = """
 if redis.call('EXISTS', KEYS[3]) == 1 then return {'ok'} end
 local epoch, state = unpack(redis.call('HMGET', KEYS[1], 'epoch', 'state'))
@@ -81,35 +93,14 @@ if tonumber(ARGV[1]) >= 0 and tonumber(ARGV[1]) < tonumber(epoch) then return {'
 redis.call('HSET', KEYS[1], 'updated', ARGV[2])
 for key, value in pairs(cjson.decode(ARGV[3])) do redis.call('HSET', KEYS[1], key, value) end
 if ARGV[4] ~= '' then
-  redis.call('XADD', KEYS[2], 'MAXLEN', '~', '5000', '*', 'event', ARGV[4])
+  local entry = redis.call('XADD', KEYS[2], 'MAXLEN', '~', '5000', '*', 'event', ARGV[4])
+  if KEYS[4] then redis.call('XADD', KEYS[4], 'MAXLEN', '~', '1000', entry, 'event', ARGV[4]) end
   redis.call('SET', KEYS[3], 1, 'EX', 120)
 end
 return {'ok'}
 """
 
-# KEYS worker, workers. ARGV: id, info, milliseconds until it expires
-_BEAT = """
-redis.call('SET', KEYS[1], ARGV[2], 'PX', ARGV[3])
-redis.call('SADD', KEYS[2], ARGV[1])
-"""
-
-# KEYS worker. ARGV: incarnation
-_LEAVE = """
-local info = redis.call('GET', KEYS[1])
-if info and cjson.decode(info).incarnation == ARGV[1] then redis.call('DEL', KEYS[1]) end
-"""
-
-# KEYS workers. A member whose key has expired is taken out in the same act: a beat is never overlooked.
-_WORKERS = """
-local found = {}
-for _, id in ipairs(redis.call('SMEMBERS', KEYS[1])) do
-  local info = redis.call('GET', 'worker:' .. id)
-  if info then found[#found + 1] = info else redis.call('SREM', KEYS[1], id) end
-end
-return found
-"""
-
-# KEYS job, events, jobs, active, idempotency. ARGV: id, now, fields, event, body hash, ttl seconds
+# KEYS job, events, jobs, active, idempotency, states. ARGV: id, now, fields, event, body hash, ttl seconds
 _CREATE = """
 if redis.call('EXISTS', KEYS[1]) == 1 then return {'ok', ARGV[1]} end
 if ARGV[5] ~= '' then
@@ -124,7 +115,8 @@ end
 for key, value in pairs(cjson.decode(ARGV[3])) do redis.call('HSET', KEYS[1], key, value) end
 redis.call('ZADD', KEYS[3], ARGV[2], ARGV[1])
 redis.call('SADD', KEYS[4], ARGV[1])
-redis.call('XADD', KEYS[2], 'MAXLEN', '~', '5000', '*', 'event', ARGV[4])
+local entry = redis.call('XADD', KEYS[2], 'MAXLEN', '~', '5000', '*', 'event', ARGV[4])
+redis.call('XADD', KEYS[6], entry, 'event', ARGV[4], 'version', 0)
 return {'ok', ARGV[1]}
 """
 
@@ -141,16 +133,14 @@ class _Connection(aioredis.Connection):
             raise
 
 
-class Store:
+class Store(LeaseTable):
     def __init__(self, redis: Any) -> None:
         # redis-py types every reply as bytes or str; ours are str (decode_responses).
-        self.redis = redis
+        super().__init__(redis)
         self._transition = Script(redis, _TRANSITION)
+        self._place = Script(redis, _PLACE)
         self._update = Script(redis, _UPDATE)
         self._create = Script(redis, _CREATE)
-        self._beat = Script(redis, _BEAT)
-        self._leave = Script(redis, _LEAVE)
-        self._workers = Script(redis, _WORKERS)
 
     @classmethod
     @asynccontextmanager
@@ -212,12 +202,13 @@ class Store:
             "updated": now,
             "step": 0,
             "steps": spec.get("train", {}).get("steps", 0),
+            "since": now,
             "reason": "",
         }
         queued = _event("queued", now, state=JobState.QUEUED.value)
         idem = f"idem:{tenant}:{idempotency or id}"
         answer = await self._create(
-            keys=[f"job:{id}", f"job:{id}:events", _jobs_of(tenant), "jobs:active", idem],
+            keys=[f"job:{id}", f"job:{id}:events", _jobs_of(tenant), "jobs:active", idem, f"job:{id}:states"],
             args=[id, now, orjson.dumps(fields).decode(), queued, body_hash if idempotency else "", 86400],
         )
         if answer[0] == "differs":
@@ -280,21 +271,31 @@ class Store:
         epoch: int = -1,
         event: str | None = None,
         detail: dict[str, Any] | None = None,
+        leader: int = UNFENCED,
+        leases: Sequence[Lease] = (),
+        gpus: Sequence[int] = (),
+        tenant: str = "",
         **fields: Any,
     ) -> JobState:
         """The one way to change a job's state: compare-and-set plus event. Returns the state before.
 
-        `allowed` empty means any state that is not final; `detail` goes into the event only. Raises NotFound, Conflict
-        (state), Fenced (epoch).
+        `allowed` empty means any state that is not final; `detail` goes into the event only. `leases`: granted in the
+        same act, on the account of `tenant`; `gpus`: of each of their workers. Raises NotFound, Conflict (state, or a
+        worker is another job's), Fenced (epoch, or another scheduler leads).
         """
         now = time.time()
         if new.final:
             fields.setdefault("finished", now)
-        answer = await self._transition(
-            keys=[f"job:{id}", f"job:{id}:events", "jobs:active", "jobs:ending", _op(id)],
-            args=[id, ",".join(allowed), new.value, epoch, now, _fields(fields),
-                  _event(event or new.value, now, state=new.value, epoch=epoch, **fields, **(detail or {}))],
-        )  # fmt: skip
+        line = _event(event or new.value, now, state=new.value, epoch=epoch, **fields, **(detail or {}))
+        keys = [f"job:{id}", f"job:{id}:events", "jobs:active", "jobs:ending", _op(id), f"job:{id}:states"]
+        args = [id, ",".join(allowed), new.value, epoch, now, _fields(fields), line]
+        if leader == UNFENCED and not leases:
+            answer = await self._transition(keys=keys, args=args)
+        else:
+            granted_ = zip(leases, gpus or [0] * len(leases), strict=True)
+            parts = [part for lease, number in granted_ for part in granted(lease, tenant, number)]
+            more = ["leases", "leases:held", "leader:epoch"]
+            answer = await self._place(keys=keys + more, args=[*args, leader, *parts])
         _raise(id, answer, new.value)
         return JobState(answer[1])
 
@@ -306,24 +307,42 @@ class Store:
         event: str = "",
         detail: dict[str, Any] | None = None,
         only_active: bool = False,
+        failure: bool = False,
         **fields: Any,
     ) -> None:
-        """Change fields other than the state, and optionally log an event. Raises NotFound, Fenced, and Conflict if
-        the job is over and the change is meant for an active one (`only_active`)."""
+        """Change fields other than the state, and optionally log an event; `failure`: among those that failed for good
+        too. Raises NotFound, Fenced, and Conflict if the job is over and the change is meant for an active one
+        (`only_active`)."""
         now = time.time()
         line = _event(event, now, **(detail or {})) if event else ""
+        keys = [f"job:{id}", f"job:{id}:events", _op(id)]
         answer = await self._update(
-            keys=[f"job:{id}", f"job:{id}:events", _op(id)],
+            keys=[*keys, f"job:{id}:failures"] if failure else keys,
             args=[epoch, now, _fields(fields), line, "1" if only_active else ""],
         )
         _raise(id, answer, "update")
 
     async def events(self, id: str, after: str = "0", block_ms: int | None = None) -> list[dict[str, Any]]:
-        """Events after the given id, oldest first; waits up to `block_ms` (at most 5 s) for one."""
+        """Events after the given id, oldest first; waits up to `block_ms` (at most 5 s) for one.
+
+        Of a log that was cut, what changed the job's state is there still.
+        """
         if block_ms is not None:
             block_ms = min(block_ms, 5000)
         reply = await self.redis.xread({f"job:{id}:events": after}, count=500, block=block_ms)
         entries = reply[0][1] if reply else []
+        if entries:
+            entries = await self.redis.xrange(f"job:{id}:states", f"({after}", f"({entries[0][0]}") + entries
+        return [{"id": entry_id, **orjson.loads(fields["event"])} for entry_id, fields in entries]
+
+    async def states(self, id: str) -> list[dict[str, Any]]:
+        """All events that changed the job's state, oldest first, each with the job's `version` after it."""
+        entries = await self.redis.xrange(f"job:{id}:states")
+        return [{**orjson.loads(fields["event"]), "version": int(fields["version"])} for _, fields in entries]
+
+    async def failures(self, id: str, limit: int) -> list[dict[str, Any]]:
+        """What failed for good, newest first."""
+        entries = await self.redis.xrevrange(f"job:{id}:failures", count=limit)
         return [{"id": entry_id, **orjson.loads(fields["event"])} for entry_id, fields in entries]
 
     async def latest_event(self, id: str, kind: str, among: int = 500) -> dict[str, Any] | None:
@@ -333,33 +352,6 @@ class Store:
             if event["event"] == kind:
                 return event
         return None
-
-    # --- workers and leases -------------------------------------------------------------------------------------
-
-    async def beat(self, info: WorkerInfo, ttl_s: float) -> None:
-        await self._beat(keys=[f"worker:{info.id}", "workers"], args=[info.id, codec.to_json(info), int(ttl_s * 1000)])
-
-    async def leave(self, info: WorkerInfo) -> None:
-        """Only what this incarnation said of itself: the slot's next process may be beating already."""
-        await self._leave(keys=[f"worker:{info.id}"], args=[info.incarnation])
-
-    async def workers(self) -> list[WorkerInfo]:
-        """Those that beat, by id."""
-        values = await self._workers(keys=["workers"])
-        return sorted((codec.from_json(WorkerInfo, value) for value in values), key=lambda worker: worker.id)
-
-    async def lease(self, worker: str) -> Lease | None:
-        value = await self.redis.hget("leases", worker)
-        return None if value is None else codec.from_json(Lease, value)
-
-    async def leases(self) -> list[Lease]:
-        return [codec.from_json(Lease, value) for value in await self.redis.hvals("leases")]
-
-    async def grant(self, lease: Lease) -> None:
-        await self.redis.hset("leases", lease.worker, codec.to_json(lease))
-
-    async def revoke(self, worker: str) -> None:
-        await self.redis.hdel("leases", worker)
 
 
 def _record(id: str, fields: dict[str, str]) -> JobRecord:
@@ -396,5 +388,7 @@ def _raise(id: str, answer: list[str], wanted: str) -> None:
             raise NotFound(f"no job {id!r}")
         case "fenced":
             raise Fenced(f"job {id} belongs to epoch {answer[1]} now")
+        case "led" | "taken":
+            raise_unless_granted({"led": "fenced"}.get(answer[0], answer[0]), answer[1:])
         case "conflict":
             raise Conflict(f"job {id} is {answer[1]}: it cannot become {wanted}")

@@ -37,11 +37,13 @@ class WeightVersion(msgspec.Struct, frozen=True, array_like=True, order=True):
 
 
 class JobState(StrEnum):
-    """queued -> starting -> running -> succeeded | failed | cancelled."""
+    """queued -> starting -> running -> succeeded | failed | cancelled. Back to queued for a job of higher priority or
+    what it lost; paused, from any of the first three, until somebody resumes it."""
 
     QUEUED = "queued"
     STARTING = "starting"
     RUNNING = "running"
+    PAUSED = "paused"
     SUCCEEDED = "succeeded"
     FAILED = "failed"
     CANCELLED = "cancelled"
@@ -49,6 +51,11 @@ class JobState(StrEnum):
     @property
     def final(self) -> bool:
         return self in (JobState.SUCCEEDED, JobState.FAILED, JobState.CANCELLED)
+
+    @property
+    def held(self) -> bool:
+        """It has workers, or is to have them back."""
+        return self in (JobState.STARTING, JobState.RUNNING)
 
 
 class Pool(StrEnum):
@@ -186,6 +193,21 @@ class Message(msgspec.Struct, frozen=True, kw_only=True):
         return [] if isinstance(self.content, str) else [part for part in self.content if isinstance(part, Image)]
 
 
+class Gpu(msgspec.Struct, frozen=True, kw_only=True):
+    """One that a worker may use, as its driver describes it."""
+
+    index: int
+    """On its machine."""
+    uuid: str
+    model: str
+    memory: int
+    """Bytes."""
+    numa: int = -1
+    """Node of the host's memory that is nearest; -1: unknown."""
+    links: list[int] = []
+    """Indices of the GPUs that NVLink joins it with."""
+
+
 class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
     """What a worker says of itself with every heartbeat; gone from Redis when it stops beating."""
 
@@ -204,6 +226,7 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Of a rollout worker on SWAP, once it is ready; another one with every lease, for its engine is another."""
     detail: dict[str, Any] = {}
     """Of an env worker: its sessions and environments."""
+    gpus: list[Gpu] = []
 
     def ready_for(self, job: str) -> bool:
         """A rollout worker of the job that has loaded its model."""
@@ -219,6 +242,8 @@ class Lease(msgspec.Struct, frozen=True, kw_only=True):
     epoch: int
     pool: Pool
     """What the worker is; known even when it is dead and says nothing of itself."""
+    leaves_by: float = 0.0
+    """Unix time until which it may end what it has begun, and begins nothing more; 0: it stays."""
 
 
 class JobRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -241,6 +266,12 @@ class JobRecord(msgspec.Struct, frozen=True, kw_only=True):
     finished: float = 0.0
     restart_step: int = -1
     """Highest step reached when a trainer was lost: restarts without a step beyond it are counted."""
+    since: float = 0.0
+    """Unix time at which it came to the queue or, of a job that has begun, at which it started."""
+    retry_at: float = 0.0
+    """Unix time before which it is not tried again."""
+    lost_at: float = 0.0
+    """Unix time at which it last lost a worker."""
     rollout_losses: int = 0
     """Rollout workers lost since one was last seen ready while the job was running."""
     progress: str = ""

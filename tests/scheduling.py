@@ -39,7 +39,7 @@ async def context(nats: Server, valkey: Server, worker: str, data_dir: Path, **s
         http_port=0,
         admin_key_file=OPERATOR_FILE,
         heartbeat_s=BEAT_S,
-        **({"worker_ttl_s": TTL_S} | settings),
+        **({"worker_ttl_s": TTL_S, "queue_retry_s": 0.01} | settings),
     )
     async with Bus.connect(nats.url, worker) as bus, Store.connect(valkey.url, worker) as store:
         await bus.ensure_streams()
@@ -76,6 +76,8 @@ class FakeWorker:
         self.store = store
         self.info = WorkerInfo(id=id, incarnation="", pool=pool, host="here", pid=1)
         self.obeys = True
+        self.leaves = True
+        """It ends at once when it is taken back."""
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> FakeWorker:
@@ -90,6 +92,8 @@ class FakeWorker:
         while True:
             lease = await self.lease()
             mine = lease if lease and lease.incarnation == self.info.incarnation and self.obeys else None
+            if mine is not None and mine.leaves_by and self.leaves:
+                mine = None
             self.info = msgspec.structs.replace(
                 self.info,
                 job=mine.job if mine else None,

@@ -46,6 +46,7 @@ class Bench:
             self.log.append(("left", lease.job, lease.epoch))
 
     async def grant(self, job: str, epoch: int, incarnation: str = "") -> None:
+        await self.ctx.store.revoke(self.ctx.worker)
         await self.ctx.store.grant(
             Lease(
                 job=job,

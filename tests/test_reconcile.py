@@ -176,7 +176,7 @@ async def test_dead_rollout_worker_is_replaced_under_the_same_epoch(
     assert (await kinds(store, job))[-2:] == ["rollout_worker_lost", "rollout_worker_added"]
 
 
-async def test_more_rollout_workers_join_as_they_come_but_never_before_a_waiting_job(
+async def test_rollout_workers_that_are_lent_go_to_a_job_that_can_start_with_them(
     store: Store, workers: Workers, reconciler: Reconciler
 ) -> None:
     wide = await new_job(store, "j-wide", resources__rollout_workers=3)
@@ -184,12 +184,157 @@ async def test_more_rollout_workers_join_as_they_come_but_never_before_a_waiting
     await until(lambda: started(store, wide))
     await workers.start("rollout-1")
     await until(lambda: _leased(workers, "rollout-1", wide, 1))
-    narrow = await new_job(store, "j-narrow")
+    workers["rollout-1"].leaves = False
     await workers.start("trainer-1")
+    narrow = await new_job(store, "j-narrow")
+    await until(lambda: _leaving(workers, "rollout-1", wide))
     await until(lambda: _waits_for(store, narrow, "a free rollout worker"))
-    await workers.start("rollout-2")
+    workers["rollout-1"].leaves = True
     await until(lambda: started(store, narrow))
-    await until(lambda: _leased(workers, "rollout-2", narrow, 1))
+    await until(lambda: _leased(workers, "rollout-1", narrow, 1))
+    assert await workers.holds("rollout-0") == wide, "its last one stays"
+    assert (await kinds(store, wide))[-1] == "rollout_worker_taken_back"
+    await store.transition(narrow, JobState.CANCELLED)
+    await until(lambda: _leased(workers, "rollout-1", wide, 1))  # and is lent again
+
+
+async def _leaving(workers: Workers, id: str, job: str) -> bool:
+    lease = await workers[id].lease()
+    return lease is not None and lease.job == job and lease.leaves_by > time.time()
+
+
+async def test_a_worker_that_does_not_leave_in_time_is_taken_from_its_job(
+    nats_server: Server, valkey_server: Server, store: Store, workers: Workers, tmp_path: Path
+) -> None:
+    async with (
+        context(nats_server, valkey_server, "scheduler-0", tmp_path, take_back_s=0.2) as ctx,
+        running(Reconciler(ctx).run()),
+    ):
+        wide = await new_job(store, "j-wide", resources__rollout_workers=2)
+        await workers.start("trainer-0", "rollout-0", "rollout-1")
+        await until(lambda: _leased(workers, "rollout-1", wide, 1))
+        workers["rollout-1"].leaves = False
+        await workers.start("trainer-1")
+        narrow = await new_job(store, "j-narrow")
+        await until(lambda: _leased(workers, "rollout-1", narrow, 1))
+
+
+async def test_a_job_starts_with_all_the_rollout_workers_that_it_needs_or_none(
+    store: Store, workers: Workers, reconciler: Reconciler
+) -> None:
+    resources = {"rollout_workers": 3, "min_rollout_workers": 2}
+    job = await new_job(store, "j-a", resources=resources)
+    await workers.start("trainer-0", "rollout-0")
+    await until(lambda: _waits_for(store, job, "2 rollout workers (1 of them running)"))
+    assert await store.leases() == []
+    await workers.start("rollout-1")
+    await until(lambda: started(store, job))
+    assert {lease.worker for lease in await store.leases()} == {"trainer-0", "rollout-0", "rollout-1"}
+
+
+async def test_paused_job_lets_go_and_goes_on_when_it_is_resumed(
+    store: Store, workers: Workers, reconciler: Reconciler
+) -> None:
+    job = await new_job(store, "j-a")
+    await workers.start("trainer-0", "rollout-0")
+    await until(lambda: _leased(workers, "trainer-0", job, 1))
+    await store.transition(job, JobState.PAUSED)
+    await until(lambda: _no_leases(store))
+    await until(lambda: workers.idle("trainer-0", "rollout-0"))
+    assert await state(store, job) == JobState.PAUSED
+    await store.transition(job, JobState.QUEUED, allowed=[JobState.PAUSED])
+    await until(lambda: started(store, job, epoch=2))
+
+
+async def test_a_job_of_higher_priority_interrupts_and_the_other_goes_on_after_it(
+    nats_server: Server, valkey_server: Server, store: Store, workers: Workers, tmp_path: Path
+) -> None:
+    at_once: dict[str, Any] = {"queue_preempt_after_s": 0.0, "queue_min_run_s": 0.0}
+    async with (
+        context(nats_server, valkey_server, "scheduler-0", tmp_path, **at_once) as ctx,
+        running(Reconciler(ctx).run()),
+    ):
+        low = await new_job(store, "j-low")
+        await workers.start("trainer-0", "rollout-0")
+        await until(lambda: _leased(workers, "trainer-0", low, 1))
+        high = await new_job(store, "j-high", resources__priority=3)
+        await until(lambda: started(store, high))
+        events = await store.events(low)
+        assert next(event for event in events if event["event"] == "preempted")["by"] == high
+        assert await state(store, low) == JobState.QUEUED
+        await store.transition(high, JobState.CANCELLED)
+        await until(lambda: started(store, low, epoch=2))
+
+
+async def test_interrupted_job_waits_until_its_last_workers_have_saved(
+    nats_server: Server, valkey_server: Server, store: Store, workers: Workers, tmp_path: Path
+) -> None:
+    async with context(nats_server, valkey_server, "scheduler-0", tmp_path) as ctx:
+        job = await new_job(store, "j-a")
+        await workers.start("trainer-0", "rollout-0")
+        reconciler = Reconciler(ctx)
+        await reconciler.look()
+        await until(lambda: _works(store, "trainer-0", job))
+        await workers["trainer-0"].stop()  # it saves: it beats, and has not let go
+        await workers.start("trainer-1")
+        await store.transition(job, JobState.PAUSED)
+        await store.transition(job, JobState.QUEUED, allowed=[JobState.PAUSED], since=time.time())
+        await reconciler.look()
+        await reconciler.look()
+        assert await _waits_for(store, job, "its last workers, which save what they have")
+        await workers.start("trainer-0")
+        await until(lambda: _look_until(reconciler, store, job, 2))
+
+
+async def _works(store: Store, id: str, job: str) -> bool:
+    return any(worker.id == id and worker.job == job for worker in await store.workers())
+
+
+async def test_two_halves_of_two_jobs_do_not_wait_for_each_other(
+    nats_server: Server, valkey_server: Server, store: Store, workers: Workers, tmp_path: Path
+) -> None:
+    async with context(nats_server, valkey_server, "scheduler-0", tmp_path, queue_gang_s=0.0) as ctx:
+        first, second = [await new_job(store, f"j-{name}") for name in ("first", "second")]
+        await workers.start("trainer-0", "rollout-0", "trainer-1", "rollout-1")
+        reconciler = Reconciler(ctx)
+        await reconciler.look()
+        held = {lease.worker: lease.job for lease in await store.leases()}
+        assert sorted(held.values()) == [first, first, second, second]
+        await until(lambda: time.monotonic() >= reconciler._absence_counts_from)
+        await workers[next(w for w, job in held.items() if job == first and "trainer" in w)].die()
+        await workers[next(w for w, job in held.items() if job == second and "rollout" in w)].die()
+        await until(partial(_whole, reconciler, store, first))
+        assert await state(store, second) == JobState.QUEUED
+        assert "requeued" in await kinds(store, second)
+
+
+async def _whole(reconciler: Reconciler, store: Store, job: str) -> bool:
+    await reconciler.look()
+    return {lease.pool for lease in await store.leases() if lease.job == job} == {Pool.TRAINER, Pool.ROLLOUT}
+
+
+async def test_what_workers_hold_is_counted_and_quotas_are_kept(
+    nats_server: Server, valkey_server: Server, store: Store, workers: Workers, tmp_path: Path
+) -> None:
+    tenants: Any = {"default": {"running_jobs": 1, "worker_seconds_per_day": 0.001}}
+    async with context(nats_server, valkey_server, "scheduler-0", tmp_path, tenants=tenants) as ctx:
+        first, second = [await new_job(store, f"j-{name}") for name in ("first", "second")]
+        await workers.start("trainer-0", "rollout-0", "trainer-1", "rollout-1")
+        reconciler = Reconciler(ctx)
+        await until(lambda: _look_until(reconciler, store, first, 1))
+        await until(lambda: _waits_for(store, second, "its tenant's quota of 1 running jobs"))
+        await store.transition(first, JobState.CANCELLED)
+        await until(lambda: _says_after_a_look(reconciler, store, second, "worker seconds a day"))
+        usage = await store.usage_today(["default"])
+        assert usage["default"]["worker_s"] == pytest.approx(
+            usage["default"]["trainer_s"] + usage["default"]["rollout_s"], rel=1e-3
+        )
+        assert (await store.usage_of_job(first)).keys() == {"trainer_s", "rollout_s", "worker_s"}
+
+
+async def _says_after_a_look(reconciler: Reconciler, store: Store, job: str, what: str) -> bool:
+    await reconciler.look()
+    return what in (await store.job(job)).waiting_for
 
 
 @pytest.mark.parametrize("before", [JobState.QUEUED, JobState.STARTING, JobState.RUNNING])
@@ -227,9 +372,11 @@ async def test_job_fails_when_trainers_are_lost_without_progress(store: Store, w
     await workers.start("trainer-0")
     await until(lambda: _look_until(reconciler, store, job, MAX_RESTARTS + 2))
     assert (await store.job(job)).restarts == 1
-    for _ in range(MAX_RESTARTS):
+    for restarts in range(1, MAX_RESTARTS + 1):
         await workers.start("trainer-0")
         await reconciler.look()
+        if restarts < MAX_RESTARTS:
+            await until(partial(_look_until, reconciler, store, job, MAX_RESTARTS + 2 + restarts))
     record = await store.job(job)
     assert record.state == JobState.FAILED
     assert "lost 6 times in a row without a new step (step 3 of 3)" in record.reason
@@ -248,14 +395,23 @@ async def test_job_fails_when_rollout_workers_are_lost_before_one_serves_it(
     await store.transition(job, state, epoch=1)
     workers["rollout-0"].obeys = False
     for losses in range(1, MAX_RESTARTS + 2):
+        await until(partial(_look_until_leased, reconciler, workers, "rollout-0", job))
         await workers.start("rollout-0")
         await until(partial(_lost, reconciler, store, job, losses))
+    await until(partial(_look_until_leased, reconciler, workers, "rollout-0", job))
     await workers.start("rollout-0")
     await reconciler.look()
     record = await store.job(job)
     assert record.state == JobState.FAILED
     assert "rollout workers were lost 7 times in a row before one served the job" in record.reason
     assert "rollout-0: its process was restarted" in record.reason and "memory" in record.reason
+
+
+async def _look_until_leased(reconciler: Reconciler, workers: Workers, id: str, job: str) -> bool:
+    """To the very process that beats now."""
+    await reconciler.look()
+    lease = await workers[id].lease()
+    return lease is not None and (lease.job, lease.incarnation) == (job, workers[id].info.incarnation)
 
 
 async def _lost(reconciler: Reconciler, store: Store, job: str, losses: int) -> bool:

@@ -134,7 +134,7 @@ class InferenceJob:
         self.reporter = Reporter(self.bus, worker.info.id, self.meters)
 
     async def run(self) -> None:
-        """Until the lease is taken away or the service stops (then what was begun is answered)."""
+        """Until the lease is taken away, or it is taken back or the service stops: then what was begun is answered."""
         async with AsyncExitStack() as held:
             asks = await answer(self.bus, GENERATE, self._begin, worker=self.address)
             held.push_async_callback(asks.unsubscribe)
@@ -155,7 +155,7 @@ class InferenceJob:
             )
 
     async def _until_stopped(self) -> None:
-        await self.worker.ctx.stopping.wait()
+        await self.worker.ended()
         if self.tasks:
             log.info("draining", requests=len(self.tasks))
             await asyncio.wait([task for _, task in self.tasks.values()])
@@ -190,7 +190,7 @@ class InferenceJob:
         self.meter.counts["serving/requests"] += 1
         room = self.spec.serving.max_concurrent + self.spec.serving.max_waiting
         refusal = None
-        if self.over or self.worker.ctx.stopping.is_set():
+        if self.over or self.worker.ending:
             refusal = Refusal(message=LOST, status=503, elsewhere=True)
         elif len(self.tasks) >= room:
             self.meter.counts["serving/overloaded"] += 1

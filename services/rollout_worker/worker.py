@@ -76,7 +76,7 @@ class RolloutJob:
         self.gauges: dict[str, float] = {}
 
     async def run(self) -> None:
-        """Until the lease is taken away or the service stops (then running groups may finish)."""
+        """Until the lease is taken away, or it is taken back or the service stops: then running groups may finish."""
         async with AsyncExitStack() as held:
             # Held one by one: a lease taken away in the middle must not leave the first of them behind.
             swaps = await self.bus.serve(SWAP, self._swap, worker=self.address)
@@ -127,9 +127,9 @@ class RolloutJob:
     # --- tickets ------------------------------------------------------------------------------------------------
 
     async def _claim_loop(self, tickets: Consumer[Ticket]) -> None:
-        """Consumes TICKET, starts group tasks. Returns when the service is stopping."""
+        """Consumes TICKET, starts group tasks. Returns when the service is stopping or the worker is taken back."""
         await self._until_weights()
-        while not self.worker.ctx.stopping.is_set():
+        while not self.worker.ending:
             free = self.spec.rollout.max_concurrent_groups - len(self.groups)
             if free <= 0:
                 self.slot.clear()
@@ -147,7 +147,7 @@ class RolloutJob:
             task.add_done_callback(self._group_done)
 
     async def _until_weights(self) -> None:
-        while not self.weights.is_set() and not self.worker.ctx.stopping.is_set():
+        while not self.weights.is_set() and not self.worker.ending:
             await set_within(self.weights, 0.5)
 
     def _group_done(self, task: asyncio.Task[None]) -> None:
@@ -286,6 +286,7 @@ class RolloutJob:
         await self.worker.ctx.store.update(
             ticket.job,
             event="group_failed",
+            failure=True,
             detail={"group": ticket.seq, "reason": error.ending.value, "error": error.error[-500:]},
         )
         await self.bus.emit(WAKE, {"job": ticket.job}, who="admission")

@@ -19,7 +19,7 @@ from opentinker.services.scheduler.environments_api import EnvironmentsApi
 from opentinker.services.scheduler.gate import Gate, say_open
 from opentinker.services.scheduler.gateway import Gateway
 from opentinker.services.scheduler.inference_api import InferenceApi
-from opentinker.services.scheduler.jobs_api import MOST_JOBS, JobsApi
+from opentinker.services.scheduler.jobs_api import MOST_FAILURES, MOST_JOBS, JobsApi
 from opentinker.services.scheduler.keys_api import KeysApi, NewKey, Rotation
 from opentinker.services.scheduler.knowing_api import MOST_LINES, KnowingApi
 from opentinker.services.scheduler.limits import HEADERS, IDLE_S, Guard, bound
@@ -40,6 +40,7 @@ KEY = Parameter(
 )
 BEFORE_JOB = Parameter("before", "query", "Only jobs made before this one: the cursor of the last answer.")
 LIMIT_JOBS = Parameter("limit", "query", f"Jobs per answer, up to {MOST_JOBS}.", "integer")
+LIMIT_FAILURES = Parameter("limit", "query", f"The newest so many, up to {MOST_FAILURES}.", "integer")
 AFTER_EVENT = Parameter("after", "query", "Only events after this id; `Last-Event-ID` means the same.")
 FORMAT = Parameter("format", "query", "`json`: what there is now as one list, instead of a stream.")
 AFTER_POINT = Parameter("after", "query", "Only points after this cursor.", "integer")
@@ -79,6 +80,20 @@ class Api:
             ),
             Route("GET", get, jobs.get, Action.JOBS_READ, "One job: state, ledger, workers, last metrics"),
             Route("POST", get + "/cancel", jobs.cancel, Action.JOBS_WRITE, "Cancel a job in any state"),
+            Route(
+                "POST",
+                get + "/pause",
+                jobs.pause,
+                Action.JOBS_WRITE,
+                "Save what it has trained and free its workers",
+            ),
+            Route(
+                "POST",
+                get + "/resume",
+                jobs.resume,
+                Action.JOBS_WRITE,
+                "Queue a paused job again; it goes on from its checkpoint",
+            ),
             Route(
                 "POST", get + "/complete", jobs.complete, Action.JOBS_WRITE, "End an inference job: it has succeeded"
             ),
@@ -155,6 +170,15 @@ class Api:
                 "How a step's rewards, lengths, turns, staleness and importance ratios are spread",
                 200,
                 (TRAINED, AFTER_STEP, STEPS),
+            ),
+            Route(
+                "GET",
+                get + "/failures",
+                jobs.failures,
+                Action.JOBS_READ,
+                "Groups that failed for good",
+                200,
+                (LIMIT_FAILURES,),
             ),
             Route(
                 "GET",

@@ -1,10 +1,23 @@
-"""What the reconcile loop saw in one look: live workers, leases, and who is free. Plain memory, no I/O."""
+"""What the reconcile loop saw in one look: live workers and leases; and what placement makes of it and of job records.
+Plain memory, no I/O."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Mapping
 
-from opentinker.shared.types import Lease, Pool, WorkerInfo
+from opentinker.services.scheduler.allowances import Used
+from opentinker.services.scheduler.placing import LEASED, NAMES, Held, Job, Rules, View
+from opentinker.shared.config import TenantLimits
+from opentinker.shared.sessions import SERVED
+from opentinker.shared.spec.frozen import is_scored
+from opentinker.shared.types import JobRecord, JobState, Lease, Pool, WorkerInfo
+
+LET_GO_S = 120.0
+"""A job that came back to the queue waits so long for its last workers, which save what they have. After that they are
+fenced off."""
+POOLS = {"rl": (Pool.TRAINER, Pool.ROLLOUT), "inference": (Pool.ROLLOUT,)}
+"""Of which a job needs workers of its own, by its kind; the others need a trainer."""
 
 
 class Cluster:
@@ -12,8 +25,8 @@ class Cluster:
         self.workers = {worker.id: worker for worker in workers}
         self._leases = {lease.worker: lease for lease in leases}
 
-    def remember(self, lease: Lease) -> None:
-        self._leases[lease.worker] = lease
+    def lease(self, worker: str) -> Lease:
+        return self._leases[worker]
 
     def forget(self, lease: Lease) -> None:
         self._leases.pop(lease.worker, None)
@@ -37,9 +50,10 @@ class Cluster:
     def leases_of(self, job: str, pool: Pool | None = None) -> list[Lease]:
         return [lease for lease in self._leases.values() if lease.job == job and pool in (None, lease.pool)]
 
-    def working(self, job: str, pool: Pool) -> list[Lease]:
-        """Leases of the job whose holder is not on its way out."""
-        return [lease for lease in self.leases_of(job, pool) if not self._draining(lease.worker)]
+    def has_left(self, lease: Lease) -> bool:
+        """Its worker has ended what it had begun, or is another process by now."""
+        worker = self.workers.get(lease.worker)
+        return worker is None or worker.incarnation != lease.incarnation or worker.job != lease.job
 
     def serving(self, job: str) -> bool:
         """A rollout worker of the job lives and has loaded its model."""
@@ -54,13 +68,75 @@ class Cluster:
         workers = [self.workers.get(lease.worker) for lease in self.leases_of(job, Pool.ROLLOUT)]
         return [worker for worker in workers if worker is not None and worker.ready_for(job)]
 
-    def free(self, pool: Pool) -> WorkerInfo | None:
-        """A live worker without a lease that has let go of its last job."""
-        for worker in self.alive(pool):
-            if worker.id not in self._leases and worker.job is None and worker.status == "idle":
-                return worker
-        return None
+    # --- for placement ------------------------------------------------------------------------------------------
+
+    def view(
+        self,
+        jobs: Iterable[JobRecord],
+        *,
+        now: float,
+        limits: Mapping[str, TenantLimits],
+        used: Mapping[str, Used],
+        rules: Rules,
+    ) -> View:
+        """`jobs`: those that have begun or are queued."""
+        alive = {pool: self.alive(pool) for pool in Pool}
+        ours = [worker for pool in LEASED for worker in alive[pool]]
+        free = {pool: [w.id for w in alive[pool] if w.id not in self._leases and _is_idle(w)] for pool in LEASED}
+        busy = [w for w in ours if w.id not in self._leases and not _is_idle(w) and w.status != "draining"]
+        winding_down = {worker.job for worker in ours if worker.job is not None}
+        absent = {pool: not found for pool, found in alive.items()}
+        return View(
+            now=now,
+            jobs=[self._job(job, now, winding_down, absent) for job in jobs],
+            free=free,
+            alive={pool: len(alive[pool]) for pool in LEASED},
+            coming=Counter(worker.pool for worker in busy),
+            leases=[
+                Held(lease.worker, lease.job, lease.pool, bool(lease.leaves_by))
+                for _, lease in sorted(self._leases.items())
+                if not self._draining(lease.worker)
+            ],
+            limits=limits,
+            used=used,
+            rules=rules,
+        )
+
+    def _job(self, job: JobRecord, now: float, winding_down: set[str], absent: Mapping[Pool, bool]) -> Job:
+        resources = job.spec["resources"]
+        pools = POOLS.get(job.kind, (Pool.TRAINER,))
+        least = {Pool.TRAINER: 1, Pool.ROLLOUT: int(resources.get("min_rollout_workers", 1))}
+        saving = job.state == JobState.QUEUED and job.id in winding_down and now - job.since < LET_GO_S
+        return Job(
+            id=job.id,
+            tenant=job.tenant,
+            priority=int(resources.get("priority", 0)),
+            created=job.created,
+            needs={pool: least[pool] for pool in pools},
+            most=int(resources["rollout_workers"]) if Pool.ROLLOUT in pools else 0,
+            held=job.state.held,
+            since=job.since,
+            retry_at=job.retry_at,
+            lost_at=job.lost_at,
+            absent=", ".join(self._absent(job, absent)),
+            unready="its last workers, which save what they have" if saving else "",
+        )
+
+    def _absent(self, job: JobRecord, absent: Mapping[Pool, bool]) -> list[str]:
+        """Env workers and reference-forward serve every job and are not leased."""
+        if job.kind != "rl":
+            return []
+        name = str(job.spec["environment"]["name"])
+        served = name if name.startswith(SERVED) else ""
+        shared = ([] if served else [Pool.ENV]) + ([Pool.REFERENCE] if is_scored(job.spec) else [])
+        found = [NAMES[pool] for pool in shared if absent[pool]]
+        return found + ([f"whoever serves {served}"] if served and not self.serves(served, job.tenant) else [])
 
     def _draining(self, worker: str) -> bool:
         info = self.workers.get(worker)
         return info is not None and info.status == "draining"
+
+
+def _is_idle(worker: WorkerInfo) -> bool:
+    """It has let go of its last job."""
+    return worker.job is None and worker.status == "idle"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,9 @@ COMMENT_S = 10.0
 POINTS = 1000
 MOST_POINTS = 10_000
 JOBS = 100
+FAILURES = 100
+MOST_FAILURES = 1000
+PAUSABLE = (JobState.QUEUED, JobState.STARTING, JobState.RUNNING)
 MOST_JOBS = 1000
 
 
@@ -100,6 +104,39 @@ class JobsApi:
     async def cancel(self, request: web.Request) -> web.Response:
         job = await self.found(request)
         return await self._end(job.id, JobState.CANCELLED, reason="cancelled by request", verb="cancel")
+
+    async def pause(self, request: web.Request) -> web.Response:
+        """What it has trained is saved, and its workers are free. Pausing what is paused is fine."""
+        job = await self.found(request)
+        await self._move(job, JobState.PAUSED, PAUSABLE, "paused", reason="paused by request", waiting_for="")
+        return json_response(_summary(await self.store.job(job.id)))
+
+    async def resume(self, request: web.Request) -> web.Response:
+        """Back to the queue. Resuming what is not paused, and not over, is fine."""
+        job = await self.found(request)
+        if job.state == JobState.PAUSED:
+            await self._move(job, JobState.QUEUED, [JobState.PAUSED], "resumed", event="unpaused", reason="")
+        elif job.state.final:
+            raise Conflict(f"job {job.id} has {job.state} already; there is nothing to resume")
+        return json_response(_summary(await self.store.job(job.id)))
+
+    async def _move(self, job: JobRecord, to: JobState, allowed: Sequence[JobState], done: str, **changes: Any) -> None:
+        """Raises Conflict, unless somebody else did the same meanwhile."""
+        try:
+            await self.store.transition(job.id, to, allowed=allowed, since=time.time(), **changes)
+        except Conflict:
+            state = (await self.store.job(job.id)).state
+            if state != to:
+                raise Conflict(f"job {job.id} is {state}: it cannot be {done}") from None
+        await self.bus.emit(WAKE, {"job": job.id}, who="scheduler")
+
+    async def failures(self, request: web.Request) -> web.Response:
+        """What failed for good and was replaced: the newest groups with their errors, and all of them counted."""
+        job = await self.found(request)
+        limit = integer(request, "limit", FAILURES, 1, MOST_FAILURES)
+        ledger = await Admission(self.store.redis, job.id).ledger()
+        found = await self.store.failures(job.id, limit)
+        return json_response({"failures": found, "counts": ledger.failed})
 
     async def complete(self, request: web.Request) -> web.Response:
         """Of a job that has no end of its own."""
@@ -246,9 +283,10 @@ FINAL = {state.value for state in JobState if state.final}
 
 def _summary(job: JobRecord) -> dict[str, Any]:
     shown = msgspec.to_builtins(job)
-    for hidden in ("spec", "version", "restart_step", "rollout_losses"):
+    for hidden in ("spec", "version", "restart_step", "rollout_losses", "lost_at", "retry_at", "since"):
         del shown[hidden]
     shown["finished"] = job.finished or None
+    shown["priority"] = job.spec["resources"].get("priority", 0)
     shown["progress"] = orjson.loads(job.progress) if job.progress else {}
     shown["waiting_for"] = "" if job.state.final else job.waiting_for
     for part, field in (("environment", "name"), ("data", "path")):

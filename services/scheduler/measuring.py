@@ -34,7 +34,7 @@ class Measuring:
     async def look(self) -> None:
         jobs = await self.store.active_jobs()
         await self._cluster(jobs)
-        held = [job.id for job in jobs if job.state != JobState.QUEUED and job.kind == "rl"]
+        held = [job.id for job in jobs if job.state.held and job.kind == "rl"]
         for over in self.meters.jobs.keys() - {CLUSTER, *held}:
             del self.meters.jobs[over]
         if not held:

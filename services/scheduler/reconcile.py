@@ -1,17 +1,19 @@
-"""Placement: what every active job should have, against what it has. Leases are written here and nowhere else.
+"""Placement carried out: what every active job should have, against what it has. Leases are written here and nowhere
+else.
 
     reconcile loop   consumes jobs, heartbeats and leases; produces leases, epochs and events;
                      waits for half a second; woken by WAKE "scheduler"
 
-One look, oldest job first, and a job that cannot be served never holds back the next one:
+One look:
 
-    lease of a job that is over or unknown  -> revoked
+    lease of a job that has no workers (over, paused, queued, unknown)  -> revoked
     lease of a worker that is gone          -> revoked; lost trainers and rollout workers are counted, too many in a row
-                                               fail the job
-    queued, trainer + rollout worker free   -> starting, epoch + 1, both leased (sft, dpo: a trainer is all they need)
-    starting/running without a trainer      -> the next free one, epoch + 1; rollout workers keep generating
-    starting/running without rollout worker -> the next free one
-    then, if any are left: rollout workers up to `resources.rollout_workers`
+                                               fail the job, and from the second on it waits before the next try
+    lease of a worker that was taken back   -> revoked when its work has ended, or its time is over
+    all else                                -> what `placement.plan` decides, one script of the store per decision
+
+A job that starts changes its state and gets all its leases in one act, with an epoch higher than any before. A trainer
+that is replaced gets the next epoch; rollout workers keep generating.
 
 An inference job needs rollout workers alone. It is running once one of them is ready, which nobody else says, and it
 has succeeded when nobody asked it anything for `serving.idle_s`.
@@ -28,12 +30,14 @@ from typing import Any
 import msgspec
 import structlog
 
+from opentinker.services.scheduler import placement
+from opentinker.services.scheduler.allowances import Used
 from opentinker.services.scheduler.checkpoints import newest_epoch
 from opentinker.services.scheduler.cluster import Cluster
+from opentinker.services.scheduler.placing import AddWorker, Decision, Preempt, Requeue, Rules, Start, TakeBack
 from opentinker.shared.errors import Conflict, NotFound
+from opentinker.shared.leases import UNFENCED
 from opentinker.shared.service import Context
-from opentinker.shared.sessions import SERVED
-from opentinker.shared.spec.frozen import is_scored
 from opentinker.shared.subjects import WAKE
 from opentinker.shared.types import JobRecord, JobState, Lease, Pool, WorkerInfo
 from opentinker.shared.waiting import set_within
@@ -44,15 +48,23 @@ LOOK_S = 0.5
 MAX_RESTARTS = 5
 """Trainers in a row that may be lost without a new step; the next loss fails the job. As many rollout workers, and one
 for each that the job asks for beyond the first, may be lost before one serves it."""
+LONGEST_RETRY_S = 60.0
+CHARGE_S = 2.0
+"""So often what leases have held is counted."""
+SAID_AT_ONCE = 100
+"""Jobs per look that are told of a change in what they wait for."""
 HELD = (JobState.STARTING, JobState.RUNNING)
 
 
 class Reconciler:
-    def __init__(self, ctx: Context) -> None:
-        self.ctx, self.store = ctx, ctx.store
+    """`leader`: the number of this scheduler's leadership; what it writes into leases is refused after it."""
+
+    def __init__(self, ctx: Context, leader: int = UNFENCED) -> None:
+        self.ctx, self.store, self.leader = ctx, ctx.store, leader
         self._ttl_s = ctx.settings.worker_ttl_s
         self._wake = asyncio.Event()
         self._seen_at = float("-inf")
+        self._charged_at = float("-inf")
         self._absence_counts_from = 0.0
         self._ignored_since: dict[Lease, float] = {}
         """When a live worker was first seen not acting on its lease."""
@@ -70,22 +82,45 @@ class Reconciler:
         finally:
             await subscription.unsubscribe()
 
-    async def look(self) -> None:
-        """Once over everything."""
+    async def look(self) -> int:
+        """Once over everything. Returns how many decisions were made. Raises Fenced if another scheduler leads."""
         cluster = await self._observe()
         jobs = await self.store.active_jobs()
-        await self._revoke_ended(cluster, {job.id for job in jobs})
-        kept = [await self._keep(job, cluster) for job in jobs]
-        for job in kept:
-            with _over_meanwhile(job):
-                await self._serve(job, cluster)
-        for job in kept:
-            if job.state in HELD:
-                with _over_meanwhile(job):
-                    await self._add_rollout_workers(job, cluster, _rollout_workers(job))
+        await self._revoke_others(cluster, {job.id for job in jobs if job.state.held})
+        kept = [await self._keep(job, cluster) if job.state.held else job for job in jobs]
+        active = {job.id: job for job in kept if job.state.held or job.state == JobState.QUEUED}
+        planned = placement.plan(
+            cluster.view(
+                active.values(),
+                now=time.time(),
+                limits=self.ctx.settings.tenants,
+                used=await self._used({job.tenant for job in active.values()}),
+                rules=self._rules,
+            )
+        )
+        for decision in planned.decisions:
+            with _over_meanwhile(decision.job):
+                active[decision.job] = await self._carry_out(decision, active[decision.job], cluster)
+        for job in active.values():
+            if job.kind == "inference" and job.state.held:
+                with _over_meanwhile(job.id):
+                    await self._serve_requests(job, cluster)
+        await self._say_waiting(active, planned.waiting)
+        await self._charge()
+        return len(planned.decisions)
+
+    @property
+    def _rules(self) -> Rules:
+        settings = self.ctx.settings
+        return Rules(
+            reserve_after_s=settings.queue_reserve_after_s,
+            preempt_after_s=settings.queue_preempt_after_s,
+            min_run_s=settings.queue_min_run_s,
+            gang_s=settings.queue_gang_s,
+        )
 
     async def _observe(self) -> Cluster:
-        """Leases are read before jobs: a lease whose job is not active then is a lease of a job that is over."""
+        """Leases are read before jobs: a lease whose job has no workers then is of a job that has none any more."""
         workers, leases = await self.store.workers(), await self.store.leases()
         now = time.monotonic()
         if now - self._seen_at > max(self._ttl_s / 2, 3 * LOOK_S):
@@ -94,15 +129,27 @@ class Reconciler:
         self._seen_at = now
         return Cluster(workers, leases)
 
+    async def _used(self, tenants: set[str]) -> dict[str, Used]:
+        """Of those whose seconds are limited."""
+        limits = self.ctx.settings.tenants
+        counted = [tenant for tenant in tenants if (limit := limits.get(tenant) or limits.get("*")) and limit.by_time]
+        found = await self.store.usage_today(counted) if counted else {}
+        return {t: Used(seconds.get("worker_s", 0.0), seconds.get("gpu_s", 0.0)) for t, seconds in found.items()}
+
+    async def _charge(self) -> None:
+        if time.monotonic() - self._charged_at >= CHARGE_S:
+            await self.store.charge()
+            self._charged_at = time.monotonic()
+
     # --- what goes ----------------------------------------------------------------------------------------------
 
-    async def _revoke_ended(self, cluster: Cluster, active: set[str]) -> None:
-        for lease in cluster.leases_outside(active):
-            log.info("lease_revoked", job=lease.job, lease_worker=lease.worker, why="the job is over")
+    async def _revoke_others(self, cluster: Cluster, held: set[str]) -> None:
+        for lease in cluster.leases_outside(held):
+            log.info("lease_revoked", job=lease.job, lease_worker=lease.worker, why="the job has no workers now")
             await self._revoke(lease, cluster)
 
     async def _revoke(self, lease: Lease, cluster: Cluster) -> None:
-        await self.store.revoke(lease.worker)
+        await self.store.revoke(lease.worker, leader=self.leader)
         cluster.forget(lease)
         self._ignored_since.pop(lease, None)
         await self._wake_worker(lease.worker)
@@ -121,20 +168,25 @@ class Reconciler:
         return "it does not act on its lease" if now - since > 3 * self._ttl_s else None
 
     async def _keep(self, job: JobRecord, cluster: Cluster) -> JobRecord:
-        """Take back what dead workers hold. Returns the job as it is afterwards."""
+        """Take back what dead workers hold, and those that were lent and have ended. Returns the job as it is
+        afterwards."""
         for lease in cluster.leases_of(job.id):
+            if lease.leaves_by:
+                if cluster.has_left(lease) or time.time() > lease.leaves_by:
+                    await self._revoke(lease, cluster)
+                continue
             why = self._lost(lease, cluster)
             if why is None:
                 continue
             log.warning("worker_lost", job=job.id, lost=lease.worker, pool=lease.pool, why=why)
             await self._revoke(lease, cluster)
-            with _over_meanwhile(job):
+            with _over_meanwhile(job.id):
                 if lease.pool == Pool.TRAINER:
                     job = await self._count_restart(job, lease, why)
                 else:
                     job = await self._count_loss(job, lease, why)
         if job.rollout_losses and job.state == JobState.RUNNING and cluster.serving(job.id):
-            with _over_meanwhile(job):
+            with _over_meanwhile(job.id):
                 await self.store.update(job.id, only_active=True, rollout_losses=0)
                 job = msgspec.structs.replace(job, rollout_losses=0)
         return job
@@ -148,7 +200,7 @@ class Reconciler:
             )
             await self.store.transition(job.id, JobState.FAILED, allowed=HELD, reason=reason)
             return msgspec.structs.replace(job, state=JobState.FAILED)
-        changes = {"restarts": restarts, "restart_step": max(job.step, job.restart_step)}
+        changes = {"restarts": restarts, "restart_step": max(job.step, job.restart_step), **self._again(restarts)}
         detail = {"worker": lease.worker, "why": why, "step": job.step, "restarts": restarts}
         await self.store.update(job.id, only_active=True, event="trainer_lost", detail=detail, **changes)
         return msgspec.structs.replace(job, **changes)
@@ -164,25 +216,105 @@ class Reconciler:
             )
             await self.store.transition(job.id, JobState.FAILED, allowed=HELD, reason=reason)
             return msgspec.structs.replace(job, state=JobState.FAILED)
+        changes = {"rollout_losses": losses, **self._again(losses)}
         detail = {"worker": lease.worker, "why": why}
-        await self.store.update(
-            job.id, only_active=True, event="rollout_worker_lost", detail=detail, rollout_losses=losses
+        await self.store.update(job.id, only_active=True, event="rollout_worker_lost", detail=detail, **changes)
+        return msgspec.structs.replace(job, **changes)
+
+    def _again(self, losses: int) -> dict[str, Any]:
+        """When the job is tried again after so many losses in a row: at once after the first."""
+        now = time.time()
+        pause_s = min(LONGEST_RETRY_S, self.ctx.settings.queue_retry_s * 2 ** (losses - 2)) if losses > 1 else 0.0
+        return {"lost_at": now, "retry_at": now + pause_s}
+
+    # --- what is decided ----------------------------------------------------------------------------------------
+
+    async def _carry_out(self, decision: Decision, job: JobRecord, cluster: Cluster) -> JobRecord:
+        """Returns the job as it is afterwards."""
+        match decision:
+            case Start(_, workers):
+                return await self._start(job, [cluster.workers[id] for id in workers])
+            case AddWorker(_, worker, Pool.TRAINER):
+                return await self._replace_trainer(job, cluster.workers[worker])
+            case AddWorker(_, worker, _):
+                await self._add_rollout_worker(job, cluster.workers[worker])
+            case TakeBack(_, worker, wanted_by):
+                await self._take_back(job, cluster.lease(worker), wanted_by)
+            case Preempt(_, by):
+                return await self._back_to_queue(job, cluster, "preempted", {"by": by})
+            case Requeue(_, why):
+                return await self._back_to_queue(job, cluster, "requeued", {"why": why})
+        return job
+
+    async def _start(self, job: JobRecord, workers: list[WorkerInfo]) -> JobRecord:
+        names: dict[str, str] = {}
+        for worker in workers:
+            kind = LEASED[worker.pool]
+            names[kind] = ", ".join([*([names[kind]] if kind in names else []), worker.id])
+        epoch = await self._next_epoch(job)
+        changes: dict[str, Any] = {"since": time.time(), "waiting_for": ""}
+        await self._change(job, workers, epoch, allowed=[JobState.QUEUED], detail=names, **changes)
+        log.info("job_started", job=job.id, epoch=epoch, **names)
+        return msgspec.structs.replace(job, state=JobState.STARTING, epoch=epoch, **changes)
+
+    async def _replace_trainer(self, job: JobRecord, trainer: WorkerInfo) -> JobRecord:
+        epoch = await self._next_epoch(job)
+        detail = {"trainer": trainer.id, "restarts": job.restarts}
+        await self._change(job, [trainer], epoch, allowed=HELD, event="trainer_restarted", detail=detail)
+        log.info("trainer_restarted", job=job.id, epoch=epoch, trainer=trainer.id)
+        return msgspec.structs.replace(job, state=JobState.STARTING, epoch=epoch)
+
+    async def _change(self, job: JobRecord, workers: list[WorkerInfo], epoch: int, **changes: Any) -> None:
+        """To starting, with these workers, in one act."""
+        await self.store.transition(
+            job.id,
+            JobState.STARTING,
+            epoch=epoch,
+            leader=self.leader,
+            leases=[_lease(job.id, epoch, worker) for worker in workers],
+            gpus=[len(worker.gpus) for worker in workers],
+            tenant=job.tenant,
+            **changes,
         )
-        return msgspec.structs.replace(job, rollout_losses=losses)
+        for worker in workers:
+            await self._wake_worker(worker.id)
 
-    # --- what comes ---------------------------------------------------------------------------------------------
+    async def _add_rollout_worker(self, job: JobRecord, worker: WorkerInfo) -> None:
+        """Leases of rollout workers stay as they are when the trainer changes; new ones carry today's epoch."""
+        lease = _lease(job.id, job.epoch, worker)
+        await self.store.grant(lease, tenant=job.tenant, gpus=len(worker.gpus), leader=self.leader)
+        await self._wake_worker(worker.id)
+        await self.store.update(job.id, only_active=True, event="rollout_worker_added", detail={"worker": worker.id})
+        log.info("rollout_worker_added", job=job.id, added=worker.id)
 
-    async def _serve(self, job: JobRecord, cluster: Cluster) -> None:
-        """The least that a job needs to go on: a trainer and one rollout worker."""
-        if job.state == JobState.QUEUED:
-            await self._start(job, cluster)
-        elif job.state in HELD:
-            if Pool.TRAINER in _leased(job) and not cluster.leases_of(job.id, Pool.TRAINER):
-                job = await self._replace_trainer(job, cluster)
-            await self._add_rollout_workers(job, cluster, min(1, _rollout_workers(job)))
-            await self._say_waiting(job, cluster)
-            if job.kind == "inference":
-                await self._serve_requests(job, cluster)
+    async def _take_back(self, job: JobRecord, lease: Lease, wanted_by: str) -> None:
+        leaving = msgspec.structs.replace(lease, leaves_by=time.time() + self.ctx.settings.take_back_s)
+        await self.store.leave_lease(leaving, leader=self.leader)
+        await self._wake_worker(lease.worker)
+        detail = {"worker": lease.worker, "wanted_by": wanted_by}
+        await self.store.update(job.id, only_active=True, event="rollout_worker_taken_back", detail=detail)
+        log.info("rollout_worker_taken_back", job=job.id, taken=lease.worker, wanted_by=wanted_by)
+
+    async def _back_to_queue(self, job: JobRecord, cluster: Cluster, event: str, why: dict[str, str]) -> JobRecord:
+        """Its trainer saves what it has trained when its lease is gone; the job starts again after that."""
+        changes: dict[str, Any] = {"since": time.time(), "waiting_for": ""}
+        await self.store.transition(
+            job.id, JobState.QUEUED, allowed=HELD, leader=self.leader, event=event, detail=why, **changes
+        )
+        log.info(f"job_{event}", job=job.id, **why)
+        for lease in cluster.leases_of(job.id):
+            await self._revoke(lease, cluster)
+        return msgspec.structs.replace(job, state=JobState.QUEUED, **changes)
+
+    async def _next_epoch(self, job: JobRecord) -> int:
+        """Higher than any that Redis or a checkpoint knows of."""
+        root = self.ctx.settings.data_dir / "jobs" / job.id / "checkpoints"
+        return max(job.epoch, await asyncio.to_thread(newest_epoch, root)) + 1
+
+    async def _wake_worker(self, worker: str) -> None:
+        await self.ctx.bus.emit(WAKE, {}, who=worker)
+
+    # --- what is said -------------------------------------------------------------------------------------------
 
     async def _serve_requests(self, job: JobRecord, cluster: Cluster) -> None:
         """From the first rollout worker that is ready to the last question."""
@@ -195,123 +327,27 @@ class Reconciler:
             await self.store.transition(job.id, JobState.SUCCEEDED, allowed=[JobState.RUNNING], reason=reason)
             log.info("job_idle", job=job.id, idle_s=idle_s)
 
-    async def _start(self, job: JobRecord, cluster: Cluster) -> None:
-        if _lacking(job, cluster):
-            await self._say_waiting(job, cluster)
-            return
-        workers = [worker for pool in _leased(job) if (worker := cluster.free(pool)) is not None]
-        names = {LEASED[worker.pool]: worker.id for worker in workers}
-        epoch = await self._next_epoch(job)
-        await self.store.transition(
-            job.id,
-            JobState.STARTING,
-            allowed=[JobState.QUEUED],
-            epoch=epoch,
-            detail=names,
-            waiting_for="",
-        )
-        log.info("job_started", job=job.id, epoch=epoch, **names)
-        for worker in workers:
-            await self._grant(job.id, epoch, worker, cluster)
-
-    async def _replace_trainer(self, job: JobRecord, cluster: Cluster) -> JobRecord:
-        trainer = cluster.free(Pool.TRAINER)
-        if trainer is None:
-            return job
-        epoch = await self._next_epoch(job)
-        await self.store.transition(
-            job.id,
-            JobState.STARTING,
-            allowed=HELD,
-            epoch=epoch,
-            event="trainer_restarted",
-            detail={"trainer": trainer.id, "restarts": job.restarts},
-        )
-        log.info("trainer_restarted", job=job.id, epoch=epoch, trainer=trainer.id)
-        await self._grant(job.id, epoch, trainer, cluster)
-        return msgspec.structs.replace(job, epoch=epoch)
-
-    async def _add_rollout_workers(self, job: JobRecord, cluster: Cluster, wanted: int) -> None:
-        """Leases of rollout workers stay as they are when the trainer changes; new ones carry today's epoch."""
-        while len(cluster.working(job.id, Pool.ROLLOUT)) < wanted and (worker := cluster.free(Pool.ROLLOUT)):
-            await self._grant(job.id, job.epoch, worker, cluster)
-            await self.store.update(
-                job.id, only_active=True, event="rollout_worker_added", detail={"worker": worker.id}
-            )
-            log.info("rollout_worker_added", job=job.id, added=worker.id)
-
-    async def _next_epoch(self, job: JobRecord) -> int:
-        """Higher than any that Redis or a checkpoint knows of."""
-        root = self.ctx.settings.data_dir / "jobs" / job.id / "checkpoints"
-        return max(job.epoch, await asyncio.to_thread(newest_epoch, root)) + 1
-
-    async def _grant(self, job: str, epoch: int, worker: WorkerInfo, cluster: Cluster) -> None:
-        lease = Lease(job=job, worker=worker.id, incarnation=worker.incarnation, epoch=epoch, pool=worker.pool)
-        await self.store.grant(lease)
-        cluster.remember(lease)
-        await self._wake_worker(worker.id)
-
-    async def _wake_worker(self, worker: str) -> None:
-        await self.ctx.bus.emit(WAKE, {}, who=worker)
-
-    # --- what is missing ----------------------------------------------------------------------------------------
-
-    async def _say_waiting(self, job: JobRecord, cluster: Cluster) -> None:
+    async def _say_waiting(self, jobs: dict[str, JobRecord], waiting: dict[str, str]) -> None:
         """Shown with the job; an event only when it changes."""
-        waiting = _lacking(job, cluster)
-        if waiting != job.waiting_for:
-            event = "waiting" if waiting else ""
-            await self.store.update(job.id, only_active=True, event=event, detail={"for": waiting}, waiting_for=waiting)
+        changed = [id for id, why in waiting.items() if why != jobs[id].waiting_for]
+        for id in changed[:SAID_AT_ONCE]:
+            event, why = "waiting" if waiting[id] else "", waiting[id]
+            with _over_meanwhile(id):
+                await self.store.update(id, only_active=True, event=event, detail={"for": why}, waiting_for=why)
 
 
 @contextmanager
-def _over_meanwhile(job: JobRecord) -> Iterator[None]:
-    """The job was cancelled or ended since we read it: leave it alone, the next look takes its leases back."""
+def _over_meanwhile(job: str) -> Iterator[None]:
+    """The job was cancelled, paused or ended since we read it: leave it alone, the next look takes its leases back."""
     try:
         yield
     except (Conflict, NotFound) as error:
-        log.info("job_changed_meanwhile", job=job.id, why=str(error))
-
-
-NAMES = {
-    Pool.TRAINER: "trainer",
-    Pool.ROLLOUT: "rollout worker",
-    Pool.REFERENCE: "reference-forward",
-    Pool.ENV: "env worker",
-}
+        log.info("job_changed_meanwhile", job=job, why=str(error))
 
 
 LEASED = {Pool.TRAINER: "trainer", Pool.ROLLOUT: "rollout_worker"}
 """As events name them."""
 
 
-def _leased(job: JobRecord) -> list[Pool]:
-    """The pools of which the job needs a worker of its own."""
-    needs = {"rl": [Pool.TRAINER, Pool.ROLLOUT], "inference": [Pool.ROLLOUT]}
-    return needs.get(job.kind, [Pool.TRAINER])
-
-
-def _rollout_workers(job: JobRecord) -> int:
-    """That the job asks for."""
-    return int(job.spec["resources"]["rollout_workers"]) if Pool.ROLLOUT in _leased(job) else 0
-
-
-def _served(job: JobRecord) -> str:
-    """The environment, if it is one that a user serves."""
-    name = str(job.spec["environment"]["name"]) if job.kind == "rl" else ""
-    return name if name.startswith(SERVED) else ""
-
-
-def _lacking(job: JobRecord, cluster: Cluster) -> str:
-    """In words; empty if nothing is. Env workers and reference-forward serve every job and are not leased."""
-    queued = job.state == JobState.QUEUED
-    short = [
-        pool for pool in _leased(job) if (cluster.free(pool) is None if queued else not cluster.working(job.id, pool))
-    ]
-    shared, served = [], _served(job)
-    if job.kind == "rl":
-        shared = ([] if served else [Pool.ENV]) + ([Pool.REFERENCE] if is_scored(job.spec) else [])
-    unserved = [f"whoever serves {served}"] if served and not cluster.serves(served, job.tenant) else []
-    busy = [f"a free {NAMES[pool]}" for pool in short if cluster.alive(pool)]
-    absent = [NAMES[pool] for pool in short + shared if not cluster.alive(pool)] + unserved
-    return "; ".join(busy + ([f"{', '.join(absent)} (none is running)"] if absent else []))
+def _lease(job: str, epoch: int, worker: WorkerInfo) -> Lease:
+    return Lease(job=job, worker=worker.id, incarnation=worker.incarnation, epoch=epoch, pool=worker.pool)

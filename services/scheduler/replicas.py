@@ -205,6 +205,8 @@ def refuse_unless_served(job: JobRecord) -> None:
     if job.state.final:
         reason = f" ({job.reason})" if job.reason else ""
         raise Refused(f"job {job.id} has {job.state}{reason}: it answers no more requests", status=409)
+    if job.state == JobState.PAUSED:
+        raise Refused(f"job {job.id} is paused: opentinker resume {job.id}", status=503)
     if job.state == JobState.QUEUED:
         why = f" for {job.waiting_for}" if job.waiting_for else ""
         raise Refused(f"job {job.id} is queued: it waits{why}; try again", status=503)

@@ -1,6 +1,7 @@
 """The scheduler process: HTTP API, placement, admission. It keeps nothing: all it knows is in Redis and NATS.
 
     api         consumes HTTP requests; produces jobs and cancellations
+    lead        decides which scheduler does the next four, see `leadership.py`
     reconcile   consumes jobs, heartbeats, leases; produces leases; woken by WAKE "scheduler"
     clear       consumes jobs that have ended; removes their messages
     tickets     consumes admission's room; produces TICKET; woken by WAKE "admission"
@@ -14,10 +15,14 @@ Killed and started again it goes on where it was; jobs that run do not notice.
 
 from __future__ import annotations
 
+from collections.abc import Coroutine
+from typing import Any
+
 from opentinker.services.scheduler.api import listening
 from opentinker.services.scheduler.clearing import Clearing
 from opentinker.services.scheduler.gate import Gate, register_operator
 from opentinker.services.scheduler.gateway import Gateway
+from opentinker.services.scheduler.leadership import Leadership
 from opentinker.services.scheduler.measuring import Measuring
 from opentinker.services.scheduler.reconcile import Reconciler
 from opentinker.services.scheduler.replicas import Replicas
@@ -28,14 +33,20 @@ from opentinker.shared.service import Context, first_failure
 async def serve(ctx: Context) -> None:
     await register_operator(ctx)
     gate, gateway, replicas = Gate(ctx), Gateway(ctx), Replicas(ctx)
+
+    def leading(leadership: int) -> dict[str, Coroutine[Any, Any, None]]:
+        return {
+            "reconcile": Reconciler(ctx, leadership).run(),
+            "clear": Clearing(ctx).run(),
+            "tickets": TicketIssuer(ctx).run(),
+            "measure": Measuring(ctx).run(),
+        }
+
     async with listening(ctx, gate, gateway, replicas):
         ctx.ready()
         await first_failure(
             {
-                "reconcile": Reconciler(ctx).run(),
-                "clear": Clearing(ctx).run(),
-                "tickets": TicketIssuer(ctx).run(),
-                "measure": Measuring(ctx).run(),
+                "lead": Leadership(ctx).run(leading),
                 "keys": gate.run(),
                 "served": gateway.run(),
                 "replicas": replicas.run(),

@@ -56,6 +56,7 @@ async def submit(ctx: Context, data: Any, tenant: str, idempotency: str = "") ->
     )
     wrong_start, chosen = await _check_start(ctx, _start(data, spec), spec, tenant)
     wrong_frozen = await asyncio.to_thread(_check_frozen, data)
+    mistakes += _check_priority(ctx, spec, tenant)
     mistakes += asked.mistakes + wrong_model + wrong_start + wrong_frozen
     if spec is not None and spec.data is not None:
         mistakes += await asyncio.to_thread(check_data, spec.data, spec.kind)
@@ -84,6 +85,15 @@ async def submit(ctx: Context, data: Any, tenant: str, idempotency: str = "") ->
         )
     await ctx.bus.emit(WAKE, {"job": id}, who="scheduler")
     return id, id != new
+
+
+def _check_priority(ctx: Context, spec: JobSpec | None, tenant: str) -> Mistakes:
+    """What the operator allows this tenant."""
+    limits = ctx.settings.tenants.get(tenant) or ctx.settings.tenants.get("*")
+    if spec is None or limits is None or spec.resources.priority <= limits.max_priority:
+        return []
+    problem = f"may be at most {limits.max_priority} for your jobs here (max_priority of the scheduler's tenants)"
+    return [{"field": "resources.priority", "value": spec.resources.priority, "problem": problem}]
 
 
 def _started(plain: dict[str, Any], chosen: starting.Chosen) -> dict[str, Any]:

@@ -72,7 +72,7 @@ class TicketIssuer:
             await subscription.unsubscribe()
 
     async def _held(self) -> list[JobRecord]:
-        return [job for job in await self.store.active_jobs() if job.state in HELD and job.kind == "rl"]
+        return [job for job in await self.store.active_jobs() if job.state.held and job.kind == "rl"]
 
     async def look(self) -> None:
         for job in await self._held():

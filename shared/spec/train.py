@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from opentinker.shared.config import LEAST_PRIORITY, MOST_PRIORITY
 from opentinker.shared.spec.mistakes import fill
 from opentinker.shared.spec.part import Fraction, Part, Positive
 
@@ -75,8 +76,14 @@ class TrainSpec(Part):
 
 
 class ResourceSpec(Part):
+    priority: Annotated[int, Field(ge=LEAST_PRIORITY, le=MOST_PRIORITY)] = 0
+    """Jobs of higher priority go first, and may interrupt those of lower: these go on later from where they were. The
+    operator may set a lower bound than 10 for a tenant."""
     rollout_workers: Positive = 1
-    """Processes that generate for the job."""
+    """Processes that generate for the job, at most. It needs min_rollout_workers; idle ones are lent to it beyond them,
+    and taken back when another job can start with them."""
+    min_rollout_workers: Positive = 1
+    """The job starts with so many rollout workers, and keeps them."""
     trainer_gpus: Annotated[int, Field(ge=0)] = 0
     """0 trains on the CPU; several have a rank each, on one machine."""
     trainer_ranks: Positive | None = None
@@ -87,6 +94,9 @@ class ResourceSpec(Part):
         if self.trainer_gpus and ranks != self.trainer_gpus:
             problem = f"must be trainer_gpus={self.trainer_gpus}, one rank per GPU, or left out"
             return [{"field": "trainer_ranks", "value": ranks, "problem": problem}]
+        if self.min_rollout_workers > self.rollout_workers:
+            problem = f"is larger than rollout_workers={self.rollout_workers}"
+            return [{"field": "min_rollout_workers", "value": self.min_rollout_workers, "problem": problem}]
         fill(self, {"trainer_ranks": ranks})
         return []
 

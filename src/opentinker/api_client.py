@@ -8,7 +8,7 @@
         client.download(job["id"], "my-model")
 
 What may be repeated is repeated, with jitter, while the server is away (`wait_s`): every GET, `submit` (it carries an
-Idempotency-Key) and `cancel`. Who waits is told so at the first failed try, with the URL.
+Idempotency-Key), `cancel`, `pause` and `resume`. Who waits is told so at the first failed try, with the URL.
 """
 
 from __future__ import annotations
@@ -110,6 +110,18 @@ class AsyncClient(EnvironmentCalls, GrantingCalls, InferenceCalls, KnowingCalls)
 
     async def cancel(self, id: str) -> Json:
         return await self._http.json("POST", _of(id, "/cancel"))
+
+    async def pause(self, id: str) -> Json:
+        """Its workers are free once what it has trained is saved."""
+        return await self._http.json("POST", _of(id, "/pause"))
+
+    async def resume(self, id: str) -> Json:
+        """A paused job waits in the queue again, and goes on from its checkpoint."""
+        return await self._http.json("POST", _of(id, "/resume"))
+
+    async def failures(self, id: str, limit: int = 100) -> Json:
+        """`failures`: the newest groups that failed for good, newest first; `counts`: of all of them, by reason."""
+        return await self._http.json("GET", _of(id, "/failures"), {"limit": str(limit)})
 
     async def wait(self, id: str, timeout_s: float | None = None) -> Json:
         """The job in its final state. Raises TimeoutError; the job goes on."""
@@ -321,6 +333,15 @@ class Client(GrantingSync, KnowingSync):
 
     def cancel(self, id: str) -> Json:
         return self._call(self._core.cancel(id))
+
+    def pause(self, id: str) -> Json:
+        return self._call(self._core.pause(id))
+
+    def resume(self, id: str) -> Json:
+        return self._call(self._core.resume(id))
+
+    def failures(self, id: str, limit: int = 100) -> Json:
+        return self._call(self._core.failures(id, limit))
 
     def complete(self, id: str) -> Json:
         return self._call(self._core.complete(id))

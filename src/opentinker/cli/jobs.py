@@ -1,4 +1,5 @@
-"""Commands about jobs: submit, jobs, job, watch, cancel, events, transcripts, checkpoints, download."""
+"""Commands about jobs: submit, jobs, job, watch, cancel, pause, resume, failures, events, transcripts, checkpoints,
+download."""
 
 from __future__ import annotations
 
@@ -16,7 +17,20 @@ STATE_EXIT = {"succeeded": 0, "failed": 1, "cancelled": 4}
 
 
 def register(app: typer.Typer) -> None:
-    for command in (submit, jobs, job, watch, cancel, events, transcripts, checkpoints, download):
+    for command in (
+        submit,
+        jobs,
+        job,
+        watch,
+        cancel,
+        pause,
+        resume,
+        failures,
+        events,
+        transcripts,
+        checkpoints,
+        download,
+    ):
         app.command()(command)
 
 
@@ -52,7 +66,10 @@ def jobs(
         print_json(found)
         return
     rows = [
-        [j["id"], j["name"], j["state"], f"{j['step']}/{j['steps'] or '?'}", ago(j["created"]), j["reason"]]
+        [
+            *(j["id"], j["name"], j["state"], f"{j['step']}/{j['steps'] or '?'}", ago(j["created"])),
+            j["reason"] or (f"waits for {j['waiting_for']}" if j["waiting_for"] else ""),
+        ]
         for j in found
     ]
     print_table(
@@ -100,6 +117,38 @@ def cancel(job_id: JobId, url: Url = None, as_json: AsJson = False) -> None:
     """Cancel a job; its checkpoints stay."""
     record = client(url).cancel(job_id)
     print_json(record) if as_json else say(f"{record['id']}  {record['state']}")
+
+
+def pause(job_id: JobId, url: Url = None, as_json: AsJson = False) -> None:
+    """Save what a job has trained and free its workers; `resume` goes on from there."""
+    record = client(url).pause(job_id)
+    print_json(record) if as_json else say(f"{record['id']}  {record['state']}")
+
+
+def resume(job_id: JobId, url: Url = None, as_json: AsJson = False) -> None:
+    """Queue a paused job again; it goes on from its newest checkpoint."""
+    record = client(url).resume(job_id)
+    print_json(record) if as_json else say(f"{record['id']}  {record['state']}")
+
+
+def failures(
+    job_id: JobId,
+    url: Url = None,
+    limit: Annotated[int, typer.Option("--limit", "-n", min=1, max=1000, help="The newest so many.")] = 20,
+    as_json: AsJson = False,
+) -> None:
+    """Show the groups of a job that failed for good, and why."""
+    found = client(url).failures(job_id, limit)
+    if as_json:
+        print_json(found)
+        return
+    rows = [
+        [f["group"], f["reason"], ago(f["time"]), (f["error"].strip().splitlines() or [""])[-1]]
+        for f in found["failures"]
+    ]
+    print_table(["group", "reason", "when", "error"], rows, empty="no group has failed for good")
+    if found["counts"]:
+        say("in all: " + ", ".join(f"{reason} {count}" for reason, count in sorted(found["counts"].items())))
 
 
 def events(

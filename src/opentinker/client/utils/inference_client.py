@@ -25,6 +25,7 @@ STATES = {
     "queued": "QUEUED",
     "starting": "STARTING",
     "running": "RUNNING",
+    "paused": "QUEUED",  # the published client knows no other state of a job that has no workers and will go on
     "succeeded": "COMPLETED",
     "failed": "FAILED",
     "cancelled": "CANCELLED",

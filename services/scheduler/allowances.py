@@ -1,0 +1,29 @@
+"""What one tenant may have of the cluster, and what it has used today. Values alone: `placement.py` applies them."""
+
+from __future__ import annotations
+
+import msgspec
+
+from opentinker.shared.config import TenantLimits
+
+
+class Used(msgspec.Struct, frozen=True):
+    """Since midnight UTC; counted from leases (shared/leases.py)."""
+
+    worker_s: float = 0.0
+    gpu_s: float = 0.0
+
+
+def over_quota(limits: TenantLimits, used: Used, *, jobs: int, workers: int, more: int) -> str:
+    """In words, why a tenant with so many running jobs and workers may not start a job of `more` workers."""
+    if limits.running_jobs is not None and jobs >= limits.running_jobs:
+        return f"its tenant's quota of {limits.running_jobs} running jobs"
+    if limits.workers is not None and workers + more > limits.workers:
+        return f"its tenant's quota of {limits.workers} workers"
+    for name, seconds, most in (
+        ("worker", used.worker_s, limits.worker_seconds_per_day),
+        ("GPU", used.gpu_s, limits.gpu_seconds_per_day),
+    ):
+        if most is not None and seconds >= most:
+            return f"its tenant's quota of {most:g} {name} seconds a day, which is open again at midnight UTC"
+    return ""

@@ -1,0 +1,68 @@
+"""Of several schedulers one leads: it alone places jobs, issues tickets and clears away. All of them serve HTTP.
+
+    lead loop   renews the lease on `leader` in Redis; waits a fifth of its length; the work of the leader runs beside
+                it, and ends when another one leads
+
+A leader that dies is followed by another within worker_ttl_s, one that is stopped in good order or started again at
+once. What a leader writes into leases carries the number of its leadership, and Redis refuses that of an earlier one:
+who slept through the change grants nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import structlog
+
+from opentinker.shared.errors import Fenced
+from opentinker.shared.service import Context, first_failure
+from opentinker.shared.waiting import put_down, rest
+
+log = structlog.get_logger()
+
+Work = Callable[[int], dict[str, Coroutine[Any, Any, None]]]
+"""The number of the leadership -> named tasks."""
+
+
+class Leadership:
+    def __init__(self, ctx: Context) -> None:
+        self.ctx = ctx
+        self.incarnation = uuid.uuid4().hex
+
+    async def run(self, work: Work) -> None:
+        """Until it is cancelled. Raises what the work raises."""
+        try:
+            while True:
+                epoch = await self._lead()
+                if epoch is None:
+                    await rest(self._pause_s)
+                else:
+                    await self._while_leading(epoch, work)
+        finally:
+            await self.ctx.store.resign(self.incarnation)
+
+    async def _while_leading(self, epoch: int, work: Work) -> None:
+        log.info("leads", leadership=epoch)
+        self.ctx.detail["leads"] = True
+        doing = asyncio.create_task(first_failure(work(epoch)))
+        try:
+            while not doing.done() and await self._lead() == epoch:
+                await asyncio.wait([doing], timeout=self._pause_s)
+            if doing.done():
+                doing.result()
+        except Fenced:
+            pass  # the next try to lead says who does
+        finally:
+            await put_down(doing)
+            self.ctx.detail["leads"] = False
+        log.warning("leads_no_more", leadership=epoch)
+
+    @property
+    def _pause_s(self) -> float:
+        return self.ctx.settings.worker_ttl_s / 5
+
+    async def _lead(self) -> int | None:
+        return await self.ctx.store.lead(self.ctx.worker, self.incarnation, self.ctx.settings.worker_ttl_s)
