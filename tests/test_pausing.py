@@ -92,6 +92,7 @@ async def leads(cluster: Cluster) -> str:
     return str(found)
 
 
+@pytest.mark.slow
 async def test_second_scheduler_takes_over_and_the_first_can_grant_nothing_when_it_wakes(tmp_path: Path) -> None:
     """SIGSTOP for longer than its leadership lasts, jobs placed meanwhile, SIGCONT: everything that it then tries to
     write is refused, and counted by the leases that are as they were."""
