@@ -121,6 +121,10 @@ return {'ok', ARGV[1]}
 """
 
 
+CONNECTIONS = 5000
+"""Each event stream waits on one of its own; redis-py's default would refuse the hundred and first."""
+
+
 class _Connection(aioredis.Connection):
     """A cancellation that comes when a command was just written is not lost, and the connection, on which a reply
     nobody waits for is under way, is not used again."""
@@ -162,6 +166,7 @@ class Store(LeaseTable):
             retry=Retry(EqualJitterBackoff(cap=1.0, base=0.05), 40),
             retry_on_error=[RedisConnectionError, RedisTimeoutError, ConnectionError],
             health_check_interval=15,
+            max_connections=CONNECTIONS,
         )
         try:
             warned = False

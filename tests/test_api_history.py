@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import io
 import os
 import tarfile
@@ -242,3 +243,16 @@ async def test_manifest_and_links_cannot_lead_out_of_a_checkpoint(http: Http, ct
         (directory / "link").symlink_to(tmp_path / "secret")
         status, body = await http("GET", path)
         assert status == 404 and "secret" not in str(body).replace("secret'", "")
+
+
+async def test_many_open_event_streams_leave_room_for_requests(http: Http) -> None:
+    job = await http.job()
+    async with (
+        contextlib.AsyncExitStack() as stack,
+        aiohttp.ClientSession(headers=bearing(), connector=aiohttp.TCPConnector(limit=0)) as session,
+    ):
+        streams = [await stack.enter_async_context(session.get(f"{http.url}/v1/jobs/{job}/events")) for _ in range(150)]
+        assert [len(await soon(read_events(stream, 1))) for stream in streams] == [1] * 150
+        assert (await http("GET", f"/v1/jobs/{job}"))[0] == 200
+        await http("POST", f"/v1/jobs/{job}/cancel")
+        assert [(await soon(read_events(stream)))[-1]["event"] for stream in streams] == ["cancelled"] * 150

@@ -24,13 +24,13 @@ from opentinker.shared import keys as keys_module
 from opentinker.shared.authority import MAY, SCOPES, Action, Principal, Role, Verdict, authorize, outranks
 from opentinker.shared.config import load_settings
 from opentinker.shared.errors import Conflict, NotFound, OpenTinkerError, SpecError
-from opentinker.shared.keys import Keys, digest_of, new_key, parse, read_key, write_key
+from opentinker.shared.keys import Key, Keys, digest_of, new_key, parse, read_key, write_key
 from opentinker.shared.redact import redacted
 from opentinker.shared.service import Context
 from opentinker.shared.store import Store
 from opentinker.up import Plan, locked, operator_key
 from tests.api import OPERATOR, SPEC, Http, bearing, new_key_of, read_events
-from tests.conftest import soon
+from tests.conftest import soon, until
 from tests.scheduling import scheduler
 
 NOTHING_GIVEN = ("OPENTINKER_API_KEY", "OPENTINKER_API_KEY_FILE", "OPENTINKER_ADMIN_KEY_FILE", "OPENTINKER_URL")
@@ -200,6 +200,31 @@ async def test_a_key_that_nobody_can_have_been_given_costs_no_question_to_redis(
     assert answers == [401] * 5
     assert (await closed("GET", "/v1/jobs", headers=bearing(new_key("elsewhere"))))[0] == 401
     assert (await closed("GET", "/v1/jobs", headers=bearing(new_key("local"))))[0] == 503
+
+
+async def test_who_guesses_keys_waits_for_other_guesses_and_holds_up_nobody_else(
+    closed: Http, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gate, "CACHE_S", -1.0)  # a known key is looked up each time
+    key, find, go_on = await new_key_of(store), Keys.find, asyncio.Event()
+    _, known = parse(key) or ("", "")
+    assert (await closed("GET", "/v1/jobs", headers=bearing(key)))[0] == 200
+    looking: set[str] = set()
+
+    async def slowly(self: Keys, id: str) -> Key | None:
+        if id != known:
+            looking.add(id)
+            await go_on.wait()
+        return await find(self, id)
+
+    monkeypatch.setattr(Keys, "find", slowly)
+    guesses = [asyncio.create_task(closed("GET", "/v1/jobs", headers=bearing(new_key("local")))) for _ in range(50)]
+    await until(lambda: len(looking) == gate.STRANGERS)
+    for _ in range(5):
+        assert (await closed("GET", "/v1/jobs", headers=bearing(key)))[0] == 200
+    assert len(looking) == gate.STRANGERS and not any(guess.done() for guess in guesses)
+    go_on.set()
+    assert {status for status, _ in await asyncio.gather(*guesses)} == {401}
 
 
 async def test_a_good_key_opens_and_its_use_is_noted_once_a_minute(

@@ -10,6 +10,7 @@ number of schedulers, and what it has open (event streams, answers, WebSockets) 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -35,6 +36,8 @@ CACHE_S = 0.4
 """With LOOK_S less than a second."""
 LOOK_S = 0.3
 """How often the keys of open requests are looked at."""
+STRANGERS = 4
+"""Keys that were never right are looked up so many at a time: whoever guesses keys waits for other guesses."""
 MOST_CACHED = 10_000
 ANYBODY = Principal(DEFAULT_TENANT, Role.OPERATOR, "", SCOPES)
 """Whoever asks a server that wants no keys."""
@@ -79,6 +82,7 @@ class Gate:
         self._keys = Keys(ctx.store.redis)
         self._cache: dict[str, tuple[Key, float]] = {}
         """By digest: keys that were right, and when."""
+        self._strangers = asyncio.Semaphore(STRANGERS)
         self._open: set[_Open] = set()
 
     def before(self, routes: Sequence[Route]) -> Middleware:
@@ -134,8 +138,9 @@ class Gate:
         digest, now, at = digest_of(text), time.time(), time.monotonic()
         found, seen = self._cache.get(digest, (None, 0.0))
         if found is None or at - seen > CACHE_S:
+            async with self._strangers if found is None else contextlib.nullcontext():
+                found = await self._keys.find(id)
             self._cache.pop(digest, None)
-            found = await self._keys.find(id)
             if found is None or not found.fits(digest, now):
                 raise BadKey("this server does not know this key")
             if found.state(now) == "live":

@@ -23,6 +23,7 @@ from redis.exceptions import RedisError
 from opentinker.shared.bus import NoReply
 from opentinker.shared.errors import Conflict, NotFound, OpenTinkerError, SpecError
 from opentinker.shared.openai.fields import Refused
+from opentinker.shared.redact import without_keys
 from opentinker.shared.telemetry import REGISTRY
 
 log = structlog.get_logger()
@@ -85,6 +86,8 @@ def problem(status: int, detail: str, *, title: str, **more: Any) -> web.Respons
         **more,
     }
     response = json_response(body, status)
+    assert isinstance(response.body, bytes)
+    response.body = without_keys(response.body)  # whoever sent one in a wrong place may keep what we answer
     response.content_type = PROBLEM
     if status in (429, 503):
         response.headers["Retry-After"] = "2"

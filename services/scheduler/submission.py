@@ -12,7 +12,7 @@ from typing import Any
 import orjson
 from pydantic import ValidationError
 
-from opentinker.services.scheduler import environment
+from opentinker.services.scheduler import environment, reserved
 from opentinker.services.scheduler import start as starting
 from opentinker.services.scheduler.data_check import absolute, check_data
 from opentinker.shared.errors import SpecError
@@ -36,19 +36,14 @@ async def submit(ctx: Context, data: Any, tenant: str, idempotency: str = "") ->
     Equal is what is written, with its defaults: what the checks look at may have changed or gone since then.
     Raises SpecError with every mistake, Conflict if the key was used for another spec.
     """
-    mistakes: Mistakes = []
-    spec: JobSpec | None = None
-    body_hash = ""
-    try:
-        spec = parse_spec(data)
-        body_hash = _hash(spec)
-    except SpecError as error:
-        mistakes += error.mistakes
+    spec, body_hash, mistakes = _read(data)
     if spec is not None and idempotency and not mistakes:
         made = await ctx.store.made_before(tenant, idempotency, body_hash)
         if made is not None:
             await ctx.bus.emit(WAKE, {"job": made}, who="scheduler")
             return made, True
+    if wrong_places := await reserved.mistakes_in(ctx, data, tenant):  # nobody looks at what is there
+        raise SpecError(mistakes + wrong_places)
     asked = await environment.examine(ctx, data, spec, tenant, mistakes)
     base = _base(data, spec)
     wrong_model = (
@@ -94,6 +89,16 @@ def _check_priority(ctx: Context, spec: JobSpec | None, tenant: str) -> Mistakes
         return []
     problem = f"may be at most {limits.max_priority} for your jobs here (max_priority of the scheduler's tenants)"
     return [{"field": "resources.priority", "value": spec.resources.priority, "problem": problem}]
+
+
+def _read(data: Any) -> tuple[JobSpec | None, str, Mistakes]:
+    """The spec, if it is one, and its hash, if it can be stored."""
+    spec: JobSpec | None = None
+    try:
+        spec = parse_spec(data)
+        return spec, _hash(spec), []
+    except SpecError as error:
+        return spec, "", error.mistakes
 
 
 def _started(plain: dict[str, Any], chosen: starting.Chosen) -> dict[str, Any]:
