@@ -18,6 +18,7 @@ import msgspec
 import structlog
 
 from opentinker.shared.errors import Conflict, Fenced, JobFailed, NotFound, OpenTinkerError, SpecError
+from opentinker.shared.gpus import visible
 from opentinker.shared.service import Context, first_failure
 from opentinker.shared.spec import JobSpec, parse_spec
 from opentinker.shared.subjects import WAKE
@@ -79,6 +80,7 @@ class LeasedWorker:
         async def wake(_: dict[str, Any]) -> None:
             self._wake.set()
 
+        self.info = msgspec.structs.replace(self.info, gpus=await asyncio.to_thread(visible))
         subscription = await self.ctx.bus.listen(WAKE, wake, who=self.info.id)
         await self.status("idle")
         self.ctx.ready()

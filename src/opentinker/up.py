@@ -26,7 +26,7 @@ import structlog
 from opentinker.embedded import EmbeddedServers
 from opentinker.nearby import KEY_FILE, read_state
 from opentinker.processes import Child, ChildSpec, Guard, free_port, http_ok, port_free
-from opentinker.shared import egress
+from opentinker.shared import egress, gpus
 from opentinker.shared.config import LOOPBACK_HOSTS, PREFIX, load_settings
 from opentinker.shared.errors import OpenTinkerError
 from opentinker.shared.keys import new_key, read_key, write_key
@@ -179,10 +179,12 @@ def service_specs(
     }
     if (os.cpu_count() or 1) <= SMALL_MACHINE_CORES and "OMP_NUM_THREADS" not in os.environ:
         common["OMP_NUM_THREADS"] = "1"  # two spinning pools on few cores are several times slower than one thread
+    given = _gpus(plan)
     specs = []
     for worker, module in plan.services():
         health_port = free_port()
         env = {**common, "OPENTINKER_WORKER_ID": worker, "OPENTINKER_HEALTH_PORT": str(health_port)}
+        env |= given.get(worker, {})
         env |= access(SERVICE_OF.get(module, module))
         if module == "scheduler":
             env |= {"OPENTINKER_HTTP_HOST": plan.host, "OPENTINKER_HTTP_PORT": str(port)}
@@ -201,6 +203,17 @@ def service_specs(
             )
         )
     return specs
+
+
+def _gpus(plan: Plan) -> dict[str, dict[str, str]]:
+    """By worker, what it must be told to see its own GPUs alone; nothing where there are none. Reference-forward shares
+    those of the first trainer."""
+    names = [worker for worker, _ in plan.services()]
+    own = sorted((name for name in names if name.startswith(("trainer-", "rollout-"))), key=lambda n: n[0] == "r")
+    pinned = gpus.pinned(gpus.visible(), own)
+    shared = next(iter(pinned.values()), "")
+    pins = {name: pinned.get(name, shared if name.startswith("reference-") else "") for name in names}
+    return {name: {gpus.VISIBLE: pin, **gpus.ORDER} for name, pin in pins.items()} if pinned else {}
 
 
 async def _until_told(supervisor: Supervisor) -> None:

@@ -1,0 +1,97 @@
+"""GPUs: what NVML says of them, and who gets which. The binding is replaced: no machine of ours has one."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from opentinker.shared import gpus
+from opentinker.shared.types import Gpu
+from opentinker.up import Plan, service_specs
+
+
+class NvmlError(Exception):
+    pass
+
+
+def fake_nvml(count: int, *, linked: tuple[tuple[int, int], ...] = (), numa: bool = True, driver: bool = True) -> Any:
+    def init() -> None:
+        if not driver:
+            raise NvmlError("Driver Not Loaded")
+
+    def node(handle: int) -> int:
+        if not numa:
+            raise NvmlError("Not Supported")
+        return handle // 2
+
+    return SimpleNamespace(
+        NVMLError=NvmlError,
+        NVML_P2P_CAPS_INDEX_NVLINK=2,
+        NVML_P2P_STATUS_OK=0,
+        nvmlInit=init,
+        nvmlShutdown=lambda: None,
+        nvmlDeviceGetCount=lambda: count,
+        nvmlDeviceGetHandleByIndex=lambda index: index,
+        nvmlDeviceGetUUID=lambda handle: f"GPU-{handle}{handle}{handle}",
+        nvmlDeviceGetName=lambda handle: "NVIDIA X",
+        nvmlDeviceGetMemoryInfo=lambda handle: SimpleNamespace(total=80 << 30),
+        nvmlDeviceGetNumaNodeId=node,
+        nvmlDeviceGetP2PStatus=lambda a, b, what: 0 if (a, b) in linked or (b, a) in linked else 1,
+    )
+
+
+def install(monkeypatch: pytest.MonkeyPatch, nvml: Any) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    monkeypatch.delenv(gpus.VISIBLE, raising=False)
+
+
+def test_gpus_are_described_with_their_neighbours(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, fake_nvml(4, linked=((0, 1), (2, 3))))
+    found = gpus.visible()
+    assert found[1] == Gpu(index=1, uuid="GPU-111", model="NVIDIA X", memory=80 << 30, numa=0, links=[0])
+    assert [gpu.numa for gpu in found] == [0, 0, 1, 1] and found[2].links == [3]
+    install(monkeypatch, fake_nvml(1, numa=False))
+    assert gpus.visible()[0].numa == -1
+
+
+def test_without_binding_or_driver_there_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, fake_nvml(4, driver=False))
+    assert gpus.visible() == []
+    install(monkeypatch, None)  # an import of it fails
+    assert gpus.visible() == []
+
+
+@pytest.mark.parametrize(
+    ("environ", "indices"),
+    [("2,0", [2, 0]), ("", []), ("GPU-333", [3]), ("1,9,2", [1]), ("-1", [])],
+)
+def test_only_those_that_cuda_sees_count(monkeypatch: pytest.MonkeyPatch, environ: str, indices: list[int]) -> None:
+    install(monkeypatch, fake_nvml(4))
+    assert [gpu.index for gpu in gpus.visible({gpus.VISIBLE: environ})] == indices
+
+
+def test_gpus_are_split_between_trainers_and_rollout_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def given(count: int, **plan: Any) -> dict[str, str | None]:
+        install(monkeypatch, fake_nvml(count))
+        specs = service_specs(Plan(data_dir=tmp_path, **plan), 8080, "nats://n", "redis://r")
+        return {spec.name: spec.env.get(gpus.VISIBLE) for spec in specs}
+
+    found = given(4, rollout_workers=2)
+    assert found == {
+        **{"trainer-0": "0,1", "rollout-0": "2", "rollout-1": "3", "reference-0": "0,1"},
+        **{"scheduler": "", "env-0": ""},
+    }
+    assert given(1, rollout_workers=2)["rollout-1"] == "0", "one for all"
+    assert set(given(0).values()) == {None}, "nothing is said where there is none"
+
+
+def test_what_is_not_visible_to_up_is_not_given_to_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, fake_nvml(8))
+    monkeypatch.setenv(gpus.VISIBLE, "5,6")
+    specs = {spec.name: spec for spec in service_specs(Plan(data_dir=tmp_path), 8080, "nats://n", "redis://r")}
+    assert [specs[name].env[gpus.VISIBLE] for name in ("trainer-0", "rollout-0")] == ["5", "6"]
+    assert specs["trainer-0"].env["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
