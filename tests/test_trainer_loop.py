@@ -509,6 +509,8 @@ async def test_group_that_cannot_be_decoded_is_discarded_and_replaced(ctx: Conte
         await train(job)
     ledger = await Admission(ctx.store.redis, JOB).ledger()
     assert ledger.balanced and ledger.trained == 6 * 2 and ledger.discarded == {"invalid": 1}
+    (failure,) = await ctx.store.failures(JOB, 10)
+    assert (failure["event"], failure["group"], failure["reason"]) == ("group_rejected", 3, "invalid")
 
 
 async def test_a_learner_is_closed_however_often_its_job_is_cancelled_while_no_thread_is_free(

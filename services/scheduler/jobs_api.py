@@ -21,7 +21,7 @@ from opentinker.shared.admission import Admission
 from opentinker.shared.errors import Conflict, NotFound, SpecError
 from opentinker.shared.service import Context
 from opentinker.shared.subjects import METRIC, METRICS, WAKE
-from opentinker.shared.types import JobRecord, JobState, MetricPoint
+from opentinker.shared.types import Discard, JobRecord, JobState, MetricPoint
 
 JOB_ID = re.compile(r"j-[a-z0-9]{10}")
 EVENT_ID = re.compile(r"[0-9]{1,15}(-[0-9]{1,15})?")
@@ -136,7 +136,9 @@ class JobsApi:
         limit = integer(request, "limit", FAILURES, 1, MOST_FAILURES)
         ledger = await Admission(self.store.redis, job.id).ledger()
         found = await self.store.failures(job.id, limit)
-        return json_response({"failures": found, "counts": ledger.failed})
+        invalid = {Discard.INVALID.value: ledger.discarded.get(Discard.INVALID, 0)}
+        counts = ledger.failed | {reason: count for reason, count in invalid.items() if count}
+        return json_response({"failures": found, "counts": counts})
 
     async def complete(self, request: web.Request) -> web.Response:
         """Of a job that has no end of its own."""

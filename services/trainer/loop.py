@@ -174,7 +174,7 @@ class TrainerJob:
             if named is None or number in self.assembler.known or await self._is_past(number):
                 self.assembler.ignore(delivery.seq, self.step + 1)
             else:
-                await self._reject(delivery.seq, number)
+                await self._reject(delivery.seq, number, delivery.error)
             return
         if group.seq in self.assembler.known:
             self.assembler.ignore(delivery.seq, self.step + 1)
@@ -186,7 +186,7 @@ class TrainerJob:
             group.check()
         except ValueError as error:
             log.error("invalid_group", group=group.seq, error=str(error))
-            await self._reject(delivery.seq, group.seq)
+            await self._reject(delivery.seq, group.seq, str(error))
             return
         if self.assembler.add(delivery.seq, group):
             self.arrived.set()
@@ -198,9 +198,13 @@ class TrainerJob:
         log.info("group_of_the_past", group=group)
         return True
 
-    async def _reject(self, stream_seq: int, group: int) -> None:
+    async def _reject(self, stream_seq: int, group: int, error: str) -> None:
         """A group that cannot be trained is discarded and replaced, but not without end."""
         self.assembler.reject(stream_seq, group, self.step + 1)
+        detail = {"group": group, "reason": Discard.INVALID.value, "error": error[-500:]}
+        await self.ctx.store.update(
+            self.lease.job, epoch=self.lease.epoch, event="group_rejected", failure=True, detail=detail
+        )
         await self.admission.discard(self.step + 1, Discard.INVALID, [group])
         await self._wake_admission()
         count = self.assembler.discarded[Discard.INVALID]
