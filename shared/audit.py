@@ -22,6 +22,7 @@ from typing import Any
 import orjson
 
 from opentinker.shared.errors import OpenTinkerError
+from opentinker.shared.paths import sync_directory
 
 FILE_BYTES = 64 << 20
 NOTHING = "0" * 64
@@ -79,7 +80,7 @@ class AuditFile:
             os.fsync(file.fileno())
             self._size, self._seq, self._hash = file.tell(), seq, before
         if fresh:
-            _sync(self._path.parent)
+            sync_directory(self._path.parent)
 
     def _resume(self) -> list[dict[str, Any]]:
         """Go on behind the last whole line. What is behind that was never confirmed to anybody: it is cut off, and the
@@ -104,7 +105,7 @@ class AuditFile:
         with self._path.open("rb") as file:
             first = orjson.loads(file.readline())["seq"]
         self._path.rename(self._path.with_name(f"{self._path.stem}.{first}.jsonl"))
-        _sync(self._path.parent)
+        sync_directory(self._path.parent)
         self._size = 0
 
 
@@ -180,11 +181,3 @@ def _line(content: dict[str, Any]) -> bytes:
 
 def _hash_of(line: bytes) -> str:
     return hashlib.sha256(line).hexdigest()
-
-
-def _sync(directory: Path) -> None:
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -1,8 +1,9 @@
-"""What a user's text for a model or a data set means: a place on this machine, or an id of a hub."""
+"""Places on disk: what a user's text for a model or a data set means, and names that outlive a power cut."""
 
 from __future__ import annotations
 
 import errno
+import os
 from pathlib import Path
 
 IMPOSSIBLE = Path("(a name that no file can have)")
@@ -25,3 +26,12 @@ def local_path(name: str, files: tuple[str, ...] = ()) -> Path | None:
             return IMPOSSIBLE
         return Path(name).expanduser()  # a place that may not be looked at: whoever looks will say so
     return path if there or name.startswith(("/", ".", "~")) or name.endswith(files) or name.count("/") > 1 else None
+
+
+def sync_directory(directory: Path) -> None:
+    """What was made, renamed or removed in it is on the disk."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

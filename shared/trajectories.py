@@ -6,6 +6,7 @@ The nouns that it is made of, and the shape suffixes, are in `types.py`.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from itertools import pairwise
 
 import msgspec
@@ -218,3 +219,14 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
             numbers = [turn.number for place in streams for turn in self.trajectories[place].turns]
             if len(set(numbers)) < len(numbers):
                 raise ValueError("the turns of a seat that has several streams must be numbered in order of play")
+
+
+def totals(trajectories: Sequence[Trajectory]) -> tuple[dict[str, float], dict[str, float]]:
+    """Of one sample: the reward by seat, and by component, over all turns of all seats."""
+    rewards: dict[str, float] = {}
+    components: dict[str, float] = {}
+    for trajectory in trajectories:
+        rewards[trajectory.seat] = rewards.get(trajectory.seat, 0.0) + trajectory.reward
+        for name, value in (part for turn in trajectory.turns for part in turn.components.items()):
+            components[name] = components.get(name, 0.0) + value
+    return rewards, components

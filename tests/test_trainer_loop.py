@@ -320,6 +320,11 @@ async def test_job_that_is_cancelled_gives_up_a_long_step_and_keeps_what_came_be
         await soon(put_down(training))
     found = checkpoint.newest(job.record.root)
     assert found is not None and (found[1].step, found[1].ledger["trained"]) == (2, 4)
+    await goes_on(ctx, job)
+
+
+async def goes_on(ctx: Context, job: TrainerJob) -> None:
+    """The next trainer makes the steps that are left, and each once."""
     await ctx.store.transition(JOB, JobState.STARTING, epoch=2)
     await train(lease_of(ctx, job.spec, 2))
     assert (await ctx.store.job(JOB)).state == JobState.SUCCEEDED
@@ -364,12 +369,7 @@ async def test_job_goes_on_after_a_step_that_it_was_stopped_in(
     """The step counts, in the ledger and in the record: no group is waited for that was trained already."""
     job = await prepare(ctx, staleness=staleness)
     await cancel_in_third_step(job, monkeypatch)
-    await ctx.store.transition(JOB, JobState.STARTING, epoch=2)
-    await train(lease_of(ctx, job.spec, 2))
-    assert (await ctx.store.job(JOB)).state == JobState.SUCCEEDED
-    assert steps_of(job.record.root.parent / "metrics.jsonl") == [1, 2, 3, 4, 5, 6]
-    ledger = await Admission(ctx.store.redis, JOB).ledger()
-    assert ledger.balanced and (ledger.trained, ledger.pending) == (12, 0)
+    await goes_on(ctx, job)
 
 
 async def test_weights_in_doubt_are_not_saved_when_the_job_is_cancelled(

@@ -19,6 +19,7 @@ from opentinker.shared.bus import Bus, Delivery, NoReply
 from opentinker.shared.spec import JobSpec
 from opentinker.shared.spec.validation import validation_episodes
 from opentinker.shared.subjects import EXAM, EXAM_RESULT
+from opentinker.shared.trajectories import totals
 from opentinker.shared.types import Ending, Ticket, WeightVersion
 from opentinker.shared.validation import Exam, ExamResult
 from opentinker.shared.waiting import hand_on, put_down, rest, set_within
@@ -149,12 +150,7 @@ class Examiner:
 
     async def _result(self, exam: Exam, episode: Episode) -> ExamResult:
         trajectories = await episode.run()
-        rewards: dict[str, float] = {}
-        components: dict[str, float] = {}
-        for trajectory in trajectories:
-            rewards[trajectory.seat] = rewards.get(trajectory.seat, 0.0) + trajectory.reward
-            for name, value in (part for turn in trajectory.turns for part in turn.components.items()):
-                components[name] = components.get(name, 0.0) + value
+        rewards, components = totals(trajectories)
         return ExamResult(
             job=exam.job,
             version=exam.version,

@@ -23,6 +23,7 @@ import orjson
 from opentinker.services.scheduler import checkpoints
 from opentinker.shared.errors import NotFound
 from opentinker.shared.manifest import ADAPTER, CRITIC, MANIFEST, OPTIMIZER, Manifest, read_manifest, start_of
+from opentinker.shared.paths import sync_directory
 from opentinker.shared.service import Context
 from opentinker.shared.spec import JobSpec, LoraSpec, StartSpec
 from opentinker.shared.tensors import NAMED, Shapes, difference, shapes_in
@@ -224,11 +225,7 @@ def _same_file(source: Path, target: Path) -> None:
 
 def _flush(place: Path) -> None:
     for directory in (*(path for path in place.rglob("*") if path.is_dir()), place, place.parent):
-        descriptor = os.open(directory, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        sync_directory(directory)
 
 
 def drop(data_dir: Path, job: str) -> None:

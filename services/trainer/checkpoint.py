@@ -25,6 +25,7 @@ import structlog
 
 from opentinker.shared.errors import Fenced, JobFailed
 from opentinker.shared.manifest import EPOCH, MANIFEST, FileEntry, Manifest, fenced_epoch, name_of, read_manifest
+from opentinker.shared.paths import sync_directory
 
 WRITING, REMOVING = ".writing-", ".removing-"
 RUST_OS_ERROR = "(os error "
@@ -51,7 +52,7 @@ def fence(root: Path, epoch: int) -> None:
             temporary = root / f"{EPOCH}.new"
             _write_durably(temporary, str(epoch).encode())
             temporary.rename(root / EPOCH)
-            _sync_directory(root)
+            sync_directory(root)
     except OSError as error:
         raise JobFailed(f"no checkpoint can be written below {root}: {error}. {ADVICE}") from error
 
@@ -75,7 +76,7 @@ def commit(
         files = _seal(temporary)
         sealed = msgspec.structs.replace(manifest, files=files, created=time.time())
         _write_durably(temporary / MANIFEST, msgspec.json.format(msgspec.json.encode(sealed)))
-        _sync_directory(temporary)
+        sync_directory(temporary)
         crash("sealed")
         with _locked(root):
             _refuse_old_epoch(root, manifest)
@@ -84,7 +85,7 @@ def commit(
             crash("replacing")
             temporary.rename(final)
             crash("renamed")
-            _sync_directory(root)
+            sync_directory(root)
         if replaced is not None:
             shutil.rmtree(replaced, ignore_errors=True)
     except BaseException as error:
@@ -163,7 +164,7 @@ def sweep(root: Path, keep: int, epoch: int) -> None:
         for orphan in root.iterdir():
             if orphan.name.startswith((WRITING, REMOVING)):
                 shutil.rmtree(orphan, ignore_errors=True)
-        _sync_directory(root)
+        sync_directory(root)
 
 
 def _refuse_old_epoch(root: Path, manifest: Manifest) -> None:
@@ -181,7 +182,7 @@ def _seal(directory: Path) -> dict[str, FileEntry]:
     files = {}
     for path in sorted(directory.rglob("*")):
         if path.is_dir():
-            _sync_directory(path)
+            sync_directory(path)
             continue
         with path.open("rb") as file:
             files[path.relative_to(directory).as_posix()] = FileEntry(
@@ -222,11 +223,3 @@ def _write_durably(path: Path, data: bytes) -> None:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
-
-
-def _sync_directory(directory: Path) -> None:
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

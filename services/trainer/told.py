@@ -21,7 +21,7 @@ import structlog
 from opentinker.services.trainer.distributions import Histogram
 from opentinker.services.trainer.step_log import StepLog
 from opentinker.shared.manifest import name_of
-from opentinker.shared.trajectories import Group, Trajectory
+from opentinker.shared.trajectories import Group, Trajectory, totals
 from opentinker.shared.types import WeightVersion
 
 log = structlog.get_logger()
@@ -91,12 +91,7 @@ def episodes_of(group: Group) -> list[dict[str, Any]]:
 
 
 def _episode(group: Group, index: int, views: list[Trajectory]) -> dict[str, Any]:
-    rewards: dict[str, float] = {}
-    components: dict[str, float] = {}
-    for view in views:
-        rewards[view.seat] = rewards.get(view.seat, 0.0) + view.reward
-        for name, value in (part for turn in view.turns for part in turn.components.items()):
-            components[name] = components.get(name, 0.0) + value
+    rewards, components = totals(views)
     return {
         "group": group.seq,
         "sample": index,
