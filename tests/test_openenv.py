@@ -204,6 +204,7 @@ async def test_an_environment_that_raises_may_be_forgiven() -> None:
         ([error("FACTORY_ERROR", "no licence")], None, {}, Ending.ENV_ERROR, "reset: FACTORY_ERROR: no licence"),
         ([seen({}, done=True)], None, {}, Ending.ENV_BAD_REPLY, "over before anybody has acted"),
         ([], 404, {}, Ending.ENV_ERROR, "answered 404: is there an OpenEnv server?"),
+        ([], 503, {}, Ending.ENV_LOST, "answered 503"),
         ([], [], {}, Ending.ENV_BAD_REPLY, "the schema of an action"),
         ([], {"type": "object"}, {}, Ending.ENV_BAD_REPLY, "no properties"),
         ([], None, {"action_field": "word"}, Ending.ENV_ERROR, "the server's actions have guess"),

@@ -18,7 +18,7 @@ from opentinker.envs.adapters.openenv_forms import Form, form_of, result_of, too
 from opentinker.envs.adapters.openenv_line import Line, Seen, ServerError
 from opentinker.envs.base import ELSEWHERE, Action, BadReply, Opening, Step, Unreachable, user
 from opentinker.envs.data import in_event_loop
-from opentinker.envs.remote import PAUSE_S, SHOWN, Remote, RemoteFailed, ServerConfig, limited
+from opentinker.envs.remote import AWAY, PAUSE_S, SHOWN, Remote, RemoteFailed, ServerConfig, limited
 from opentinker.shared.egress import Egress, Refused
 from opentinker.shared.frames import ConnectionLost
 from opentinker.shared.types import Message, ToolCall
@@ -157,7 +157,8 @@ class OpenEnv(Remote):
         try:
             await self._hang_up()
         finally:
-            if self._placed:
+            placed, self._placed = self._placed, False
+            if placed:
                 self.pool.places.release()
             await super().close()
 
@@ -214,6 +215,8 @@ class OpenEnv(Remote):
         timeout = aiohttp.ClientTimeout(total=self.config.request_timeout_s, sock_connect=10.0)
         async with self.pool.session.get(url, timeout=timeout, allow_redirects=False) as response:
             raw = await limited(response)
+            if response.status in AWAY:
+                raise Unreachable(f"{url} answered {response.status}")
             if response.status != 200:
                 raise RemoteFailed(f"{url} answered {response.status}: is there an OpenEnv server?")
         try:
