@@ -96,7 +96,7 @@ def test_action_is_read_by_its_space(space: Any, text: str, action: Any) -> None
     ],
 )
 def test_what_is_no_action_is_refused_with_a_reason(space: Any, text: str) -> None:
-    with pytest.raises(spaces.Illegal, match="it "):
+    with pytest.raises(library.Illegal, match="it "):
         spaces.read(space, text, [])
 
 
@@ -112,7 +112,7 @@ def test_mask_forbids_and_is_listed() -> None:
     names, mask = ["a", "b", "c"], np.array([1, 0, 1], np.int8)
     assert spaces.allowed(gs.Discrete(3), mask, names) == "a, c"
     assert spaces.allowed(gs.Discrete(3), None, names) == ""
-    with pytest.raises(spaces.Illegal, match="b is not possible now"):
+    with pytest.raises(library.Illegal, match="b is not possible now"):
         spaces.read(gs.Discrete(3), "b", names, mask)
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 from pydantic import Field
 
 from opentinker.envs.adapters import known, minigrid
-from opentinker.envs.adapters.library import ActionConfig, Randomness, episode_seed, unknown
+from opentinker.envs.adapters.library import ActionConfig, Illegal, Randomness, episode_seed, refusal, unknown
 from opentinker.envs.base import Action, Environment, Step, user
 from opentinker.shared.types import Image, Message, Text
 
@@ -89,7 +89,7 @@ class Gymnasium(Environment):
         space = self._environment.action_space
         try:
             chosen = self._spaces.read(space, action.text, self._names, self._mask)
-        except self._spaces.Illegal as error:
+        except Illegal as error:
             return self._refuse(error)
         with self._randomness:
             observation, reward, terminated, truncated, info = self._environment.step(chosen)
@@ -112,7 +112,7 @@ class Gymnasium(Environment):
     def _refuse(self, why: Exception) -> Step:
         self._illegal += 1
         return Step(
-            messages=[user(self._spaces.refusal(why, self._allowed()))],
+            messages=[user(refusal(why, self._allowed()))],
             reward=-self.config.penalty,
             done=self._illegal >= self.config.max_illegal,
             components={"illegal": -self.config.penalty},

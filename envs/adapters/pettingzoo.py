@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 from pydantic import BaseModel, Field
 
 from opentinker.envs.adapters import known
-from opentinker.envs.adapters.library import ActionConfig, Randomness, episode_seed
+from opentinker.envs.adapters.library import ActionConfig, Illegal, Randomness, episode_seed, refusal
 from opentinker.envs.base import Action, Environment, Opening, Step, user
 from opentinker.shared.types import Message
 
@@ -87,7 +87,7 @@ class PettingZoo(Environment):
         space = self._environment.action_space(self._agents[action.seat])
         try:
             chosen = self._spaces.read(space, action.text, self._names(space), self._mask)
-        except self._spaces.Illegal as error:
+        except Illegal as error:
             return self._refuse(action.seat, error)
         with self._randomness:
             self._environment.step(chosen)
@@ -129,7 +129,7 @@ class PettingZoo(Environment):
         over = self._illegal[seat] >= self.config.max_illegal
         components = {"illegal": -self.config.penalty} | ({"forfeit": -self.config.forfeit} if over else {})
         return Step(
-            messages=[user(self._spaces.refusal(why, self._allowed(seat)))],
+            messages=[user(refusal(why, self._allowed(seat)))],
             reward=sum(components.values()),
             components=components,
             done=over,

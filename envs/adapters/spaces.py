@@ -14,9 +14,7 @@ import msgspec
 import numpy as np
 from gymnasium import spaces
 
-from opentinker.envs.adapters.library import Illegal as Illegal  # noqa: PLC0414 - what `read` raises
-from opentinker.envs.adapters.library import refusal as refusal  # noqa: PLC0414
-from opentinker.envs.adapters.library import said
+from opentinker.envs.adapters.library import Illegal, said
 from opentinker.shared.types import Image
 
 MASK = "action_mask"
