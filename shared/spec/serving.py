@@ -18,7 +18,7 @@ USED = {"engine", "toy", "context_length"}
 
 
 class ServingSpec(Part):
-    max_concurrent: Annotated[int, Field(ge=1, le=1024)] = 64
+    max_concurrent: Annotated[int, Field(ge=1, le=256)] = 64
     """Requests that one rollout worker answers at the same time."""
     max_waiting: Annotated[int, Field(ge=0, le=10_000)] = 256
     """Requests that wait in one rollout worker beyond those; of more it takes none, and who asks is told to try again
