@@ -145,6 +145,19 @@ MISFITS: list[tuple[str, dict[str, Any], str]] = [
 ]
 
 
+async def test_what_cannot_be_served_says_how_it_could(
+    client: AsyncClient, ctx: Context, store: Store, base: Path, tmp_path: Path
+) -> None:
+    source = (await client.submit(spec_of(base)))["id"]
+    write_checkpoint(ctx, source, 10, full_files(tmp_path))
+    job = {"name": "x", "kind": "inference", "start": {"from": f"{source}@10"}, "model": {"base": str(base)}}
+    lora = await refused(client, {**job, "model": model_of(base)})
+    assert "this job serves an adapter; leave model.lora out to serve them" in lora["start.from"]
+    write_checkpoint(ctx, source, 20, STATE)
+    job["start"] = {"from": f"{source}@20"}
+    assert "serve it with rollout.engine = 'toy'" in (await refused(client, job))["start.from"]
+
+
 @pytest.mark.parametrize(("held", "changes", "words"), MISFITS, ids=[f"{m[0]}: {m[2][:30]}" for m in MISFITS])
 async def test_checkpoint_that_does_not_fit_is_refused_with_the_tensors(
     client: AsyncClient,

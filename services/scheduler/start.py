@@ -69,7 +69,8 @@ def mistakes_in(chosen: Chosen, spec: JobSpec, base: str) -> Mistakes:
         lora, wanted = _wanted(chosen, spec, held)
         if held != wanted:
             does = "serves" if spec.kind == "inference" else "trains"
-            return [_wrong(f"it holds {_KINDS[held]}, and this job {does} {_KINDS[wanted]}{_INSTEAD.get(held, '')}")]
+            instead = (_TO_SERVE if spec.kind == "inference" else _TO_TRAIN).get(held, "")
+            return [_wrong(f"it holds {_KINDS[held]}, and this job {does} {_KINDS[wanted]}{instead}")]
         if lora is not None:
             problems = _other_adapter(chosen, lora, base)
         else:
@@ -93,9 +94,14 @@ def _wanted(chosen: Chosen, spec: JobSpec, held: str) -> tuple[LoraSpec | None, 
 
 
 _KINDS = {"nothing": "no weights (learner = 'simulated')", "full weights": "full weights", "an adapter": "an adapter"}
-_INSTEAD = {
+_TO_TRAIN = {
     "full weights": "; to train an adapter on them, download it and give the directory as model.base",
     "an adapter": "; to train all weights, `opentinker download --merge` makes a directory for model.base",
+}
+
+_TO_SERVE = {
+    "nothing": "; serve it with rollout.engine = 'toy', which has no weights either",
+    "full weights": "; leave model.lora out to serve them",
 }
 
 
