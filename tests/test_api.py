@@ -23,10 +23,11 @@ from opentinker.shared.service import Context
 from opentinker.shared.sessions import EnvCheck, EnvCheckReply
 from opentinker.shared.store import Store
 from opentinker.shared.subjects import ENV_CHECK
-from opentinker.shared.telemetry import MetricSource
+from opentinker.shared.telemetry import REGISTRY, MetricSource
 from opentinker.shared.types import JobState, Pool, WorkerInfo
 from tests.api import SPEC, Http, bearing, read_events
 from tests.conftest import WAIT_S, Server, free_port, until, wait_port
+from tests.scheduling import new_job
 
 
 def mistakes(body: Any) -> dict[str, str]:
@@ -349,6 +350,26 @@ async def test_workers_queues_health_and_metrics(http: Http, store: Store) -> No
     assert (await http("GET", "/readyz"))[1] == {"ready": True, "nats": True}
     status, text = await http("GET", "/metrics")
     assert status == 200 and b'opentinker_http_requests_total{method="GET",route="/v1/queues",status="200"}' in text
+
+
+async def test_a_stream_has_begun_when_its_first_bytes_go_out(http: Http, store: Store) -> None:
+    job = await new_job(store, "j-0123456789")
+    route = "/v1/jobs/{id}/events"
+
+    def begun() -> float:
+        return REGISTRY.get_sample_value("opentinker_http_seconds_count", {"route": route}) or 0.0
+
+    before = begun()
+    async with http.session.get(f"{http.url}/v1/jobs/{job}/events", headers=bearing()) as response:
+        assert response.status == 200
+        assert begun() == before + 1 and not response.content.is_eof()
+
+
+async def test_openapi_says_what_inference_routes_answer(http: Http) -> None:
+    _, document = await http("GET", "/openapi.json")
+    answers = document["paths"]["/v1/jobs/{id}/v1/chat/completions"]["post"]["responses"]
+    assert {"200", "400", "404", "409", "413", "429", "500", "503", "504"} <= answers.keys() and "422" not in answers
+    assert answers["400"]["content"]["application/json"]["schema"]["$ref"].endswith("OpenAIError")
 
 
 async def test_openapi_describes_every_route_and_the_spec(http: Http) -> None:

@@ -24,7 +24,7 @@ from opentinker.services.scheduler.keys_api import KeysApi, NewKey, Rotation
 from opentinker.services.scheduler.knowing_api import MOST_LINES, KnowingApi
 from opentinker.services.scheduler.limits import HEADERS, IDLE_S, Guard, bound
 from opentinker.services.scheduler.openapi import Parameter, Route, document
-from opentinker.services.scheduler.problems import BODY_LIMIT, json_response, problems
+from opentinker.services.scheduler.problems import BODY_LIMIT, begins, json_response, problems
 from opentinker.services.scheduler.replicas import Replicas
 from opentinker.shared.authority import Action
 from opentinker.shared.service import Context
@@ -258,6 +258,7 @@ class Api:
             middlewares=[audit.over(self.routes), problems, guard.guard, self.gate.before(self.routes), audit.begins],
             client_max_size=BODY_LIMIT,
         )
+        app.on_response_prepare.append(begins)
         if not self.ctx.settings.auth:
             app.on_response_prepare.append(say_open)
         app.on_shutdown.append(self._let_go)

@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import BaseModel
 
 import opentinker
-from opentinker.services.scheduler.problems import Handler
+from opentinker.services.scheduler.problems import OPENAI, Handler
 from opentinker.shared.authority import Action
 
 _SCHEMAS = "#/components/schemas/"
@@ -57,7 +57,7 @@ def document(routes: Sequence[Route]) -> dict[str, Any]:
         "paths": paths,
         "security": [{"bearer": []}],
         "components": {
-            "schemas": {**schemas, "Problem": _PROBLEM},
+            "schemas": {**schemas, "Problem": _PROBLEM, "OpenAIError": _OPENAI_ERROR},
             "securitySchemes": {"bearer": {"type": "http", "scheme": "bearer", "description": _BEARER}},
         },
     }
@@ -80,6 +80,10 @@ def _operation(route: Route) -> dict[str, Any]:
     )
     errors |= {"503": "Redis or NATS does not answer"} if route.path.startswith("/v1") else {}
     problem = {"application/problem+json": {"schema": {"$ref": _SCHEMAS + "Problem"}}}
+    if OPENAI.match(route.path):
+        errors = {status: text for status, text in errors.items() if status != "422"} | _OPENAI_ERRORS
+        errors |= _OPENAI_ANSWERS if route.takes else {}
+        problem = {"application/json": {"schema": {"$ref": _SCHEMAS + "OpenAIError"}}}
     operation: dict[str, Any] = {
         "summary": route.summary,
         "x-action": route.action.value,
@@ -108,6 +112,33 @@ def _operation(route: Route) -> dict[str, Any]:
     return operation
 
 
+_OPENAI_ERRORS = {
+    "400": "What is wrong in the request, or not to be done",
+    "409": "The job is over: it answers no more requests",
+    "503": "No rollout worker can answer now, or Redis or NATS does not",
+}
+_OPENAI_ANSWERS = {
+    "429": "More requests than the job's rollout workers take, or than the server does; see Retry-After",
+    "500": "The engine failed, or the answer is too large",
+    "504": "No answer within serving.request_timeout_s",
+}
+"""Of those that generate."""
+_OPENAI_ERROR = {
+    "type": "object",
+    "required": ["error"],
+    "properties": {
+        "error": {
+            "type": "object",
+            "required": ["message", "type", "param", "code"],
+            "properties": {
+                "message": {"type": "string"},
+                "type": {"type": "string"},
+                "param": {"type": ["string", "null"]},
+                "code": {"type": ["string", "null"]},
+            },
+        }
+    },
+}
 _PROBLEM = {
     "type": "object",
     "required": ["type", "title", "status", "detail", "hint"],

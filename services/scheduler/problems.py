@@ -55,6 +55,8 @@ HINTS = {
 
 
 TITLES = {404: "Not found", 408: "Request timeout", 409: "Conflict", 429: "Overloaded", 503: "Unavailable"}
+STARTED: web.RequestKey[float] = web.RequestKey("started", float)
+"""Of a request: when it came."""
 OPENAI = re.compile(r"/v1/jobs/[^/]+/v1(/|$)")
 """Paths below which errors look as OpenAI's do."""
 
@@ -161,16 +163,24 @@ def _http_problem(request: web.Request, error: web.HTTPException) -> web.Respons
 
 @web.middleware
 async def problems(request: web.Request, handler: Handler) -> web.StreamResponse:
-    started = time.monotonic()
+    request[STARTED] = time.monotonic()
     response = await _answer(request, handler)
     if OPENAI.match(request.path) and response.content_type == PROBLEM and isinstance(response, web.Response):
         response = _as_openai(response)
-    resource = request.match_info.route.resource
-    route = "(none)" if resource is None else resource.canonical
-    LATENCY.labels(route).observe(time.monotonic() - started)
-    REQUESTS.labels(request.method, route, response.status).inc()
+    REQUESTS.labels(request.method, _route(request), response.status).inc()
     response.headers.setdefault("X-Content-Type-Options", "nosniff")
     return response
+
+
+async def begins(request: web.Request, _: web.StreamResponse) -> None:
+    """The first bytes of a response are about to go out, of a stream too, whose handler goes on."""
+    if STARTED in request:
+        LATENCY.labels(_route(request)).observe(time.monotonic() - request[STARTED])
+
+
+def _route(request: web.Request) -> str:
+    resource = request.match_info.route.resource
+    return "(none)" if resource is None else resource.canonical
 
 
 async def read_json(request: web.Request) -> Any:
