@@ -19,11 +19,11 @@ import msgspec
 from opentinker.envs import registry
 from opentinker.envs.base import Environment
 from opentinker.envs.game import AbstractGame, PlayedGame, environment_of
+from opentinker.services.env_worker.checks import mistakes_of
 from opentinker.services.env_worker.host import Host
-from opentinker.services.env_worker.player import LocalPlayer, Player, contain
+from opentinker.services.env_worker.player import LocalPlayer, Player
 from opentinker.services.env_worker.resolver import Resolver
 from opentinker.services.env_worker.worker import Sessions
-from opentinker.shared.errors import SpecError
 from opentinker.shared.sessions import EnvCheck, EnvCheckReply, OpenSession, SessionReply, StepSession
 
 T = TypeVar("T")
@@ -71,19 +71,8 @@ class Stage:
         return await self._check(noun)
 
     async def _check(self, request: EnvCheck) -> EnvCheckReply:
-        mistakes: list[dict[str, Any]] = []
-
-        async def run() -> SessionReply:
-            try:
-                await self._resolver.check(self._name, request.config)
-            except SpecError as error:
-                mistakes.extend(error.mistakes)
-            return SessionReply(worker="")
-
-        reply = await contain("", run())
-        if reply.failure is not None:
-            mistakes.append({"field": "environment.config", "value": None, "problem": reply.error})
-        return EnvCheckReply(errors=mistakes)
+        ours = msgspec.structs.replace(request, name=self._name)
+        return EnvCheckReply(errors=await mistakes_of(self._resolver.check, ours))
 
     async def close(self, drain_s: float) -> int:
         """Let the running sessions finish within the time. Returns how many were given up."""

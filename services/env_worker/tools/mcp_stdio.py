@@ -56,13 +56,15 @@ async def talking(
             said.close()
             process.stdin.close()
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(_emptied(process, reading), GRACE_S)
+                async with asyncio.timeout(GRACE_S):
+                    await _emptied(process, reading)
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             await put_down(reading, writing)
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(process.wait(), GONE_S)
+                async with asyncio.timeout(GONE_S):
+                    await process.wait()
             for stream in (to_session, from_session):
                 stream.close()
 
