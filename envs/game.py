@@ -6,11 +6,13 @@ instance that plays an episode also says its prompt: there is no second copy tha
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import numbers
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any, ClassVar, TypeVar, cast
@@ -189,6 +191,29 @@ def concurrent(kind: type[AbstractGame]) -> bool:
     """Whether the class that writes `step` says that it shares nothing."""
     writer = next(base for base in kind.__mro__ if "step" in vars(base))
     return bool(vars(writer).get("concurrent", False))
+
+
+async def in_turn(
+    kind: type[AbstractGame],
+    function: Callable[[], T],
+    turn: asyncio.Lock,
+    randomness: AbstractContextManager[object] | None = None,
+) -> T:
+    """One blocking call of a game of this kind, in a thread: at once if it shares nothing, else `alone`."""
+    return await (asyncio.to_thread(function) if concurrent(kind) else alone(function, turn, randomness))
+
+
+async def alone(
+    function: Callable[[], T], turn: asyncio.Lock, randomness: AbstractContextManager[object] | None = None
+) -> T:
+    """In a thread, when it is its turn: with random numbers of its own."""
+
+    def drawn() -> T:
+        with randomness or nullcontext():
+            return function()
+
+    async with turn:
+        return await asyncio.to_thread(drawn)
 
 
 def opening_of(game: AbstractGame, state: dict[str, Any]) -> tuple[str | None, str]:

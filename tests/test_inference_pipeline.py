@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ from opentinker.environment.base_game_server import create_game_app
 from opentinker.environment.chat_client import ChatError
 from opentinker.environment.inference_pipeline import run_inference
 from opentinker.shared.service import Context
-from tests.conftest import Server
+from tests.conftest import WAIT_S, Server
 from tests.inference import Site, site_of
 from tests.published_games import HigherLower
 
@@ -142,10 +144,52 @@ async def test_what_fails_is_said(site: Site) -> None:
     assert refused.value.status == 409
 
 
+async def test_results_that_are_there_are_written_when_the_server_goes(site: Site, tmp_path: Path) -> None:
+    site.words = added
+    job = await site.job()
+    speaker, out = site.speakers["rollout-0"], tmp_path / "out" / "results.jsonl"
+    asked = partial(
+        run_inference,
+        data_path=rows(tmp_path / "rows.jsonl"),
+        game_class=Sums,
+        vllm_server_url=f"{site.client.url}/v1/jobs/{job}",
+        output_path=str(out),
+        concurrency=1,
+    )
+
+    def words(prompt: str) -> str:
+        if "2+1=" in prompt:
+            raise LookupError("the third breaks")
+        return added(prompt)
+
+    site.words = speaker.words = words
+    with pytest.raises(ChatError):
+        await asyncio.to_thread(asked)
+    assert [orjson.loads(line)["sample_id"] for line in out.read_bytes().splitlines()] == [0, 1]
+
+
+async def test_games_that_share_nothing_are_played_at_once(site: Site) -> None:
+    together = threading.Barrier(2, timeout=WAIT_S)
+
+    class Both(Sums):
+        concurrent = True
+
+        def step(self, action: str) -> StepResult:
+            together.wait()
+            return super().step(action)
+
+    results = await (await pipeline(site, game_class=Both)).play([{}, {}])
+    assert [result.done for result in results] == [True, True]
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [
         ({}, "give model_path"),
+        (
+            {"vllm_server_url": "http://x", "game_class": HigherLower, "model_path": "a", "tokenizer_path": "b"},
+            "the tokenizer is that of the model",
+        ),
         ({"vllm_server_url": "http://x"}, "nothing to play"),
         ({"vllm_server_url": "http://x", "game_class": HigherLower, "width": 3}, "takes no width"),
         ({"vllm_server_url": "http://x", "game_class": HigherLower, "max_tokens": 0}, "1 or more"),

@@ -322,6 +322,7 @@ def test_settings_of_an_interaction_are_used_or_refused() -> None:
             env(**config)
     with pytest.raises(GameServerError, match=r"no game server at http://127\.0\.0\.1:9"):
         env(env_endpoint="http://127.0.0.1:9").setup(None)
+    assert shard_of("http://me:secret@[::1]:80/x", 1) == "http://me:secret@[::1]:81/x"
     assert shard_of("http://h:80/x", 2) == "http://h:82/x" and shard_of("http://h", 0) == "http://h"
     with pytest.raises(ValueError, match="must name the port"):
         shard_of("http://h", 1)

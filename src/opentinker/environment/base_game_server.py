@@ -22,7 +22,7 @@ import orjson
 from aiohttp import web
 
 from opentinker.environment.game_stats import BaseGameStats, GameStats, JobStats
-from opentinker.envs.game import AbstractGame, check_arguments, concurrent, opening_of
+from opentinker.envs.game import AbstractGame, check_arguments, in_turn, opening_of
 
 __all__ = ["BaseGameStats", "GameStats", "create_game_app", "create_game_server", "run_game_server", "serve"]
 
@@ -144,10 +144,7 @@ class GameRoutes:
             _log.exception("a game could not be closed")
 
     async def _call(self, function: Callable[[], T]) -> T:
-        if concurrent(self.game_class):
-            return await asyncio.to_thread(function)
-        async with self.turn:
-            return await asyncio.to_thread(function)
+        return await in_turn(self.game_class, function, self.turn)
 
     def statistics(self, job: str) -> dict[str, float]:
         stats = self.stats.told(job)

@@ -12,6 +12,7 @@ from urllib.parse import urlsplit, urlunsplit
 
 import orjson
 
+from opentinker.environment.game_stats_client import GameStatsClient
 from opentinker.envs.game import AbstractGame, StepResult
 
 TIMEOUT_S = 60.0
@@ -56,7 +57,36 @@ def shard_of(endpoint: str, shard: int) -> str:
     parts = urlsplit(endpoint)
     if parts.port is None:
         raise ValueError(f"env_shards: the endpoint {endpoint} must name the port of the first")
-    return urlunsplit(parts._replace(netloc=f"{parts.hostname}:{parts.port + shard}"))
+    return urlunsplit(parts._replace(netloc=f"{parts.netloc.rpartition(':')[0]}:{parts.port + shard}"))
+
+
+class RemoteEnvironmentClient:
+    """One game of a game server. Its calls block, and raise GameServerError."""
+
+    def __init__(self, env_endpoint: str, job_id: str = "default", instance_id: str | None = None) -> None:
+        self.env_endpoint, self.job_id = env_endpoint, job_id
+        self.instance_id = instance_id or uuid.uuid4().hex
+
+    def reset(self, **kwargs: Any) -> dict[str, Any]:
+        """observation, system_prompt, game_state."""
+        return post(self.env_endpoint, "/reset", {**self._ids, **kwargs})
+
+    def step(self, action: str) -> StepResult:
+        answer = post(self.env_endpoint, "/step", {**self._ids, "action": action})
+        return StepResult(
+            str(answer.get("observation", "")), answer["reward"], bool(answer["done"]), answer.get("info") or {}
+        )
+
+    def finalize(self) -> None:
+        """The game is over, whatever its state."""
+        post(self.env_endpoint, "/finalize", self._ids)
+
+    def health_check(self) -> bool:
+        return GameStatsClient(self.env_endpoint, self.job_id).health_check()
+
+    @property
+    def _ids(self) -> dict[str, str]:
+        return {"instance_id": self.instance_id, "job_id": self.job_id}
 
 
 class GameServer(AbstractGame):
@@ -66,23 +96,21 @@ class GameServer(AbstractGame):
 
     def __init__(self, endpoint: str, job: str | None, local: AbstractGame, shards: int = 1) -> None:
         self._local = local
-        self._ids = {"instance_id": uuid.uuid4().hex, "job_id": job or "default"}
-        self._endpoint = shard_of(endpoint, zlib.crc32(self._ids["instance_id"].encode()) % shards)
+        instance = uuid.uuid4().hex
+        place = shard_of(endpoint, zlib.crc32(instance.encode()) % shards)
+        self._remote = RemoteEnvironmentClient(place, job or "default", instance)
         self._system: str | None = None
 
     def generate_initial_state(self) -> dict[str, Any]:
         return self._local.generate_initial_state()
 
     def reset(self, **kwargs: Any) -> str:
-        answer = post(self._endpoint, "/reset", {**self._ids, **kwargs})
+        answer = self._remote.reset(**kwargs)
         self._system = answer.get("system_prompt") or self._local.get_system_prompt()
         return str(answer["observation"])
 
     def step(self, action: str) -> StepResult:
-        answer = post(self._endpoint, "/step", {**self._ids, "action": action})
-        return StepResult(
-            str(answer.get("observation", "")), answer["reward"], bool(answer["done"]), answer.get("info") or {}
-        )
+        return self._remote.step(action)
 
     def get_system_prompt(self) -> str | None:
         return self._system
@@ -93,4 +121,4 @@ class GameServer(AbstractGame):
     def close(self) -> None:
         """A server that has forgotten a finished instance says so, and need not be told."""
         with contextlib.suppress(GameServerError):
-            post(self._endpoint, "/finalize", self._ids)
+            self._remote.finalize()

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import random
-import uuid
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
-from opentinker.environment.game_server import GameServerError, post
-from opentinker.environment.game_stats_client import GameStatsClient
+from opentinker.environment.game_server import GameServerError, RemoteEnvironmentClient
 from opentinker.envs.adapters.library import Randomness
-from opentinker.envs.game import AbstractGame, StepResult, opening_of
+from opentinker.envs.game import AbstractGame, StepResult, alone, in_turn, opening_of
 
 T = TypeVar("T")
 Chat = list[dict[str, Any]]
@@ -30,7 +28,8 @@ class Play(Protocol):
 
 
 class LocalGame:
-    """Played in a thread, one call of all games at a time (`turn`): the global random numbers are its own meanwhile."""
+    """Played in threads; of games that share something one call at a time (`turn`), and the global random numbers are
+    its own meanwhile."""
 
     def __init__(
         self, make: Callable[[], AbstractGame], state: dict[str, Any], seed: int | None, turn: asyncio.Lock
@@ -39,20 +38,13 @@ class LocalGame:
         self._randomness = Randomness(random.SystemRandom().getrandbits(32) if seed is None else seed)
         self._game: AbstractGame | None = None
 
-    async def _call(self, function: Callable[[], T]) -> T:
-        def drawn() -> T:
-            with self._randomness:
-                return function()
-
-        async with self._turn:
-            return await asyncio.to_thread(drawn)
-
     async def open(self) -> Chat:
-        return _chat(*await self._call(self._begin))
+        self._game = await alone(self._make, self._turn, self._randomness)
+        return _chat(*await self._call(partial(opening_of, self._game, self._state)))
 
-    def _begin(self) -> tuple[str | None, str]:
-        self._game = self._make()
-        return opening_of(self._game, self._state)
+    async def _call(self, function: Callable[[], T]) -> T:
+        assert self._game is not None
+        return await in_turn(type(self._game), function, self._turn, self._randomness)
 
     async def step(self, action: str) -> StepResult:
         assert self._game is not None
@@ -64,35 +56,6 @@ class LocalGame:
     async def close(self) -> None:
         if self._game is not None:
             await self._call(self._game.close)
-
-
-class RemoteEnvironmentClient:
-    """One game of a game server. Its calls block, and raise GameServerError."""
-
-    def __init__(self, env_endpoint: str, job_id: str = "default", instance_id: str | None = None) -> None:
-        self.env_endpoint, self.job_id = env_endpoint, job_id
-        self.instance_id = instance_id or uuid.uuid4().hex
-
-    def reset(self, **kwargs: Any) -> dict[str, Any]:
-        """observation, system_prompt, game_state."""
-        return post(self.env_endpoint, "/reset", {**self._ids, **kwargs})
-
-    def step(self, action: str) -> StepResult:
-        answer = post(self.env_endpoint, "/step", {**self._ids, "action": action})
-        return StepResult(
-            str(answer.get("observation", "")), answer["reward"], bool(answer["done"]), answer.get("info") or {}
-        )
-
-    def finalize(self) -> None:
-        """The game is over, whatever its state."""
-        post(self.env_endpoint, "/finalize", self._ids)
-
-    def health_check(self) -> bool:
-        return GameStatsClient(self.env_endpoint, self.job_id).health_check()
-
-    @property
-    def _ids(self) -> dict[str, str]:
-        return {"instance_id": self.instance_id, "job_id": self.job_id}
 
 
 class RemoteGame:

@@ -18,9 +18,10 @@ from typing import Any
 
 import orjson
 
-from opentinker.client.utils.inference_client import InferenceSchedulerClient
+from opentinker.client.utils.inference_client import InferenceSchedulerClient, check_tokenizer
 from opentinker.environment.chat_client import ChatError, ChatServer
-from opentinker.environment.inference_games import Chat, LocalGame, Play, RemoteEnvironmentClient, RemoteGame
+from opentinker.environment.game_server import RemoteEnvironmentClient
+from opentinker.environment.inference_games import Chat, LocalGame, Play, RemoteGame
 from opentinker.environment.rows_environment import EXTRA
 from opentinker.environment.static_data_generator import StaticDatasetGenerator
 from opentinker.envs.game import AbstractGame, GameDataGenerator, check_arguments
@@ -86,8 +87,9 @@ def generate_samples(
 class InferencePipeline:
     """`run` plays samples. A turn of the model has up to `max_tokens_per_turn` tokens, a sample up to `max_tokens`,
     `max_assistant_turns` turns (0: any number) and, unless it is 0, `max_user_turns` observations after the first; a
-    conversation of `max_context_length` tokens is not continued. The server renders and tokenises, so `tokenizer_path`
-    is not needed; `game_kwargs` are those of the game's constructor."""
+    conversation of `max_context_length` tokens is not continued. The server renders and tokenises with the model's own
+    tokenizer: `tokenizer_path` is refused where it names another one. `game_kwargs` are those of the game's
+    constructor."""
 
     def __init__(
         self,
@@ -109,6 +111,7 @@ class InferencePipeline:
     ) -> None:
         if vllm_server_url is None:
             raise ValueError("vllm_server_url is missing: submit_inference_job gives one")
+        check_tokenizer(model_path, tokenizer_path)
         if game_class is None and env_endpoint is None:
             raise ValueError("there is nothing to play: give game_class, or env_endpoint of a game server")
         if min(max_tokens, concurrency, max_context_length) < 1 or min(max_user_turns, max_assistant_turns) < 0:
@@ -124,6 +127,8 @@ class InferencePipeline:
         self.max_tokens, self.max_tokens_per_turn = max_tokens, max_tokens_per_turn or max_tokens
         self.max_user_turns, self.max_assistant_turns = max_user_turns, max_assistant_turns
         self.max_context_length, self.concurrency = max_context_length, concurrency
+        self.finished: dict[int, InferenceResult] = {}
+        """Of the samples of the last run, by number: also where it was broken off."""
 
     def run(self, samples: Sequence[Sample]) -> list[InferenceResult]:
         """One result per sample, in their order. Raises ChatError when the server refuses or is gone, RuntimeError when
@@ -132,11 +137,13 @@ class InferencePipeline:
 
     async def play(self, samples: Sequence[Sample]) -> list[InferenceResult]:
         places, turn = asyncio.Semaphore(self.concurrency), asyncio.Lock()
+        self.finished = {}
         async with ChatServer(self.server_url, self.model_path) as server:
 
             async def one(number: int, sample: Sample) -> InferenceResult:
                 async with places:
-                    return await self._sample(number, sample, server, turn)
+                    self.finished[number] = await self._sample(number, sample, server, turn)
+                return self.finished[number]
 
             tasks = [asyncio.create_task(one(number, sample)) for number, sample in enumerate(samples)]
             try:
@@ -225,7 +232,8 @@ def run_inference(
     """Plays the rows of `data_path`, or start states that the game draws, and says how it went.
 
     Without `vllm_server_url` an inference job of `model_path` is submitted to the service (OPENTINKER_URL) and
-    completed in the end. With `output_path` every result is a line of JSON there. Everything else: InferencePipeline.
+    completed in the end. With `output_path` every result is a line of JSON there, also where the server refuses or is
+    gone before the last one. Everything else: InferencePipeline.
     """
     if vllm_server_url is None:
         if model_path is None:
@@ -257,16 +265,23 @@ def run_inference(
             concurrency=concurrency,
             **game_kwargs,
         )
-        results = pipeline.run(_samples(data_path, game_class, max_samples, game_kwargs))
+        samples = _samples(data_path, game_class, max_samples, game_kwargs)
+        try:
+            results = pipeline.run(samples)
+        finally:
+            if output_path is not None:
+                _write(Path(output_path), pipeline.finished)
     finally:
         if scheduler is not None:
             scheduler.complete_job(job["job_id"])
-    if output_path is not None:
-        target = Path(output_path)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_bytes(b"".join(orjson.dumps(r.to_dict(), default=str) + b"\n" for r in results))
     _say(results, output_path)
     return results
+
+
+def _write(target: Path, results: dict[int, InferenceResult]) -> None:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    lines = [orjson.dumps(results[number].to_dict(), default=str) for number in sorted(results)]
+    target.write_bytes(b"".join(line + b"\n" for line in lines))
 
 
 async def _close(game: Play, result: InferenceResult) -> None:

@@ -14,7 +14,6 @@ job lives in the service: a client that dies may be started again with OPENTINKE
 from __future__ import annotations
 
 import os
-import sys
 import uuid
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -23,6 +22,7 @@ from typing import Any
 from opentinker.api_client import ApiError, Client
 from opentinker.client.settings import Settings, spec_of
 from opentinker.client.utils.inference_client import STATES, InferenceSchedulerClient, Scheduler
+from opentinker.client.utils.utils import say
 from opentinker.refusal import refused
 from opentinker.serving import serve_environment
 from opentinker.shared.types import JobState
@@ -224,12 +224,6 @@ def _with_gpus(config: Any, gpus: int) -> dict[str, Any]:
     named = {name: config[name] for name in config} if hasattr(config, "keys") else dict(vars(config))
     own = dict(named.get("opentinker") or {})
     return {**named, "opentinker": {**own, "resources": {**dict(own.get("resources") or {}), "trainer_gpus": gpus}}}
-
-
-def say(sentence: str) -> None:
-    """To the person at the terminal: this is their program's own process."""
-    sys.stdout.write(f"{sentence}\n")
-    sys.stdout.flush()
 
 
 HTTPTrainingClient = refused(

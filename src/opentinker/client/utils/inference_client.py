@@ -16,7 +16,7 @@ from typing import Any
 
 from opentinker.api_client import Client
 from opentinker.client.settings import job_name
-from opentinker.client.utils.utils import tolerant_merge_dicts
+from opentinker.client.utils.utils import say, tolerant_merge_dicts
 from opentinker.http import ApiError
 from opentinker.shared.types import JobState
 
@@ -31,6 +31,11 @@ STATES = {
     "cancelled": "CANCELLED",
 }
 """Our states by their published names."""
+MEMORY = 0.9
+ONE_DEVICE = (
+    "an engine has one device; for more requests at once give the job more of them: "
+    'opentinker={"resources": {"rollout_workers": 2}}'
+)
 
 
 def one_url(scheduler_url: str | None, url: str | None) -> str | None:
@@ -38,6 +43,12 @@ def one_url(scheduler_url: str | None, url: str | None) -> str | None:
     if scheduler_url is not None and url is not None and scheduler_url != url:
         raise ValueError(f"url = {url!r} and scheduler_url = {scheduler_url!r} mean the same: give one of them")
     return url or scheduler_url
+
+
+def check_tokenizer(model_path: str | None, tokenizer_path: str | None) -> None:
+    """Raises ValueError for another tokenizer than the model's own."""
+    if model_path is not None and tokenizer_path not in (None, model_path):
+        raise ValueError(f"tokenizer_path = {tokenizer_path!r}: the tokenizer is that of the model, leave it out")
 
 
 class Scheduler:
@@ -68,7 +79,7 @@ class InferenceSchedulerClient(Scheduler):
         tokenizer_path: str | None = None,
         tensor_parallel_size: int = 1,
         num_gpus: int | None = None,
-        gpu_memory_utilization: float = 0.9,
+        gpu_memory_utilization: float = MEMORY,
         max_model_len: int | None = None,
         trust_remote_code: bool = True,
         *,
@@ -78,17 +89,18 @@ class InferenceSchedulerClient(Scheduler):
         the job answers. Raises TimeoutError after `timeout`, RuntimeError if it fails or is cancelled. A job that is no
         longer waited for, by Ctrl-C too, is cancelled.
 
-        An engine has the one device of its worker, and shares it out itself: `num_gpus` and `gpu_memory_utilization`
-        say nothing here. No code of a model directory is run, whatever `trust_remote_code` says. `opentinker` says
-        anything of the job's spec otherwise: {"resources": {"rollout_workers": 2}, "serving": {"idle_s": 600}}.
+        An engine has the one device of its worker, and shares it out itself: more of them are refused, and another
+        `gpu_memory_utilization` is said to mean nothing. No code of a model directory is run, whatever
+        `trust_remote_code` says. `opentinker` says anything of the job's spec otherwise:
+        {"resources": {"rollout_workers": 2}, "serving": {"idle_s": 600}}.
         """
         if tensor_parallel_size != 1:
-            raise ValueError(
-                f"tensor_parallel_size = {tensor_parallel_size}: an engine has one device; for more requests at once "
-                'give the job more of them: opentinker={"resources": {"rollout_workers": 2}}'
-            )
-        if tokenizer_path not in (None, model_path):
-            raise ValueError(f"tokenizer_path = {tokenizer_path!r}: the tokenizer is that of the model, leave it out")
+            raise ValueError(f"tensor_parallel_size = {tensor_parallel_size}: {ONE_DEVICE}")
+        if num_gpus not in (None, 1):
+            raise ValueError(f"num_gpus = {num_gpus}: {ONE_DEVICE}")
+        check_tokenizer(model_path, tokenizer_path)
+        if gpu_memory_utilization != MEMORY:
+            say(f"gpu_memory_utilization = {gpu_memory_utilization} means nothing here: workers share out their memory")
         spec: dict[str, Any] = {
             "name": job_name(os.path.basename(model_path.rstrip("/"))),
             "kind": "inference",
