@@ -78,3 +78,20 @@ def test_networks_are_a_list_or_text_with_commas(tmp_path: Path) -> None:
     assert load_settings(None, {"OPENTINKER_ENV_EGRESS_ALLOW": ""}).env_egress_allow == []
     with pytest.raises(SpecError, match="env_egress_allow"):
         load_settings(None, {"OPENTINKER_ENV_EGRESS_ALLOW": "example.org"})
+
+
+def test_what_tenants_may_have_is_a_table_or_json(tmp_path: Path) -> None:
+    file = tmp_path / "s.toml"
+    file.write_text('[tenants."*"]\nrunning_jobs = 4\n[tenants.acme]\nweight = 2.5\n')
+    found = load_settings(str(file), {}).tenants
+    assert (found["*"].running_jobs, found["acme"].weight, found["acme"].running_jobs) == (4, 2.5, None)
+    found = load_settings(None, {"OPENTINKER_TENANTS": '{"acme": {"gpu_seconds_per_day": 60}}'}).tenants
+    assert found["acme"].by_time and found["acme"].gpu_seconds_per_day == 60
+    wrong = {
+        "no json": "must be JSON",
+        '{"a": {"weight": 0}}': "tenants.a.weight",
+        '{"a": {"jobs": 1}}': "tenants.a.jobs",
+    }
+    for text, problem in wrong.items():
+        with pytest.raises(SpecError, match=problem):
+            load_settings(None, {"OPENTINKER_TENANTS": text})

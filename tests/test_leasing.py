@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
+import msgspec
 import pytest
 import structlog
 
@@ -107,6 +109,41 @@ async def test_lease_is_taken_and_left(bench: Bench) -> None:
     await bench.seen(("began", "a", 1), ("left", "a", 1))
     await bench.status("idle")
     assert bench.worker.info.job is None
+
+
+async def test_lease_that_is_taken_back_ends_when_its_work_has_ended(bench: Bench) -> None:
+    done = asyncio.Event()
+
+    async def until_taken_back(_: Lease) -> None:
+        await bench.worker.ended()
+        await done.wait()
+
+    bench.behaviour = until_taken_back
+    await bench.grant("a", 1)
+    await bench.seen(("began", "a", 1))
+    assert not bench.worker.ending
+    lease = await bench.ctx.store.lease(bench.ctx.worker)
+    assert lease is not None
+    await bench.ctx.store.leave_lease(msgspec.structs.replace(lease, leaves_by=time.time() + 600))
+    await bench.wake()
+    await until(lambda: bench.worker.ending)
+    assert bench.log == [("began", "a", 1)], "it may end what it has begun"
+    done.set()
+    await bench.seen(("began", "a", 1), ("left", "a", 1))
+    await bench.status("idle")
+    await bench.revoke()
+    await bench.grant("b", 1)
+    await bench.seen(("began", "a", 1), ("left", "a", 1), ("began", "b", 1))
+    assert not bench.worker.ending
+
+
+async def test_lease_that_is_taken_back_before_it_is_seen_is_not_begun(bench: Bench) -> None:
+    incarnation = bench.worker.info.incarnation
+    lease = Lease(job="a", worker=bench.ctx.worker, pool=Pool.ROLLOUT, incarnation=incarnation, epoch=1, leaves_by=9e9)
+    await bench.ctx.store.grant(lease)
+    await bench.wake()
+    await bench.grant("b", 1)
+    await bench.seen(("began", "b", 1))
 
 
 async def test_new_epoch_ends_the_old_life_first(bench: Bench) -> None:

@@ -140,7 +140,9 @@ class _Planning:
                 _lacks(short, self.view.alive, job.absent), _retry(job) if short and early else ""
             )
         for job, short in reversed(broken):  # one at a time: what it frees may be what the others lack
-            if self.view.now - job.lost_at >= self.rules.gang_s and (other := self._wants_part_of(job, broken)):
+            if not job.lost_at or self.view.now - job.lost_at < self.rules.gang_s:
+                continue  # what it lacks is on its way out, or may come back
+            if other := self._wants_part_of(job, broken):
                 lack = ", ".join(NAMES[pool] for pool in short)
                 self.decisions.append(Requeue(job.id, f"it lacks a {lack}, and {other} waits for what it holds"))
                 self.coming.update(self.has[job.id])
