@@ -335,6 +335,9 @@ def test_up_makes_a_key_that_its_owner_alone_can_read(tmp_path: Path, monkeypatc
     assert path is not None and stat.S_IMODE(path.stat().st_mode) == 0o600
     key = read_key(path)
     assert operator_key(Plan(data_dir=tmp_path, host="0.0.0.0")) == path and read_key(path) == key
+    monkeypatch.setenv("OPENTINKER_KEY_ENV", "prod")
+    with pytest.raises(OpenTinkerError, match="a key of 'local', and key_env is 'prod'"):
+        operator_key(Plan(data_dir=tmp_path))
     monkeypatch.setenv("OPENTINKER_ADMIN_KEY_FILE", str(tmp_path / "own"))
     assert operator_key(Plan(data_dir=tmp_path)) == tmp_path / "own"
 
@@ -411,7 +414,7 @@ async def test_the_client_takes_the_key_from_a_parameter_a_variable_or_a_file(
             assert await client.jobs() == []
 
     await ask(OPERATOR)
-    with pytest.raises(ApiError, match="asks for a key") as refused:
+    with pytest.raises(ApiError, match="asks for a key; set OPENTINKER_API_KEY") as refused:
         await ask()
     assert refused.value.status == 401
     monkeypatch.setenv("OPENTINKER_API_KEY_FILE", str(tmp_path / "nowhere"))

@@ -30,6 +30,10 @@ CONNECT_S = 2.0
 WEBSOCKET_S = 10.0
 """For a WebSocket to be there."""
 AWAY = (502, 503, 504)
+WHAT_TO_DO = {
+    401: "; set OPENTINKER_API_KEY, or OPENTINKER_API_KEY_FILE to a file, or be in the directory of `opentinker up`",
+    403: "; `opentinker keys create` makes a key that may, if yours may do that",
+}
 _log = logging.getLogger("opentinker")
 
 
@@ -67,6 +71,8 @@ def _error(status: int, raw: bytes, url: str) -> ApiError:
         return kind(str(error.get("message")), status, problem)
     mistakes = [f"  {m['field']} = {m['value']!r}: {m['problem']}" for m in problem.get("errors", [])]
     detail = str(problem.get("detail", f"{url} answered {status}"))
+    if status in WHAT_TO_DO:
+        detail += WHAT_TO_DO[status]
     text = "\n".join([str(problem.get("title", "refused")), *mistakes]) if mistakes else detail
     return kind(text, status, problem)
 

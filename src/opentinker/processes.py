@@ -77,6 +77,11 @@ class Guard:
             self._process.stdin.flush()
 
 
+def _handed_on() -> dict[str, str]:
+    """Our environment without the key of whoever types commands: services ask no API."""
+    return {name: value for name, value in os.environ.items() if not name.startswith("OPENTINKER_API_KEY")}
+
+
 class Child:
     """A process that can be started again after its end. `pid` is None while there is none."""
 
@@ -103,7 +108,7 @@ class Child:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, **self.spec.env},
+                env={**_handed_on(), **self.spec.env},
                 start_new_session=True,
             )
         self._guard.watch(self._process.pid)

@@ -29,7 +29,7 @@ from opentinker.processes import Child, ChildSpec, Guard, free_port, http_ok, po
 from opentinker.shared import egress, gpus
 from opentinker.shared.config import LOOPBACK_HOSTS, PREFIX, load_settings
 from opentinker.shared.errors import OpenTinkerError
-from opentinker.shared.keys import new_key, read_key, write_key
+from opentinker.shared.keys import new_key, parse, read_key, write_key
 from opentinker.shared.redact import redacted
 from opentinker.shared.subjects import ENV, REFERENCE, ROLLOUT
 from opentinker.supervisor import Supervisor
@@ -157,7 +157,11 @@ def operator_key(plan: Plan) -> Path | None:
             sys.stdout.write(f"\nthe operator's key, shown this once: {key}\nit is kept in {path}\n\n")
             sys.stdout.flush()
         log.info("operator_key_made", file=str(path))
-    read_key(path)
+    env, _ = parse(read_key(path)) or ("", "")
+    if env != settings.key_env:
+        raise OpenTinkerError(
+            f"{path} is a key of {env!r}, and key_env is {settings.key_env!r}: remove it to get a new one"
+        )
     return path
 
 
