@@ -15,6 +15,7 @@ from opentinker.services.rollout_worker.engine import EngineError, Sampling, Swa
 from opentinker.shared.spec import ToySpec
 from opentinker.shared.trajectories import Span
 from opentinker.shared.types import StopReason, WeightVersion
+from tests.conftest import soon
 from tests.vllm_engines import (
     EOS,
     GROUP_S,
@@ -239,9 +240,12 @@ async def test_a_late_engine_joins_the_next_group_and_gets_the_current_version(e
 
 async def test_abort_and_cancel_end_one_request_only(engine: Any, current: Any) -> None:
     sampling = Sampling(max_tokens=400, seed=1)
-    names = ("aborted", "cancelled", "kept")
-    aborted, cancelled, kept = [asyncio.create_task(engine.generate(name, PROMPT, sampling)) for name in names]
-    await asyncio.sleep(0.05)
+    begun = {name: asyncio.Event() for name in ("aborted", "cancelled", "kept")}
+    aborted, cancelled, kept = [
+        asyncio.create_task(engine.generate(name, PROMPT, sampling, lambda ids, logprobs, event=event: event.set()))
+        for name, event in begun.items()
+    ]
+    await soon(asyncio.gather(*(event.wait() for event in begun.values())))
     await engine.abort("aborted")
     cancelled.cancel()
     with pytest.raises(EngineError, match="abort"):

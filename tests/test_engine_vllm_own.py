@@ -82,8 +82,9 @@ async def test_lora_adapters_change_the_output_and_versions_stay_apart(untied: P
         assert [len(set(column)) for column in zip(*named, strict=True)] == [6, 6, 6], "nothing is called as before"
         before = {k: v.clone() for k, v in model.state_dict().items()}
         long = Sampling(max_tokens=400, seed=2)
-        running = asyncio.create_task(vllm.generate("running", PROMPT, long))
-        await asyncio.sleep(0.05)
+        begun = asyncio.Event()
+        running = asyncio.create_task(vllm.generate("running", PROMPT, long, lambda ids, logprobs: begun.set()))
+        await soon(begun.wait())
         await publish(6)
         new = await vllm.generate("new", PROMPT, sampling)
         assert new.spans[0].version == WeightVersion(0, 6)

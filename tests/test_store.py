@@ -200,8 +200,12 @@ async def test_a_server_that_forgets_its_scripts_before_every_call_runs_them(
 async def test_events_are_read_from_where_one_was(store: Store) -> None:
     await create(store)
     first = (await store.events("j"))[0]["id"]
-    waiting = asyncio.create_task(store.events("j", after=first, block_ms=3000))
-    await asyncio.sleep(0.02)
+    waiting = asyncio.create_task(store.events("j", after=first, block_ms=int(1000 * WAIT_S)))
+
+    async def blocked() -> bool:
+        return bool((await store.redis.info("clients"))["blocked_clients"])
+
+    await until(blocked)
     await store.update("j", event="note", detail={"n": 1})
     assert [event["n"] for event in await waiting] == [1]
     assert (await store.latest_event("j", "note") or {})["n"] == 1

@@ -11,6 +11,7 @@ from opentinker.shared.nn.transport import WeightGroup, host_store, snapshot
 from opentinker.shared.spec import ToySpec
 from opentinker.shared.trajectories import Span
 from opentinker.shared.types import StopReason, SwapCommand, WeightVersion
+from tests.conftest import soon
 
 EOS = 1
 DIGITS = frozenset(range(10, 20))
@@ -70,8 +71,11 @@ async def test_nothing_is_generated_before_the_first_version() -> None:
 
 async def test_a_swap_inside_a_generation_gives_two_spans() -> None:
     toy = await ready(engine(skill=1.0, seconds_per_token=0.05, swap_seconds=0.05))
-    running = asyncio.create_task(toy.generate("a", [10] * 20, Sampling(max_tokens=40)))
-    await asyncio.sleep(0.1)
+    begun = asyncio.Event()
+    running = asyncio.create_task(
+        toy.generate("a", [10] * 20, Sampling(max_tokens=40), lambda ids, logprobs: begun.set())
+    )
+    await soon(begun.wait())
     seconds = await toy.receive(simulated("receive", V1))
     done = await running
     assert [span.version for span in done.spans] == [V0, V1]
