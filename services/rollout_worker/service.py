@@ -6,8 +6,8 @@ import asyncio
 
 from opentinker.services.rollout_worker import vllm_boot
 from opentinker.services.rollout_worker.engine import Engine
+from opentinker.services.rollout_worker.lease import run_lease
 from opentinker.services.rollout_worker.render import Renderer
-from opentinker.services.rollout_worker.serving import serve_lease
 from opentinker.services.rollout_worker.toy_engine import ToyEngine
 from opentinker.shared.config import Settings
 from opentinker.shared.env_client import EnvClient
@@ -26,7 +26,7 @@ MAX_SEQUENCES = 256
 async def serve(ctx: Context) -> None:
     async def work(worker: LeasedWorker, lease: Lease, spec: JobSpec) -> None:
         sessions = EnvClient(ctx.bus, tenant=(await ctx.store.job(lease.job)).tenant)
-        await serve_lease(worker, lease, spec, lambda s, r, m: make_engine(s, r, m, ctx.settings), sessions)
+        await run_lease(worker, lease, spec, lambda s, r, m: make_engine(s, r, m, ctx.settings), sessions)
 
     if ctx.settings.preload:
         # Before the first heartbeat: imports hold the interpreter for seconds, and a silent worker counts as dead.

@@ -21,14 +21,14 @@ MakeEngine = Callable[[JobSpec, Renderer, str], Engine]
 """The last is the model's directory or hub id."""
 
 
-async def serve_lease(
+async def run_lease(
     worker: LeasedWorker, lease: Lease, spec: JobSpec, make_engine: MakeEngine, sessions: Sessions
 ) -> None:
     """Load tokenizer and engine, then run the job. Raises JobFailed when the model cannot be served."""
     load = Renderer.load_light if spec.rollout.engine == "toy" else Renderer.load
     renderer = await asyncio.to_thread(load, spec.model.base, spec.model.chat_template, spec.model.tool_format)
     if spec.kind == "inference":
-        await _serve_requests(worker, lease, spec, make_engine, renderer)
+        await _answer_requests(worker, lease, spec, make_engine, renderer)
         return
     engine = make_engine(spec, renderer, spec.model.base)
     try:
@@ -38,7 +38,7 @@ async def serve_lease(
         await see_through(engine.close())  # its processes would live on
 
 
-async def _serve_requests(
+async def _answer_requests(
     worker: LeasedWorker, lease: Lease, spec: JobSpec, make_engine: MakeEngine, renderer: Renderer
 ) -> None:
     data_dir: Path = worker.ctx.settings.data_dir
