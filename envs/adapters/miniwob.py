@@ -69,7 +69,7 @@ class MiniWob(Environment):
     config: Config
     blocking = True
     cost = 64.0
-    """A browser takes some 400 MB and a good part of a core while its page works."""
+    """A browser takes about 290 MB that it shares with nobody, and a good part of a core while its page works."""
     recycle_after = 100
     memory_mb = 500
     shelf: ClassVar = Shelf(KEPT, IDLE_S)

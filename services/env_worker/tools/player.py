@@ -1,4 +1,5 @@
-"""The one wrapper around any environment, wherever it runs: tools of the job answer the turns that call them.
+"""Tools of the job around any environment, wherever it runs: they answer the turns that call them. (Tools that an
+environment has itself: `WithTools` in envs/tools.py, on environments in place of sessions, by the same `ToolTurns`.)
 
 A turn that calls nothing goes to the environment, whose turns are counted without those of the tools. One that calls
 tools of the environment's own as well is answered by both.
