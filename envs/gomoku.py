@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from opentinker.envs.base import Action, Environment, EnvironmentConfig, Opening, Step, user
-from opentinker.envs.gomoku_board import BLACK, STONES, WHITE, Board, bot, expert, other
+from opentinker.envs.gomoku_board import BLACK, STONES, WHITE, Board, Read, bot, expert, other
 
 
 class Gomoku(Environment):
@@ -16,7 +16,8 @@ class Gomoku(Environment):
 
     Reward, in parts: `outcome` 1 won, 0 drawn, -1 lost; `illegal` -`illegal_penalty` for an answer that names no free
     field, and -1 more when `retries` of them are used up: that forfeits the game, and the other side gets nothing for
-    it. `outcome` sums to 0 over the seats. `exact` is 1 for a game won against the bot.
+    it; `legal`, if there is a `legal_reward`. `outcome` sums to 0 over the seats. `exact` is 1 for a game won against
+    the bot.
     """
 
     class Config(EnvironmentConfig):
@@ -36,6 +37,11 @@ class Gomoku(Environment):
         """Times per move that an answer may be illegal without losing the game."""
         illegal_penalty: Annotated[float, Field(ge=0.0, le=1.0)] = 0.1
         """Taken off for each illegal answer."""
+        shaped: bool = False
+        """Take off less for what is nearly a move: three quarters for a field that is not on the board, half if its
+        column or its row is, a quarter if it is taken. For policies that do not know yet what a move looks like."""
+        legal_reward: Annotated[float, Field(ge=0.0, le=0.1)] = 0.0
+        """Given for each legal move. For policies that seldom make one; in the long run it is worth more to win."""
         context: Literal["game", "turn"] = "game"
         """`game`: a seat sees all its turns. `turn`: each move begins anew with rules and board, so that its context
         does not grow with the game."""
@@ -72,33 +78,36 @@ class Gomoku(Environment):
         return Opening(messages=[user(self._asks())], seat=self._seat, stream=self._stream)
 
     async def step(self, action: Action) -> Step:
-        field, problem = self.board.read(action.text)
-        if field is None:
-            return self._refuse(problem)
+        read = self.board.read(action.text)
+        if read.field is None:
+            return self._refuse(read)
         mover = self.board.next
         self.tries = 0
-        self._place(field)
+        self._place(read.field)
         if not self.board.over and self.config.opponent == "bot":
             self._bot()
         if self.board.over:
             outcome = 0.0 if not self.board.winner else 1.0 if self.board.winner == mover else -1.0
-            return self._end(mover, {"outcome": outcome, "illegal": 0.0}, -outcome)
-        return self._next(self._asks(), {"outcome": 0.0, "illegal": 0.0})
+            return self._end(mover, self._parts(outcome=outcome, legal=self.config.legal_reward), -outcome)
+        return self._next(self._asks(), self._parts(legal=self.config.legal_reward))
 
     def gold(self) -> str:
         return self.board.name(expert(self.board))
 
     # --- moves ----------------------------------------------------------------------------------------------------
 
-    def _refuse(self, problem: str) -> Step:
+    def _refuse(self, read: Read) -> Step:
         self.tries += 1
         self.illegal += 1
         left = self.config.retries + 1 - self.tries
-        parts = {"outcome": 0.0, "illegal": -self.config.illegal_penalty}
+        penalty = self.config.illegal_penalty * (read.wrong if self.config.shaped else 1.0)
         if not left:
-            parts["illegal"] -= 1.0
-            return self._end(self.board.next, parts, 0.0, forfeit=True)
-        return self._next(f"{problem}, {left} more.\n{STONES[self.board.next]}:", parts)
+            return self._end(self.board.next, self._parts(illegal=-penalty - 1.0), 0.0, forfeit=True)
+        return self._next(f"{read.problem}, {left} more.\n{STONES[self.board.next]}:", self._parts(illegal=-penalty))
+
+    def _parts(self, *, outcome: float = 0.0, illegal: float = 0.0, legal: float = 0.0) -> dict[str, float]:
+        parts = {"outcome": outcome, "illegal": illegal}
+        return parts | {"legal": legal} if self.config.legal_reward else parts
 
     def _place(self, field: int) -> None:
         self.moves[self.board.next] = field

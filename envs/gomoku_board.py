@@ -44,6 +44,17 @@ def other(colour: str) -> str:
     return WHITE if colour == BLACK else BLACK
 
 
+class Read(NamedTuple):
+    """What an answer says."""
+
+    field: int | None
+    """The free field that it names last."""
+    problem: str = ""
+    wrong: float = 0.0
+    """How far it is from a move: 1 names no field, 3/4 one whose column and row are not on the board, 1/2 one of which
+    either is, 1/4 one that is taken."""
+
+
 class Board:
     """Fields are numbered row by row; in words, column and row: 0 is `a1`."""
 
@@ -85,15 +96,16 @@ class Board:
         column, row = string.ascii_lowercase.find(name[0]), int(name[1:]) - 1
         return row * self.size + column if 0 <= column < self.size and 0 <= row < self.size else None
 
-    def read(self, text: str) -> tuple[int | None, str]:
-        """The free field that the text names last, or what is wrong."""
+    def read(self, text: str) -> Read:
         named = FIELD.findall(text.lower())
         if not named:
-            return None, "no field was named"
+            return Read(None, "no field was named", 1.0)
         field = self.field(named[-1])
         if field is None:
-            return None, f"{named[-1]} is not on the board"
-        return (None, f"{named[-1]} is taken") if self.fields[field] else (field, "")
+            column, row = string.ascii_lowercase.index(named[-1][0]), int(named[-1][1:])
+            wrong = 0.5 if column < self.size or row <= self.size else 0.75
+            return Read(None, f"{named[-1]} is not on the board", wrong)
+        return Read(None, f"{named[-1]} is taken", 0.25) if self.fields[field] else Read(field)
 
     def __str__(self) -> str:
         width = len(str(self.size))

@@ -134,6 +134,16 @@ async def test_illegal_answers_cost_and_then_forfeit_without_a_winner() -> None:
     assert (last.metrics["forfeit"], last.metrics["illegal"], last.metrics["draw"]) == (1.0, 5.0, 0.0)
 
 
+async def test_what_is_nearly_a_move_costs_less_and_a_move_may_be_worth_something() -> None:
+    environment, _ = await opened(opponent="self", retries=3, illegal_penalty=0.4, shaped=True, legal_reward=0.05)
+    good, taken, beside, outside, last = await say(environment, "b2", "b2", "d1", "d10", "none")
+    assert good.components == {"outcome": 0.0, "illegal": 0.0, "legal": 0.05}
+    assert [step.reward for step in (good, taken, beside, outside, last)] == pytest.approx(
+        [0.05, -0.1, -0.2, -0.3, -1.4]
+    )
+    assert last.done and last.rewards == {BLACK: {"outcome": 0.0}}
+
+
 async def test_the_policy_loses_to_the_bot_and_gets_nothing_else() -> None:
     environment, opening = await opened(colour="white", random_moves=0.0)
     assert opening.seat == "" and opening.messages[0].text.endswith("x took b2.\n  abc\n1 ...\n2 .x.\n3 ...\no:")

@@ -62,10 +62,10 @@ class GomokuGame(AbstractGame):
 
     def step(self, action: str) -> StepResult:
         self.steps += 1
-        field, problem = self.board.read(action)
+        field = (read := self.board.read(action)).field
         if field is None:
             self.illegal += 1
-            return self._goes_on(f"{problem}: say another one.", self.REWARD_INVALID)
+            return self._goes_on(f"{read.problem}: say another one.", self.REWARD_INVALID)
         self.board.place(field)
         said = ""
         if not self.board.over:
