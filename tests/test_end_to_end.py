@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import orjson
 import pytest
 import pytest_asyncio
@@ -17,7 +18,10 @@ import pytest_asyncio
 from opentinker.client import ApiError
 from opentinker.services.trainer import checkpoint
 from opentinker.shared.spec import JobSpec
+from opentinker.shared.subjects import SERVICES
 from opentinker.shared.types import Pool
+from tests import canaries
+from tests.api import OPERATOR, bearing
 from tests.cluster import SERVERS, Cluster, toy_cluster, toy_model, undocumented
 from tests.conftest import WAIT_S, until
 from tests.factories import make_spec
@@ -141,6 +145,28 @@ async def test_job_runs_from_submission_to_download(shared: System, tmp_path: Pa
 
     target = await cluster.client.download(job, tmp_path / "model")
     assert (target / "manifest.json").exists()
+
+
+async def test_no_secret_is_anywhere_but_in_its_file(shared: System) -> None:
+    """Passwords of all users and the operator's key, over a whole job and what a wrong key is told."""
+    cluster = shared.cluster
+    job = await cluster.submit(shared.spec())
+    record = await cluster.wait(job)
+    events = [event async for event in cluster.client.events(job)]
+    passwords = [cluster.access.password(server, user) for server in SERVERS for user in (*SERVICES, "operator")]
+    wrong = OPERATOR[:-8] + "AAAAAAAA"
+    async with (
+        aiohttp.ClientSession() as session,
+        session.get(f"http://127.0.0.1:{cluster.http_port}/v1/jobs", headers=bearing(wrong)) as refused,
+    ):
+        told = [("job", str(record)), ("events", str(events)), ("answer", await refused.text())]
+    places, looked_at = canaries.found(cluster, [*passwords, wrong], told)
+    assert places == [] and looked_at > 50, places
+    places, _ = canaries.found(cluster, [OPERATOR.split("_")[3]], told)
+    given = {f"environment of {name}" for name in cluster.processes}  # by these tests, to their own clients
+    assert set(places) <= given, places
+    places, _ = canaries.found(cluster, passwords, [("planted", f"a log line with {passwords[0]}")])
+    assert places == ["planted"], "the test finds what is there"
 
 
 async def test_an_uploaded_environment_is_trained_on_in_a_sandbox(shared: System) -> None:

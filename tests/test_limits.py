@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 import aiohttp
 import pytest
 
-from opentinker.services.scheduler import environments_api, limits, problems
+from opentinker.services.scheduler import limits, problems
 from opentinker.services.scheduler.limits import HEADERS, Buckets
 from opentinker.shared.config import Settings
 from opentinker.shared.service import Context
@@ -152,7 +152,6 @@ async def test_parameters_that_a_route_would_ignore_are_refused(ctx: Context) ->
 
 async def test_a_body_that_stops_half_way_is_given_up(ctx: Context, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(problems, "BODY_S", 0.2)
-    monkeypatch.setattr(environments_api, "BODY_S", 0.2)
     async with served(ctx) as (_, _, raw):
         for path in ("/v1/jobs", "/v1/environments"):
             own = f"Authorization: Bearer {OPERATOR}\r\n"

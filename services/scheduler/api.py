@@ -22,7 +22,7 @@ from opentinker.services.scheduler.inference_api import InferenceApi
 from opentinker.services.scheduler.jobs_api import MOST_FAILURES, MOST_JOBS, JobsApi
 from opentinker.services.scheduler.keys_api import KeysApi, NewKey, Rotation
 from opentinker.services.scheduler.knowing_api import MOST_LINES, KnowingApi
-from opentinker.services.scheduler.limits import HEADERS, IDLE_S, Guard, bound
+from opentinker.services.scheduler.limits import HEADERS, IDLE_S, Guard, bound, server_log
 from opentinker.services.scheduler.openapi import Parameter, Route, document
 from opentinker.services.scheduler.problems import BODY_LIMIT, begins, json_response, problems
 from opentinker.services.scheduler.replicas import Replicas
@@ -249,6 +249,8 @@ class Api:
             Route("GET", "/openapi.json", self.openapi, Action.ABOUT, "This document"),
         ]
 
+        self._document = document(self.routes)  # takes as long as a hundred requests
+
     def app(self) -> web.Application:
         known = {(r.method, r.path): {p.name for p in r.parameters if p.place == "query"} for r in self.routes}
         free = {r.path for r in self.routes if r.action is Action.FREE}
@@ -308,7 +310,7 @@ class Api:
         return web.Response(body=generate_latest(REGISTRY), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
     async def openapi(self, _: web.Request) -> web.Response:
-        return json_response(document(self.routes))
+        return json_response(self._document)
 
 
 @contextlib.asynccontextmanager
@@ -319,6 +321,7 @@ async def listening(ctx: Context, gate: Gate, gateway: Gateway, replicas: Replic
         access_log=None,
         shutdown_timeout=2.0,
         keepalive_timeout=IDLE_S,
+        logger=server_log(),
         auto_decompress=False,  # a small body may be a large one: guard() refuses what is compressed
         **HEADERS,
     )

@@ -17,7 +17,7 @@ from aiohttp import web
 
 from opentinker.services.scheduler.environment import ask
 from opentinker.services.scheduler.gate import tenant_of
-from opentinker.services.scheduler.problems import BODY_S, SlowBody, json_response
+from opentinker.services.scheduler.problems import body_read, json_response
 from opentinker.services.scheduler.receiving import MIB, Uploads, Version
 from opentinker.shared import uploads
 from opentinker.shared.errors import Conflict, SpecError
@@ -114,12 +114,9 @@ class EnvironmentsApi:
 
 
 async def _part(request: web.Request) -> bytes:
-    """The next part of the body, empty at its end. Raises SlowBody."""
-    try:
-        async with asyncio.timeout(BODY_S):
-            return await request.content.read(MIB)
-    except TimeoutError:
-        raise SlowBody(f"nothing of the body has come for {BODY_S:.0f} s") from None
+    """The next part of the body, empty at its end. Raises SlowBody, BrokenBody."""
+    async with body_read("the next part of the body"):
+        return await request.content.read(MIB)
 
 
 def _said_digest(request: web.Request) -> bytes | None:

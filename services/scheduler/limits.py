@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import difflib
 import hashlib
+import logging
 import math
 import re
 import time
@@ -22,10 +23,13 @@ from urllib.parse import unquote
 
 import structlog
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
+from prometheus_client import Counter as Total
 
 from opentinker.services.scheduler.problems import OPENAI, Handler, TooMany
 from opentinker.shared.config import Settings
 from opentinker.shared.errors import SpecError
+from opentinker.shared.telemetry import REGISTRY
 
 log = structlog.get_logger()
 
@@ -42,6 +46,27 @@ IDLE_S = 75.0
 """A connection on which no request comes, or none as a whole, is closed after so long."""
 SAY_EVERY_S = 10.0
 _ODD = re.compile(r"[\x00-\x1f\x7f\\]")
+
+
+MALFORMED = Total("opentinker_http_malformed", "Requests that are none, answered 400 and closed", registry=REGISTRY)
+
+
+class ServerLog(logging.Handler):
+    """What aiohttp's server has to say. What is no request is counted: its words are those of strangers, or a key, and
+    no business of our log."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        error = record.exc_info[1] if record.exc_info else None
+        if isinstance(error, HttpProcessingError):
+            MALFORMED.inc()
+        else:
+            log.error("http_server", said=record.getMessage()[:500], exc_info=error)
+
+
+def server_log() -> logging.Logger:
+    logger = logging.Logger("opentinker.http", logging.WARNING)
+    logger.addHandler(ServerLog())
+    return logger
 
 
 class Buckets:

@@ -6,17 +6,19 @@ Bad input is never a 500: the middleware knows every error of ours and aiohttp's
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import math
 import re
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import nats.errors
 import orjson
 import structlog
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 from prometheus_client import Counter, Histogram
 from redis.exceptions import RedisError
 
@@ -31,6 +33,8 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 PROBLEM = "application/problem+json"
 BODY_LIMIT = 1 << 20
+SMALL_BODY = 1 << 14
+"""A larger one is parsed in a thread: meanwhile others are answered."""
 BODY_S = 10.0
 """A body that is read as a whole may take so long to come; of one that is read in parts, each part."""
 DEPTH_LIMIT = 32
@@ -54,7 +58,14 @@ HINTS = {
 }
 
 
-TITLES = {404: "Not found", 408: "Request timeout", 409: "Conflict", 429: "Overloaded", 503: "Unavailable"}
+TITLES = {
+    400: "Bad request",
+    404: "Not found",
+    408: "Request timeout",
+    409: "Conflict",
+    429: "Overloaded",
+    503: "Unavailable",
+}
 STARTED: web.RequestKey[float] = web.RequestKey("started", float)
 """Of a request: when it came."""
 OPENAI = re.compile(r"/v1/jobs/[^/]+/v1(/|$)")
@@ -71,6 +82,22 @@ class TooMany(OpenTinkerError):
 
 class SlowBody(OpenTinkerError):
     """It has not come within the time that a body may take."""
+
+
+class BrokenBody(OpenTinkerError):
+    """It ended before its end, or is framed as no body is."""
+
+
+@contextlib.asynccontextmanager
+async def body_read(what: str) -> AsyncIterator[None]:
+    """Around the reading of a body or of a part of it. Raises SlowBody, BrokenBody."""
+    try:
+        async with asyncio.timeout(BODY_S):
+            yield
+    except TimeoutError:
+        raise SlowBody(f"{what} has not come within {BODY_S:g} s") from None
+    except (ConnectionError, web.RequestPayloadError, HttpProcessingError) as error:
+        raise BrokenBody(f"{what} is broken off or wrongly framed: {type(error).__name__}") from None
 
 
 def json_response(data: Any, status: int = 200, headers: dict[str, str] | None = None) -> web.Response:
@@ -119,7 +146,7 @@ async def _answer(request: web.Request, handler: Handler) -> web.StreamResponse:
         return problem(422, detail, title=title, errors=error.mistakes)
     except Refused as error:
         return problem(error.status, error.message, title=TITLES.get(error.status, "Refused"), openai=error.body)
-    except (NotFound, Conflict, TooMany, SlowBody) as error:
+    except (NotFound, Conflict, TooMany, SlowBody, BrokenBody) as error:
         return _plain_problem(error)
     except (RedisError, NoReply, TimeoutError, nats.errors.Error) as error:
         log.warning("request_unavailable", path=request.path, error=str(error) or type(error).__name__)
@@ -130,14 +157,14 @@ async def _answer(request: web.Request, handler: Handler) -> web.StreamResponse:
         return _http_problem(request, error)
 
 
-def _plain_problem(error: NotFound | Conflict | TooMany | SlowBody) -> web.Response:
-    kinds = {NotFound: 404, Conflict: 409, TooMany: 429, SlowBody: 408}
+def _plain_problem(error: NotFound | Conflict | TooMany | SlowBody | BrokenBody) -> web.Response:
+    kinds = {NotFound: 404, Conflict: 409, TooMany: 429, SlowBody: 408, BrokenBody: 400}
     status = next(status for kind, status in kinds.items() if isinstance(error, kind))
     title = "Too many requests" if status == 429 else TITLES[status]
     response = problem(status, str(error), title=title)
     if isinstance(error, TooMany):
         response.headers["Retry-After"] = str(error.wait_s)
-    if isinstance(error, SlowBody):
+    if isinstance(error, SlowBody | BrokenBody):
         response.force_close()
     return response
 
@@ -185,12 +212,13 @@ def _route(request: web.Request) -> str:
 
 async def read_json(request: web.Request) -> Any:
     """The body as plain data. Raises SpecError: not JSON, a name twice in an object, NaN, too deep, too many values;
-    SlowBody."""
-    try:
-        async with asyncio.timeout(BODY_S):
-            raw = await request.read()
-    except TimeoutError:
-        raise SlowBody(f"the body has not come within {BODY_S:.0f} s") from None
+    SlowBody, BrokenBody."""
+    async with body_read("the body"):
+        raw = await request.read()
+    return _parsed(raw) if len(raw) <= SMALL_BODY else await asyncio.to_thread(_parsed, raw)
+
+
+def _parsed(raw: bytes) -> Any:
     try:
         data = orjson.loads(raw)
         json.loads(raw, object_pairs_hook=_unique)
