@@ -11,6 +11,7 @@ import os
 import socket
 import sys
 import uuid
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -22,7 +23,9 @@ from opentinker.shared.gpus import visible
 from opentinker.shared.service import Context, first_failure
 from opentinker.shared.spec import JobSpec, parse_spec
 from opentinker.shared.subjects import WAKE
+from opentinker.shared.tracing import trace_id
 from opentinker.shared.types import JobState, Lease, Pool, WorkerInfo
+from opentinker.shared.usage import metered
 from opentinker.shared.waiting import put_down, rest, set_within
 
 log = structlog.get_logger()
@@ -43,6 +46,10 @@ class LeasedWorker:
         self._wake = asyncio.Event()
         self._leaving = asyncio.Event()
         """The lease is being taken back, and goes when its work has ended what it has begun."""
+        self.trace = ""
+        """`traceparent` of the lease's job."""
+        self.spent: Counter[str] = Counter()
+        """What the lease has cost beside time, by kind (usage.py); `work` adds to it."""
         self.info = WorkerInfo(
             id=ctx.worker,
             incarnation=uuid.uuid4().hex[:12],
@@ -158,8 +165,12 @@ class LeasedWorker:
             log.info("lease_taken")
             try:
                 record = await self.ctx.store.job(lease.job)
+                self.trace = record.trace
                 await self.status("loading", job=lease.job, epoch=lease.epoch)
-                await self._work(self, lease, parse_spec(record.spec))
+                self.spent = Counter()
+                with structlog.contextvars.bound_contextvars(trace=trace_id(record.trace)):
+                    async with metered(self.ctx.store.redis, lease.job, self.spent):
+                        await self._work(self, lease, parse_spec(record.spec))
             except JobFailed as error:
                 await self._fail(lease, str(error))
             except SpecError as error:  # stored by another release

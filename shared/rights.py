@@ -144,8 +144,8 @@ _JOBS = ("job:*", "jobs:active", "jobs:ending")
 _BEATS = ("worker:*", "workers")
 REDIS_KEYS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     SCHEDULER: (("*",), ()),
-    TRAINER: ((*_JOBS, *_BEATS, "adm:*"), ("leases",)),
-    ROLLOUT: ((*_JOBS, *_BEATS, "adm:*"), ("leases",)),
+    TRAINER: ((*_JOBS, *_BEATS, "adm:*", "spent:*"), ("leases",)),
+    ROLLOUT: ((*_JOBS, *_BEATS, "adm:*", "spent:*"), ("leases",)),
     REFERENCE: ((*_JOBS, *_BEATS), ()),
     ENV: (_BEATS, ()),
 }
@@ -166,7 +166,7 @@ _CONNECT = (
 )
 """Scripts act with the rights of whoever calls them."""
 _STRINGS = ("get", "set", "del", "exists")
-_HASHES = ("hget", "hmget", "hgetall", "hkeys", "hset", "hdel", "hincrby")
+_HASHES = ("hget", "hmget", "hgetall", "hkeys", "hset", "hdel", "hincrby", "hincrbyfloat", "expire")
 _SETS = ("sadd", "srem", "smembers")
 _COMMANDS: dict[str, tuple[str, ...]] = {
     TRAINER: (*_STRINGS, *_HASHES, *_SETS, "xadd"),

@@ -12,7 +12,7 @@ import contextlib
 import os
 import signal
 import sys
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,6 +31,7 @@ from opentinker.shared.rights import streams_of
 from opentinker.shared.store import Store
 from opentinker.shared.subjects import SCHEDULER
 from opentinker.shared.telemetry import REGISTRY, configure_logging
+from opentinker.shared.tracing import Tracer
 from opentinker.shared.waiting import put_down, rest
 
 LIVENESS_S = 5.0
@@ -50,6 +51,7 @@ class Context:
     store: Store
     log: structlog.stdlib.BoundLogger
     stopping: asyncio.Event = field(default_factory=asyncio.Event)
+    tracer: Tracer = field(default_factory=lambda: Tracer("none", {}))
     is_ready: bool = False
     detail: dict[str, Any] = field(default_factory=dict)
     """Shown by /readyz."""
@@ -136,12 +138,20 @@ async def _live(
 ) -> None:
     nats_password, redis_password = settings.password("nats_password_file"), settings.password("redis_password_file")
     async with (
+        _tracing(service) as tracer,
         Bus.connect(settings.nats_url, worker, service, nats_password) as bus,
         Store.connect(settings.redis_url, worker, service, redis_password) as store,
     ):
         log = structlog.get_logger()
         ctx = Context(
-            service=service, worker=worker, settings=settings, bus=bus, store=store, log=log, stopping=stopping
+            service=service,
+            worker=worker,
+            settings=settings,
+            bus=bus,
+            store=store,
+            log=log,
+            stopping=stopping,
+            tracer=tracer,
         )
         if service == SCHEDULER:
             await bus.ensure_streams()
@@ -153,6 +163,15 @@ async def _live(
                 await first_failure({"serve": _serve(ctx, serve), "liveness": _liveness(ctx), "logs": logs.run(bus)})
             finally:
                 await logs.send(bus)
+
+
+@contextlib.asynccontextmanager
+async def _tracing(service: str) -> AsyncIterator[Tracer]:
+    tracer = Tracer(service)
+    try:
+        yield tracer
+    finally:
+        await asyncio.to_thread(tracer.close)
 
 
 async def _serve(ctx: Context, serve: Callable[[Context], Awaitable[None]]) -> None:

@@ -10,6 +10,7 @@ Keys (`{id}` is a job id of ours):
     jobs:ending         set of ids in a final state whose leases and messages are still to be cleared away
     worker:*, workers, leases, leases:held, usage:*, leader, leader:epoch   who works for whom (leases.py)
     adm:{id}, adm:{id}:groups   admission (admission.py)
+    spent:*             what jobs and tenants have spent (usage.py)
     key:{id}, keys:of:{tenant}, tenants   API keys (keys.py)
 """
 
@@ -186,9 +187,18 @@ class Store(LeaseTable):
     # --- jobs ---------------------------------------------------------------------------------------------------
 
     async def create_job(
-        self, *, id: str, spec: dict[str, Any], tenant: str, idempotency: str = "", body_hash: str = ""
+        self,
+        *,
+        id: str,
+        spec: dict[str, Any],
+        tenant: str,
+        idempotency: str = "",
+        body_hash: str = "",
+        key: str = "",
+        trace: str = "",
     ) -> str:
-        """Store a new job in state queued. Returns its id, or that of the job an equal request made before.
+        """Store a new job in state queued. Returns its id, or that of the job an equal request made before. `key`
+        and `trace` are those of JobRecord.
 
         Raises Conflict if the idempotency key was used with another body.
         """
@@ -209,6 +219,8 @@ class Store(LeaseTable):
             "steps": spec.get("train", {}).get("steps", 0),
             "since": now,
             "reason": "",
+            "key": key,
+            "trace": trace,
         }
         queued = _event("queued", now, state=JobState.QUEUED.value)
         idem = f"idem:{tenant}:{idempotency or id}"

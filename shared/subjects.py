@@ -87,14 +87,22 @@ LOG = Subject("log.{job}.{level}", types.LogLine, json=True, by=SERVICES, to=(SC
 WAKE = Subject("wake.{who}", dict, json=True, by=(SCHEDULER, TRAINER, ROLLOUT), to=(SCHEDULER, TRAINER, ROLLOUT))
 """Anybody -> a loop that sleeps: look again now. A hint; every loop also looks by itself."""
 
-ENV_OPEN = Call("env.open.{environment}", sessions.OpenSession, sessions.SessionReply, by=(ROLLOUT,), to=(ENV,))
+ENV_OPEN = Call(
+    "env.open.{environment}", sessions.OpenSession, sessions.SessionReply, by=(ROLLOUT, SCHEDULER), to=(ENV,)
+)
 """Rollout worker -> any env worker that serves the environment (queue group)."""
-ENV_STEP = Call("env.step.{worker}", sessions.StepSession, sessions.SessionReply, by=(ROLLOUT,), to=(ENV, SCHEDULER))
+ENV_STEP = Call(
+    "env.step.{worker}", sessions.StepSession, sessions.SessionReply, by=(ROLLOUT, SCHEDULER), to=(ENV, SCHEDULER)
+)
 """Rollout worker -> the env worker that holds the session."""
-ENV_CLOSE = Call("env.close.{worker}", sessions.CloseSession, sessions.SessionReply, by=(ROLLOUT,), to=(ENV, SCHEDULER))
+ENV_CLOSE = Call(
+    "env.close.{worker}", sessions.CloseSession, sessions.SessionReply, by=(ROLLOUT, SCHEDULER), to=(ENV, SCHEDULER)
+)
 ENV_CHECK = Call("env.check", sessions.EnvCheck, sessions.EnvCheckReply, by=(SCHEDULER,), to=(ENV,))
 """Scheduler -> any env worker (queue group "env"), when a job is submitted."""
-SANDBOX_OPEN = Call("env.sandboxed.open", sessions.OpenSession, sessions.SessionReply, by=(ROLLOUT,), to=(ENV,))
+SANDBOX_OPEN = Call(
+    "env.sandboxed.open", sessions.OpenSession, sessions.SessionReply, by=(ROLLOUT, SCHEDULER), to=(ENV,)
+)
 """Rollout worker -> any env worker that has sandboxes (queue group): ENV_OPEN of sessions that need one."""
 SANDBOX_CHECK = Call("env.sandboxed.check", sessions.EnvCheck, sessions.EnvCheckReply, by=(SCHEDULER,), to=(ENV,))
 """Scheduler -> any env worker that has sandboxes: ENV_CHECK of what is played in one."""
@@ -102,7 +110,7 @@ SERVED_OPEN = Call(
     "env.served.open.{tenant}.{environment}",
     sessions.OpenSession,
     sessions.SessionReply,
-    by=(ROLLOUT,),
+    by=(ROLLOUT, SCHEDULER),
     to=(SCHEDULER,),
 )
 """Rollout worker -> the scheduler that holds a connection of a process that serves it (queue group): ENV_OPEN of

@@ -168,6 +168,8 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
     environment: str
     worker: str
     trajectories: list[Trajectory]
+    trace: str = ""
+    """The ticket's."""
 
     @property
     def oldest(self) -> WeightVersion:

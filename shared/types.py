@@ -139,6 +139,8 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True):
     seed: int
     """Seed of the group's start state: all its episodes open with it."""
     group_size: int
+    trace: str = ""
+    """`traceparent` of the request that the job came with, see tracing.py."""
 
 
 class Text(msgspec.Struct, frozen=True, tag_field="type", tag="text"):
@@ -276,6 +278,10 @@ class JobRecord(msgspec.Struct, frozen=True, kw_only=True):
     """Rollout workers lost since one was last seen ready while the job was running."""
     progress: str = ""
     """What the trainer last reported, as JSON."""
+    key: str = ""
+    """Id of the API key that it was submitted with; empty where the server asks for none."""
+    trace: str = ""
+    """`traceparent` of the request that submitted it, see tracing.py."""
     waiting_for: str = ""
     """What the scheduler lacks to start or complete the job; empty when it lacks nothing."""
 

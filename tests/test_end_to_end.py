@@ -136,6 +136,16 @@ async def test_job_runs_from_submission_to_download(shared: System, tmp_path: Pa
     (spread,) = await cluster.client.distributions(job)
     assert spread["step"] == 10 and sum(spread["reward"]["counts"]) == points[-1]["values"]["trajectories"]
 
+    assert {line["trace"] for line in cluster.lines(job)} == {record["trace"].split("-")[1]}
+
+    async def all_spent() -> bool:
+        (spent,) = (await cluster.client.usage(job=job))["usage"]
+        trained = sum(point["values"]["tokens"] for point in points)
+        counted = spent["tokens_trained"] == trained <= spent["tokens_generated"]
+        return bool(counted and spent["cpu_s"] and spent["bytes_stored"])
+
+    await until(all_spent)
+
     async def all_said() -> bool:
         return {line["service"] for line in await cluster.client.log_lines(job)} >= {
             "scheduler", "trainer", "rollout-worker"

@@ -119,6 +119,11 @@ class Episode:
         self.context = min(limits)
 
     @property
+    def sampled(self) -> int:
+        """Tokens, so far."""
+        return sum(stream.sampled for stream in self.streams.values())
+
+    @property
     def said(self) -> list[Message]:
         """All that was said, stream after stream."""
         return [message for stream in self.streams.values() for message in stream.said]

@@ -51,9 +51,11 @@ class Examiner:
         sessions: Sessions,
         counts: Counter[str],
         broken: asyncio.Future[None],
+        spent: Counter[str],
     ) -> None:
         assert spec.validation is not None
         self.bus, self.worker, self.job, self.counts, self._broken = bus, worker, job, counts, broken
+        self.spent = spent
         self.spec = validation_episodes(spec)
         self.kept = spec.validation.transcripts
         self.engine, self.renderer, self.sessions = engine, renderer, sessions
@@ -146,6 +148,8 @@ class Examiner:
                 log.info("exam_failed", exam=exam.index, ending=error.ending, error=error.error)
                 if tries_left == 0:
                     return self._failed(exam, error.ending, error.error)
+            finally:
+                self.spent["tokens_generated"] += episode.sampled
         raise AssertionError("unreachable")
 
     async def _result(self, exam: Exam, episode: Episode) -> ExamResult:

@@ -278,6 +278,7 @@ class InferenceJob:
         self.meter.counts["serving/answers"] += 1
         self.meter.counts["serving/prompt_tokens"] += len(prompt)
         self.meter.counts["serving/tokens"] += len(completion.ids)
+        self.worker.spent["tokens_generated"] += len(completion.ids)
         return await asyncio.get_running_loop().run_in_executor(
             self.renderings, self._reply, ask, len(prompt), completion, places
         )

@@ -117,6 +117,7 @@ class RolloutJob:
             self.sessions,
             self.counts,
             self.broken,
+            self.worker.spent,
         )
 
     async def _end_groups(self) -> None:
@@ -166,7 +167,8 @@ class RolloutJob:
                     tries = f"{MAX_DELIVERIES} tries came to no end, because workers or engines were lost meanwhile"
                     await self._fail(ticket, EpisodeFailed(Ending.ENGINE_ERROR, tries))
                 else:
-                    await self._play_group(ticket)
+                    with self.worker.ctx.tracer.span("group", ticket.trace, job=ticket.job, group=ticket.seq):
+                        await self._play_group(ticket)
                 await delivery.ack_sync()
             except asyncio.CancelledError:
                 await delivery.nak()
@@ -202,6 +204,7 @@ class RolloutJob:
             seq=ticket.seq,
             environment=self.spec.environment.name,
             worker=self.worker.info.id,
+            trace=ticket.trace,
             trajectories=[
                 msgspec.structs.replace(t, index=index) for index, sample in enumerate(ended) for t in sample
             ],
@@ -237,6 +240,8 @@ class RolloutJob:
             self.counts[f"episodes_failed/{error.ending}"] += 1
             log.info("episode_failed", ending=error.ending, error=error.error)
             raise
+        finally:  # cut off ones too: they were generated
+            self.worker.spent["tokens_generated"] += episode.sampled
 
     async def _publish(self, group: Group) -> None:
         """Stored durably when this returns; a full store is back-pressure. Raises JobFailed if it fits no message."""

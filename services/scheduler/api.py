@@ -26,6 +26,8 @@ from opentinker.services.scheduler.limits import HEADERS, IDLE_S, Guard, bound, 
 from opentinker.services.scheduler.openapi import Parameter, Route, document
 from opentinker.services.scheduler.problems import BODY_LIMIT, begins, json_response, problems
 from opentinker.services.scheduler.replicas import Replicas
+from opentinker.services.scheduler.usage_api import MOST_DAYS, UsageApi
+from opentinker.services.scheduler.validating import Validating
 from opentinker.shared.authority import Action
 from opentinker.shared.service import Context
 from opentinker.shared.spec import JobSpec
@@ -56,6 +58,10 @@ LEVEL = Parameter("level", "query", f"And graver lines: one of {', '.join(LEVELS
 LAST = Parameter("last", "query", f"Only the last so many of the lines that there are, up to {MOST_LINES}.", "integer")
 ALL = Parameter("all", "query", "`1`: with optimizer and random state, to resume elsewhere.")
 
+BY = Parameter("by", "query", "`job` (the default: the newest ones), `day` or `key`.")
+FIRST = Parameter("from", "query", "With `day`: the first one, YYYY-MM-DD; default: the last 30.")
+LAST_DAY = Parameter("to", "query", f"With `day`: the last one; at most {MOST_DAYS} days.")
+USED_JOB = Parameter("job", "query", "With `job`: this one alone.")
 NAME = Parameter("name", "query", "Of the environment; default: the one that the package gives itself.")
 TENANT = Parameter("tenant", "query", "Of operators: another tenant's; default: your own.")
 VERSION = Parameter("version", "query", "Only this version; default: all of them.", "integer")
@@ -68,7 +74,7 @@ class Api:
         inference = InferenceApi(jobs, replicas)
         environments = EnvironmentsApi(ctx)
         keys = KeysApi(ctx)
-        knowing = KnowingApi(jobs)
+        knowing, usage = KnowingApi(jobs), UsageApi(jobs)
         get = "/v1/jobs/{id}"
         openai = get + "/v1"
         json = "application/json"
@@ -241,6 +247,23 @@ class Api:
             ),
             Route("POST", "/v1/keys/{id}/revoke", keys.revoke, Action.KEYS_WRITE, "A key opens nothing any more"),
             Route("GET", "/v1/tenants", keys.tenants, Action.SERVER_READ, "Tenants that have had a key"),
+            Route(
+                "GET",
+                "/v1/usage",
+                usage.usage,
+                Action.JOBS_READ,
+                "What your jobs cost",
+                200,
+                (BY, FIRST, LAST_DAY, USED_JOB, LIMIT_JOBS),
+            ),
+            Route(
+                "POST",
+                "/v1/validate",
+                Validating(ctx).validate,
+                Action.JOBS_WRITE,
+                "Look at a spec as if it were submitted, play an episode of it, and submit nothing",
+                body=JobSpec,
+            ),
             Route("GET", "/v1/workers", self.workers, Action.SERVER_READ, "Live workers and what they are leased to"),
             Route("GET", "/v1/queues", self.queues, Action.SERVER_READ, "Depth of every message stream"),
             Route("GET", "/healthz", self.healthz, Action.FREE, "The process turns"),

@@ -14,13 +14,14 @@ import orjson
 from aiohttp import web
 
 from opentinker.services.scheduler import checkpoints, transcripts
-from opentinker.services.scheduler.gate import may_see, tenant_of
+from opentinker.services.scheduler.gate import may_see, principal_of, tenant_of
 from opentinker.services.scheduler.problems import integer, json_response, read_json
 from opentinker.services.scheduler.submission import submit
 from opentinker.shared.admission import Admission
 from opentinker.shared.errors import Conflict, NotFound, SpecError
 from opentinker.shared.service import Context
 from opentinker.shared.subjects import METRIC, METRICS, WAKE
+from opentinker.shared.tracing import incoming
 from opentinker.shared.types import Discard, JobRecord, JobState, MetricPoint
 
 JOB_ID = re.compile(r"j-[a-z0-9]{10}")
@@ -57,7 +58,10 @@ class JobsApi:
             raise SpecError(
                 [{"field": "Idempotency-Key", "value": key[:200], "problem": "must be 1 to 200 printable characters"}]
             )
-        id, repeated = await submit(self.ctx, await read_json(request), tenant_of(request), key or "")
+        asked, trace = principal_of(request), incoming(request.headers)
+        with self.ctx.tracer.span("submit", trace):
+            body = await read_json(request)
+            id, repeated = await submit(self.ctx, body, asked.tenant, key or "", key=asked.key, trace=trace)
         headers = {"Location": f"/v1/jobs/{id}"} | ({"Idempotency-Replayed": "true"} if repeated else {})
         return json_response(_summary(await self.store.job(id)), 201, headers)
 

@@ -30,8 +30,12 @@ def new_job_id() -> str:
     return "j-" + "".join(secrets.choice(_ALPHABET) for _ in range(10))
 
 
-async def submit(ctx: Context, data: Any, tenant: str, idempotency: str = "") -> tuple[str, bool]:
-    """Returns the job's id and whether an equal request with the same key had made it before.
+async def submit(
+    ctx: Context, data: Any, tenant: str, idempotency: str = "", *, key: str = "", trace: str = ""
+) -> tuple[str, bool]:
+    """`key` and `trace` as in JobRecord.
+
+    Returns the job's id and whether an equal request with the same key had made it before.
 
     Equal is what is written, with its defaults: what the checks look at may have changed or gone since then.
     Raises SpecError with every mistake, Conflict if the key was used for another spec.
@@ -42,19 +46,7 @@ async def submit(ctx: Context, data: Any, tenant: str, idempotency: str = "") ->
         if made is not None:
             await ctx.bus.emit(WAKE, {"job": made}, who="scheduler")
             return made, True
-    if wrong_places := await reserved.mistakes_in(ctx, data, tenant):  # nobody looks at what is there
-        raise SpecError(mistakes + wrong_places)
-    asked = await environment.examine(ctx, data, spec, tenant, mistakes)
-    base = _base(data, spec)
-    wrong_model = (
-        [] if base is None else await asyncio.to_thread(_check_model, base, None if spec is None else spec.model)
-    )
-    wrong_start, chosen = await _check_start(ctx, _start(data, spec), spec, tenant)
-    wrong_frozen = await asyncio.to_thread(_check_frozen, data)
-    mistakes += _check_priority(ctx, spec, tenant)
-    mistakes += asked.mistakes + wrong_model + wrong_start + wrong_frozen
-    if spec is not None and spec.data is not None:
-        mistakes += await asyncio.to_thread(check_data, spec.data, spec.kind)
+    asked, chosen = await look_at(ctx, data, spec, tenant, mistakes)
     if spec is None or mistakes:
         raise SpecError(mistakes)
     plain = spec.model_dump(mode="json")
@@ -66,7 +58,9 @@ async def submit(ctx: Context, data: Any, tenant: str, idempotency: str = "") ->
         plain["environment"]["name"] = asked.check.name
     new = new_job_id()
     await _keep(ctx, plain, asked, chosen, tenant, new)
-    id = await ctx.store.create_job(id=new, spec=plain, tenant=tenant, idempotency=idempotency, body_hash=body_hash)
+    id = await ctx.store.create_job(
+        id=new, spec=plain, tenant=tenant, idempotency=idempotency, body_hash=body_hash, key=key, trace=trace
+    )
     if chosen is not None and id != new:
         await asyncio.to_thread(starting.drop, ctx.settings.data_dir, new)
     if id == new and asked.check is not None and not asked.answered:
@@ -114,6 +108,27 @@ async def _keep(
     if asked.check is not None and (gone := await environment.gone(ctx, asked.check, tenant)):
         await asyncio.to_thread(starting.drop, ctx.settings.data_dir, new)
         raise SpecError(gone)
+
+
+async def look_at(
+    ctx: Context, data: Any, spec: JobSpec | None, tenant: str, mistakes: Mistakes
+) -> tuple[environment.Asked, starting.Chosen | None]:
+    """What the spec names, as far as it can be seen here; `mistakes` grow. `spec`: of `data`, None if that is none."""
+    if wrong_places := await reserved.mistakes_in(ctx, data, tenant):  # nobody looks at what is there
+        mistakes += wrong_places
+        return environment.Asked(), None
+    asked = await environment.examine(ctx, data, spec, tenant, mistakes)
+    base = _base(data, spec)
+    wrong_model = (
+        [] if base is None else await asyncio.to_thread(_check_model, base, None if spec is None else spec.model)
+    )
+    wrong_start, chosen = await _check_start(ctx, _start(data, spec), spec, tenant)
+    wrong_frozen = await asyncio.to_thread(_check_frozen, data)
+    mistakes += _check_priority(ctx, spec, tenant)
+    mistakes += asked.mistakes + wrong_model + wrong_start + wrong_frozen
+    if spec is not None and spec.data is not None:
+        mistakes += await asyncio.to_thread(check_data, spec.data, spec.kind)
+    return asked, chosen
 
 
 def _started(plain: dict[str, Any], chosen: starting.Chosen) -> dict[str, Any]:

@@ -166,5 +166,6 @@ def _ticket(job: JobRecord, seq: int, position: int) -> Ticket:
         seq=seq,
         row=position,
         seed=ticket_seed(job.spec["rollout"]["seed"] or 0, position),
+        trace=job.trace,
         group_size=job.spec["algorithm"]["group_size"],
     )

@@ -67,7 +67,7 @@ class TrainerJob:
     def __init__(self, worker: LeasedWorker, lease: Lease, spec: JobSpec, learner: Learner) -> None:
         self.worker, self.lease, self.spec, self.learner = worker, lease, spec, learner
         self.ctx = worker.ctx
-        self.record = Record(self.ctx, lease, spec, learner)
+        self.record = Record(self.ctx, lease, spec, learner, worker.trace)
         self.told = Told(self.record.root.parent, spec.rollout.transcripts, self.record.event)
         self.admission = Admission(self.ctx.store.redis, lease.job, lease.epoch)
         self.publisher = Publisher(self.ctx, lease, learner.device, self._served)

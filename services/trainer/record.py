@@ -29,7 +29,9 @@ from opentinker.shared.spec import JobSpec, StartSpec
 from opentinker.shared.spec.validation import PREFIX
 from opentinker.shared.subjects import WAKE
 from opentinker.shared.telemetry import MetricSource
+from opentinker.shared.tracing import trace_id
 from opentinker.shared.types import JobState, Lease
+from opentinker.shared.usage import Usage
 from opentinker.shared.waiting import see_through
 
 log = structlog.get_logger()
@@ -40,12 +42,15 @@ TARGET_WINDOW = 10
 
 
 class Record:
-    def __init__(self, ctx: Context, lease: Lease, spec: JobSpec, learner: Trainable) -> None:
+    def __init__(self, ctx: Context, lease: Lease, spec: JobSpec, learner: Trainable, trace: str = "") -> None:
+        """`trace`: the job's traceparent."""
         self.ctx, self.lease, self.spec, self.learner = ctx, lease, spec, learner
         self.root: Path = ctx.settings.data_dir / "jobs" / lease.job / "checkpoints"
         self.metrics = MetricSource(ctx.bus, lease.job, "trainer")
         self._log = StepLog(self.root.parent / "metrics.jsonl")
         self._log_refused = False
+        self._trace = trace
+        self.usage = Usage(ctx.store.redis)
         self.evaluations = Evaluations(ctx.bus, lease.job, self.root.parent, self.event)
         self._alarm = SlopeAlarm()
         self._window: deque[dict[str, float]] = deque(maxlen=TARGET_WINDOW)
@@ -133,7 +138,8 @@ class Record:
         """
         before, self._sound = self._sound, False
         try:
-            values = await asyncio.to_thread(work)
+            with self.ctx.tracer.span("step", self._trace, job=self.lease.job, step=step):
+                values = await asyncio.to_thread(work)
         except Interrupted:
             self._sound = before
             raise
@@ -186,13 +192,22 @@ class Record:
         self._window.append(values)
         point = await self.metrics.emit(step, values)
         await self.write_log(
-            step, {"epoch": self.lease.epoch, "step": step, "time": point.time, **line, **point.values}
+            step,
+            {
+                "epoch": self.lease.epoch,
+                "step": step,
+                "time": point.time,
+                "trace": trace_id(self._trace),
+                **line,
+                **point.values,
+            },
         )
         names = ("reward/mean", "exact", "loss", *self.spec.train.target)
         shown = {name: values[name] for name in names if name in values}
         await self.ctx.store.update(
             self.lease.job, epoch=self.lease.epoch, step=step, progress=orjson.dumps(shown).decode()
         )
+        await self.usage.trained(self.lease.job, step, values.get("tokens", 0.0))
 
     async def write_log(self, step: int, line: dict[str, object] | None = None) -> None:
         """One line per step, also of steps rolled back later; without one, what there is becomes durable.

@@ -42,7 +42,7 @@ class SupervisedJob:
         assert spec.data is not None
         self.worker, self.lease, self.spec, self.data, self.learner = worker, lease, spec, spec.data, learner
         self.ctx = worker.ctx
-        self.record = Record(self.ctx, lease, spec, learner)
+        self.record = Record(self.ctx, lease, spec, learner, worker.trace)
         self.step = 0
         self.resumed = {lease.epoch: 0}
         """Of the manifest."""

@@ -6,14 +6,17 @@ import asyncio
 import random
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Coroutine, Iterator
+from collections.abc import AsyncGenerator, Coroutine, Iterator, Mapping
+from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import quote
 
 import aiohttp
 import orjson
 
+from opentinker.given import plain
 from opentinker.http import Http, Json
+from opentinker.shared.spec import JobSpec
 
 T = TypeVar("T")
 
@@ -69,6 +72,28 @@ class KnowingCalls:
         query = {"after": str(after), "limit": str(limit)} if step is None else {"step": str(step)}
         return list((await self._http.json("GET", _of(id, "/distributions"), query))["distributions"])
 
+    async def validate(self, spec: Mapping[str, Any] | JobSpec | str | Path) -> Json:
+        """A spec looked at by the server as if it were submitted: `valid`, `mistakes`, `checks` (what, found, result:
+        ok, note or bad, hint), `messages` of an episode's beginning. A mistake raises nothing."""
+        data = await asyncio.to_thread(plain, spec)
+        headers = {"Content-Type": "application/json"}
+        return await self._http.json("POST", "/v1/validate", body=orjson.dumps(data), headers=headers, timeout_s=90.0)
+
+    async def usage(
+        self,
+        by: str = "job",
+        *,
+        job: str | None = None,
+        first: str | None = None,
+        last: str | None = None,
+        limit: int = 100,
+    ) -> Json:
+        """What jobs cost: `usage`, a row for each of the newest `limit` jobs, of their keys (`by="key"`), or of each
+        day from `first` to `last` (`by="day"`, as 2026-11-22); and the `total` of these rows."""
+        given = {"job": job, "from": first, "to": last, "limit": str(limit)}
+        query = {name: value for name, value in given.items() if value is not None}
+        return await self._http.json("GET", "/v1/usage", {"by": by, **query})
+
     async def _goes_on(self, id: str) -> bool:
         """The stream has ended: because the job has, or because the server stops."""
         return not (await self._http.json("GET", _of(id)))["finished"]
@@ -100,3 +125,17 @@ class KnowingSync(ABC):
 
     def distributions(self, id: str, step: int | None = None, *, after: int = 0, limit: int = 1) -> list[Json]:
         return self._call(self._core.distributions(id, step, after=after, limit=limit))
+
+    def usage(
+        self,
+        by: str = "job",
+        *,
+        job: str | None = None,
+        first: str | None = None,
+        last: str | None = None,
+        limit: int = 100,
+    ) -> Json:
+        return self._call(self._core.usage(by, job=job, first=first, last=last, limit=limit))
+
+    def validate(self, spec: Mapping[str, Any] | JobSpec | str | Path) -> Json:
+        return self._call(self._core.validate(spec))

@@ -14,6 +14,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
+import orjson
+
 from opentinker.curves import Curves, chart, short
 from opentinker.shared.types import JobState
 
@@ -141,6 +143,27 @@ class PlainView:
 
     def _write(self, line: str) -> None:
         self._out.write(line + "\n")
+        self._out.flush()
+
+
+class JsonView:
+    """A line of JSON for each event, each step with its metrics, and at last for the job."""
+
+    def __init__(self, out: TextIO) -> None:
+        self._out = out
+
+    def show(self, update: Update) -> None:
+        lines: list[dict[str, Any]] = list(update.events)
+        lines += [
+            {"step": step, "values": update.curves.steps[step]}
+            for step in sorted(set(update.changed) & update.curves.steps.keys())
+        ]
+        lines += [{"job": update.job}] if update.final else []
+        for line in lines:
+            self._out.write(orjson.dumps(line).decode() + "\n")
+        self._out.flush()
+
+    def close(self) -> None:
         self._out.flush()
 
 

@@ -9,7 +9,7 @@ import sys
 
 import typer
 
-from opentinker.cli import audit, chat, environments, jobs, keys, knowing, logs, machine, run, specs
+from opentinker.cli import audit, chat, environments, jobs, keys, knowing, logs, machine, run, specs, status
 from opentinker.shared.errors import OpenTinkerError, SpecError
 
 app = typer.Typer(
@@ -23,6 +23,7 @@ app = typer.Typer(
 machine.register(app)
 jobs.register(app)
 knowing.register(app)
+status.register(app)
 logs.register(app)
 specs.register(app)
 run.register(app)

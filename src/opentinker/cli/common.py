@@ -45,6 +45,13 @@ def server_url(url: str | None) -> str:
     return str(state.get("url", DEFAULT_URL))
 
 
+def running_server() -> str | None:
+    """That of the `up` on the usual data directory; None if none runs there."""
+    from opentinker.nearby import is_running, usual_data_dir
+
+    return server_url(None) if is_running(usual_data_dir()) else None
+
+
 def client(url: str | None, *, patience_s: float = 2.0, key: str | None = None) -> Client:
     """`patience_s`: how long a server that does not answer is waited for. `key`: not the one that would be found."""
     from opentinker.client import Client
@@ -77,6 +84,14 @@ def print_json(value: Any) -> None:
     import orjson
 
     sys.stdout.write(orjson.dumps(value, option=orjson.OPT_INDENT_2, default=str).decode() + "\n")
+
+
+def print_line(value: Any) -> None:
+    """One of several, as they come."""
+    import orjson
+
+    sys.stdout.write(orjson.dumps(value, default=str).decode() + "\n")
+    sys.stdout.flush()
 
 
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[Any]], *, empty: str) -> None:

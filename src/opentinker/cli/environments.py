@@ -75,6 +75,7 @@ def show(name: Name, url: Url = None, as_json: AsJson = False) -> None:
 def delete(
     name: Annotated[str, typer.Argument(metavar="NAME[@VERSION]", help="Without a version: all of them.")],
     url: Url = None,
+    as_json: AsJson = False,
 ) -> None:
     """Delete an environment that no running job plays."""
     name, _, version = name.partition("@")
@@ -82,4 +83,7 @@ def delete(
         raise typer.BadParameter(f"{version!r} is not the number of a version")
     with client(url) as api:
         gone = api.delete_environment(name, int(version) if version else None)
+    if as_json:
+        print_json({"name": name, "versions": gone})
+        return
     say(f"deleted: {name} version{'s' if len(gone) > 1 else ''} {', '.join(map(str, gone))}")

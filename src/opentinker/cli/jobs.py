@@ -9,7 +9,20 @@ from typing import Annotated, Any
 
 import typer
 
-from opentinker.cli.common import PATIENCE_S, AsJson, JobId, Url, ago, as_typed, client, print_json, print_table, say
+from opentinker.cli.common import (
+    PATIENCE_S,
+    AsJson,
+    JobId,
+    Url,
+    ago,
+    as_typed,
+    client,
+    complain,
+    print_json,
+    print_line,
+    print_table,
+    say,
+)
 from opentinker.cli.specs import FromCheckpoint, SpecFile, WithOptimizer, read_spec
 
 STATE_EXIT = {"succeeded": 0, "failed": 1, "cancelled": 4}
@@ -46,13 +59,13 @@ def submit(
     api = client(url, patience_s=PATIENCE_S if follow else 2.0)
     record = api.submit(read_spec(path, from_checkpoint, with_optimizer))
     if as_json:
-        print_json(record)
+        print_line(record)
     else:
         say(f"{record['id']}  {record['state']}")
         if not follow:
             say(f"watch it with: {as_typed('watch', record['id'], *_same_server(url))}")
     if follow:
-        raise typer.Exit(show(api, record["id"]))
+        raise typer.Exit(show(api, record["id"], as_json=as_json))
 
 
 def jobs(
@@ -84,11 +97,19 @@ def _same_server(url: str | None) -> list[str]:
 
 
 def job(job_id: JobId, url: Url = None, as_json: AsJson = False) -> None:
-    """Show one job."""
+    """Say what a job is doing now, what it waits for, and all that is known of it."""
+    from opentinker.words import doing, next_commands
+
     record = client(url).job(job_id)
+    said = doing(record)
     if as_json:
-        print_json(record)
+        print_json({**record, "doing": said})
         return
+    for sentence in said:
+        say(sentence)
+    for command in next_commands(record):
+        say(f"  {as_typed(*command, *_same_server(url))}")
+    say("")
     plain = {
         key: value for key, value in record.items() if not isinstance(value, dict | list) and value not in ("", None)
     }
@@ -99,15 +120,38 @@ def job(job_id: JobId, url: Url = None, as_json: AsJson = False) -> None:
             print_json(record[part])
 
 
-def watch(job_id: JobId, url: Url = None) -> None:
+def watch(
+    job_id: JobId,
+    cancel_on_interrupt: Annotated[
+        bool, typer.Option("--cancel", help="Ctrl-C cancels the job; without, it goes on.")
+    ] = False,
+    url: Url = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Events, steps and at last the job, a line each.")] = False,
+) -> None:
     """Show progress, ETA and curves until the job ends. Exit status 0 succeeded, 1 failed, 4 cancelled."""
-    raise typer.Exit(show(client(url, patience_s=PATIENCE_S), job_id))
+    api = client(url, patience_s=PATIENCE_S)
+    try:
+        code = show(api, job_id, as_json=as_json)
+    except KeyboardInterrupt:
+        if not cancel_on_interrupt:
+            complain(f"the job goes on; {as_typed('watch', job_id, *_same_server(url))} shows it again")
+            raise typer.Exit(130) from None
+        api.cancel(job_id)
+        complain("cancelled")
+        code = STATE_EXIT["cancelled"]
+    raise typer.Exit(code)
 
 
-def show(api: Any, job_id: str) -> int:
+def show(api: Any, job_id: str, *, as_json: bool = False) -> int:
     """Watch to the end; returns the exit status."""
+    from opentinker.watch import JsonView, follow
     from opentinker.watch import watch as watch_job
 
+    if as_json:
+        view = JsonView(sys.stdout)
+        for update in follow(api, job_id):
+            view.show(update)
+        return STATE_EXIT[update.job["state"]]
     last = watch_job(api, job_id)
     say(f"{last.job['state']}: {last.job['reason']}" if last.job["reason"] else str(last.job["state"]))
     return STATE_EXIT[last.job["state"]]

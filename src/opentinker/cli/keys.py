@@ -106,6 +106,7 @@ def revoke(key_id: KeyId, url: Url = None, as_json: AsJson = False) -> None:
 def init(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="A new file, for you alone to read.")],
     env: Annotated[str, typer.Option(help="Name of the deployment, its setting key_env.")] = "local",
+    as_json: AsJson = False,
 ) -> None:
     """Write an operator's key for a server without `up`: its setting admin_key_file registers it."""
     from opentinker.shared.keys import ENV, new_key
@@ -114,7 +115,7 @@ def init(
         raise typer.BadParameter(f"--env {env!r}: must be up to 16 small letters and digits")
     _refuse_existing(file)
     _write(file, new_key(env))
-    say(str(file))
+    print_json({"file": file}) if as_json else say(str(file))
 
 
 def seconds(text: str, option: str) -> float:

@@ -1,4 +1,4 @@
-"""Commands about what a job's numbers are made of: rollouts, distributions."""
+"""Commands about what jobs did and cost: rollouts, distributions, usage."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import Annotated, Any
 
 import typer
 
-from opentinker.cli.common import AsJson, JobId, Url, client, print_json, say
+from opentinker.cli.common import AsJson, JobId, Url, client, print_json, print_table, say
 
 BAR = 40
 
 
 def register(app: typer.Typer) -> None:
-    for command in (rollouts, distributions):
+    for command in (rollouts, distributions, usage):
         app.command()(command)
 
 
@@ -88,3 +88,42 @@ def bars(edges: list[float], counts: list[int]) -> list[str]:
     return [
         f"{names[place]:>{width}}  {'#' * -(-BAR * counts[place] // most)} {counts[place]}".rstrip() for place in shown
     ]
+
+
+def usage(
+    by: Annotated[str, typer.Option(help="job, day or key.")] = "job",
+    job: Annotated[str | None, typer.Option(metavar="JOB", help="This one alone.")] = None,
+    first: Annotated[
+        str | None, typer.Option("--from", metavar="DAY", help="With --by day: the first, 2026-11-22.")
+    ] = None,
+    last: Annotated[str | None, typer.Option("--to", metavar="DAY", help="With --by day: the last.")] = None,
+    limit: Annotated[int, typer.Option("--limit", "-n", min=1, max=1000, help="The newest so many jobs.")] = 100,
+    url: Url = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show what jobs cost: worker-, GPU- and CPU-seconds, tokens generated and trained on, bytes stored."""
+    if by not in ("job", "day", "key"):
+        raise typer.BadParameter(f"--by {by!r} is none; there are: job, day, key")
+    if by != "day" and (first or last):
+        raise typer.BadParameter("--from and --to go with --by day")
+    if by == "day" and job:
+        raise typer.BadParameter("--job does not go with --by day: days are those of all jobs")
+    found = client(url).usage(by, job=job, first=first, last=last, limit=limit)
+    if as_json:
+        print_json(found)
+        return
+    named = {"job": ["job", "name", "state"], "day": ["day"], "key": ["key", "jobs"]}[by]
+    kinds = [kind for kind in COLUMNS if kind in found["total"]]
+    rows = [[*(row[name] for name in named), *(_amount(row[kind]) for kind in kinds)] for row in found["usage"]]
+    rows += [["total", *[""] * (len(named) - 1), *(_amount(found["total"][kind]) for kind in kinds)]] if rows else []
+    print_table([*named, *(COLUMNS[kind] for kind in kinds)], rows, empty="nothing was spent")
+
+
+COLUMNS = {
+    "worker_s": "worker s", "gpu_s": "gpu s", "cpu_s": "cpu s", "tokens_generated": "generated",
+    "tokens_trained": "trained on", "bytes_stored": "bytes",
+}  # fmt: skip
+
+
+def _amount(number: float) -> str:
+    return f"{number:,.0f}" if number >= 100 or number == int(number) else f"{number:.1f}"

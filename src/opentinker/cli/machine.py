@@ -1,4 +1,4 @@
-"""Commands about this machine: up, down, status, doctor, access."""
+"""Commands about this machine: up, down, doctor, access."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ DOWN_S = 90.0
 
 
 def register(app: typer.Typer) -> None:
-    for command in (up, down, status, doctor, access):
+    for command in (up, down, doctor, access):
         app.command()(command)
 
 
@@ -38,13 +38,14 @@ def up(
     auth: Annotated[
         bool, typer.Option("--auth/--no-auth", help="Ask for keys; without, on this machine alone.")
     ] = True,
+    as_json: Annotated[bool, typer.Option("--json", help="What it says as lines of JSON, on stdout.")] = False,
 ) -> None:
     """Start everything here; Ctrl-C stops it."""
     import asyncio
 
     from opentinker.up import Plan, serve
 
-    configure_logging()
+    configure_logging(as_json=as_json)
     plan = Plan(
         data_dir=data_dir.resolve(),
         host=host,
@@ -75,28 +76,33 @@ class Unbreakable:
             self._file.flush()
 
 
-def configure_logging() -> None:
+def configure_logging(*, as_json: bool = False) -> None:
     import structlog
 
     structlog.configure(
         processors=[
             structlog.processors.add_log_level,
             structlog.processors.TimeStamper(fmt="%H:%M:%S", utc=False),
-            structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty(), pad_event_to=14),
+            structlog.processors.JSONRenderer(default=str)
+            if as_json
+            else structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty(), pad_event_to=14),
         ],
-        logger_factory=structlog.PrintLoggerFactory(Unbreakable(sys.stderr)),  # type: ignore[arg-type]
+        logger_factory=structlog.PrintLoggerFactory(
+            Unbreakable(sys.stdout if as_json else sys.stderr)  # type: ignore[arg-type]
+        ),
     )
 
 
 def down(
     data_dir: DataDir = DATA_DIR,
     force: Annotated[bool, typer.Option("--force", help="Kill instead of waiting for a clean end.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Stop the `opentinker up` that runs on a data directory."""
     from opentinker.nearby import is_running, read_state
 
     if not is_running(data_dir):
-        say(f"nothing runs on {data_dir}")
+        print_json({"stopped": None}) if as_json else say(f"nothing runs on {data_dir}")
         return
     pid = read_state(data_dir).get("pid")
     if pid is None:
@@ -108,34 +114,13 @@ def down(
         if time.monotonic() > deadline:
             raise OpenTinkerError(f"pid {pid} has not ended after {DOWN_S:.0f} s; {kill} kills it")
         time.sleep(0.05)
-    say(f"stopped (pid {pid})")
+    print_json({"stopped": pid}) if as_json else say(f"stopped (pid {pid})")
 
 
-def status(data_dir: DataDir = DATA_DIR, as_json: AsJson = False) -> None:
-    """Show what runs on a data directory. Exit status 3 if nothing does."""
-    from opentinker.nearby import is_running, read_state
-
-    running = is_running(data_dir)
-    state = {"running": running, **read_state(data_dir)}
-    if as_json:
-        print_json(state)
-    elif not running:
-        say(f"nothing runs on {data_dir}; start it with: {as_typed('up', '--data-dir', data_dir)}")
-    else:
-        say(f"{state.get('url')}  (pid {state.get('pid')}, data in {state.get('data_dir')})")
-        rows = [
-            [name, child["state"], child["pid"] or "-", child["restarts"], child["url"], child["log"]]
-            for name, child in state.get("children", {}).items()
-        ]
-        print_table(["name", "state", "pid", "restarts", "url", "log"], rows, empty="still starting")
-        for name, child in state.get("children", {}).items():
-            if child["crash_loop"]:
-                say(f"{name} keeps dying; see: {as_typed('logs', name, '--data-dir', data_dir)}")
-    if not running:
-        raise typer.Exit(3)
-
-
-def access(folder: Annotated[Path, typer.Argument(help="Made if it is missing; passwords in it stay.")]) -> None:
+def access(
+    folder: Annotated[Path, typer.Argument(help="Made if it is missing; passwords in it stay.")],
+    as_json: AsJson = False,
+) -> None:
     """Write users, rights and passwords for a NATS and a Valkey or Redis of your own.
 
     `opentinker up` does so for the servers that it starts, in DATA_DIR/run/access.
@@ -144,6 +129,11 @@ def access(folder: Annotated[Path, typer.Argument(help="Made if it is missing; p
     from opentinker.embedded import shipped_conf
 
     made = Access(folder, shipped_conf("nats.conf"))
+    if as_json:
+        print_json(
+            {"nats_conf": made.nats_conf, "valkey_conf": shipped_conf("valkey.conf"), "users": made.valkey_users}
+        )
+        return
     say(f"nats-server -c {made.nats_conf}")
     say(f"valkey-server {shipped_conf('valkey.conf')} --aclfile {made.valkey_users}")
     say("and for each service, e.g. the scheduler:")

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from opentinker.cli.common import as_typed, client, say, shown
+from opentinker.cli.common import as_typed, client, complain, say, shown
 from opentinker.cli.specs import FromCheckpoint, SpecFile, WithOptimizer, read_spec
 from opentinker.shared.errors import OpenTinkerError
 
@@ -46,13 +46,13 @@ def run(
     from_checkpoint: FromCheckpoint = None,
     with_optimizer: WithOptimizer = False,
     keep: Annotated[bool, typer.Option("--keep", help="Leave everything running afterwards.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Events, steps and at last the job, a line each.")] = False,
 ) -> None:
     """Start everything, train one job, stop everything.
 
     Exit status 0 if the job succeeded, 1 if it failed, 4 if it was cancelled (Ctrl-C).
     """
     from opentinker.nearby import key_in, read_state
-    from opentinker.watch import watch
 
     began = time.time()
     if from_checkpoint is not None and data_dir is None:
@@ -73,17 +73,31 @@ def run(
     with everything(home, port, needed, keep=keep) as url:
         api = client(url, patience_s=RESTART_S, key=key_in(read_state(home)) or None)
         record = api.submit(spec)
-        say(f"job {record['id']} on {url}, data in {home}")
-        say(f"from another terminal: {_bearing(home)}{as_typed('watch', record['id'], '--url', url)}\n")
+        if not as_json:
+            say(f"job {record['id']} on {url}, data in {home}")
+            say(f"from another terminal: {_bearing(home)}{as_typed('watch', record['id'], '--url', url)}\n")
         try:
-            last = watch(api, record["id"])
+            last = _watched(api, record["id"], as_json)
         except KeyboardInterrupt:
-            say("cancelling; Ctrl-C again to stop at once")
+            complain("cancelling; Ctrl-C again to stop at once")
             last = finish(api, record["id"])
-        report(last, home, url, began, api, keep=keep)
+        if not as_json:
+            report(last, home, url, began, api, keep=keep)
     from opentinker.cli.jobs import STATE_EXIT
 
     raise typer.Exit(STATE_EXIT[last.job["state"]])
+
+
+def _watched(api: Client, job: str, as_json: bool) -> Update:
+    """To its end."""
+    from opentinker.watch import JsonView, follow, watch
+
+    if not as_json:
+        return watch(api, job)
+    view = JsonView(sys.stdout)
+    for update in follow(api, job):
+        view.show(update)
+    return update
 
 
 def _bearing(home: Path) -> str:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from opentinker.cli.common import PATIENCE_S, Url, client, complain, say, server_url
+from opentinker.cli.common import PATIENCE_S, Url, client, complain, print_line, say, server_url
 
 if TYPE_CHECKING:
     from opentinker.serving import Serving
@@ -36,6 +36,7 @@ def serve(
         typer.Option(metavar="HOST:PORT", help="Let env workers connect, as ws://HOST:PORT, instead of connecting."),
     ] = None,
     url: Url = None,
+    as_json: Annotated[bool, typer.Option("--json", help="What it says as lines of JSON.")] = False,
 ) -> None:
     """Serve an environment from this machine, over one outgoing connection, until Ctrl-C.
 
@@ -47,7 +48,7 @@ def serve(
     if listen is not None:
         if job is not None or name is not None:
             raise typer.BadParameter("--listen connects to no server: leave out --job and --name")
-        _listen(environment, listen, concurrency)
+        _listen(environment, listen, concurrency, as_json)
         return
     from opentinker.serving import serve_environment
 
@@ -55,15 +56,19 @@ def serve(
     serving = serve_environment(environment, name=name, concurrency=concurrency, url=server_url(url), on_wait=complain)
     code = 0
     try:
-        say(f"serving {environment} on {serving.url}, {concurrency} episodes at once")
+        if as_json:
+            print_line({"serving": environment, "url": serving.url, "name": serving.environment})
+        else:
+            say(f"serving {environment} on {serving.url}, {concurrency} episodes at once")
         if spec is None:
-            say(f'to play it: [environment] name = "{serving.environment}"')
+            if not as_json:
+                say(f'to play it: [environment] name = "{serving.environment}"')
             serving.wait()
         else:
-            code = _follow(serving, spec)
+            code = _follow(serving, spec, as_json)
     except KeyboardInterrupt:
         if serving.active:
-            say(f"finishing {serving.active} episodes; Ctrl-C again to stop at once")
+            complain(f"finishing {serving.active} episodes; Ctrl-C again to stop at once")
     finally:
         _close(serving)
     raise typer.Exit(code)
@@ -83,7 +88,7 @@ def _plain_spec(path: Path) -> Any:
     return load_spec(path)
 
 
-def _follow(serving: Serving, spec: Any) -> int:
+def _follow(serving: Serving, spec: Any, as_json: bool) -> int:
     """Submit, watch to the end; Ctrl-C cancels the job."""
     from opentinker.cli.jobs import show
 
@@ -91,11 +96,12 @@ def _follow(serving: Serving, spec: Any) -> int:
     part = part if isinstance(part, dict) else {}
     with client(serving.url, patience_s=PATIENCE_S) as api:
         record = api.submit({**spec, "environment": {**part, "name": serving.environment}})
-        say(f"job {record['id']} plays {serving.environment}")
+        if not as_json:
+            say(f"job {record['id']} plays {serving.environment}")
         try:
-            return show(api, record["id"])
+            return show(api, record["id"], as_json=as_json)
         except KeyboardInterrupt:
-            say("cancelling the job")
+            complain("cancelling the job")
             api.cancel(record["id"])
             api.wait(record["id"], FINISH_S)
             return 4
@@ -111,7 +117,7 @@ def _quiet() -> None:
     )
 
 
-def _listen(environment: str, address: str, concurrency: int) -> None:
+def _listen(environment: str, address: str, concurrency: int, as_json: bool) -> None:
     from opentinker.listening import listening
 
     host, _, port = address.rpartition(":")
@@ -124,7 +130,10 @@ def _listen(environment: str, address: str, concurrency: int) -> None:
         loop.add_signal_handler(signal.SIGINT, stop.set)
         loop.add_signal_handler(signal.SIGTERM, stop.set)
         async with listening(environment, host.strip("[]"), int(port), concurrency) as server:
-            say(f'serving {environment} on {server}; to play it: [environment] name = "{server}"')
+            if as_json:
+                print_line({"serving": environment, "url": server, "name": server})
+            else:
+                say(f'serving {environment} on {server}; to play it: [environment] name = "{server}"')
             sys.stdout.flush()
             await stop.wait()
 

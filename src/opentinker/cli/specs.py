@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import orjson
 import typer
 
-from opentinker.cli.common import AsJson, print_json, say
+from opentinker.cli.common import AsJson, Url, client, print_json, print_table, running_server, say
 from opentinker.shared.errors import SpecError
 
 if TYPE_CHECKING:
@@ -49,21 +49,66 @@ def _check_environment(spec: JobSpec) -> None:
         check(spec.environment.name, spec.environment.config, elsewhere=True)
 
 
-def validate(path: SpecFile, as_json: AsJson = False) -> None:
-    """Check a job spec without submitting it. Exit status 2 if it has mistakes."""
+def validate(
+    path: SpecFile,
+    quick: Annotated[bool, typer.Option("--quick", help="What is written alone: ask no server, play nothing.")] = False,
+    here: Annotated[bool, typer.Option("--here", help="On this machine, also where a server runs.")] = False,
+    url: Url = None,
+    as_json: AsJson = False,
+) -> None:
+    """Check a job spec without submitting it. Exit status 2 if something is wrong.
+
+    What is written, model, chat template, rows, an episode of its environment, and whether there are the workers that
+    it needs; by the server, if one runs, else on this machine.
+    """
     from opentinker.shared.spec import parse_spec
 
     try:
-        spec = parse_spec(read_spec(path))
+        data = read_spec(path)
+        spec = parse_spec(data)
     except SpecError as error:
         if not as_json:
             raise
         print_json({"valid": False, "mistakes": error.mistakes})
         raise typer.Exit(2) from None
+    found: dict[str, Any] = {"valid": True, "mistakes": [], "checks": []}
+    if not quick:
+        found = _looked_at(data, spec, None if here else url or running_server())
     if as_json:
-        print_json({"valid": True, "spec": spec.model_dump(mode="json")})
-        return
-    say(f"ok: {spec.name}, {spec.kind} of {spec.model.base} on {_subject(spec)}")
+        print_json({**found, "spec": spec.model_dump(mode="json")})
+    elif found["mistakes"]:
+        print_mistakes(SpecError(found["mistakes"]))
+    else:
+        rows = [[check["result"], check["what"], check["found"], check["hint"]] for check in found["checks"]]
+        if rows:
+            print_table(["", "what", "found", "what to do"], rows, empty="")
+        if found["valid"]:
+            say(f"ok: {spec.name}, {spec.kind} of {spec.model.base} on {_subject(spec)}")
+    if not found["valid"]:
+        raise typer.Exit(2)
+
+
+def _looked_at(data: dict[str, Any], spec: JobSpec, server: str | None) -> dict[str, Any]:
+    """By the server at this URL, else here. The tokenizer of a model on this machine is asked here in any case."""
+    import asyncio
+
+    from opentinker import inspecting
+    from opentinker.shared.types import Message
+
+    sys.path.insert(0, str(Path.cwd()))
+    if server is None:
+        checks = asyncio.run(inspecting.inspect(spec))
+        return {"valid": not _any_bad(checks), "mistakes": [], "checks": checks, "server": None}
+    with client(server) as api:
+        found = api.validate(data)
+    messages = [Message(role=said["role"], content=said["content"]) for said in found.pop("messages")]
+    if not found["mistakes"]:
+        found["checks"] += inspecting.tokenizer(spec, messages)
+    return {**found, "valid": found["valid"] and not _any_bad(found["checks"]), "server": server}
+
+
+def _any_bad(checks: list[dict[str, Any]]) -> bool:
+    return any(check["result"] == "bad" for check in checks)
 
 
 def _subject(spec: JobSpec) -> str:

@@ -59,7 +59,14 @@ def check(
         raise typer.Exit(1)
 
 
-def play(name: Name, settings: Setting = None, row: int = 0, seed: Seed = 0, turns: Turns = 200) -> None:
+def play(
+    name: Name,
+    settings: Setting = None,
+    row: int = 0,
+    seed: Seed = 0,
+    turns: Turns = 200,
+    as_json: Annotated[bool, typer.Option("--json", help="At the end: what was said, and the rewards.")] = False,
+) -> None:
     """Be the model: read what it is shown, type what it would say. End with Ctrl-D."""
     from opentinker import trial
 
@@ -75,6 +82,10 @@ def play(name: Name, settings: Setting = None, row: int = 0, seed: Seed = 0, tur
         complain(f"error: {tried.failure}")
         raise typer.Exit(1)
     _show(tried.replies[-1], shown)
+    if as_json:
+        said = [{"seat": seat, "content": message.text} for seat, message in tried.said]
+        print_json({"ended": tried.ended, "rewards": tried.rewards, "said": said})
+        return
     totals = ", ".join(f"{f'{seat}: ' if seat else ''}{reward:g}" for seat, reward in tried.rewards.items())
     say(f"{'done' if tried.ended else 'given up'} after {len(tried.said)} turns; reward {totals or 0}")
 

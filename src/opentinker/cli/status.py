@@ -1,0 +1,111 @@
+"""`opentinker status`: this machine's processes, and the cluster at a glance."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import typer
+
+from opentinker.cli.common import DATA_DIR, AsJson, DataDir, Url, as_typed, client, print_json, print_table, say
+from opentinker.shared.errors import OpenTinkerError
+
+JOBS = 500
+"""The newest ones are counted."""
+ORDER = ("running", "starting", "queued", "paused", "succeeded", "failed", "cancelled")
+
+
+def register(app: typer.Typer) -> None:
+    app.command()(status)
+
+
+def status(data_dir: DataDir = DATA_DIR, url: Url = None, as_json: AsJson = False) -> None:
+    """Show what runs here, and the cluster at a glance. Exit status 3 if nothing runs.
+
+    Workers by pool, jobs by state, depths of queues, and which job waits for what. With --url: of that server alone.
+    """
+    from opentinker.nearby import is_running, read_state
+
+    running = url is None and is_running(data_dir)
+    state: dict[str, Any] = {"running": running, **(read_state(data_dir) if url is None else {"url": url})}
+    server = url or (state.get("url") if running else None)
+    if server is not None:
+        state["cluster"] = cluster(server)
+    if as_json:
+        print_json(state)
+    elif server is None and not running:
+        say(f"nothing runs on {data_dir}; start it with: {as_typed('up', '--data-dir', data_dir)}")
+    else:
+        if running:
+            _show_processes(state, data_dir)
+        if server is not None:
+            _show_cluster(state["cluster"])
+    if not running and url is None:
+        raise typer.Exit(3)
+
+
+def cluster(server: str) -> dict[str, Any]:
+    """`error` if the server does not answer; `workers` and `queues` are for operators alone, else None."""
+    from opentinker.http import ApiError
+
+    try:
+        with client(server) as api:
+            jobs = api.jobs(JOBS)
+            workers: list[dict[str, Any]] | None = None
+            queues: list[dict[str, Any]] | None = None
+            try:
+                workers, queues = api.workers(), api.queues()
+            except ApiError as error:
+                if error.status != 403:
+                    raise
+    except OpenTinkerError as error:
+        return {"error": str(error)}
+    states = Counter(job["state"] for job in jobs)
+    waiting = [
+        {"job": job["id"], "name": job["name"], "state": job["state"], "for": job["waiting_for"]}
+        for job in jobs
+        if job["waiting_for"]
+    ]
+    return {
+        "error": "",
+        "jobs": {state: states[state] for state in (*ORDER, *sorted(states.keys() - set(ORDER))) if states[state]},
+        "waiting": waiting,
+        "workers": None if workers is None else _pools(workers),
+        "queues": None if queues is None else {queue["stream"]: queue["messages"] for queue in queues},
+    }
+
+
+def _pools(workers: list[dict[str, Any]]) -> dict[str, dict[str, int]]:
+    pools: dict[str, dict[str, int]] = {}
+    for worker in workers:
+        pool = pools.setdefault(worker["pool"], {"running": 0, "leased": 0})
+        pool["running"] += 1
+        pool["leased"] += worker["lease"] is not None
+    return pools
+
+
+def _show_processes(state: dict[str, Any], data_dir: Any) -> None:
+    say(f"{state.get('url')}  (pid {state.get('pid')}, data in {state.get('data_dir')})")
+    rows = [
+        [name, child["state"], child["pid"] or "-", child["restarts"], child["url"], child["log"]]
+        for name, child in state.get("children", {}).items()
+    ]
+    print_table(["name", "state", "pid", "restarts", "url", "log"], rows, empty="still starting")
+    for name, child in state.get("children", {}).items():
+        if child["crash_loop"]:
+            say(f"{name} keeps dying; see: {as_typed('logs', name, '--data-dir', data_dir)}")
+
+
+def _show_cluster(found: dict[str, Any]) -> None:
+    if found["error"]:
+        say(f"\nthe server does not say more: {found['error']}")
+        return
+    say("")
+    if found["workers"] is not None:
+        said = [f"{pool} {n['running']} ({n['leased']} leased)" for pool, n in found["workers"].items()]
+        say(f"workers: {', '.join(said) or 'none'}")
+    say(f"jobs: {', '.join(f'{count} {state}' for state, count in found['jobs'].items()) or 'none yet'}")
+    if found["queues"] is not None:
+        say(f"messages: {', '.join(f'{name} {count}' for name, count in found['queues'].items())}")
+    for one in found["waiting"]:
+        say(f"{one['job']} ({one['name']}, {one['state']}) waits for {one['for']}")

@@ -1,0 +1,109 @@
+"""What a job is doing now, and what waits for what and why, in sentences made of what the server says of it."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from opentinker.shared.types import JobState
+
+Job = dict[str, Any]
+
+LONG_WAIT = 0.5
+"""Share of its time that a trainer waits from which generation is what limits the job."""
+SHORT_WAIT = 0.1
+FRESH_S = 120.0
+"""Metrics older than this say nothing about now."""
+
+
+def doing(job: Job, now: float | None = None) -> list[str]:
+    """`job`: an answer of GET /v1/jobs/{id}."""
+    now = time.time() if now is None else now
+    state = JobState(job["state"])
+    if state.final:
+        return _ended(job)
+    said = [_state(job, now)]
+    if job.get("waiting_for"):
+        said.append(f"It waits for {job['waiting_for']}.")
+    said += [_worker(worker) for worker in job.get("workers", [])]
+    if state == JobState.RUNNING and job["kind"] == "rl":
+        said += _flow(job, now)
+    if job.get("restarts"):
+        said.append(f"Its trainer was lost {job['restarts']} times without a step beyond {job['step']} since.")
+    return said
+
+
+def _ended(job: Job) -> list[str]:
+    at = f" at step {job['step']} of {job['steps']}" if job["steps"] else ""
+    return [f"It has {job['state']}{at}" + (f": {job['reason']}" if job["reason"] else "") + "."]
+
+
+def _state(job: Job, now: float) -> str:
+    since = _since(now - float(job["created"]))
+    match JobState(job["state"]):
+        case JobState.QUEUED if job["step"]:
+            return f"It is in the queue again, and goes on from its last checkpoint (it was at step {job['step']})."
+        case JobState.QUEUED:
+            return f"It is in the queue, for {since} now."
+        case JobState.STARTING:
+            return f"It is starting: its workers load the model (submitted {since} ago)."
+        case JobState.RUNNING if job["kind"] == "inference":
+            return f"It answers requests at {job.get('endpoint', '')}."
+        case JobState.RUNNING:
+            return f"It is running: step {job['step']} of {job['steps'] or 'an unknown number'}."
+        case other:
+            return f"It is {other}."
+
+
+def _worker(worker: dict[str, Any]) -> str:
+    does = {"loading": "loads the model", "ready": "works", "draining": "ends what it has begun", "idle": "is idle"}
+    return f"{worker['id']} on {worker['host']} {does.get(worker['status'], worker['status'])}."
+
+
+def _flow(job: Job, now: float) -> list[str]:
+    ledger = job["ledger"]
+    said = [
+        f"{ledger['running']} groups are being generated, {ledger['pending']} wait to be trained, "
+        f"{ledger['trained']} were trained."
+    ]
+    discarded, failed = sum(ledger["discarded"].values()), sum(ledger["failed"].values())
+    if discarded or failed:
+        why = ", ".join(
+            f"{count} {name}" for name, count in {**ledger["discarded"], **ledger["failed"]}.items() if count
+        )
+        said.append(f"{discarded + failed} groups came to nothing and were replaced: {why}.")
+    point = job["metrics"].get("trainer")
+    if point is None or now - point["time"] > FRESH_S:
+        last = "no step yet" if point is None else f"the last step was {_since(now - point['time'])} ago"
+        return [*said, f"The trainer waits for its next batch: {last}."]
+    share = point["values"].get("trainer/wait_share")
+    if share is not None and share >= LONG_WAIT:
+        said.append(f"The trainer waits {share:.0%} of its time for trajectories: more rollout workers would help.")
+    elif share is not None and share <= SHORT_WAIT and not ledger["running"]:
+        said.append(
+            "Generation waits for the trainer: algorithm.max_staleness lets no group begin before the next version."
+        )
+    elif share is not None:
+        said.append(f"The trainer waits {share:.0%} of its time for trajectories.")
+    return said
+
+
+def _since(seconds: float) -> str:
+    for limit, size, unit in ((90.0, 1.0, "s"), (5400.0, 60.0, "min"), (129600.0, 3600.0, "h")):
+        if seconds < limit:
+            return f"{max(0.0, seconds) / size:.0f} {unit}"
+    return f"{seconds / 86400:.0f} d"
+
+
+def next_commands(job: Job) -> list[tuple[str, ...]]:
+    """What to type next, as arguments of `opentinker`, the likeliest first."""
+    id, state = str(job["id"]), JobState(job["state"])
+    if state == JobState.FAILED:
+        return [("logs", id, "--level", "warning"), ("events", id)]
+    if state.final:
+        return [("download", id, "my-model"), ("watch", id)]
+    if state == JobState.PAUSED:
+        return [("resume", id), ("cancel", id)]
+    if job.get("waiting_for"):
+        return [("status",), ("events", id, "-f")]
+    return [("watch", id), ("logs", id, "-f")]
