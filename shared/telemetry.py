@@ -36,6 +36,12 @@ REGISTRY = CollectorRegistry()
 LAST = Gauge("opentinker_metric", "Last value of a job's metric", ["job", "source", "name"], registry=REGISTRY)
 POINTS = Total("opentinker_metric_points", "Metric points sent", ["source"], registry=REGISTRY)
 
+LEFT_OUT = Total(
+    "opentinker_metric_values_left_out", "Values of names beyond a source's most", ["source"], registry=REGISTRY
+)
+MOST_NAMES = 500
+"""Of one source of one job on /metrics: environments make up names of their own. The history has them all."""
+
 CLUSTER = "cluster"
 """Stands in the place of a job in points about what belongs to none."""
 REPORT_S = 1.0
@@ -114,9 +120,13 @@ class MetricSource:
             values={name: float(value) for name, value in values.items() if math.isfinite(value)},
         )
         self._seq += 1
-        self._names |= point.values.keys()
+        room = MOST_NAMES - len(self._names)
+        self._names |= set(sorted(point.values.keys() - self._names)[:room])
         for name, value in point.values.items():
-            LAST.labels(self._job, self._source, name).set(value)
+            if name in self._names:
+                LAST.labels(self._job, self._source, name).set(value)
+            else:
+                LEFT_OUT.labels(self._source).inc()
         POINTS.labels(self._source).inc()
         await self._bus.emit(METRIC, point, job=self._job, source=self._source)
         return point

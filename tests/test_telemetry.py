@@ -101,6 +101,18 @@ async def test_closed_source_is_shown_no_more(bus: Bus) -> None:
     assert "j-closed" not in prometheus()
 
 
+async def test_names_on_the_metrics_page_are_bounded_and_the_history_has_them_all(
+    bus: Bus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(telemetry, "MOST_NAMES", 3)
+    source = MetricSource(bus, "j-wordy", "trainer")
+    points = [await source.emit(step, {f"env/{step}{k}": 1.0 for k in range(2)}) for step in range(4)]
+    assert [len(point.values) for point in points] == [2, 2, 2, 2]
+    assert prometheus().count('job="j-wordy"') == 3
+    source.close()
+    assert 'job="j-wordy"' not in prometheus()
+
+
 class Full(io.StringIO):
     def flush(self) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")

@@ -9,7 +9,7 @@ import sys
 
 import typer
 
-from opentinker.cli import audit, chat, environments, jobs, keys, knowing, logs, machine, run, specs, status
+from opentinker.cli import audit, chat, environments, jobs, keys, knowing, logs, machine, run, sink, specs, status
 from opentinker.shared.errors import OpenTinkerError, SpecError
 
 app = typer.Typer(
@@ -24,6 +24,7 @@ machine.register(app)
 jobs.register(app)
 knowing.register(app)
 status.register(app)
+sink.register(app)
 logs.register(app)
 specs.register(app)
 run.register(app)
