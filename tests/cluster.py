@@ -303,6 +303,10 @@ class Cluster:
         return self.processes[name].logged
 
 
+BESIDE_METRICS = {"epoch", "step", "time", "seqs", "trace"}
+"""What else stands in a line of metrics.jsonl."""
+
+
 def undocumented(names: Iterable[str]) -> list[str]:
     """Metrics that docs/metrics.md has no word for; a rate (`..._per_s`) is documented by its total."""
     page = (ROOT / "docs" / "metrics.md").read_text()

@@ -18,7 +18,7 @@ from opentinker.shared import codec
 from opentinker.shared.spec import JobSpec
 from opentinker.shared.subjects import SWAP
 from opentinker.shared.types import SwapCommand
-from tests.cluster import Cluster, undocumented
+from tests.cluster import BESIDE_METRICS, Cluster, undocumented
 from tests.conftest import soon, until
 from tests.factories import make_spec
 from tests.lineage import faults
@@ -72,7 +72,7 @@ async def test_one_digit_is_learnt_and_the_model_can_be_used(system: Cluster, ti
     print(f"{len(crossed)} steps have completions that crossed a swap")
     assert sum(exact[:5]) / 5 < 0.3 and sum(exact[-10:]) / 10 >= 0.6
     assert_exact_numerics(lines)
-    assert undocumented({*lines[0], *lines[-1]} - {"epoch", "step", "time", "seqs"}) == []
+    assert undocumented({*lines[0], *lines[-1]} - BESIDE_METRICS) == []
     assert lineage_faults(system, job, len(lines)) == []
     assert crossed, "no completion crossed a swap: they all waited for it, or there was none"
 
@@ -129,7 +129,7 @@ async def test_reference_teacher_and_reward_model_judge_what_is_sampled(
         assert line["reward_model/judge/std"] > 0
     assert lines[0]["loss/kl"] == pytest.approx(0, abs=1e-5)  # the first weights are the reference
     assert lines[-1]["loss/kl"] > 0
-    assert undocumented({*lines[0], *lines[-1]} - {"epoch", "step", "time", "seqs", "guesses"}) == []
+    assert undocumented({*lines[0], *lines[-1]} - BESIDE_METRICS - {"guesses"}) == []
 
     async def all_scored() -> bool:
         """A worker says so with its next heartbeat."""
@@ -160,7 +160,7 @@ async def test_a_frozen_value_model_takes_the_place_of_the_critic(system: Cluste
     assert_exact_numerics(lines)
     assert all("loss/value" not in line and line["value/mean"] != 0 for line in lines)
     assert all(line["value/explained_variance"] < 1 for line in lines if "value/explained_variance" in line)
-    assert undocumented({*lines[0], *lines[-1]} - {"epoch", "step", "time", "seqs"}) == []
+    assert undocumented({*lines[0], *lines[-1]} - BESIDE_METRICS) == []
     assert not any(name.endswith("critic.safetensors") for name in system.manifest(job).files)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.nn.attention.varlen import varlen_attn
 from transformers import (
     AutoModelForCausalLM,
     Gemma3TextConfig,
@@ -124,7 +125,7 @@ def test_kernel_is_asked_for_causal_attention_within_each_row(
     _, packed = models
     ids, masks = ragged(4)
     expected, _ = token_logprobs(packed, layout(ids, masks), temperature=1.0)
-    calls = []
+    calls: list[tuple[int, int]] = []
 
     def kernel(q: Any, k: Any, v: Any, ends_q: Any, ends_k: Any, most_q: int, most_k: int, **options: Any) -> Any:
         calls.append(options["window_size"])
@@ -134,22 +135,56 @@ def test_kernel_is_asked_for_causal_attention_within_each_row(
         return attention._row_by_row(q, k, v, rows, options["scale"]).view(q.shape)
 
     monkeypatch.setattr(attention, "varlen_attn", kernel)
-    monkeypatch.setattr(attention, "_has_kernel", lambda *_: True)
+    monkeypatch.setattr(attention, "_has_kernel", lambda _: True)
     monkeypatch.setattr(attention, "_on_gpu", lambda _: True)
     got, _ = token_logprobs(packed, layout(ids, masks).unpadded(), temperature=1.0)
     torch.testing.assert_close(got, expected, atol=2e-6, rtol=0)
     assert calls and set(calls) == {(-1, 0)}
 
 
+def test_masters_of_float32_are_attended_to_in_the_precision_of_the_job(
+    models: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, packed = models
+    ids, masks = ragged(4)
+    seen, by_rows = set(), attention._row_by_row
+
+    def watched(q: Any, k: Any, v: Any, *rest: Any) -> Any:
+        seen.add((q.dtype, k.dtype, v.dtype))
+        return by_rows(q, k, v, *rest)
+
+    monkeypatch.setattr(attention, "_row_by_row", watched)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        got, _ = token_logprobs(packed, layout(ids, masks).unpadded(), temperature=1.0)
+        expected, _ = token_logprobs(packed, layout(ids, masks), temperature=1.0)
+    assert seen == {(torch.bfloat16,) * 3}
+    torch.testing.assert_close(got, expected, atol=0.02, rtol=0)
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="the kernel runs on a GPU")
-def test_kernel_of_a_gpu_agrees_with_buckets(tiny: Path) -> None:
-    packed = load_model(str(tiny), torch.bfloat16).cuda()
+@pytest.mark.parametrize("masters", [torch.bfloat16, torch.float32])
+def test_kernel_of_a_gpu_agrees_with_buckets(tiny: Path, monkeypatch: pytest.MonkeyPatch, masters: torch.dtype) -> None:
+    packed = load_model(str(tiny), masters).cuda()
     ids, masks = ragged(3)
+    weights = torch.linspace(-1, 1, sum(map(sum, masks)), device="cuda")
     plan = layout(ids, masks).to("cuda")
-    assert plan.rows is not None
-    got, _ = token_logprobs(packed, plan, temperature=1.0)
-    expected, _ = token_logprobs(packed, replace(plan, rows=None), temperature=1.0)
-    torch.testing.assert_close(got, expected, atol=0.05, rtol=0)
+    calls: list[int] = []
+    found: list[list[torch.Tensor]] = []
+
+    def watched(*parts: Any, **options: Any) -> Any:
+        calls.append(1)
+        return varlen_attn(*parts, **options)
+
+    monkeypatch.setattr(attention, "varlen_attn", watched)
+    for each in (plan, replace(plan, rows=None)):
+        packed.zero_grad()
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            logprobs, _ = token_logprobs(packed, each, temperature=1.0)
+        (logprobs * weights).sum().backward()
+        found.append([logprobs.detach(), *(p.grad.clone() for p in packed.parameters() if p.grad is not None)])
+    assert calls
+    for got, expected in zip(*found, strict=True):
+        torch.testing.assert_close(got, expected, atol=0.05 * float(expected.abs().max()), rtol=0)
 
 
 def test_one_sequence_alone_and_the_first_token(models: tuple[Any, Any]) -> None:

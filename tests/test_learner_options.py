@@ -76,11 +76,16 @@ def test_gradient_checkpointing_makes_the_same_steps_with_less_memory(tiny: Path
 
 
 @pytest.mark.parametrize(
-    "parts",
-    [{"algorithm": {"updates_per_batch": 2, "proximal": "recomputed"}}, {"model": {"lora": LORA}}, {"algorithm": PPO}],
-    ids=["two updates", "lora with dropout", "critic"],
+    ("parts", "after"),
+    [
+        *(({"algorithm": {"updates_per_batch": 2, "proximal": "recomputed"}}, n) for n in (0, 5, 7)),
+        *(({"model": {"lora": LORA}}, n) for n in (0, 4, 6)),
+        *(({"algorithm": PPO}, n) for n in (0, 1, 3)),
+    ],
+    ids=[
+        f"{kind} after {n}" for kind in ("two updates", "lora with dropout", "critic") for n in ("none", "some", "most")
+    ],
 )
-@pytest.mark.parametrize("after", [0, 1, 3])
 def test_a_step_that_is_interrupted_leaves_nothing_behind(
     tiny: Path, monkeypatch: pytest.MonkeyPatch, parts: dict[str, Any], after: int
 ) -> None:
@@ -105,13 +110,14 @@ def test_a_step_that_is_interrupted_leaves_nothing_behind(
         learner.step(random_groups(1), V0)
     assert len(asked) == after + 1 and torch.equal(torch.get_rng_state(), noise)
     assert all(map(torch.equal, before, weights(learner)))
-    assert all(p.grad is None for p in learner.parameters.values()) and learner.steps == 1
+    owners: list[Any] = [learner, *([learner.critic] if learner.critic else [])]
+    assert all(p.grad is None for owner in owners for p in owner.parameters.values()) and learner.steps == 1
     monkeypatch.undo()
     learner._interrupted.clear()
     learner.step(random_groups(1), V0)
     torch.set_rng_state(noise)
     unbroken.step(random_groups(1), V0)
-    assert digest(learner) == digest(unbroken)
+    assert digest(learner) == digest(unbroken) and all(map(torch.equal, weights(learner), weights(unbroken)))
 
 
 def test_fp32_head_computes_logits_in_float32_from_bfloat16_states_and_weights(tiny: Path) -> None:

@@ -63,7 +63,8 @@ class Trainable(Protocol):
         """Write everything that `load` needs: Hugging Face or PEFT layout, and `trainer/` beside it."""
 
     def interrupt(self) -> None:
-        """From another thread: work under way, now or later, raises Interrupted soon, and has changed nothing then."""
+        """From another thread: work under way, now or later, raises Interrupted soon, and has changed nothing then.
+        Work that must not be given up is done to its end instead."""
 
     def close(self) -> None:
         """Let go of what is outside this process, also in the middle of a step. Idempotent."""

@@ -76,7 +76,10 @@ class Ranked:
             self.own.write(directory, self._run(Gather(checkpoint=True), self.own.collect))
 
     def interrupt(self) -> None:
-        """Our own part is given up; the other ranks are of no use afterwards, and ended when the learner is closed."""
+        """Our own part is given up; the other ranks are of no use afterwards, and ended when the learner is closed.
+
+        Not where they share weights or optimizer, see `Policy.go_on`.
+        """
         self.own.interrupt()
 
     def close(self) -> None:

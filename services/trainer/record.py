@@ -22,7 +22,7 @@ from opentinker.services.trainer.alarm import WATCHED, WINDOW, SlopeAlarm
 from opentinker.services.trainer.evaluations import Evaluations
 from opentinker.services.trainer.learner import Interrupted, NonFinite, Trainable, is_out_of_memory, too_large
 from opentinker.services.trainer.step_log import StepLog, lineage
-from opentinker.shared.errors import Conflict, Fenced, JobFailed
+from opentinker.shared.errors import Conflict, Fenced, JobFailed, OpenTinkerError
 from opentinker.shared.manifest import Manifest, start_of
 from opentinker.shared.service import Context
 from opentinker.shared.spec import JobSpec, StartSpec
@@ -169,7 +169,14 @@ class Record:
         another's by now."""
         try:
             yield
-        except (JobFailed, asyncio.CancelledError):
+        except JobFailed:
+            if self._sound:
+                try:
+                    await see_through(save())
+                except OpenTinkerError as error:  # why the job failed is what its owner shall read
+                    log.warning("not_saved", error=str(error))
+            raise
+        except asyncio.CancelledError:
             if self._sound:
                 with contextlib.suppress(Fenced):
                     await see_through(save())

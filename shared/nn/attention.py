@@ -1,8 +1,9 @@
 """Attention over a packed stream, as an attention function of transformers.
 
 On a CPU each bucket of rows is one causal `scaled_dot_product_attention` call. On a GPU all rows are one call of Flash
-Attention's kernel for sequences of any lengths (torch.nn.attention.varlen), which knows half precision and heads of up
-to 256 numbers; anything else takes the buckets there too. Neither makes a T x T mask.
+Attention's kernel for sequences of any lengths (torch.nn.attention.varlen), which wants an Ampere GPU or a newer one,
+half precision, and heads of up to 256 numbers, a multiple of 8; anything else takes the buckets there too. Neither
+makes a T x T mask.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ PACKED = "opentinker_packed"
 """Name of the attention function below, for `model.set_attn_implementation`."""
 VARLEN_TYPES = (torch.bfloat16, torch.float16)
 VARLEN_HEAD = 256
+AMPERE = (8, 0)
 
 
 def packed_attention(
@@ -39,7 +41,7 @@ def packed_attention(
     if options.get("softcap") is not None or options.get("s_aux") is not None or attention_mask is not None:
         raise NotImplementedError("attention with soft caps, sinks or a mask of its own")
     dropout, scale = options.get("dropout", 0.0), options.get("scaling")
-    if plan.rows is not None and _has_kernel(query, dropout):
+    if plan.rows is not None and dropout == 0.0 and _has_kernel(query):
         joined, places_N = _in_rows(query, key, value, plan.rows, scale), plan.rows.places_N
     else:
         joined, places_N = _in_buckets(query, key, value, plan, scale, dropout), plan.places_N
@@ -49,10 +51,20 @@ def packed_attention(
 AttentionInterface.register(PACKED, packed_attention)
 
 
-def _has_kernel(query: Tensor, dropout: float) -> bool:
-    """Whether rows of any lengths can be one call. The CPU's twin of the kernel takes everything but dropout."""
-    known = not _on_gpu(query) or (query.dtype in VARLEN_TYPES and query.shape[3] <= VARLEN_HEAD)
-    return known and dropout == 0.0
+def _has_kernel(query: Tensor) -> bool:
+    """Whether rows of any lengths can be one call. The CPU's twin of the kernel takes everything."""
+    if not _on_gpu(query):
+        return True
+    head = query.shape[3]
+    fits = _dtype(query) in VARLEN_TYPES and head <= VARLEN_HEAD and head % 8 == 0
+    return fits and torch.cuda.get_device_capability(query.device) >= AMPERE
+
+
+def _dtype(query: Tensor) -> torch.dtype:
+    """In which attention is computed: autocast does not know of the kernel, and rotated queries of float32 masters are
+    float32."""
+    device = query.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else query.dtype
 
 
 def _on_gpu(tensor: Tensor) -> bool:
@@ -62,7 +74,7 @@ def _on_gpu(tensor: Tensor) -> bool:
 def _in_rows(query: Tensor, key: Tensor, value: Tensor, rows: Rows, scale: float | None) -> Tensor:
     """[R, Hq * D]."""
     q, k, v = (
-        F.embedding(rows.tokens_R, _tokens_first(heads)).view(-1, heads.shape[1], heads.shape[3])
+        F.embedding(rows.tokens_R, _tokens_first(heads)).view(-1, heads.shape[1], heads.shape[3]).to(_dtype(query))
         for heads in (query, key, value)
     )
     if not _on_gpu(query):
