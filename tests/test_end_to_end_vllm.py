@@ -15,6 +15,7 @@ from nats.aio.msg import Msg
 
 from examples.models.make_tiny import make_tiny
 from opentinker.shared import codec
+from opentinker.shared.rights import OPERATOR
 from opentinker.shared.spec import JobSpec
 from opentinker.shared.subjects import SWAP
 from opentinker.shared.types import SwapCommand
@@ -210,7 +211,8 @@ async def test_worker_that_dies_in_a_swap_holds_up_nobody(system: Cluster, tiny:
             killed.set()
 
     system.processes[name].wanted = False
-    nats_client = await nats.connect(f"nats://127.0.0.1:{system.nats_port}")
+    password = system.access.password("nats", OPERATOR)
+    nats_client = await nats.connect(f"nats://127.0.0.1:{system.nats_port}", user=OPERATOR, password=password)
     await nats_client.subscribe(SWAP.at(worker=address), cb=kill)
     await soon(killed.wait())
     await nats_client.close()
