@@ -203,6 +203,7 @@ async def test_a_model_with_a_window_that_the_job_may_outgrow_fails_at_start(tmp
     from opentinker.services.rollout_worker.vllm_engine import VllmEngine
 
     Qwen2Config(use_sliding_window=True, sliding_window=64, max_window_layers=0).save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"never read")
     with pytest.raises(JobFailed, match=r"looks back 64 tokens.*context_length to at most 64"):
         await VllmEngine(str(tmp_path), eos_ids=[EOS]).start()
 

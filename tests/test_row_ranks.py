@@ -64,7 +64,8 @@ def examples(kind: str, seed: int, count: int = 7) -> list[Example]:
 
 def assert_alike(found: dict[str, float], expected: dict[str, float]) -> None:
     assert expected.keys() <= found.keys() <= {*expected, "trainer/rank_imbalance"}
-    for name in expected.keys() - OF_TIME_OR_PLACE:
+    tied = {"rewards/accuracy"} if abs(expected.get("rewards/margin", 1.0)) < 1e-4 else set()  # rounding decides then
+    for name in expected.keys() - OF_TIME_OR_PLACE - tied:
         assert found[name] == pytest.approx(expected[name], rel=1e-4, abs=1e-5), name
 
 
