@@ -129,7 +129,7 @@ async def measure(client: Client, arguments: argparse.Namespace, pids: dict[str,
 
 
 async def run(arguments: argparse.Namespace, url: str, pids: dict[str, int]) -> bool:
-    async with Bus.connect(url, "load") as bus:
+    async with Bus.connect(url, "load", "rollout-worker") as bus:  # whom env workers may answer
         return await measure(Client(bus, arguments.turns), arguments, pids, TARGET)
 
 

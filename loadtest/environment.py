@@ -129,7 +129,7 @@ async def measure(arguments: argparse.Namespace, url: str, pids: dict[str, int])
         await played(arguments.name, arguments.config, row, None, arguments.say) for row in range(arguments.episodes)
     ]
     own, own_cpu = await alone(arguments, episodes)
-    async with Bus.connect(url, "load") as bus, asyncio.TaskGroup() as players:
+    async with Bus.connect(url, "load", "rollout-worker") as bus, asyncio.TaskGroup() as players:
         client = Client(bus, arguments, episodes)
         for number in range(arguments.sessions):
             players.create_task(client.play(number))

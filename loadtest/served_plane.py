@@ -40,7 +40,7 @@ SPEC = {
 async def run(arguments: argparse.Namespace, servers: EmbeddedServers, pids: dict[str, int]) -> bool:
     async with Store.connect(servers.operator_url("valkey"), "load") as store:
         await store.create_job(id=JOB, spec=parse_spec(SPEC).model_dump(mode="json"), tenant="default")
-    async with Bus.connect(servers.operator_url("nats"), "load") as bus:
+    async with Bus.connect(servers.operator_url("nats"), "load", "rollout-worker") as bus:
         return await measure(Client(bus, arguments.turns, "served:load", JOB), arguments, pids, TARGET)
 
 
