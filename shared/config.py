@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 import tomllib
 import uuid
@@ -20,6 +21,8 @@ from opentinker.shared.secrets import password_in, read_password
 PREFIX = "OPENTINKER_"
 LEAST_PRIORITY, MOST_PRIORITY = -10, 10
 """Bounds of resources.priority."""
+ORIGIN = re.compile(r"https?://(\[[0-9a-f:]+\]|[a-z0-9.-]+)(:[0-9]{1,5})?")
+"""Of a page, as browsers write it."""
 LOOPBACK_HOSTS = ("127.0.0.1", "::1", "localhost")
 """Addresses to listen on that only this machine reaches."""
 
@@ -57,6 +60,16 @@ class Settings(BaseModel):
     otherwise. `opentinker up` makes one per service. None: the server asks for none, or nats_url has it."""
     redis_password_file: Path | None = None
     """The same for Redis."""
+    nats_websocket_url: Annotated[str, Field(pattern=r"^(wss?://[^/\s@]+:[0-9]+(/\S*)?)?$")] = ""
+    """Of nats-server's WebSocket listener, as browsers reach it: `ws://HOST:PORT`, `wss://HOST:PORT` behind TLS.
+    Whoever may read a job gets credentials for its live streams there; empty: nobody does. For a listener on all
+    addresses, `0.0.0.0`, the name by which the API was asked stands in its place."""
+    nats_issuer_file: Path | None = None
+    """A file with the seed of the nkey that signs those credentials for nats-server, whose configuration has the public
+    half: `opentinker up` and `opentinker access` make both. Goes with nats_websocket_url."""
+    nats_websocket_origins: list[str] = []
+    """Pages that may use that listener, `https://HOST[:PORT]`, beside those of the API itself; in an environment
+    variable, with commas. `opentinker up` tells nats-server."""
     data_dir: Path = Path("data")
     """Job directories and checkpoints; the same path on every machine of a deployment."""
     worker_id: str = ""
@@ -172,7 +185,13 @@ class Settings(BaseModel):
             )  # fmt: skip
         return self
 
-    def password(self, field: Literal["nats_password_file", "redis_password_file"]) -> str:
+    @model_validator(mode="after")
+    def _streams_are_whole(self) -> Settings:
+        if bool(self.nats_websocket_url) != (self.nats_issuer_file is not None):
+            raise PydanticCustomError("half", "nats_websocket_url and nats_issuer_file go together: set both or none")
+        return self
+
+    def password(self, field: Literal["nats_password_file", "redis_password_file", "nats_issuer_file"]) -> str:
         """Empty if there is no such file. Raises SpecError."""
         path: Path | None = getattr(self, field)
         return "" if path is None else read_password(path, field)
@@ -181,9 +200,18 @@ class Settings(BaseModel):
         """All that this process knows; none of it is for logs. Raises SpecError."""
         found = [self.password("nats_password_file"), self.password("redis_password_file")]
         found += [password_in(self.nats_url), password_in(self.redis_url)]
+        found.append(self.password("nats_issuer_file"))
         if self.admin_key_file is not None:
             found.append(read_password(self.admin_key_file, "admin_key_file"))
         return [secret for secret in found if secret]
+
+    @field_validator("nats_websocket_origins", mode="before")
+    @classmethod
+    def _origins(cls, given: object) -> object:
+        texts = [part.strip() for part in given.split(",") if part.strip()] if isinstance(given, str) else given
+        if _is_texts(texts) and (wrong := [text for text in texts if not ORIGIN.fullmatch(text)]):
+            raise PydanticCustomError("no_origin", "{wrong} is no https://HOST[:PORT]", {"wrong": wrong[0]})
+        return texts
 
     @field_validator("env_egress_allow", mode="before")
     @classmethod

@@ -2,6 +2,7 @@
 
     subjects.py  who sends and who eats   --> `nats_rights`: publish and subscribe, JetStream's API, acks, inboxes
     STREAM_USES  who looks into a stream, or empties it --'
+    subjects.py  what of a job is shown  --> `shown_of`: what whoever has a credential for its streams may hear
     REDIS_KEYS   who reads and writes which keys --> `redis_rules`
 
 A service's requests are answered below an inbox prefix of its own, which no other service may listen to. Answers go to
@@ -19,6 +20,8 @@ from opentinker.shared.subjects import (
     ENV,
     EXAMS,
     GROUPS,
+    LOGINS,
+    LOGINS_ANSWERED,
     LOGS,
     METRICS,
     REFERENCE,
@@ -91,8 +94,16 @@ def wide(pattern: str) -> str:
     return pattern.format_map(_Stars())
 
 
+def shown_of(job: str) -> dict[str, str]:
+    """What a credential for the streams of a job may hear, by name. Subjects of other jobs have another second part."""
+    at = _Stars(job=subjects.token(job))
+    return {s.shown: s.pattern.format_map(at) for s in TABLE if isinstance(s, Subject) and s.shown}
+
+
 def nats_rights(service: str) -> NatsRights:
     publish, subscribe = {"$JS.API.INFO"}, {inbox(service) + ".>"}
+    if service == SCHEDULER:
+        publish, subscribe = publish | {LOGINS_ANSWERED}, subscribe | {LOGINS}
     for subject in TABLE:
         if service in subject.by:
             publish.add(wide(subject.pattern))

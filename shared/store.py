@@ -12,6 +12,7 @@ Keys (`{id}` is a job id of ours):
     adm:{id}, adm:{id}:groups   admission (admission.py)
     spent:*             what jobs and tenants have spent (usage.py)
     key:{id}, keys:of:{tenant}, tenants   API keys (keys.py)
+    stream:{digest}, streams:of:{key}     credentials to hear a job live (stream_credentials.py)
 """
 
 from __future__ import annotations

@@ -49,6 +49,9 @@ class Subject(Generic[T]):
     """Services that send it."""
     to: tuple[str, ...] = ()
     """Services that eat it."""
+    shown: str = ""
+    """Of what dashboards hear of a job by a credential (`stream_credentials.py`): its name there, and the last part
+    of the route that has its history."""
 
     def at(self, **keys: str) -> str:
         return self.pattern.format(
@@ -80,9 +83,9 @@ GROUP = Subject("group.{job}", trajectories.Group, by=(ROLLOUT, REFERENCE), to=(
 """Rollout worker or reference-forward -> the job's trainer. Kept until a checkpoint covers it."""
 EXAM = Subject("exam.{job}", validation.Exam, by=(TRAINER,), to=(ROLLOUT,))
 """Trainer -> one rollout worker of the job: play a validation episode. Acknowledged when the trainer has its result."""
-METRIC = Subject("metric.{job}.{source}", types.MetricPoint, json=True, by=SERVICES)
+METRIC = Subject("metric.{job}.{source}", types.MetricPoint, json=True, by=SERVICES, shown="metrics")
 """Every service -> dashboards, CLI. Live and as history."""
-LOG = Subject("log.{job}.{level}", types.LogLine, json=True, by=SERVICES, to=(SCHEDULER,))
+LOG = Subject("log.{job}.{level}", types.LogLine, json=True, by=SERVICES, to=(SCHEDULER,), shown="logs")
 """Every service -> the job's log. Live and as history, by level: many small words cannot push out a grave one."""
 WAKE = Subject("wake.{who}", dict, json=True, by=(SCHEDULER, TRAINER, ROLLOUT), to=(SCHEDULER, TRAINER, ROLLOUT))
 """Anybody -> a loop that sleeps: look again now. A hint; every loop also looks by itself."""
@@ -136,6 +139,9 @@ ABANDON = Subject("generate.abandon.{worker}", inference.Abandoned, by=(SCHEDULE
 """Scheduler -> the rollout worker that it has asked."""
 WANTED = Call("generate.wanted.{asker}", inference.Underway, inference.Underway, by=(ROLLOUT,), to=(SCHEDULER,))
 """Rollout worker -> the scheduler that has asked it: schedulers die, and messages get lost."""
+
+LOGINS, LOGINS_ANSWERED = "$SYS.REQ.USER.AUTH", "$SYS._INBOX.>"
+"""nats-server -> a scheduler: may this one come in, who is none of the services? Answered where the server says."""
 
 MIB = 1024**2
 DEDUP_S = 600.0

@@ -96,11 +96,14 @@ def test_a_taken_port_is_replaced_by_a_free_one(tmp_path: Path, monkeypatch: pyt
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        ports = {"nats": port, "nats_monitor": free_port(), "valkey": port}
+        ports = {"nats": port, "nats_monitor": free_port(), "nats_websocket": port, "valkey": port}
         monkeypatch.setattr("opentinker.embedded.DEFAULT_PORTS", ports)
         with EmbeddedServers(tmp_path) as servers:
             assert port not in servers.ports.values()
             assert servers.ports["nats_monitor"] == ports["nats_monitor"]
+            told = servers.environment("scheduler")
+            assert told["OPENTINKER_NATS_WEBSOCKET_URL"] == f"ws://127.0.0.1:{servers.ports['nats_websocket']}"
+            assert "OPENTINKER_NATS_WEBSOCKET_URL" not in servers.environment("trainer")
             assert redis.Redis.from_url(servers.operator_url("valkey")).ping()
 
 

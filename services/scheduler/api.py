@@ -26,6 +26,7 @@ from opentinker.services.scheduler.limits import HEADERS, IDLE_S, Guard, bound, 
 from opentinker.services.scheduler.openapi import Parameter, Route, document
 from opentinker.services.scheduler.problems import BODY_LIMIT, begins, json_response, problems
 from opentinker.services.scheduler.replicas import Replicas
+from opentinker.services.scheduler.streams_api import StreamsApi
 from opentinker.services.scheduler.usage_api import MOST_DAYS, UsageApi
 from opentinker.services.scheduler.validating import Validating
 from opentinker.shared.authority import Action
@@ -152,6 +153,14 @@ class Api:
                 "Kept validation episodes",
                 200,
                 (STEP,),
+            ),
+            Route(
+                "POST",
+                get + "/stream-credentials",
+                StreamsApi(jobs).give,
+                Action.JOBS_READ,
+                "A token to hear the job live on NATS, for a while; shows it, once",
+                201,
             ),
             Route(
                 "GET", get + "/checkpoints", jobs.checkpoints, Action.JOBS_READ, "Committed checkpoints, oldest first"

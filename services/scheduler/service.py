@@ -6,6 +6,7 @@
     clear       consumes jobs that have ended; removes their messages
     tickets     consumes admission's room; produces TICKET; woken by WAKE "admission"
     measure     consumes ledgers, heartbeats and stream sizes; produces METRIC
+    callout     lets in to NATS whoever has a credential for the streams of a job
     keys        cuts off what keys that were revoked, or ran out, have open
     served      produces heartbeats of connected processes that serve environments
     replicas    answers rollout workers of inference jobs, which ask what is still wanted
@@ -19,6 +20,7 @@ from collections.abc import Coroutine
 from typing import Any
 
 from opentinker.services.scheduler.api import listening
+from opentinker.services.scheduler.callout import Callout
 from opentinker.services.scheduler.clearing import Clearing
 from opentinker.services.scheduler.gate import Gate, register_operator
 from opentinker.services.scheduler.gateway import Gateway
@@ -48,6 +50,7 @@ async def serve(ctx: Context) -> None:
             {
                 "lead": Leadership(ctx).run(leading),
                 "keys": gate.run(),
+                "callout": Callout(ctx).run(),
                 "served": gateway.run(),
                 "replicas": replicas.run(),
                 "stop": ctx.stopping.wait(),

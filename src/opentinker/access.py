@@ -1,9 +1,10 @@
 """A folder with who may connect to NATS and Valkey: users, their rights, their passwords. Made once, kept.
 
     FOLDER/nats.conf              the shipped settings, and a line that includes nats-users.conf
-    FOLDER/nats-users.conf        a user per service, with its subjects and its password
+    FOLDER/nats-users.conf        a user per service, with its subjects and its password; the listener for browsers
     FOLDER/valkey-users.acl       a user per service, with its keys and the hash of its password
     FOLDER/{nats,valkey}-SERVICE  the password, for that service alone
+    FOLDER/nats-issuer            the seed of the nkey with which schedulers sign who else may come in
 
 Rights are of this release (`shared/rights.py`) and written anew at every start; passwords stay. To change one, delete
 its file and start again.
@@ -15,29 +16,58 @@ import hashlib
 import os
 import secrets
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from opentinker.shared.config import PREFIX
+from opentinker.shared.nats_tokens import Signer, new_seed
 from opentinker.shared.rights import ANYBODY_RULES, OPERATOR, OPERATOR_RULES, nats_rights, redis_rules
-from opentinker.shared.subjects import SERVICES
+from opentinker.shared.subjects import SCHEDULER, SERVICES
 
 SERVERS = ("nats", "valkey")
 NATS_CONF, NATS_USERS, VALKEY_USERS = "nats.conf", "nats-users.conf", "valkey-users.acl"
+ISSUER = "nats-issuer"
+CALLOUT_S = 3
+"""How long nats-server waits for a scheduler's word about somebody who is none of the services."""
+
+
+@dataclass(frozen=True)
+class WebSocket:
+    """Where nats-server listens for browsers, in plain text: between machines something that speaks TLS stands before
+    it."""
+
+    port: int
+    host: str = "127.0.0.1"
+    origins: tuple[str, ...] = ()
+    """Pages that may; empty: all. A page can do nothing there without a credential."""
+
+    @property
+    def url(self) -> str:
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"ws://{host}:{self.port}"
 
 
 class Access:
-    """Makes what is missing in the folder."""
+    """Makes what is missing in the folder. `listens` changes the listener for browsers, and writes it down."""
 
-    def __init__(self, folder: Path, shipped_nats: Path) -> None:
+    def __init__(self, folder: Path, shipped_nats: Path, websocket: WebSocket | None = None) -> None:
         self.folder = folder.resolve()
         self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         users = (*SERVICES, OPERATOR)
         for server in SERVERS:
             for user in users:
                 _once(self.password_file(server, user), secrets.token_hex(32))
+        _once(self.folder / ISSUER, new_seed())
         self._write(NATS_CONF, f"{shipped_nats.read_text()}\ninclude {NATS_USERS}\n")
-        self._write(NATS_USERS, nats_users({user: self.password("nats", user) for user in users}))
+        self.listens(websocket)
         self._write(VALKEY_USERS, valkey_users({user: self.password("valkey", user) for user in users}))
+
+    def listens(self, websocket: WebSocket | None) -> None:
+        """Raises SpecError if the issuer's file is spoilt."""
+        self.websocket = websocket
+        passwords = {user: self.password("nats", user) for user in (*SERVICES, OPERATOR)}
+        issuer = Signer((self.folder / ISSUER).read_text().strip()).public_key
+        self._write(NATS_USERS, nats_users(passwords, websocket, issuer))
 
     @property
     def nats_conf(self) -> Path:
@@ -57,7 +87,11 @@ class Access:
     def environment(self, service: str, servers: tuple[str, ...] = SERVERS) -> dict[str, str]:
         """What a service's process must be told to connect to these servers as itself."""
         names = {"nats": "NATS_PASSWORD_FILE", "valkey": "REDIS_PASSWORD_FILE"}
-        return {PREFIX + names[server]: str(self.password_file(server, service)) for server in servers}
+        told = {PREFIX + names[server]: str(self.password_file(server, service)) for server in servers}
+        if service == SCHEDULER and "nats" in servers and self.websocket is not None:
+            told[PREFIX + "NATS_ISSUER_FILE"] = str(self.folder / ISSUER)
+            told[PREFIX + "NATS_WEBSOCKET_URL"] = self.websocket.url
+        return told
 
     def _write(self, name: str, text: str) -> None:
         temporary = self.folder / f"{name}.tmp"
@@ -66,20 +100,31 @@ class Access:
         temporary.replace(self.folder / name)
 
 
-def nats_users(passwords: dict[str, str]) -> str:
-    """For nats-server: users with their rights. Whoever is none of them is not let in."""
-    lines = [
-        "# Made by opentinker at every start: who may connect, and what each may do.",
-        "authorization {",
-        "  users = [",
-    ]
+def nats_users(passwords: dict[str, str], websocket: WebSocket | None, issuer: str) -> str:
+    """For nats-server: users with their rights. Whoever is none of them is not let in, or, with a listener for
+    browsers, only on the word of a scheduler."""
+    lines = ["# Made by opentinker at every start: who may connect, and what each may do."]
+    if websocket is not None:
+        lines += [
+            "websocket {",
+            f'  host: "{websocket.host}"',
+            f"  port: {websocket.port}",
+            "  no_tls: true",
+            *([f"  allowed_origins: {_list(websocket.origins)}"] if websocket.origins else []),
+            "}",
+        ]
+    lines += ["authorization {"]
+    if websocket is not None:
+        users = ", ".join(f'"{user}"' for user in passwords)
+        lines += [f"  timeout: {CALLOUT_S}", f'  auth_callout {{ issuer: "{issuer}", auth_users: [{users}] }}']
+    lines += ["  users = ["]
     for user, password in passwords.items():
         publish, subscribe = _list([">"]), _list([">"])
         if user != OPERATOR:
             rights = nats_rights(user)
             publish, subscribe = _list(rights.publish), _list(rights.subscribe)
         lines += [
-            f'    {{user: "{user}", password: "{password}", permissions: {{',
+            f'    {{user: "{user}", password: "{password}", allowed_connection_types: ["STANDARD"], permissions: {{',
             f"      publish: {publish}",
             f"      subscribe: {subscribe}",
             "    }}",

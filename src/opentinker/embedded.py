@@ -20,11 +20,11 @@ from pathlib import Path
 
 import orjson
 
-from opentinker.access import Access
+from opentinker.access import Access, WebSocket
 from opentinker.processes import Child, ChildSpec, Guard, StartError, banner, free_port, http_ok, port_free
 from opentinker.shared.rights import OPERATOR
 
-DEFAULT_PORTS = {"nats": 4222, "nats_monitor": 8222, "valkey": 6379}
+DEFAULT_PORTS = {"nats": 4222, "nats_monitor": 8222, "nats_websocket": 4223, "valkey": 6379}
 START_S = 120.0
 """A store of many gigabytes takes its time to be read again; a server that dies is noticed at once."""
 PORT_TRIES = 5
@@ -80,6 +80,7 @@ class EmbeddedServers:
 
     `nats`/`redis` False leaves that server out (an external one is used). With `default_ports` False free ports are
     taken even if the usual ones are free (tests). Ports of an earlier life of the same data directory come first.
+    `websocket_host`, `origins`: where NATS listens for browsers, and for which pages.
     """
 
     def __init__(
@@ -90,12 +91,15 @@ class EmbeddedServers:
         redis: bool = True,
         default_ports: bool = True,
         guard: Guard | None = None,
+        websocket_host: str = "127.0.0.1",
+        origins: tuple[str, ...] = (),
     ) -> None:
         self.data_dir = data_dir.resolve()
         self.children: dict[str, Child] = {}
         self.ports: dict[str, int] = {}
         self._wanted = [name for name, on in (("nats", nats), ("valkey", redis)) if on]
         self._default_ports = default_ports
+        self._websocket_host, self._origins = websocket_host, origins
         self._own_guard = guard is None
         self._guard = guard
         self._file = self.data_dir / "run" / "servers.json"
@@ -211,6 +215,7 @@ class EmbeddedServers:
         port = self.ports[name]
         if name == "nats":
             monitor = self.ports["nats_monitor"]
+            self.access.listens(WebSocket(self.ports["nats_websocket"], self._websocket_host, self._origins))
             argv = (str(nats_binary()), "-c", str(self.access.nats_conf), "-p", str(port), "-m", str(monitor))
             return ChildSpec(
                 name=name,

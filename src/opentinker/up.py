@@ -100,9 +100,17 @@ async def serve(plan: Plan) -> None:
     with locked(plan.data_dir):
         (plan.data_dir / "run" / "state.json").unlink(missing_ok=True)
         guard = Guard()
-        servers = EmbeddedServers(plan.data_dir, nats=plan.nats_url is None, redis=plan.redis_url is None, guard=guard)
+        servers: EmbeddedServers | None = None
         try:
             port = api_port(plan)
+            servers = EmbeddedServers(
+                plan.data_dir,
+                nats=plan.nats_url is None,
+                redis=plan.redis_url is None,
+                guard=guard,
+                websocket_host=plan.host,
+                origins=page_origins(plan.host, port),
+            )
             servers.start()
             nats_url, redis_url = plan.nats_url or servers.nats_url, plan.redis_url or servers.redis_url
             url = api_url(plan.host, port)
@@ -118,7 +126,8 @@ async def serve(plan: Plan) -> None:
             await _until_told(supervisor)
             log.info("stopped", data_dir=str(plan.data_dir))
         finally:
-            servers.stop()
+            if servers is not None:
+                servers.stop()
             guard.close()
 
 
@@ -246,6 +255,15 @@ async def _announce(supervisor: Supervisor) -> None:
     started = time.monotonic()
     await supervisor.ready.wait()
     log.info("ready", seconds=round(time.monotonic() - started, 1), children=len(supervisor.keepers))
+
+
+def page_origins(host: str, port: int) -> tuple[str, ...]:
+    """Pages that may connect to NATS: those of the API, and those of `nats_websocket_origins`. All, where the API is
+    for other machines: they know this one by names that we do not."""
+    if host not in LOOPBACK_HOSTS:
+        return ()
+    own = (f"http://{name}:{port}" for name in ("127.0.0.1", "localhost", "[::1]"))
+    return (*own, *load_settings().nats_websocket_origins)
 
 
 def api_url(host: str, port: int) -> str:

@@ -119,16 +119,23 @@ def down(
 
 def access(
     folder: Annotated[Path, typer.Argument(help="Made if it is missing; passwords in it stay.")],
+    websocket_port: Annotated[
+        int | None, typer.Option(help="NATS listens for browsers here.", min=1, max=65535, show_default=False)
+    ] = None,
+    websocket_host: Annotated[str, typer.Option(help="And on this address.")] = "127.0.0.1",
     as_json: AsJson = False,
 ) -> None:
     """Write users, rights and passwords for a NATS and a Valkey or Redis of your own.
 
     `opentinker up` does so for the servers that it starts, in DATA_DIR/run/access.
     """
-    from opentinker.access import Access
+    from opentinker.access import Access, WebSocket
     from opentinker.embedded import shipped_conf
+    from opentinker.shared.config import load_settings
 
-    made = Access(folder, shipped_conf("nats.conf"))
+    origins = tuple(load_settings().nats_websocket_origins)
+    websocket = None if websocket_port is None else WebSocket(websocket_port, websocket_host, origins)
+    made = Access(folder, shipped_conf("nats.conf"), websocket)
     if as_json:
         print_json(
             {"nats_conf": made.nats_conf, "valkey_conf": shipped_conf("valkey.conf"), "users": made.valkey_users}
