@@ -10,7 +10,7 @@ import pytest
 
 from opentinker.services.rollout_worker.engine import Completion, EngineError, Progress, Sampling
 from opentinker.services.trainer.assembler import Assembler
-from opentinker.services.trainer.step_log import StepLog, lineage
+from opentinker.shared.step_log import StepLog, lineage
 from opentinker.shared.admission import Admission
 from opentinker.shared.bus import Bus
 from opentinker.shared.errors import JobFailed, SpecError

@@ -15,7 +15,7 @@ from opentinker.services.trainer.batch_metrics import batch_metrics
 from opentinker.services.trainer.credit import Credit, assign
 from opentinker.services.trainer.micro_batch import micro_batches
 from opentinker.services.trainer.players import players_of
-from opentinker.services.trainer.validation_metrics import validation_metrics
+from opentinker.shared.validation_metrics import validation_metrics
 from opentinker.shared.errors import JobFailed
 from opentinker.shared.spec import AlgorithmSpec
 from opentinker.shared.trajectories import Group, Trajectory

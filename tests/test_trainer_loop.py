@@ -18,7 +18,7 @@ import pytest
 from opentinker.services.trainer import checkpoint, loop, service
 from opentinker.services.trainer.learner import NonFinite, SimulatedLearner
 from opentinker.services.trainer.loop import TrainerJob
-from opentinker.services.trainer.step_log import StepLog
+from opentinker.shared.step_log import StepLog
 from opentinker.shared import codec
 from opentinker.shared.admission import Admission
 from opentinker.shared.errors import JobFailed

@@ -19,7 +19,7 @@ from opentinker.services.trainer.batch_metrics import batch_metrics
 from opentinker.services.trainer.learner import EmptySnapshot, SimulatedLearner
 from opentinker.services.trainer.record import Record
 from opentinker.services.trainer.validation import Validation
-from opentinker.services.trainer.validation_metrics import Z95, interval, validation_metrics
+from opentinker.shared.validation_metrics import Z95, interval, validation_metrics
 from opentinker.shared.errors import JobFailed, SpecError
 from opentinker.shared.service import Context
 from opentinker.shared.spec import JobSpec, parse_spec

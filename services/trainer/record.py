@@ -19,9 +19,9 @@ import structlog
 
 from opentinker.services.trainer import checkpoint
 from opentinker.services.trainer.alarm import WATCHED, WINDOW, SlopeAlarm
-from opentinker.services.trainer.evaluations import Evaluations
+from opentinker.shared.evaluations import Evaluations
 from opentinker.services.trainer.learner import Interrupted, NonFinite, Trainable, is_out_of_memory, too_large
-from opentinker.services.trainer.step_log import StepLog, lineage
+from opentinker.shared.step_log import StepLog, lineage
 from opentinker.shared.errors import Conflict, Fenced, JobFailed, OpenTinkerError
 from opentinker.shared.manifest import Manifest, start_of
 from opentinker.shared.service import Context

@@ -19,7 +19,7 @@ import orjson
 import structlog
 
 from opentinker.services.trainer.distributions import Histogram
-from opentinker.services.trainer.step_log import StepLog
+from opentinker.shared.step_log import StepLog
 from opentinker.shared.manifest import name_of
 from opentinker.shared.trajectories import Group, Trajectory, totals
 from opentinker.shared.types import WeightVersion

@@ -19,7 +19,7 @@ import structlog
 
 from opentinker.services.trainer.learner import SnapshotLike
 from opentinker.services.trainer.record import Record
-from opentinker.services.trainer.validation_metrics import validation_metrics
+from opentinker.shared.validation_metrics import validation_metrics
 from opentinker.shared.bus import NoReply, StreamFull
 from opentinker.shared.errors import JobFailed
 from opentinker.shared.service import Context

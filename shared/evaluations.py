@@ -14,7 +14,7 @@ from typing import Any
 import orjson
 import structlog
 
-from opentinker.services.trainer.step_log import StepLog, lineage
+from opentinker.shared.step_log import StepLog, lineage
 from opentinker.shared.bus import Bus
 from opentinker.shared.manifest import name_of
 from opentinker.shared.telemetry import MetricSource
