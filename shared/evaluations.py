@@ -7,24 +7,51 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import orjson
 import structlog
 
-from opentinker.shared.step_log import StepLog, lineage
 from opentinker.shared.bus import Bus
 from opentinker.shared.manifest import name_of
+from opentinker.shared.spec import EvaluationSpec
+from opentinker.shared.step_log import StepLog, lineage
 from opentinker.shared.telemetry import MetricSource
 from opentinker.shared.types import WeightVersion
+from opentinker.shared.validation import Exam, ExamResult, exam_seed
+from opentinker.shared.validation_metrics import validation_metrics
 
 log = structlog.get_logger()
 
 SAID = ("val/episodes", "val/reward/mean", "val/exact", "val/loss", "val/failed", "val/missing", "val/seconds")
 """What the event tells, where it is there and not 0."""
 Tell = Callable[[str, dict[str, object]], Awaitable[None]]
+
+
+def exam_at(index: int, job: str, version: WeightVersion, plan: EvaluationSpec) -> Exam:
+    """Of the episode of this number."""
+    return Exam(job=job, version=version, index=index, seed=exam_seed(plan.seed, index // plan.samples))
+
+
+def metrics_of(results: Sequence[ExamResult], plan: EvaluationSpec) -> dict[str, float]:
+    """As `validation_metrics` says."""
+    return validation_metrics(results, plan.total, samples=plan.samples, solved_at=plan.solved_at)
+
+
+def transcript_of(result: ExamResult, plan: EvaluationSpec) -> dict[str, Any]:
+    """An episode as a line of transcripts."""
+    state, sample = divmod(result.index, plan.samples)
+    return {
+        "index": result.index,
+        **({"state": state, "sample": sample} if plan.samples > 1 else {}),
+        "reward": result.reward,
+        **({"seats": result.seats} if len(result.seats) > 1 else {}),
+        "metrics": result.metrics,
+        "ending": result.ending,
+        "messages": [{"role": m.role, "content": m.text} for m in result.messages],
+    }
 
 
 class Evaluations:

@@ -64,6 +64,7 @@ STREAM_USES: dict[str, dict[str, tuple[Use, ...]]] = {
     SCHEDULER: {
         **{str(stream.name): (Use.MAKE, Use.COUNT, Use.EMPTY, Use.CONSUMERS) for stream in STREAMS},
         str(TICKETS.name): (Use.MAKE, Use.COUNT, Use.EMPTY, Use.CONSUMERS, Use.LOOK),
+        str(EXAMS.name): (Use.MAKE, Use.COUNT, Use.EMPTY, Use.CONSUMERS, Use.LOOK),
         str(METRICS.name): (Use.MAKE, Use.COUNT, Use.EMPTY, Use.CONSUMERS, Use.LOOK, Use.REPLAY),
         str(LOGS.name): (Use.MAKE, Use.COUNT, Use.EMPTY, Use.CONSUMERS, Use.REPLAY),
     },

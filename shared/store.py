@@ -217,7 +217,7 @@ class Store(LeaseTable):
             "created": now,
             "updated": now,
             "step": 0,
-            "steps": spec.get("train", {}).get("steps", 0),
+            "steps": _steps(spec),
             "since": now,
             "reason": "",
             "key": key,
@@ -374,6 +374,13 @@ class Store(LeaseTable):
 
 def _record(id: str, fields: dict[str, str]) -> JobRecord:
     return msgspec.convert({**fields, "id": id, "spec": orjson.loads(fields["spec"])}, JobRecord, strict=False)
+
+
+def _steps(spec: dict[str, Any]) -> int:
+    """0 if only the trainer can know."""
+    if spec["kind"] == "eval":
+        return int(spec["evaluation"]["episodes"] * spec["evaluation"]["samples"])
+    return int(spec.get("train", {}).get("steps", 0))
 
 
 def _other_body(job: str) -> Conflict:

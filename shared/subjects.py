@@ -3,7 +3,7 @@
 scheduler --TICKET--> rollout worker --ENV_OPEN/ENV_SESSION--> env worker
 rollout worker --GROUP--> trainer            (or --SCORE--> reference-forward --GROUP--> trainer)
 trainer --SWAP--> rollout worker             (the tensors travel by torch.distributed)
-trainer --EXAM--> rollout worker --EXAM_RESULT--> trainer    (validation)
+trainer --EXAM--> rollout worker --EXAM_RESULT--> trainer    (validation; of eval jobs it is the scheduler that asks)
 scheduler --GENERATE--> rollout worker       (inference jobs)
 everybody --METRIC, LOG--> whoever subscribes; anybody --WAKE--> a sleeping loop
 """
@@ -81,9 +81,16 @@ SCORE = Subject("score.{job}", trajectories.Group, by=(ROLLOUT,), to=(REFERENCE,
 """Rollout worker -> one reference-forward, for jobs that need reference logprobs. Acknowledged when passed on."""
 GROUP = Subject("group.{job}", trajectories.Group, by=(ROLLOUT, REFERENCE), to=(TRAINER,))
 """Rollout worker or reference-forward -> the job's trainer. Kept until a checkpoint covers it."""
+<<<<<<< HEAD
 EXAM = Subject("exam.{job}", validation.Exam, by=(TRAINER,), to=(ROLLOUT,))
 """Trainer -> one rollout worker of the job: play a validation episode. Acknowledged when the trainer has its result."""
 METRIC = Subject("metric.{job}.{source}", types.MetricPoint, json=True, by=SERVICES, shown="metrics")
+=======
+EXAM = Subject("exam.{job}", validation.Exam, by=(TRAINER, SCHEDULER), to=(ROLLOUT,))
+"""Trainer, or the scheduler for an eval job -> one rollout worker of the job: play a validation episode. Acknowledged
+when who asked has its result."""
+METRIC = Subject("metric.{job}.{source}", types.MetricPoint, json=True, by=SERVICES)
+>>>>>>> a1e67d7 (eval jobs: an environment played with a model or a checkpoint, and what came of it; several samples per start state)
 """Every service -> dashboards, CLI. Live and as history."""
 LOG = Subject("log.{job}.{level}", types.LogLine, json=True, by=SERVICES, to=(SCHEDULER,), shown="logs")
 """Every service -> the job's log. Live and as history, by level: many small words cannot push out a grave one."""
@@ -129,8 +136,8 @@ SERVED_CHECK = Call(
 """Scheduler -> a scheduler that holds such a connection: ENV_CHECK of such an environment."""
 SERVED_BACK = Subject("env.served.back.{worker}", sessions.ServedBack, by=(SCHEDULER,), to=(SCHEDULER,))
 """Scheduler -> the one that held the connection of this process before: it is here now."""
-EXAM_RESULT = Call("examined.{job}", validation.ExamResult, validation.Seen, by=(ROLLOUT,), to=(TRAINER,))
-"""Rollout worker -> the job's trainer."""
+EXAM_RESULT = Call("examined.{job}", validation.ExamResult, validation.Seen, by=(ROLLOUT,), to=(TRAINER, SCHEDULER))
+"""Rollout worker -> who asked: the job's trainer, or the scheduler that leads."""
 SWAP = Call("swap.{worker}", types.SwapCommand, types.SwapReply, by=(TRAINER,), to=(ROLLOUT,))
 """Trainer -> one rollout worker: join the weight group, or receive a version through it."""
 GENERATE = Call("generate.ask.{worker}", inference.Ask, inference.Piece, by=(SCHEDULER,), to=(ROLLOUT,))

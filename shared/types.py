@@ -262,6 +262,7 @@ class JobRecord(msgspec.Struct, frozen=True, kw_only=True):
     updated: float
     step: int
     steps: int
+    """Of an eval job: episodes."""
     reason: str
     spec: dict[str, Any]
     restarts: int = 0
@@ -282,6 +283,8 @@ class JobRecord(msgspec.Struct, frozen=True, kw_only=True):
     """Id of the API key that it was submitted with; empty where the server asks for none."""
     trace: str = ""
     """`traceparent` of the request that submitted it, see tracing.py."""
+    result: str = ""
+    """Of an eval job that has succeeded, as JSON: version, step and metrics."""
     waiting_for: str = ""
     """What the scheduler lacks to start or complete the job; empty when it lacks nothing."""
 

@@ -1,4 +1,5 @@
-"""The nouns of an evaluation, between the trainer that asks for it and the rollout workers that play its episodes."""
+"""The nouns of an evaluation, between who asks for it (a trainer, or the scheduler for a job of kind `eval`) and the
+rollout workers that play its episodes."""
 
 from __future__ import annotations
 
@@ -10,18 +11,19 @@ from opentinker.shared.types import Ending, Message, StopReason, WeightVersion
 
 
 class Exam(msgspec.Struct, frozen=True, kw_only=True):
-    """Permission to play one validation episode, with one version only. From the trainer, eaten by a rollout worker."""
+    """Permission to play one episode, with one version only. From who asks for the evaluation, eaten by a rollout
+    worker."""
 
     job: str
     version: WeightVersion
     index: int
-    """Which of the evaluation's start states."""
+    """Which of the evaluation's episodes; `samples` neighbours have the same start state."""
     seed: int
     """Of the start state, see `exam_seed`."""
 
 
 class ExamResult(msgspec.Struct, frozen=True, kw_only=True):
-    """Rollout worker -> trainer: how an episode went, or why it could not be played."""
+    """Rollout worker -> who asked for it: how an episode went, or why it could not be played."""
 
     job: str
     version: WeightVersion
@@ -50,7 +52,7 @@ class ExamResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Seen(msgspec.Struct, frozen=True, kw_only=True):
-    """Trainer -> rollout worker: the result has arrived, whether or not it was still wanted."""
+    """Who asked -> rollout worker: the result has arrived, whether or not it was still wanted."""
 
     wanted: bool
 

@@ -10,12 +10,12 @@ import pytest
 
 from opentinker.services.rollout_worker.engine import Completion, EngineError, Progress, Sampling
 from opentinker.services.trainer.assembler import Assembler
-from opentinker.shared.step_log import StepLog, lineage
 from opentinker.shared.admission import Admission
 from opentinker.shared.bus import Bus
 from opentinker.shared.errors import JobFailed, SpecError
 from opentinker.shared.manifest import name_of, read_manifest
 from opentinker.shared.spec import JobSpec
+from opentinker.shared.step_log import StepLog, lineage
 from opentinker.shared.store import Store
 from tests.cluster import Cluster
 from tests.conftest import soon

@@ -34,8 +34,7 @@ NAMED = re.compile(r"\b(?:examples|docs|envs|deploy|services|shared|loadtest|tes
 def test_every_example_is_a_valid_job(example: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, ",".join(LOOPBACK))  # as `opentinker run` has it
     spec = parse_spec(tomllib.loads(example.read_text()))
-    if spec.kind == "rl":
-        name = spec.environment.name
+    if name := spec.environment.name:
         elsewhere = name == "miniwob" or (name == "alfworld" and not installed("alfworld"))
         check(name, spec.environment.config, modules=True, elsewhere=elsewhere)
 

@@ -15,12 +15,12 @@ from opentinker.services.trainer.batch_metrics import batch_metrics
 from opentinker.services.trainer.credit import Credit, assign
 from opentinker.services.trainer.micro_batch import micro_batches
 from opentinker.services.trainer.players import players_of
-from opentinker.shared.validation_metrics import validation_metrics
 from opentinker.shared.errors import JobFailed
 from opentinker.shared.spec import AlgorithmSpec
 from opentinker.shared.trajectories import Group, Trajectory
 from opentinker.shared.types import Discard, Ending
 from opentinker.shared.validation import ExamResult
+from opentinker.shared.validation_metrics import validation_metrics
 from tests.factories import V0, group_of, make_spec, make_trajectory, trajectory_of
 
 GROUP_BASELINES = ["grpo", "dr_grpo", "rloo", "reinforce_pp_baseline", "per_turn"]

@@ -14,9 +14,9 @@ from opentinker import AsyncClient
 from opentinker.cli.knowing import bars
 from opentinker.services.rollout_worker.transcripts import is_kept, shortened
 from opentinker.services.trainer.distributions import RATIO, distributions, histogram, ratio_counts, reward_edges
-from opentinker.shared.step_log import StepLog
 from opentinker.services.trainer.told import NEWEST, Told, swept
 from opentinker.shared.service import Context
+from opentinker.shared.step_log import StepLog
 from opentinker.shared.trajectories import Group
 from opentinker.shared.types import Image, Message, Text, WeightVersion
 from tests.api import SPEC

@@ -18,7 +18,6 @@ import pytest
 from opentinker.services.trainer import checkpoint, loop, service
 from opentinker.services.trainer.learner import NonFinite, SimulatedLearner
 from opentinker.services.trainer.loop import TrainerJob
-from opentinker.shared.step_log import StepLog
 from opentinker.shared import codec
 from opentinker.shared.admission import Admission
 from opentinker.shared.errors import JobFailed
@@ -26,6 +25,7 @@ from opentinker.shared.leasing import LeasedWorker
 from opentinker.shared.manifest import Manifest, start_of
 from opentinker.shared.service import Context
 from opentinker.shared.spec import JobSpec
+from opentinker.shared.step_log import StepLog
 from opentinker.shared.store import Store
 from opentinker.shared.subjects import GROUP
 from opentinker.shared.trajectories import Group

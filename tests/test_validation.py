@@ -19,7 +19,6 @@ from opentinker.services.trainer.batch_metrics import batch_metrics
 from opentinker.services.trainer.learner import EmptySnapshot, SimulatedLearner
 from opentinker.services.trainer.record import Record
 from opentinker.services.trainer.validation import Validation
-from opentinker.shared.validation_metrics import Z95, interval, validation_metrics
 from opentinker.shared.errors import JobFailed, SpecError
 from opentinker.shared.service import Context
 from opentinker.shared.spec import JobSpec, parse_spec
@@ -28,6 +27,7 @@ from opentinker.shared.store import Store
 from opentinker.shared.subjects import EXAM, EXAM_RESULT
 from opentinker.shared.types import Ending, Lease, Message, Pool, StopReason, WeightVersion
 from opentinker.shared.validation import Exam, ExamResult, exam_seed
+from opentinker.shared.validation_metrics import Z95, interval, validation_metrics
 from tests.cluster import undocumented
 from tests.conftest import WAIT_S, Server, soon, until
 from tests.factories import V0, group_of, make_spec, trajectory_of

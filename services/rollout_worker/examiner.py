@@ -1,7 +1,7 @@
 """Validation episodes, beside the job's groups and by the same engine and environments, but counted nowhere with them.
 
 exam loop    consumes EXAM; waits for free places, and for the version that an exam names; woken by the standing pull
-exam task    plays one episode, tries a failed one again, hands the result to the trainer, then acks the exam
+exam task    plays one episode, tries a failed one again, hands the result to who asked for it, then acks the exam
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from opentinker.services.rollout_worker.render import Renderer
 from opentinker.services.rollout_worker.transcripts import shortened
 from opentinker.shared.bus import Bus, Delivery, NoReply
 from opentinker.shared.spec import JobSpec
-from opentinker.shared.spec.validation import validation_episodes
+from opentinker.shared.spec.validation import exam_of, validation_episodes
 from opentinker.shared.subjects import EXAM, EXAM_RESULT
 from opentinker.shared.trajectories import totals
 from opentinker.shared.types import Ending, Ticket, WeightVersion
@@ -53,13 +53,14 @@ class Examiner:
         broken: asyncio.Future[None],
         spent: Counter[str],
     ) -> None:
-        assert spec.validation is not None
+        exam = exam_of(spec)
+        assert exam is not None
         self.bus, self.worker, self.job, self.counts, self._broken = bus, worker, job, counts, broken
         self.spent = spent
         self.spec = validation_episodes(spec)
-        self.kept = spec.validation.transcripts
+        self.kept, self.samples = exam.transcripts, exam.samples
         self.engine, self.renderer, self.sessions = engine, renderer, sessions
-        self.places = spec.rollout.max_concurrent_groups * spec.algorithm.group_size
+        self.places = spec.rollout.max_concurrent_groups * (spec.algorithm.group_size if spec.kind == "rl" else 1)
         self.tasks: set[asyncio.Task[None]] = set()
         self.place = asyncio.Event()
 
@@ -138,9 +139,10 @@ class Examiner:
             await delivery.in_progress()
 
     async def _play(self, exam: Exam) -> ExamResult:
-        ticket = Ticket(job=self.job, seq=exam.index, row=exam.index, seed=exam.seed, group_size=1)
+        state, sample = divmod(exam.index, self.samples)
+        ticket = Ticket(job=self.job, seq=state, row=state, seed=exam.seed, group_size=self.samples)
         for tries_left in range(self.spec.rollout.retries, -1, -1):
-            episode = Episode(self.spec, ticket, 0, self.engine, self.renderer, self.sessions)
+            episode = Episode(self.spec, ticket, sample, self.engine, self.renderer, self.sessions)
             try:
                 with structlog.contextvars.bound_contextvars(exam=exam.index, episode=episode.session):
                     return await self._result(exam, episode)
@@ -183,7 +185,7 @@ class Examiner:
         )
 
     async def _hand_in(self, result: ExamResult) -> None:
-        """Until a trainer has it; one that was restarted has no use for it, and says so."""
+        """Until somebody has it; a trainer that was restarted has no use for it, and says so."""
         while True:
             try:
                 await self.bus.request(EXAM_RESULT, result, ASK_S, job=self.job)

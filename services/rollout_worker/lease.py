@@ -8,6 +8,7 @@ from pathlib import Path
 
 from opentinker.services.rollout_worker.engine import Engine, EngineError
 from opentinker.services.rollout_worker.episode import Sessions
+from opentinker.services.rollout_worker.evaluation import EvalJob
 from opentinker.services.rollout_worker.inference import InferenceJob, weights_of
 from opentinker.services.rollout_worker.render import Renderer
 from opentinker.services.rollout_worker.worker import RolloutJob
@@ -17,6 +18,8 @@ from opentinker.shared.spec import JobSpec
 from opentinker.shared.types import Lease
 from opentinker.shared.waiting import see_through
 
+UNTRAINED = ("inference", "eval")
+"""Kinds of jobs without a trainer."""
 MakeEngine = Callable[[JobSpec, Renderer, str], Engine]
 """The last is the model's directory or hub id."""
 
@@ -27,8 +30,8 @@ async def run_lease(
     """Load tokenizer and engine, then run the job. Raises JobFailed when the model cannot be served."""
     load = Renderer.load_light if spec.rollout.engine == "toy" else Renderer.load
     renderer = await asyncio.to_thread(load, spec.model.base, spec.model.chat_template, spec.model.tool_format)
-    if spec.kind == "inference":
-        await _answer_requests(worker, lease, spec, make_engine, renderer)
+    if spec.kind in UNTRAINED:
+        await _with_given_weights(worker, lease, spec, make_engine, renderer, sessions)
         return
     engine = make_engine(spec, renderer, spec.model.base)
     try:
@@ -38,9 +41,15 @@ async def run_lease(
         await see_through(engine.close())  # its processes would live on
 
 
-async def _answer_requests(
-    worker: LeasedWorker, lease: Lease, spec: JobSpec, make_engine: MakeEngine, renderer: Renderer
+async def _with_given_weights(
+    worker: LeasedWorker,
+    lease: Lease,
+    spec: JobSpec,
+    make_engine: MakeEngine,
+    renderer: Renderer,
+    sessions: Sessions,
 ) -> None:
+    """Of a job that trains nothing: with those of its base, or of the checkpoint that was kept for it."""
     data_dir: Path = worker.ctx.settings.data_dir
     version, full, adapter = await asyncio.to_thread(weights_of, spec, data_dir, lease.job)
     model = str(full or spec.model.base)
@@ -51,7 +60,10 @@ async def _answer_requests(
             await engine.serve(version, adapter)
         except EngineError as error:
             raise JobFailed(f"{model} cannot be served: {error}") from None
-        await InferenceJob(worker, lease, spec, engine, renderer).run()
+        if spec.kind == "inference":
+            await InferenceJob(worker, lease, spec, engine, renderer).run()
+        else:
+            await EvalJob(worker, lease, spec, engine, renderer, sessions).run()
     finally:
         await see_through(engine.close())
 

@@ -47,10 +47,14 @@ def make_engine(spec: JobSpec, renderer: Renderer, model: str, settings: Setting
         )
     from opentinker.services.rollout_worker.vllm_engine import VllmEngine
 
-    rollout, algorithm = spec.rollout, spec.algorithm
-    group_size = algorithm.group_size + rollout.oversample
+    rollout = spec.rollout
     serves = spec.kind == "inference"
-    at_once = spec.serving.max_concurrent if serves else rollout.max_concurrent_groups * group_size
+    if serves:
+        at_once = spec.serving.max_concurrent
+    elif spec.kind == "eval":
+        at_once = rollout.max_concurrent_groups
+    else:
+        at_once = rollout.max_concurrent_groups * (spec.algorithm.group_size + rollout.oversample)
     return VllmEngine(
         model,
         eos_ids=renderer.eos_ids,
@@ -60,7 +64,7 @@ def make_engine(spec: JobSpec, renderer: Renderer, model: str, settings: Setting
         max_concurrent=min(at_once, MAX_SEQUENCES),
         stop_strings=serves or bool(rollout.stop) or may_name_stops(spec.environment.name),
         lora=spec.model.lora,
-        max_staleness=0 if serves else algorithm.max_staleness,
+        max_staleness=spec.algorithm.max_staleness if spec.kind == "rl" else 0,
         group_timeout_s=settings.swap_timeout_s,
         one_by_one=spec.train.deterministic,
     )

@@ -16,7 +16,7 @@ from opentinker.shared.types import JobRecord, JobState, Lease, Pool, WorkerInfo
 LET_GO_S = 120.0
 """A job that came back to the queue waits so long for its last workers, which save what they have. After that they are
 fenced off."""
-POOLS = {"rl": (Pool.TRAINER, Pool.ROLLOUT), "inference": (Pool.ROLLOUT,)}
+POOLS = {"rl": (Pool.TRAINER, Pool.ROLLOUT), "inference": (Pool.ROLLOUT,), "eval": (Pool.ROLLOUT,)}
 """Of which a job needs workers of its own, by its kind; the others need a trainer."""
 
 
@@ -124,7 +124,7 @@ class Cluster:
 
     def _absent(self, job: JobRecord, absent: Mapping[Pool, bool]) -> list[str]:
         """Env workers and reference-forward serve every job and are not leased."""
-        if job.kind != "rl":
+        if "environment" not in job.spec:
             return []
         name = str(job.spec["environment"]["name"])
         served = name if name.startswith(SERVED) else ""

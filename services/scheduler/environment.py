@@ -117,7 +117,7 @@ async def _without_sandboxes(ctx: Context) -> Mistakes:
 
 def _named(data: Any, spec: JobSpec | None) -> EnvCheck | None:
     if spec is not None:
-        return _check(spec.environment) if spec.kind == "rl" else None
+        return _check(spec.environment) if spec.environment.name else None
     raw = data.get("environment") if isinstance(data, dict) else None
     try:
         return _check(EnvironmentSpec.model_validate(raw))

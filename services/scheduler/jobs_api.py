@@ -92,6 +92,7 @@ class JobsApi:
                 "ledger": {**msgspec.to_builtins(ledger), "version": str(ledger.version), "balanced": ledger.balanced},
                 "workers": workers,
                 "metrics": await self._last_metrics(job.id),
+                **({"result": orjson.loads(job.result)} if job.result else {}),
             }
         )
 
@@ -289,7 +290,7 @@ FINAL = {state.value for state in JobState if state.final}
 
 def _summary(job: JobRecord) -> dict[str, Any]:
     shown = msgspec.to_builtins(job)
-    for hidden in ("spec", "version", "restart_step", "rollout_losses", "lost_at", "retry_at", "since"):
+    for hidden in ("spec", "version", "restart_step", "rollout_losses", "lost_at", "retry_at", "since", "result"):
         del shown[hidden]
     shown["finished"] = job.finished or None
     shown["priority"] = job.spec["resources"].get("priority", 0)

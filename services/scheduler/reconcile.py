@@ -15,8 +15,8 @@ One look:
 A job that starts changes its state and gets all its leases in one act, with an epoch higher than any before. A trainer
 that is replaced gets the next epoch; rollout workers keep generating.
 
-An inference job needs rollout workers alone. It is running once one of them is ready, which nobody else says, and it
-has succeeded when nobody asked it anything for `serving.idle_s`.
+Inference and eval jobs need rollout workers alone, and are running once one of them is ready, which nobody else says.
+An inference job has succeeded when nobody asked it anything for `serving.idle_s`.
 """
 
 from __future__ import annotations
@@ -54,6 +54,8 @@ CHARGE_S = 2.0
 SAID_AT_ONCE = 100
 """Jobs per look that are told of a change in what they wait for."""
 HELD = (JobState.STARTING, JobState.RUNNING)
+UNTRAINED = ("inference", "eval")
+"""Kinds of jobs without a trainer, which would say that they run."""
 
 
 class Reconciler:
@@ -102,9 +104,9 @@ class Reconciler:
             with _over_meanwhile(decision.job):
                 active[decision.job] = await self._carry_out(decision, active[decision.job], cluster)
         for job in active.values():
-            if job.kind == "inference" and job.state.held:
+            if job.kind in UNTRAINED and job.state.held:
                 with _over_meanwhile(job.id):
-                    await self._serve_requests(job, cluster)
+                    await self._generates(job, cluster)
         await self._say_waiting(active, planned.waiting)
         await self._charge()
         return len(planned.decisions)
@@ -316,11 +318,13 @@ class Reconciler:
 
     # --- what is said -------------------------------------------------------------------------------------------
 
-    async def _serve_requests(self, job: JobRecord, cluster: Cluster) -> None:
-        """From the first rollout worker that is ready to the last question."""
+    async def _generates(self, job: JobRecord, cluster: Cluster) -> None:
+        """Running from the first rollout worker that is ready; inference: to the last question."""
         if job.state == JobState.STARTING and cluster.serving(job.id):
             await self.store.transition(job.id, JobState.RUNNING, allowed=[JobState.STARTING])
             log.info("job_serves", job=job.id)
+        if job.kind != "inference":
+            return
         idle_s, quiet_s = job.spec["serving"]["idle_s"], cluster.quiet_s(job.id)
         if job.state == JobState.RUNNING and idle_s is not None and quiet_s is not None and quiet_s >= idle_s:
             reason = f"nobody asked it anything for {idle_s:g} s (serving.idle_s)"

@@ -1,9 +1,10 @@
 """The scheduler process: HTTP API, placement, admission. It keeps nothing: all it knows is in Redis and NATS.
 
     api         consumes HTTP requests; produces jobs and cancellations
-    lead        decides which scheduler does the next four, see `leadership.py`
+    lead        decides which scheduler does the next five, see `leadership.py`
     reconcile   consumes jobs, heartbeats, leases; produces leases; woken by WAKE "scheduler"
     clear       consumes jobs that have ended; removes their messages
+    evaluate    consumes eval jobs and results of episodes; produces EXAM, METRIC
     tickets     consumes admission's room; produces TICKET; woken by WAKE "admission"
     measure     consumes ledgers, heartbeats and stream sizes; produces METRIC
     callout     lets in to NATS whoever has a credential for the streams of a job
@@ -22,6 +23,7 @@ from typing import Any
 from opentinker.services.scheduler.api import listening
 from opentinker.services.scheduler.callout import Callout
 from opentinker.services.scheduler.clearing import Clearing
+from opentinker.services.scheduler.evaluating import Evaluating
 from opentinker.services.scheduler.gate import Gate, register_operator
 from opentinker.services.scheduler.gateway import Gateway
 from opentinker.services.scheduler.leadership import Leadership
@@ -40,6 +42,7 @@ async def serve(ctx: Context) -> None:
         return {
             "reconcile": Reconciler(ctx, leadership).run(),
             "clear": Clearing(ctx).run(),
+            "evaluate": Evaluating(ctx).run(),
             "tickets": TicketIssuer(ctx).run(),
             "measure": Measuring(ctx).run(),
         }

@@ -68,8 +68,8 @@ def mistakes_in(chosen: Chosen, spec: JobSpec, base: str) -> Mistakes:
     try:
         lora, wanted = _wanted(chosen, spec, held)
         if held != wanted:
-            does = "serves" if spec.kind == "inference" else "trains"
-            instead = (_TO_SERVE if spec.kind == "inference" else _TO_TRAIN).get(held, "")
+            does = _DOES.get(spec.kind, "trains")
+            instead = (_TO_SERVE if spec.kind in _DOES else _TO_TRAIN).get(held, "")
             return [_wrong(f"it holds {_KINDS[held]}, and this job {does} {_KINDS[wanted]}{instead}")]
         if lora is not None:
             problems = _other_adapter(chosen, lora, base)
@@ -83,7 +83,7 @@ def mistakes_in(chosen: Chosen, spec: JobSpec, base: str) -> Mistakes:
 def _wanted(chosen: Chosen, spec: JobSpec, held: str) -> tuple[LoraSpec | None, str]:
     """The adapter that the job is about, and which kind of checkpoint it can begin with."""
     lora = spec.model.lora
-    if spec.kind != "inference":
+    if spec.kind not in _DOES:
         simulated = spec.train.learner == "simulated"
         return lora, "nothing" if simulated else "full weights" if lora is None else "an adapter"
     if lora is None and held == "an adapter":
@@ -94,6 +94,8 @@ def _wanted(chosen: Chosen, spec: JobSpec, held: str) -> tuple[LoraSpec | None, 
 
 
 _KINDS = {"nothing": "no weights (learner = 'simulated')", "full weights": "full weights", "an adapter": "an adapter"}
+_DOES = {"inference": "serves", "eval": "plays with"}
+"""Of jobs that train nothing."""
 _TO_TRAIN = {
     "full weights": "; to train an adapter on them, download it and give the directory as model.base",
     "an adapter": "; to train all weights, `opentinker download --merge` makes a directory for model.base",
@@ -232,6 +234,11 @@ def _same_file(source: Path, target: Path) -> None:
 def _flush(place: Path) -> None:
     for directory in (*(path for path in place.rglob("*") if path.is_dir()), place, place.parent):
         sync_directory(directory)
+
+
+def read_start(data_dir: Path, job: str) -> Manifest:
+    """Of the checkpoint that is kept for it. Raises OSError, ValueError."""
+    return read_manifest(start_of(data_dir, job))
 
 
 def drop(data_dir: Path, job: str) -> None:

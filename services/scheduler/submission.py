@@ -132,9 +132,9 @@ async def look_at(
 
 
 def _started(plain: dict[str, Any], chosen: starting.Chosen) -> dict[str, Any]:
-    """Blocking. The parts of a spec that say which checkpoint it is, and, to serve an adapter, which adapter."""
+    """Blocking. The parts of a spec that say which checkpoint it is, and, where nothing is trained, which adapter."""
     model = plain["model"]
-    adapter = starting.adapter_in(chosen) if plain["kind"] == "inference" else None
+    adapter = starting.adapter_in(chosen) if plain["kind"] in ("inference", "eval") else None
     if adapter is not None:
         model = {**model, "lora": adapter.model_dump(mode="json")}
     return {"model": model, "start": {**plain["start"], "from": chosen.name}}

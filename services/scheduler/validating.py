@@ -55,7 +55,7 @@ async def report_on(ctx: Context, data: Any, tenant: str) -> dict[str, Any]:
         return {"valid": False, "mistakes": mistakes, "checks": [], "messages": []}
     checks: list[Check] = [_check("spec", f"{spec.name}, of kind {spec.kind}")]
     messages: list[dict[str, str]] = []
-    if spec.kind == "rl":
+    if spec.environment.name:
         if asked.answered:
             name = asked.check.name if asked.check is not None else spec.environment.name
             played, messages = await _episode(ctx, spec, name, tenant)
@@ -124,12 +124,12 @@ async def _workers(ctx: Context, spec: JobSpec) -> list[Check]:
     alive = Counter(worker.pool for worker in workers)
     free = Counter(worker.pool for worker in workers if worker.job is None)
     needs: dict[Pool, int] = {}
-    if spec.kind != "inference":
+    if spec.kind not in ("inference", "eval"):
         needs[Pool.TRAINER] = 1
-    if spec.kind in ("rl", "inference"):
+    if spec.kind in ("rl", "inference", "eval"):
         needs[Pool.ROLLOUT] = spec.resources.rollout_workers
     checks = [_of_pool(pool, wanted, alive[pool], free[pool]) for pool, wanted in needs.items()]
-    shared = [Pool.ENV] if spec.kind == "rl" and not spec.environment.name.startswith("served:") else []
+    shared = [Pool.ENV] if spec.environment.name and not spec.environment.name.startswith("served:") else []
     shared += [Pool.REFERENCE] if is_scored(spec.model_dump()) else []
     return checks + [_of_pool(pool, 1, alive[pool], alive[pool]) for pool in shared]
 

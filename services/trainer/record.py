@@ -19,14 +19,14 @@ import structlog
 
 from opentinker.services.trainer import checkpoint
 from opentinker.services.trainer.alarm import WATCHED, WINDOW, SlopeAlarm
-from opentinker.shared.evaluations import Evaluations
 from opentinker.services.trainer.learner import Interrupted, NonFinite, Trainable, is_out_of_memory, too_large
-from opentinker.shared.step_log import StepLog, lineage
 from opentinker.shared.errors import Conflict, Fenced, JobFailed, OpenTinkerError
+from opentinker.shared.evaluations import Evaluations
 from opentinker.shared.manifest import Manifest, start_of
 from opentinker.shared.service import Context
 from opentinker.shared.spec import JobSpec, StartSpec
 from opentinker.shared.spec.validation import PREFIX
+from opentinker.shared.step_log import StepLog, lineage
 from opentinker.shared.subjects import WAKE
 from opentinker.shared.telemetry import MetricSource
 from opentinker.shared.tracing import trace_id

@@ -19,8 +19,8 @@ import orjson
 import structlog
 
 from opentinker.services.trainer.distributions import Histogram
-from opentinker.shared.step_log import StepLog
 from opentinker.shared.manifest import name_of
+from opentinker.shared.step_log import StepLog
 from opentinker.shared.trajectories import Group, Trajectory, totals
 from opentinker.shared.types import WeightVersion
 

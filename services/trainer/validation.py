@@ -13,20 +13,19 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Iterable
-from typing import Any
 
 import structlog
 
 from opentinker.services.trainer.learner import SnapshotLike
 from opentinker.services.trainer.record import Record
-from opentinker.shared.validation_metrics import validation_metrics
 from opentinker.shared.bus import NoReply, StreamFull
 from opentinker.shared.errors import JobFailed
+from opentinker.shared.evaluations import exam_at, metrics_of, transcript_of
 from opentinker.shared.service import Context
 from opentinker.shared.spec import ValidationSpec
 from opentinker.shared.subjects import EXAM, EXAM_RESULT, EXAMS
 from opentinker.shared.types import Lease, WeightVersion
-from opentinker.shared.validation import Exam, ExamResult, Seen, exam_seed
+from opentinker.shared.validation import ExamResult, Seen
 from opentinker.shared.waiting import set_within
 
 log = structlog.get_logger()
@@ -145,15 +144,15 @@ class Validation:
         began = time.monotonic()
         if await self._until_served(version):
             began = time.monotonic()
-            await self._ask(version, range(self.plan.episodes))
+            await self._ask(version, range(self.plan.total))
             await self._until_done(version, began)
-        if len(self._results) < self.plan.episodes:
+        if len(self._results) < self.plan.total:
             await self._withdraw()
         results = [self._results[index] for index in sorted(self._results)]
-        values = validation_metrics(results, self.plan.episodes) | {"val/seconds": time.monotonic() - began}
+        values = metrics_of(results, self.plan) | {"val/seconds": time.monotonic() - began}
         if self.record.spec.train.deterministic and self.record.target_is_validated:
             self._refuse_luck(version, results)  # before anything of it is kept
-        await self.record.evaluations.keep(version.step, [_transcript(r) for r in results if r.messages])
+        await self.record.evaluations.keep(version.step, [transcript_of(r, self.plan) for r in results if r.messages])
         await self.record.evaluations.add(version, values, self.record.spec.train.target)
 
     def _refuse_luck(self, version: WeightVersion, results: list[ExamResult]) -> None:
@@ -162,8 +161,8 @@ class Validation:
         if version.step >= self.record.spec.train.steps:
             return
         failed = [result for result in results if not result.ending.repeats]
-        if len(results) < self.plan.episodes:
-            why = f"{len(results)} of {self.plan.episodes} episodes were played when validation.timeout_s was over"
+        if len(results) < self.plan.total:
+            why = f"{len(results)} of {self.plan.total} episodes were played when validation.timeout_s was over"
         elif failed:
             why = f"episode {failed[0].index} could not be played ({failed[0].ending}: {failed[0].error})"
         else:
@@ -189,7 +188,7 @@ class Validation:
     async def _until_done(self, version: WeightVersion, began: float) -> None:
         assert self.plan is not None
         had, heard = 0, began
-        while len(self._results) < self.plan.episodes and time.monotonic() - began < self.plan.timeout_s:
+        while len(self._results) < self.plan.total and time.monotonic() - began < self.plan.timeout_s:
             self._news.clear()
             if len(self._results) > had:
                 had, heard = len(self._results), time.monotonic()
@@ -204,8 +203,8 @@ class Validation:
         """Store exams. What a full store has no room for counts as lost, and is asked for again."""
         assert self.plan is not None
         self._asked += 1
-        job, seed = self.lease.job, self.plan.seed
-        exams = [Exam(job=job, version=version, index=i, seed=exam_seed(seed, i)) for i in indices]
+        job = self.lease.job
+        exams = [exam_at(i, job, version, self.plan) for i in indices]
         try:
             await asyncio.gather(
                 *(self.ctx.bus.publish(EXAM, e, f"{job}/{version}/{e.index}/{self._asked}", job=job) for e in exams)
@@ -220,7 +219,7 @@ class Validation:
             stored = {exam.index for exam in await self.ctx.bus.stored(EXAM, job=self.lease.job)}
         except NoReply:
             return
-        missing = set(range(self.plan.episodes)) - self._results.keys() - stored
+        missing = set(range(self.plan.total)) - self._results.keys() - stored
         if again := missing & self._lost:
             log.warning("exams_asked_again", exams=sorted(again))
             await self._ask(version, sorted(again))
@@ -239,14 +238,3 @@ class Validation:
             self._results[result.index] = result
             self._news.set()
         return Seen(wanted=wanted)
-
-
-def _transcript(result: ExamResult) -> dict[str, Any]:
-    return {
-        "index": result.index,
-        "reward": result.reward,
-        **({"seats": result.seats} if len(result.seats) > 1 else {}),
-        "metrics": result.metrics,
-        "ending": result.ending,
-        "messages": [{"role": m.role, "content": m.text} for m in result.messages],
-    }

@@ -33,13 +33,20 @@ from opentinker.shared.spec.serving import ServingSpec, settle_serving
 from opentinker.shared.spec.start import StartSpec
 from opentinker.shared.spec.tools import ToolSpec
 from opentinker.shared.spec.train import SIMULATED, ResourceSpec, TrainSpec
-from opentinker.shared.spec.validation import PREFIX, ValidationSpec, contradictions
+from opentinker.shared.spec.validation import (
+    PREFIX,
+    EvaluationSpec,
+    ValidationSpec,
+    contradictions,
+    settle_evaluation,
+)
 
 __all__ = [
     "AlgorithmSpec",
     "DataSpec",
     "DpoSpec",
     "EnvironmentSpec",
+    "EvaluationSpec",
     "JobSpec",
     "LoraSpec",
     "ModelSpec",
@@ -75,6 +82,7 @@ PARTS_OF = {
     "sft": {"data", "train"},
     "dpo": {"data", "dpo", "train"},
     "inference": {"rollout", "serving"},
+    "eval": {"environment", "rollout", "evaluation"},
 }
 """By kind: the parts that not every kind has. The others are refused where they are written, and are not stored."""
 NEEDED: dict[str, tuple[str, ...]] = {
@@ -82,6 +90,7 @@ NEEDED: dict[str, tuple[str, ...]] = {
     "sft": ("data", "train"),
     "dpo": ("data", "train"),
     "inference": (),
+    "eval": ("environment",),
 }
 TARGETS = {"sft": {"accuracy"}, "dpo": {"rewards/accuracy", "rewards/margin"}}
 """What grows as the job learns."""
@@ -90,11 +99,12 @@ TARGETS = {"sft": {"accuracy"}, "dpo": {"rewards/accuracy", "rewards/margin"}}
 class JobSpec(Part):
     name: Annotated[str, Field(pattern=NAME)]
     """For people; ids are given by the server."""
-    kind: Literal["rl", "sft", "dpo", "inference"] = "rl"
+    kind: Literal["rl", "sft", "dpo", "inference", "eval"] = "rl"
     """`rl`: reinforcement learning in an environment. `sft`: supervised learning of what rows of data say. `dpo`: of
     preferences between two completions. sft and dpo take [data], and none of [environment], [algorithm],
     [rollout] and what goes with them. `inference`: nothing is trained, an OpenAI-compatible endpoint answers; it takes
-    [serving], and of [rollout] engine, toy and context_length."""
+    [serving], and of [rollout] engine, toy and context_length. `eval`: nothing is trained, an environment is played
+    with the weights as they are, as [evaluation] says; the job ends with what came of it."""
     model: ModelSpec
     environment: EnvironmentSpec = NO_ENVIRONMENT
     algorithm: AlgorithmSpec = AlgorithmSpec()
@@ -113,10 +123,13 @@ class JobSpec(Part):
     """dpo: the loss."""
     serving: ServingSpec = ServingSpec()
     """inference: of the endpoint."""
+    evaluation: EvaluationSpec = EvaluationSpec()
+    """eval: which episodes, and how they are sampled."""
     train: TrainSpec = TrainSpec()
-    """Needed, but for inference."""
+    """Needed, but for inference and eval."""
     start: StartSpec | None = None
-    """Begin with the checkpoint of another job instead of the weights in model.base; inference: serve it."""
+    """Begin with the checkpoint of another job instead of the weights in model.base; inference: serve it; eval: play
+    with it."""
     resources: ResourceSpec = ResourceSpec()
 
     STAND_INS: ClassVar[dict[str, Any]] = {
@@ -152,6 +165,8 @@ class JobSpec(Part):
     def settle(self) -> list[dict[str, Any]]:
         if self.kind == "inference":
             return settle_serving(self)
+        if self.kind == "eval":
+            return self._untaught_tools() + settle_evaluation(self)
         if self.kind != "rl":
             return self._settle_supervised()
         found = []
@@ -173,11 +188,14 @@ class JobSpec(Part):
                 found.append(
                     {"field": "start.optimizer", "value": True, "problem": f"does not apply to train.{SIMULATED}"}
                 )
-        if self.environment.tools and self.model.chat_template == "plain":
-            problem = "need a chat template that tells the model of them: model.chat_template is 'plain'"
-            found.append({"field": "environment.tools", "value": len(self.environment.tools), "problem": problem})
-        found += self._settle_overlong() + settle_frozen(self) + settle_parallel(self)
+        found += self._untaught_tools() + self._settle_overlong() + settle_frozen(self) + settle_parallel(self)
         return found + broken_promises(self) + contradictions(self)
+
+    def _untaught_tools(self) -> list[dict[str, Any]]:
+        if not self.environment.tools or self.model.chat_template != "plain":
+            return []
+        problem = "need a chat template that tells the model of them: model.chat_template is 'plain'"
+        return [{"field": "environment.tools", "value": len(self.environment.tools), "problem": problem}]
 
     def _settle_supervised(self) -> list[dict[str, Any]]:
         found: list[tuple[str, Any, str]] = []

@@ -84,7 +84,7 @@ class RolloutSpec(Part):
     stop: list[Annotated[str, Field(min_length=1)]] = []
     """A turn ends when one of these strings appears; it stays in the text."""
     max_concurrent_groups: Positive = 32
-    """Per rollout worker."""
+    """Per rollout worker; eval: episodes."""
     oversample: Annotated[int, Field(ge=0, le=1024)] = 0
     """Episodes that a group starts beyond algorithm.group_size: when group_size have ended, it is closed and the rest
     is cut off. Nobody waits for the slowest, but what is slow is left out: the sample leans towards short episodes."""

@@ -35,15 +35,20 @@ def settle_serving(spec: JobSpec) -> list[dict[str, Any]]:
     usual = type(spec.rollout)()
     ignored = unused(spec.rollout, usual, set(type(usual).model_fields) - USED, f"kind = {KIND!r}")
     found = [{**mistake, "field": f"rollout.{mistake['field']}"} for mistake in ignored]
+    return found + nothing_trained(spec)
+
+
+def nothing_trained(spec: JobSpec) -> list[dict[str, Any]]:
+    """What is wrong in a job that generates with weights as they are."""
+    found: list[dict[str, Any]] = []
+    by = f"does not apply to kind = {spec.kind!r}: nothing is trained"
     if spec.model.lora is not None and spec.start is None:
         problem = "needs start.from: the checkpoint that holds the adapter, which says all about it"
         found.append({"field": "model.lora", "value": spec.model.lora.model_dump(), "problem": problem})
     if spec.start is not None and spec.start.optimizer:
-        problem = f"does not apply to kind = {KIND!r}: nothing is trained"
-        found.append({"field": "start.optimizer", "value": True, "problem": problem})
+        found.append({"field": "start.optimizer", "value": True, "problem": by})
     gpus, ranks = spec.resources.trainer_gpus, spec.resources.ranks
     if gpus or ranks > 1:
-        problem = f"does not apply to kind = {KIND!r}: nothing is trained"
         field = "resources.trainer_gpus" if gpus else "resources.trainer_ranks"
-        found.append({"field": field, "value": gpus or ranks, "problem": problem})
+        found.append({"field": field, "value": gpus or ranks, "problem": by})
     return found

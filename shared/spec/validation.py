@@ -1,4 +1,5 @@
-"""How a job is examined while it trains: start states of its own, one version of the weights, greedy by default."""
+"""How a policy is examined, while its job trains or by a job of kind `eval`: start states of its own, one version of
+the weights, greedy by default."""
 
 from __future__ import annotations
 
@@ -7,7 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
 
+from opentinker.shared.spec.mistakes import unused
 from opentinker.shared.spec.part import Part, Positive
+from opentinker.shared.spec.serving import nothing_trained
 
 if TYPE_CHECKING:
     from opentinker.shared.spec import JobSpec
@@ -17,23 +20,25 @@ PREFIX = "val/"
 REWARD = re.compile(r"val/(task/.+/)?reward(/|$)")
 """Metrics of an evaluation that are made of rewards."""
 TOY_IGNORES = ("temperature", "top_p", "top_k")
+KIND = "eval"
+UNUSED = {"temperature", "top_p", "top_k", "oversample", "transcripts", "seed"}
+"""Of [rollout], in a job of that kind: [evaluation] says these."""
+MOST_EPISODES = 200_000
+"""Of one evaluation."""
 
 
-class ValidationSpec(Part):
-    """An evaluation plays its episodes with one version of the weights. No later version is published meanwhile;
-    training goes on as far as max_staleness lets it. The last weights are always evaluated. Reward models judge no
-    evaluation: its rewards are the environment's alone."""
+class EvaluationSpec(Part):
+    """The episodes of an evaluation. Metrics are named val/..., whoever asks for it."""
 
-    every: Positive
-    """Optimizer steps from one evaluation to the next; training waits where an evaluation takes longer."""
-    at_start: bool = True
-    """Evaluate the weights that the job starts from, too."""
     episodes: Positive = 64
-    """Start states per evaluation, played once each; always the same ones."""
+    """Start states per evaluation, played `samples` times each; always the same ones."""
+    samples: Annotated[int, Field(ge=1, le=1024)] = 1
+    """Episodes from each start state: gives val/pass/K, the chance that at least one of K solves it, for K up to
+    `samples`. More than 1 needs temperature > 0."""
+    solved_at: float = 1.0
+    """An episode whose reward is at least so much has solved its task."""
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
     """Fixes the start states, and what is sampled. Rows are 0, 1, 2...; seeds are never those of training."""
-    config: dict[str, Any] = {}
-    """Laid over environment.config, e.g. {"split" = "test"}."""
     temperature: Annotated[float, Field(ge=0.0, le=10.0)] = 0.0
     """0: always the likeliest token."""
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
@@ -45,17 +50,50 @@ class ValidationSpec(Part):
     transcripts: Annotated[int, Field(ge=0, le=1000)] = 8
     """The first so many episodes of every evaluation are kept, word by word, up to 100,000 characters each
     (`opentinker transcripts`)."""
+
+    def settle(self) -> list[dict[str, Any]]:
+        found = []
+        if self.temperature == 0:
+            found = [
+                {"field": name, "value": getattr(self, name), "problem": "does not apply to temperature = 0"}
+                for name in ("top_p", "top_k")
+                if getattr(self, name) != type(self).model_fields[name].default
+            ]
+            if self.samples > 1:
+                problem = "would all be alike at temperature = 0: raise the temperature, or leave samples at 1"
+                found.append({"field": "samples", "value": self.samples, "problem": problem})
+        if self.total > MOST_EPISODES:
+            problem = f"times samples = {self.samples} is more than {MOST_EPISODES} episodes"
+            found.append({"field": "episodes", "value": self.episodes, "problem": problem})
+        return found
+
+    @property
+    def total(self) -> int:
+        """Episodes of one evaluation."""
+        return self.episodes * self.samples
+
+
+class ValidationSpec(EvaluationSpec):
+    """An evaluation plays its episodes with one version of the weights. No later version is published meanwhile;
+    training goes on as far as max_staleness lets it. The last weights are always evaluated. Reward models judge no
+    evaluation: its rewards are the environment's alone."""
+
+    every: Positive
+    """Optimizer steps from one evaluation to the next; training waits where an evaluation takes longer."""
+    at_start: bool = True
+    """Evaluate the weights that the job starts from, too."""
+    config: dict[str, Any] = {}
+    """Laid over environment.config, e.g. {"split" = "test"}."""
     timeout_s: Annotated[float, Field(gt=0.0)] = 600.0
     """An evaluation that takes longer ends with the episodes that it has, and says so."""
 
-    def settle(self) -> list[dict[str, Any]]:
-        if self.temperature > 0:
-            return []
-        return [
-            {"field": name, "value": getattr(self, name), "problem": "does not apply to temperature = 0"}
-            for name in ("top_p", "top_k")
-            if getattr(self, name) != type(self).model_fields[name].default
-        ]
+
+def settle_evaluation(spec: JobSpec) -> list[dict[str, Any]]:
+    """What is wrong between the parts of a job of kind `eval`."""
+    usual = type(spec.rollout)()
+    ignored = unused(spec.rollout, usual, UNUSED, f"kind = {KIND!r}, which samples as [evaluation] says")
+    found = [{**mistake, "field": f"rollout.{mistake['field']}"} for mistake in ignored]
+    return found + nothing_trained(spec) + _drawn_by_toy(spec, "evaluation", spec.evaluation)
 
 
 def contradictions(spec: JobSpec) -> list[dict[str, Any]]:
@@ -74,28 +112,38 @@ def contradictions(spec: JobSpec) -> list[dict[str, Any]]:
         "that the environment reports, or reward/mean"
     )
     found = [{"field": f"train.target.{name}", "value": spec.train.target[name], "problem": problem} for name in judged]
-    if spec.rollout.engine == "toy":
-        usual = {"temperature": (0.0, 1.0), "top_p": (1.0,), "top_k": (0,)}
-        found += [
-            {"field": f"validation.{name}", "value": value, "problem": "does not apply to engine = 'toy'"}
-            for name in TOY_IGNORES
-            if (value := getattr(validation, name)) not in usual[name]
-        ]
-    return found
+    return found + _drawn_by_toy(spec, "validation", validation)
+
+
+def _drawn_by_toy(spec: JobSpec, part: str, exam: EvaluationSpec) -> list[dict[str, Any]]:
+    if spec.rollout.engine != "toy":
+        return []
+    usual = {"temperature": (0.0, 1.0), "top_p": (1.0,), "top_k": (0,)}
+    return [
+        {"field": f"{part}.{name}", "value": value, "problem": "does not apply to engine = 'toy'"}
+        for name in TOY_IGNORES
+        if (value := getattr(exam, name)) not in usual[name]
+    ]
+
+
+def exam_of(spec: JobSpec) -> EvaluationSpec | None:
+    """By which the job is evaluated; None if it never is."""
+    return spec.evaluation if spec.kind == KIND else spec.validation
 
 
 def validation_episodes(spec: JobSpec) -> JobSpec:
-    """The spec by which validation episodes are played; its own [validation] must be there."""
-    validation = spec.validation
-    assert validation is not None
+    """The spec by which the episodes of its evaluations are played; there must be some."""
+    exam = exam_of(spec)
+    assert exam is not None
     update: dict[str, Any] = {
-        "temperature": validation.temperature,
-        "top_p": validation.top_p,
-        "top_k": validation.top_k,
-        "max_tokens": validation.max_tokens or spec.rollout.max_tokens,
-        "seed": validation.seed,
+        "temperature": exam.temperature,
+        "top_p": exam.top_p,
+        "top_k": exam.top_k,
+        "max_tokens": exam.max_tokens or spec.rollout.max_tokens,
+        "seed": exam.seed,
     }
-    environment = {"config": {**spec.environment.config, **validation.config}}
+    over = exam.config if isinstance(exam, ValidationSpec) else {}
+    environment = {"config": {**spec.environment.config, **over}}
     return spec.model_copy(
         update={
             "rollout": spec.rollout.model_copy(update=update),

@@ -36,7 +36,7 @@ async def inspect(spec: JobSpec) -> list[Check]:
     """Each check: what, found, result (ok | note | bad), hint."""
     checks = model(spec.model.base)
     messages: list[Message] = []
-    if spec.kind == "rl":
+    if spec.environment.name:
         found, messages = await episode(spec)
         checks.append(found)
     if spec.data is not None:

@@ -40,6 +40,7 @@ CURVES: dict[str, Panels] = {
     "sft": (*_ROWS, ("accuracy of tokens", "accuracy", 0.0), ("tokens/s trained", "trainer/tokens_per_s", 0.0)),
     "dpo": (*_ROWS, ("accuracy of rewards", "rewards/accuracy", 0.0), ("margin of rewards", "rewards/margin", 0.0)),
     "inference": (("tokens/s generated", "", 0.0),),
+    "eval": (("tokens/s generated", "", 0.0),),
 }
 """By kind of job: title, metric, lower end of the axis."""
 TAUGHT = ("KL to the teacher", "teacher/kl", 0.0)
@@ -190,11 +191,13 @@ class LiveView:
         from rich.text import Text
 
         job, curves = update.job, update.curves
-        steps, step = int(job["steps"]), max(int(job["step"]), curves.last_step)
+        plays = job.get("kind") == "eval"
+        steps, step = int(job["steps"]), max(int(job["step"]), 0 if plays else curves.last_step)
         head = Text.assemble((str(job["name"]), "bold"), f"  {job['id']}  ", (str(job["state"]), "cyan"))
         bar = Table.grid(padding=(0, 2))
+        unit = "episode" if plays else "step"
         bar.add_row(
-            f"step {step}/{steps or '?'}", ProgressBar(total=steps or None, completed=step, width=40), clock(update)
+            f"{unit} {step}/{steps or '?'}", ProgressBar(total=steps or None, completed=step, width=40), clock(update)
         )
         width = max(20, self._console.width // 2 - 3)
         height = 6 if self._console.height >= 32 else 4

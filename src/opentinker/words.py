@@ -34,25 +34,35 @@ def doing(job: Job, now: float | None = None) -> list[str]:
 
 
 def _ended(job: Job) -> list[str]:
-    at = f" at step {job['step']} of {job['steps']}" if job["steps"] else ""
+    unit = "episode" if job["kind"] == "eval" else "step"
+    at = f" at {unit} {job['step']} of {job['steps']}" if job["steps"] else ""
     return [f"It has {job['state']}{at}" + (f": {job['reason']}" if job["reason"] else "") + "."]
 
 
 def _state(job: Job, now: float) -> str:
-    since = _since(now - float(job["created"]))
+    since, plays = _since(now - float(job["created"])), job["kind"] == "eval"
     match JobState(job["state"]):
         case JobState.QUEUED if job["step"]:
-            return f"It is in the queue again, and goes on from its last checkpoint (it was at step {job['step']})."
+            on = (
+                f"after {job['step']} episodes" if plays else f"from its last checkpoint (it was at step {job['step']})"
+            )
+            return f"It is in the queue again, and goes on {on}."
         case JobState.QUEUED:
             return f"It is in the queue, for {since} now."
         case JobState.STARTING:
             return f"It is starting: its workers load the model (submitted {since} ago)."
-        case JobState.RUNNING if job["kind"] == "inference":
-            return f"It answers requests at {job.get('endpoint', '')}."
         case JobState.RUNNING:
-            return f"It is running: step {job['step']} of {job['steps'] or 'an unknown number'}."
+            return _runs(job)
         case other:
             return f"It is {other}."
+
+
+def _runs(job: Job) -> str:
+    if job["kind"] == "inference":
+        return f"It answers requests at {job.get('endpoint', '')}."
+    if job["kind"] == "eval":
+        return f"It plays: {job['step']} of {job['steps']} episodes have ended."
+    return f"It is running: step {job['step']} of {job['steps'] or 'an unknown number'}."
 
 
 def _worker(worker: dict[str, Any]) -> str:
@@ -100,6 +110,8 @@ def next_commands(job: Job) -> list[tuple[str, ...]]:
     id, state = str(job["id"]), JobState(job["state"])
     if state == JobState.FAILED:
         return [("logs", id, "--level", "warning"), ("events", id)]
+    if job["kind"] == "eval" and state.final:
+        return [("transcripts", id)]
     if state.final:
         return [("download", id, "my-model"), ("watch", id)]
     if state == JobState.PAUSED:

@@ -114,6 +114,10 @@ def job(job_id: JobId, url: Url = None, as_json: AsJson = False) -> None:
         key: value for key, value in record.items() if not isinstance(value, dict | list) and value not in ("", None)
     }
     print_table(["field", "value"], [list(item) for item in plain.items()], empty="")
+    if record.get("result"):
+        say(f"\nresult, of weights {record['result']['version']}")
+        values = record["result"]["values"]
+        print_table(["metric", "value"], [[name, f"{values[name]:.6g}"] for name in sorted(values)], empty="")
     for part in ("ledger", "workers", "spec"):
         if record.get(part):
             say(f"\n{part}")
@@ -187,7 +191,7 @@ def failures(
         print_json(found)
         return
     rows = [
-        [f["group"], f["reason"], ago(f["time"]), (f["error"].strip().splitlines() or [""])[-1]]
+        [f.get("group", f.get("episode")), f["reason"], ago(f["time"]), (f["error"].strip().splitlines() or [""])[-1]]
         for f in found["failures"]
     ]
     print_table(["group", "reason", "when", "error"], rows, empty="no group has failed for good")

@@ -63,10 +63,12 @@ def run(
         raise OpenTinkerError(
             f"an inference job has no end to wait for: start {start!r}, and from another terminal {then!r}"
         )
+    if steps is not None and spec.get("kind") == "eval":
+        raise typer.BadParameter("--steps does not apply to an eval job: set evaluation.episodes")
     if steps is not None:
         spec = of_length(spec, steps)
     home = (data_dir or Path("runs") / f"{spec['name']}-{time.strftime('%Y%m%d-%H%M%S')}").resolve()
-    rollouts = spec.get("kind", "rl") == "rl"
+    rollouts = spec.get("kind", "rl") in ("rl", "eval")
     workers = int(spec.get("resources", {}).get("rollout_workers", 1))
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: stop the job, then the machine
     needed = {"env-workers": env_workers, "rollout-workers": workers, "reference": 1} if rollouts else NO_ROLLOUTS
@@ -213,11 +215,14 @@ def report(last: Update, home: Path, url: str, began: float, api: Client, *, kee
             say(f"{title} by step, 1 to {curves.last_step}")
             say("\n".join(chart(values, 76, 8, low=low)) + "\n")
     state = f"{job['state']}: {job['reason']}" if job["reason"] else str(job["state"])
-    at = f"step {curves.last_step or job['step']}/{job['steps'] or '?'}"
-    say(f"{job['name']} {state} at {at} in {duration(time.time() - began)}")
+    plays = job["kind"] == "eval"
+    unit, step = ("episode", job["step"]) if plays else ("step", curves.last_step or job["step"])
+    say(f"{job['name']} {state} at {unit} {step}/{job['steps'] or '?'} in {duration(time.time() - began)}")
+    for name, value in job.get("result", {}).get("values", {}).items():
+        say(f"  {name} {value:.6g}")
     for line in figures(last, began):
         say("  " + line)
-    found: list[dict[str, Any]] = api.checkpoints(job["id"])
+    found: list[dict[str, Any]] = [] if plays else api.checkpoints(job["id"])
     if not found:
         say(f"\nlogs are in {shown(home / 'logs')}")
         return

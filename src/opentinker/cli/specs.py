@@ -45,8 +45,9 @@ def _check_environment(spec: JobSpec) -> None:
     """Built-in environments can be checked here; `module:Class` ones, and programs, are known to the server alone."""
     from opentinker.envs.registry import OPERATORS, check
 
-    if spec.kind == "rl" and ":" not in spec.environment.name and spec.environment.name not in OPERATORS:
-        check(spec.environment.name, spec.environment.config, elsewhere=True)
+    name = spec.environment.name
+    if name and ":" not in name and name not in OPERATORS:
+        check(name, spec.environment.config, elsewhere=True)
 
 
 def validate(
@@ -115,6 +116,8 @@ def _subject(spec: JobSpec) -> str:
     if spec.kind == "inference":
         workers = spec.resources.rollout_workers
         return f"{workers} rollout worker{'s' if workers > 1 else ''}, for whoever asks"
+    if spec.kind == "eval":
+        return f"{spec.environment.name}, {spec.evaluation.total} episodes"
     if spec.data is None:
         batch = spec.algorithm.group_size * spec.algorithm.groups_per_batch
         return f"{spec.environment.name}, {spec.train.steps} steps of {batch} trajectories"
