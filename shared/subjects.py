@@ -81,16 +81,10 @@ SCORE = Subject("score.{job}", trajectories.Group, by=(ROLLOUT,), to=(REFERENCE,
 """Rollout worker -> one reference-forward, for jobs that need reference logprobs. Acknowledged when passed on."""
 GROUP = Subject("group.{job}", trajectories.Group, by=(ROLLOUT, REFERENCE), to=(TRAINER,))
 """Rollout worker or reference-forward -> the job's trainer. Kept until a checkpoint covers it."""
-<<<<<<< HEAD
-EXAM = Subject("exam.{job}", validation.Exam, by=(TRAINER,), to=(ROLLOUT,))
-"""Trainer -> one rollout worker of the job: play a validation episode. Acknowledged when the trainer has its result."""
-METRIC = Subject("metric.{job}.{source}", types.MetricPoint, json=True, by=SERVICES, shown="metrics")
-=======
 EXAM = Subject("exam.{job}", validation.Exam, by=(TRAINER, SCHEDULER), to=(ROLLOUT,))
 """Trainer, or the scheduler for an eval job -> one rollout worker of the job: play a validation episode. Acknowledged
 when who asked has its result."""
-METRIC = Subject("metric.{job}.{source}", types.MetricPoint, json=True, by=SERVICES)
->>>>>>> a1e67d7 (eval jobs: an environment played with a model or a checkpoint, and what came of it; several samples per start state)
+METRIC = Subject("metric.{job}.{source}", types.MetricPoint, json=True, by=SERVICES, shown="metrics")
 """Every service -> dashboards, CLI. Live and as history."""
 LOG = Subject("log.{job}.{level}", types.LogLine, json=True, by=SERVICES, to=(SCHEDULER,), shown="logs")
 """Every service -> the job's log. Live and as history, by level: many small words cannot push out a grave one."""
