@@ -1,4 +1,4 @@
-# The whole menu: setup browser games run test check load learning docs clean.
+# The whole menu: setup browser games helm run test check load learning docs clean.
 # A clean machine needs python3 (3.11 to 3.13) with pip and venv.
 
 PYTHON ?= python3
@@ -8,7 +8,7 @@ STAMP  := $(VENV)/.installed
 TINY   := runs/models/tiny
 CHECKED := src tests loadtest examples
 
-.PHONY: setup browser games run run-gsm8k test check load learning docs clean
+.PHONY: setup browser games helm run run-gsm8k test check load learning docs clean
 
 setup: $(STAMP)
 
@@ -55,9 +55,14 @@ games: setup
 		|| echo "alfworld cannot be installed: tests that need it are skipped"; \
 	else echo "no g++ or cmake here: tests that need alfworld are skipped"; fi
 
+# What tests of the chart render it with. Without it they are skipped, and say so.
+helm: setup
+	@command -v helm >/dev/null || test -x $(BIN)/helm || $(BIN)/python -m tests.helm_binary $(BIN)/helm \
+	|| echo "helm cannot be had: tests that need it are skipped"
+
 # Whole files side by side, two at a time: most of the suite waits for processes. One after another: make test JOBS=0
 JOBS ?= 2
-test: setup browser games
+test: setup browser games helm
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 check: setup

@@ -36,6 +36,7 @@ CLOSE_S = 5.0
 log = structlog.get_logger()
 ACTIVE = Gauge("opentinker_env_sessions", "Sessions now open", registry=REGISTRY)
 STEPS = Counter("opentinker_env_steps", "Turns played", registry=REGISTRY)
+LOAD = Gauge("opentinker_env_load", "What the open sessions cost together: env_sessions at most", registry=REGISTRY)
 ENDED = Counter("opentinker_env_endings", "Sessions ended, by reason", ["reason"], registry=REGISTRY)
 
 
@@ -103,6 +104,7 @@ class Sessions:
         self.load += session.cost
         self._idle.clear()
         ACTIVE.set(self.active)
+        LOAD.set(self.load)
         self.meters.of(request.job).gauges["env/sessions"] += 1
         session.timer = loop.call_later(min(max(0.0, request.deadline_s), LONGEST_S), self._expire, session)
         self._play(session, contain(self.worker, self._begin(session)))
@@ -227,6 +229,7 @@ class Sessions:
         self.active -= 1
         self.load = self.load - session.cost if self.active else 0.0
         ACTIVE.set(self.active)
+        LOAD.set(self.load)
         ENDED.labels(str(reason)).inc()
         meter = self.meters.of(session.request.job)
         meter.gauges["env/sessions"] -= 1

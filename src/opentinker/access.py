@@ -18,6 +18,7 @@ import secrets
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from opentinker.shared.config import PREFIX
 from opentinker.shared.nats_tokens import Signer, new_seed
@@ -92,6 +93,25 @@ class Access:
             told[PREFIX + "NATS_ISSUER_FILE"] = str(self.folder / ISSUER)
             told[PREFIX + "NATS_WEBSOCKET_URL"] = self.websocket.url
         return told
+
+    def secrets(self, prefix: str) -> dict[str, Any]:
+        """What Kubernetes keeps of this folder, for `kubectl apply`: a Secret for every service with its two passwords
+        (`nats`, `valkey`; the scheduler's has the `issuer` too), one for each server with its users."""
+        shares = {service: {s: self.password(s, service) for s in SERVERS} for service in SERVICES}
+        shares[SCHEDULER]["issuer"] = (self.folder / ISSUER).read_text()
+        shares["nats"] = {name: (self.folder / name).read_text() for name in (NATS_CONF, NATS_USERS)}
+        shares["valkey"] = {VALKEY_USERS: (self.folder / VALKEY_USERS).read_text()}
+        items = [
+            {
+                "apiVersion": "v1",
+                "kind": "Secret",
+                "metadata": {"name": f"{prefix}-{name}", "labels": {"app.kubernetes.io/name": "opentinker"}},
+                "type": "Opaque",
+                "stringData": share,
+            }
+            for name, share in shares.items()
+        ]
+        return {"apiVersion": "v1", "kind": "List", "items": items}
 
     def _write(self, name: str, text: str) -> None:
         temporary = self.folder / f"{name}.tmp"

@@ -123,6 +123,9 @@ def access(
         int | None, typer.Option(help="NATS listens for browsers here.", min=1, max=65535, show_default=False)
     ] = None,
     websocket_host: Annotated[str, typer.Option(help="And on this address.")] = "127.0.0.1",
+    secrets: Annotated[
+        str | None, typer.Option(help="Print Secrets of Kubernetes, whose names begin so, for `kubectl apply -f -`.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Write users, rights and passwords for a NATS and a Valkey or Redis of your own.
@@ -136,6 +139,9 @@ def access(
     origins = tuple(load_settings().nats_websocket_origins)
     websocket = None if websocket_port is None else WebSocket(websocket_port, websocket_host, origins)
     made = Access(folder, shipped_conf("nats.conf"), websocket)
+    if secrets is not None:
+        print_json(made.secrets(secrets))
+        return
     if as_json:
         print_json(
             {"nats_conf": made.nats_conf, "valkey_conf": shipped_conf("valkey.conf"), "users": made.valkey_users}

@@ -1,0 +1,161 @@
+{{/*
+The pod of a service:
+(dict "root" $ "service" "trainer" "module" "trainer" "image" "compute" "values" POOL "compute" BOOL)
+*/}}
+{{- define "opentinker.servicePod" -}}
+{{- $root := .root -}}
+metadata:
+  labels:
+    {{- include "opentinker.labels" (dict "root" $root "component" .service) | nindent 4 }}
+  {{- with $root.Values.podAnnotations }}
+  annotations: {{- toYaml . | nindent 4 }}
+  {{- end }}
+spec:
+  serviceAccountName: {{ include "opentinker.name" $root }}{{ if eq .service "scheduler" }}-scheduler{{ end }}
+  automountServiceAccountToken: false
+  enableServiceLinks: false
+  terminationGracePeriodSeconds: {{ add $root.Values.drainSeconds 15 }}
+  {{- with $root.Values.images.pullSecrets }}
+  imagePullSecrets:
+    {{- range . }}
+    - name: {{ . }}
+    {{- end }}
+  {{- end }}
+  securityContext:
+    {{- include "opentinker.pod" $root | nindent 4 }}
+    seccompProfile: {{- toYaml (.values.seccompProfile | default (dict "type" "RuntimeDefault")) | nindent 6 }}
+  {{- with .values.nodeSelector }}
+  nodeSelector: {{- toYaml . | nindent 4 }}
+  {{- end }}
+  {{- with .values.tolerations }}
+  tolerations: {{- toYaml . | nindent 4 }}
+  {{- end }}
+  topologySpreadConstraints:
+    - maxSkew: 1
+      topologyKey: kubernetes.io/hostname
+      whenUnsatisfiable: ScheduleAnyway
+      labelSelector:
+        matchLabels:
+          {{- include "opentinker.selector" $root | nindent 10 }}
+          app.kubernetes.io/component: {{ .service }}
+  containers:
+    - name: {{ .service }}
+      image: {{ include "opentinker.image" (dict "root" $root "image" .image) }}
+      imagePullPolicy: {{ $root.Values.images.pullPolicy }}
+      command: [python, -m, opentinker.services.{{ .module }}]
+      securityContext:
+        {{- include "opentinker.container" $root | nindent 8 }}
+      env:
+        - name: OPENTINKER_ADVERTISE_HOST
+          valueFrom: {fieldRef: {fieldPath: status.podIP}}
+        - name: OPENTINKER_NATS_URL
+          value: {{ include "opentinker.natsUrl" $root | quote }}
+        - name: OPENTINKER_REDIS_URL
+          value: {{ include "opentinker.redisUrl" $root | quote }}
+        - name: OPENTINKER_NATS_PASSWORD_FILE
+          value: /run/opentinker/access/nats
+        - name: OPENTINKER_REDIS_PASSWORD_FILE
+          value: /run/opentinker/access/valkey
+        - name: OPENTINKER_DATA_DIR
+          value: /var/lib/opentinker/data
+        - name: OPENTINKER_HEALTH_HOST
+          value: 0.0.0.0
+        - name: OPENTINKER_HEALTH_PORT
+          value: "9100"
+        - name: OPENTINKER_DRAIN_S
+          value: {{ $root.Values.drainSeconds | quote }}
+        {{- if eq .service "scheduler" }}
+        - name: OPENTINKER_HTTP_HOST
+          value: 0.0.0.0
+        - name: OPENTINKER_HTTP_PORT
+          value: "8080"
+        - name: OPENTINKER_ADMIN_KEY_FILE
+          value: /run/opentinker/operator/key
+        {{- with $root.Values.nats.websocketUrl }}
+        - name: OPENTINKER_NATS_WEBSOCKET_URL
+          value: {{ . | quote }}
+        - name: OPENTINKER_NATS_ISSUER_FILE
+          value: /run/opentinker/access/issuer
+        {{- end }}
+        {{- end }}
+        {{- include "opentinker.settings" (dict "root" $root "values" .values) | nindent 8 }}
+      ports:
+        - {name: health, containerPort: 9100}
+        {{- if eq .service "scheduler" }}
+        - {name: api, containerPort: 8080}
+        {{- end }}
+      startupProbe:
+        httpGet: {path: /healthz, port: health}
+        periodSeconds: 5
+        failureThreshold: 60
+      livenessProbe:
+        httpGet: {path: /healthz, port: health}
+        periodSeconds: 10
+        timeoutSeconds: 5
+        failureThreshold: 6
+      readinessProbe:
+        httpGet: {path: /readyz, port: health}
+        periodSeconds: 5
+        timeoutSeconds: 5
+      {{- $resources := deepCopy .values.resources }}
+      {{- if .values.gpus }}
+      {{- $_ := set $resources "limits" (merge (dict $root.Values.gpuResource .values.gpus) ($resources.limits | default dict)) }}
+      {{- end }}
+      resources: {{- toYaml $resources | nindent 8 }}
+      volumeMounts:
+        - {name: access, mountPath: /run/opentinker/access, readOnly: true}
+        {{- if eq .service "scheduler" }}
+        - {name: operator, mountPath: /run/opentinker/operator, readOnly: true}
+        {{- end }}
+        - {name: data, mountPath: /var/lib/opentinker/data}
+        - {name: tmp, mountPath: /tmp}
+        {{- if .compute }}
+        - {name: shm, mountPath: /dev/shm}
+        {{- end }}
+        {{- if $root.Values.models.existingClaim }}
+        - {name: models, mountPath: /models, readOnly: true}
+        {{- end }}
+  volumes:
+    - name: access
+      secret:
+        secretName: {{ $root.Values.access.secretPrefix }}-{{ .service }}
+        defaultMode: 0440
+        items:
+          - {key: nats, path: nats}
+          - {key: valkey, path: valkey}
+          {{- if and (eq .service "scheduler") $root.Values.nats.websocketUrl }}
+          - {key: issuer, path: issuer}
+          {{- end }}
+    {{- if eq .service "scheduler" }}
+    - name: operator
+      secret:
+        secretName: {{ $root.Values.operatorKey.secret }}
+        defaultMode: 0440
+        items:
+          - {key: {{ $root.Values.operatorKey.key }}, path: key}
+    {{- end }}
+    - name: data
+      persistentVolumeClaim:
+        claimName: {{ $root.Values.data.existingClaim | default (printf "%s-data" (include "opentinker.name" $root)) }}
+    - name: tmp
+      emptyDir: {}
+    {{- if .compute }}
+    - name: shm
+      emptyDir: {medium: Memory, sizeLimit: {{ $root.Values.sharedMemory }}}
+    {{- end }}
+    {{- if $root.Values.models.existingClaim }}
+    - name: models
+      persistentVolumeClaim: {claimName: {{ $root.Values.models.existingClaim }}, readOnly: true}
+    {{- end }}
+{{- end }}
+
+{{/* The pools, as arguments of "opentinker.servicePod" without the root. */}}
+{{- define "opentinker.services" -}}
+{{- dict
+  "scheduler" (dict "service" "scheduler" "module" "scheduler" "image" "light" "values" .Values.scheduler "compute" false)
+  "env-worker" (dict "service" "env-worker" "module" "env_worker" "image" "light" "values" .Values.envWorker "compute" false)
+  "rollout-worker" (dict "service" "rollout-worker" "module" "rollout_worker" "image" "compute" "values" .Values.rolloutWorker "compute" true)
+  "trainer" (dict "service" "trainer" "module" "trainer" "image" "compute" "values" .Values.trainer "compute" true)
+  "reference-forward" (dict "service" "reference-forward" "module" "reference_forward" "image" "compute" "values" .Values.referenceForward "compute" true)
+| toJson }}
+{{- end }}
