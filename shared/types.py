@@ -285,6 +285,8 @@ class JobRecord(msgspec.Struct, frozen=True, kw_only=True):
     """`traceparent` of the request that submitted it, see tracing.py."""
     result: str = ""
     """Of an eval job that has succeeded, as JSON: version, step and metrics."""
+    asleep: bool = False
+    """An inference job in the queue that nobody asks anything: it gets workers when somebody does."""
     waiting_for: str = ""
     """What the scheduler lacks to start or complete the job; empty when it lacks nothing."""
 

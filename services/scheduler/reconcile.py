@@ -15,8 +15,7 @@ One look:
 A job that starts changes its state and gets all its leases in one act, with an epoch higher than any before. A trainer
 that is replaced gets the next epoch; rollout workers keep generating.
 
-Inference and eval jobs need rollout workers alone, and are running once one of them is ready, which nobody else says.
-An inference job has succeeded when nobody asked it anything for `serving.idle_s`.
+Inference and eval jobs need rollout workers alone; `untrained.py` says when they run, sleep, and are over.
 """
 
 from __future__ import annotations
@@ -35,6 +34,7 @@ from opentinker.services.scheduler.allowances import Used
 from opentinker.services.scheduler.checkpoints import newest_epoch
 from opentinker.services.scheduler.cluster import Cluster
 from opentinker.services.scheduler.placing import AddWorker, Decision, Preempt, Requeue, Rules, Start, TakeBack
+from opentinker.services.scheduler.untrained import SLEEPS, UNTRAINED, attend
 from opentinker.shared.errors import Conflict, NotFound
 from opentinker.shared.leases import UNFENCED
 from opentinker.shared.service import Context
@@ -54,8 +54,6 @@ CHARGE_S = 2.0
 SAID_AT_ONCE = 100
 """Jobs per look that are told of a change in what they wait for."""
 HELD = (JobState.STARTING, JobState.RUNNING)
-UNTRAINED = ("inference", "eval")
-"""Kinds of jobs without a trainer, which would say that they run."""
 
 
 class Reconciler:
@@ -93,7 +91,7 @@ class Reconciler:
         active = {job.id: job for job in kept if job.state.held or job.state == JobState.QUEUED}
         planned = placement.plan(
             cluster.view(
-                active.values(),
+                [job for job in active.values() if not job.asleep],
                 now=time.time(),
                 limits=self.ctx.settings.tenants,
                 used=await self._used({job.tenant for job in active.values()}),
@@ -104,9 +102,10 @@ class Reconciler:
             with _over_meanwhile(decision.job):
                 active[decision.job] = await self._carry_out(decision, active[decision.job], cluster)
         for job in active.values():
-            if job.kind in UNTRAINED and job.state.held:
+            if job.kind in UNTRAINED:
                 with _over_meanwhile(job.id):
-                    await self._generates(job, cluster)
+                    if await attend(self.store, job, cluster):
+                        await self._back_to_queue(job, cluster, "asleep", {}, asleep=True, waiting_for=SLEEPS)
         await self._say_waiting(active, planned.waiting)
         await self._charge()
         return len(planned.decisions)
@@ -297,9 +296,11 @@ class Reconciler:
         await self.store.update(job.id, only_active=True, event="rollout_worker_taken_back", detail=detail)
         log.info("rollout_worker_taken_back", job=job.id, taken=lease.worker, wanted_by=wanted_by)
 
-    async def _back_to_queue(self, job: JobRecord, cluster: Cluster, event: str, why: dict[str, str]) -> JobRecord:
+    async def _back_to_queue(
+        self, job: JobRecord, cluster: Cluster, event: str, why: dict[str, str], **more: Any
+    ) -> JobRecord:
         """Its trainer saves what it has trained when its lease is gone; the job starts again after that."""
-        changes: dict[str, Any] = {"since": time.time(), "waiting_for": ""}
+        changes: dict[str, Any] = {"since": time.time(), "waiting_for": "", **more}
         await self.store.transition(
             job.id, JobState.QUEUED, allowed=HELD, leader=self.leader, event=event, detail=why, **changes
         )
@@ -317,19 +318,6 @@ class Reconciler:
         await self.ctx.bus.emit(WAKE, {}, who=worker)
 
     # --- what is said -------------------------------------------------------------------------------------------
-
-    async def _generates(self, job: JobRecord, cluster: Cluster) -> None:
-        """Running from the first rollout worker that is ready; inference: to the last question."""
-        if job.state == JobState.STARTING and cluster.serving(job.id):
-            await self.store.transition(job.id, JobState.RUNNING, allowed=[JobState.STARTING])
-            log.info("job_serves", job=job.id)
-        if job.kind != "inference":
-            return
-        idle_s, quiet_s = job.spec["serving"]["idle_s"], cluster.quiet_s(job.id)
-        if job.state == JobState.RUNNING and idle_s is not None and quiet_s is not None and quiet_s >= idle_s:
-            reason = f"nobody asked it anything for {idle_s:g} s (serving.idle_s)"
-            await self.store.transition(job.id, JobState.SUCCEEDED, allowed=[JobState.RUNNING], reason=reason)
-            log.info("job_idle", job=job.id, idle_s=idle_s)
 
     async def _say_waiting(self, jobs: dict[str, JobRecord], waiting: dict[str, str]) -> None:
         """Shown with the job; an event only when it changes."""

@@ -1,4 +1,5 @@
 """Requests of inference jobs: which rollout worker answers, what if it dies, and when nobody waits any more.
+A request to a job that sleeps wakes it.
 
 The least busy one is asked, as far as this scheduler knows; among those about as busy, always the same one for the same
 beginning of a conversation, whose tokens it has in its cache. One that refuses because it is full, or that is lost
@@ -24,11 +25,12 @@ import structlog
 from opentinker.services.scheduler.lookout import LOOK_S, Lookout
 from opentinker.shared import codec
 from opentinker.shared.bus import NoReply, NoResponders, TooLarge
+from opentinker.shared.errors import Conflict
 from opentinker.shared.inference import SILENCE_S, Abandoned, Ask, Piece, Refusal, Underway
 from opentinker.shared.openai.fields import Refused
 from opentinker.shared.service import Context
 from opentinker.shared.streaming import ask as ask_in_pieces
-from opentinker.shared.subjects import ABANDON, GENERATE, WANTED
+from opentinker.shared.subjects import ABANDON, GENERATE, WAKE, WANTED
 from opentinker.shared.types import JobRecord, JobState, WorkerInfo
 from opentinker.shared.waiting import rest
 
@@ -49,10 +51,11 @@ BEGINNING = 512
 class Tries:
     """Of one request: whom it has asked, and what came of it."""
 
-    def __init__(self) -> None:
+    def __init__(self, patience_s: float = PATIENCE_S) -> None:
         self.last: Refusal | None = None
         self.left = MOST_TRIES
-        self.until = time.monotonic() + PATIENCE_S
+        self._patience_s = patience_s
+        self.until = time.monotonic() + patience_s
         self._refused: set[str] = set()
         self._lost: dict[str, float] = {}
         """From when on it may be asked again, by address."""
@@ -77,7 +80,7 @@ class Tries:
 
     def _count(self) -> None:
         self.left -= 1
-        self.until = time.monotonic() + PATIENCE_S
+        self.until = time.monotonic() + self._patience_s
 
     def best(self, ready: list[WorkerInfo], of: Callable[[list[WorkerInfo]], WorkerInfo]) -> WorkerInfo | None:
         """Those that were lost only where there is no other."""
@@ -99,6 +102,7 @@ class Replicas:
         self._wanted: set[str] = set()
         self._busy: Counter[str] = Counter()
         """Requests of ours under way, by the worker's address."""
+        self._waking: set[str] = set()
         self._lookout = Lookout(ctx.store)
 
     async def run(self) -> None:
@@ -114,7 +118,7 @@ class Replicas:
 
     async def answer(self, job: JobRecord, ask: Ask) -> AsyncGenerator[Piece, None]:
         """Pieces with something in them, the reply last. Raises Refused. Closing the generator ends the request."""
-        tries, begun = Tries(), False
+        tries, begun = Tries(job.spec["serving"].get("wake_s") or PATIENCE_S), False
         while True:
             replica = await self._choose(job, ask, tries)
             asked = msgspec.structs.replace(ask, id=f"{ask.id}-{uuid.uuid4().hex[:6]}")  # one that is lost may go on
@@ -176,6 +180,8 @@ class Replicas:
                 if ready and tries.last is not None and tries.last.status == 429 and not tries.hopes(ready):
                     raise _refused(tries.last)
                 refuse_unless_served(job)
+                if job.asleep:
+                    await self._wake(job.id)
                 if time.monotonic() >= tries.until:
                     if tries.last is not None:
                         raise _refused(tries.last)
@@ -185,6 +191,21 @@ class Replicas:
                 job, ready = await self._lookout.look(job.id)
                 if chosen := tries.best(ready, lambda workers: self._best(workers, ask)):
                     return chosen
+
+    async def _wake(self, job: str) -> None:
+        """It waits in the queue like any other from now on."""
+        if job not in self._waking:
+            self._waking.add(job)
+            try:
+                if (await self.ctx.store.job(job)).asleep:
+                    await self.ctx.store.update(
+                        job, only_active=True, event="woken", asleep=False, since=time.time(), waiting_for=""
+                    )
+                    await self.ctx.bus.emit(WAKE, {"job": job}, who="scheduler")
+            except Conflict:  # it is over: the next look says so
+                log.info("job_not_woken", job=job)
+            finally:
+                self._waking.discard(job)
 
     def _best(self, workers: list[WorkerInfo], ask: Ask) -> WorkerInfo:
         least = min(self._busy[worker.address] for worker in workers)
@@ -207,7 +228,7 @@ def refuse_unless_served(job: JobRecord) -> None:
         raise Refused(f"job {job.id} has {job.state}{reason}: it answers no more requests", status=409)
     if job.state == JobState.PAUSED:
         raise Refused(f"job {job.id} is paused: opentinker resume {job.id}", status=503)
-    if job.state == JobState.QUEUED:
+    if job.state == JobState.QUEUED and job.spec["serving"].get("sleep_s") is None:
         why = f" for {job.waiting_for}" if job.waiting_for else ""
         raise Refused(f"job {job.id} is queued: it waits{why}; try again", status=503)
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
 
-from opentinker.shared.spec.mistakes import unused
+from opentinker.shared.spec.mistakes import fill, unused
 from opentinker.shared.spec.part import Part
 
 if TYPE_CHECKING:
@@ -28,6 +28,23 @@ class ServingSpec(Part):
     idle_s: Annotated[float, Field(gt=0.0)] | None = None
     """The job succeeds when nobody has asked it anything for so long; default: it goes on until it is completed or
     cancelled."""
+    sleep_s: Annotated[float, Field(gt=0.0)] | None = None
+    """The job's rollout workers are given back when nobody has asked it anything for so long, and come back, by the
+    queue, with the next request; default: it keeps them."""
+    wake_s: Annotated[float, Field(gt=0.0, le=3600.0)] | None = None
+    """With sleep_s: a request waits so long for a rollout worker, then it is told to come again (503, Retry-After),
+    while the job goes on waking. Default: 60."""
+
+    def settle(self) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = []
+        if self.sleep_s is None and self.wake_s is not None:
+            found.append({"field": "wake_s", "value": self.wake_s, "problem": "needs sleep_s: it never sleeps"})
+        if self.sleep_s is not None and self.idle_s is not None and self.idle_s <= self.sleep_s:
+            problem = f"is not larger than sleep_s={self.sleep_s:g}: the job would be over before it sleeps"
+            found.append({"field": "idle_s", "value": self.idle_s, "problem": problem})
+        if self.sleep_s is not None:
+            fill(self, {"wake_s": self.wake_s or 60.0})
+        return found
 
 
 def settle_serving(spec: JobSpec) -> list[dict[str, Any]]:

@@ -1,0 +1,46 @@
+"""Jobs without a trainer: nobody else says that they run, have nothing more to do, or may sleep.
+
+starting -> running     a rollout worker is ready
+running -> queued       inference: nobody asked it anything for `serving.sleep_s`; it sleeps, and placement leaves
+                        it alone until a request has woken it (replicas.py)
+any -> succeeded        inference: nobody asked it anything for `serving.idle_s`
+"""
+
+from __future__ import annotations
+
+import time
+
+import structlog
+
+from opentinker.services.scheduler.cluster import Cluster
+from opentinker.shared.store import Store
+from opentinker.shared.types import JobRecord, JobState
+
+log = structlog.get_logger()
+
+UNTRAINED = ("inference", "eval")
+SLEEPS = "a request: it sleeps, and the next one wakes it (serving.sleep_s)"
+
+
+async def attend(store: Store, job: JobRecord, cluster: Cluster) -> bool:
+    """One look at a job of these kinds. True if it shall sleep. Raises Conflict or NotFound if it is over meanwhile."""
+    if job.state == JobState.STARTING and cluster.serving(job.id):
+        await store.transition(job.id, JobState.RUNNING, allowed=[JobState.STARTING])
+        log.info("job_serves", job=job.id)
+    if job.kind != "inference":
+        return False
+    quiet_s, serving = _quiet_s(job, cluster), job.spec["serving"]
+    idle_s, sleep_s = serving["idle_s"], serving.get("sleep_s")
+    if quiet_s is not None and idle_s is not None and quiet_s >= idle_s:
+        reason = f"nobody asked it anything for {idle_s:g} s (serving.idle_s)"
+        await store.transition(job.id, JobState.SUCCEEDED, allowed=[job.state], reason=reason)
+        log.info("job_idle", job=job.id, idle_s=idle_s)
+        return False
+    return quiet_s is not None and sleep_s is not None and not job.asleep and quiet_s >= sleep_s
+
+
+def _quiet_s(job: JobRecord, cluster: Cluster) -> float | None:
+    """None where nobody can say so now."""
+    if job.asleep:
+        return float(job.spec["serving"]["sleep_s"]) + time.time() - job.since
+    return cluster.quiet_s(job.id) if job.state == JobState.RUNNING else None

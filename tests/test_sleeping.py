@@ -1,0 +1,109 @@
+"""Inference jobs that give their workers back when nobody asks, and wake with the next request."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import openai
+import pytest
+
+from opentinker.client import AsyncClient
+from opentinker.shared.errors import SpecError
+from opentinker.shared.service import Context
+from opentinker.shared.spec import parse_spec
+from opentinker.shared.store import Store
+from tests.conftest import WAIT_S, Server, until
+from tests.inference import Site, site_of
+from tests.scheduling import kinds
+from tests.test_inference import HELLO
+
+
+@pytest.fixture
+async def site(client: AsyncClient, ctx: Context, nats_server: Server, valkey_server: Server) -> AsyncIterator[Site]:
+    async with site_of(client, nats_server, valkey_server, ctx.settings.data_dir) as site:
+        yield site
+
+
+async def made(site: Site, store: Store, **serving: Any) -> str:
+    """A job that has run; it may sleep by now."""
+    model = {"base": "some/model", "tool_format": "hermes"}
+    job = await site.client.submit({"name": "chat", "kind": "inference", "model": model, "serving": serving})
+    await ran(store, job["id"], 1)
+    return str(job["id"])
+
+
+async def ran(store: Store, job: str, times: int) -> None:
+    async def so_often() -> bool:
+        return (await kinds(store, job)).count("running") >= times
+
+    await until(so_often)
+
+
+async def asleep(site: Site, job: str) -> None:
+    """And its worker is free."""
+
+    async def there() -> bool:
+        record = await site.client.job(job)
+        return bool(record["asleep"]) and record["workers"] == []
+
+    await until(there)
+
+
+async def test_a_job_that_nobody_asks_gives_its_worker_back_and_wakes_with_the_next_request(
+    site: Site, store: Store
+) -> None:
+    job = await made(site, store, sleep_s=0.2, wake_s=WAIT_S)
+    await asleep(site, job)
+    record = await site.client.job(job)
+    assert (record["state"], record["waiting_for"][:9]) == ("queued", "a request")
+    other = await site.job()  # gets the worker meanwhile
+    async with site.openai(job) as model:
+        assert [card.id async for card in await model.models.list()] == ["some/model", "chat", job]
+        asking = [asyncio.create_task(model.chat.completions.create(model=job, messages=HELLO)) for _ in range(3)]
+
+        async def waits() -> bool:
+            record = await site.client.job(job)
+            return not record["asleep"] and record["waiting_for"] == "a free rollout worker"
+
+        await until(waits)
+        await site.client.cancel(other)
+        answers = await asyncio.gather(*asking)
+    assert {answer.choices[0].message.content for answer in answers} == {"Hello there."}
+    await asleep(site, job)  # again
+    seen = [kind for kind in await kinds(store, job) if kind in ("asleep", "woken", "running")]
+    assert seen[:3] == ["running", "asleep", "woken"] and seen[-2:] == ["running", "asleep"]
+    assert (await site.client.complete(job))["state"] == "succeeded", "also in its sleep"
+
+
+async def test_a_request_that_waits_too_long_for_a_waking_job_is_told_to_come_again(site: Site, store: Store) -> None:
+    job = await made(site, store, sleep_s=0.2, wake_s=0.3)
+    await asleep(site, job)
+    other = await site.job()
+    async with site.openai(job) as model:
+        with pytest.raises(openai.InternalServerError, match="is ready now: it waits for") as refused:
+            await model.chat.completions.create(model=job, messages=HELLO)
+        assert (refused.value.status_code, refused.value.response.headers["Retry-After"]) == (503, "2")
+        await site.client.cancel(other)
+        await ran(store, job, 2)  # it went on waking
+
+
+async def test_a_sleeping_job_ends_when_nobody_asks_for_longer_still(site: Site, store: Store) -> None:
+    job = await made(site, store, sleep_s=0.2, idle_s=0.6)
+    record = await site.client.wait(job, WAIT_S)
+    assert (record["state"], record["reason"]) == ("succeeded", "nobody asked it anything for 0.6 s (serving.idle_s)")
+
+
+@pytest.mark.parametrize(
+    ("serving", "field"),
+    [
+        ({"wake_s": 5}, "serving.wake_s"),
+        ({"sleep_s": 60, "idle_s": 60}, "serving.idle_s"),
+        ({"sleep_s": 0}, "serving.sleep_s"),
+    ],
+)
+def test_settings_of_sleep_that_make_no_sense_are_refused(serving: dict[str, Any], field: str) -> None:
+    with pytest.raises(SpecError) as refused:
+        parse_spec({"name": "x", "kind": "inference", "model": {"base": "m"}, "serving": serving})
+    assert [mistake["field"] for mistake in refused.value.mistakes] == [field]
