@@ -72,7 +72,7 @@ check: setup
 	$(BIN)/lint-imports --no-cache
 
 load: setup
-	@missed=0; for script in loadtest/[!_]*.py; do echo "== $$script"; \
+	@missed=0; $(BIN)/python -m loadtest || missed=1; for script in loadtest/[!_]*.py; do echo "== $$script"; \
 	$(BIN)/python -m loadtest.$$(basename $$script .py) || missed=1; done; exit $$missed
 
 # Every preset on three small tasks; most of an hour of CPU time.

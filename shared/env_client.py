@@ -40,8 +40,12 @@ UNKNOWN = Policy()
 class EnvClient:
     """One for any number of episodes at once."""
 
-    def __init__(self, bus: Bus, *, tenant: str = "default", ask_s: float = 10.0, gone_s: float = 1.5) -> None:
+    def __init__(
+        self, bus: Bus, *, tenant: str = "default", owner: str = "", ask_s: float = 10.0, gone_s: float = 1.5
+    ) -> None:
+        """`owner`: see OpenSession."""
         self._bus = bus
+        self._owner = owner
         self._tenant = tenant
         """Of the jobs whose episodes are played: what its users serve is theirs alone."""
         self._ask_s = ask_s
@@ -83,6 +87,7 @@ class EnvClient:
                 tool_turns=tool_turns,
                 answer_within_s=0.5 * self._ask_s,
                 policy=policy,
+                owner=self._owner,
             )
             within_s = min(self._ask_s, give_up - now)
             try:
@@ -148,7 +153,7 @@ class EnvClient:
                 return _failed(worker, Ending.ENV_BAD_REPLY, str(error))
 
     async def close(self, *, worker: str, session: str) -> None:
-        """Best effort: a session that nobody closes ends at its deadline."""
+        """Best effort: a session that nobody closes ends with its owner, or at its deadline."""
         try:
             await self._bus.request(ENV_CLOSE, CloseSession(session=session), 1.0, worker=worker)
         except (NoReply, WireError) as error:

@@ -188,6 +188,11 @@ class LeaseTable:
         values = await self._workers(keys=["workers"])
         return sorted((codec.from_json(WorkerInfo, value) for value in values), key=lambda worker: worker.id)
 
+    async def lives(self, worker: str, incarnation: str) -> bool:
+        """Whether this very process has beaten lately."""
+        value = await self.redis.get(f"worker:{worker}")
+        return value is not None and codec.from_json(WorkerInfo, value).incarnation == incarnation
+
     # --- leases --------------------------------------------------------------------------------------------------
 
     async def lease(self, worker: str) -> Lease | None:

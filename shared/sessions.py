@@ -35,6 +35,10 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens that one stream may have."""
 
 
+def owner_of(worker: str, incarnation: str) -> str:
+    return f"{worker}/{incarnation}"
+
+
 class OpenSession(msgspec.Struct, frozen=True, kw_only=True):
     """Rollout worker -> any env worker that serves the environment: start one episode."""
 
@@ -55,6 +59,8 @@ class OpenSession(msgspec.Struct, frozen=True, kw_only=True):
     """`environment.tools` of the spec: what the worker offers and does, whatever the environment is."""
     tool_turns: int = 16
     """Turns of a seat that tools may answer."""
+    owner: str = ""
+    """Whoever plays it, as `owner_of` says: with that process the episode is gone. Empty: it lives to its deadline."""
 
 
 class StepSession(msgspec.Struct, frozen=True, kw_only=True):

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from opentinker.envs.registry import BUILT_IN
 from opentinker.shared.bus import Bus
 from opentinker.shared.env_client import EnvClient
-from opentinker.shared.sessions import EnvCheck, SessionReply, StepSession
+from opentinker.shared.sessions import EnvCheck, SessionReply, StepSession, owner_of
 from opentinker.shared.store import Store
 from opentinker.shared.subjects import ENV_CHECK, ENV_CLOSE, ENV_OPEN, ENV_STEP
 from opentinker.shared.types import Ending, Pool, StopReason, ToolCall, WorkerInfo
@@ -363,6 +363,25 @@ async def test_worker_tells_what_it_is(workers: Workers, client: EnvClient) -> N
     assert info is not None
     assert (info.pool, info.status) == (Pool.ENV, "ready")
     assert info.detail["environments"] == sorted(BUILT_IN)
+
+
+async def test_episodes_of_a_rollout_worker_that_is_gone_are_ended(workers: Workers, bus: Bus, store: Store) -> None:
+    await workers.start("env-0", OPENTINKER_WORKER_TTL_S="0.3")
+    alive = WorkerInfo(id="rollout-0", incarnation="second", pool=Pool.ROLLOUT, host="h", pid=1)
+    await store.beat(alive, 600.0)
+    stays = EnvClient(bus, owner=owner_of("rollout-0", "second"))
+    dead = EnvClient(bus, owner=owner_of("rollout-0", "first"))
+    kept = await stays.open(**opening("kept", deadline_s=600.0))
+    lost = await dead.open(**opening("lost", deadline_s=600.0))
+    nobodys = await EnvClient(bus).open(**opening("nobodys", deadline_s=600.0))
+
+    async def ended() -> bool:
+        return (await dead.step(*guess(lost, "lost"))).failure == Ending.ENV_LOST
+
+    await until(ended)
+    assert (await stays.step(*guess(kept, "kept"))).failure is None
+    assert (await stays.step(*guess(nobodys, "nobodys"))).failure is None
+    await store.leave(alive)
 
 
 async def test_garbage_never_crashes_the_worker(workers: Workers, client: EnvClient, bus: Bus) -> None:

@@ -65,6 +65,7 @@ async def serve(ctx: Context) -> None:
             {
                 "beat": _beat(ctx, info, sessions, sandboxes.unavailable),
                 "serve": _serve(ctx, sessions, resolver, host, sandboxes, shop),
+                "owners": _look_after_owners(ctx, sessions),
                 "report": Reporter(ctx.bus, ctx.worker, sessions.meters).run(),
                 "watchdog": watch(BLOCKED_TTLS * settings.worker_ttl_s),
             }
@@ -123,6 +124,18 @@ async def _beat(ctx: Context, info: WorkerInfo, sessions: Sessions, no_sandbox: 
         status = "draining" if sessions.draining else "ready" if ctx.is_ready else "loading"
         await ctx.store.beat(msgspec.structs.replace(info, status=status, detail=detail), ctx.settings.worker_ttl_s)
         await rest(ctx.settings.heartbeat_s)
+
+
+async def _look_after_owners(ctx: Context, sessions: Sessions) -> None:
+    """End episodes of rollout workers that have been dead for two looks: nobody else asks for them, and until their
+    deadline they would hold a place, and a stop."""
+    gone: set[str] = set()
+    while True:
+        await rest(ctx.settings.worker_ttl_s)
+        dead = {owner for owner in sessions.owners() if not await ctx.store.lives(*owner.rsplit("/", 1))}
+        for owner in dead & gone:
+            await sessions.abandon(owner)
+        gone = dead
 
 
 async def check_environment(request: EnvCheck, resolver: Resolver, host: Host) -> EnvCheckReply:

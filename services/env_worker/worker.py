@@ -139,6 +139,17 @@ class Sessions:
             self._end(session, "closed")
         return SessionReply(worker=self.worker)
 
+    def owners(self) -> set[str]:
+        """Of open episodes."""
+        return {one.request.owner for one in self._sessions.values() if one.request.owner and not one.ended}
+
+    async def abandon(self, owner: str) -> None:
+        """Close what only this owner would have asked for."""
+        left = [one.request for one in self._sessions.values() if one.request.owner == owner and not one.ended]
+        for request in left:
+            await self.close(CloseSession(session=request.session))
+        log.warning("owner_lost", owner=owner, sessions=len(left))
+
     # --- life of a session --------------------------------------------------------------------------------------
 
     async def _begin(self, session: Session) -> SessionReply:

@@ -13,6 +13,7 @@ from opentinker.shared.config import Settings
 from opentinker.shared.env_client import EnvClient
 from opentinker.shared.leasing import LeasedWorker
 from opentinker.shared.service import Context
+from opentinker.shared.sessions import owner_of
 from opentinker.shared.spec import JobSpec
 from opentinker.shared.types import Lease, Pool
 
@@ -25,7 +26,8 @@ MAX_SEQUENCES = 256
 
 async def serve(ctx: Context) -> None:
     async def work(worker: LeasedWorker, lease: Lease, spec: JobSpec) -> None:
-        sessions = EnvClient(ctx.bus, tenant=(await ctx.store.job(lease.job)).tenant)
+        owner = owner_of(worker.info.id, worker.info.incarnation)
+        sessions = EnvClient(ctx.bus, tenant=(await ctx.store.job(lease.job)).tenant, owner=owner)
         await run_lease(worker, lease, spec, lambda s, r, m: make_engine(s, r, m, ctx.settings), sessions)
 
     if ctx.settings.preload:

@@ -9,7 +9,7 @@ import sys
 
 import typer
 
-from opentinker.cli import audit, chat, environments, jobs, keys, knowing, logs, machine, run, sink, specs, status
+from opentinker.cli import audit, chat, environments, jobs, keys, knowing, logs, machine, plan, run, sink, specs, status
 from opentinker.shared.errors import OpenTinkerError, SpecError
 
 app = typer.Typer(
@@ -27,6 +27,7 @@ status.register(app)
 sink.register(app)
 logs.register(app)
 specs.register(app)
+plan.register(app)
 run.register(app)
 environments.register(app)
 keys.register(app)

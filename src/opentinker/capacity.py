@@ -1,0 +1,259 @@
+"""What would a job do on N rollout workers and M env workers? A discrete-event simulation of the pipeline, in seconds.
+
+tickets -> groups of episodes (generate, ask the environment, ...) -> batches -> steps -> weights that are swapped in
+
+A ticket is issued by the law of shared/admission.py, a rollout worker plays so many groups at once as the job says, an
+episode holds a session of an env worker from its beginning to its end, the trainer takes whole batches in the order in
+which groups come, and every rollout worker stands still for a swap. An engine shares its tokens a second evenly between
+its sequences, none of which is faster than it would be alone. What is left out: retries, oversampling, reference
+models, validation, and the seconds in which workers start. `python -m loadtest scale` holds it against real runs.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Generator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import simpy
+
+WARM_UP = 3
+"""Steps that are not counted: the pipeline fills."""
+EPISODE_TURNS = 10_000
+"""Simulated at most by default, which takes about a second."""
+SAME = 0.03
+"""A step is as short as it gets if it is longer by less than this share."""
+MOST_ENV_WORKERS = 4096
+EVEN = 1e-3
+"""A spread below which all turns are of one length."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """What a job does, and how long things take; durations in seconds."""
+
+    group_size: int
+    groups_per_batch: int
+    max_staleness: int
+    concurrent_groups: int
+    """Of one rollout worker."""
+    turns: float
+    """Model outputs per episode; between two whole numbers it is one or the other."""
+    tokens: float
+    """Sampled per turn."""
+    token_s: float
+    """From token to token of a sequence that is alone in its engine."""
+    tokens_per_s: float = math.inf
+    """Of one engine, with as many sequences as it gets."""
+    spread: float = 0.0
+    """Standard deviation of the tokens of a turn over their mean (gamma distribution)."""
+    env_s: float
+    """Of one call of the environment; an episode opens and then calls once a turn."""
+    train_s: float
+    """Of one optimizer step."""
+    swap_s: float = 0.0
+    """For which an engine stands still at each new version."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pools:
+    rollout_workers: int
+    env_workers: int
+    sessions: int
+    """That an env worker holds at once."""
+    calls: int | None = None
+    """That an env worker plays at once, for environments that block; None: one per session."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prediction:
+    """Means over the counted steps; shares are of the time."""
+
+    step_s: float
+    trajectories_per_s: float
+    tokens_per_s: float
+    trainer_waits: float
+    engines_busy: float
+    """Share of the engines' time in which there is anything to generate."""
+    sessions_used: float
+    """Of all sessions of all env workers."""
+    staleness: float
+    """Versions between the start of a group and the step that trains on it."""
+
+
+class _Engine:
+    """Processor sharing: `_done` is how many tokens a sequence that was always there would have got."""
+
+    def __init__(self, env: simpy.Environment, work: Work) -> None:
+        self._env, self._work = env, work
+        self._running: list[tuple[float, int, simpy.Event]] = []
+        self._done = self._since = self.busy_s = 0.0
+        self._paused = False
+        self._round = self._number = 0
+
+    def generate(self, tokens: float) -> simpy.Event:
+        self._advance()
+        self._number += 1
+        event = self._env.event()
+        heapq.heappush(self._running, (self._done + tokens, self._number, event))
+        self._schedule()
+        return event
+
+    def swap(self, seconds: float) -> Generator[simpy.Event, Any, None]:
+        self._advance()
+        self._paused = True
+        self._schedule()
+        yield self._env.timeout(seconds)
+        self._advance()
+        self._paused = False
+        self._schedule()
+
+    def _rate(self) -> float:
+        if self._paused or not self._running:
+            return 0.0
+        return min(1.0 / max(self._work.token_s, 1e-9), self._work.tokens_per_s / len(self._running))
+
+    def _advance(self) -> None:
+        passed = self._env.now - self._since
+        self._done += self._rate() * passed
+        self.busy_s += passed if self._running and not self._paused else 0.0
+        self._since = self._env.now
+
+    def _schedule(self) -> None:
+        self._round += 1
+        rate = self._rate()
+        if rate:
+            due = self._env.timeout(max(0.0, self._running[0][0] - self._done) / rate, self._round)
+            due.callbacks.append(self._due)
+
+    def _due(self, timer: simpy.Event) -> None:
+        if timer.value != self._round:  # something came between
+            return
+        self._advance()
+        self._done = max(self._done, self._running[0][0])
+        while self._running and self._running[0][0] <= self._done:
+            heapq.heappop(self._running)[2].succeed()
+        self._schedule()
+
+
+class _Pipeline:
+    def __init__(self, work: Work, pools: Pools, seed: int) -> None:
+        self.work, self.pools = work, pools
+        self.env = simpy.Environment()
+        self.engines = [_Engine(self.env, work) for _ in range(pools.rollout_workers)]
+        self.sessions = simpy.Resource(self.env, pools.env_workers * pools.sessions)
+        self.calls = None if pools.calls is None else simpy.Resource(self.env, pools.env_workers * pools.calls)
+        self.tickets, self.groups = simpy.Store(self.env), simpy.Store(self.env)
+        self.random = np.random.default_rng(seed)
+        self.issued = self.trained = self.served = 0
+        self.waited_s = self.session_s = self.tokens = 0.0
+        self.staleness: list[int] = []
+
+    def run(self, steps: int) -> Prediction:
+        for _ in range(self.work.concurrent_groups):
+            for engine in self.engines:
+                self.env.process(self._slot(engine))
+        self._issue()
+        self.env.run(self.env.process(self._train(WARM_UP)))
+        began, waited, tokens, sessions = self.env.now, self.waited_s, self.tokens, self.session_s
+        busy = sum(engine.busy_s for engine in self.engines)
+        self.staleness.clear()
+        self.env.run(self.env.process(self._train(steps)))
+        seconds = self.env.now - began
+        episodes = steps * self.work.groups_per_batch * self.work.group_size
+        return Prediction(
+            step_s=seconds / steps,
+            trajectories_per_s=episodes / seconds,
+            tokens_per_s=(self.tokens - tokens) / seconds,
+            trainer_waits=(self.waited_s - waited) / seconds,
+            engines_busy=(sum(engine.busy_s for engine in self.engines) - busy) / seconds / len(self.engines),
+            sessions_used=(self.session_s - sessions) / seconds / self.sessions.capacity,
+            staleness=float(np.mean(self.staleness)),
+        )
+
+    def _issue(self) -> None:
+        """Equation 3 of AReaL (arXiv 2505.24298), counted in groups."""
+        allowed = (self.work.max_staleness + self.served + 1) * self.work.groups_per_batch
+        for _ in range(allowed - self.issued):
+            self.tickets.put(None)
+        self.issued = allowed
+
+    def _slot(self, engine: _Engine) -> Generator[simpy.Event, Any, None]:
+        while True:
+            yield self.tickets.get()
+            version = self.served
+            yield self.env.all_of([self.env.process(self._episode(engine)) for _ in range(self.work.group_size)])
+            yield self.groups.put(version)
+
+    def _episode(self, engine: _Engine) -> Generator[simpy.Event, Any, None]:
+        turns = int(self.work.turns + self.random.random())
+        with self.sessions.request() as place:
+            yield place
+            began = self.env.now
+            yield from self._call()
+            for _ in range(max(1, turns)):
+                tokens = self._length()
+                yield engine.generate(tokens)
+                self.tokens += tokens
+                yield from self._call()
+            self.session_s += self.env.now - began
+
+    def _length(self) -> float:
+        if self.work.spread < EVEN:
+            return self.work.tokens
+        shape = self.work.spread**-2
+        return float(self.random.gamma(shape, self.work.tokens / shape))
+
+    def _call(self) -> Generator[simpy.Event, Any, None]:
+        if self.calls is None:
+            yield self.env.timeout(self.work.env_s)
+            return
+        with self.calls.request() as place:
+            yield place
+            yield self.env.timeout(self.work.env_s)
+
+    def _train(self, steps: int) -> Generator[simpy.Event, Any, None]:
+        for _ in range(steps):
+            began = self.env.now
+            for _ in range(self.work.groups_per_batch):
+                version = yield self.groups.get()
+                self.staleness.append(self.trained - version)
+            self.waited_s += self.env.now - began
+            yield self.env.timeout(self.work.train_s)
+            self.trained += 1
+            self.env.process(self._serve(self.trained))
+
+    def _serve(self, version: int) -> Generator[simpy.Event, Any, None]:
+        yield self.env.all_of([self.env.process(engine.swap(self.work.swap_s)) for engine in self.engines])
+        self.served = max(self.served, version)
+        self._issue()
+
+
+def predict(work: Work, pools: Pools, steps: int | None = None, seed: int = 0) -> Prediction:
+    """Of `steps` optimizer steps (default: what EPISODE_TURNS allow, 4 to 50) after the pipeline has filled."""
+    if steps is None:
+        steps = int(EPISODE_TURNS / (work.group_size * work.groups_per_batch * max(1.0, work.turns)))
+        steps = min(50, max(4, steps))
+    return _Pipeline(work, pools, seed).run(steps)
+
+
+def enough_env_workers(work: Work, pools: Pools) -> tuple[int, Prediction]:
+    """The fewest env workers with which a step is as short as with any number of them (within SAME), and what it is
+    like then. `pools.env_workers` is not looked at."""
+    most = MOST_ENV_WORKERS
+    at_best = predict(work, replace(pools, env_workers=most)).step_s * (1 + SAME)
+    count, below = 1, 0
+    while (found := predict(work, replace(pools, env_workers=count))).step_s > at_best:
+        below, count = count, min(2 * count, most)
+    good = found
+    while count - below > 1:
+        middle = (count + below) // 2
+        found = predict(work, replace(pools, env_workers=middle))
+        if found.step_s <= at_best:
+            count, good = middle, found
+        else:
+            below = middle
+    return count, good

@@ -1,0 +1,184 @@
+"""`opentinker plan`: how many rollout workers and env workers does this job want?"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from opentinker.cli.common import AsJson, Url, client, print_json, print_table, say
+from opentinker.cli.specs import SpecFile, read_spec
+from opentinker.shared.errors import OpenTinkerError
+
+if TYPE_CHECKING:
+    from opentinker.capacity import Pools, Prediction, Work
+    from opentinker.shared.spec import JobSpec
+
+FEWEST = 3
+"""Steps that a job must have done before its figures are used."""
+RECENT = 20
+
+
+def register(app: typer.Typer) -> None:
+    app.command()(plan)
+
+
+def plan(
+    path: SpecFile,
+    like: Annotated[
+        str | None, typer.Option(metavar="JOB", help="Take durations and lengths from this job, which has run.")
+    ] = None,
+    rollout_workers: Annotated[
+        str, typer.Option(metavar="N,N...", help="For so many rollout workers each.")
+    ] = "1,2,4,8",
+    turns: Annotated[float | None, typer.Option(help="Per episode; default: as many as the job allows.", min=1)] = None,
+    tokens: Annotated[
+        float | None, typer.Option(help="Sampled per turn; default: as many as the job allows.", min=1)
+    ] = None,
+    spread: Annotated[float, typer.Option(help="Standard deviation of these tokens over their mean.", min=0)] = 0.5,
+    token_ms: Annotated[float | None, typer.Option(help="From token to token of one sequence alone.", min=0)] = None,
+    tokens_per_s: Annotated[
+        float | None, typer.Option(help="Of one rollout worker with many sequences; default: no limit.", min=1)
+    ] = None,
+    env_ms: Annotated[float | None, typer.Option(help="Of one call of the environment.", min=0)] = None,
+    train_s: Annotated[float | None, typer.Option(help="Of one optimizer step.", min=0)] = None,
+    swap_s: Annotated[float | None, typer.Option(help="Standstill of an engine for new weights.", min=0)] = None,
+    sessions: Annotated[
+        int | None, typer.Option(help="An env worker holds at once; default: its setting env_sessions.", min=1)
+    ] = None,
+    blocking: Annotated[
+        bool, typer.Option("--blocking", help="The environment blocks: an env worker plays env_children calls at once.")
+    ] = False,
+    url: Url = None,
+    as_json: AsJson = False,
+) -> None:
+    """Say how many env workers a job needs, and what limits it, by simulation. Nothing is started."""
+    from opentinker.shared.spec import parse_spec
+
+    spec = parse_spec(read_spec(path))
+    if spec.kind != "rl":
+        raise OpenTinkerError(f"{path}: kind = {spec.kind!r} has no environment; only rl jobs are planned")
+    said = {
+        "turns": turns, "tokens": tokens, "token_s": None if token_ms is None else token_ms / 1e3,
+        "tokens_per_s": tokens_per_s, "env_s": None if env_ms is None else env_ms / 1e3, "train_s": train_s,
+        "swap_s": swap_s,
+    }  # fmt: skip
+    measured = {} if like is None else measured_of(client(url).metrics(like), like)
+    work = work_of(spec, {**measured, **{name: value for name, value in said.items() if value is not None}}, spread)
+    rows = [_row(work, pools) for pools in _pools(rollout_workers, sessions, blocking)]
+    if as_json:
+        print_json({"work": asdict(work), "plans": rows})
+        return
+    _print(path, work, rows)
+
+
+def work_of(spec: JobSpec, known: dict[str, float], spread: float) -> Work:
+    """What is not `known` is taken from the job, if it is there. Raises OpenTinkerError naming what is missing."""
+    from opentinker.capacity import Work
+
+    rollout = spec.rollout
+    turns = known.get("turns", float(rollout.max_turns))
+    values = {"turns": turns, "tokens": rollout.max_tokens / turns, "swap_s": 0.0}
+    if rollout.toy is not None:
+        values |= {"token_s": rollout.toy.seconds_per_token, "swap_s": rollout.toy.swap_seconds}
+    if spec.train.simulated_step_s is not None:
+        values["train_s"] = spec.train.simulated_step_s
+    values |= known
+    flags = {"token_s": "--token-ms", "env_s": "--env-ms", "train_s": "--train-s"}
+    missing = [flag for name, flag in flags.items() if name not in values]
+    if missing:
+        raise OpenTinkerError(
+            f"{', '.join(missing)}: not known. Give them, or take them from a job that has run: --like JOB"
+        )
+    return Work(
+        group_size=spec.algorithm.group_size,
+        groups_per_batch=spec.algorithm.groups_per_batch,
+        max_staleness=spec.algorithm.max_staleness,
+        concurrent_groups=rollout.max_concurrent_groups,
+        spread=spread,
+        **values,
+    )
+
+
+def measured_of(points: Sequence[dict[str, Any]], job: str) -> dict[str, float]:
+    """Durations and lengths from a job's metrics. Tokens take as long as they took with the sequences that there were:
+    with fewer of them in an engine they would be faster."""
+    steps = [point["values"] for point in points if "train_seconds" in point["values"]][-RECENT:]
+    last: dict[str, dict[str, float]] = {}
+    for point in points:
+        if "rollout/turns" in point["values"]:
+            last.setdefault(point["source"], {}).update(point["values"])
+    turns = sum(values["rollout/turns"] for values in last.values())
+    if len(steps) < FEWEST or not turns:
+        raise OpenTinkerError(f"job {job} has done too little to be planned by: {FEWEST} steps are needed")
+
+    def mean(*names: str) -> float:
+        return float(sum(step.get(name, 0.0) for step in steps for name in names) / len(steps))
+
+    def total(name: str) -> float:
+        return sum(values.get(name, 0.0) for values in last.values())
+
+    return {
+        "turns": max(1.0, mean("turns/mean")),
+        "tokens": total("rollout/tokens") / turns,
+        "token_s": total("rollout/generate_s") / max(1.0, total("rollout/tokens")),
+        "env_s": total("rollout/env_s") / turns,
+        "train_s": mean("train_seconds"),
+        "swap_s": mean("swap/pause_s", "swap/load_s", "swap/resume_s"),
+    }
+
+
+def _pools(rollout_workers: str, sessions: int | None, blocking: bool) -> list[Pools]:
+    from opentinker.capacity import Pools
+    from opentinker.shared.config import load_settings
+
+    settings = load_settings()
+    counts = [int(part) if part.strip().isdigit() else 0 for part in rollout_workers.split(",")]
+    if not all(counts):
+        raise typer.BadParameter("--rollout-workers: whole numbers above 0, with commas between them")
+    if blocking and settings.env_children == 0:
+        raise OpenTinkerError("--blocking: env_children = 0, so such environments are not played at all")
+    held = settings.env_children * settings.env_sessions_per_child if blocking else settings.env_sessions
+    calls = settings.env_children if blocking else None
+    return [Pools(rollout_workers=n, env_workers=1, sessions=sessions or held, calls=calls) for n in counts]
+
+
+def _row(work: Work, pools: Pools) -> dict[str, Any]:
+    from opentinker.capacity import enough_env_workers
+
+    env_workers, found = enough_env_workers(work, pools)
+    workers = asdict(replace(pools, env_workers=env_workers))
+    return {**workers, **asdict(found), "limited_by": limit(work, found)}
+
+
+def limit(work: Work, found: Prediction) -> str:
+    """In words: what would have to be faster for a step to be shorter, once there are env workers enough."""
+    if found.trainer_waits < 0.1:
+        return "training"
+    if found.engines_busy > 0.9:
+        return "generation"
+    by_turn = {"generation": work.tokens * work.token_s, "the environment": work.env_s}
+    return f"{max(by_turn, key=lambda part: by_turn[part])} (max_concurrent_groups, max_staleness)"
+
+
+def _print(path: Path, work: Work, rows: list[dict[str, Any]]) -> None:
+    say(
+        f"{path}: {work.groups_per_batch} groups of {work.group_size}, {work.turns:g} turns of {work.tokens:g} tokens; "
+        f"token {work.token_s * 1e3:g} ms, environment {work.env_s * 1e3:g} ms, step {work.train_s:g} s, "
+        f"swap {work.swap_s:g} s"
+    )
+    columns = ("rollout workers", "env workers", "step s", "trajectories/s", "trainer waits", "engines busy",
+               "sessions used", "staleness", "limited by")  # fmt: skip
+    cells = [
+        (
+            row["rollout_workers"], row["env_workers"], f"{row['step_s']:.3g}", f"{row['trajectories_per_s']:.3g}",
+            *(f"{row[share]:.0%}" for share in ("trainer_waits", "engines_busy", "sessions_used")),
+            f"{row['staleness']:.1f}", row["limited_by"],
+        )
+        for row in rows
+    ]  # fmt: skip
+    print_table(columns, cells, empty="")
+    say("env workers: the fewest with which a step is as short as with any number of them")

@@ -1,0 +1,137 @@
+"""The simulation that plans: where the answer is known by thought, it says so; the command line around it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from opentinker.capacity import Pools, Work, enough_env_workers, predict
+from opentinker.cli import app
+from opentinker.cli.plan import measured_of
+from opentinker.shared.errors import OpenTinkerError
+
+ROOT = Path(__file__).resolve().parent.parent
+WORK = Work(
+    group_size=4, groups_per_batch=8, max_staleness=1, concurrent_groups=8, turns=1, tokens=5, token_s=0.1, env_s=0.0,
+    train_s=0.3,
+)  # fmt: skip
+ONE = Pools(rollout_workers=1, env_workers=1, sessions=512)
+
+
+def test_without_staleness_a_step_takes_the_sum_and_with_it_the_longest() -> None:
+    alone = predict(replace(WORK, max_staleness=0), ONE)
+    assert alone.step_s == pytest.approx(0.8) and alone.trainer_waits == pytest.approx(0.5 / 0.8)
+    assert alone.staleness == 0
+    overlapped = predict(WORK, ONE)
+    assert overlapped.step_s == pytest.approx(0.5, rel=0.01)
+    two_batches = predict(replace(WORK, concurrent_groups=16), ONE)  # both of the versions that are allowed at once
+    assert two_batches.step_s == pytest.approx((0.5 + 0.3) / 2, rel=0.01)
+    assert predict(replace(WORK, train_s=0.9), ONE).step_s == pytest.approx(0.9)
+    assert predict(replace(WORK, train_s=0.9), ONE).trainer_waits == pytest.approx(0.0, abs=1e-9)
+
+
+def test_a_swap_stops_generation_and_not_the_trainer() -> None:
+    assert predict(replace(WORK, swap_s=0.1), ONE).step_s == pytest.approx(0.6, rel=0.01)
+    assert predict(replace(WORK, swap_s=0.1, train_s=2.0), ONE).step_s == pytest.approx(2.0)
+
+
+def test_an_engine_shares_its_tokens_and_more_engines_have_more() -> None:
+    slow = replace(WORK, tokens_per_s=160.0, train_s=0.1)  # 32 sequences of 5 tokens: a batch a second
+    assert predict(slow, ONE).step_s == pytest.approx(1.0, rel=0.02)
+    assert predict(slow, ONE).tokens_per_s == pytest.approx(160, rel=0.02)
+    two = predict(slow, replace(ONE, rollout_workers=2))
+    assert two.step_s == pytest.approx(0.5, rel=0.15)  # not faster than one sequence alone
+
+
+def test_sessions_and_calls_bound_episodes() -> None:
+    waits = replace(WORK, token_s=0.0, env_s=0.25, train_s=0.0, max_staleness=4)
+    pools = replace(ONE, sessions=4)
+    per_worker = 4 / 0.5  # an episode opens and calls once
+    for workers in (1, 2, 4):
+        found = predict(waits, replace(pools, env_workers=workers))
+        assert found.trajectories_per_s == pytest.approx(per_worker * workers, rel=0.02)
+        assert found.sessions_used == pytest.approx(1.0, rel=0.02)
+    blocking = predict(waits, replace(pools, sessions=16, calls=1))
+    assert blocking.trajectories_per_s == pytest.approx(1 / 0.5, rel=0.02)
+
+
+def test_as_many_env_workers_as_change_something() -> None:
+    waits = replace(WORK, env_s=0.25, token_s=0.01, train_s=1.0, max_staleness=4)
+    # 32 episodes a second of 0.25 + 0.05 + 0.25 s: 17.6 sessions, so 5 workers of 4
+    count, found = enough_env_workers(waits, replace(ONE, sessions=4))
+    assert count == 5 and found.step_s == pytest.approx(1.0, rel=0.03)
+    assert predict(waits, replace(ONE, sessions=4, env_workers=count - 1)).step_s > found.step_s * 1.03
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    work=st.builds(
+        Work,
+        group_size=st.integers(1, 4), groups_per_batch=st.integers(1, 6), max_staleness=st.integers(0, 3),
+        concurrent_groups=st.integers(1, 8), turns=st.floats(1, 3), tokens=st.floats(1, 50),
+        token_s=st.floats(0, 0.05), tokens_per_s=st.floats(10, 1000), spread=st.floats(0, 1),
+        env_s=st.floats(0, 0.3), train_s=st.floats(0.01, 1), swap_s=st.floats(0, 0.2),
+    ),
+    rollout=st.integers(1, 3), env=st.integers(1, 3), sessions=st.integers(1, 8),
+)  # fmt: skip
+def test_laws_hold_whatever_is_planned(work: Work, rollout: int, env: int, sessions: int) -> None:
+    pools = Pools(rollout_workers=rollout, env_workers=env, sessions=sessions)
+    found = predict(work, pools, steps=5)
+    assert found.step_s >= work.train_s * (1 - 1e-9)
+    assert 0 <= found.staleness <= work.max_staleness
+    for share in (found.trainer_waits, found.engines_busy, found.sessions_used):
+        assert -1e-9 <= share <= 1.5  # an episode that began before the counting counts as a whole
+    assert found.trainer_waits == pytest.approx(1 - work.train_s / found.step_s, abs=1e-6)
+    assert predict(work, pools, steps=5) == found
+
+
+def point(source: str, **values: float) -> dict[str, Any]:
+    return {"source": source, "values": {name.replace("__", "/"): value for name, value in values.items()}}
+
+
+def test_a_job_that_has_run_gives_durations_and_lengths() -> None:
+    steps = [
+        point("trainer-0", train_seconds=2.0, turns__mean=1.5, swap__pause_s=0.01, swap__load_s=0.02)
+        for _ in range(4)
+    ]  # fmt: skip
+    workers = [
+        point("rollout-0", rollout__turns=100, rollout__tokens=1000, rollout__generate_s=50.0),
+        point("rollout-0", rollout__turns=200, rollout__tokens=2000, rollout__generate_s=100.0, rollout__env_s=40.0),
+        point("rollout-1", rollout__turns=200, rollout__tokens=6000, rollout__generate_s=300.0, rollout__env_s=40.0),
+    ]
+    found = measured_of([*steps, *workers], "j")
+    assert found == pytest.approx(
+        {"turns": 1.5, "tokens": 20.0, "token_s": 0.05, "env_s": 0.2, "train_s": 2.0, "swap_s": 0.03}
+    )
+    with pytest.raises(OpenTinkerError, match="done too little"):
+        measured_of(steps, "j")
+
+
+def plan(*arguments: str) -> Any:
+    return CliRunner().invoke(app, ["plan", str(ROOT / "examples" / "copy_digits.toml"), *arguments])
+
+
+def test_plan_says_how_many_env_workers_and_what_limits() -> None:
+    told = plan("--token-ms=10", "--env-ms=200", "--train-s=1", "--sessions=8", "--rollout-workers=2", "--json")
+    assert told.exit_code == 0, told.output
+    found = orjson.loads(told.output)
+    assert found["work"]["groups_per_batch"] == 8 and found["work"]["tokens"] == 6
+    assert [row["rollout_workers"] for row in found["plans"]] == [2]
+    # 128 episodes of 0.46 s a second: 59 sessions
+    assert all(7 <= row["env_workers"] <= 10 and row["limited_by"] == "training" for row in found["plans"])
+    table = plan("--token-ms=10", "--env-ms=200", "--train-s=1", "--rollout-workers=1")
+    assert table.exit_code == 0 and "env workers" in table.output and "training" in table.output
+
+
+def test_plan_says_what_it_must_be_told() -> None:
+    lacking = plan("--train-s=1")
+    assert isinstance(lacking.exception, OpenTinkerError)
+    assert "--token-ms, --env-ms: not known" in str(lacking.exception)
+    assert plan("--token-ms=1", "--env-ms=1", "--train-s=1", "--rollout-workers=0").exit_code == 2
