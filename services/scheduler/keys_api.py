@@ -65,6 +65,13 @@ class KeysApi:
         self._env = ctx.settings.key_env
         self._keys = Keys(ctx.store.redis)
 
+    async def whoami(self, request: web.Request) -> web.Response:
+        """What whoever asks may do: for programs that offer no more than that."""
+        asked = principal_of(request)
+        return json_response(
+            {"tenant": asked.tenant, "role": asked.role, "key": asked.key, "may": sorted(asked.may)}, headers=NO_STORE
+        )
+
     async def create(self, request: web.Request) -> web.Response:
         asked = _parsed(NewKey, await read_json(request))
         tenant = asked.tenant or tenant_of(request)

@@ -1,0 +1,223 @@
+// One chart: lines with bands, smoothing, a logarithmic scale, a picture and a table of it to take away.
+
+import { useEffect, useMemo, useRef, useState } from "preact/hooks";
+import type { JSX } from "preact";
+import uPlot from "uplot";
+import "uplot/dist/uPlot.min.css";
+import { aligned, smoothed, type Axis, type Line } from "./lib/series.ts";
+import { duration, save, short } from "./lib/words.ts";
+import { useTheme } from "./theme.ts";
+
+const COLOURS = ["--c1", "--c2", "--c3", "--c4", "--c5", "--c6", "--c7", "--c8"];
+const HEIGHT = 180;
+
+export interface Look {
+  axis: Axis;
+  smooth: number;
+  log: boolean;
+}
+
+interface Props {
+  title: string;
+  about: string;
+  lines: Line[];
+  look: Look;
+  positive?: boolean | undefined;
+}
+
+/** A line as the plot has it: itself, the edges of its band, and beneath a smoothed one what it was made of. */
+interface Drawn {
+  label: string;
+  colour: string;
+  line: Line;
+  /** Its first column in the data. */
+  at: number;
+  raw: boolean;
+}
+
+export function Chart({ title, about, lines, look, positive }: Props): JSX.Element | null {
+  const place = useRef<HTMLDivElement>(null);
+  const plot = useRef<uPlot | null>(null);
+  const zoomed = useRef(false);
+  const [wide, setWide] = useState(false);
+  const [at, setAt] = useState<number | null>(null);
+  const theme = useTheme();
+  const [drawn, data] = useMemo(() => {
+    const made = plan(lines, look);
+    return [made, columns(made, look)];
+  }, [lines, look]);
+  const shape = JSON.stringify([drawn.map((d) => [d.label, d.at, d.line.dots]), look, wide, theme]);
+
+  useEffect(() => {
+    const box = place.current;
+    if (!box || !drawn.length) return;
+    const hover = (u: uPlot): void => setAt(u.cursor.idx ?? null);
+    const zoom = (u: uPlot): void => void (zoomed.current = u.select.width > 0 || zoomed.current);
+    const hooks = { setCursor: [hover], setSelect: [zoom] };
+    const made = new uPlot({ ...options(drawn, look, box.clientWidth, wide, Boolean(positive)), hooks }, data, box);
+    made.over.addEventListener("dblclick", () => (zoomed.current = false));
+    zoomed.current = false;
+    plot.current = made;
+    const watcher = new ResizeObserver(() => made.setSize({ width: box.clientWidth, height: heightOf(wide) }));
+    watcher.observe(box);
+    return () => {
+      watcher.disconnect();
+      made.destroy();
+      plot.current = null;
+    };
+  }, [shape]);
+  useEffect(() => {
+    const now = plot.current;
+    if (!now || now.data === data) return;
+    now.setData(data, !zoomed.current); // whoever looks at a part of it goes on looking there
+    if (zoomed.current) now.redraw();
+  }, [data]);
+
+  if (!drawn.length) return null;
+  const last = data[0]!.length - 1;
+  const x = data[0]![at ?? last];
+  return (
+    <section class={wide ? "card chart wide" : "card chart"} data-chart={title}>
+      <header>
+        <h3 title={about}>{title}</h3>
+        <span class="tools">
+          <small>{x === undefined || x === null ? "" : look.axis === "step" ? `step ${short(x)}` : duration(x)}</small>
+          <button title="Save as CSV" aria-label={`${title} as CSV`} onClick={() => save(`${file(title)}.csv`, csv(drawn, look))}>
+            csv
+          </button>
+          <button title="Save as PNG" aria-label={`${title} as PNG`} onClick={() => void picture(title, drawn, plot.current)}>
+            png
+          </button>
+          <button aria-label={`${title}, larger`} aria-pressed={wide} onClick={() => setWide(!wide)}>
+            {wide ? "–" : "+"}
+          </button>
+        </span>
+      </header>
+      <p class="legend">
+        {drawn.map((one) => (
+          <span key={one.label} class="key">
+            <i style={{ background: `var(${one.colour})` }} />
+            {one.label} <b>{short(valueAt(one, data, at))}</b>
+          </span>
+        ))}
+      </p>
+      <div ref={place} class="plot" role="img" aria-label={`${title}: ${about}`} />
+    </section>
+  );
+}
+
+function valueAt({ line, at: column }: Drawn, data: uPlot.AlignedData, at: number | null): number | undefined {
+  if (at === null) return line.y[line.y.length - 1];
+  const values = data[column]!;
+  for (let i = at; i >= 0; i -= 1) if (values[i] !== null && values[i] !== undefined) return values[i]!;
+  return undefined;
+}
+
+function plan(lines: Line[], look: Look): Drawn[] {
+  let column = 1;
+  return lines
+    .filter((line) => line.x.length)
+    .map((line, i) => {
+      const raw = look.smooth > 0 && !line.low && !line.dots && !line.other;
+      const one = { label: line.label, colour: COLOURS[i % COLOURS.length]!, line, at: column, raw };
+      column += 1 + (line.low ? 2 : 0) + (raw ? 1 : 0);
+      return one;
+    });
+}
+
+function columns(drawn: Drawn[], look: Look): uPlot.AlignedData {
+  const above = (y: number): number | null => (look.log && y <= 0 ? null : y);
+  const parts = drawn.map(({ line, raw }) => {
+    const ys = [line.y, ...(line.low && line.high ? [line.high, line.low] : [])];
+    const smooth = ys.map((y) => smoothed(y, line.dots ? 0 : look.smooth).map(above));
+    return { x: line.x, ys: raw ? [...smooth, line.y.map(above)] : smooth };
+  });
+  return aligned(parts) as uPlot.AlignedData;
+}
+
+function options(drawn: Drawn[], look: Look, width: number, wide: boolean, positive: boolean): uPlot.Options {
+  const css = getComputedStyle(document.documentElement);
+  const colour = (name: string): string => css.getPropertyValue(name).trim();
+  const series: uPlot.Series[] = [{}];
+  const bands: uPlot.Band[] = [];
+  for (const { line, colour: name, label, raw } of drawn) {
+    const stroke = colour(name);
+    const points = { show: Boolean(line.dots) || line.x.length < 2, size: 5, fill: stroke };
+    series.push({ label, stroke, width: line.dots ? 1 : 1.75, spanGaps: true, points, ...(line.other ? { dash: [5, 4] } : {}) });
+    const edge: uPlot.Series = { label: "", width: 0, spanGaps: true, points: { show: false } };
+    if (line.low) {
+      bands.push({ series: [series.length, series.length + 1], fill: `${stroke}26` });
+      series.push(edge, edge);
+    }
+    if (raw) series.push({ ...edge, stroke: `${stroke}40`, width: 1 });
+  }
+  const axis = { stroke: colour("--dim"), grid: { stroke: colour("--line"), width: 1 }, ticks: { show: false }, font: "11px system-ui" };
+  const values = (_: uPlot, splits: (number | null)[]): string[] => splits.map((v) => (v === null ? "" : short(v)));
+  const time = (_: uPlot, splits: number[]): string[] => splits.map((v) => duration(v));
+  return {
+    width,
+    height: heightOf(wide),
+    legend: { show: false },
+    cursor: { sync: { key: `curves-${look.axis}` }, points: { size: 6 }, drag: { x: true, y: false } },
+    scales: {
+      x: { time: false },
+      y: look.log ? { distr: 3 } : { range: (_, low, high) => bounds(low, high, positive) },
+    },
+    axes: [
+      { ...axis, size: 24, ...(look.axis === "time" ? { values: time } : { values }) },
+      { ...axis, size: 52, values },
+    ],
+    series,
+    bands,
+  };
+}
+
+function bounds(low: number | null, high: number | null, positive: boolean): [number, number] {
+  if (low === null || high === null) return [0, 1];
+  const room = (high - low || Math.abs(high) || 1) * 0.08;
+  return [positive && low >= 0 ? 0 : low - room, high + room];
+}
+
+function heightOf(wide: boolean): number {
+  return wide ? Math.max(HEIGHT, Math.round(window.innerHeight * 0.55)) : HEIGHT;
+}
+
+function file(title: string): string {
+  return title.toLowerCase().replace(/[^a-z0-9]+/g, "-");
+}
+
+function csv(drawn: Drawn[], look: Look): Blob {
+  const quoted = (text: string): string => `"${text.replaceAll('"', '""')}"`;
+  const table = aligned(drawn.map(({ line }) => ({ x: line.x, ys: [line.y] })));
+  const rows = [[look.axis, ...drawn.map(({ label }) => quoted(label))].join(",")];
+  table[0]!.forEach((_, i) => rows.push(table.map((column) => column[i] ?? "").join(",")));
+  return new Blob([rows.join("\n"), "\n"], { type: "text/csv" });
+}
+
+/** The chart with its title and legend, on the page's own background. */
+async function picture(title: string, drawn: Drawn[], plot: uPlot | null): Promise<void> {
+  if (!plot) return;
+  const source = plot.ctx.canvas;
+  const scale = window.devicePixelRatio || 1;
+  const head = Math.round(34 * scale);
+  const canvas = document.createElement("canvas");
+  canvas.width = source.width;
+  canvas.height = source.height + head;
+  const pen = canvas.getContext("2d")!;
+  const css = getComputedStyle(document.documentElement);
+  pen.fillStyle = css.getPropertyValue("--card").trim();
+  pen.fillRect(0, 0, canvas.width, canvas.height);
+  pen.font = `600 ${14 * scale}px system-ui`;
+  pen.fillStyle = css.getPropertyValue("--ink").trim();
+  pen.fillText(title, 10 * scale, 22 * scale);
+  let x = 24 * scale + pen.measureText(title).width;
+  pen.font = `${12 * scale}px system-ui`;
+  for (const { label, colour } of drawn) {
+    pen.fillStyle = css.getPropertyValue(colour).trim();
+    pen.fillText(label, x, 22 * scale);
+    x += pen.measureText(label).width + 14 * scale;
+  }
+  pen.drawImage(source, 0, head);
+  const blob = await new Promise<Blob | null>((done) => canvas.toBlob(done, "image/png"));
+  if (blob) save(`${file(title)}.png`, blob);
+}

@@ -1,0 +1,118 @@
+// What views share: who we are, where we are, answers that are asked for again, a job that is followed.
+
+import { createContext } from "preact";
+import { useContext, useEffect, useReducer, useState } from "preact/hooks";
+import { ask, Problem } from "./lib/api.ts";
+import { Follow } from "./lib/follow.ts";
+import type { Me } from "./lib/types.ts";
+
+export const Who = createContext<Me>({ tenant: "", role: "", key: "", may: [] });
+
+/** Whether whoever looks may do this. */
+export function useMay(action: string): boolean {
+  return useContext(Who).may.includes(action);
+}
+
+/** The address behind the #, in parts. */
+export function useAddress(): string[] {
+  const [address, set] = useState(location.hash);
+  useEffect(() => {
+    const changed = (): void => set(location.hash);
+    window.addEventListener("hashchange", changed);
+    return () => window.removeEventListener("hashchange", changed);
+  }, []);
+  return address.replace(/^#\/?/, "").split("/").filter(Boolean).map(decodeURIComponent);
+}
+
+export function go(...parts: string[]): void {
+  location.hash = `/${parts.map(encodeURIComponent).join("/")}`;
+}
+
+export interface Asked<T> {
+  value: T | null;
+  problem: Problem | null;
+  /** Ask at once. */
+  again: () => void;
+}
+
+/** GET `path` now and every so many seconds (0: once); null: nothing is asked. The last answer stays while there is none. */
+export function useAsked<T>(path: string | null, everyS = 0): Asked<T> {
+  const [state, set] = useState<{ path: string | null; value: T | null; problem: Problem | null }>({ path, value: null, problem: null });
+  const [turn, again] = useReducer((n: number) => n + 1, 0);
+  useEffect(() => {
+    if (path === null) return;
+    const stop = new AbortController();
+    let timer = 0;
+    const look = async (): Promise<void> => {
+      try {
+        const value = await ask<T>(path, { signal: stop.signal });
+        if (stop.signal.aborted) return;
+        set({ path, value, problem: null });
+      } catch (error) {
+        if (stop.signal.aborted) return;
+        const problem = error instanceof Problem ? error : new Problem(0, String(error));
+        set((before) => ({ path, value: before.path === path ? before.value : null, problem }));
+        if (problem.status === 401) window.dispatchEvent(new Event("key-refused"));
+        if ([401, 403, 404].includes(problem.status)) return;
+      }
+      if (everyS) timer = window.setTimeout(() => void look(), everyS * 1000);
+    };
+    void look();
+    return () => {
+      stop.abort();
+      clearTimeout(timer);
+    };
+  }, [path, everyS, turn]);
+  const here = state.path === path;
+  return { value: here ? state.value : null, problem: here ? state.problem : null, again: () => again(undefined) };
+}
+
+const DRAW_MS = 400;
+
+/** A job's metrics, drawn anew a few times a second while they change. */
+export function useFollow(job: string | null): Follow | null {
+  const [follow, set] = useState<Follow | null>(null);
+  const [, draw] = useReducer((n: number) => n + 1, 0);
+  useEffect(() => {
+    if (job === null) return;
+    const made = new Follow(job);
+    set(made);
+    let timer = 0;
+    const stop = made.watch(() => {
+      timer ||= window.setTimeout(() => {
+        timer = 0;
+        draw(undefined);
+      }, DRAW_MS);
+    });
+    return () => {
+      stop();
+      clearTimeout(timer);
+      made.close();
+    };
+  }, [job]);
+  return follow?.job === job ? follow : null;
+}
+
+/** Seconds since 1970, anew every so many. */
+export function useNow(everyS = 1): number {
+  const [now, set] = useState(Date.now() / 1000);
+  useEffect(() => {
+    const timer = setInterval(() => set(Date.now() / 1000), everyS * 1000);
+    return () => clearInterval(timer);
+  }, [everyS]);
+  return now;
+}
+
+/** What a click does that may be refused. */
+export function useDoing(): { doing: boolean; problem: Problem | null; act: (what: () => Promise<void>) => void } {
+  const [doing, setDoing] = useState(false);
+  const [problem, setProblem] = useState<Problem | null>(null);
+  const act = (what: () => Promise<void>): void => {
+    setDoing(true);
+    setProblem(null);
+    what()
+      .catch((error: unknown) => setProblem(error instanceof Problem ? error : new Problem(0, String(error))))
+      .finally(() => setDoing(false));
+  };
+  return { doing, problem, act };
+}

@@ -1,0 +1,87 @@
+// Requests to the scheduler. The key lives in this tab alone (sessionStorage) and travels in a header alone.
+
+import type { Json } from "./types.ts";
+
+const STORED = "opentinker-key";
+
+export function key(): string {
+  return sessionStorage.getItem(STORED) ?? "";
+}
+
+export function keep(text: string): void {
+  if (text) sessionStorage.setItem(STORED, text);
+  else sessionStorage.removeItem(STORED);
+}
+
+/** What the server refused, with its hint (application/problem+json). `status` 0: it did not answer. */
+export class Problem extends Error {
+  readonly status: number;
+  readonly hint: string;
+  readonly mistakes: { field: string; value: unknown; problem: string }[];
+
+  constructor(status: number, detail: string, hint = "", mistakes: Problem["mistakes"] = []) {
+    super(detail);
+    this.status = status;
+    this.hint = hint;
+    this.mistakes = mistakes;
+  }
+}
+
+export interface Asking {
+  method?: string;
+  body?: Json;
+  headers?: Record<string, string>;
+  signal?: AbortSignal;
+}
+
+export async function fetched(path: string, asking: Asking = {}): Promise<Response> {
+  const headers: Record<string, string> = { ...asking.headers };
+  if (key()) headers["Authorization"] = `Bearer ${key()}`;
+  const request: RequestInit = { method: asking.method ?? "GET", headers, cache: "no-store", credentials: "omit" };
+  if (asking.body !== undefined) {
+    headers["Content-Type"] = "application/json";
+    request.body = JSON.stringify(asking.body);
+  }
+  if (asking.signal) request.signal = asking.signal;
+  let response: Response;
+  try {
+    response = await fetch(path, request);
+  } catch (error) {
+    if (asking.signal?.aborted) throw error;
+    throw new Problem(0, "the server does not answer");
+  }
+  if (!response.ok) throw await problemOf(response);
+  return response;
+}
+
+export async function ask<T>(path: string, asking: Asking = {}): Promise<T> {
+  return (await (await fetched(path, asking)).json()) as T;
+}
+
+async function problemOf(response: Response): Promise<Problem> {
+  try {
+    const said = await response.json();
+    if (said.error) return new Problem(response.status, String(said.error.message));
+    return new Problem(response.status, String(said.detail), String(said.hint ?? ""), said.errors ?? []);
+  } catch {
+    return new Problem(response.status, `${response.status} ${response.statusText}`);
+  }
+}
+
+/** Server-sent data of a response, as it comes. */
+export async function* events(response: Response): AsyncGenerator<string> {
+  if (!response.body) return;
+  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+  let rest = "";
+  for (;;) {
+    const { done, value } = await reader.read();
+    if (done) return;
+    const lines = (rest + value).split("\n");
+    rest = lines.pop() ?? "";
+    for (const line of lines) if (line.startsWith("data:")) yield line.slice(5).trim();
+  }
+}
+
+export function job(id: string, rest = ""): string {
+  return `/v1/jobs/${encodeURIComponent(id)}${rest}`;
+}

@@ -1,0 +1,155 @@
+// A job's metrics from its first point to the one that comes next: history over HTTP, live over NATS, joined.
+//
+//   live     consumes points of the job's subject; a gap, or a new connection, asks for `refill`
+//   refill   consumes pages of history above the cursor, until no point is missing or nobody has it
+//   poll     refills every POLL_MS while there is no live stream, and says why
+
+import { ask, job as path, Problem } from "./api.ts";
+import { Joined, sizeOf } from "./join.ts";
+import type { Subscription } from "./live.ts";
+import type { Point } from "./types.ts";
+
+const PAGE = 5000;
+const POLL_MS = 2000;
+const PATIENCE_MS = [150, 400, 1000, 2500];
+const AGAIN_MS = 15_000;
+
+export type Way = "loading" | "live" | "joining" | "polling" | "ended";
+
+export class Follow {
+  readonly joined = new Joined();
+  way: Way = "loading";
+  /** Why it is not live, or what is being done about a gap. */
+  said = "";
+  private cursor = 0;
+  private closed = false;
+  private filling: Promise<void> | null = null;
+  private again = false;
+  private live: Subscription | null = null;
+  private timer = 0;
+  private readonly listeners = new Set<() => void>();
+  readonly job: string;
+
+  constructor(job: string) {
+    this.job = job;
+    void this.begin();
+  }
+
+  watch(listener: () => void): () => void {
+    this.listeners.add(listener);
+    return () => this.listeners.delete(listener);
+  }
+
+  close(): void {
+    this.closed = true;
+    clearTimeout(this.timer);
+    void this.live?.close();
+  }
+
+  /** The job is over: what there is now is all there will be. */
+  end(): void {
+    if (this.way === "ended" || this.closed) return;
+    void this.refill().then(() => {
+      clearTimeout(this.timer);
+      void this.live?.close();
+      this.say("ended", "");
+    });
+  }
+
+  private async begin(): Promise<void> {
+    void this.connect();
+    await this.refill();
+  }
+
+  private async connect(): Promise<void> {
+    if (this.closed || this.way === "ended") return;
+    try {
+      const { subscribe } = await import("./live.ts"); // larger than the page: what is seen first does not wait for it
+      this.live = await subscribe(this.job, "metrics", {
+        message: (point) => this.heard(point as Point),
+        open: () => {
+          this.say("live", "");
+          void this.refill();
+        },
+        away: (why) => this.say("joining", why),
+        failed: (why) => this.fallBack(why),
+      });
+      if (this.closed) void this.live.close();
+    } catch (error) {
+      this.fallBack(error instanceof Problem ? error.message : String(error));
+    }
+  }
+
+  private fallBack(why: string): void {
+    if (this.closed || this.way === "ended") return;
+    this.live = null;
+    this.say("polling", why);
+    const since = Date.now();
+    const poll = (): void => {
+      if (this.closed || this.way === "ended") return;
+      if (Date.now() - since > AGAIN_MS) void this.connect();
+      else void this.refill().then(() => (this.timer = window.setTimeout(poll, POLL_MS)));
+    };
+    this.timer = window.setTimeout(poll, POLL_MS);
+  }
+
+  private heard(point: Point): void {
+    if (this.joined.add(point)) this.tell();
+    if (this.way === "live" && !this.filling && this.joined.gaps().length) void this.refill();
+  }
+
+  private refill(): Promise<void> {
+    this.again = this.filling !== null;
+    this.filling ??= this.fill().finally(() => {
+      this.filling = null;
+      if (this.again && !this.closed) void this.refill();
+    });
+    return this.filling;
+  }
+
+  private async fill(): Promise<void> {
+    try {
+      await this.read();
+      for (const wait of PATIENCE_MS) {
+        const gaps = this.joined.gaps();
+        if (!gaps.length) break;
+        this.note(`fetching ${sizeOf(gaps)} missing points`);
+        await new Promise((done) => setTimeout(done, wait));
+        if (this.closed) return;
+        await this.read();
+      }
+      for (const gap of this.joined.gaps()) this.joined.giveUp(gap);
+      this.note("");
+    } catch (error) {
+      this.note(error instanceof Error ? error.message : String(error));
+    }
+  }
+
+  private async read(): Promise<void> {
+    for (;;) {
+      const query = `?after=${this.cursor}&limit=${PAGE}`;
+      const page = await ask<{ metrics: Point[]; cursor: number; more: boolean }>(path(this.job, `/metrics${query}`));
+      for (const point of page.metrics) this.joined.add(point);
+      this.cursor = page.cursor;
+      this.tell();
+      if (!page.more || this.closed) return;
+    }
+  }
+
+  private say(way: Way, said: string): void {
+    if (this.way === "ended") return;
+    this.way = way;
+    this.said = said;
+    this.tell();
+  }
+
+  private note(said: string): void {
+    if (this.way === "polling" && !said) return; // it goes on saying why
+    this.said = said;
+    this.tell();
+  }
+
+  private tell(): void {
+    for (const listener of this.listeners) listener();
+  }
+}

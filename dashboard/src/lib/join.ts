@@ -1,0 +1,104 @@
+// Live points and history become one: points are known by (source, incarnation, seq), whichever way they come, in
+// whatever order and however often. What is missing between two of them is a gap.
+
+import type { Point } from "./types.ts";
+
+export interface Gap {
+  source: string;
+  incarnation: string;
+  /** The first one that is missing, and the last. */
+  from: number;
+  to: number;
+}
+
+/** Whole numbers as sorted, disjoint, closed intervals. */
+class Numbers {
+  readonly parts: [number, number][] = [];
+
+  add(n: number): boolean {
+    let at = this.parts.length;
+    while (at > 0 && this.parts[at - 1]![0] > n) at -= 1; // nearly always the last
+    const before = this.parts[at - 1];
+    const after = this.parts[at];
+    if (before && n <= before[1]) return false;
+    const joinsBefore = before?.[1] === n - 1;
+    const joinsAfter = after?.[0] === n + 1;
+    if (joinsBefore && joinsAfter) {
+      before![1] = after![1];
+      this.parts.splice(at, 1);
+    } else if (joinsBefore) before![1] = n;
+    else if (joinsAfter) after![0] = n;
+    else this.parts.splice(at, 0, [n, n]);
+    return true;
+  }
+}
+
+const MOST_POINTS = 50_000;
+
+/** The points of one job. */
+export class Joined {
+  /** By source, in the order of their time. */
+  readonly sources = new Map<string, Point[]>();
+  /** Counts changes, so that whoever draws knows whether to. */
+  version = 0;
+  /** Oldest points that were let go: more than one tab should hold. */
+  forgotten = 0;
+  private readonly seen = new Map<string, Numbers>();
+  private readonly lost = new Map<string, Numbers>();
+
+  /** Whether it is new. */
+  add(point: Point): boolean {
+    const name = `${point.source}\n${point.incarnation}`;
+    let numbers = this.seen.get(name);
+    if (!numbers) this.seen.set(name, (numbers = new Numbers()));
+    if (!numbers.add(point.seq)) return false;
+    let points = this.sources.get(point.source);
+    if (!points) this.sources.set(point.source, (points = []));
+    let at = points.length;
+    while (at > 0 && points[at - 1]!.time > point.time) at -= 1;
+    points.splice(at, 0, point);
+    if (points.length > MOST_POINTS) {
+      points.splice(0, MOST_POINTS / 10);
+      this.forgotten += MOST_POINTS / 10;
+    }
+    this.version += 1;
+    return true;
+  }
+
+  /** What lies between points that are there, unless it was given up. */
+  gaps(): Gap[] {
+    const found: Gap[] = [];
+    for (const [name, numbers] of this.seen) {
+      const [source, incarnation] = name.split("\n") as [string, string];
+      for (let i = 1; i < numbers.parts.length; i += 1) {
+        const gap = { source, incarnation, from: numbers.parts[i - 1]![1] + 1, to: numbers.parts[i]![0] - 1 };
+        if (!this.isLost(name, gap)) found.push(gap);
+      }
+    }
+    return found;
+  }
+
+  /** The history has it no more. */
+  giveUp(gap: Gap): void {
+    const name = `${gap.source}\n${gap.incarnation}`;
+    let numbers = this.lost.get(name);
+    if (!numbers) this.lost.set(name, (numbers = new Numbers()));
+    for (let n = gap.from; n <= gap.to; n += 1) numbers.add(n);
+    this.version += 1;
+  }
+
+  /** Points that nobody has. */
+  get missing(): number {
+    let count = 0;
+    for (const numbers of this.lost.values()) for (const [from, to] of numbers.parts) count += to - from + 1;
+    return count;
+  }
+
+  private isLost(name: string, gap: Gap): boolean {
+    return (this.lost.get(name)?.parts ?? []).some(([from, to]) => from <= gap.from && gap.to <= to);
+  }
+}
+
+export function sizeOf(gaps: Gap[]): number {
+  return gaps.reduce((sum, gap) => sum + gap.to - gap.from + 1, 0);
+}

@@ -1,0 +1,107 @@
+// One subscription to a job's own subjects on NATS, with credentials that last minutes and are renewed before they end.
+//
+// The server hands them out over HTTP (POST /v1/jobs/{id}/stream-credentials): they read this one job and nothing else.
+
+import { wsconnect, type NatsConnection } from "@nats-io/nats-core";
+import { ask, job as path } from "./api.ts";
+
+interface Credentials {
+  servers: string[];
+  token: string;
+  inbox: string;
+  /** Unix seconds. */
+  expires_at: number;
+  subjects: Record<string, string>;
+}
+
+export interface Hearing {
+  message: (noun: unknown) => void;
+  /** Connected, or again: whatever was sent meanwhile was not heard. */
+  open: () => void;
+  away: (why: string) => void;
+  /** It will not come back by itself. */
+  failed: (why: string) => void;
+}
+
+export interface Subscription {
+  close: () => Promise<void>;
+}
+
+const RECONNECT_MS = 500;
+const CONNECT_MS = 4000;
+
+export async function subscribe(job: string, what: string, hearing: Hearing): Promise<Subscription> {
+  const credentials = await renewed(job);
+  const subject = credentials.subjects[what];
+  if (!subject) throw new Error(`the server names no subject of ${what}`);
+  let closed = false;
+  let now = await connected(credentials);
+  let timer = 0;
+
+  const listen = (nc: NatsConnection): void => {
+    nc.subscribe(subject, {
+      callback: (error, message) => {
+        if (error) hearing.failed(error.message);
+        else hearing.message(message.json());
+      },
+    });
+  };
+  const guard = async (nc: NatsConnection): Promise<void> => {
+    for await (const status of nc.status()) {
+      if (status.type === "disconnect") hearing.away("the message server is away");
+      if (status.type === "reconnect") hearing.open();
+    }
+    const error = await nc.closed();
+    if (!closed && nc === now) hearing.failed(error ? error.message : "the message server closed the connection");
+  };
+  const renew = async (until: number): Promise<void> => {
+    if (closed) return;
+    try {
+      const next = await renewed(job);
+      const nc = await connected(next);
+      listen(nc); // before the other is closed: what both hear is known twice, and joined
+      await nc.flush();
+      const old = now;
+      now = nc;
+      void guard(nc);
+      await old.close();
+      schedule(next.expires_at);
+    } catch (error) {
+      if (Date.now() / 1000 < until - 2) timer = window.setTimeout(() => void renew(until), 2000);
+      else hearing.failed(error instanceof Error ? error.message : String(error));
+    }
+  };
+  const schedule = (until: number): void => {
+    const left = until * 1000 - Date.now();
+    timer = window.setTimeout(() => void renew(until), Math.max(1000, left * 0.6));
+  };
+
+  listen(now);
+  await now.flush();
+  void guard(now);
+  schedule(credentials.expires_at);
+  hearing.open();
+  return {
+    close: async () => {
+      closed = true;
+      clearTimeout(timer);
+      await now.close();
+    },
+  };
+}
+
+async function renewed(job: string): Promise<Credentials> {
+  return await ask<Credentials>(path(job, "/stream-credentials"), { method: "POST" });
+}
+
+async function connected(credentials: Credentials): Promise<NatsConnection> {
+  return await wsconnect({
+    servers: credentials.servers,
+    token: credentials.token,
+    inboxPrefix: credentials.inbox,
+    timeout: CONNECT_MS,
+    reconnectTimeWait: RECONNECT_MS,
+    maxReconnectAttempts: -1,
+    ignoreAuthErrorAbort: false,
+  });
+}

@@ -1,0 +1,144 @@
+// Points become lines: a metric by step (what was rolled back is gone) or by time, rates of several workers summed.
+
+import type { Joined } from "./join.ts";
+import type { Point } from "./types.ts";
+
+export type Axis = "step" | "time";
+
+export interface Line {
+  label: string;
+  x: number[];
+  y: number[];
+  /** Of a band around it. */
+  low?: number[];
+  high?: number[];
+  /** Drawn as points: few and far between. */
+  dots?: boolean;
+  /** Of another job, beside ours. */
+  other?: boolean;
+}
+
+/** Every name that a source has said, with how often. */
+export function names(joined: Joined): Map<string, number> {
+  const found = new Map<string, number>();
+  for (const points of joined.sources.values())
+    for (const point of points) for (const name in point.values) found.set(name, (found.get(name) ?? 0) + 1);
+  return found;
+}
+
+/** By step or time, of every source that says it. A step that was trained again replaces the old one, and those after
+ * it, which were rolled back. */
+export function column(joined: Joined, name: string, axis: Axis, take: (p: Point) => number | undefined): Line {
+  const line: Line = { label: name, x: [], y: [] };
+  const begun = began(joined);
+  for (const points of joined.sources.values()) {
+    for (const point of points) {
+      const value = take(point);
+      if (value === undefined) continue;
+      const x = axis === "step" ? point.step : point.time - begun;
+      while (axis === "step" && line.x.length && line.x[line.x.length - 1]! >= x) {
+        line.x.pop();
+        line.y.pop();
+      }
+      line.x.push(x);
+      line.y.push(value);
+    }
+  }
+  return line;
+}
+
+export function metric(joined: Joined, name: string, axis: Axis): Line {
+  return column(joined, name, axis, (point) => point.values[name]);
+}
+
+/** Time of the first point. */
+export function began(joined: Joined): number {
+  let first = Infinity;
+  for (const points of joined.sources.values()) if (points[0]) first = Math.min(first, points[0].time);
+  return first;
+}
+
+const CELLS = 1500;
+
+/** Of workers, each of which says it about once a second: their sum (or mean) in cells of time. By step: the one that
+ * the trainer had reached then. */
+export function together(joined: Joined, name: string, axis: Axis, how: "sum" | "mean" = "sum"): Line {
+  const line: Line = { label: name, x: [], y: [] };
+  const sources: Point[][] = [];
+  for (const points of joined.sources.values()) if (points.some((p) => name in p.values)) sources.push(points);
+  if (!sources.length) return line;
+  const begun = began(joined);
+  const last = Math.max(...sources.map((points) => points[points.length - 1]!.time));
+  const cell = Math.max(1, (last - begun) / CELLS);
+  const cells = new Map<number, { sum: number; count: number }[]>();
+  sources.forEach((points, source) => {
+    for (const point of points) {
+      const value = point.values[name];
+      if (value === undefined) continue;
+      const at = Math.floor((point.time - begun) / cell);
+      let sums = cells.get(at);
+      if (!sums) cells.set(at, (sums = []));
+      const own = (sums[source] ??= { sum: 0, count: 0 });
+      own.sum += value;
+      own.count += 1;
+    }
+  });
+  const reached = axis === "step" ? steps(joined) : null;
+  for (const at of [...cells.keys()].sort((a, b) => a - b)) {
+    const means = cells.get(at)!.filter(Boolean).map((own) => own.sum / own.count);
+    const total = means.reduce((sum, one) => sum + one, 0);
+    line.x.push(reached ? reached(begun + (at + 0.5) * cell) : (at + 0.5) * cell);
+    line.y.push(how === "sum" ? total : total / means.length);
+  }
+  return line;
+}
+
+/** Which step the trainer had reached, by time. */
+function steps(joined: Joined): (time: number) => number {
+  const times: number[] = [];
+  const at: number[] = [];
+  for (const points of joined.sources.values())
+    for (const point of points)
+      if ("step_seconds" in point.values || "train_seconds" in point.values) {
+        times.push(point.time);
+        at.push(point.step);
+      }
+  return (time) => {
+    let low = 0;
+    let high = times.length;
+    while (low < high) {
+      const middle = (low + high) >> 1;
+      if (times[middle]! <= time) low = middle + 1;
+      else high = middle;
+    }
+    return at[low - 1] ?? 0;
+  };
+}
+
+/** Exponential moving average that begins without bias; 0: as it is. */
+export function smoothed(y: readonly number[], weight: number): number[] {
+  if (weight <= 0) return [...y];
+  let mean = 0;
+  let mass = 0;
+  return y.map((value) => {
+    mean = weight * mean + (1 - weight) * value;
+    mass = weight * mass + (1 - weight);
+    return mean / mass;
+  });
+}
+
+/** All lines over the union of their x, as columns; null where a line has nothing. */
+export function aligned(lines: readonly { x: number[]; ys: (number | null)[][] }[]): (number | null)[][] {
+  const all = new Set<number>();
+  for (const line of lines) for (const x of line.x) all.add(x);
+  const xs = [...all].sort((a, b) => a - b);
+  const place = new Map(xs.map((x, i) => [x, i]));
+  const columns: (number | null)[][] = [xs];
+  for (const line of lines)
+    for (const ys of line.ys) {
+      const column = new Array<number | null>(xs.length).fill(null);
+      line.x.forEach((x, i) => (column[place.get(x)!] = ys[i] ?? null));
+      columns.push(column);
+    }
+  return columns;
+}

@@ -1,0 +1,37 @@
+// Specs that are made from those of jobs: to serve a checkpoint, to run again, to go on from a checkpoint.
+
+import type { Json, JobDetail } from "./types.ts";
+
+type Table = { [name: string]: Json };
+
+function table(value: Json | undefined): Table {
+  return typeof value === "object" && value !== null && !Array.isArray(value) ? value : {};
+}
+
+function picked(from: Table, ...names: string[]): Table {
+  return Object.fromEntries(names.flatMap((name) => (from[name] === undefined || from[name] === null ? [] : [[name, from[name]]])));
+}
+
+/** An inference job of one checkpoint, as `examples/inference.toml` has it. */
+export function inferenceSpec(job: JobDetail, step: number): Json {
+  const spec = table(job.spec);
+  const rollout = picked(table(spec["rollout"]), "engine", "toy", "context_length");
+  return {
+    name: named(job.name, "chat"),
+    kind: "inference",
+    model: picked(table(spec["model"]), "base", "chat_template"),
+    ...(Object.keys(rollout).length ? { rollout } : {}),
+    start: { from: `${job.id}@${step}` },
+    serving: { idle_s: 900 },
+  };
+}
+
+/** The same again under a name of its own; with a step, from that checkpoint. */
+export function cloneSpec(job: JobDetail, step: string): Json {
+  const spec = { ...table(job.spec), name: named(job.name, "again") };
+  return step ? { ...spec, start: { from: `${job.id}@${step}` } } : spec;
+}
+
+function named(name: string, what: string): string {
+  return name.endsWith(`-${what}`) ? name : `${name.slice(0, 56)}-${what}`;
+}

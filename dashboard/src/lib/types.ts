@@ -1,0 +1,93 @@
+// What the HTTP API says, as far as the page reads it. The document itself is /openapi.json.
+
+export interface Job {
+  id: string;
+  name: string;
+  kind: string;
+  tenant: string;
+  state: string;
+  epoch: number;
+  created: number;
+  updated: number;
+  finished: number | null;
+  step: number;
+  steps: number;
+  reason: string;
+  restarts: number;
+  key: string;
+  waiting_for: string;
+  priority: number;
+  progress: Record<string, number>;
+  environment?: string;
+  data?: string;
+  model: string;
+  endpoint?: string;
+}
+
+export interface JobWorker {
+  id: string;
+  pool: string;
+  status: string;
+  host: string;
+  pid: number;
+  detail: Record<string, unknown>;
+}
+
+export interface JobDetail extends Job {
+  spec: Json;
+  ledger: Record<string, unknown>;
+  workers: JobWorker[];
+  metrics: Record<string, { step: number; time: number; values: Record<string, number> }>;
+}
+
+/** One line of metrics. `seq` counts the points of one incarnation of a source, so that gaps show. */
+export interface Point {
+  source: string;
+  incarnation: string;
+  seq: number;
+  time: number;
+  step: number;
+  values: Record<string, number>;
+}
+
+export interface Worker {
+  id: string;
+  incarnation: string;
+  pool: string;
+  host: string;
+  pid: number;
+  job: string | null;
+  status: string;
+  detail: Record<string, unknown>;
+  gpus: { index: number; model: string; memory: number }[];
+  lease: { job: string; epoch: number; leaves_by: number } | null;
+}
+
+export interface Queue {
+  stream: string;
+  messages: number;
+  bytes: number;
+  consumers: number;
+  subjects: Record<string, number>;
+}
+
+export interface Checkpoint {
+  step: number;
+  epoch: number;
+  created: number;
+  bytes: number;
+  model_bytes: number;
+  files: Record<string, { bytes: number; sha256: string }>;
+}
+
+/** Who the server thinks we are. */
+export interface Me {
+  tenant: string;
+  role: string;
+  key: string;
+  may: string[];
+}
+
+export type Json = null | boolean | number | string | Json[] | { [name: string]: Json };
+
+export const FINAL = ["succeeded", "failed", "cancelled"];

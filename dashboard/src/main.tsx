@@ -1,0 +1,149 @@
+// The page: who looks, the way around, and the view that the address names.
+
+import { render, type JSX } from "preact";
+import { useEffect, useState } from "preact/hooks";
+import { Who, useAddress } from "./hooks.ts";
+import { ask, keep, key, Problem } from "./lib/api.ts";
+import type { Me } from "./lib/types.ts";
+import "./style.css";
+import { apply, toggle, useTheme } from "./theme.ts";
+import { Cluster } from "./views/cluster.tsx";
+import { JobView } from "./views/job.tsx";
+import { Jobs } from "./views/jobs.tsx";
+import { Submit } from "./views/submit.tsx";
+
+type Gate = { at: "asking" } | { at: "key"; said: string } | { at: "in"; me: Me; open: boolean } | { at: "away"; said: string };
+const AGAIN_MS = 1500;
+
+function App(): JSX.Element {
+  const [gate, set] = useState<Gate>({ at: "asking" });
+  const enter = async (): Promise<void> => {
+    try {
+      const open = (await ask<{ auth: string }>("/healthz")).auth === "off";
+      if (!open && !key()) set({ at: "key", said: "" });
+      else set({ at: "in", me: await ask<Me>("/v1/whoami"), open });
+    } catch (error) {
+      const said = error instanceof Error ? error.message : String(error);
+      const refused = error instanceof Problem && error.status === 401;
+      if (refused) keep("");
+      set(refused ? { at: "key", said } : { at: "away", said });
+      if (!refused) setTimeout(() => void enter(), AGAIN_MS);
+    }
+  };
+  useEffect(() => {
+    void enter();
+    const refused = (): void => void enter();
+    window.addEventListener("key-refused", refused);
+    return () => window.removeEventListener("key-refused", refused);
+  }, []);
+  const use = (text: string): void => {
+    keep(text.trim());
+    void enter();
+  };
+  return (
+    <>
+      <Head me={gate.at === "in" ? gate.me : null} leave={() => use("")} />
+      {gate.at === "in" && gate.open && (
+        <p class="loud" role="status">
+          This server asks for no key: whoever reaches it from this machine is an operator.
+        </p>
+      )}
+      <main>
+        {gate.at === "asking" && <p class="empty">…</p>}
+        {gate.at === "away" && <p class="empty">{gate.said}; asking again.</p>}
+        {gate.at === "key" && <KeyForm said={gate.said} use={use} />}
+        {gate.at === "in" && (
+          <Who.Provider value={gate.me}>
+            <View />
+          </Who.Provider>
+        )}
+      </main>
+    </>
+  );
+}
+
+function View(): JSX.Element {
+  const [view, id, part] = useAddress();
+  if (view === "cluster") return <Cluster />;
+  if (view === "submit") return <Submit from={id ?? ""} step={part ?? ""} />;
+  if (view === "jobs" && id) return <JobView key={id} id={id} part={part ?? "curves"} />;
+  return <Jobs />;
+}
+
+function Head({ me, leave }: { me: Me | null; leave: () => void }): JSX.Element {
+  const [view] = useAddress();
+  const theme = useTheme();
+  const link = (to: string, text: string, on: boolean): JSX.Element => (
+    <a href={`#/${to}`} aria-current={on ? "page" : undefined}>
+      {text}
+    </a>
+  );
+  return (
+    <header class="head">
+      <a class="brand" href="#/">
+        <img src="/page/icon.svg" alt="" width="22" height="22" />
+        OpenTinker
+      </a>
+      {me && (
+        <nav>
+          {link("", "Jobs", view === undefined || view === "jobs")}
+          {link("cluster", "Cluster", view === "cluster")}
+          {me.may.includes("jobs:write") && link("submit", "Submit", view === "submit")}
+        </nav>
+      )}
+      <span class="spring" />
+      {me && (
+        <small class="dim who">
+          {me.role} of {me.tenant}
+        </small>
+      )}
+      {me?.key && (
+        <button class="plain" onClick={leave}>
+          Forget key
+        </button>
+      )}
+      <button class="plain" onClick={toggle} aria-label={theme === "dark" ? "Light" : "Dark"} title="Dark or light">
+        {theme === "dark" ? "☀" : "☾"}
+      </button>
+    </header>
+  );
+}
+
+function KeyForm({ said, use }: { said: string; use: (text: string) => void }): JSX.Element {
+  const [text, set] = useState("");
+  const submit = (event: Event): void => {
+    event.preventDefault();
+    if (text.trim()) use(text);
+  };
+  return (
+    <form class="card key-form" onSubmit={submit}>
+      <h1>This server asks for a key</h1>
+      <label>
+        API key
+        <input
+          type="password"
+          name="key"
+          autoComplete="off"
+          spellcheck={false}
+          autofocus
+          placeholder="ot_…"
+          value={text}
+          onInput={(event) => set(event.currentTarget.value)}
+        />
+      </label>
+      {said && (
+        <p class="problem" role="alert">
+          {said}
+        </p>
+      )}
+      <p class="dim">
+        It stays in this tab until you close it. The first one is in <code>DATA_DIR/run/operator-key</code> of whoever
+        runs the server; <code>opentinker keys create</code> makes others.
+      </p>
+      <button type="submit">Enter</button>
+    </form>
+  );
+}
+
+apply();
+render(<App />, document.getElementById("app")!);

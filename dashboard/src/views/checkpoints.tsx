@@ -1,0 +1,113 @@
+// What a job has saved: to take away, to ask, to go on from.
+
+import type { JSX } from "preact";
+import { useState } from "preact/hooks";
+import { go, useAsked, useDoing, useMay } from "../hooks.ts";
+import { ask, fetched, job as path, key } from "../lib/api.ts";
+import { inferenceSpec } from "../lib/serve.ts";
+import type { Checkpoint, Job, JobDetail } from "../lib/types.ts";
+import { bytes, moment, save } from "../lib/words.ts";
+import { Empty, Said } from "../parts.tsx";
+
+const LARGE = 512 * 1024 * 1024;
+
+export function Checkpoints({ job }: { job: JobDetail }): JSX.Element {
+  const { value, problem } = useAsked<{ checkpoints: Checkpoint[] }>(path(job.id, "/checkpoints"), 5);
+  const serves = useMay("jobs:write") && job.kind !== "inference";
+  const downloads = useMay("checkpoints:read");
+  const doing = useDoing();
+  const [busy, setBusy] = useState("");
+  if (!value) return problem ? <Said problem={problem} /> : <Empty>…</Empty>;
+  if (!value.checkpoints.length) return <Empty>None yet: train.checkpoint_every says how often one is made.</Empty>;
+  const take = (one: Checkpoint): void =>
+    doing.act(async () => {
+      try {
+        await download(job, one, (share) => setBusy(`step ${one.step}: ${share}`));
+      } finally {
+        setBusy("");
+      }
+    });
+  const chat = (one: Checkpoint): void =>
+    doing.act(async () => {
+      const made = await ask<Job>("/v1/jobs", { method: "POST", body: inferenceSpec(job, one.step) });
+      go("jobs", made.id, "chat");
+    });
+  return (
+    <>
+      <Said problem={doing.problem} />
+      {busy && <p role="status">{busy}</p>}
+      <table class="card">
+        <thead>
+          <tr>
+            <th>Step</th>
+            <th>Made</th>
+            <th>Model</th>
+            <th>With optimizer</th>
+            <th />
+          </tr>
+        </thead>
+        <tbody>
+          {[...value.checkpoints].reverse().map((one) => (
+            <tr key={`${one.epoch}.${one.step}`}>
+              <td data-label="Step">{one.step}</td>
+              <td data-label="Made">{moment(one.created)}</td>
+              <td data-label="Model">{bytes(one.model_bytes)}</td>
+              <td data-label="With optimizer">{bytes(one.bytes)}</td>
+              <td class="actions">
+                {downloads && (
+                  <button disabled={doing.doing} onClick={() => take(one)}>
+                    Download
+                  </button>
+                )}
+                {serves && (
+                  <button disabled={doing.doing} onClick={() => chat(one)} title="Submits an inference job that serves it">
+                    Chat with this
+                  </button>
+                )}
+                {serves && <button onClick={() => go("submit", job.id, String(one.step))}>Go on from here</button>}
+              </td>
+            </tr>
+          ))}
+        </tbody>
+      </table>
+      <p class="dim">
+        With everything that a trainer needs: <code>opentinker download {job.id} DIR</code>
+      </p>
+    </>
+  );
+}
+
+type Picker = (options: { suggestedName: string }) => Promise<{ createWritable: () => Promise<WritableStream<Uint8Array>> }>;
+
+/** To a file as it comes where the browser can, else through memory. Without a key the browser does it alone. */
+async function download(job: JobDetail, one: Checkpoint, tell: (share: string) => void): Promise<void> {
+  const from = path(job.id, `/checkpoints/${one.step}/download`);
+  const name = `${job.id}-step-${one.step}.tar`;
+  if (!key()) {
+    const link = document.createElement("a");
+    link.href = from;
+    link.download = name;
+    link.click();
+    return;
+  }
+  const picker = (window as unknown as { showSaveFilePicker?: Picker }).showSaveFilePicker;
+  if (picker && one.model_bytes > LARGE) {
+    const file = await (await picker({ suggestedName: name })).createWritable();
+    const response = await fetched(from);
+    await response.body!.pipeThrough(counted(one.model_bytes, tell)).pipeTo(file);
+    return;
+  }
+  const response = await fetched(from);
+  save(name, await new Response(response.body!.pipeThrough(counted(one.model_bytes, tell))).blob());
+}
+
+function counted(whole: number, tell: (share: string) => void): TransformStream<Uint8Array, Uint8Array> {
+  let count = 0;
+  return new TransformStream({
+    transform(chunk, controller) {
+      count += chunk.byteLength;
+      tell(`${bytes(count)} of ${bytes(whole)}`);
+      controller.enqueue(chunk);
+    },
+  });
+}

@@ -1,0 +1,185 @@
+// The whole server: workers by pool and what they do, queues, and who waits for what.
+
+import type { JSX } from "preact";
+import { go, useAsked, useMay, useNow } from "../hooks.ts";
+import { FINAL, type Job, type Queue, type Worker } from "../lib/types.ts";
+import { bytes, duration } from "../lib/words.ts";
+import { Empty, Said } from "../parts.tsx";
+
+const POOLS: [string, string][] = [
+  ["trainer", "Trainers"],
+  ["rollout", "Rollout workers"],
+  ["reference", "Reference-forward"],
+  ["env", "Env workers"],
+];
+const QUEUES: Record<string, string> = {
+  TICKETS: "groups that may be rolled out, and those that are",
+  EXAMS: "evaluation episodes",
+  SCORES: "groups that wait for reference-forward",
+  GROUPS: "groups that no checkpoint covers yet",
+  METRICS: "history of metrics",
+  LOGS: "history of logs",
+};
+const LOOK_S = 2;
+
+export function Cluster(): JSX.Element {
+  const may = useMay("server:read");
+  const workers = useAsked<{ workers: Worker[] }>(may ? "/v1/workers" : null, LOOK_S);
+  const queues = useAsked<{ queues: Queue[] }>(may ? "/v1/queues" : null, LOOK_S);
+  const jobs = useAsked<{ jobs: Job[] }>("/v1/jobs?limit=500", LOOK_S);
+  return (
+    <>
+      <Said problem={workers.problem ?? queues.problem ?? jobs.problem} />
+      <Waiting jobs={jobs.value?.jobs ?? []} />
+      {!may && <Empty>Workers and queues of all tenants are for operators (server:read).</Empty>}
+      {workers.value && <Workers workers={workers.value.workers} />}
+      {queues.value && <Queues queues={queues.value.queues} />}
+    </>
+  );
+}
+
+function Waiting({ jobs }: { jobs: Job[] }): JSX.Element {
+  const now = useNow(5);
+  const active = jobs.filter((job) => !FINAL.includes(job.state));
+  const waiting = active.filter((job) => job.waiting_for);
+  const counts = new Map<string, number>();
+  for (const job of active) counts.set(job.state, (counts.get(job.state) ?? 0) + 1);
+  return (
+    <section class="card">
+      <h2>Who waits for what</h2>
+      <p class="dim">
+        {active.length ? [...counts].map(([state, count]) => `${count} ${state}`).join(", ") : "No job is under way."}
+      </p>
+      {waiting.length > 0 && (
+        <table>
+          <tbody>
+            {waiting.map((job) => (
+              <tr key={job.id} onClick={() => go("jobs", job.id)}>
+                <td>
+                  <a href={`#/jobs/${job.id}`}>{job.name}</a> <small class="dim">{job.id}</small>
+                </td>
+                <td>waits for {job.waiting_for}</td>
+                <td class="dim">{duration(now - job.created)}</td>
+              </tr>
+            ))}
+          </tbody>
+        </table>
+      )}
+      {active.length > 0 && waiting.length === 0 && <p class="dim">Nobody waits.</p>}
+    </section>
+  );
+}
+
+function Workers({ workers }: { workers: Worker[] }): JSX.Element {
+  const hosts = new Map<string, Map<number, Worker["gpus"][number]>>();
+  for (const worker of workers) {
+    const gpus = hosts.get(worker.host) ?? new Map();
+    for (const gpu of worker.gpus) gpus.set(gpu.index, gpu);
+    hosts.set(worker.host, gpus);
+  }
+  return (
+    <div class="pools">
+      {POOLS.map(([pool, title]) => {
+        const own = workers.filter((worker) => worker.pool === pool).sort((a, b) => a.id.localeCompare(b.id));
+        const busy = own.filter((worker) => worker.job).length;
+        return (
+          <section key={pool} class="card pool">
+            <h2>
+              {title} <small class="dim">{pool === "env" || pool === "reference" ? own.length : `${busy} of ${own.length} leased`}</small>
+            </h2>
+            {own.length === 0 && <p class="waits">None runs: jobs that need one wait.</p>}
+            <ul>
+              {own.map((worker) => (
+                <WorkerLine key={worker.id} worker={worker} />
+              ))}
+            </ul>
+          </section>
+        );
+      })}
+      <section class="card pool">
+        <h2>Machines</h2>
+        <ul>
+          {[...hosts].map(([host, gpus]) => (
+            <li key={host}>
+              <b>{host}</b>{" "}
+              <small>
+                {workers.filter((worker) => worker.host === host).length} workers ·{" "}
+                {gpus.size ? [...gpus.values()].map((gpu) => `${gpu.model} ${bytes(gpu.memory)}`).join(", ") : "no GPU, CPU alone"}
+              </small>
+            </li>
+          ))}
+        </ul>
+      </section>
+    </div>
+  );
+}
+
+function WorkerLine({ worker }: { worker: Worker }): JSX.Element {
+  const job = worker.lease?.job ?? worker.job;
+  const sessions = worker.detail["sessions"];
+  const capacity = worker.detail["capacity"];
+  return (
+    <li>
+      <i class={`dot ${worker.status}`} />
+      <b>{worker.id}</b> <small class="dim">{worker.status}</small>{" "}
+      {job && (
+        <small>
+          → <a href={`#/jobs/${job}`}>{job}</a>
+          {worker.lease ? ` epoch ${worker.lease.epoch}` : ""}
+          {worker.lease?.leaves_by ? ", leaves" : ""}
+        </small>
+      )}
+      {typeof sessions === "number" && (
+        <small>
+          {" "}
+          {sessions}
+          {typeof capacity === "number" ? ` of ${capacity}` : ""} sessions
+        </small>
+      )}
+      {worker.gpus.length > 0 && <small> GPU {worker.gpus.map((gpu) => gpu.index).join(", ")}</small>}
+      <small class="dim">
+        {" "}
+        {worker.host}:{worker.pid}
+      </small>
+    </li>
+  );
+}
+
+function Queues({ queues }: { queues: Queue[] }): JSX.Element {
+  return (
+    <section class="card">
+      <h2>Queues</h2>
+      <table>
+        <thead>
+          <tr>
+            <th>Stream</th>
+            <th>Messages</th>
+            <th>Size</th>
+            <th>Most of it</th>
+          </tr>
+        </thead>
+        <tbody>
+          {queues.map((queue) => {
+            const most = Object.entries(queue.subjects).sort((a, b) => b[1] - a[1]).slice(0, 2);
+            return (
+              <tr key={queue.stream}>
+                <td data-label="Stream">
+                  <code>{queue.stream}</code> <small class="dim">{QUEUES[queue.stream] ?? ""}</small>
+                </td>
+                <td data-label="Messages">{queue.messages.toLocaleString()}</td>
+                <td data-label="Size">{bytes(queue.bytes)}</td>
+                <td data-label="Most of it">
+                  {most.map(([subject, count]) => (
+                    <small key={subject} class="pair">
+                      <code>{subject}</code> {count}
+                    </small>
+                  ))}
+                </td>
+              </tr>
+            );
+          })}
+        </tbody>
+      </table>
+    </section>
+  );
+}

@@ -1,0 +1,161 @@
+// A job's curves, live; beside them, if asked for, those of other jobs.
+
+import type { JSX } from "preact";
+import { useEffect, useMemo, useReducer, useState } from "preact/hooks";
+import { Chart, type Look } from "../chart.tsx";
+import { useAsked } from "../hooks.ts";
+import { Follow } from "../lib/follow.ts";
+import { PANELS, single, type Panel } from "../lib/panels.ts";
+import { names, type Axis, type Line } from "../lib/series.ts";
+import type { Job } from "../lib/types.ts";
+import { Empty } from "../parts.tsx";
+
+const SMOOTH = [0, 0.6, 0.9, 0.97];
+const MOST_COMPARED = 4;
+
+export function Curves({ job, follow }: { job: Job; follow: Follow }): JSX.Element {
+  const [look, setLook] = useState<Look>({ axis: "step", smooth: 0.9, log: false });
+  const [compared, setCompared] = useState<Job[]>([]);
+  const [more, setMore] = useState<string[]>([]);
+  const others = useFollows(compared.map((one) => one.id));
+  const panels = useMemo(() => [...PANELS, ...more.map(single)], [more]);
+  const change = (part: Partial<Look>): void => setLook({ ...look, ...part });
+  const version = follow.joined.version;
+  const all = useMemo(() => [...names(follow.joined).keys()].sort(), [Math.floor(version / 50), follow]);
+  return (
+    <>
+      <div class="bar">
+        <Choice label="x" value={look.axis} of={["step", "time"]} choose={(axis) => change({ axis: axis as Axis })} />
+        <Choice
+          label="smooth"
+          value={String(look.smooth)}
+          of={SMOOTH.map(String)}
+          say={(text) => (text === "0" ? "no" : text)}
+          choose={(text) => change({ smooth: Number(text) })}
+        />
+        <label class="check">
+          <input type="checkbox" checked={look.log} onChange={(event) => change({ log: event.currentTarget.checked })} /> log
+        </label>
+        <Compare job={job} compared={compared} set={setCompared} />
+        <input
+          list="metric-names"
+          placeholder="Another metric…"
+          aria-label="Another metric"
+          onChange={(event) => {
+            const name = event.currentTarget.value;
+            if (all.includes(name) && !more.includes(name)) setMore([...more, name]);
+            event.currentTarget.value = "";
+          }}
+        />
+        <datalist id="metric-names">
+          {all.map((name) => (
+            <option key={name} value={name} />
+          ))}
+        </datalist>
+      </div>
+      {version === 0 && <Empty>{follow.way === "loading" ? "Reading what there is…" : "No metrics yet: they come with the first step."}</Empty>}
+      <div class="charts">
+        {panels.map((panel) => (
+          <PanelChart key={panel.title} panel={panel} look={look} follow={follow} others={others} compared={compared} />
+        ))}
+      </div>
+    </>
+  );
+}
+
+interface PanelProps {
+  panel: Panel;
+  look: Look;
+  follow: Follow;
+  others: Follow[];
+  compared: Job[];
+}
+
+function PanelChart({ panel, look, follow, others, compared }: PanelProps): JSX.Element {
+  const versions = [follow, ...others].map((one) => `${one.job}:${one.joined.version}`).join();
+  const lines = useMemo(() => {
+    const own = panel.lines(follow.joined, look.axis);
+    const beside = others.flatMap((other) => {
+      const name = compared.find((one) => one.id === other.job);
+      const drawn: Line[] = panel.lines(other.joined, look.axis).map(({ low: _low, high: _high, ...line }) => line);
+      return drawn.map((line) => ({ ...line, label: `${line.label} · ${name?.name ?? ""} ${other.job}`, other: true }));
+    });
+    return [...own, ...beside];
+  }, [versions, look.axis, panel]);
+  return <Chart title={panel.title} about={panel.about} lines={lines} look={look} positive={panel.positive} />;
+}
+
+interface ChoiceProps {
+  label: string;
+  value: string;
+  of: string[];
+  say?: (text: string) => string;
+  choose: (text: string) => void;
+}
+
+function Choice({ label, value, of, say, choose }: ChoiceProps): JSX.Element {
+  return (
+    <span class="choice" role="group" aria-label={label}>
+      <small class="dim">{label}</small>
+      {of.map((one) => (
+        <button key={one} aria-pressed={one === value} onClick={() => choose(one)}>
+          {say ? say(one) : one}
+        </button>
+      ))}
+    </span>
+  );
+}
+
+function Compare({ job, compared, set }: { job: Job; compared: Job[]; set: (jobs: Job[]) => void }): JSX.Element {
+  const { value } = useAsked<{ jobs: Job[] }>("/v1/jobs?limit=200", 10);
+  const rest = (value?.jobs ?? []).filter((one) => one.id !== job.id && !compared.some((two) => two.id === one.id));
+  return (
+    <>
+      {compared.map((one) => (
+        <button key={one.id} class="chip" title="Compare no more" onClick={() => set(compared.filter((two) => two.id !== one.id))}>
+          {one.name} {one.id} ×
+        </button>
+      ))}
+      <select
+        aria-label="Compare with"
+        value=""
+        disabled={compared.length >= MOST_COMPARED || !rest.length}
+        onChange={(event) => {
+          const found = rest.find((one) => one.id === event.currentTarget.value);
+          if (found) set([...compared, found]);
+        }}
+      >
+        <option value="">compare with…</option>
+        {rest.map((one) => (
+          <option key={one.id} value={one.id}>
+            {one.name} {one.id} ({one.state})
+          </option>
+        ))}
+      </select>
+    </>
+  );
+}
+
+/** Other jobs, followed while they are wanted. */
+function useFollows(jobs: string[]): Follow[] {
+  const [made] = useState(() => new Map<string, Follow>());
+  const [, draw] = useReducer((n: number) => n + 1, 0);
+  const wanted = jobs.join();
+  useEffect(() => {
+    for (const id of jobs)
+      if (!made.has(id)) {
+        const follow = new Follow(id);
+        let timer = 0;
+        follow.watch(() => (timer ||= window.setTimeout(() => ((timer = 0), draw(undefined)), 500)));
+        made.set(id, follow);
+      }
+    for (const [id, follow] of made)
+      if (!jobs.includes(id)) {
+        follow.close();
+        made.delete(id);
+      }
+    draw(undefined);
+  }, [wanted]);
+  useEffect(() => () => made.forEach((follow) => follow.close()), []);
+  return jobs.flatMap((id) => made.get(id) ?? []);
+}

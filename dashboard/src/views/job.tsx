@@ -1,0 +1,174 @@
+// One job: what it does now, and the tabs below.
+
+import type { JSX } from "preact";
+import { useEffect } from "preact/hooks";
+import { go, useAsked, useDoing, useFollow, useMay, useNow } from "../hooks.ts";
+import { ask, job as path } from "../lib/api.ts";
+import type { Follow } from "../lib/follow.ts";
+import { sizeOf } from "../lib/join.ts";
+import { FINAL, type JobDetail } from "../lib/types.ts";
+import { ago, duration, moment } from "../lib/words.ts";
+import { Empty, Facts, Progress, Said, State } from "../parts.tsx";
+import { Chat } from "./chat.tsx";
+import { Checkpoints } from "./checkpoints.tsx";
+import { Config } from "./config.tsx";
+import { Curves } from "./curves.tsx";
+import { Episodes } from "./episodes.tsx";
+import { Log } from "./log.tsx";
+
+const PACE = 20;
+
+export function JobView({ id, part }: { id: string; part: string }): JSX.Element {
+  const { value: job, problem, again } = useAsked<JobDetail>(path(id), 2);
+  const follow = useFollow(job ? id : null);
+  const over = job ? FINAL.includes(job.state) : false;
+  useEffect(() => {
+    if (over) follow?.end();
+  }, [over, follow]);
+  useEffect(() => {
+    document.title = job ? `${job.name} · OpenTinker` : "OpenTinker";
+    return () => void (document.title = "OpenTinker");
+  }, [job?.name]);
+  if (!job) return problem ? <Said problem={problem} /> : <Empty>…</Empty>;
+  const tabs: [string, string][] = [
+    ["curves", "Curves"],
+    ...(job.kind === "rl" ? ([["episodes", "Episodes"]] as [string, string][]) : []),
+    ["log", "Log"],
+    ["config", "Config"],
+    ...(job.kind === "inference" ? ([["chat", "Chat"]] as [string, string][]) : ([["checkpoints", "Checkpoints"]] as [string, string][])),
+  ];
+  return (
+    <>
+      <Said problem={problem} />
+      <Top job={job} follow={follow} again={again} />
+      <nav class="tabs" aria-label="Parts of the job">
+        {tabs.map(([name, text]) => (
+          <a key={name} href={`#/jobs/${id}/${name}`} aria-current={part === name ? "page" : undefined}>
+            {text}
+          </a>
+        ))}
+      </nav>
+      {part === "curves" && follow && <Curves job={job} follow={follow} />}
+      {part === "episodes" && <Episodes job={job} />}
+      {part === "log" && <Log job={job} />}
+      {part === "config" && <Config job={job} />}
+      {part === "checkpoints" && <Checkpoints job={job} />}
+      {part === "chat" && <Chat job={job} />}
+    </>
+  );
+}
+
+function Top({ job, follow, again }: { job: JobDetail; follow: Follow | null; again: () => void }): JSX.Element {
+  const now = useNow(1);
+  const over = FINAL.includes(job.state);
+  const pace = follow ? paceOf(follow) : null;
+  const left = !over && pace && job.steps ? pace * (job.steps - job.step) : null;
+  return (
+    <section class="card top">
+      <div class="title">
+        <h1>{job.name}</h1>
+        <State state={job.state} />
+        <Signal follow={follow} />
+        <span class="spring" />
+        <Actions job={job} again={again} />
+      </div>
+      {job.kind !== "inference" && (
+        <div class="line">
+          <Progress job={job} />
+          <small>
+            {left !== null && <>{duration(left)} left · </>}
+            {pace !== null && pace > 0 && !over && <>{(1 / pace).toFixed(pace < 1 ? 1 : 2)} steps/s · </>}
+            {duration((job.finished ?? now) - job.created)}
+          </small>
+        </div>
+      )}
+      {job.waiting_for && <p class="waits">Waits for {job.waiting_for}</p>}
+      {job.reason && <p class={job.state === "failed" ? "problem" : "dim"}>{job.reason}</p>}
+      <Facts
+        of={[
+          ["Job", <code key="id">{job.id}</code>],
+          ["Kind", job.kind],
+          ["Model", <code key="model">{job.model}</code>],
+          ...(job.environment ? ([["Environment", job.environment]] as [string, string][]) : []),
+          ["Workers", job.workers.length ? job.workers.map((w) => `${w.id} (${w.status})`).join(", ") : "none"],
+          ["Owner", `${job.tenant}${job.key ? ` · key ${job.key}` : ""}`],
+          ["Submitted", `${moment(job.created)}${over && job.finished ? ` · ended ${ago(job.finished, now)}` : ""}`],
+          ...(job.restarts ? ([["Restarts", String(job.restarts)]] as [string, string][]) : []),
+        ]}
+      />
+    </section>
+  );
+}
+
+/** Seconds per step, over the last steps. */
+function paceOf(follow: Follow): number | null {
+  for (const points of follow.joined.sources.values()) {
+    const last = points.filter((p) => "step_seconds" in p.values).slice(-PACE);
+    if (last.length) return last.reduce((sum, p) => sum + p.values["step_seconds"]!, 0) / last.length;
+  }
+  return null;
+}
+
+const WAYS: Record<string, string> = {
+  loading: "reading history",
+  live: "live",
+  joining: "reconnecting",
+  polling: "not live, asking every 2 s",
+  ended: "complete",
+};
+
+/** Whether what is seen is what there is. */
+function Signal({ follow }: { follow: Follow | null }): JSX.Element | null {
+  if (!follow) return null;
+  const gaps = sizeOf(follow.joined.gaps());
+  const lost = follow.joined.missing;
+  return (
+    <small class={`signal ${follow.way}`} data-way={follow.way} title={follow.said} role="status">
+      <i /> {WAYS[follow.way]}
+      {follow.said && follow.way !== "live" ? `: ${follow.said}` : ""}
+      {gaps > 0 && <b> · {gaps} points missing, being fetched</b>}
+      {lost > 0 && <b> · {lost} points are nowhere any more</b>}
+      {follow.joined.forgotten > 0 && <b> · the oldest {follow.joined.forgotten} points are left out</b>}
+    </small>
+  );
+}
+
+function Actions({ job, again }: { job: JobDetail; again: () => void }): JSX.Element | null {
+  const may = useMay("jobs:write");
+  const { doing, problem, act } = useDoing();
+  if (!may) return null;
+  const over = FINAL.includes(job.state);
+  const call = (verb: string, question = ""): void => {
+    if (question && !window.confirm(question)) return;
+    act(async () => {
+      await ask(path(job.id, `/${verb}`), { method: "POST" });
+      again();
+    });
+  };
+  return (
+    <span class="actions">
+      {["queued", "starting", "running"].includes(job.state) && (
+        <button disabled={doing} onClick={() => call("pause")}>
+          Pause
+        </button>
+      )}
+      {job.state === "paused" && (
+        <button disabled={doing} onClick={() => call("resume")}>
+          Resume
+        </button>
+      )}
+      {job.kind === "inference" && !over && (
+        <button disabled={doing} onClick={() => call("complete")}>
+          Complete
+        </button>
+      )}
+      {!over && (
+        <button class="danger" disabled={doing} onClick={() => call("cancel", `Cancel ${job.name}? What it has trained stays.`)}>
+          Cancel
+        </button>
+      )}
+      <button onClick={() => go("submit", job.id)}>Clone</button>
+      <Said problem={problem} />
+    </span>
+  );
+}

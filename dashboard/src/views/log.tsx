@@ -1,0 +1,142 @@
+// What happened to a job and what its services said, in one log.
+
+import type { JSX } from "preact";
+import { useEffect, useRef, useState } from "preact/hooks";
+import { ask, job as path } from "../lib/api.ts";
+import type { Json, JobDetail } from "../lib/types.ts";
+import { clock, moment } from "../lib/words.ts";
+import { Empty } from "../parts.tsx";
+
+interface Line {
+  key: string;
+  time: number;
+  level: string;
+  who: string;
+  event: string;
+  rest: string;
+  trace: string;
+}
+
+const LEVELS = ["event", "debug", "info", "warning", "error", "critical"];
+const LOOK_MS = 2000;
+const SHOWN = 1000;
+
+export function Log({ job }: { job: JobDetail }): JSX.Element {
+  const lines = useLines(job.id);
+  const [level, setLevel] = useState("debug");
+  const [text, setText] = useState("");
+  const floor = LEVELS.indexOf(level);
+  const wanted = text.toLowerCase();
+  const shown = lines.filter((line) => {
+    const grave = line.level === "event" || LEVELS.indexOf(line.level) >= floor;
+    return grave && (!wanted || `${line.who} ${line.event} ${line.rest} ${line.trace}`.toLowerCase().includes(wanted));
+  });
+  return (
+    <>
+      <div class="bar">
+        <input type="search" placeholder="Search the log…" aria-label="Search the log" value={text} onInput={(event) => setText(event.currentTarget.value)} />
+        <select aria-label="Level" value={level} onChange={(event) => setLevel(event.currentTarget.value)}>
+          {LEVELS.slice(1).map((one) => (
+            <option key={one} value={one}>
+              {one} and graver
+            </option>
+          ))}
+        </select>
+        <small class="dim">
+          {shown.length} lines{shown.length > SHOWN ? `, the last ${SHOWN} are shown` : ""}
+        </small>
+      </div>
+      {shown.length === 0 && <Empty>Nothing was said yet.</Empty>}
+      <ol class="card log" tabIndex={0} aria-label="Log">
+        {shown.slice(-SHOWN).map((line) => (
+          <li key={line.key} class={line.level}>
+            <time title={moment(line.time)}>{clock(line.time)}</time>
+            <span class="level">{line.level}</span>
+            <span class="who">{line.who}</span>
+            <span class="said">
+              <b>{line.event}</b> {line.rest}
+              {line.trace && (
+                <details>
+                  <summary>traceback</summary>
+                  <pre>{line.trace}</pre>
+                </details>
+              )}
+            </span>
+          </li>
+        ))}
+      </ol>
+    </>
+  );
+}
+
+interface Event {
+  id: string;
+  event: string;
+  time: number;
+  [name: string]: Json;
+}
+
+interface Said {
+  cursor: number;
+  time: number;
+  level: string;
+  service: string;
+  worker: string;
+  event: string;
+  fields: Record<string, Json>;
+  trace: string;
+}
+
+function useLines(job: string): Line[] {
+  const [lines, set] = useState<Line[]>([]);
+  const at = useRef({ event: "0", line: 0 });
+  useEffect(() => {
+    let over = false;
+    let timer = 0;
+    const look = async (): Promise<void> => {
+      try {
+        const [events, logs] = await Promise.all([
+          ask<{ events: Event[] }>(path(job, `/events?format=json&after=${at.current.event}`)),
+          ask<{ lines: Said[]; cursor: number }>(path(job, `/logs?format=json&limit=5000&after=${at.current.line}`)),
+        ]);
+        if (over) return;
+        at.current = { event: events.events[events.events.length - 1]?.id ?? at.current.event, line: logs.cursor };
+        const fresh = [...events.events.map(ofEvent), ...logs.lines.map(ofLine)];
+        if (fresh.length) set((before) => [...before, ...fresh].sort((a, b) => a.time - b.time));
+      } catch {
+        // the head of the page says that the server is away; asked again below
+      }
+      if (!over) timer = window.setTimeout(() => void look(), LOOK_MS);
+    };
+    void look();
+    return () => {
+      over = true;
+      clearTimeout(timer);
+    };
+  }, [job]);
+  return lines;
+}
+
+function pairs(fields: Record<string, Json>): string {
+  return Object.entries(fields)
+    .filter(([, value]) => value !== "" && value !== null)
+    .map(([name, value]) => `${name}=${typeof value === "string" ? value : JSON.stringify(value)}`)
+    .join(" ");
+}
+
+function ofEvent(event: Event): Line {
+  const { id, event: name, time, ...rest } = event;
+  return { key: `e${id}`, time, level: "event", who: "job", event: name, rest: pairs(rest), trace: "" };
+}
+
+function ofLine(line: Said): Line {
+  return {
+    key: `l${line.cursor}`,
+    time: line.time,
+    level: line.level,
+    who: line.worker || line.service,
+    event: line.event,
+    rest: pairs(line.fields),
+    trace: line.trace,
+  };
+}

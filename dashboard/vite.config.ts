@@ -1,0 +1,14 @@
+import { defineConfig } from "vite";
+
+// The scheduler serves index.html at / and everything else below /page/ (services/scheduler/page.py).
+export default defineConfig({
+  base: "/page/",
+  build: {
+    outDir: "../services/scheduler/page",
+    emptyOutDir: true,
+    assetsDir: "",
+    assetsInlineLimit: 0,
+    target: "es2022",
+    modulePreload: { polyfill: false },
+  },
+});

@@ -1,0 +1,313 @@
+"""The dashboard in a real browser, on a scheduler that runs here and on a whole cluster.
+
+make browser dashboard        what these tests need; without either they are skipped, and say so
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import shutil
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+from playwright.async_api import Browser, Page, async_playwright, expect
+
+from opentinker.services.scheduler import page
+from opentinker.shared.authority import Role
+from opentinker.shared.bus import Bus
+from opentinker.shared.service import Context
+from opentinker.shared.store import Store
+from opentinker.shared.subjects import METRIC
+from opentinker.shared.types import MetricPoint
+from tests.api import OPERATOR, SPEC, Http, new_key_of, write_checkpoint
+from tests.conftest import WAIT_S, Server
+from tests.scheduling import context, scheduler
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+BUILT = (page.HOME / page.INDEX).exists()
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine: make browser (as root, on Debian)"),
+    pytest.mark.skipif(not BUILT, reason="the dashboard is not built: make dashboard"),
+]
+PAYLOAD = '<img src=x onerror="window.pwned=1"><script>window.pwned=1</script>{{7*7}}'
+Open = Callable[..., Awaitable["Tab"]]
+
+
+class Tab:
+    """A tab, and all that it asked for and complained about."""
+
+    def __init__(self, tab: Page, url: str) -> None:
+        self.page, self.url = tab, url
+        self.asked: list[str] = []
+        self.complaints: list[str] = []
+        tab.set_default_timeout(WAIT_S * 1000)
+        tab.on("request", lambda request: self.asked.append(request.url))
+        tab.on("pageerror", lambda error: self.complaints.append(str(error)))
+        tab.on("console", lambda said: self.complaints.append(said.text) if "Security Policy" in said.text else None)
+        tab.on("dialog", lambda dialog: dialog.accept())
+
+    async def go(self, *parts: str) -> None:
+        await self.page.goto(f"{self.url}/#/{'/'.join(parts)}")
+
+    async def shows(self, text: str) -> None:
+        await expect(self.page.locator("body")).to_contain_text(text, timeout=WAIT_S * 1000)
+
+
+@pytest.fixture
+async def chromium() -> AsyncIterator[Browser]:
+    async with async_playwright() as playwright:
+        sandbox = ["--no-sandbox"] if os.geteuid() == 0 else []
+        browser = await playwright.chromium.launch(executable_path=CHROMIUM, args=sandbox)
+        yield browser
+        await browser.close()
+
+
+@pytest.fixture
+async def opened(chromium: Browser) -> AsyncIterator[Open]:
+    """Opens tabs; each with a memory of its own. At the end none has complained or asked anybody else."""
+    tabs: list[Tab] = []
+    async with AsyncExitStack() as stack:
+
+        async def open(url: str, key: str = OPERATOR, **settings: Any) -> Tab:
+            ground = await chromium.new_context(accept_downloads=True, **settings)
+            stack.push_async_callback(ground.close)
+            if key:
+                await ground.add_init_script(f"sessionStorage.setItem('opentinker-key', {orjson.dumps(key).decode()})")
+            tab = Tab(await ground.new_page(), url)
+            tabs.append(tab)
+            await tab.go()
+            return tab
+
+        yield open
+        for tab in tabs:
+            assert tab.complaints == []
+            elsewhere = [url for url in tab.asked if not url.startswith((f"{tab.url}/", "blob:", "ws://127.0.0.1:"))]
+            assert elsewhere == []
+            assert await tab.page.evaluate("window.pwned") is None
+
+
+class Trainer:
+    """Says what a trainer would, point by point."""
+
+    def __init__(self, bus: Bus, job: str, source: str = "trainer") -> None:
+        self._bus, self._job, self._source = bus, job, source
+        self._seq = 0
+
+    async def says(self, step: int, *, heard: bool = True, **values: float) -> None:
+        point = MetricPoint(
+            job=self._job,
+            source=self._source,
+            incarnation="one",
+            seq=self._seq,
+            time=1e9 + step,
+            step=step,
+            values=values,
+        )
+        self._seq += 1
+        if heard:
+            await self._bus.emit(METRIC, point, job=self._job, source=self._source)
+
+
+def reward(mean: float) -> dict[str, float]:
+    return {"reward/mean": mean, "reward/std": 0.1, "step_seconds": 0.5, "exact": mean / 2}
+
+
+async def saved(tab: Tab, button: str) -> bytes:
+    """The file that it gives."""
+    async with tab.page.expect_download() as download:
+        await tab.page.get_by_role("button", name=button).click()
+    path = await (await download.value).path()
+    return await asyncio.to_thread(path.read_bytes)
+
+
+def value(tab: Tab, chart: str) -> Any:
+    return tab.page.locator(f'[data-chart="{chart}"] .legend b').first
+
+
+# --- who looks ------------------------------------------------------------------------------------------------------
+
+
+async def test_a_key_is_asked_for_and_stays_in_the_tab(opened: Open, http: Http) -> None:
+    job = await http.job()
+    tab = await opened(http.url, key="")
+    await tab.page.get_by_label("API key").fill(OPERATOR[:-1])
+    await tab.page.get_by_role("button", name="Enter").click()
+    await tab.shows("this is no key of OpenTinker")
+    await tab.page.get_by_label("API key").fill(OPERATOR)
+    await tab.page.get_by_role("button", name="Enter").click()
+    await tab.shows(job)
+    await tab.shows("operator of default")
+    assert await tab.page.evaluate("localStorage.length + document.cookie.length") == 0
+    assert not [url for url in tab.asked if OPERATOR in url]
+    await tab.page.get_by_role("button", name="Forget key").click()
+    await tab.shows("This server asks for a key")
+    assert await tab.page.evaluate("sessionStorage.length") == 0
+
+
+async def test_a_server_without_keys_says_so_loudly(
+    opened: Open, nats_server: Server, valkey_server: Server, store: Store, tmp_path: Path
+) -> None:
+    async with context(nats_server, valkey_server, "scheduler-0", tmp_path, auth=False) as ctx, scheduler(ctx) as url:
+        tab = await opened(url, key="")
+        await tab.shows("This server asks for no key")
+        await tab.shows("No jobs yet")
+
+
+async def test_a_viewer_sees_all_of_its_tenant_and_no_way_to_change_it(opened: Open, http: Http, store: Store) -> None:
+    await http.job()
+    async with http.session.get(f"{http.url}/v1/jobs") as response:
+        other = (await response.json())["jobs"][0]["id"]
+    viewer = await new_key_of(store, "red", Role.VIEWER)
+    tab = await opened(http.url, viewer)
+    await tab.shows("No jobs yet")
+    await tab.go("jobs", other)
+    await tab.shows(f"no job '{other}'")
+    await tab.go("cluster")
+    await tab.shows("for operators")
+    own = await new_key_of(store, "default", Role.VIEWER)
+    tab = await opened(http.url, own)
+    await tab.go("jobs", other)
+    await expect(tab.page.get_by_role("heading", level=1)).to_have_text("test")
+    assert await tab.page.get_by_role("button", name="Cancel").count() == 0
+    assert await tab.page.get_by_role("link", name="Submit").count() == 0
+
+
+# --- what is seen ---------------------------------------------------------------------------------------------------
+
+
+async def test_curves_are_those_of_the_job_and_go_on(opened: Open, http: Http, bus: Bus) -> None:
+    job = await http.job()
+    trainer = Trainer(bus, job)
+    for step in range(1, 31):
+        await trainer.says(step, **reward(0.25))
+    tab = await opened(http.url)
+    await tab.go("jobs", job)
+    await expect(value(tab, "Reward")).to_have_text("0.25")
+    await expect(value(tab, "Success")).to_have_text("0.125")
+    for step in range(31, 61):
+        await trainer.says(step, **reward(0.75))
+    await expect(value(tab, "Reward")).to_have_text("0.75", timeout=WAIT_S * 1000)
+    lines = (await saved(tab, "Reward as CSV")).decode().splitlines()
+    assert lines[0] == 'step,"reward"' and lines[1] == "1,0.25" and lines[60] == "60,0.75"
+    assert (await saved(tab, "Reward as PNG")).startswith(b"\x89PNG")
+
+
+async def test_steps_that_were_rolled_back_are_gone(opened: Open, http: Http, bus: Bus) -> None:
+    job = await http.job()
+    trainer = Trainer(bus, job)
+    for step in range(1, 11):
+        await trainer.says(step, **reward(0.5))
+    await Trainer(bus, job, "trainer-again").says(4, **reward(0.9))
+    tab = await opened(http.url)
+    await tab.go("jobs", job)
+    await expect(value(tab, "Reward")).to_have_text("0.9")
+    lines = (await saved(tab, "Reward as CSV")).decode().splitlines()
+    assert [line.split(",")[0] for line in lines[1:]] == ["1", "2", "3", "4"]
+
+
+async def test_two_runs_are_compared(opened: Open, http: Http, bus: Bus) -> None:
+    jobs = [await http.job(), await http.job()]
+    for job, mean in zip(jobs, (0.25, 0.75), strict=True):
+        await Trainer(bus, job).says(1, **reward(mean))
+    tab = await opened(http.url)
+    await tab.go("jobs", jobs[0])
+    await expect(value(tab, "Reward")).to_have_text("0.25")
+    await tab.page.get_by_label("Compare with").select_option(jobs[1])
+    await expect(tab.page.locator('[data-chart="Reward"] .legend')).to_contain_text(f"{jobs[1]} 0.75")
+
+
+async def test_words_of_others_stay_words(opened: Open, http: Http, ctx: Context, store: Store, bus: Bus) -> None:
+    spec = {**SPEC, "model": {**SPEC["model"], "base": f"some/{PAYLOAD}"}}
+    status, body = await http.submit(spec)
+    job = body["id"] if status == 201 else await http.job()
+    home = ctx.settings.data_dir / "jobs" / job
+    episode = {
+        **{"step": 1, "group": 7, "sample": 0, "environment": PAYLOAD, "worker": PAYLOAD, "versions": ["1.0"]},
+        **{"reward": 1.0, "rewards": {"": 1.0}, "components": {}, "scores": {PAYLOAD: 1.0}, "metrics": {PAYLOAD: 0.5}},
+        **{"ending": "env_done", "stops": ["eos"], "tokens": 2, "turns": 1, "seconds": 0.1},
+        "views": [{"seat": PAYLOAD, "stream": "", "reward": 1.0, "messages": [{"role": PAYLOAD, "content": PAYLOAD}]}],
+    }
+    (home / "rollouts").mkdir(parents=True)
+    (home / "rollouts" / "step-000001.jsonl").write_bytes(orjson.dumps(episode) + b"\n")
+    await store.update(job, event="note", detail={"words": PAYLOAD})
+    await Trainer(bus, job).says(1, **{"reward/mean": 0.5, PAYLOAD: 1.0})
+    write_checkpoint(ctx, job, 1, {"model.safetensors": b"weights"})
+    tab = await opened(http.url)
+    for view in ("episodes", "log"):
+        await tab.go("jobs", job, view)
+        await tab.shows(PAYLOAD)
+    for view in ("curves", "config", "checkpoints"):
+        await tab.go("jobs", job, view)
+        await expect(tab.page.locator(f'.tabs a[aria-current="page"][href$="{view}"]')).to_be_visible()
+    await tab.go("jobs", job)
+    await tab.shows(PAYLOAD)
+
+
+async def test_every_view_fits_a_phone_and_is_reached_by_keys(opened: Open, http: Http, bus: Bus, ctx: Context) -> None:
+    job = await http.job()
+    await Trainer(bus, job).says(1, **reward(0.5), **{f"swap/{part}_s": 0.1 for part in ("load", "pause", "resume")})
+    write_checkpoint(ctx, job, 1, {"model.safetensors": b"weights"})
+    tab = await opened(http.url, viewport={"width": 375, "height": 700}, color_scheme="dark")
+    assert await tab.page.evaluate("document.documentElement.dataset.theme") == "dark"
+    views = ((), ("cluster",), ("submit",), *(("jobs", job, part) for part in PARTS))
+    for view in views:
+        await tab.go(*view)
+        await expect(tab.page.locator("main .empty", has_text="…")).to_have_count(0)
+        wide = await tab.page.evaluate("document.documentElement.scrollWidth - document.documentElement.clientWidth")
+        assert wide <= 0, view
+    await tab.go()
+    await tab.shows(job)
+    for _ in range(20):
+        await tab.page.keyboard.press("Tab")
+        if await tab.page.evaluate("document.activeElement.getAttribute('href')") == f"#/jobs/{job}":
+            break
+    await tab.page.keyboard.press("Enter")
+    await expect(value(tab, "Reward")).to_have_text("0.5")
+
+
+PARTS = ("curves", "episodes", "log", "config", "checkpoints")
+
+
+# --- what is done ---------------------------------------------------------------------------------------------------
+
+
+async def test_a_job_is_cloned_looked_at_submitted_paused_and_cancelled(opened: Open, http: Http) -> None:
+    job = await http.job()
+    tab = await opened(http.url)
+    await tab.go("jobs", job)
+    await tab.page.get_by_role("button", name="Clone").click()
+    spec = tab.page.get_by_label("Spec")
+    await expect(spec).to_have_value(re.compile('"name": "test-again"'))
+    whole = await spec.input_value()
+    await spec.fill(whole.replace('"group_size": 2', '"group_size": -2'))
+    await tab.page.get_by_role("button", name="Validate").click()
+    await tab.shows("It would not run as it is")
+    await tab.shows("algorithm.group_size")
+    await spec.fill(whole)
+    await tab.page.get_by_role("button", name="Submit").click()
+    await expect(tab.page.get_by_role("heading", level=1)).to_have_text("test-again")
+    await tab.page.get_by_role("button", name="Pause").click()
+    await expect(tab.page.locator(".top .state")).to_have_text("paused")
+    await tab.page.get_by_role("button", name="Cancel").click()
+    await expect(tab.page.locator(".top .state")).to_have_text("cancelled")
+    await tab.go()
+    await tab.page.get_by_label("State").select_option("cancelled")
+    await tab.shows("1 of 2")
+
+
+async def test_toml_is_a_spec_too(opened: Open, http: Http) -> None:
+    tab = await opened(http.url)
+    await tab.go("submit")
+    await tab.page.get_by_label("Spec").fill('name = "of-toml"\nkind = "rl\n')
+    await tab.page.get_by_role("button", name="Validate").click()
+    await tab.shows("neither TOML nor JSON")
+    await tab.page.get_by_label("Spec").fill('name = "of-toml"\nsteps = 3\n')
+    await tab.page.get_by_role("button", name="Validate").click()
+    await tab.shows("It would not run as it is")
