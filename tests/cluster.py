@@ -22,7 +22,7 @@ import orjson
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
 import opentinker.leash
-from opentinker.access import Access
+from opentinker.access import Access, WebSocket
 from opentinker.client import AsyncClient
 from opentinker.embedded import nats_binary, valkey_binary
 from opentinker.processes import free_port
@@ -145,7 +145,7 @@ class Cluster:
         self.data.mkdir(parents=True)
         try:
             conf = nats_conf(self.directory, self.nats_port, **self._nats)
-            self.access = Access(self.directory / "access", conf)
+            self.access = Access(self.directory / "access", conf, WebSocket(free_port()))
             self._add_servers()
             self._keeper = asyncio.create_task(self._keep())
             self.store = await self._stack.enter_async_context(

@@ -9,6 +9,7 @@ import asyncio
 import os
 import re
 import shutil
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -16,7 +17,7 @@ from typing import Any
 
 import orjson
 import pytest
-from playwright.async_api import Browser, Page, async_playwright, expect
+from playwright.async_api import Browser, Page, Route, async_playwright, expect
 
 from opentinker.services.scheduler import page
 from opentinker.shared.authority import Role
@@ -26,7 +27,9 @@ from opentinker.shared.store import Store
 from opentinker.shared.subjects import METRIC
 from opentinker.shared.types import MetricPoint
 from tests.api import OPERATOR, SPEC, Http, new_key_of, write_checkpoint
+from tests.cluster import toy_cluster
 from tests.conftest import WAIT_S, Server
+from tests.factories import make_spec
 from tests.scheduling import context, scheduler
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -100,7 +103,7 @@ class Trainer:
         self._bus, self._job, self._source = bus, job, source
         self._seq = 0
 
-    async def says(self, step: int, *, heard: bool = True, **values: float) -> None:
+    async def says(self, step: int, values: dict[str, float]) -> None:
         point = MetricPoint(
             job=self._job,
             source=self._source,
@@ -111,8 +114,7 @@ class Trainer:
             values=values,
         )
         self._seq += 1
-        if heard:
-            await self._bus.emit(METRIC, point, job=self._job, source=self._source)
+        await self._bus.emit(METRIC, point, job=self._job, source=self._source)
 
 
 def reward(mean: float) -> dict[str, float]:
@@ -186,13 +188,13 @@ async def test_curves_are_those_of_the_job_and_go_on(opened: Open, http: Http, b
     job = await http.job()
     trainer = Trainer(bus, job)
     for step in range(1, 31):
-        await trainer.says(step, **reward(0.25))
+        await trainer.says(step, reward(0.25))
     tab = await opened(http.url)
     await tab.go("jobs", job)
     await expect(value(tab, "Reward")).to_have_text("0.25")
     await expect(value(tab, "Success")).to_have_text("0.125")
     for step in range(31, 61):
-        await trainer.says(step, **reward(0.75))
+        await trainer.says(step, reward(0.75))
     await expect(value(tab, "Reward")).to_have_text("0.75", timeout=WAIT_S * 1000)
     lines = (await saved(tab, "Reward as CSV")).decode().splitlines()
     assert lines[0] == 'step,"reward"' and lines[1] == "1,0.25" and lines[60] == "60,0.75"
@@ -203,8 +205,8 @@ async def test_steps_that_were_rolled_back_are_gone(opened: Open, http: Http, bu
     job = await http.job()
     trainer = Trainer(bus, job)
     for step in range(1, 11):
-        await trainer.says(step, **reward(0.5))
-    await Trainer(bus, job, "trainer-again").says(4, **reward(0.9))
+        await trainer.says(step, reward(0.5))
+    await Trainer(bus, job, "trainer-again").says(4, reward(0.9))
     tab = await opened(http.url)
     await tab.go("jobs", job)
     await expect(value(tab, "Reward")).to_have_text("0.9")
@@ -215,7 +217,7 @@ async def test_steps_that_were_rolled_back_are_gone(opened: Open, http: Http, bu
 async def test_two_runs_are_compared(opened: Open, http: Http, bus: Bus) -> None:
     jobs = [await http.job(), await http.job()]
     for job, mean in zip(jobs, (0.25, 0.75), strict=True):
-        await Trainer(bus, job).says(1, **reward(mean))
+        await Trainer(bus, job).says(1, reward(mean))
     tab = await opened(http.url)
     await tab.go("jobs", jobs[0])
     await expect(value(tab, "Reward")).to_have_text("0.25")
@@ -237,7 +239,7 @@ async def test_words_of_others_stay_words(opened: Open, http: Http, ctx: Context
     (home / "rollouts").mkdir(parents=True)
     (home / "rollouts" / "step-000001.jsonl").write_bytes(orjson.dumps(episode) + b"\n")
     await store.update(job, event="note", detail={"words": PAYLOAD})
-    await Trainer(bus, job).says(1, **{"reward/mean": 0.5, PAYLOAD: 1.0})
+    await Trainer(bus, job).says(1, {"reward/mean": 0.5, PAYLOAD: 1.0})
     write_checkpoint(ctx, job, 1, {"model.safetensors": b"weights"})
     tab = await opened(http.url)
     for view in ("episodes", "log"):
@@ -247,12 +249,15 @@ async def test_words_of_others_stay_words(opened: Open, http: Http, ctx: Context
         await tab.go("jobs", job, view)
         await expect(tab.page.locator(f'.tabs a[aria-current="page"][href$="{view}"]')).to_be_visible()
     await tab.go("jobs", job)
-    await tab.shows(PAYLOAD)
+    await expect(tab.page.locator(f"#metric-names option[value={orjson.dumps(PAYLOAD).decode()}]")).to_have_count(1)
+    await tab.page.get_by_label("Another metric").fill(PAYLOAD)
+    await tab.page.keyboard.press("Enter")
+    await expect(tab.page.locator(".chart h3").last).to_have_text(PAYLOAD)
 
 
 async def test_every_view_fits_a_phone_and_is_reached_by_keys(opened: Open, http: Http, bus: Bus, ctx: Context) -> None:
     job = await http.job()
-    await Trainer(bus, job).says(1, **reward(0.5), **{f"swap/{part}_s": 0.1 for part in ("load", "pause", "resume")})
+    await Trainer(bus, job).says(1, reward(0.5) | {f"swap/{part}_s": 0.1 for part in ("load", "pause", "resume")})
     write_checkpoint(ctx, job, 1, {"model.safetensors": b"weights"})
     tab = await opened(http.url, viewport={"width": 375, "height": 700}, color_scheme="dark")
     assert await tab.page.evaluate("document.documentElement.dataset.theme") == "dark"
@@ -273,6 +278,52 @@ async def test_every_view_fits_a_phone_and_is_reached_by_keys(opened: Open, http
 
 
 PARTS = ("curves", "episodes", "log", "config", "checkpoints")
+
+
+# --- live, with real services ---------------------------------------------------------------------------------------
+
+
+async def test_a_real_run_is_seen_live_through_a_restart_of_nats(opened: Open, tmp_path: Path) -> None:
+    """And nobody hears another job with a credential of their own."""
+    async with toy_cluster(tmp_path, rollout_workers=2) as (cluster, model):
+        train = {"learner": "simulated", "steps": 100_000, "simulated_step_s": 0.1}
+        job, other = [await cluster.submit(make_spec(model__base=str(model), train=train)) for _ in range(2)]
+        await cluster.reaches(job, 3)
+        tab = await opened(f"http://127.0.0.1:{cluster.http_port}")
+        await tab.go("jobs", job)
+        signal = tab.page.locator(".signal")
+        await expect(signal).to_have_attribute("data-way", "live", timeout=WAIT_S * 1000)
+        asked = len(tab.asked)
+        await moves(tab)
+        await moves(tab)
+        assert not [url for url in tab.asked[asked:] if "/metrics" in url], "it hears, and does not ask"
+        cluster.kill("nats")
+        await expect(signal).to_have_attribute("data-way", "joining", timeout=WAIT_S * 1000)
+        began = time.monotonic()
+        await expect(signal).to_have_attribute("data-way", "live", timeout=WAIT_S * 1000)
+        print(f"live again after {time.monotonic() - began:.1f} s", end=" ")
+        await moves(tab)
+        await expect(signal).to_have_text(re.compile("^ *live$"), timeout=WAIT_S * 1000)
+        steps = [int(line.split(",")[0]) for line in (await saved(tab, "Reward as CSV")).decode().splitlines()[1:]]
+        assert steps == list(range(1, len(steps) + 1)), "a step is missing, or is there twice"
+
+        async def foreign(route: Route) -> None:
+            """What the page asks for is another job; what it is given hears this one."""
+            answer = await route.fetch(url=f"{tab.url}/v1/jobs/{job}/stream-credentials")
+            said = (await answer.text()).replace(f"metric.{job}", f"metric.{other}")
+            await route.fulfill(response=answer, body=said)
+
+        await tab.page.route(f"**/v1/jobs/{other}/stream-credentials", foreign)
+        await tab.go("jobs", other)
+        await expect(signal).to_have_attribute("data-way", "polling", timeout=WAIT_S * 1000)
+        await expect(signal).to_contain_text(re.compile("permission", re.IGNORECASE))
+
+
+async def moves(tab: Tab) -> None:
+    """Until the curves have reached a later step."""
+    shown = tab.page.locator('[data-chart="Reward"] .tools small')
+    await expect(shown).to_have_text(re.compile(r"step \d+"), timeout=WAIT_S * 1000)
+    await expect(shown).not_to_have_text(str(await shown.text_content()), timeout=WAIT_S * 1000)
 
 
 # --- what is done ---------------------------------------------------------------------------------------------------

@@ -76,7 +76,7 @@ class Api:
         inference = InferenceApi(jobs, replicas)
         environments = EnvironmentsApi(ctx)
         keys = KeysApi(ctx)
-        knowing, usage, page = KnowingApi(jobs), UsageApi(jobs), Page()
+        knowing, usage, page = KnowingApi(jobs), UsageApi(jobs), Page(ctx.settings.nats_websocket_url)
         get = "/v1/jobs/{id}"
         openai = get + "/v1"
         json = "application/json"

@@ -2,8 +2,8 @@
 
     dashboard/ --make dashboard--> page/ beside this file --index, part--> a browser, which asks the API as anybody does
 
-The page has no rights of its own, and its policy lets it load and reach nothing but this server: no script that is not
-ours runs in it, whatever names and transcripts contain.
+The page has no rights of its own, and its policy lets it load and reach nothing but this server and the message
+server, which it hears live: no script that is not ours runs in it, whatever names and transcripts contain.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from pathlib import Path
 
 from aiohttp import web
 
+from opentinker.services.scheduler.streams_api import reached_by
 from opentinker.shared.errors import NotFound
 
 HOME = Path(__file__).resolve().parent / "page"
@@ -42,7 +43,6 @@ POLICY = (
     "base-uri 'none'",
     "form-action 'none'",
     "frame-ancestors 'none'",
-    "connect-src 'self'",
 )
 NOT_BUILT = """<!doctype html>
 <html lang="en"><meta charset="utf-8"><title>OpenTinker</title>
@@ -54,17 +54,18 @@ NOT_BUILT = """<!doctype html>
 
 
 class Page:
-    def __init__(self) -> None:
-        self._home = HOME
+    def __init__(self, streams: str = "") -> None:
+        """`streams`: nats_websocket_url."""
+        self._home, self._streams = HOME, streams
 
-    async def index(self, _: web.Request) -> web.Response:
+    async def index(self, request: web.Request) -> web.Response:
         """Also where there is none: in words how to make it."""
         try:
             text = await asyncio.to_thread((self._home / INDEX).read_text)
         except FileNotFoundError:
             text = NOT_BUILT
         response = web.Response(text=text, content_type="text/html", headers=HEADERS)
-        response.headers["Content-Security-Policy"] = "; ".join(POLICY)
+        response.headers["Content-Security-Policy"] = self._policy(request.url.host or "")
         response.headers["Cache-Control"] = "no-cache"
         response.enable_compression()
         return response
@@ -82,3 +83,7 @@ class Page:
         response.headers["Cache-Control"] = "no-cache" if suffix == ".svg" else FOR_EVER
         response.enable_compression()
         return response
+
+    def _policy(self, host: str) -> str:
+        reached = ["'self'", *([reached_by(self._streams, host)] if self._streams else [])]
+        return "; ".join([*POLICY, f"connect-src {' '.join(reached)}"])

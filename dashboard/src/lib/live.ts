@@ -28,6 +28,7 @@ export interface Subscription {
 }
 
 const RECONNECT_MS = 500;
+const REFUSALS = 20;
 const CONNECT_MS = 4000;
 
 export async function subscribe(job: string, what: string, hearing: Hearing): Promise<Subscription> {
@@ -37,19 +38,32 @@ export async function subscribe(job: string, what: string, hearing: Hearing): Pr
   let closed = false;
   let now = await connected(credentials);
   let timer = 0;
+  let refusal = "";
 
   const listen = (nc: NatsConnection): void => {
     nc.subscribe(subject, {
       callback: (error, message) => {
-        if (error) hearing.failed(error.message);
-        else hearing.message(message.json());
+        if (!error) hearing.message(message.json());
+        else {
+          refusal = error.message; // it may not hear this: there is nothing to wait for
+          closed = true;
+          clearTimeout(timer);
+          hearing.failed(refusal);
+          void nc.close();
+        }
       },
     });
   };
   const guard = async (nc: NatsConnection): Promise<void> => {
+    let refused = 0; // the server comes back before the scheduler, which says who may come in
     for await (const status of nc.status()) {
+      if (nc !== now) continue;
       if (status.type === "disconnect") hearing.away("the message server is away");
-      if (status.type === "reconnect") hearing.open();
+      if (status.type === "error" && (refused += 1) > REFUSALS) void nc.close();
+      if (status.type === "reconnect") {
+        refused = 0;
+        hearing.open();
+      }
     }
     const error = await nc.closed();
     if (!closed && nc === now) hearing.failed(error ? error.message : "the message server closed the connection");
@@ -78,6 +92,7 @@ export async function subscribe(job: string, what: string, hearing: Hearing): Pr
 
   listen(now);
   await now.flush();
+  if (refusal) throw new Error(refusal);
   void guard(now);
   schedule(credentials.expires_at);
   hearing.open();
@@ -102,6 +117,6 @@ async function connected(credentials: Credentials): Promise<NatsConnection> {
     timeout: CONNECT_MS,
     reconnectTimeWait: RECONNECT_MS,
     maxReconnectAttempts: -1,
-    ignoreAuthErrorAbort: false,
+    ignoreAuthErrorAbort: true,
   });
 }

@@ -21,7 +21,7 @@ export function Curves({ job, follow }: { job: Job; follow: Follow }): JSX.Eleme
   const panels = useMemo(() => [...PANELS, ...more.map(single)], [more]);
   const change = (part: Partial<Look>): void => setLook({ ...look, ...part });
   const version = follow.joined.version;
-  const all = useMemo(() => [...names(follow.joined).keys()].sort(), [Math.floor(version / 50), follow]);
+  const all = useMemo(() => [...names(follow.joined).keys()].sort(), [version === 0, Math.floor(version / 200), follow]);
   return (
     <>
       <div class="bar">
