@@ -82,9 +82,9 @@ async def test_whoami_says_what_a_key_may(http: Http, store: Store) -> None:
         key = await new_key_of(store, "red" if role is not Role.OPERATOR else "default", role)
         status, me = await http("GET", "/v1/whoami", headers=bearing(key))
         assert status == 200 and me["role"] == role and me["key"] == (parse(key) or ("", ""))[1]
-        assert set(me["may"]) == MAY[role]
+        assert set(me["scopes"]) == MAY[role]
     key = await new_key_of(store, "red", Role.ADMIN, [Action.JOBS_READ])
-    assert (await http("GET", "/v1/whoami", headers=bearing(key)))[1]["may"] == [Action.JOBS_READ]
+    assert (await http("GET", "/v1/whoami", headers=bearing(key)))[1]["scopes"] == [Action.JOBS_READ]
 
 
 def test_the_lock_file_names_no_registry() -> None:

@@ -6,11 +6,11 @@ import { ask, Problem } from "./lib/api.ts";
 import { Follow } from "./lib/follow.ts";
 import type { Me } from "./lib/types.ts";
 
-export const Who = createContext<Me>({ tenant: "", role: "", key: "", may: [] });
+export const Who = createContext<Me>({ tenant: "", role: "", key: null, scopes: [] });
 
 /** Whether whoever looks may do this. */
 export function useMay(action: string): boolean {
-  return useContext(Who).may.includes(action);
+  return useContext(Who).scopes.includes(action);
 }
 
 /** The address behind the #, in parts. */

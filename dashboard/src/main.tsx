@@ -88,7 +88,7 @@ function Head({ me, leave }: { me: Me | null; leave: () => void }): JSX.Element 
         <nav>
           {link("", "Jobs", view === undefined || view === "jobs")}
           {link("cluster", "Cluster", view === "cluster")}
-          {me.may.includes("jobs:write") && link("submit", "Submit", view === "submit")}
+          {me.scopes.includes("jobs:write") && link("submit", "Submit", view === "submit")}
         </nav>
       )}
       <span class="spring" />

@@ -256,7 +256,7 @@ class Api:
                 body=Rotation,
             ),
             Route("POST", "/v1/keys/{id}/revoke", keys.revoke, Action.KEYS_WRITE, "A key opens nothing any more"),
-            Route("GET", "/v1/whoami", keys.whoami, Action.ABOUT, "Whom your key makes you, and what you may"),
+            Route("GET", "/v1/whoami", keys.whoami, Action.ABOUT, "Whose key this is, and what it may"),
             Route("GET", "/v1/tenants", keys.tenants, Action.SERVER_READ, "Tenants that have had a key"),
             Route(
                 "GET",

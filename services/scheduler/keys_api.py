@@ -62,15 +62,8 @@ class Rotation(BaseModel):
 
 class KeysApi:
     def __init__(self, ctx: Context) -> None:
-        self._env = ctx.settings.key_env
+        self._env, self._asks = ctx.settings.key_env, ctx.settings.auth
         self._keys = Keys(ctx.store.redis)
-
-    async def whoami(self, request: web.Request) -> web.Response:
-        """What whoever asks may do: for programs that offer no more than that."""
-        asked = principal_of(request)
-        return json_response(
-            {"tenant": asked.tenant, "role": asked.role, "key": asked.key, "may": sorted(asked.may)}, headers=NO_STORE
-        )
 
     async def create(self, request: web.Request) -> web.Response:
         asked = _parsed(NewKey, await read_json(request))
@@ -111,6 +104,22 @@ class KeysApi:
         now = time.time()
         await self._keys.revoke(key.id, now=now)
         return json_response(_shown(await self._known(key.id), now))
+
+    async def whoami(self, request: web.Request) -> web.Response:
+        """Of the key that asks. On a server without keys: an operator, and `auth` says why."""
+        asked = principal_of(request)
+        key = await self._keys.find(asked.key) if asked.key else None
+        return json_response(
+            {
+                "auth": "on" if self._asks else "off",
+                "tenant": asked.tenant,
+                "role": asked.role,
+                "scopes": sorted(asked.may),
+                "key": asked.key or None,
+                "name": key.name if key else "",
+                "expires": (key.expires or None) if key else None,
+            }
+        )
 
     async def tenants(self, _: web.Request) -> web.Response:
         found = await self._keys.tenants()

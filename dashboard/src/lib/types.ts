@@ -84,8 +84,10 @@ export interface Checkpoint {
 export interface Me {
   tenant: string;
   role: string;
-  key: string;
-  may: string[];
+  /** Its id; null on a server that asks for none. */
+  key: string | null;
+  /** What it may. */
+  scopes: string[];
 }
 
 export type Json = null | boolean | number | string | Json[] | { [name: string]: Json };
