@@ -23,7 +23,7 @@ class Action(StrEnum):
     FREE = "free"
     """Asks nobody who it is."""
     ABOUT = "about"
-    """What every key may: ask what routes there are."""
+    """What every key may: ask what routes there are, and who it is."""
     JOBS_READ = "jobs:read"
     """States, events, metrics, transcripts, and which checkpoints there are."""
     JOBS_WRITE = "jobs:write"

@@ -16,6 +16,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
+from datetime import UTC, datetime
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
@@ -321,8 +322,11 @@ class Bus:
         """Remove the subject's messages, all or those with a sequence lower than `below`."""
         await patiently(lambda: self.js.purge_stream(stream, subject=subject, seq=below))
 
-    async def history(self, subject: Subject[T], after: int, limit: int, **keys: str) -> list[tuple[int, T]]:
-        """Up to `limit` stored messages with a stream sequence above `after`, oldest first, without consuming them.
+    async def history(
+        self, subject: Subject[T], after: int, limit: int, *, since: float | None = None, **keys: str
+    ) -> list[tuple[int, T]]:
+        """Up to `limit` stored messages with a stream sequence above `after`, or stored at `since` (Unix seconds) or
+        later, oldest first, without consuming them.
 
         Raises NoReply while the server is away. Messages that are not a T are left out.
         """
@@ -330,8 +334,9 @@ class Bus:
             name=uuid.uuid4().hex,
             filter_subject=subject.at(**keys),
             ack_policy=AckPolicy.NONE,
-            deliver_policy=DeliverPolicy.BY_START_SEQUENCE,
-            opt_start_seq=after + 1,
+            deliver_policy=DeliverPolicy.BY_START_SEQUENCE if since is None else DeliverPolicy.BY_START_TIME,
+            opt_start_seq=after + 1 if since is None else None,
+            opt_start_time=None if since is None else datetime.fromtimestamp(since, UTC),
             inactive_threshold=10.0,
             mem_storage=True,
         )

@@ -31,6 +31,7 @@ from opentinker.shared.subjects import (
     SERVICES,
     STREAMS,
     TICKETS,
+    TIMELINES,
     TRAINER,
     Call,
     Subject,
@@ -67,13 +68,14 @@ STREAM_USES: dict[str, dict[str, tuple[Use, ...]]] = {
         str(EXAMS.name): (Use.MAKE, Use.COUNT, Use.EMPTY, Use.CONSUMERS, Use.LOOK),
         str(METRICS.name): (Use.MAKE, Use.COUNT, Use.EMPTY, Use.CONSUMERS, Use.LOOK, Use.REPLAY),
         str(LOGS.name): (Use.MAKE, Use.COUNT, Use.EMPTY, Use.CONSUMERS, Use.REPLAY),
+        str(TIMELINES.name): (Use.MAKE, Use.COUNT, Use.EMPTY, Use.CONSUMERS, Use.REPLAY),
     },
     TRAINER: {str(GROUPS.name): (Use.EMPTY,), str(EXAMS.name): (Use.LOOK, Use.EMPTY)},
     REFERENCE: {str(SCORES.name): (Use.COUNT,)},
 }
 
 
-HISTORY = (METRICS.name, LOGS.name)
+HISTORY = (METRICS.name, LOGS.name, TIMELINES.name)
 """Streams of what is said without an ack and heard live; they keep it for those who come later."""
 
 

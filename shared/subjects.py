@@ -5,7 +5,7 @@ rollout worker --GROUP--> trainer            (or --SCORE--> reference-forward --
 trainer --SWAP--> rollout worker             (the tensors travel by torch.distributed)
 trainer --EXAM--> rollout worker --EXAM_RESULT--> trainer    (validation; of eval jobs it is the scheduler that asks)
 scheduler --GENERATE--> rollout worker       (inference jobs)
-everybody --METRIC, LOG--> whoever subscribes; anybody --WAKE--> a sleeping loop
+everybody --METRIC, LOG, TIMELINE, EVENT, ROLLOUTS--> whoever subscribes; anybody --WAKE--> a sleeping loop
 """
 
 from __future__ import annotations
@@ -88,6 +88,15 @@ METRIC = Subject("metric.{job}.{source}", types.MetricPoint, json=True, by=SERVI
 """Every service -> dashboards, CLI. Live and as history."""
 LOG = Subject("log.{job}.{level}", types.LogLine, json=True, by=SERVICES, to=(SCHEDULER,), shown="logs")
 """Every service -> the job's log. Live and as history, by level: many small words cannot push out a grave one."""
+EVENT = Subject("event.{job}", types.JobEvent, json=True, by=(SCHEDULER,), shown="events")
+"""The leading scheduler -> dashboards: what has come into a job's log of events, in order, once or (when another one
+leads) twice; ids are those of the log."""
+ROLLOUTS = Subject("rollouts.{job}", types.KeptStep, json=True, by=(TRAINER,), shown="rollouts")
+"""Trainer -> dashboards: episodes that a step was trained on can be read now. Live alone; the words are in files."""
+TIMELINE = Subject(
+    "timeline.{job}.{worker}", types.TimelinePart, json=True, by=(TRAINER, ROLLOUT, REFERENCE), shown="timeline"
+)
+"""Who works for a job -> dashboards: what it was busy with, at most once a second. Live and as history."""
 WAKE = Subject("wake.{who}", dict, json=True, by=(SCHEDULER, TRAINER, ROLLOUT), to=(SCHEDULER, TRAINER, ROLLOUT))
 """Anybody -> a loop that sleeps: look again now. A hint; every loop also looks by itself."""
 
@@ -188,7 +197,7 @@ METRICS = StreamConfig(
     storage=StorageType.FILE,
     discard=DiscardPolicy.OLD,
     max_msgs_per_subject=100_000,
-    max_bytes=384 * MIB,
+    max_bytes=352 * MIB,
     persist_mode=PersistMode.ASYNC,
 )
 """May forget: the oldest points of all jobs go when it is full, so that history never takes the
@@ -206,4 +215,17 @@ LOGS = StreamConfig(
     persist_mode=PersistMode.ASYNC,
 )
 """May forget, like METRICS: the oldest lines go, of a job's level beyond 5,000 of them, of all jobs when it is full."""
-STREAMS = (TICKETS, EXAMS, SCORES, GROUPS, METRICS, LOGS)
+TIMELINES = StreamConfig(
+    name="TIMELINES",
+    subjects=["timeline.*.*"],
+    retention=RetentionPolicy.LIMITS,
+    storage=StorageType.FILE,
+    discard=DiscardPolicy.OLD,
+    max_msgs_per_subject=3_600,
+    max_bytes=32 * MIB,
+    max_age=7 * 86400.0,
+    persist_mode=PersistMode.ASYNC,
+)
+"""May forget, like METRICS: of each worker of a job the last hour stays, less if all jobs' is more than there is
+room for."""
+STREAMS = (TICKETS, EXAMS, SCORES, GROUPS, METRICS, LOGS, TIMELINES)

@@ -80,6 +80,8 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True):
     """The conversation as text, of jobs with reward models: on the way to reference-forward alone."""
     transcript: list[Message] | None = None
     """The conversation as text, of the episodes that people may read: for the trainer to write down."""
+    pieces: list[str] | None = None
+    """The text of each of its first tokens, of the same episodes."""
     scores: dict[str, float] = {}
     """What reward models said, by name, added by reference-forward; weight times score is part of the last reward."""
 

@@ -364,3 +364,62 @@ class SwapReply(msgspec.Struct, frozen=True, kw_only=True):
     version: WeightVersion | None = None
     seconds: dict[str, float] = {}
     """pause, transfer, load, resume."""
+
+
+class Segment(msgspec.Struct, frozen=True, kw_only=True):
+    """What a worker did without a break, on one lane of a job's timeline."""
+
+    lane: str
+    """generation | env | reference | training | swap"""
+    kind: str
+    """What it was there: rollout, evaluation; step, wait, checkpoint; transfer, pause, load, resume, publish..."""
+    start: float
+    """Unix seconds, by the clock of the worker's machine."""
+    end: float
+    version: str = ""
+    """Of the weights that it was done with, or that came of it; empty where there are none."""
+    level: float = 1.0
+    """How many at a time on average: episodes, groups."""
+
+
+class TimelinePart(msgspec.Struct, frozen=True, kw_only=True):
+    """A worker's last second; what goes on then goes on in the next part."""
+
+    job: str
+    worker: str
+    incarnation: str
+    seq: int
+    """Counts per worker and incarnation, as in MetricPoint."""
+    segments: list[Segment]
+    left_out: int = 0
+    """Shorter ones for which there was no room."""
+
+
+class KeptEpisode(msgspec.Struct, frozen=True, kw_only=True):
+    """What is said live of a training episode that was kept word by word."""
+
+    group: int
+    sample: int
+    reward: float
+    ending: str
+    tokens: int
+    turns: int
+
+
+class KeptStep(msgspec.Struct, frozen=True, kw_only=True):
+    """A step's episodes are there to be read."""
+
+    job: str
+    epoch: int
+    step: int
+    time: float
+    """Unix seconds."""
+    episodes: list[KeptEpisode]
+
+
+class JobEvent(msgspec.Struct, frozen=True, kw_only=True):
+    """An entry of a job's log of events."""
+
+    job: str
+    event: dict[str, Any]
+    """As the route of events has it: `id`, `event`, `time` and what else belongs to it."""

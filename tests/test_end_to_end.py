@@ -133,6 +133,10 @@ async def test_job_runs_from_submission_to_download(shared: System, tmp_path: Pa
     told = await cluster.client.rollouts(job)
     assert told["step"] == 10 and len(told["rollouts"]) == 4
     assert [said["role"] for said in told["rollouts"][0]["views"][0]["messages"]][-2:] == ["user", "assistant"]
+    tokens = told["rollouts"][0]["views"][0]["tokens"]
+    lengths = {len(tokens[column]) for column in ("text", "ids", "mask", "logprobs")}
+    assert lengths == {len(tokens["ids"])} and tokens["left_out"] == 0 and tokens["advantages"] is None
+    assert sum(tokens["mask"]) == told["rollouts"][0]["tokens"] == sum(b - a for a, b, _ in tokens["versions"])
     (spread,) = await cluster.client.distributions(job)
     assert spread["step"] == 10 and sum(spread["reward"]["counts"]) == points[-1]["values"]["trajectories"]
 
@@ -152,6 +156,17 @@ async def test_job_runs_from_submission_to_download(shared: System, tmp_path: Pa
         }  # fmt: skip
 
     await until(all_said)
+
+    async def all_shown() -> bool:
+        segments = [s for part in await cluster.client.timeline(job) for s in part["segments"]]
+        kinds = {(s["lane"], s["kind"]) for s in segments}
+        made = {s["version"] for s in segments if (s["lane"], s["kind"]) == ("training", "step")}
+        return made == {f"1.{step}" for step in range(1, 11)} and kinds >= {
+            *(("generation", "rollout"), ("env", "rollout"), ("training", "wait"), ("training", "checkpoint")),
+            ("swap", "publish"),
+        }
+
+    await until(all_shown)
 
     target = await cluster.client.download(job, tmp_path / "model")
     assert (target / "manifest.json").exists()

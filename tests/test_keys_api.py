@@ -182,6 +182,24 @@ async def test_what_makes_a_secret_is_asked_once() -> None:
     assert asked == ["/v1/keys", "/v1/keys/0123456789/rotate"]
 
 
+async def test_a_key_says_whose_it_is_and_what_it_may(http: Http, store: Store) -> None:
+    key = await new_key_of(store, "red", Role.MEMBER, [Action.JOBS_READ], expires=time.time() + YEAR_S)
+    status, found = await http("GET", "/v1/whoami", headers=bearing(key))
+    assert status == 200 and abs(found.pop("expires") - time.time() - YEAR_S) < 600.0
+    assert found == {
+        "auth": "on",
+        "tenant": "red",
+        "role": "member",
+        "scopes": ["jobs:read"],
+        "key": id_of(key),
+        "name": "",
+    }
+    assert (await http("GET", "/v1/whoami"))[0] == 401
+    async with AsyncClient(http.url, api_key=OPERATOR) as client:
+        found = await client.whoami()
+    assert (found["key"], found["role"], found["expires"]) == (id_of(OPERATOR), "operator", None)
+
+
 # --- command line ---------------------------------------------------------------------------------------------------
 
 
@@ -216,6 +234,23 @@ async def test_keys_on_the_command_line(url: str, store: Store, tmp_path: Path) 
     assert found is not None and found.revoked
     for wrong in (("--expires", "soon"), ("--scopes", "fly"), ("--role", "king")):
         await typed("keys", "create", *wrong, *on, status=2 if wrong[0] == "--expires" else 1)
+
+
+async def test_whoami_on_the_command_line(url: str, ctx: Context) -> None:
+    shown, said = await typed("whoami", "--url", url)
+    assert shown.startswith(f"key {id_of(OPERATOR)}, 'admin_key_file', operator of tenant default, expires: never\n")
+    assert "keys:write" in shown and said == ""
+    assert orjson.loads((await typed("whoami", "--json", "--url", url))[0])["role"] == "operator"
+
+
+async def test_a_server_without_keys_is_called_so_loudly(ctx: Context) -> None:
+    ctx.settings = ctx.settings.model_copy(update={"auth": False})
+    async with scheduler(ctx) as open_url:
+        shown, said = await typed("whoami", "--url", open_url)
+        assert shown == f"nobody is asked for a key at {open_url}: an operator of tenant default\n"
+        assert said == f"AUTH IS OFF at {open_url}: whoever reaches it is an operator\n"
+        shown, said = await typed("jobs", "--json", "--url", open_url)
+        assert orjson.loads(shown) == [] and said.startswith("AUTH IS OFF at")
 
 
 async def test_the_key_of_this_directory_is_rotated_in_its_file(

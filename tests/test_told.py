@@ -124,6 +124,30 @@ async def test_kept_episodes_and_spreads_are_served_by_step(client: AsyncClient,
     assert (await client.distributions(job))[0]["reward"] == {"edges": [0.0, 1.0], "counts": [0, 0, 1]}
 
 
+async def test_kept_episodes_have_their_tokens_one_by_one(tmp_path: Path) -> None:
+    views = [
+        make_trajectory(index=i, reward=float(i), logprob=-0.1234, versions=[V(1, 2), V(1, 3)], transcript=talk("a"),
+                        pieces=["p", "q", "r", "x", "y"])
+        for i in range(2)
+    ]  # fmt: skip
+    credited = [np.array([0.5, 0.5, 0.5]), np.array([-0.5, -0.25, 0.123456])]
+    said = await Told(tmp_path, 4, _silent).step(V(1, 4), 5.0, [group_of(views, 9)], {}, credited)
+    assert [(one.group, one.sample, one.reward, one.ending, one.tokens) for one in said] == [
+        *((9, 0, 0.0, "env_done", 3), (9, 1, 1.0, "env_done", 3)),
+    ]
+    line = orjson.loads((tmp_path / "rollouts" / "step-000004.jsonl").read_bytes().splitlines()[1])
+    assert line["group_rewards"] == {"": [0.0, 1.0]}
+    assert line["views"][0]["tokens"] == {
+        "text": ["p", "q", "r", "x", "y"],
+        "ids": [5, 6, 7, 8, 9],
+        "mask": [0, 0, 0, 1, 1],
+        "logprobs": [0.0, 0.0, 0.0, -0.1234, -0.1234],
+        "advantages": [0.0, 0.0, 0.0, -0.5, -0.25],
+        "versions": [[3, 5, "1.2"]],
+        "left_out": 1,
+    }
+
+
 async def test_a_step_that_is_trained_again_replaces_what_was_kept(client: AsyncClient, ctx: Context) -> None:
     job = (await client.submit(SPEC))["id"]
     home = ctx.settings.data_dir / "jobs" / job

@@ -8,6 +8,7 @@ finish  produces GROUP, then acknowledges; woken by score
 remind  tells the server that we still work on what we hold
 beat    produces heartbeats
 report  produces METRIC once a second, by job, and of this process as a whole
+timeline  produces TIMELINE once a second, by job
 
 A message is acknowledged after its group is stored, so a dead instance's work is delivered to another. What is wrong
 with a job fails that job; a job for whose groups there is no room waits. Others go on.
@@ -21,6 +22,7 @@ import os
 import socket
 import time
 import uuid
+from collections import Counter
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +35,7 @@ from opentinker.services.reference_forward.residence import Residence
 from opentinker.services.reference_forward.results import with_results
 from opentinker.shared.bus import ACK_WAIT_S, ConsumerDeleted, Delivery, StreamFull, TooLarge
 from opentinker.shared.errors import Conflict, JobFailed, NotFound, SpecError
+from opentinker.shared.lanes import LanesByJob
 from opentinker.shared.manifest import start_of
 from opentinker.shared.service import Context, first_failure
 from opentinker.shared.spec import parse_spec
@@ -78,6 +81,7 @@ class ReferenceForward:
         self.log = structlog.get_logger()
         self.groups = self.tokens = 0
         self.meters = Meters()
+        self.lanes = LanesByJob(ctx.bus, ctx.worker)
         self.info = WorkerInfo(
             id=ctx.worker,
             incarnation=uuid.uuid4().hex[:12],
@@ -98,6 +102,7 @@ class ReferenceForward:
                     "remind": self._remind_loop(),
                     "beat": self._beat_loop(),
                     "report": Reporter(self.ctx.bus, self.info.id, self.meters).run(),
+                    "timeline": self.lanes.run(),
                 }
             )
         finally:
@@ -270,7 +275,7 @@ class ReferenceForward:
         """One pass. If it fails, whose fault it was is found out one by one, and only that job fails."""
         assert self._scorer is not None
         groups, temperatures = [work.group for work in works], [work.temperature for work in works]
-        before = self._scorer.computed
+        before, began = self._scorer.computed, time.time()
         try:
             results = await asyncio.to_thread(self._scorer.score, model, groups, temperatures)
         except (JobFailed, *UNABLE) as error:
@@ -283,6 +288,9 @@ class ReferenceForward:
             await self._fail(group.job, f"model {key.base!r} could not score it: {why}")
             await self._acknowledge(works[0])
             return
+        ended = time.time()
+        for job, count in Counter(group.job for group in groups).items():
+            self.lanes.of(job).note("reference", "score", began, ended, level=count)
         counts = self.meters.of(CLUSTER).counts
         counts["reference/passes"] += 1
         counts["reference/passed_groups"] += len(works)

@@ -15,6 +15,8 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
 import msgspec
@@ -22,12 +24,15 @@ import numpy as np
 
 from opentinker.services.rollout_worker.engine import Completion, Engine, EngineError, EngineLost, Sampling
 from opentinker.services.rollout_worker.render import Renderer
-from opentinker.services.rollout_worker.transcripts import CHARACTERS, is_kept, shortened
+from opentinker.services.rollout_worker.transcripts import CHARACTERS, TOKENS, is_kept, shortened
 from opentinker.shared.errors import JobFailed
 from opentinker.shared.sessions import Isolation, Policy, SessionReply, StepSession
 from opentinker.shared.spec import JobSpec
 from opentinker.shared.trajectories import Span, Trajectory, Turn
 from opentinker.shared.types import Ending, Message, StopReason, Ticket, Tool
+
+Busy = Callable[[str], AbstractContextManager[object]]
+"""Of a lane (`generation`, `env`): around what the episode waits for there."""
 
 
 class EpisodeFailed(Exception):
@@ -96,8 +101,17 @@ class Episode:
     """Plays sample `index` of a ticket once. `run` gives a trajectory per seat and stream, or raises EpisodeFailed."""
 
     def __init__(
-        self, spec: JobSpec, ticket: Ticket, index: int, engine: Engine, renderer: Renderer, sessions: Sessions
+        self,
+        spec: JobSpec,
+        ticket: Ticket,
+        index: int,
+        engine: Engine,
+        renderer: Renderer,
+        sessions: Sessions,
+        busy: Busy = nullcontext,
     ) -> None:
+        """`busy`: tells somebody what it is doing."""
+        self._busy = busy
         self.spec, self.ticket, self.index = spec, ticket, index
         self.engine, self.renderer, self.sessions = engine, renderer, sessions
         self.attempt = uuid.uuid4().hex[:12]
@@ -133,21 +147,7 @@ class Episode:
         worker = None
         try:
             async with asyncio.timeout(self.spec.rollout.episode_timeout_s):
-                reply = self._good(
-                    await self.sessions.open(
-                        job=self.ticket.job,
-                        session=self.session,
-                        environment=self.spec.environment.name,
-                        isolation=self.spec.environment.isolation or "process",
-                        config=self.spec.environment.config,
-                        row=self.ticket.row,
-                        seed=self.ticket.seed,
-                        deadline_s=self.spec.rollout.episode_timeout_s,
-                        policy=Policy(model=self.spec.model.base, context_length=self.context),
-                        tools=[tool.model_dump() for tool in self.spec.environment.tools],
-                        tool_turns=self.spec.environment.tool_turns,
-                    )
-                )
+                reply = self._good(await self._open())
                 worker = reply.worker
                 self.wants_tokens = reply.wants_tokens
                 ending = await self._play(worker, reply)
@@ -166,6 +166,22 @@ class Episode:
                 await self.sessions.close(worker=worker, session=self.session)
         seconds = time.monotonic() - started
         return [self._trajectory(stream, ending, seconds) for stream in self.streams.values() if stream.turns]
+
+    async def _open(self) -> SessionReply:
+        with self._busy("env"):
+            return await self.sessions.open(
+                job=self.ticket.job,
+                session=self.session,
+                environment=self.spec.environment.name,
+                isolation=self.spec.environment.isolation or "process",
+                config=self.spec.environment.config,
+                row=self.ticket.row,
+                seed=self.ticket.seed,
+                deadline_s=self.spec.rollout.episode_timeout_s,
+                policy=Policy(model=self.spec.model.base, context_length=self.context),
+                tools=[tool.model_dump() for tool in self.spec.environment.tools],
+                tool_turns=self.spec.environment.tool_turns,
+            )
 
     @staticmethod
     def _good(reply: SessionReply) -> SessionReply:
@@ -194,7 +210,8 @@ class Episode:
         self.state = "GENERATING"
         began = time.monotonic()
         start = len(stream.ids)
-        completion = await self._generate(stream, asked)
+        with self._busy("generation"):
+            completion = await self._generate(stream, asked)
         text = self.renderer.text(completion.ids)
         said = self.renderer.said(completion.ids, stream.tools, stop=completion.stop, turn=self.turn)
         stream.sample(completion, text)
@@ -213,7 +230,8 @@ class Episode:
             logprobs=completion.logprobs if self.wants_tokens else [],
             prompt_tokens=start if self.wants_tokens else 0,
         )
-        reply = self._good(await self.sessions.step(worker, request))
+        with self._busy("env"):
+            reply = self._good(await self.sessions.step(worker, request))
         stream.turns.append(
             Turn(
                 start=start,
@@ -322,6 +340,7 @@ class Episode:
             seconds=seconds,
             messages=stream.said[: stream.spoken] if self.spec.reward_models else None,
             transcript=shortened(stream.said, CHARACTERS) if self.is_kept else None,
+            pieces=self.renderer.pieces(stream.ids[:TOKENS]) if self.is_kept else None,
         )
 
 

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from contextlib import nullcontext
 
 import structlog
 
 from opentinker.services.rollout_worker.engine import Engine
-from opentinker.services.rollout_worker.episode import Episode, EpisodeFailed, Sessions
+from opentinker.services.rollout_worker.episode import Busy, Episode, EpisodeFailed, Sessions
 from opentinker.services.rollout_worker.render import Renderer
 from opentinker.services.rollout_worker.transcripts import shortened
 from opentinker.shared.bus import Bus, Delivery, NoReply
@@ -52,11 +53,12 @@ class Examiner:
         counts: Counter[str],
         broken: asyncio.Future[None],
         spent: Counter[str],
+        busy: Busy = nullcontext,
     ) -> None:
         exam = exam_of(spec)
         assert exam is not None
         self.bus, self.worker, self.job, self.counts, self._broken = bus, worker, job, counts, broken
-        self.spent = spent
+        self.spent, self._busy = spent, busy
         self.spec = validation_episodes(spec)
         self.kept, self.samples = exam.transcripts, exam.samples
         self.engine, self.renderer, self.sessions = engine, renderer, sessions
@@ -142,7 +144,7 @@ class Examiner:
         state, sample = divmod(exam.index, self.samples)
         ticket = Ticket(job=self.job, seq=state, row=state, seed=exam.seed, group_size=self.samples)
         for tries_left in range(self.spec.rollout.retries, -1, -1):
-            episode = Episode(self.spec, ticket, sample, self.engine, self.renderer, self.sessions)
+            episode = Episode(self.spec, ticket, sample, self.engine, self.renderer, self.sessions, self._busy)
             try:
                 with structlog.contextvars.bound_contextvars(exam=exam.index, episode=episode.session):
                     return await self._result(exam, episode)

@@ -18,6 +18,8 @@ from opentinker.shared.model_files import code_in
 from opentinker.shared.types import Message, StopReason, Tool, ToolCall
 
 MARKER = "ANSWER0MARKER"
+MOST_PER_SIGN = 6
+"""Tokens: a sign has at most 4 bytes, and some are written with a modifier."""
 BEFORE = [Message(role="user", content=".")]
 
 
@@ -185,6 +187,20 @@ class Renderer:
         """One token alone, special ones too."""
         text: str = self._tokenizer.decode([id], skip_special_tokens=False)
         return text
+
+    def pieces(self, ids: Sequence[int]) -> list[str]:
+        """The text of each token, special ones too. Where several make one sign, the last of them has it."""
+        found: list[str] = []
+        begin = shown = 0
+        for place in range(len(ids)):
+            before = self._tokenizer.decode(ids[begin:shown], skip_special_tokens=False)
+            now = self._tokenizer.decode(ids[begin : place + 1], skip_special_tokens=False)
+            if now.endswith("\ufffd") and place - shown < MOST_PER_SIGN and place + 1 < len(ids):
+                found.append("")
+                continue
+            found.append(now[len(before) :])
+            begin, shown = shown, place + 1
+        return found
 
     def text(self, ids: Sequence[int]) -> str:
         """What the model said, without end-of-turn and other special tokens."""

@@ -9,6 +9,8 @@ from opentinker.shared.types import Message
 
 CHARACTERS = 20_000
 """Of all messages of a training episode in one context: they travel with its group."""
+TOKENS = 2048
+"""The first so many of a training episode in one context are kept one by one."""
 
 
 def is_kept(spec: JobSpec, group: int, sample: int) -> bool:

@@ -4,6 +4,7 @@ claim loop    consumes TICKET; waits for free slots and for weights; woken by th
 group task    plays G episodes, retries failed ones, publishes GROUP (or SCORE), accepts, then acks the ticket
 swap handler  answers the trainer's SWAP: join the weight group, receive a version
 report loop   produces METRIC once a second
+timeline      produces TIMELINE once a second
 exam loop     plays validation episodes, see `examiner.py`
 """
 
@@ -15,6 +16,7 @@ import uuid
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
+from functools import partial
 
 import msgspec
 import structlog
@@ -26,6 +28,7 @@ from opentinker.services.rollout_worker.render import Renderer
 from opentinker.shared.admission import Admission
 from opentinker.shared.bus import Bus, Consumer, Delivery, StreamFull, TooLarge
 from opentinker.shared.errors import JobFailed
+from opentinker.shared.lanes import Lanes
 from opentinker.shared.leasing import LeasedWorker
 from opentinker.shared.service import first_failure
 from opentinker.shared.spec import JobSpec
@@ -49,6 +52,8 @@ MAX_DELIVERIES = 5
 """A ticket that comes once more fails its group: what kills the engine at every try must have an end. Tickets that were
 under way beside it count too; their groups are replaced, and `rollout.max_failed_share` judges."""
 FULL_PAUSE_S = 0.5
+PHASES = ("transfer", "pause", "load", "resume")
+"""Of a swap, in order."""
 
 
 class RolloutJob:
@@ -63,6 +68,7 @@ class RolloutJob:
         self.subject = SCORE if is_scored(spec.model_dump()) else GROUP
         self.admission = Admission(worker.ctx.store.redis, lease.job)
         self.metrics = MetricSource(self.bus, lease.job, worker.info.id)
+        self.lanes = Lanes(self.bus, lease.job, worker.info.id)
         self.address = f"{worker.info.id}-{uuid.uuid4().hex[:12]}"
         self.groups: set[asyncio.Task[None]] = set()
         self.slot = asyncio.Event()
@@ -82,6 +88,7 @@ class RolloutJob:
             swaps = await self.bus.serve(SWAP, self._swap, worker=self.address)
             held.push_async_callback(swaps.unsubscribe)
             held.callback(self.metrics.close)
+            held.push_async_callback(self.lanes.report)
             tickets = await self.bus.consume(
                 TICKET,
                 f"roll-{self.lease.job}",
@@ -96,6 +103,7 @@ class RolloutJob:
             loops = {
                 "claim": self._claim_loop(tickets),
                 "report": self._report_loop(),
+                "timeline": self.lanes.run(),
                 "broken": self._broken(),
                 "engine": self.engine.watch(),
             }
@@ -118,6 +126,7 @@ class RolloutJob:
             self.counts,
             self.broken,
             self.worker.spent,
+            partial(self.lanes.busy, kind="evaluation"),
         )
 
     async def _end_groups(self) -> None:
@@ -216,7 +225,8 @@ class RolloutJob:
     async def _play_sample(self, ticket: Ticket, index: int) -> Sample:
         """Raises EpisodeFailed when the sample failed once more than `rollout.retries` allows."""
         for tries_left in range(self.spec.rollout.retries, -1, -1):
-            episode = Episode(self.spec, ticket, index, self.engine, self.renderer, self.sessions)
+            busy = partial(self.lanes.busy, kind="rollout")
+            episode = Episode(self.spec, ticket, index, self.engine, self.renderer, self.sessions, busy)
             try:
                 with structlog.contextvars.bound_contextvars(episode=episode.session):
                     trajectories = await self._play(episode)
@@ -258,7 +268,7 @@ class RolloutJob:
                 await asyncio.sleep(FULL_PAUSE_S)
             except TooLarge as error:
                 if any(trajectory.transcript for trajectory in group.trajectories):
-                    bare = [msgspec.structs.replace(t, transcript=None) for t in group.trajectories]
+                    bare = [msgspec.structs.replace(t, transcript=None, pieces=None) for t in group.trajectories]
                     group = msgspec.structs.replace(group, trajectories=bare)
                     continue
                 longest = max(len(trajectory.mask_T) for trajectory in group.trajectories)
@@ -321,8 +331,19 @@ class RolloutJob:
                 return self._reply(ok=False, error=str(error))
             self.counts["swaps"] += 1
             self.gauges.update({f"swap_{phase}_s": value for phase, value in seconds.items()})
+            self._show_swap(str(self.engine.version), seconds)
             self.weights.set()
             return self._reply(ok=True, seconds=seconds)
+
+    def _show_swap(self, version: str, seconds: dict[str, float]) -> None:
+        """Its phases, on the timeline: they followed each other, and have just ended."""
+        at = time.time() - sum(seconds.get(phase, 0.0) for phase in PHASES)
+        for phase in PHASES:
+            length = seconds.get(phase, 0.0)
+            if length > 0:
+                self.lanes.note("swap", phase, at, at + length, version=version)
+            at += length
+        self.lanes.use(version)
 
     def _reply(self, *, ok: bool, error: str = "", seconds: dict[str, float] | None = None) -> SwapReply:
         return SwapReply(

@@ -48,7 +48,9 @@ LIMIT_FAILURES = Parameter("limit", "query", f"The newest so many, up to {MOST_F
 AFTER_EVENT = Parameter("after", "query", "Only events after this id; `Last-Event-ID` means the same.")
 FORMAT = Parameter("format", "query", "`json`: what there is now as one list, instead of a stream.")
 AFTER_POINT = Parameter("after", "query", "Only points after this cursor.", "integer")
-LIMIT = Parameter("limit", "query", "Points, or lines, per answer.", "integer")
+AFTER_PART = Parameter("after", "query", "Only parts after this cursor.", "integer")
+LAST_S = Parameter("last_s", "query", "Only those of the last so many seconds.", "integer")
+LIMIT = Parameter("limit", "query", "Points, lines, or parts per answer.", "integer")
 SOURCE = Parameter("source", "query", "Only points of this source, e.g. `trainer`.")
 NAMES = Parameter("names", "query", "Only these values, comma separated.")
 STEP = Parameter("step", "query", "Of this evaluation; default: the newest.", "integer")
@@ -186,6 +188,15 @@ class Api:
                 "How a step's rewards, lengths, turns, staleness and importance ratios are spread",
                 200,
                 (TRAINED, AFTER_STEP, STEPS),
+            ),
+            Route(
+                "GET",
+                get + "/timeline",
+                knowing.timeline,
+                Action.JOBS_READ,
+                "What its workers were busy with, second by second",
+                200,
+                (AFTER_PART, LAST_S, LIMIT),
             ),
             Route(
                 "GET",

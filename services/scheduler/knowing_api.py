@@ -18,11 +18,12 @@ from opentinker.services.scheduler import transcripts
 from opentinker.services.scheduler.jobs_api import JobsApi
 from opentinker.services.scheduler.problems import integer, json_response
 from opentinker.shared.errors import SpecError
-from opentinker.shared.subjects import LOG
+from opentinker.shared.subjects import LOG, TIMELINE
 from opentinker.shared.types import LEVELS, JobRecord, LogLine
 from opentinker.shared.waiting import set_within
 
 MOST_STEPS = 1000
+PARTS = 1000
 LINES = 1000
 MOST_LINES = 10_000
 LOOK_S = 1.0
@@ -51,6 +52,22 @@ class KnowingApi:
         home = self.jobs.home(job)
         found = await asyncio.to_thread(transcripts.distributions, home, None if step < 0 else step, after, limit)
         return json_response({"distributions": found})
+
+    async def timeline(self, request: web.Request) -> web.Response:
+        """What the job's workers were busy with, in the order in which they said so.
+
+        `cursor` is the `after` of the next call.
+        """
+        job = await self.jobs.found(request)
+        after = integer(request, "after", 0, 0, 2**62)
+        last_s = integer(request, "last_s", 0, 0, 7 * 86400)
+        limit = integer(request, "limit", PARTS, 1, MOST_LINES)
+        since = time.time() - last_s if last_s else None
+        found = await self.bus.history(TIMELINE, after, limit, since=since, job=job.id, worker="*")
+        kept = [(seq, part) for seq, part in found if seq > after]
+        parts = [{"cursor": seq, **msgspec.to_builtins(part)} for seq, part in kept]
+        cursor = kept[-1][0] if kept else after
+        return json_response({"timeline": parts, "cursor": cursor, "more": len(found) == limit})
 
     # --- logs ---------------------------------------------------------------------------------------------------
 

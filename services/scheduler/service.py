@@ -1,12 +1,13 @@
 """The scheduler process: HTTP API, placement, admission. It keeps nothing: all it knows is in Redis and NATS.
 
     api         consumes HTTP requests; produces jobs and cancellations
-    lead        decides which scheduler does the next five, see `leadership.py`
+    lead        decides which scheduler does the next six, see `leadership.py`
     reconcile   consumes jobs, heartbeats, leases; produces leases; woken by WAKE "scheduler"
     clear       consumes jobs that have ended; removes their messages
     evaluate    consumes eval jobs and results of episodes; produces EXAM, METRIC
     tickets     consumes admission's room; produces TICKET; woken by WAKE "admission"
     measure     consumes ledgers, heartbeats and stream sizes; produces METRIC
+    feed        consumes jobs' logs of events; produces EVENT
     callout     lets in to NATS whoever has a credential for the streams of a job
     keys        cuts off what keys that were revoked, or ran out, have open
     served      produces heartbeats of connected processes that serve environments
@@ -24,6 +25,7 @@ from opentinker.services.scheduler.api import listening
 from opentinker.services.scheduler.callout import Callout
 from opentinker.services.scheduler.clearing import Clearing
 from opentinker.services.scheduler.evaluating import Evaluating
+from opentinker.services.scheduler.feed import Feed
 from opentinker.services.scheduler.gate import Gate, register_operator
 from opentinker.services.scheduler.gateway import Gateway
 from opentinker.services.scheduler.leadership import Leadership
@@ -45,6 +47,7 @@ async def serve(ctx: Context) -> None:
             "evaluate": Evaluating(ctx).run(),
             "tickets": TicketIssuer(ctx).run(),
             "measure": Measuring(ctx).run(),
+            "feed": Feed(ctx).run(),
         }
 
     async with listening(ctx, gate, gateway, replicas):

@@ -15,6 +15,7 @@ import msgspec
 import numpy as np
 import orjson
 
+from opentinker.services.trainer.advantages import F64
 from opentinker.services.trainer.batch_metrics import batch_metrics
 from opentinker.services.trainer.examples import Example
 from opentinker.shared.errors import JobFailed, OpenTinkerError
@@ -113,6 +114,11 @@ class Learner(Trainable, Protocol):
     device: str
     """cpu | cuda | none: what the weight transport moves from."""
 
+    @property
+    def credited(self) -> Sequence[F64] | None:
+        """Of the last step, per trajectory of the batch in order: the advantage of each sampled token. None where
+        nothing was computed."""
+
     def step(self, groups: list[Group], version: WeightVersion) -> dict[str, float]:
         """Train on one batch (`updates_per_batch` optimizer steps); `version` names the weights before it."""
 
@@ -133,6 +139,7 @@ class SimulatedLearner:
     """Takes `simulated_step_s` per step and learns nothing; for load tests and tests of everything around training."""
 
     device = SIMULATED
+    credited: Sequence[F64] | None = None
 
     def __init__(self, spec: JobSpec) -> None:
         self.spec = spec

@@ -20,7 +20,7 @@ import structlog
 
 from opentinker.services.trainer import checkpoint
 from opentinker.services.trainer.assembler import Assembler
-from opentinker.services.trainer.distributions import distributions
+from opentinker.services.trainer.distributions import Histogram, distributions
 from opentinker.services.trainer.learner import Learner, SnapshotLike
 from opentinker.services.trainer.publisher import Publisher
 from opentinker.services.trainer.record import Record
@@ -33,9 +33,9 @@ from opentinker.shared.leasing import LeasedWorker
 from opentinker.shared.manifest import Manifest
 from opentinker.shared.service import first_failure
 from opentinker.shared.spec import JobSpec
-from opentinker.shared.subjects import GROUP, WAKE
+from opentinker.shared.subjects import GROUP, ROLLOUTS, WAKE
 from opentinker.shared.trajectories import Group
-from opentinker.shared.types import Discard, Lease, WeightVersion
+from opentinker.shared.types import Discard, KeptStep, Lease, WeightVersion
 from opentinker.shared.waiting import check_cancelled, see_through, set_within
 
 log = structlog.get_logger()
@@ -223,7 +223,8 @@ class TrainerJob:
                 break
             if self.unoffered is not None:
                 await self.validation.offer(self.unoffered)
-            batch = await self._next_batch()
+            with self.record.lanes.busy("training", "wait", str(self._version)):
+                batch = await self._next_batch()
             if batch is None:
                 await see_through(self._save())
                 return
@@ -302,11 +303,20 @@ class TrainerJob:
             **self.swap,
         }
         await self.record.step(self.step, values, seqs=[group.seq for group in batch])
-        await self.told.step(self._version, time.time(), batch, spread)
+        await self._tell(batch, spread)
+
+    async def _tell(self, batch: list[Group], spread: dict[str, Histogram]) -> None:
+        """What people read of the step, and that it is there."""
+        now, version = time.time(), self._version
+        kept = await self.told.step(version, now, batch, spread, self.learner.credited)
+        if kept:
+            said = KeptStep(job=self.lease.job, epoch=version.epoch, step=version.step, time=now, episodes=kept)
+            await self.ctx.bus.emit(ROLLOUTS, said, job=self.lease.job)
 
     async def _served(self, version: WeightVersion, seconds: dict[str, float]) -> None:
         """The publisher got a version to the workers: admission may count on it."""
-        self.swap = seconds
+        self.swap, now = seconds, time.time()
+        self.record.lanes.note("swap", "publish", now - seconds["swap/seconds"], now, version=str(version))
         self.validation.served(version)
         await self.admission.set_version(version.step)
         await self._wake_admission()

@@ -15,13 +15,14 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 
+from opentinker.services.trainer.advantages import F64
 from opentinker.services.trainer.examples import Example
 from opentinker.services.trainer.gang import HOST, PATIENCE_S, Gang
 from opentinker.services.trainer.rank import LEARNERS, make
@@ -121,6 +122,11 @@ class Ranked:
 
 class RankedLearner(Ranked):
     own: TorchLearner
+
+    @property
+    def credited(self) -> Sequence[F64] | None:
+        """Of all trajectories: every rank sees the whole batch."""
+        return self.own.credited
 
     def step(self, groups: list[Group], version: WeightVersion) -> dict[str, float]:
         return self._run(Step(groups, version), lambda: self.own.step(groups, version))

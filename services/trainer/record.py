@@ -22,6 +22,7 @@ from opentinker.services.trainer.alarm import WATCHED, WINDOW, SlopeAlarm
 from opentinker.services.trainer.learner import Interrupted, NonFinite, Trainable, is_out_of_memory, too_large
 from opentinker.shared.errors import Conflict, Fenced, JobFailed, OpenTinkerError
 from opentinker.shared.evaluations import Evaluations
+from opentinker.shared.lanes import Lanes
 from opentinker.shared.manifest import Manifest, start_of
 from opentinker.shared.service import Context
 from opentinker.shared.spec import JobSpec, StartSpec
@@ -30,9 +31,9 @@ from opentinker.shared.step_log import StepLog, lineage
 from opentinker.shared.subjects import WAKE
 from opentinker.shared.telemetry import MetricSource
 from opentinker.shared.tracing import trace_id
-from opentinker.shared.types import JobState, Lease
+from opentinker.shared.types import JobState, Lease, WeightVersion
 from opentinker.shared.usage import Usage
-from opentinker.shared.waiting import see_through
+from opentinker.shared.waiting import put_down, see_through
 
 log = structlog.get_logger()
 T = TypeVar("T")
@@ -47,6 +48,7 @@ class Record:
         self.ctx, self.lease, self.spec, self.learner = ctx, lease, spec, learner
         self.root: Path = ctx.settings.data_dir / "jobs" / lease.job / "checkpoints"
         self.metrics = MetricSource(ctx.bus, lease.job, "trainer")
+        self.lanes = Lanes(ctx.bus, lease.job, ctx.worker)
         self._log = StepLog(self.root.parent / "metrics.jsonl")
         self._log_refused = False
         self._trace = trace
@@ -138,7 +140,10 @@ class Record:
         """
         before, self._sound = self._sound, False
         try:
-            with self.ctx.tracer.span("step", self._trace, job=self.lease.job, step=step):
+            with (
+                self.ctx.tracer.span("step", self._trace, job=self.lease.job, step=step),
+                self.lanes.busy("training", "step", str(WeightVersion(self.lease.epoch, step))),
+            ):
                 values = await asyncio.to_thread(work)
         except Interrupted:
             self._sound = before
@@ -167,6 +172,7 @@ class Record:
     async def saving(self, save: Callable[[], Coroutine[Any, Any, None]]) -> AsyncIterator[None]:
         """However the job ends before its time, what was trained is saved: it failed or was cancelled, or the lease is
         another's by now."""
+        showing = asyncio.create_task(self.lanes.run())
         try:
             yield
         except JobFailed:
@@ -183,6 +189,8 @@ class Record:
             raise
         finally:
             self.close()
+            await put_down(showing)
+            await self.lanes.report()
 
     async def step(self, step: int, values: dict[str, float], **line: object) -> None:
         """An optimizer step is done: its metrics go out, into the history and the job's log (`line` beside them)."""
@@ -257,7 +265,8 @@ class Record:
         began = time.monotonic()
         await self.write_log(manifest.step)
         try:
-            await asyncio.to_thread(checkpoint.commit, self.root, manifest, self.learner.save)
+            with self.lanes.busy("training", "checkpoint", str(manifest.version)):
+                await asyncio.to_thread(checkpoint.commit, self.root, manifest, self.learner.save)
         except JobFailed as error:
             if last:
                 raise

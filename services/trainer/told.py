@@ -12,17 +12,20 @@ import asyncio
 import math
 import re
 from collections.abc import Awaitable, Callable, Sequence
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import orjson
 import structlog
 
+from opentinker.services.trainer.advantages import F64
 from opentinker.services.trainer.distributions import Histogram
 from opentinker.shared.manifest import name_of
 from opentinker.shared.step_log import StepLog
 from opentinker.shared.trajectories import Group, Trajectory, totals
-from opentinker.shared.types import WeightVersion
+from opentinker.shared.types import KeptEpisode, WeightVersion
 
 log = structlog.get_logger()
 
@@ -31,6 +34,7 @@ NEWEST = 50
 OLDER = 50
 """Of the steps before those, about so many are."""
 _FILE = re.compile(r"step-(\d+)\.jsonl")
+View = tuple[Trajectory, F64 | None]
 Tell = Callable[[str, dict[str, object]], Awaitable[None]]
 
 
@@ -43,11 +47,19 @@ class Told:
         self._refused = False
 
     async def step(
-        self, version: WeightVersion, at: float, batch: Sequence[Group], spread: dict[str, Histogram]
-    ) -> None:
-        """An optimizer step is done; `version` is what came of it."""
+        self,
+        version: WeightVersion,
+        at: float,
+        batch: Sequence[Group],
+        spread: dict[str, Histogram],
+        credited: Sequence[F64] | None = None,
+    ) -> list[KeptEpisode]:
+        """An optimizer step is done; `version` is what came of it. `credited`: per trajectory of the batch, the
+        advantage of each sampled token. Returns what was kept."""
         line = {"epoch": version.epoch, "step": version.step, "time": at, **spread}
-        episodes = [episode for group in batch for episode in episodes_of(group)][: self._kept]
+        advantages = iter(credited) if credited is not None else repeat(None)
+        of_groups = [(group, [next(advantages) for _ in group.trajectories]) for group in batch]
+        episodes = [episode for group, found in of_groups for episode in episodes_of(group, found)][: self._kept]
         try:
             await asyncio.to_thread(self._write, version.step, line, episodes)
             self._refused = False
@@ -56,6 +68,8 @@ class Told:
                 log.error("rollouts_log_failed", error=str(error))
                 await self._event("rollouts_log_failed", {"step": version.step, "error": str(error)})
             self._refused = True
+            return []
+        return [KeptEpisode(**{name: one[name] for name in KeptEpisode.__struct_fields__}) for one in episodes]
 
     def _write(self, step: int, line: dict[str, Any], episodes: list[dict[str, Any]]) -> None:
         self._log.add(line)
@@ -81,16 +95,17 @@ def swept(steps: Sequence[int]) -> list[int]:
     return [step for step in older if step % every]
 
 
-def episodes_of(group: Group) -> list[dict[str, Any]]:
-    """Those samples whose words came with the group."""
-    samples: dict[int, list[Trajectory]] = {}
-    for trajectory in group.trajectories:
+def episodes_of(group: Group, credited: Sequence[F64 | None]) -> list[dict[str, Any]]:
+    """Those samples whose words came with the group. `credited`: per trajectory, see `Told.step`."""
+    samples: dict[int, list[View]] = {}
+    for trajectory, advantages in zip(group.trajectories, credited, strict=True):
         if trajectory.transcript is not None:
-            samples.setdefault(trajectory.index, []).append(trajectory)
+            samples.setdefault(trajectory.index, []).append((trajectory, advantages))
     return [_episode(group, index, views) for index, views in samples.items()]
 
 
-def _episode(group: Group, index: int, views: list[Trajectory]) -> dict[str, Any]:
+def _episode(group: Group, index: int, pairs: list[View]) -> dict[str, Any]:
+    views = [view for view, _ in pairs]
     rewards, components = totals(views)
     return {
         "group": group.seq,
@@ -100,6 +115,7 @@ def _episode(group: Group, index: int, views: list[Trajectory]) -> dict[str, Any
         "versions": [str(v) for v in sorted({span.version for view in views for span in view.spans})],
         "reward": sum(rewards.values()) / len(rewards),
         "rewards": rewards,
+        "group_rewards": group.rewards,
         "components": components,
         "scores": views[0].scores,
         "metrics": views[0].metrics,
@@ -114,7 +130,26 @@ def _episode(group: Group, index: int, views: list[Trajectory]) -> dict[str, Any
                 "stream": view.stream,
                 "reward": view.reward,
                 "messages": [{"role": said.role, "content": said.text} for said in view.transcript or []],
+                "tokens": None if view.pieces is None else _tokens(view, view.pieces, advantages),
             }
-            for view in views
+            for view, advantages in pairs
         ],
+    }
+
+
+def _tokens(view: Trajectory, pieces: list[str], advantages: F64 | None) -> dict[str, Any]:
+    """Columns of the first tokens, one by one."""
+    kept = len(pieces)
+    spread = None
+    if advantages is not None:
+        spread = np.zeros(len(view.mask))
+        spread[view.mask.astype(bool)] = advantages
+    return {
+        "text": pieces,
+        "ids": view.ids[:kept].tolist(),
+        "mask": view.mask[:kept].tolist(),
+        "logprobs": view.logprobs[:kept].astype(np.float64).round(4).tolist(),
+        "advantages": None if spread is None else spread[:kept].round(4).tolist(),
+        "versions": [[span.start, min(span.end, kept), str(span.version)] for span in view.spans if span.start < kept],
+        "left_out": len(view.mask) - kept,
     }

@@ -6,12 +6,13 @@ Weights, optimizer and random state are those of `policy.Policy`; here is what R
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from opentinker.services.trainer.advantages import F64
 from opentinker.services.trainer.batch_metrics import batch_metrics
 from opentinker.services.trainer.credit import Credit, assign
 from opentinker.services.trainer.critic import Critic, critic_columns, critic_metrics
@@ -34,6 +35,8 @@ from opentinker.shared.types import WeightVersion
 
 class TorchLearner(Policy):
     """AdamW on the loss that the spec's algorithm puts together, on one device; with a gang, its rank's part of it."""
+
+    credited: Sequence[F64] | None = None
 
     def _build(self, checkpoint: Path | None) -> None:
         super()._build(checkpoint)
@@ -95,6 +98,7 @@ class TorchLearner(Policy):
             self.critic.measure(micros)
             values_S = values_of(micros, [int(t.mask.sum()) for g in groups for t in g.trajectories], self.gang)
         credit = assign(groups, self.spec.algorithm, values_S)
+        self.credited = credit.advantages_S
         give_credit(micros, credit)
         return credit
 

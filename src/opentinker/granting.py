@@ -47,6 +47,11 @@ class GrantingCalls:
     async def revoke_key(self, id: str) -> Json:
         return await self._http.json("POST", _of(id, "revoke"))
 
+    async def whoami(self) -> Json:
+        """Of the key that is sent: `tenant`, `role`, `scopes`, `key` (its id), `name`, `expires`; and `auth`, which is
+        `off` where a server asks nobody for one."""
+        return await self._http.json("GET", "/v1/whoami")
+
     async def tenants(self) -> list[Json]:
         return list((await self._http.json("GET", "/v1/tenants"))["tenants"])
 
@@ -87,6 +92,9 @@ class GrantingSync(ABC):
 
     def revoke_key(self, id: str) -> Json:
         return self._call(self._core.revoke_key(id))
+
+    def whoami(self) -> Json:
+        return self._call(self._core.whoami())
 
     def tenants(self) -> list[Json]:
         return self._call(self._core.tenants())

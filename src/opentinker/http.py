@@ -91,7 +91,7 @@ class Http:
     """One server, by its URL. What is not answered is tried again until `wait_s` has passed without success.
 
     `key`, else our key for it (`api_key`), is sent with every request, as `Authorization: Bearer`. `on_wait(sentence)`
-    is called at the first failed try of a request; default: it is logged.
+    is called at the first failed try of a request, and once if the server asks nobody for a key; default: it is logged.
     """
 
     def __init__(
@@ -106,6 +106,7 @@ class Http:
         self.wait_s, self.timeout_s = wait_s, timeout_s
         self._on_wait = on_wait or _log.warning
         self._key = key
+        self._said_open = False
         self._open_session: aiohttp.ClientSession | None = None
 
     async def close(self) -> None:
@@ -159,6 +160,9 @@ class Http:
 
     async def _check(self, response: aiohttp.ClientResponse, raw: bytes | None = None, *, again: bool = True) -> None:
         """`again`: whoever asks tries again where the server is only away."""
+        if response.headers.get("X-OpenTinker-Auth") == "off" and not self._said_open:
+            self._said_open = True
+            self.tell(f"AUTH IS OFF at {self.url}: whoever reaches it is an operator")
         if response.status in AWAY and again:
             raise aiohttp.ClientConnectionError(f"it answered {response.status}")
         if response.status >= 400:

@@ -72,6 +72,22 @@ class KnowingCalls:
         query = {"after": str(after), "limit": str(limit)} if step is None else {"step": str(step)}
         return list((await self._http.json("GET", _of(id, "/distributions"), query))["distributions"])
 
+    async def timeline(self, id: str, after: int = 0, *, last_s: int = 0) -> list[Json]:
+        """What the job's workers were busy with: a part per worker and second, oldest first, with its `segments`
+        (`lane`, `kind`, `start`, `end`, `version`, `level`) and `cursor`; `last_s`: of the last so many seconds."""
+        parts: list[Json] = []
+        query = {"last_s": str(last_s)} if last_s else {}
+        while True:
+            page = await self._http.json("GET", _of(id, "/timeline"), {**query, "after": str(after)})
+            parts += page["timeline"]
+            after, query = page["cursor"], {}
+            if not page["more"]:
+                return parts
+
+    async def stream_credentials(self, id: str) -> Json:
+        """Where and how the job is heard live on NATS, for a while: `servers`, `token`, `subjects`, `expires_at`..."""
+        return await self._http.json("POST", _of(id, "/stream-credentials"), again=False)
+
     async def validate(self, spec: Mapping[str, Any] | JobSpec | str | Path) -> Json:
         """A spec looked at by the server as if it were submitted: `valid`, `mistakes`, `checks` (what, found, result:
         ok, note or bad, hint), `messages` of an episode's beginning. A mistake raises nothing."""
@@ -125,6 +141,12 @@ class KnowingSync(ABC):
 
     def distributions(self, id: str, step: int | None = None, *, after: int = 0, limit: int = 1) -> list[Json]:
         return self._call(self._core.distributions(id, step, after=after, limit=limit))
+
+    def timeline(self, id: str, after: int = 0, *, last_s: int = 0) -> list[Json]:
+        return self._call(self._core.timeline(id, after, last_s=last_s))
+
+    def stream_credentials(self, id: str) -> Json:
+        return self._call(self._core.stream_credentials(id))
 
     def usage(
         self,

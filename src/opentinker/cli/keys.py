@@ -23,6 +23,22 @@ Out = Annotated[
 
 def register(app: typer.Typer) -> None:
     app.add_typer(keys, name="keys")
+    app.command()(whoami)
+
+
+def whoami(url: Url = None, as_json: AsJson = False) -> None:
+    """Show whose key is used here, and what it may."""
+    found = client(url).whoami()
+    if as_json:
+        print_json(found)
+        return
+    if found["key"] is None:
+        say(f"nobody is asked for a key at {server_url(url)}: an {found['role']} of tenant {found['tenant']}")
+        return
+    named = f", {found['name']!r}" if found["name"] else ""
+    until = f"expires: {_when(found['expires'])}"
+    say(f"key {found['key']}{named}, {found['role']} of tenant {found['tenant']}, {until}")
+    say(f"it may {', '.join(found['scopes'])}")
 
 
 @keys.command()

@@ -1,0 +1,73 @@
+"""What comes into the logs of events of jobs that are not over, live on NATS: for dashboards, which read what came
+before over HTTP.
+
+    feed   consumes those logs, which every service writes into in Redis; produces EVENT; woken by each entry
+
+An entry may be missed when the leadership changes, or come twice, and a job that is over within half a second is not
+heard of; the log itself has every entry once, under its id.
+"""
+
+from __future__ import annotations
+
+import time
+
+import orjson
+import structlog
+from redis.exceptions import RedisError
+
+from opentinker.shared.service import Context
+from opentinker.shared.subjects import EVENT
+from opentinker.shared.types import JobEvent
+from opentinker.shared.waiting import rest
+
+log = structlog.get_logger()
+
+LOOK_MS = 500
+"""Jobs that are new are seen so soon."""
+AGAIN_S = 1.0
+LINGER_S = 30.0
+"""What was said about a job so long after its end comes too: that it was saved, and let go."""
+AT_ONCE = 200
+
+
+class Feed:
+    def __init__(self, ctx: Context) -> None:
+        self.ctx = ctx
+        self._seen: dict[str, str] = {}
+        """Job -> id of the last entry that went out."""
+        self._over: dict[str, float] = {}
+        """Jobs that have ended, and since when we know."""
+        self._began = False
+
+    async def run(self) -> None:
+        while True:
+            try:
+                await self.look()
+            except (RedisError, OSError, TimeoutError) as error:
+                log.warning("feed_waits", error=str(error) or type(error).__name__)
+                await rest(AGAIN_S)
+
+    async def look(self) -> None:
+        """Waits for entries, and passes them on."""
+        await self._follow()
+        if not self._seen:
+            await rest(LOOK_MS / 1000)
+            return
+        logs = {f"job:{job}:events": after for job, after in self._seen.items()}
+        for name, entries in await self.ctx.store.redis.xread(logs, count=AT_ONCE, block=LOOK_MS):
+            job = name.split(":")[1]
+            for id, fields in entries:
+                self._seen[job] = id
+                event = {"id": id, **orjson.loads(fields["event"])}
+                await self.ctx.bus.emit(EVENT, JobEvent(job=job, event=event), job=job)
+
+    async def _follow(self) -> None:
+        """Logs of jobs that there were before we led are read from now on, those of others from the beginning."""
+        now, active = time.monotonic(), await self.ctx.store.redis.sunion("jobs:active", "jobs:ending")
+        for job in active - self._seen.keys():
+            last = [] if self._began else await self.ctx.store.redis.xrevrange(f"job:{job}:events", count=1)
+            self._seen[job] = last[0][0] if last else "0-0"
+        self._began = True
+        for job in self._seen.keys() - active:
+            if now - self._over.setdefault(job, now) > LINGER_S:
+                del self._seen[job], self._over[job]
