@@ -201,6 +201,29 @@ async def test_curves_are_those_of_the_job_and_go_on(opened: Open, http: Http, b
     assert (await saved(tab, "Reward as PNG")).startswith(b"\x89PNG")
 
 
+async def test_ten_thousand_points_are_drawn(opened: Open, http: Http, bus: Bus) -> None:
+    job = await http.job()
+    trainer = Trainer(bus, job)
+    for step in range(1, 10_001):
+        await trainer.says(step, reward((step % 100) / 100))
+    tab = await opened(http.url)
+    paint = "performance.getEntriesByName('first-contentful-paint')[0]?.startTime"
+    await tab.page.wait_for_function(paint)
+    await tab.go("jobs", job)
+    await expect(tab.page.locator('[data-chart="Reward"] .tools small')).to_have_text(
+        "step 10.0k", timeout=WAIT_S * 1000
+    )
+    drawn = """async () => {
+        const began = performance.now();
+        document.querySelector('[aria-label="smooth"] button:last-child').click();
+        await new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)));
+        return performance.now() - began;
+    }"""
+    took = [await tab.page.evaluate(drawn), await tab.page.evaluate(paint)]
+    print(f"all charts anew in {took[0]:.0f} ms, first paint after {took[1]:.0f} ms", end=" ")
+    assert took[0] < 10_000
+
+
 async def test_steps_that_were_rolled_back_are_gone(opened: Open, http: Http, bus: Bus) -> None:
     job = await http.job()
     trainer = Trainer(bus, job)
@@ -293,6 +316,8 @@ async def test_a_real_run_is_seen_live_through_a_restart_of_nats(opened: Open, t
         await tab.go("jobs", job)
         signal = tab.page.locator(".signal")
         await expect(signal).to_have_attribute("data-way", "live", timeout=WAIT_S * 1000)
+        await of_its_pipeline(tab, job)
+        await tab.go("jobs", job)
         asked = len(tab.asked)
         await moves(tab)
         await moves(tab)
@@ -317,6 +342,19 @@ async def test_a_real_run_is_seen_live_through_a_restart_of_nats(opened: Open, t
         await tab.go("jobs", other)
         await expect(signal).to_have_attribute("data-way", "polling", timeout=WAIT_S * 1000)
         await expect(signal).to_contain_text(re.compile("permission", re.IGNORECASE))
+
+
+async def of_its_pipeline(tab: Tab, job: str) -> None:
+    """What its workers are busy with, and the tokens that it is made of."""
+    await tab.go("jobs", job, "timeline")
+    for lane in ("training", "generation", "swap"):
+        await expect(tab.page.locator(f'[data-lane="{lane}"]').first).to_contain_text("%", timeout=WAIT_S * 1000)
+    await tab.go("jobs", job, "episodes")
+    for colour in ("version", "logprob", "mask"):
+        await tab.page.get_by_role("button", name=colour, exact=True).click()
+        sampled = tab.page.locator('.tokens span[title*="weights 1."]').first
+        await expect(sampled).to_have_css("background-color", re.compile("rgb|color"), timeout=WAIT_S * 1000)
+    await expect(tab.page.locator('.rewards[aria-label^="rewards"]').first).to_be_visible()
 
 
 async def moves(tab: Tab) -> None:

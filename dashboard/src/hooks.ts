@@ -1,9 +1,9 @@
 // What views share: who we are, where we are, answers that are asked for again, a job that is followed.
 
 import { createContext } from "preact";
-import { useContext, useEffect, useReducer, useState } from "preact/hooks";
+import { useCallback, useContext, useEffect, useReducer, useState } from "preact/hooks";
 import { ask, Problem } from "./lib/api.ts";
-import { Follow } from "./lib/follow.ts";
+import { Follow, type Beside } from "./lib/follow.ts";
 import type { Me } from "./lib/types.ts";
 
 export const Who = createContext<Me>({ tenant: "", role: "", key: null, scopes: [] });
@@ -64,10 +64,12 @@ export function useAsked<T>(path: string | null, everyS = 0): Asked<T> {
     };
   }, [path, everyS, turn]);
   const here = state.path === path;
-  return { value: here ? state.value : null, problem: here ? state.problem : null, again: () => again(undefined) };
+  const soon = useCallback(() => again(undefined), []);
+  return { value: here ? state.value : null, problem: here ? state.problem : null, again: soon };
 }
 
 const DRAW_MS = 400;
+const BESIDE: Beside[] = ["logs", "events", "rollouts", "timeline"];
 
 /** A job's metrics, drawn anew a few times a second while they change. */
 export function useFollow(job: string | null): Follow | null {
@@ -75,7 +77,7 @@ export function useFollow(job: string | null): Follow | null {
   const [, draw] = useReducer((n: number) => n + 1, 0);
   useEffect(() => {
     if (job === null) return;
-    const made = new Follow(job);
+    const made = new Follow(job, BESIDE);
     set(made);
     let timer = 0;
     const stop = made.watch(() => {
@@ -91,6 +93,19 @@ export function useFollow(job: string | null): Follow | null {
     };
   }, [job]);
   return follow?.job === job ? follow : null;
+}
+
+/** Does something soon after the job has said one of these, once for many at a time. */
+export function useHeard(follow: Follow | null, names: Beside[], act: () => void): void {
+  useEffect(() => {
+    let timer = 0;
+    const soon = (): void => void (timer ||= window.setTimeout(() => ((timer = 0), act()), DRAW_MS));
+    const stops = names.map((name) => follow?.hear(name, soon));
+    return () => {
+      clearTimeout(timer);
+      for (const stop of stops) stop?.();
+    };
+  }, [follow, act]);
 }
 
 /** Seconds since 1970, anew every so many. */

@@ -14,6 +14,7 @@ const POLL_MS = 2000;
 const PATIENCE_MS = [150, 400, 1000, 2500];
 const AGAIN_MS = 15_000;
 
+export type Beside = "logs" | "events" | "rollouts" | "timeline";
 export type Way = "loading" | "live" | "joining" | "polling" | "ended";
 
 export class Follow {
@@ -28,11 +29,20 @@ export class Follow {
   private live: Subscription | null = null;
   private timer = 0;
   private readonly listeners = new Set<() => void>();
+  private readonly hearers = new Map<Beside, Set<(noun: unknown) => void>>();
   readonly job: string;
 
-  constructor(job: string) {
+  /** `beside`: what else of the job is heard over the same connection. */
+  constructor(job: string, beside: readonly Beside[] = []) {
     this.job = job;
+    for (const name of beside) this.hearers.set(name, new Set());
     void this.begin();
+  }
+
+  /** Live alone: what came before has its own route. */
+  hear(name: Beside, hearer: (noun: unknown) => void): () => void {
+    this.hearers.get(name)?.add(hearer);
+    return () => this.hearers.get(name)?.delete(hearer);
   }
 
   watch(listener: () => void): () => void {
@@ -65,8 +75,10 @@ export class Follow {
     if (this.closed || this.way === "ended") return;
     try {
       const { subscribe } = await import("./live.ts"); // larger than the page: what is seen first does not wait for it
-      this.live = await subscribe(this.job, "metrics", {
-        message: (point) => this.heard(point as Point),
+      const messages: Record<string, (noun: unknown) => void> = { metrics: (point) => this.heard(point as Point) };
+      for (const [name, hearers] of this.hearers) messages[name] = (noun) => hearers.forEach((hearer) => hearer(noun));
+      this.live = await subscribe(this.job, {
+        messages,
         open: () => {
           this.say("live", "");
           void this.refill();

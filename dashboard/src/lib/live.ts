@@ -1,4 +1,4 @@
-// One subscription to a job's own subjects on NATS, with credentials that last minutes and are renewed before they end.
+// One connection that hears a job's own subjects on NATS, with credentials that last minutes and are renewed before they end.
 //
 // The server hands them out over HTTP (POST /v1/jobs/{id}/stream-credentials): they read this one job and nothing else.
 
@@ -15,7 +15,8 @@ interface Credentials {
 }
 
 export interface Hearing {
-  message: (noun: unknown) => void;
+  /** By the name that the credentials give each subject. */
+  messages: Record<string, (noun: unknown) => void>;
   /** Connected, or again: whatever was sent meanwhile was not heard. */
   open: () => void;
   away: (why: string) => void;
@@ -31,28 +32,26 @@ const RECONNECT_MS = 500;
 const REFUSALS = 20;
 const CONNECT_MS = 4000;
 
-export async function subscribe(job: string, what: string, hearing: Hearing): Promise<Subscription> {
+export async function subscribe(job: string, hearing: Hearing): Promise<Subscription> {
   const credentials = await renewed(job);
-  const subject = credentials.subjects[what];
-  if (!subject) throw new Error(`the server names no subject of ${what}`);
   let closed = false;
   let now = await connected(credentials);
   let timer = 0;
   let refusal = "";
 
   const listen = (nc: NatsConnection): void => {
-    nc.subscribe(subject, {
-      callback: (error, message) => {
-        if (!error) hearing.message(message.json());
-        else {
-          refusal = error.message; // it may not hear this: there is nothing to wait for
-          closed = true;
-          clearTimeout(timer);
-          hearing.failed(refusal);
-          void nc.close();
-        }
-      },
-    });
+    for (const [name, heard] of Object.entries(hearing.messages)) {
+      const subject = credentials.subjects[name];
+      if (!subject) throw new Error(`the server names no subject of ${name}`);
+      nc.subscribe(subject, { callback: (error, message) => (error ? refuse(nc, error) : heard(message.json())) });
+    }
+  };
+  const refuse = (nc: NatsConnection, error: Error): void => {
+    refusal = error.message; // it may not hear this: there is nothing to wait for
+    closed = true;
+    clearTimeout(timer);
+    hearing.failed(refusal);
+    void nc.close();
   };
   const guard = async (nc: NatsConnection): Promise<void> => {
     let refused = 0; // the server comes back before the scheduler, which says who may come in

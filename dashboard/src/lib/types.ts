@@ -37,6 +37,8 @@ export interface JobDetail extends Job {
   spec: Json;
   ledger: Record<string, unknown>;
   workers: JobWorker[];
+  /** What an eval job has found. */
+  result?: Record<string, number>;
   metrics: Record<string, { step: number; time: number; values: Record<string, number> }>;
 }
 

@@ -2,11 +2,13 @@
 
 import type { JSX } from "preact";
 import { useState } from "preact/hooks";
-import { useAsked } from "../hooks.ts";
+import { useAsked, useHeard } from "../hooks.ts";
 import { job as path } from "../lib/api.ts";
+import type { Beside, Follow } from "../lib/follow.ts";
 import type { JobDetail } from "../lib/types.ts";
 import { duration, short } from "../lib/words.ts";
 import { Empty, Facts, Said } from "../parts.tsx";
+import { Legend, TokenText, type Colour, type Tokens } from "../tokens.tsx";
 
 interface Message {
   role: string;
@@ -18,6 +20,7 @@ interface View {
   stream: string;
   reward: number;
   messages: Message[];
+  tokens?: Tokens | null;
 }
 
 interface Episode {
@@ -26,7 +29,8 @@ interface Episode {
   worker: string;
   versions: string[];
   reward: number;
-  components: Record<string, Record<string, number>> | Record<string, number>;
+  /** Of all samples of the group, by seat. */
+  group_rewards?: Record<string, number[]>;
   scores: Record<string, number>;
   metrics: Record<string, number>;
   ending: string;
@@ -53,12 +57,17 @@ interface Answer {
 }
 
 type Kind = "rollouts" | "transcripts";
+const HEARD: Beside[] = ["rollouts"];
+const KINDS: Record<Kind, string> = { rollouts: "training", transcripts: "evaluations" };
+const COLOURS: Colour[] = ["words", "mask", "logprob", "advantage", "version"];
 
-export function Episodes({ job }: { job: JobDetail }): JSX.Element {
-  const [kind, setKind] = useState<Kind>("rollouts");
+export function Episodes({ job, follow }: { job: JobDetail; follow: Follow | null }): JSX.Element {
+  const [kind, setKind] = useState<Kind>(job.kind === "eval" ? "transcripts" : "rollouts");
   const [step, setStep] = useState<number | null>(null);
+  const [colour, setColour] = useState<Colour>("words");
   const query = step === null ? "" : `?step=${step}`;
-  const { value, problem } = useAsked<Answer>(path(job.id, `/${kind}${query}`), step === null ? 2 : 0);
+  const { value, problem, again } = useAsked<Answer>(path(job.id, `/${kind}${query}`), step === null ? 4 : 0);
+  useHeard(step === null ? follow : null, HEARD, again);
   const steps = value?.steps ?? [];
   const at = steps.indexOf(value?.step ?? -1);
   return (
@@ -74,7 +83,7 @@ export function Episodes({ job }: { job: JobDetail }): JSX.Element {
                 setStep(null);
               }}
             >
-              {one === "rollouts" ? "training" : "evaluations"}
+              {KINDS[one]}
             </button>
           ))}
         </span>
@@ -98,6 +107,14 @@ export function Episodes({ job }: { job: JobDetail }): JSX.Element {
           <input type="checkbox" checked={step === null} onChange={(event) => setStep(event.currentTarget.checked ? null : (value?.step ?? null))} /> follow
           the newest
         </label>
+        <span class="choice" role="group" aria-label="Colour tokens by">
+          {COLOURS.map((one) => (
+            <button key={one} aria-pressed={one === colour} onClick={() => setColour(one)}>
+              {one}
+            </button>
+          ))}
+        </span>
+        <Legend colour={colour} />
       </div>
       <Said problem={problem} />
       {!value && !problem && <Empty>…</Empty>}
@@ -105,7 +122,7 @@ export function Episodes({ job }: { job: JobDetail }): JSX.Element {
         <Empty>{kind === "rollouts" ? "None is kept yet (rollout.transcripts of each step)." : "No evaluation yet ([validation] in the spec)."}</Empty>
       )}
       {groups(value?.rollouts ?? []).map(([group, episodes]) => (
-        <Group key={group} number={group} episodes={episodes} />
+        <Group key={group} number={group} episodes={episodes} colour={colour} />
       ))}
       {(value?.transcripts ?? []).map((one) => (
         <ExamCard key={one.index} exam={one} />
@@ -120,30 +137,47 @@ function groups(episodes: Episode[]): [number, Episode[]][] {
   return [...found];
 }
 
-function Group({ number, episodes }: { number: number; episodes: Episode[] }): JSX.Element {
-  const rewards = episodes.map((one) => one.reward);
-  const low = Math.min(0, ...rewards);
-  const high = Math.max(1, ...rewards);
+function Group({ number, episodes, colour }: { number: number; episodes: Episode[]; colour: Colour }): JSX.Element {
+  const seats = Object.entries(episodes[0]?.group_rewards ?? { "": episodes.map((one) => one.reward) });
+  const read = new Set(episodes.map((one) => one.sample));
   return (
     <section class="card group">
       <h2>
         Group {number}
-        <span class="rewards" role="img" aria-label={`rewards ${rewards.map(short).join(", ")}`}>
-          {episodes.map((one) => (
-            <i key={one.sample} title={`sample ${one.sample}: ${short(one.reward)}`}>
-              <i class={one.reward < 0 ? "below" : ""} style={{ height: `${(Math.abs(one.reward) / (high - low)) * 100}%` }} />
-            </i>
-          ))}
-        </span>
+        {seats.map(([seat, rewards]) => (
+          <Rewards key={seat} seat={seat} rewards={rewards} read={read} />
+        ))}
       </h2>
       {episodes.map((one) => (
-        <EpisodeCard key={one.sample} episode={one} />
+        <EpisodeCard key={one.sample} episode={one} colour={colour} />
       ))}
     </section>
   );
 }
 
-function EpisodeCard({ episode }: { episode: Episode }): JSX.Element {
+/** A bar per sample; those that can be read are marked. */
+function Rewards({ seat, rewards, read }: { seat: string; rewards: number[]; read: Set<number> }): JSX.Element {
+  const low = Math.min(0, ...rewards);
+  const high = Math.max(low + 1e-9, 0, ...rewards.map(Math.abs), rewards.every((one) => one <= 1) ? 1 : 0);
+  const mean = rewards.reduce((sum, one) => sum + one, 0) / rewards.length;
+  return (
+    <>
+      {seat && <small class="dim">{seat}</small>}
+      <span class="rewards" role="img" aria-label={`rewards ${rewards.map(short).join(", ")}`}>
+        {rewards.map((reward, sample) => (
+          <i key={sample} class={read.has(sample) ? "read" : ""} title={`sample ${sample}: ${short(reward)}`}>
+            <i class={reward < 0 ? "below" : ""} style={{ height: `${Math.min(100, (Math.abs(reward) / (high - low)) * 100)}%` }} />
+          </i>
+        ))}
+      </span>
+      <small class="dim">
+        {rewards.length} samples, mean {short(mean)}
+      </small>
+    </>
+  );
+}
+
+function EpisodeCard({ episode, colour }: { episode: Episode; colour: Colour }): JSX.Element {
   const many = episode.views.length > 1;
   return (
     <article>
@@ -169,7 +203,8 @@ function EpisodeCard({ episode }: { episode: Episode }): JSX.Element {
               {view.seat || "player"} {view.stream} · {short(view.reward)}
             </h3>
           )}
-          <Talk messages={view.messages} />
+          {colour !== "words" && view.tokens ? <TokenText tokens={view.tokens} colour={colour} /> : <Talk messages={view.messages} />}
+          {colour !== "words" && !view.tokens && <small class="dim">The tokens of this one were not kept.</small>}
         </div>
       ))}
     </article>

@@ -7,7 +7,7 @@ import { ask, job as path } from "../lib/api.ts";
 import type { Follow } from "../lib/follow.ts";
 import { sizeOf } from "../lib/join.ts";
 import { FINAL, type JobDetail } from "../lib/types.ts";
-import { ago, duration, moment } from "../lib/words.ts";
+import { ago, duration, moment, short } from "../lib/words.ts";
 import { Empty, Facts, Progress, Said, State } from "../parts.tsx";
 import { Chat } from "./chat.tsx";
 import { Checkpoints } from "./checkpoints.tsx";
@@ -15,8 +15,10 @@ import { Config } from "./config.tsx";
 import { Curves } from "./curves.tsx";
 import { Episodes } from "./episodes.tsx";
 import { Log } from "./log.tsx";
+import { Timeline } from "./timeline.tsx";
 
 const PACE = 20;
+const MOST_RESULTS = 12;
 
 export function JobView({ id, part }: { id: string; part: string }): JSX.Element {
   const { value: job, problem, again } = useAsked<JobDetail>(path(id), 2);
@@ -32,10 +34,12 @@ export function JobView({ id, part }: { id: string; part: string }): JSX.Element
   if (!job) return problem ? <Said problem={problem} /> : <Empty>…</Empty>;
   const tabs: [string, string][] = [
     ["curves", "Curves"],
-    ...(job.kind === "rl" ? ([["episodes", "Episodes"]] as [string, string][]) : []),
+    ["timeline", "Timeline"],
+    ...(["rl", "eval"].includes(job.kind) ? ([["episodes", "Episodes"]] as [string, string][]) : []),
     ["log", "Log"],
     ["config", "Config"],
-    ...(job.kind === "inference" ? ([["chat", "Chat"]] as [string, string][]) : ([["checkpoints", "Checkpoints"]] as [string, string][])),
+    ...(job.kind === "inference" ? ([["chat", "Chat"]] as [string, string][]) : []),
+    ...(["rl", "sft", "dpo"].includes(job.kind) ? ([["checkpoints", "Checkpoints"]] as [string, string][]) : []),
   ];
   return (
     <>
@@ -49,8 +53,9 @@ export function JobView({ id, part }: { id: string; part: string }): JSX.Element
         ))}
       </nav>
       {part === "curves" && follow && <Curves job={job} follow={follow} />}
-      {part === "episodes" && <Episodes job={job} />}
-      {part === "log" && <Log job={job} />}
+      {part === "timeline" && follow && <Timeline job={job} follow={follow} />}
+      {part === "episodes" && <Episodes job={job} follow={follow} />}
+      {part === "log" && <Log job={job} follow={follow} />}
       {part === "config" && <Config job={job} />}
       {part === "checkpoints" && <Checkpoints job={job} />}
       {part === "chat" && <Chat job={job} />}
@@ -93,11 +98,22 @@ function Top({ job, follow, again }: { job: JobDetail; follow: Follow | null; ag
           ["Workers", job.workers.length ? job.workers.map((w) => `${w.id} (${w.status})`).join(", ") : "none"],
           ["Owner", `${job.tenant}${job.key ? ` · key ${job.key}` : ""}`],
           ["Submitted", `${moment(job.created)}${over && job.finished ? ` · ended ${ago(job.finished, now)}` : ""}`],
+          ...Object.entries(job.result ?? {}).filter(([name]) => !/\/(low|high)$/.test(name)).slice(0, MOST_RESULTS).map(resultOf(job)),
           ...(job.restarts ? ([["Restarts", String(job.restarts)]] as [string, string][]) : []),
         ]}
       />
     </section>
   );
+}
+
+/** With its interval, where it has one. */
+function resultOf(job: JobDetail): (entry: [string, number]) => [string, string] {
+  return ([name, value]) => {
+    const base = name.replace(/\/mean$/, "");
+    const low = job.result?.[`${base}/low`];
+    const high = job.result?.[`${base}/high`];
+    return [name, low === undefined || high === undefined ? short(value) : `${short(value)} (${short(low)} to ${short(high)})`];
+  };
 }
 
 /** Seconds per step, over the last steps. */

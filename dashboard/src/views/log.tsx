@@ -1,8 +1,10 @@
 // What happened to a job and what its services said, in one log.
 
 import type { JSX } from "preact";
-import { useEffect, useRef, useState } from "preact/hooks";
+import { useCallback, useEffect, useRef, useState } from "preact/hooks";
+import { useHeard } from "../hooks.ts";
 import { ask, job as path } from "../lib/api.ts";
+import type { Beside, Follow } from "../lib/follow.ts";
 import type { Json, JobDetail } from "../lib/types.ts";
 import { clock, moment } from "../lib/words.ts";
 import { Empty } from "../parts.tsx";
@@ -19,10 +21,11 @@ interface Line {
 
 const LEVELS = ["event", "debug", "info", "warning", "error", "critical"];
 const LOOK_MS = 2000;
+const HEARD: Beside[] = ["events", "logs"];
 const SHOWN = 1000;
 
-export function Log({ job }: { job: JobDetail }): JSX.Element {
-  const lines = useLines(job.id);
+export function Log({ job, follow }: { job: JobDetail; follow: Follow | null }): JSX.Element {
+  const lines = useLines(job.id, follow);
   const [level, setLevel] = useState("debug");
   const [text, setText] = useState("");
   const floor = LEVELS.indexOf(level);
@@ -87,13 +90,20 @@ interface Said {
   trace: string;
 }
 
-function useLines(job: string): Line[] {
+/** What there is, and more as soon as the job is heard to say something; in any case every LOOK_MS. */
+function useLines(job: string, follow: Follow | null): Line[] {
   const [lines, set] = useState<Line[]>([]);
   const at = useRef({ event: "0", line: 0 });
+  const look = useRef(() => {});
+  useHeard(follow, HEARD, useCallback(() => look.current(), []));
   useEffect(() => {
     let over = false;
     let timer = 0;
-    const look = async (): Promise<void> => {
+    let looking = false;
+    const read = async (): Promise<void> => {
+      if (looking) return;
+      looking = true;
+      clearTimeout(timer);
       try {
         const [events, logs] = await Promise.all([
           ask<{ events: Event[] }>(path(job, `/events?format=json&after=${at.current.event}`)),
@@ -106,9 +116,11 @@ function useLines(job: string): Line[] {
       } catch {
         // the head of the page says that the server is away; asked again below
       }
-      if (!over) timer = window.setTimeout(() => void look(), LOOK_MS);
+      looking = false;
+      if (!over) timer = window.setTimeout(() => void read(), LOOK_MS);
     };
-    void look();
+    look.current = () => void read();
+    void read();
     return () => {
       over = true;
       clearTimeout(timer);

@@ -1,0 +1,88 @@
+// An episode token by token, as the policy saw and sampled it, coloured by one of the things that are known of each.
+
+import type { JSX } from "preact";
+import { useMemo } from "preact/hooks";
+
+/** Columns, one entry per token; `versions` as [from, to, version] of sampled ones. */
+export interface Tokens {
+  text: string[];
+  ids: number[];
+  mask: number[];
+  logprobs: number[];
+  advantages: number[] | null;
+  versions: [number, number, string][];
+  left_out: number;
+}
+
+export type Colour = "words" | "mask" | "logprob" | "advantage" | "version";
+
+const LEAST_LOGPROB = 6;
+const PALETTE = ["--c1", "--c2", "--c3", "--c4", "--c5", "--c6", "--c7", "--c8"];
+const LEGENDS: Record<Colour, string> = {
+  words: "",
+  mask: "coloured: sampled by the policy, and trained on",
+  logprob: "the redder, the less likely it was; untouched: certain, or not sampled",
+  advantage: "green: reinforced; red: discouraged",
+  version: "a colour per version of the weights",
+};
+
+export function Legend({ colour }: { colour: Colour }): JSX.Element | null {
+  return LEGENDS[colour] ? <small class="dim">{LEGENDS[colour]}</small> : null;
+}
+
+export function TokenText({ tokens, colour }: { tokens: Tokens; colour: Colour }): JSX.Element {
+  const versions = useMemo(() => versionsOf(tokens), [tokens]);
+  if (colour === "advantage" && !tokens.advantages) return <p class="empty">This learner gives no advantages: it only takes its time.</p>;
+  const most = Math.max(1e-9, ...(tokens.advantages ?? []).map(Math.abs));
+  return (
+    <p class="tokens words">
+      {tokens.text.map((text, i) => (
+        <span key={i} title={about(tokens, versions, i)} style={{ background: paint(tokens, versions, i, colour, most) }}>
+          {text}
+        </span>
+      ))}
+      {tokens.left_out > 0 && <small class="dim"> … {tokens.left_out} more tokens</small>}
+    </p>
+  );
+}
+
+/** By token: the version that sampled it. */
+function versionsOf(tokens: Tokens): string[] {
+  const found = new Array<string>(tokens.text.length).fill("");
+  for (const [from, to, version] of tokens.versions) found.fill(version, from, to);
+  return found;
+}
+
+function about(tokens: Tokens, versions: string[], i: number): string {
+  const parts = [`token ${tokens.ids[i]}`];
+  if (!tokens.mask[i]) return `${parts[0]}, not sampled`;
+  const logprob = tokens.logprobs[i] ?? 0;
+  parts.push(`p ${Math.exp(logprob).toFixed(3)} (logprob ${logprob.toFixed(2)})`);
+  if (tokens.advantages) parts.push(`advantage ${(tokens.advantages[i] ?? 0).toFixed(3)}`);
+  parts.push(`weights ${versions[i]}`);
+  return parts.join(", ");
+}
+
+function paint(tokens: Tokens, versions: string[], i: number, colour: Colour, most: number): string {
+  if (!tokens.mask[i]) return "transparent";
+  switch (colour) {
+    case "mask":
+      return mixed("--accent", 28);
+    case "logprob":
+      return mixed("--bad", Math.min(1, -(tokens.logprobs[i] ?? 0) / LEAST_LOGPROB) * 65);
+    case "advantage": {
+      const value = tokens.advantages?.[i] ?? 0;
+      return mixed(value < 0 ? "--bad" : "--good", (Math.abs(value) / most) * 60);
+    }
+    case "version": {
+      const order = [...new Set(tokens.versions.map(([, , version]) => version))];
+      return mixed(PALETTE[order.indexOf(versions[i] ?? "") % PALETTE.length] ?? "--dim", 35);
+    }
+    default:
+      return "transparent";
+  }
+}
+
+function mixed(name: string, share: number): string {
+  return `color-mix(in srgb, var(${name}) ${share.toFixed(0)}%, transparent)`;
+}

@@ -1,0 +1,205 @@
+// What each worker of a job is busy with, second by second, live: where there is nothing, or red, somebody waits.
+
+import type { JSX } from "preact";
+import { useEffect, useReducer, useRef, useState } from "preact/hooks";
+import { ask, job as path } from "../lib/api.ts";
+import type { Follow } from "../lib/follow.ts";
+import { busyShare, Lanes, within, type Part, type Row, type Segment } from "../lib/lanes.ts";
+import { FINAL, type JobDetail } from "../lib/types.ts";
+import { clock, duration } from "../lib/words.ts";
+import { Empty } from "../parts.tsx";
+import { useTheme } from "../theme.ts";
+
+const WINDOWS = [10, 30, 120, 600];
+const ROW = 26;
+const LEAST = 0.3;
+const DRAW_MS = 250;
+const KINDS: [string, string, string][] = [
+  ["rollout", "--c1", "rollout"],
+  ["evaluation", "--c6", "evaluation"],
+  ["step", "--c3", "training step"],
+  ["wait", "--bad", "trainer waits"],
+  ["checkpoint", "--c8", "checkpoint"],
+  ["score", "--c5", "reference"],
+  ["publish", "--c2", "publish weights"],
+  ["transfer", "--c7", "transfer"],
+  ["load", "--c4", "pause, load, resume"],
+];
+const COLOUR = new Map<string, string>([...KINDS.map(([kind, colour]) => [kind, colour] as const), ["pause", "--c4"], ["resume", "--c4"]]);
+
+export function Timeline({ job, follow }: { job: JobDetail; follow: Follow }): JSX.Element {
+  const { lanes, problem } = useLanes(job.id, follow);
+  const [span, setSpan] = useState(30);
+  const [held, setHeld] = useState<number | null>(null);
+  const skew = useRef(Infinity);
+  const over = FINAL.includes(job.state);
+  const last = lanes.end;
+  if (last) skew.current = Math.min(skew.current, Date.now() / 1000 - last);
+  const live = !over && last > 0 && Date.now() / 1000 - last - skew.current < 30;
+  const to = held ?? (live ? Date.now() / 1000 - skew.current - 1 : last);
+  const move = (share: number): void => setHeld(Math.min(last, to + span * share));
+  return (
+    <>
+      <div class="bar">
+        <span class="choice" role="group" aria-label="Window">
+          <small class="dim">window</small>
+          {WINDOWS.map((one) => (
+            <button key={one} aria-pressed={one === span} onClick={() => setSpan(one)}>
+              {duration(one)}
+            </button>
+          ))}
+        </span>
+        <button aria-label="Earlier" onClick={() => move(-0.5)}>
+          ‹
+        </button>
+        <button aria-label="Later" onClick={() => move(0.5)} disabled={held === null}>
+          ›
+        </button>
+        <label class="check">
+          <input type="checkbox" checked={held === null} onChange={(event) => setHeld(event.currentTarget.checked ? null : to)} /> follow
+        </label>
+        <span class="legend">
+          {KINDS.map(([kind, colour, words]) => (
+            <span key={kind} class="key">
+              <i style={{ background: `var(${colour})` }} />
+              {words}
+            </span>
+          ))}
+        </span>
+      </div>
+      {problem && <p class="problem">{problem}</p>}
+      {lanes.rows.length === 0 ? <Empty>Nothing was said yet: workers say once a second what they are busy with.</Empty> : <Rows lanes={lanes} from={to - span} to={to} />}
+      {lanes.leftOut > 0 && <p class="dim">{lanes.leftOut} shorter segments are left out.</p>}
+    </>
+  );
+}
+
+function Rows({ lanes, from, to }: { lanes: Lanes; from: number; to: number }): JSX.Element {
+  const canvas = useRef<HTMLCanvasElement>(null);
+  const [hover, setHover] = useState<{ x: number; row: number } | null>(null);
+  const theme = useTheme();
+  useEffect(() => {
+    if (canvas.current) draw(canvas.current, lanes.rows, from, to);
+  });
+  const at = hover && canvas.current ? from + (hover.x / canvas.current.clientWidth) * (to - from) : null;
+  const row = hover ? lanes.rows[hover.row] : undefined;
+  const found = row && at !== null ? within(row, at, at + 1e-6) : [];
+  return (
+    <section class="card timeline" data-theme-seen={theme}>
+      <div class="lanes">
+        <ul>
+          {lanes.rows.map((one) => (
+            <li key={one.worker + one.lane} data-lane={one.lane}>
+              <b>{one.lane}</b> <small class="dim">{one.worker}</small>
+              <span class="share" title="Share of this window in which it does something">
+                {Math.round(busyShare(one, from, to) * 100)}%
+              </span>
+            </li>
+          ))}
+        </ul>
+        <canvas
+          ref={canvas}
+          role="img"
+          aria-label="What each worker did; the shares beside the names say how busy it was"
+          style={{ height: `${lanes.rows.length * ROW}px` }}
+          onMouseMove={(event) => setHover({ x: event.offsetX, row: Math.floor(event.offsetY / ROW) })}
+          onMouseLeave={() => setHover(null)}
+        />
+      </div>
+      <p class="axis dim">
+        <span>{clock(from)}</span>
+        <span>{found.length && row ? `${row.worker}: ${found.map(said).join("; ")}` : at !== null ? clock(at) : ""}</span>
+        <span>{clock(to)}</span>
+      </p>
+    </section>
+  );
+}
+
+function said(one: Segment): string {
+  const level = one.level !== 1 ? `, ${one.level.toFixed(1)} at a time` : "";
+  return `${one.kind} ${((one.end - one.start) * 1000).toFixed(0)} ms${one.version ? `, weights ${one.version}` : ""}${level}`;
+}
+
+function draw(canvas: HTMLCanvasElement, rows: Row[], from: number, to: number): void {
+  const scale = window.devicePixelRatio || 1;
+  const width = canvas.clientWidth;
+  const height = rows.length * ROW;
+  if (canvas.width !== Math.round(width * scale) || canvas.height !== Math.round(height * scale)) {
+    canvas.width = Math.round(width * scale);
+    canvas.height = Math.round(height * scale);
+  }
+  const pen = canvas.getContext("2d")!;
+  const css = getComputedStyle(document.documentElement);
+  const colours = new Map<string, string>();
+  const colour = (name: string): string => {
+    if (!colours.has(name)) colours.set(name, css.getPropertyValue(name).trim());
+    return colours.get(name)!;
+  };
+  pen.setTransform(scale, 0, 0, scale, 0, 0);
+  pen.clearRect(0, 0, width, height);
+  rows.forEach((row, i) => {
+    const top = i * ROW + 3;
+    const tall = ROW - 6;
+    pen.globalAlpha = 1;
+    pen.fillStyle = colour("--line");
+    pen.fillRect(0, top + tall, width, 1);
+    const shown = within(row, from, to);
+    const most = Math.max(1, ...shown.map((one) => one.level));
+    for (const one of shown) {
+      const left = ((one.start - from) / (to - from)) * width;
+      const wide = Math.max(0.6, ((one.end - one.start) / (to - from)) * width - 0.4);
+      const high = tall * Math.max(LEAST, Math.min(1, one.level / most));
+      pen.globalAlpha = one.kind === "wait" ? 0.45 : 0.9;
+      pen.fillStyle = colour(COLOUR.get(one.kind) ?? "--dim");
+      pen.fillRect(left, top + tall - high, wide, high);
+    }
+  });
+  pen.globalAlpha = 1;
+}
+
+/** History first and again after every break, live in between; drawn a few times a second. */
+function useLanes(job: string, follow: Follow): { lanes: Lanes; problem: string } {
+  const [lanes] = useState(() => new Lanes());
+  const [problem, setProblem] = useState("");
+  const [, redraw] = useReducer((n: number) => n + 1, 0);
+  useEffect(() => {
+    let over = false;
+    let cursor = 0;
+    const read = async (): Promise<void> => {
+      try {
+        for (let more = true; more && !over; ) {
+          const query = cursor ? `after=${cursor}` : "last_s=900";
+          const page = await ask<{ timeline: Part[]; cursor: number; more: boolean }>(path(job, `/timeline?limit=2000&${query}`));
+          for (const part of page.timeline) lanes.add(part);
+          more = page.more && page.cursor > cursor;
+          cursor = page.cursor;
+        }
+        setProblem("");
+      } catch (error) {
+        setProblem(error instanceof Error ? error.message : String(error));
+      }
+    };
+    let way = follow.way;
+    const stops = [
+      follow.hear("timeline", (part) => lanes.add(part as Part)),
+      follow.watch(() => {
+        if (follow.way !== way && follow.way !== "joining") void read();
+        way = follow.way;
+      }),
+    ];
+    void read();
+    let turn = 0;
+    const timer = window.setInterval(() => {
+      turn += 1;
+      if (follow.way === "polling" && turn % 8 === 0) void read();
+      lanes.forget(lanes.end);
+      redraw(undefined);
+    }, DRAW_MS);
+    return () => {
+      over = true;
+      clearInterval(timer);
+      for (const stop of stops) stop();
+    };
+  }, [job, follow]);
+  return { lanes, problem };
+}
