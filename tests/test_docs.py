@@ -68,6 +68,11 @@ def test_every_command_of_the_readme_is_one() -> None:
     assert targets <= set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     typed = {match[1] for line in lines if (match := re.match(r"(?:[A-Z_]+=\S+ )*opentinker (\w+)", line))}
     assert {"up", "submit"} <= typed
-    assert typed <= {
-        command.name or command.callback.__name__ for command in app.registered_commands if command.callback
-    } | {group.typer_instance.info.name for group in app.registered_groups if group.typer_instance is not None}
+    assert typed <= commands()
+
+
+def commands() -> set[str | None]:
+    """First words after `opentinker`."""
+    single = {command.name or command.callback.__name__ for command in app.registered_commands if command.callback}
+    groups = {group.typer_instance.info.name for group in app.registered_groups if group.typer_instance is not None}
+    return single | groups
