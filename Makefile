@@ -100,7 +100,7 @@ learning: setup
 
 docs: setup
 	$(BIN)/opentinker spec --markdown > docs/job-spec.md
-	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 	@echo "site/index.html"
 
 # Leaves data/ and runs/ alone: they are yours.

@@ -74,5 +74,5 @@ def test_every_command_of_the_readme_is_one() -> None:
 def commands() -> set[str | None]:
     """First words after `opentinker`."""
     single = {command.name or command.callback.__name__ for command in app.registered_commands if command.callback}
-    groups = {group.typer_instance.info.name for group in app.registered_groups if group.typer_instance is not None}
+    groups = {group.name or group.typer_instance.info.name for group in app.registered_groups if group.typer_instance}
     return single | groups

@@ -49,7 +49,7 @@ def test_the_tutorial_does_what_it_says(tmp_path: Path) -> None:
 
 def test_the_site_builds_without_a_warning_and_asks_nobody_else(tmp_path: Path) -> None:
     built = subprocess.run(
-        [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)],
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT / "src"), "NO_MKDOCS_2_WARNING": "1"},
         capture_output=True,

@@ -219,8 +219,9 @@ def _kind(field: dict[str, Any], schema: dict[str, Any]) -> str:
         kind += " of tables"
     elif "items" in field and "type" in field["items"]:
         kind += f" of {field['items']['type']}s"
-    signs = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<", "pattern": "matching"}
+    signs = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
     limits = [f"{sign} {field[key]}" for key, sign in signs.items() if key in field]
+    limits += [f"matching `{field['pattern']}`"] if "pattern" in field else []
     return " ".join([kind, ", ".join(limits)]).strip()
 
 
