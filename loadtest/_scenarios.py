@@ -16,6 +16,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
+from loadtest._dashboards import audience, store_trajectories
 from loadtest._open_loop import arrivals, open_loop
 from loadtest._report import Report
 from loadtest._target import Target, target
@@ -28,6 +29,9 @@ END_S = 180.0
 LINEAR = 0.9
 """Of the ideal throughput of four env workers."""
 TENANTS = 4
+WATCHING = 200
+COST = 0.05
+"""Of a step, that dashboards may have."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -281,6 +285,32 @@ async def many_tenants(options: Options, report: Report) -> None:
                 await at.client.revoke_key(key["id"])
 
 
+async def dashboards(options: Options, report: Report) -> None:
+    """A job that trains, alone and then with 200 people who watch it live, and 50 x 64 KiB of trajectories a second."""
+    async with target(None) as at:
+        job = (await at.client.submit(job_of(at)))["id"]
+        await until_step(at.client, job, 5)
+        since = time.time()
+        await asyncio.sleep(options.seconds)
+        alone = statistics.median(_gaps(await steps_of(at.client, job), since, time.time()))
+        async with audience(at.client, job, WATCHING) as watching:
+            since, heard = time.time(), watching.heard
+            await asyncio.sleep(options.seconds)
+            watched = statistics.median(_gaps(await steps_of(at.client, job), since, time.time()))
+            heard = watching.heard - heard
+            await store_trajectories(at, report, options.seconds, options.seed)
+            report.check("nobody is refused or cut off", watching.refused == 0, watching.refused)
+        await at.client.cancel(job)
+    report.figure("messages a second and subscriber", heard / WATCHING / options.seconds, "1/s")
+    report.figure("step with subscribers over the step alone", watched / alone, "x", "less")
+    report.check(f"subscribers cost a step less than {COST:.0%}", watched / alone < 1 + COST, f"{watched / alone:.3f}")
+
+
+def _gaps(points: list[dict[str, Any]], since: float, until: float) -> list[float]:
+    times = [point["time"] for point in points if since <= point["time"] <= until]
+    return [b - a for a, b in itertools.pairwise(times)]
+
+
 SCENARIOS: dict[str, Scenario] = {
     "smoke": smoke,
     "steady": steady,
@@ -288,6 +318,7 @@ SCENARIOS: dict[str, Scenario] = {
     "slow-env": slow_env,
     "dead-worker": dead_worker,
     "many-tenants": many_tenants,
+    "dashboards": dashboards,
 }
-OWN = {"slow-env", "dead-worker"}
+OWN = {"slow-env", "dead-worker", "dashboards"}
 """They start and end processes, and so never work on somebody else's server."""

@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -41,30 +42,31 @@ JOB, GROUP_SIZE, TOKENS, PROMPT = "load", 8, 512, 128
 TARGETS = {"default": 20_000, "always": 5_000}
 
 
-def make_group() -> Group:
+def make_group(tokens: Sequence[int] = (TOKENS,) * GROUP_SIZE, job: str = JOB) -> Group:
+    """Of a trajectory for each count of tokens."""
     dice = np.random.default_rng(0)
-    mask = np.ones(TOKENS, dtype="u1")
-    mask[:PROMPT] = 0
-    version = WeightVersion(1, 0)
     return Group(
-        job=JOB,
+        job=job,
         seq=0,
         environment="load",
         worker="load",
-        trajectories=[
-            Trajectory(
-                index=index,
-                attempt="a",
-                ids_T=dice.integers(0, 150_000, TOKENS).astype("<i4").tobytes(),
-                mask_T=mask.tobytes(),
-                logprobs_T=(-dice.random(TOKENS) * mask).astype("<f4").tobytes(),
-                spans=[Span(PROMPT, TOKENS, version)],
-                turns=[Turn(start=PROMPT, end=TOKENS, stop=StopReason.EOS, reward=1.0)],
-                ending=Ending.ENV_DONE,
-                reward=1.0,
-            )
-            for index in range(GROUP_SIZE)
-        ],
+        trajectories=[_trajectory(index, length, dice) for index, length in enumerate(tokens)],
+    )
+
+
+def _trajectory(index: int, length: int, dice: np.random.Generator) -> Trajectory:
+    mask = np.ones(length, dtype="u1")
+    mask[:PROMPT] = 0
+    return Trajectory(
+        index=index,
+        attempt="a",
+        ids_T=dice.integers(0, 150_000, length).astype("<i4").tobytes(),
+        mask_T=mask.tobytes(),
+        logprobs_T=(-dice.random(length) * mask).astype("<f4").tobytes(),
+        spans=[Span(PROMPT, length, WeightVersion(1, 0))],
+        turns=[Turn(start=PROMPT, end=length, stop=StopReason.EOS, reward=1.0)],
+        ending=Ending.ENV_DONE,
+        reward=1.0,
     )
 
 
