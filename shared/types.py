@@ -227,12 +227,18 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
     address: str = ""
     """Of a rollout worker on SWAP, once it is ready; another one with every lease, for its engine is another."""
     detail: dict[str, Any] = {}
-    """Of an env worker: its sessions and environments."""
+    """Of an env worker: its sessions and environments. Of a rollout worker of an inference job: its requests, and as
+    `follows` the job whose live policy it serves."""
     gpus: list[Gpu] = []
 
     def ready_for(self, job: str) -> bool:
         """A rollout worker of the job that has loaded its model."""
         return self.pool == Pool.ROLLOUT and self.job == job and self.status == "ready"
+
+    def takes_weights_of(self, job: str) -> bool:
+        """It is one of the job's own, or serves the job's live policy."""
+        follows = self.pool == Pool.ROLLOUT and bool(self.address) and self.detail.get("follows") == job
+        return follows or self.ready_for(job)
 
 
 class Lease(msgspec.Struct, frozen=True, kw_only=True):

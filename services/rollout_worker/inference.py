@@ -21,6 +21,7 @@ import structlog
 
 from opentinker.services.rollout_worker.engine import Completion, Engine, EngineError, EngineLost, Sampling
 from opentinker.services.rollout_worker.render import Renderer
+from opentinker.services.rollout_worker.taking import WeightTaker
 from opentinker.services.rollout_worker.unfolding import Offsets, Unfolding
 from opentinker.shared import codec
 from opentinker.shared.bus import NoReply, NoResponders, TooLarge
@@ -34,7 +35,7 @@ from opentinker.shared.openai.fields import Refused, too_long
 from opentinker.shared.service import first_failure
 from opentinker.shared.spec import JobSpec
 from opentinker.shared.streaming import Send, answer
-from opentinker.shared.subjects import ABANDON, GENERATE, WANTED
+from opentinker.shared.subjects import ABANDON, GENERATE, SWAP, WAKE, WANTED
 from opentinker.shared.telemetry import Meters, Reporter
 from opentinker.shared.types import Lease, StopReason, WeightVersion
 from opentinker.shared.waiting import hand_on, put_down, rest, see_through
@@ -47,9 +48,11 @@ TOKEN_BYTES = 64
 LOST = "the rollout worker that was answering is gone"
 
 
-def weights_of(spec: JobSpec, data_dir: Path, job: str) -> tuple[WeightVersion, Path | None, Path | None]:
+def weights_of(spec: JobSpec, data_dir: Path, job: str) -> tuple[WeightVersion, Path | None, Path | None] | None:
     """Blocking. Which version the job serves, and, of a checkpoint, the directory of its full weights or of its
-    adapter. Raises JobFailed."""
+    adapter; None if they come from another job's trainer. Raises JobFailed."""
+    if spec.start is not None and spec.start.live:
+        return None
     if spec.start is None:
         return WeightVersion(0, 0), None, None
     place = start_of(data_dir, job)
@@ -109,7 +112,8 @@ class News:
 
 
 class InferenceJob:
-    """One lease's work. `engine` is started, and serves the job's weights."""
+    """One lease's work. `engine` is started, and serves the job's weights, but for the live policy of another job:
+    those come when its trainer sends them."""
 
     def __init__(self, worker: LeasedWorker, lease: Lease, spec: JobSpec, engine: Engine, renderer: Renderer) -> None:
         self.worker, self.lease, self.spec = worker, lease, spec
@@ -128,6 +132,9 @@ class InferenceJob:
         """Prompts and answers, one at a time: what strangers write is not for the event loop. What is streamed is
         decoded in the event loop meanwhile, a few tokens at once: neither encoding nor decoding changes a tokenizer."""
         self.broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.follows = spec.start.job if spec.start is not None and spec.start.live else ""
+        """The job whose live policy it serves; the trainer's versions come through SWAP."""
+        self.taker = WeightTaker(worker.info, self.follows, 0, engine, self.broken, self._taken)
         self.quiet_since = time.monotonic()
         self.meters = Meters()
         self.meter = self.meters.of(lease.job)
@@ -143,7 +150,13 @@ class InferenceJob:
             held.callback(self.worker.tell, {})
             held.push_async_callback(self._end)
             self._tell()
-            await self.worker.status("ready", job=self.lease.job, epoch=self.lease.epoch, address=self.address)
+            if self.follows:
+                swaps = await self.bus.serve(SWAP, self.taker.answer, worker=self.address)
+                held.push_async_callback(swaps.unsubscribe)
+                await self._say("loading")  # until it has a version
+                await self.bus.emit(WAKE, {"worker": self.worker.info.id}, who=f"trainer-{self.follows}")
+            else:
+                await self._say("ready")
             await first_failure(
                 {
                     "beat": self._beat_loop(),
@@ -153,6 +166,16 @@ class InferenceJob:
                     "stop": self._until_stopped(),
                 }
             )
+
+    async def _say(self, status: str) -> None:
+        await self.worker.status(status, job=self.lease.job, epoch=self.lease.epoch, address=self.address)
+
+    async def _taken(self, seconds: dict[str, float]) -> None:
+        self.meter.counts["serving/versions"] += 1
+        if self.worker.info.status == "loading":
+            self.quiet_since = time.monotonic()
+            self._tell()
+            await self._say("ready")
 
     async def _until_stopped(self) -> None:
         await self.worker.ended()
@@ -392,4 +415,5 @@ class InferenceJob:
 
     def _tell(self) -> None:
         quiet_s = 0.0 if self.tasks else time.monotonic() - self.quiet_since
-        self.worker.tell({"requests": len(self.tasks), "quiet_s": round(quiet_s, 1)})
+        follows = {"follows": self.follows} if self.follows else {}
+        self.worker.tell({"requests": len(self.tasks), "quiet_s": round(quiet_s, 1), **follows})

@@ -51,13 +51,15 @@ async def _with_given_weights(
 ) -> None:
     """Of a job that trains nothing: with those of its base, or of the checkpoint that was kept for it."""
     data_dir: Path = worker.ctx.settings.data_dir
-    version, full, adapter = await asyncio.to_thread(weights_of, spec, data_dir, lease.job)
+    given = await asyncio.to_thread(weights_of, spec, data_dir, lease.job)
+    version, full, adapter = given or (None, None, None)
     model = str(full or spec.model.base)
     engine = make_engine(spec, renderer, model)
     try:
         await _start(engine, model)
         try:
-            await engine.serve(version, adapter)
+            if version is not None:
+                await engine.serve(version, adapter)
         except EngineError as error:
             raise JobFailed(f"{model} cannot be served: {error}") from None
         if spec.kind == "inference":

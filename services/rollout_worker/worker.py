@@ -2,7 +2,7 @@
 
 claim loop    consumes TICKET; waits for free slots and for weights; woken by the standing pull
 group task    plays G episodes, retries failed ones, publishes GROUP (or SCORE), accepts, then acks the ticket
-swap handler  answers the trainer's SWAP: join the weight group, receive a version
+swap handler  answers the trainer's SWAP, see `taking.py`
 report loop   produces METRIC once a second
 timeline      produces TIMELINE once a second
 exam loop     plays validation episodes, see `examiner.py`
@@ -21,10 +21,11 @@ from functools import partial
 import msgspec
 import structlog
 
-from opentinker.services.rollout_worker.engine import Engine, EngineError, EngineLost, SwapError
+from opentinker.services.rollout_worker.engine import Engine
 from opentinker.services.rollout_worker.episode import Episode, EpisodeFailed, Sessions
 from opentinker.services.rollout_worker.examiner import Examiner
 from opentinker.services.rollout_worker.render import Renderer
+from opentinker.services.rollout_worker.taking import WeightTaker
 from opentinker.shared.admission import Admission
 from opentinker.shared.bus import Bus, Consumer, Delivery, StreamFull, TooLarge
 from opentinker.shared.errors import JobFailed
@@ -36,7 +37,7 @@ from opentinker.shared.spec.frozen import is_scored
 from opentinker.shared.subjects import GROUP, SCORE, SWAP, TICKET, WAKE
 from opentinker.shared.telemetry import MetricSource
 from opentinker.shared.trajectories import Group, Trajectory
-from opentinker.shared.types import Ending, Lease, SwapCommand, SwapReply, Ticket
+from opentinker.shared.types import Ending, Lease, Ticket
 from opentinker.shared.waiting import hand_on, rest, set_within
 
 log = structlog.get_logger()
@@ -74,8 +75,7 @@ class RolloutJob:
         self.slot = asyncio.Event()
         self.broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.weights = asyncio.Event()
-        self.epoch = lease.epoch
-        self.swapping = asyncio.Lock()
+        self.taker = WeightTaker(worker.info, lease.job, lease.epoch, engine, self.broken, self._taken)
         self.full = False
         """The message store had no room for the last group."""
         self.counts: Counter[str] = Counter(dict.fromkeys(RATES, 0))
@@ -85,7 +85,7 @@ class RolloutJob:
         """Until the lease is taken away, or it is taken back or the service stops: then running groups may finish."""
         async with AsyncExitStack() as held:
             # Held one by one: a lease taken away in the middle must not leave the first of them behind.
-            swaps = await self.bus.serve(SWAP, self._swap, worker=self.address)
+            swaps = await self.bus.serve(SWAP, self.taker.answer, worker=self.address)
             held.push_async_callback(swaps.unsubscribe)
             held.callback(self.metrics.close)
             held.push_async_callback(self.lanes.report)
@@ -308,32 +308,11 @@ class RolloutJob:
 
     # --- weights ------------------------------------------------------------------------------------------------
 
-    async def _swap(self, command: SwapCommand) -> SwapReply:
-        """Never raises: a failure leaves the old weights and version and is told to the trainer."""
-        if command.action == "ping":  # answered beside a swap that is under way
-            busy = self.swapping.locked()
-            return self._reply(ok=not busy, error="it is still busy with an earlier swap" if busy else "")
-        async with self.swapping:
-            if command.job != self.lease.job or command.epoch < self.epoch:
-                return self._reply(ok=False, error=f"this worker serves job {self.lease.job} epoch {self.epoch}")
-            self.epoch = command.epoch
-            try:
-                if command.action == "join":
-                    await self.engine.join(command)
-                    return self._reply(ok=True)
-                seconds = await self.engine.receive(command)
-            except EngineLost as error:
-                if not self.broken.done():
-                    self.broken.set_exception(error)
-                return self._reply(ok=False, error=str(error))
-            except (SwapError, EngineError) as error:
-                log.warning("swap_failed", action=command.action, error=str(error))
-                return self._reply(ok=False, error=str(error))
-            self.counts["swaps"] += 1
-            self.gauges.update({f"swap_{phase}_s": value for phase, value in seconds.items()})
-            self._show_swap(str(self.engine.version), seconds)
-            self.weights.set()
-            return self._reply(ok=True, seconds=seconds)
+    async def _taken(self, seconds: dict[str, float]) -> None:
+        self.counts["swaps"] += 1
+        self.gauges.update({f"swap_{phase}_s": value for phase, value in seconds.items()})
+        self._show_swap(str(self.engine.version), seconds)
+        self.weights.set()
 
     def _show_swap(self, version: str, seconds: dict[str, float]) -> None:
         """Its phases, on the timeline: they followed each other, and have just ended."""
@@ -344,16 +323,6 @@ class RolloutJob:
                 self.lanes.note("swap", phase, at, at + length, version=version)
             at += length
         self.lanes.use(version)
-
-    def _reply(self, *, ok: bool, error: str = "", seconds: dict[str, float] | None = None) -> SwapReply:
-        return SwapReply(
-            worker=self.worker.info.id,
-            incarnation=self.worker.info.incarnation,
-            ok=ok,
-            error=error,
-            version=self.engine.version,
-            seconds=seconds or {},
-        )
 
     # --- metrics ------------------------------------------------------------------------------------------------
 

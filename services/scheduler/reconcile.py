@@ -101,10 +101,11 @@ class Reconciler:
         for decision in planned.decisions:
             with _over_meanwhile(decision.job):
                 active[decision.job] = await self._carry_out(decision, active[decision.job], cluster)
+        known = {job.id for job in jobs}
         for job in active.values():
             if job.kind in UNTRAINED:
                 with _over_meanwhile(job.id):
-                    if await attend(self.store, job, cluster):
+                    if await attend(self.store, job, cluster, known):
                         await self._back_to_queue(job, cluster, "asleep", {}, asleep=True, waiting_for=SLEEPS)
         await self._say_waiting(active, planned.waiting)
         await self._charge()

@@ -60,6 +60,38 @@ async def find(ctx: Context, start: StartSpec, tenant: str) -> Chosen | str:
     return Chosen(jobs[0], directory, manifest)
 
 
+async def mistakes_in_live(ctx: Context, start: StartSpec, spec: JobSpec | None, base: str, tenant: str) -> Mistakes:
+    """Of the job whose live policy shall be served. `base` as in `mistakes_in`."""
+    found = [job for job in await ctx.store.jobs([start.job]) if job.tenant == tenant]
+    if not found:
+        return [_wrong(f"there is no job {start.job} of yours; `opentinker jobs` lists them")]
+    (job,) = found
+    if job.kind != "rl" or job.state.final:
+        why = f"has {job.state}" if job.state.final else f"is of kind {job.kind}, which publishes no versions"
+        return [_wrong(f"job {job.id} {why}: take a checkpoint of it, {job.id}@latest")]
+    return [] if spec is None else _unlike(job, spec, base)
+
+
+def _unlike(job: JobRecord, spec: JobSpec, base: str) -> Mistakes:
+    """What does not fit the versions that the trainer of this job sends."""
+    model, engine = job.spec["model"], job.spec["rollout"]["engine"]
+    lora = None if spec.model.lora is None else spec.model.lora.model_dump(mode="json")
+    found: list[tuple[str, Any, str]] = []
+    if model["base"] != base:
+        found.append(("model.base", spec.model.base, f"is not that of job {job.id}, {model['base']}"))
+    if lora is not None and lora != model["lora"]:
+        found.append(("model.lora", lora, f"is not that of job {job.id}: leave it out"))
+    if spec.rollout.engine != engine:
+        found.append(("rollout.engine", spec.rollout.engine, f"must be that of job {job.id}, {engine!r}"))
+    return [{"field": field, "value": value, "problem": problem} for field, value, problem in found]
+
+
+def followed(plain: dict[str, Any], job: JobRecord) -> dict[str, Any]:
+    """The part `model` of a job that serves the live policy of this one: what its trainer sends is of this kind."""
+    theirs = job.spec["model"]
+    return {**plain["model"], **{name: theirs[name] for name in ("dtype", "fp32_head", "lora")}}
+
+
 def mistakes_in(chosen: Chosen, spec: JobSpec, base: str) -> Mistakes:
     """What does not fit. `base`: model.base, an absolute path if it is a directory."""
     files = chosen.manifest.files

@@ -101,6 +101,8 @@ async def _keep(
     new: str,
 ) -> None:
     """What the job needs of others stays for it. Raises SpecError if something has gone since it was looked at."""
+    if (start := plain.get("start")) is not None and (live := StartSpec.model_validate(start)).live:
+        plain["model"] = starting.followed(plain, await ctx.store.job(live.job))
     if chosen is not None:
         plain |= await asyncio.to_thread(_started, plain, chosen)
         if problem := await asyncio.to_thread(starting.keep, chosen, ctx.settings.data_dir, new):
@@ -169,6 +171,10 @@ async def _check_start(
     """The checkpoint to start from, compared with a spec that is right otherwise."""
     if start is None:
         return [], None
+    if start.live:
+        base = "" if spec is None else await asyncio.to_thread(_resolved, spec.model.base)
+        wrong = await starting.mistakes_in_live(ctx, start, spec, base, tenant)
+        return [{**mistake, "value": mistake["value"] or start.checkpoint} for mistake in wrong], None
     found = await starting.find(ctx, start, tenant)
     if isinstance(found, str):
         return [{"field": "start.from", "value": start.checkpoint, "problem": found}], None

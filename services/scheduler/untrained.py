@@ -9,6 +9,7 @@ any -> succeeded        inference: nobody asked it anything for `serving.idle_s`
 from __future__ import annotations
 
 import time
+from collections.abc import Container
 
 import structlog
 
@@ -22,8 +23,17 @@ UNTRAINED = ("inference", "eval")
 SLEEPS = "a request: it sleeps, and the next one wakes it (serving.sleep_s)"
 
 
-async def attend(store: Store, job: JobRecord, cluster: Cluster) -> bool:
-    """One look at a job of these kinds. True if it shall sleep. Raises Conflict or NotFound if it is over meanwhile."""
+async def attend(store: Store, job: JobRecord, cluster: Cluster, active: Container[str]) -> bool:
+    """One look at a job of these kinds. True if it shall sleep. Raises Conflict or NotFound if it is over meanwhile.
+
+    `active`: jobs that are not over.
+    """
+    if (followed := _followed(job)) and followed not in active:
+        over = (await store.job(followed)).state
+        reason = f"job {followed}, whose live policy it served, has {over}; {followed}@latest is its newest checkpoint"
+        await store.transition(job.id, JobState.SUCCEEDED, allowed=[job.state], reason=reason)
+        log.info("job_followed_to_its_end", job=job.id, followed=followed)
+        return False
     if job.state == JobState.STARTING and cluster.serving(job.id):
         await store.transition(job.id, JobState.RUNNING, allowed=[JobState.STARTING])
         log.info("job_serves", job=job.id)
@@ -37,6 +47,12 @@ async def attend(store: Store, job: JobRecord, cluster: Cluster) -> bool:
         log.info("job_idle", job=job.id, idle_s=idle_s)
         return False
     return quiet_s is not None and sleep_s is not None and not job.asleep and quiet_s >= sleep_s
+
+
+def _followed(job: JobRecord) -> str:
+    """The job whose live policy this one serves."""
+    id, _, which = str((job.spec.get("start") or {}).get("from", "")).partition("@")
+    return id if which == "live" else ""
 
 
 def _quiet_s(job: JobRecord, cluster: Cluster) -> float | None:

@@ -6,7 +6,7 @@
 Membership follows heartbeats: a worker that comes (or comes back) makes a new group and gets the current version.
 One that dies or fails breaks the group for everyone; the next group is formed at once, without it. A dead one is a
 member again when it answers a ping, one that failed after a pause. A version counts for admission once at least one
-worker has it.
+of the job's own workers has it; workers of inference jobs that follow its live policy are members beside them.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Publisher:
 
     @property
     def workers(self) -> int:
-        return len(self._members)
+        return sum(self._is_own(worker) for worker in self._members)
 
     async def run(self) -> None:
         """Raises JobFailed when no worker can take the weights."""
@@ -104,7 +104,7 @@ class Publisher:
         ready = [
             worker
             for worker in await self.ctx.store.workers()
-            if worker.ready_for(self.lease.job) and now >= self._not_before.get(worker.address, now)
+            if worker.takes_weights_of(self.lease.job) and now >= self._not_before.get(worker.address, now)
         ]
         if _addresses(ready) == _addresses(self._members):
             return ready
@@ -113,9 +113,14 @@ class Publisher:
         for worker, failure in refused:
             self._put_off(worker, failure)
         wanted = [worker for worker, answer in zip(ready, answers, strict=True) if isinstance(answer, SwapReply)]
-        if refused and not wanted:
-            self._in_vain([worker for worker, _ in refused], [failure for _, failure in refused], "")
+        if (vain := [(w, f) for w, f in refused if self._is_own(w)]) and not wanted:
+            self._in_vain([worker for worker, _ in vain], [failure for _, failure in vain], "")
         return wanted
+
+    def _is_own(self, worker: WorkerInfo) -> bool:
+        """One that generates for the job; the others serve its policy to somebody, and training does not depend on
+        them."""
+        return worker.ready_for(self.lease.job)
 
     def _behind(self) -> bool:
         version = None if self._snapshot is None else self._snapshot.version
@@ -169,7 +174,8 @@ class Publisher:
         )
         if problem or any(isinstance(answer, Failure) for answer in answers):
             self._broken(members, answers, problem)
-            self._in_vain(members, answers, problem)
+            if any(self._is_own(worker) for worker in members):
+                self._in_vain(members, answers, problem)
             return
         log.info("weight_group", generation=self._generation, rollout_workers=[w.id for w in members])
 
@@ -232,15 +238,18 @@ class Publisher:
             self._give_up,
         )
         good: list[SwapReply] = []
+        own = 0
         for worker, answer in zip(members, answers, strict=True):
             if isinstance(answer, SwapReply):
                 good.append(answer)
+                own += self._is_own(worker)
                 self._has[worker.address] = snapshot.version
                 self._failures.pop(worker.address, None)
         if problem or len(good) < len(members):
             self._broken(members, answers, problem)
-        if not good:
-            self._in_vain(members, answers, problem)
+        if not own:
+            if any(self._is_own(worker) for worker in members):
+                self._in_vain(members, answers, problem)
             return
         self._vain = 0
         phases = {f"swap/{name}_s": value for name, value in _slowest(good).items()}

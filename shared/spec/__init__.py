@@ -165,6 +165,11 @@ class JobSpec(Part):
     def settle(self) -> list[dict[str, Any]]:
         if self.kind == "inference":
             return settle_serving(self)
+        if self.start is not None and self.start.live:
+            problem = (
+                f"does not apply to kind = {self.kind!r}: only an inference job follows a live policy; take @latest"
+            )
+            return [{"field": "start.from", "value": self.start.checkpoint, "problem": problem}]
         if self.kind == "eval":
             return self._untaught_tools() + settle_evaluation(self)
         if self.kind != "rl":

@@ -8,7 +8,7 @@ from pydantic import Field, field_validator
 
 from opentinker.shared.spec.part import Part
 
-CHECKPOINT = re.compile(r"j-[a-z0-9]{10}@([0-9]{1,12}|latest)")
+CHECKPOINT = re.compile(r"j-[a-z0-9]{10}@([0-9]{1,12}|latest|live)")
 
 
 class StartSpec(Part):
@@ -17,7 +17,8 @@ class StartSpec(Part):
     weights whose tensors are those of model.base (which gives the tokenizer) and this job trains all weights, or it
     holds an adapter of model.base as model.lora describes. With `kl_coef` these weights are the reference; a
     float32 job with `kl_coef` cannot begin with a checkpoint of a bfloat16 one, whose files are rounded. A critic in it
-    is taken over where this job trains one."""
+    is taken over where this job trains one. `JOB@live`, for inference alone: the policy of a job of kind rl that is
+    not over, followed version by version; dtype, fp32_head and lora are that job's."""
     optimizer: bool = False
     """Take over the optimizer's moments too. Learning-rate schedule, step count, seeds and data order are new either
     way."""
@@ -26,7 +27,7 @@ class StartSpec(Part):
     @classmethod
     def _named(cls, value: str) -> str:
         if not CHECKPOINT.fullmatch(value):
-            raise ValueError("must be JOB@STEP or JOB@latest, as in j-0123456789@50")
+            raise ValueError("must be JOB@STEP or JOB@latest (inference: or JOB@live), as in j-0123456789@50")
         return value
 
     @property
@@ -34,7 +35,11 @@ class StartSpec(Part):
         return self.checkpoint.partition("@")[0]
 
     @property
+    def live(self) -> bool:
+        return self.checkpoint.endswith("@live")
+
+    @property
     def step(self) -> int | None:
         """None: the newest."""
         step = self.checkpoint.partition("@")[2]
-        return None if step == "latest" else int(step)
+        return int(step) if step.isdigit() else None

@@ -1,0 +1,68 @@
+"""A rollout worker's end of SWAP: weights of one job, taken through its trainer's weight group.
+
+swap handler   answers SWAP: join the weight group, receive a version, say hello
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import structlog
+
+from opentinker.services.rollout_worker.engine import Engine, EngineError, EngineLost, SwapError
+from opentinker.shared.types import SwapCommand, SwapReply, WorkerInfo
+
+log = structlog.get_logger()
+
+
+class WeightTaker:
+    """`job`: whose weights. `taken(seconds by phase)` is awaited with each version; `broken` gets the end of the
+    engine."""
+
+    def __init__(
+        self,
+        info: WorkerInfo,
+        job: str,
+        epoch: int,
+        engine: Engine,
+        broken: asyncio.Future[None],
+        taken: Callable[[dict[str, float]], Awaitable[None]],
+    ) -> None:
+        self.info, self.job, self.epoch, self.engine = info, job, epoch, engine
+        self._broken, self._taken = broken, taken
+        self._swapping = asyncio.Lock()
+
+    async def answer(self, command: SwapCommand) -> SwapReply:
+        """Never raises: a failure leaves the old weights and version and is told to the trainer."""
+        if command.action == "ping":  # answered beside a swap that is under way
+            busy = self._swapping.locked()
+            return self._reply(ok=not busy, error="it is still busy with an earlier swap" if busy else "")
+        async with self._swapping:
+            if command.job != self.job or command.epoch < self.epoch:
+                return self._reply(ok=False, error=f"this worker serves job {self.job} epoch {self.epoch}")
+            self.epoch = command.epoch
+            try:
+                if command.action == "join":
+                    await self.engine.join(command)
+                    return self._reply(ok=True)
+                seconds = await self.engine.receive(command)
+            except EngineLost as error:
+                if not self._broken.done():
+                    self._broken.set_exception(error)
+                return self._reply(ok=False, error=str(error))
+            except (SwapError, EngineError) as error:
+                log.warning("swap_failed", action=command.action, error=str(error))
+                return self._reply(ok=False, error=str(error))
+            await self._taken(seconds)
+            return self._reply(ok=True, seconds=seconds)
+
+    def _reply(self, *, ok: bool, error: str = "", seconds: dict[str, float] | None = None) -> SwapReply:
+        return SwapReply(
+            worker=self.info.id,
+            incarnation=self.info.incarnation,
+            ok=ok,
+            error=error,
+            version=self.engine.version,
+            seconds=seconds or {},
+        )
