@@ -9,7 +9,7 @@ import os
 import subprocess
 import sys
 import tarfile
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -387,3 +387,30 @@ async def test_forgotten_client_ends_with_the_program_and_loads_nothing_heavy(ct
             check=False,
         )
         assert (done.returncode, done.stdout, done.stderr) == (0, b"0\n", b"")
+
+
+async def test_who_waits_cancels_the_job_only_if_asked_to(client: AsyncClient, ctx: Context) -> None:
+    for asked in (False, True):
+        job = (await client.submit(SPEC))["id"]
+        waiting = asyncio.create_task(client.wait(job, cancel_on_interrupt=asked))
+        await asyncio.sleep(0)  # it has begun
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        assert (await client.job(job))["state"] == ("cancelled" if asked else "queued")
+
+
+def test_ctrl_c_in_the_blocking_client_cancels_only_if_asked_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(_: Client, coroutine: Coroutine[Any, Any, Any]) -> None:
+        coroutine.close()
+        raise KeyboardInterrupt
+
+    cancelled: list[str] = []
+    with Client("http://127.0.0.1:9", api_key="k") as client:
+        monkeypatch.setattr(Client, "_call", interrupted)
+        monkeypatch.setattr(Client, "cancel", lambda _, id: cancelled.append(id))
+        for asked in (False, True):
+            with pytest.raises(KeyboardInterrupt):
+                client.wait("j-0123456789", cancel_on_interrupt=asked)
+        monkeypatch.undo()
+    assert cancelled == ["j-0123456789"]

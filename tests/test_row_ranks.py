@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from opentinker.services.trainer import ranks
 from opentinker.services.trainer.examples import Example
 from opentinker.services.trainer.learner import Interrupted, NonFinite
 from opentinker.services.trainer.rank import LEARNERS
@@ -127,6 +128,21 @@ def test_reference_is_read_by_all_ranks_or_computed_by_all(gang: RankedRows, bas
     assert all(pair.reference == pytest.approx(was, abs=1e-5) for pair, was in zip(pairs, first, strict=True))
 
 
+def test_ranks_that_share_weights_give_up_an_evaluation_alike_and_still_save(
+    gang: RankedRows, base: Path, tmp_path: Path
+) -> None:
+    alone = both(gang, base, "sft", train={"parallel": "zero3", **SMALL_PASSES})
+    batch = examples("sft", 1)
+    assert_alike(gang.step(batch), alone.step(batch))
+    gang.interrupt()
+    with pytest.raises(Interrupted) as given_up:
+        gang.evaluate(examples("sft", 5))
+    assert given_up.value.alike
+    expected, found = (weights_of(learner, tmp_path / type(learner).__name__) for learner in (alone, gang))
+    for name, weights in expected.items():
+        torch.testing.assert_close(found[name], weights, rtol=1e-3, atol=1e-3)
+
+
 def test_a_step_that_is_not_finite_is_refused_by_all_ranks(gang: RankedRows, base: Path, tmp_path: Path) -> None:
     alone = both(gang, base, "dpo", train={"lr": 1e-3})
     pairs = examples("dpo", 2)
@@ -150,8 +166,11 @@ def test_rows_travel_whole() -> None:
             assert part.learned_T.tolist() == expected.learned_T.tolist()
 
 
-def test_work_is_given_up_when_asked_and_the_next_job_has_other_ranks(gang: RankedRows, base: Path) -> None:
+def test_work_is_given_up_when_asked_and_the_next_job_has_other_ranks(
+    gang: RankedRows, base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     both(gang, base, "sft")
+    monkeypatch.setattr(ranks, "GRACE_S", float("inf"))  # the others have nothing to say, and nobody waits for it
     gang.interrupt()
     with pytest.raises(Interrupted):
         gang.evaluate(examples("sft", 5))

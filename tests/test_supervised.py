@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -110,7 +110,7 @@ async def prepare(
     worker = LeasedWorker(ctx, Pool.TRAINER, _not_called)
     lease = Lease(job=id, worker=ctx.worker, incarnation=worker.info.incarnation, epoch=epoch, pool=Pool.TRAINER)
 
-    def load(_: JobSpec) -> Examples:
+    def load(_: JobSpec, go_on: Callable[[], None]) -> Examples:
         if isinstance(examples, JobFailed):
             raise examples
         return examples
@@ -294,3 +294,20 @@ async def test_cancelled_job_gives_up_its_evaluation_and_saves_the_weights(ctx: 
     assert training.cancelled() and student.interrupted.is_set()
     found = checkpoint.newest(job.record.root)
     assert found is not None and found[1].step == 3
+
+
+async def test_cancelled_job_gives_up_reading_rows_at_the_next_one(ctx: Context) -> None:
+    student, reads = Student(), threading.Event()
+    job = await prepare(ctx, student, spec_of(train={"steps": 3}), rows(8))
+
+    def endless(_: JobSpec, go_on: Callable[[], None]) -> Examples:
+        while True:
+            go_on()
+            reads.set()
+
+    job._load = endless
+    task = asyncio.create_task(job.run())
+    await until(reads.is_set)
+    task.cancel()
+    await until(task.done)
+    assert task.cancelled() and student.seen == []

@@ -69,11 +69,12 @@ class Critic:
         for module in self.dropouts:
             module.train(on)
 
-    def measure(self, micros: list[MicroBatch]) -> None:
-        """The values before the batch, without dropout."""
+    def measure(self, micros: list[MicroBatch], go_on: Callable[[], None]) -> None:
+        """The values before the batch, without dropout. `go_on` is asked before each micro-batch."""
         self.dropout(on=False)
         with torch.no_grad():
             for micro in micros:
+                go_on()
                 micro.values_M = self.values(micro)
 
     def accumulate(self, micro: MicroBatch) -> Tensor:

@@ -104,7 +104,7 @@ class DpoLearner(RowPolicy):
         budget = self.spec.train.tokens_per_micro_batch
         with torch.no_grad():
             for micro in row_batches(examples, budget, torch.device(self.device), self.gang):
-                self.go_on()
+                self.go_on(changes=False)
                 sums_S = micro.sums_S(policy.forward(micro.plan)[0])
                 if micro.places:
                     found[micro.places] = sums_S.view(-1, 2)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -58,7 +58,9 @@ def fingerprint(examples: Sequence[Example]) -> str:
 class Maker:
     """Makes examples of one job's rows. Raises JobFailed for those that it cannot make, with where and why."""
 
-    def __init__(self, spec: JobSpec, tokenizer: Any, longest: int) -> None:
+    def __init__(self, spec: JobSpec, tokenizer: Any, longest: int, go_on: Callable[[], None] = lambda: None) -> None:
+        """`go_on` is asked before each row, and raises to give up."""
+        self._go_on = go_on
         """`longest`: tokens that the model takes."""
         assert spec.data is not None
         self.data: DataSpec = spec.data
@@ -87,6 +89,7 @@ class Maker:
         made, longer = [], []
         try:
             for where, row in rows:
+                self._go_on()
                 try:
                     _refuse_unsupported(row)
                     example = self.example(renamed(row, self.data, format), format)
@@ -229,12 +232,13 @@ def shared_out(examples: Examples, share: float, seed: int) -> Examples:
     return Examples(train, validation, examples.counts, examples.longest)
 
 
-def load_examples(spec: JobSpec) -> Examples:
-    """All that a job trains and validates on. Blocking, for as long as it takes to tokenise. Raises JobFailed."""
+def load_examples(spec: JobSpec, go_on: Callable[[], None] = lambda: None) -> Examples:
+    """All that a job trains and validates on. Blocking, for as long as it takes to tokenise. Raises JobFailed, and what
+    `go_on` raises, which is asked before each row."""
     from opentinker.shared.nn.models import check_window, config_of, load_tokenizer, longest_context
 
     assert spec.data is not None
-    maker = Maker(spec, load_tokenizer(spec.model.base), longest_context(spec.model.base))
+    maker = Maker(spec, load_tokenizer(spec.model.base), longest_context(spec.model.base), go_on)
     examples = maker.make()
     longest = min(examples.longest, maker.limit)
     check_window(spec.model.base, config_of(spec.model.base), longest, "data.max_length")

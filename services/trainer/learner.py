@@ -32,7 +32,12 @@ class NonFinite(JobFailed):
 
 
 class Interrupted(OpenTinkerError):
-    """The work was given up, as asked."""
+    """The work was given up, as asked. `alike`: by all ranks, at the same place; otherwise this one has left the others
+    behind."""
+
+    def __init__(self, message: str, *, alike: bool = False) -> None:
+        super().__init__(message)
+        self.alike = alike
 
 
 class SnapshotLike(Protocol):

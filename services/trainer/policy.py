@@ -245,13 +245,17 @@ class Policy:
         """Takes effect at the next `go_on`."""
         self._interrupted.set()
 
-    def go_on(self) -> None:
+    def go_on(self, *, changes: bool = True) -> None:
         """Asked between micro-batches. Raises Interrupted.
 
-        Ranks that share weights or optimizer need each other to save what they have: there, work is done to its end.
+        Ranks that share weights or optimizer need each other to save what they have: there, work that changes anything
+        is done to its end, and any other (`changes` false) is given up by all of them at the same place.
         """
-        if self._interrupted.is_set() and self.spec.train.parallel == "data":
-            raise Interrupted("the job was cancelled")
+        asked, shares = self._interrupted.is_set(), self.spec.train.parallel != "data"
+        if shares:
+            asked = not changes and bool(self.gang.most(int(asked)))
+        if asked:
+            raise Interrupted("the job was cancelled", alike=shares)
 
     @contextmanager
     def whole_step(self) -> Iterator[None]:

@@ -22,7 +22,7 @@ import orjson
 
 from opentinker.services.trainer.dpo_learner import DpoLearner
 from opentinker.services.trainer.gang import Gang
-from opentinker.services.trainer.learner import NonFinite, is_out_of_memory, too_large
+from opentinker.services.trainer.learner import Interrupted, NonFinite, is_out_of_memory, too_large
 from opentinker.services.trainer.policy import Policy
 from opentinker.services.trainer.rank_wire import (
     HEAD,
@@ -106,7 +106,7 @@ class Rank:
                     self._obey(command)
                 except NonFinite as error:
                     self._say(Refused(str(error), finite=False))
-                except JobFailed as error:
+                except (JobFailed, Interrupted) as error:
                     self._say(Refused(str(error), finite=True))
                 except (MemoryError, RuntimeError) as error:
                     if not is_out_of_memory(error):

@@ -79,7 +79,7 @@ class Ranked:
     def interrupt(self) -> None:
         """Our own part is given up; the other ranks are of no use afterwards, and ended when the learner is closed.
 
-        Not where they share weights or optimizer, see `Policy.go_on`.
+        Otherwise where they share weights or optimizer, see `Policy.go_on`.
         """
         self.own.interrupt()
 

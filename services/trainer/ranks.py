@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 
 import structlog
 
-from opentinker.services.trainer.learner import NonFinite
+from opentinker.services.trainer.learner import Interrupted, NonFinite
 from opentinker.services.trainer.rank_wire import HEAD, Answer, Beat, Command, FromRank, Refused, ToRank, frame
 from opentinker.shared import codec
 from opentinker.shared.errors import JobFailed, OpenTinkerError
@@ -135,8 +135,9 @@ class Ranks:
     def run(self, command: Command, part: Callable[[], T]) -> T:
         """Every rank obeys `command` while this one does `part`; returns what that returns.
 
-        Raises JobFailed or NonFinite if that is what all ranks do, JobFailed if one of them does, RankLost if one is
-        gone. Unless all did alike, the ranks are of no use any more.
+        Raises JobFailed, NonFinite or Interrupted if that is what all ranks do, JobFailed if one of them does, RankLost
+        if one is gone, and at once Interrupted of our part alone. Unless all did alike, the ranks are of no use any
+        more.
         """
         message = frame(ToRank(command))
 
@@ -151,7 +152,7 @@ class Ranks:
         refusals = [p.answer for p in self._processes if isinstance(p.answer, Refused)]
         if error is None and not refusals:
             return value  # type: ignore[no-any-return]
-        if not (isinstance(error, JobFailed) and len(refusals) == len(self._processes)):
+        if not (isinstance(error, JobFailed | Interrupted) and len(refusals) == len(self._processes)):
             self._lose("a command has failed")
         if isinstance(error, NonFinite) and any(refusal.finite for refusal in refusals):
             raise JobFailed(str(error))
@@ -192,6 +193,8 @@ class Ranks:
                 answers = [p.answer for p in self._processes] if wait_for_all else []
                 if self._outcome is not None and all(answer is not None for answer in answers):
                     return self._outcome
+                if self._outcome is not None and _left_behind(self._outcome[1]):
+                    return self._outcome
                 failed = (self._outcome is not None and self._outcome[1] is not None) or any(
                     isinstance(answer, Refused) for answer in answers
                 )
@@ -230,3 +233,8 @@ class Ranks:
         with self._turn:
             self._lost = self._lost or why
             self._turn.notify_all()
+
+
+def _left_behind(error: BaseException | None) -> bool:
+    """Our part was given up, and the others, who know nothing of it, would wait for us."""
+    return isinstance(error, Interrupted) and not error.alike

@@ -69,7 +69,7 @@ class RowPolicy(Policy, ABC):
         sums: dict[str, Tensor] = {}
         sizes = dict.fromkeys(("tokens", "tokens/total", "tokens/computed"), 0)
         for micro in row_batches(batch, self.spec.train.tokens_per_micro_batch, torch.device(self.device), self.gang):
-            self.go_on()
+            self.go_on(changes=backward)
             found = self.share(micro, weight)
             counts = bool(micro.places)
             if backward:

@@ -9,13 +9,15 @@ How far it came is one number, the rows used so far: the manifest of each checkp
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import threading
 import time
 from collections.abc import Callable
 
 import structlog
 
 from opentinker.services.trainer.examples import Examples, fingerprint, load_examples, places
-from opentinker.services.trainer.learner import RowLearner
+from opentinker.services.trainer.learner import Interrupted, RowLearner
 from opentinker.services.trainer.record import Record
 from opentinker.shared.errors import JobFailed
 from opentinker.shared.leasing import LeasedWorker
@@ -37,7 +39,7 @@ class SupervisedJob:
         lease: Lease,
         spec: JobSpec,
         learner: RowLearner,
-        load: Callable[[JobSpec], Examples] = load_examples,
+        load: Callable[[JobSpec, Callable[[], None]], Examples] = load_examples,
     ) -> None:
         assert spec.data is not None
         self.worker, self.lease, self.spec, self.data, self.learner = worker, lease, spec, spec.data, learner
@@ -64,7 +66,7 @@ class SupervisedJob:
     async def _read(self) -> None:
         """The rows, before the model: what is wrong with them is found at once."""
         began = time.monotonic()
-        self.examples = examples = await see_through(asyncio.to_thread(self._load, self.spec))
+        self.examples = examples = await self._read_rows()
         self.fingerprint = await see_through(asyncio.to_thread(fingerprint, examples.train))
         if self.data.epochs is not None:
             self.steps = -(-self.data.epochs * len(examples.train) // self.data.batch_size)
@@ -86,6 +88,23 @@ class SupervisedJob:
         await self.ctx.store.update(
             self.lease.job, epoch=self.lease.epoch, event="data_loaded", detail=detail, steps=self.steps
         )
+
+    async def _read_rows(self) -> Examples:
+        """In a thread, which gives up at the next row when the job is cancelled."""
+        given_up = threading.Event()
+
+        def go_on() -> None:
+            if given_up.is_set():
+                raise Interrupted("the job was cancelled")
+
+        reading = asyncio.ensure_future(asyncio.to_thread(self._load, self.spec, go_on))
+        try:
+            return await asyncio.shield(reading)
+        except asyncio.CancelledError:
+            given_up.set()
+            with contextlib.suppress(Interrupted):
+                await see_through(reading)
+            raise
 
     async def _restore(self) -> None:
         manifest = await self.record.restore()

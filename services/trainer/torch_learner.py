@@ -95,7 +95,7 @@ class TorchLearner(Policy):
         """Advantages of the whole batch; with a critic, from its values before the batch; a frozen one's are in it."""
         values_S = None
         if self.critic is not None:
-            self.critic.measure(micros)
+            self.critic.measure(micros, self.go_on)
             values_S = values_of(micros, [int(t.mask.sum()) for g in groups for t in g.trajectories], self.gang)
         credit = assign(groups, self.spec.algorithm, values_S)
         self.credited = credit.advantages_S

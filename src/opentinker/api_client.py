@@ -123,8 +123,19 @@ class AsyncClient(EnvironmentCalls, GrantingCalls, InferenceCalls, KnowingCalls)
         """`failures`: the newest groups that failed for good, newest first; `counts`: of all of them, by reason."""
         return await self._http.json("GET", _of(id, "/failures"), {"limit": str(limit)})
 
-    async def wait(self, id: str, timeout_s: float | None = None) -> Json:
-        """The job in its final state. Raises TimeoutError; the job goes on."""
+    async def wait(self, id: str, timeout_s: float | None = None, *, cancel_on_interrupt: bool = False) -> Json:
+        """The job in its final state. Raises TimeoutError; the job goes on.
+
+        So it does at Ctrl-C, and when this task is cancelled, unless `cancel_on_interrupt`: then it is cancelled first.
+        """
+        try:
+            return await self._wait(id, timeout_s)
+        except (asyncio.CancelledError, KeyboardInterrupt):
+            if cancel_on_interrupt:
+                await self.cancel(id)
+            raise
+
+    async def _wait(self, id: str, timeout_s: float | None) -> Json:
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while True:
             job = await self.job(id)
@@ -349,8 +360,13 @@ class Client(GrantingSync, KnowingSync):
     def chat(self, id: str, messages: Sequence[Mapping[str, Any]], **options: Any) -> Iterator[Json]:
         return self._iterate(self._core.chat(id, messages, **options))
 
-    def wait(self, id: str, timeout_s: float | None = None) -> Json:
-        return self._call(self._core.wait(id, timeout_s))
+    def wait(self, id: str, timeout_s: float | None = None, *, cancel_on_interrupt: bool = False) -> Json:
+        try:
+            return self._call(self._core.wait(id, timeout_s))
+        except KeyboardInterrupt:
+            if cancel_on_interrupt:
+                self.cancel(id)
+            raise
 
     def event_log(self, id: str, after: str = "0") -> list[Json]:
         return self._call(self._core.event_log(id, after))
