@@ -121,6 +121,29 @@ class Settings(BaseModel):
     take_back_s: Annotated[float, Field(ge=0)] = 30.0
     """A rollout worker that was lent to a job and is taken back may finish its groups for so long; then they go to
     other workers of the job."""
+    launcher: Literal["none", "process", "kubernetes"] = "none"
+    """How the scheduler gets a trainer or rollout worker where a job finds none that is free: it starts a process on
+    its own machine, or a pod. none: the workers are those that others start. See docs/scheduling.md."""
+    launcher_trainers: Annotated[int, Field(ge=0)] = 1
+    """So many at a time, beside those that others start."""
+    launcher_rollout_workers: Annotated[int, Field(ge=0)] = 1
+    launcher_idle_s: Annotated[float, Field(gt=0)] = 300.0
+    """What the launcher started ends when no job had it for so long."""
+    launcher_start_s: Annotated[float, Field(gt=0)] = 300.0
+    """What does not beat within this time is ended, and tried again after a pause. Of pods it is also the time in which
+    images are pulled."""
+    launcher_access: Path | None = None
+    """With `process`: the folder of `opentinker access`, whose files name the passwords of what is started."""
+    launcher_pods: Path | None = None
+    """With `kubernetes`: a directory with a Pod in trainer.json and one in rollout-worker.json. Name, labels, owner and
+    the settings worker_id and idle_exit_s are put into it."""
+    launcher_api: Annotated[str, Field(pattern="^https?://[^ /]+$")] = "https://kubernetes.default.svc"
+    launcher_account: Path = Path("/var/run/secrets/kubernetes.io/serviceaccount")
+    """A directory with `token`, `namespace` and, for https, `ca.crt`, as Kubernetes gives it to pods."""
+    launcher_owner: Annotated[str, Field(pattern="^([a-z0-9][a-z0-9-]{0,40})?$")] = ""
+    """With `kubernetes`: the Deployment that owns the pods, which go with it; it also stands in their names."""
+    idle_exit_s: Annotated[float, Field(gt=0)] | None = None
+    """A trainer or rollout worker that no job had for so long ends. For those whom a launcher starts again."""
     advertise_host: str = "127.0.0.1"
     """Address under which other processes reach this one (the trainer's weight group)."""
     swap_timeout_s: Annotated[float, Field(gt=0)] = 8.0
@@ -189,6 +212,20 @@ class Settings(BaseModel):
     def _streams_are_whole(self) -> Settings:
         if bool(self.nats_websocket_url) != (self.nats_issuer_file is not None):
             raise PydanticCustomError("half", "nats_websocket_url and nats_issuer_file go together: set both or none")
+        return self
+
+    @model_validator(mode="after")
+    def _launcher_is_whole(self) -> Settings:
+        """What another launcher would need is refused, not ignored."""
+        of = {"process": ("launcher_access",), "kubernetes": ("launcher_pods", "launcher_owner")}
+        for launcher, names in of.items():
+            if launcher != self.launcher and (found := [name for name in names if getattr(self, name)]):
+                raise PydanticCustomError(
+                    "no_such_launcher", "{name} is for launcher = {wanted}, which is {launcher}",
+                    {"name": found[0], "wanted": launcher, "launcher": self.launcher},
+                )  # fmt: skip
+        if self.launcher == "kubernetes" and self.launcher_pods is None:
+            raise PydanticCustomError("no_pods", "launcher = kubernetes needs launcher_pods: what to start")
         return self
 
     def password(self, field: Literal["nats_password_file", "redis_password_file", "nats_issuer_file"]) -> str:

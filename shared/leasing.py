@@ -7,9 +7,11 @@ process waits for a new one with a higher epoch.
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import socket
 import sys
+import time
 import uuid
 from collections import Counter
 from collections.abc import Awaitable, Callable
@@ -30,6 +32,8 @@ from opentinker.shared.waiting import put_down, rest, set_within
 
 log = structlog.get_logger()
 
+GRANT_S = 2.0
+"""Between a scheduler's look at the workers and the lease that it writes."""
 Work = Callable[["LeasedWorker", Lease, JobSpec], Awaitable[None]]
 
 
@@ -46,6 +50,8 @@ class LeasedWorker:
         self._wake = asyncio.Event()
         self._leaving = asyncio.Event()
         """The lease is being taken back, and goes when its work has ended what it has begun."""
+        self._free_since: float | None = time.monotonic()
+        """None while it has a lease."""
         self.trace = ""
         """`traceparent` of the lease's job."""
         self.spent: Counter[str] = Counter()
@@ -92,7 +98,10 @@ class LeasedWorker:
         await self.status("idle")
         self.ctx.ready()
         try:
-            await first_failure({"beat": self._beat_loop(), "follow": self._follow_loop()})
+            tasks = {"beat": self._beat_loop(), "follow": self._follow_loop()}
+            if (idle_s := self.ctx.settings.idle_exit_s) is not None:
+                tasks["idle"] = self._idle_loop(idle_s)
+            await first_failure(tasks)
         finally:
             await subscription.unsubscribe()
             await self.ctx.store.leave(self.info)
@@ -104,6 +113,24 @@ class LeasedWorker:
         while True:
             await self._beat()
             await rest(self.ctx.settings.heartbeat_s)
+
+    async def _idle_loop(self, idle_s: float) -> None:
+        """Tells the service to stop when no job had this worker for so long. It says first that it goes, and waits
+        until a scheduler that had not heard that would have written its lease: that one is worked for."""
+        self._free_since = time.monotonic()
+        while True:
+            left_s = math.inf if self._free_since is None else self._free_since + idle_s - time.monotonic()
+            if left_s > 0:
+                await rest(min(left_s, self.ctx.settings.heartbeat_s))
+                continue
+            await self.status("draining")
+            await rest(GRANT_S + self.ctx.settings.heartbeat_s)
+            if self._free_since is None:
+                continue
+            if await self._mine(None) is None:
+                log.info("idle_exit", idle_s=idle_s)
+                self.ctx.stopping.set()
+                await asyncio.Event().wait()  # the follow loop ends with it
 
     async def _mine(self, held: Lease | None) -> Lease | None:
         """What this process should do. A lease that is being taken back is still the same, but not begun any more."""
@@ -140,6 +167,7 @@ class LeasedWorker:
                     await asyncio.wait([watch, stopping], return_when=asyncio.FIRST_COMPLETED)
                     if watch.done():
                         held = watch.result()
+                        self._free_since = time.monotonic() if held is None else None
                         self._leaving.clear()
                 finally:
                     await put_down(task, watch)

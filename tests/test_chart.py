@@ -16,8 +16,11 @@ import yaml
 
 from opentinker.access import Access
 from opentinker.embedded import shipped_conf
+from opentinker.services.scheduler.launch_kubernetes import KubernetesLauncher
 from opentinker.shared.config import PREFIX, Settings
 from opentinker.shared.subjects import SERVICES
+from opentinker.shared.types import Pool
+from tests.kubernetes_api import TOKEN, kubernetes
 
 ROOT = Path(__file__).resolve().parent.parent
 CHART = ROOT / "deploy/helm/opentinker"
@@ -40,6 +43,7 @@ EVERYTHING = {
     },
     "networkPolicy": {"serversTo": [{"namespaceSelector": {"matchLabels": {"name": "infra"}}}]},
     "podMonitor": {"enabled": True, "labels": {"release": "prometheus"}},
+    "launcher": {"enabled": True, "trainers": 3, "idleSeconds": 120},
 }
 Objects = dict[tuple[str, str], Any]
 
@@ -115,8 +119,10 @@ def test_a_wrong_object_would_be_found(plain: Objects) -> None:
 
 
 def test_pods_have_no_rights(plain: Objects, whole: Objects) -> None:
+    given = [name for name, pod in pods(whole).items() if pod["automountServiceAccountToken"]]
+    assert given == ["rl-scheduler"], "it is the launcher"
+    assert not any(pod["automountServiceAccountToken"] for pod in pods(plain).values())
     for pod in [*pods(plain).values(), *pods(whole).values()]:
-        assert pod["automountServiceAccountToken"] is False
         assert pod["securityContext"]["runAsNonRoot"] is True
         assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
         assert not any(name in pod for name in ("hostNetwork", "hostPID", "hostIPC"))
@@ -137,7 +143,8 @@ def test_services_are_told_what_they_take(whole: Objects) -> None:
         assert told["OPENTINKER_SWAP_TIMEOUT_S"] == "30"
         assert told["OPENTINKER_NATS_URL"] == "nats://nats.infra:4222"
         given = {one.removeprefix(PREFIX).lower(): value for one, value in told.items() if value is not None}
-        Settings.model_validate(given)
+        settings = Settings.model_validate(given)
+        assert (settings.launcher == "kubernetes") == (name == "rl-scheduler")
 
 
 def test_the_schema_refuses_what_the_chart_gives_itself() -> None:
@@ -258,6 +265,36 @@ def test_keda_scales_what_has_no_replicas_of_its_own(plain: Objects, whole: Obje
     from opentinker.services.env_worker.worker import LOAD
 
     assert [metric.name for metric in LOAD.describe()] == ["opentinker_env_load"]
+
+
+async def test_the_launcher_starts_the_pods_of_the_chart(whole: Objects, plain: Objects, tmp_path: Path) -> None:
+    assert not any("pods" in name or kind == "Role" for kind, name in plain)
+    for name, text in whole["ConfigMap", "rl-pods"]["data"].items():
+        (tmp_path / name).write_text(text)
+    for name, text in (("token", TOKEN), ("namespace", "research")):
+        (tmp_path / name).write_text(text)
+    told = {one.removeprefix(PREFIX).lower(): v for one, v in environment(pods(whole)["rl-scheduler"]).items() if v}
+    own = {name: value for name, value in told.items() if name.startswith("launcher")}
+    async with kubernetes() as (api, url):
+        own |= {"launcher_pods": str(tmp_path), "launcher_account": str(tmp_path), "launcher_api": url}
+        launcher = KubernetesLauncher(Settings.model_validate(own))
+        await launcher.start(Pool.TRAINER, "rl-scheduler-trainer-0")
+        (pod,) = api.pods.values()
+    del pod["status"]
+    kubernetes_validate.validate(pod, KUBERNETES[-1], strict=True)
+    assert pod["metadata"]["labels"]["app.kubernetes.io/component"] == "trainer", "of which policies hold for it"
+    deployed = whole["Deployment", "rl-trainer"]["spec"]
+    assert not set(deployed["selector"]["matchLabels"].items()) <= set(pod["metadata"]["labels"].items())
+    container = pod["spec"]["containers"][0]
+    assert container["resources"]["limits"]["nvidia.com/gpu"] == 2
+    assert environment(pod["spec"]) == {
+        **environment(pods(whole)["rl-trainer"]),
+        "OPENTINKER_WORKER_ID": "rl-scheduler-trainer-0",
+        "OPENTINKER_IDLE_EXIT_S": "120",
+    }
+    rights = {one["resources"][0]: set(one["verbs"]) for one in whole["Role", "rl-launcher"]["rules"]}
+    assert rights == {"pods": {"list", "create", "delete"}, "deployments": {"get"}}
+    assert {method for method, path in api.asked if path.endswith("/pods")} == {"POST"}
 
 
 def test_browsers_reach_nats_only_where_that_is_asked_for(plain: Objects) -> None:

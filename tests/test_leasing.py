@@ -12,6 +12,7 @@ import msgspec
 import pytest
 import structlog
 
+from opentinker.shared import leasing
 from opentinker.shared.bus import Bus
 from opentinker.shared.config import Settings
 from opentinker.shared.errors import Fenced, JobFailed, OpenTinkerError
@@ -109,6 +110,30 @@ async def test_lease_is_taken_and_left(bench: Bench) -> None:
     await bench.seen(("began", "a", 1), ("left", "a", 1))
     await bench.status("idle")
     assert bench.worker.info.job is None
+
+
+async def test_a_worker_that_no_job_wants_says_so_and_ends(
+    bus: Bus, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(leasing, "GRANT_S", 0.05)
+    async with at_the_bench(bus, store, heartbeat_s=0.05, idle_exit_s=0.2) as bench:
+        await bench.grant("a", 1)
+        await bench.seen(("began", "a", 1))
+        await bench.revoke()
+        await bench.seen(("began", "a", 1), ("left", "a", 1))
+        await soon(bench.ctx.stopping.wait())
+
+
+async def test_a_lease_that_comes_while_an_idle_worker_goes_is_worked_for(
+    bus: Bus, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(leasing, "GRANT_S", WAIT_S)
+    async with at_the_bench(bus, store, heartbeat_s=0.05, idle_exit_s=0.05, drain_s=0.1) as bench:
+        await bench.status("draining")
+        await bench.grant("a", 1)
+        await bench.seen(("began", "a", 1))
+        await bench.status("loading")
+        assert not bench.ctx.stopping.is_set()
 
 
 async def test_lease_that_is_taken_back_ends_when_its_work_has_ended(bench: Bench) -> None:

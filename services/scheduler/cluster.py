@@ -78,8 +78,10 @@ class Cluster:
         limits: Mapping[str, TenantLimits],
         used: Mapping[str, Used],
         rules: Rules,
+        starting: Mapping[Pool, int] | None = None,
     ) -> View:
-        """`jobs`: those that have begun or are queued."""
+        """`jobs`: those that have begun or are queued. `starting`: workers that are on their way (launching.py)."""
+        on_their_way = Counter(starting or {})
         alive = {pool: self.alive(pool) for pool in Pool}
         ours = [worker for pool in LEASED for worker in alive[pool]]
         free = {pool: [w.id for w in alive[pool] if w.id not in self._leases and _is_idle(w)] for pool in LEASED}
@@ -90,8 +92,8 @@ class Cluster:
             now=now,
             jobs=[self._job(job, now, winding_down, absent) for job in jobs],
             free=free,
-            alive={pool: len(alive[pool]) for pool in LEASED},
-            coming=Counter(worker.pool for worker in busy),
+            alive={pool: len(alive[pool]) + on_their_way[pool] for pool in LEASED},
+            coming=Counter(worker.pool for worker in busy) + on_their_way,
             leases=[
                 Held(lease.worker, lease.job, lease.pool, bool(lease.leaves_by))
                 for _, lease in sorted(self._leases.items())

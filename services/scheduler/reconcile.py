@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -35,6 +35,7 @@ from opentinker.services.scheduler.checkpoints import newest_epoch
 from opentinker.services.scheduler.cluster import Cluster
 from opentinker.services.scheduler.placing import AddWorker, Decision, Preempt, Requeue, Rules, Start, TakeBack
 from opentinker.services.scheduler.untrained import SLEEPS, UNTRAINED, attend
+from opentinker.shared.config import Settings
 from opentinker.shared.errors import Conflict, NotFound
 from opentinker.shared.leases import UNFENCED
 from opentinker.shared.service import Context
@@ -59,9 +60,11 @@ HELD = (JobState.STARTING, JobState.RUNNING)
 class Reconciler:
     """`leader`: the number of this scheduler's leadership; what it writes into leases is refused after it."""
 
-    def __init__(self, ctx: Context, leader: int = UNFENCED) -> None:
+    def __init__(self, ctx: Context, leader: int = UNFENCED, starting: Mapping[Pool, int] | None = None) -> None:
         self.ctx, self.store, self.leader = ctx, ctx.store, leader
         self._ttl_s = ctx.settings.worker_ttl_s
+        self._starting: Mapping[Pool, int] = {} if starting is None else starting
+        """What the launcher has started and does not beat yet; it changes as that goes on."""
         self._wake = asyncio.Event()
         self._seen_at = float("-inf")
         self._charged_at = float("-inf")
@@ -94,8 +97,9 @@ class Reconciler:
                 [job for job in active.values() if not job.asleep],
                 now=time.time(),
                 limits=self.ctx.settings.tenants,
-                used=await self._used({job.tenant for job in active.values()}),
-                rules=self._rules,
+                used=await used_today(self.ctx, {job.tenant for job in active.values()}),
+                rules=rules_of(self.ctx.settings),
+                starting=self._starting,
             )
         )
         for decision in planned.decisions:
@@ -111,16 +115,6 @@ class Reconciler:
         await self._charge()
         return len(planned.decisions)
 
-    @property
-    def _rules(self) -> Rules:
-        settings = self.ctx.settings
-        return Rules(
-            reserve_after_s=settings.queue_reserve_after_s,
-            preempt_after_s=settings.queue_preempt_after_s,
-            min_run_s=settings.queue_min_run_s,
-            gang_s=settings.queue_gang_s,
-        )
-
     async def _observe(self) -> Cluster:
         """Leases are read before jobs: a lease whose job has no workers then is of a job that has none any more."""
         workers, leases = await self.store.workers(), await self.store.leases()
@@ -130,13 +124,6 @@ class Reconciler:
             self._absence_counts_from = now + self._ttl_s
         self._seen_at = now
         return Cluster(workers, leases)
-
-    async def _used(self, tenants: set[str]) -> dict[str, Used]:
-        """Of those whose seconds are limited."""
-        limits = self.ctx.settings.tenants
-        counted = [tenant for tenant in tenants if (limit := limits.get(tenant) or limits.get("*")) and limit.by_time]
-        found = await self.store.usage_today(counted) if counted else {}
-        return {t: Used(seconds.get("worker_s", 0.0), seconds.get("gpu_s", 0.0)) for t, seconds in found.items()}
 
     async def _charge(self) -> None:
         if time.monotonic() - self._charged_at >= CHARGE_S:
@@ -327,6 +314,23 @@ class Reconciler:
             event, why = "waiting" if waiting[id] else "", waiting[id]
             with _over_meanwhile(id):
                 await self.store.update(id, only_active=True, event=event, detail={"for": why}, waiting_for=why)
+
+
+def rules_of(settings: Settings) -> Rules:
+    return Rules(
+        reserve_after_s=settings.queue_reserve_after_s,
+        preempt_after_s=settings.queue_preempt_after_s,
+        min_run_s=settings.queue_min_run_s,
+        gang_s=settings.queue_gang_s,
+    )
+
+
+async def used_today(ctx: Context, tenants: set[str]) -> dict[str, Used]:
+    """Of those whose seconds are limited."""
+    limits = ctx.settings.tenants
+    counted = [tenant for tenant in tenants if (limit := limits.get(tenant) or limits.get("*")) and limit.by_time]
+    found = await ctx.store.usage_today(counted) if counted else {}
+    return {t: Used(seconds.get("worker_s", 0.0), seconds.get("gpu_s", 0.0)) for t, seconds in found.items()}
 
 
 @contextmanager

@@ -3,6 +3,7 @@
     api         consumes HTTP requests; produces jobs and cancellations
     lead        decides which scheduler does the next six, see `leadership.py`
     reconcile   consumes jobs, heartbeats, leases; produces leases; woken by WAKE "scheduler"
+    launch      consumes what the queue lacks; produces trainers and rollout workers, where a launcher is set
     clear       consumes jobs that have ended; removes their messages
     evaluate    consumes eval jobs and results of episodes; produces EXAM, METRIC
     tickets     consumes admission's room; produces TICKET; woken by WAKE "admission"
@@ -28,6 +29,7 @@ from opentinker.services.scheduler.evaluating import Evaluating
 from opentinker.services.scheduler.feed import Feed
 from opentinker.services.scheduler.gate import Gate, register_operator
 from opentinker.services.scheduler.gateway import Gateway
+from opentinker.services.scheduler.launching import Launching, launcher_of, on_their_way
 from opentinker.services.scheduler.leadership import Leadership
 from opentinker.services.scheduler.measuring import Measuring
 from opentinker.services.scheduler.reconcile import Reconciler
@@ -40,9 +42,13 @@ async def serve(ctx: Context) -> None:
     await register_operator(ctx)
     gate, gateway, replicas = Gate(ctx), Gateway(ctx), Replicas(ctx)
 
+    launcher = launcher_of(ctx.settings)
+
     def leading(leadership: int) -> dict[str, Coroutine[Any, Any, None]]:
+        launching = None if launcher is None else Launching(ctx, launcher)
         return {
-            "reconcile": Reconciler(ctx, leadership).run(),
+            "reconcile": Reconciler(ctx, leadership, on_their_way(launching)).run(),
+            **({} if launching is None else {"launch": launching.run()}),
             "clear": Clearing(ctx).run(),
             "evaluate": Evaluating(ctx).run(),
             "tickets": TicketIssuer(ctx).run(),

@@ -11,7 +11,7 @@ import asyncio
 import os
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -99,8 +99,13 @@ class Supervisor:
     """`run` keeps all children alive until `stopping` is set, then stops them; `state` is what state.json shows."""
 
     def __init__(
-        self, stages: Sequence[Sequence[Child]], state_file: Path, facts: Mapping[str, Any] | None = None
+        self,
+        stages: Sequence[Sequence[Child]],
+        state_file: Path,
+        facts: Mapping[str, Any] | None = None,
+        afterwards: Callable[[], None] = lambda: None,
     ) -> None:
+        """`afterwards`: called when the last stage has ended and those before still run; may block."""
         self.stages = [[Keeper(child) for child in stage] for stage in stages]
         self.ready = asyncio.Event()
         """Set once every child has answered."""
@@ -108,6 +113,7 @@ class Supervisor:
         self.hurry = asyncio.Event()
         """Set to end the graceful stop at once."""
         self._state_file = state_file
+        self._afterwards = afterwards
         self._facts = dict(facts or {})
 
     @property
@@ -136,6 +142,8 @@ class Supervisor:
             results = await asyncio.gather(*tasks, return_exceptions=True)
             for stage in reversed(self.stages):
                 await asyncio.gather(*(self._stop(keeper) for keeper in stage))
+                if stage is self.stages[-1]:
+                    await asyncio.to_thread(self._afterwards)
             self.write_state()
         for result in results:
             if isinstance(result, Exception):

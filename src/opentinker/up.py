@@ -26,7 +26,7 @@ import structlog
 from opentinker.embedded import EmbeddedServers
 from opentinker.nearby import KEY_FILE, read_state
 from opentinker.processes import Child, ChildSpec, Guard, free_port, http_ok, port_free
-from opentinker.shared import egress, gpus
+from opentinker.shared import egress, gpus, launched
 from opentinker.shared.config import LOOPBACK_HOSTS, PREFIX, load_settings
 from opentinker.shared.errors import OpenTinkerError
 from opentinker.shared.keys import new_key, parse, read_key, write_key
@@ -121,7 +121,12 @@ async def serve(plan: Plan) -> None:
                 facts[KEY_FILE] = str(key)
             specs = service_specs(plan, port, nats_url, redis_url, key, servers.environment)
             stages = [list(servers.children.values()), [Child(spec, guard) for spec in specs]]
-            supervisor = Supervisor(stages, plan.data_dir / "run" / "state.json", {**facts, "started": time.time()})
+            supervisor = Supervisor(
+                stages,
+                plan.data_dir / "run" / "state.json",
+                {**facts, "started": time.time()},
+                afterwards=partial(end_launched, plan.data_dir),
+            )
             log.info("starting", **facts, logs=str(plan.data_dir / "logs"))
             await _until_told(supervisor)
             log.info("stopped", data_dir=str(plan.data_dir))
@@ -129,6 +134,12 @@ async def serve(plan: Plan) -> None:
             if servers is not None:
                 servers.stop()
             guard.close()
+
+
+def end_launched(data_dir: Path) -> None:
+    """What the scheduler's launcher has started, which outlives it; the servers are still there for what they save."""
+    if ended := launched.end_all(data_dir, DRAIN_S):
+        log.info("launched_workers_ended", names=ended)
 
 
 def api_port(plan: Plan) -> int:
@@ -202,6 +213,7 @@ def service_specs(
         if module == "scheduler":
             env |= {"OPENTINKER_HTTP_HOST": plan.host, "OPENTINKER_HTTP_PORT": str(port)}
             env |= {f"{PREFIX}AUTH": "false"} if key is None else {PREFIX + KEY_FILE.upper(): str(key)}
+            env |= _launcher_access(env.get(PREFIX + "NATS_PASSWORD_FILE"))
         if module == "env_worker" and plan.host in LOOPBACK_HOSTS:  # who submits jobs is on this machine already
             env[egress.VARIABLE] = os.environ.get(egress.VARIABLE, ",".join(egress.LOOPBACK))
         specs.append(
@@ -216,6 +228,14 @@ def service_specs(
             )
         )
     return specs
+
+
+def _launcher_access(password_file: str | None) -> dict[str, str]:
+    """The folder with the passwords of what the scheduler starts, where that is ours."""
+    settings = load_settings()
+    if settings.launcher != "process" or settings.launcher_access is not None or password_file is None:
+        return {}
+    return {PREFIX + "LAUNCHER_ACCESS": str(Path(password_file).parent)}
 
 
 def _gpus(plan: Plan) -> dict[str, dict[str, str]]:

@@ -1,5 +1,5 @@
 {{/*
-The pod of a service:
+The pod of a service, in a Deployment or for the launcher:
 (dict "root" $ "service" "trainer" "module" "trainer" "image" "compute" "values" POOL "compute" BOOL)
 */}}
 {{- define "opentinker.servicePod" -}}
@@ -12,7 +12,7 @@ metadata:
   {{- end }}
 spec:
   serviceAccountName: {{ include "opentinker.name" $root }}{{ if eq .service "scheduler" }}-scheduler{{ end }}
-  automountServiceAccountToken: false
+  automountServiceAccountToken: {{ and (eq .service "scheduler") $root.Values.launcher.enabled }}
   enableServiceLinks: false
   terminationGracePeriodSeconds: {{ add $root.Values.drainSeconds 15 }}
   {{- with $root.Values.images.pullSecrets }}
@@ -71,6 +71,22 @@ spec:
           value: "8080"
         - name: OPENTINKER_ADMIN_KEY_FILE
           value: /run/opentinker/operator/key
+        {{- if $root.Values.launcher.enabled }}
+        - name: OPENTINKER_LAUNCHER
+          value: kubernetes
+        - name: OPENTINKER_LAUNCHER_PODS
+          value: /etc/opentinker/pods
+        - name: OPENTINKER_LAUNCHER_OWNER
+          value: {{ include "opentinker.name" $root }}-scheduler
+        - name: OPENTINKER_LAUNCHER_TRAINERS
+          value: {{ $root.Values.launcher.trainers | quote }}
+        - name: OPENTINKER_LAUNCHER_ROLLOUT_WORKERS
+          value: {{ $root.Values.launcher.rolloutWorkers | quote }}
+        - name: OPENTINKER_LAUNCHER_IDLE_S
+          value: {{ $root.Values.launcher.idleSeconds | quote }}
+        - name: OPENTINKER_LAUNCHER_START_S
+          value: {{ $root.Values.launcher.startSeconds | quote }}
+        {{- end }}
         {{- with $root.Values.nats.websocketUrl }}
         - name: OPENTINKER_NATS_WEBSOCKET_URL
           value: {{ . | quote }}
@@ -106,6 +122,9 @@ spec:
         - {name: access, mountPath: /run/opentinker/access, readOnly: true}
         {{- if eq .service "scheduler" }}
         - {name: operator, mountPath: /run/opentinker/operator, readOnly: true}
+        {{- if $root.Values.launcher.enabled }}
+        - {name: pods, mountPath: /etc/opentinker/pods, readOnly: true}
+        {{- end }}
         {{- end }}
         - {name: data, mountPath: /var/lib/opentinker/data}
         - {name: tmp, mountPath: /tmp}
@@ -133,6 +152,10 @@ spec:
         defaultMode: 0440
         items:
           - {key: {{ $root.Values.operatorKey.key }}, path: key}
+    {{- if $root.Values.launcher.enabled }}
+    - name: pods
+      configMap: {name: {{ include "opentinker.name" $root }}-pods}
+    {{- end }}
     {{- end }}
     - name: data
       persistentVolumeClaim:

@@ -1,0 +1,135 @@
+"""The launcher of one machine: trainers and rollout workers as processes beside the scheduler, which they outlive.
+
+They see what the scheduler's process sees, GPUs too. What each is told is written down here: the servers, its own
+passwords, its name. The files that say what runs are described in `shared/launched.py`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+from opentinker.services.scheduler.launcher import LAUNCHED, Launched, LauncherFailed
+from opentinker.shared import launched
+from opentinker.shared.config import PREFIX, Settings
+from opentinker.shared.errors import SpecError
+from opentinker.shared.subjects import ROLLOUT, TRAINER
+from opentinker.shared.types import Pool
+
+MODULES = {Pool.TRAINER: "trainer", Pool.ROLLOUT: "rollout_worker"}
+USERS = {Pool.TRAINER: TRAINER, Pool.ROLLOUT: ROLLOUT}
+HANDED_ON = (
+    *("nats_url", "redis_url", "data_dir", "advertise_host", "log_level", "log_format", "heartbeat_s", "worker_ttl_s"),
+    *("drain_s", "swap_timeout_s", "preload"),
+)
+"""Settings of the scheduler that are theirs too."""
+EXTRA_S = 10.0
+"""Beyond `drain_s`, from SIGTERM to SIGKILL."""
+
+
+class ProcessLauncher:
+    prefix = LAUNCHED
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self._folder = launched.folder(settings.data_dir)
+        self._logs = settings.data_dir.resolve() / "logs"
+        self._children: dict[str, subprocess.Popen[bytes]] = {}
+        """Of this life of the scheduler: nobody else can reap them."""
+        self._told: dict[str, float] = {}
+        """By name, when it was told to end; monotonic."""
+        for file in self._passwords(Pool.TRAINER) | self._passwords(Pool.ROLLOUT):
+            if not Path(file).is_file():
+                problem = "is not there; `opentinker access FOLDER` makes all files of a folder"
+                raise SpecError([{"field": "launcher_access", "value": file, "problem": problem}])
+
+    async def running(self) -> list[Launched]:
+        return await asyncio.to_thread(self._running)
+
+    async def start(self, pool: Pool, name: str) -> None:
+        try:
+            await asyncio.to_thread(self._start, pool, name)
+        except OSError as error:
+            raise LauncherFailed(f"cannot start {name}: {error}") from error
+
+    async def end(self, name: str) -> None:
+        await asyncio.to_thread(self._end, name)
+
+    # --- blocking ------------------------------------------------------------------------------------------------
+
+    def _running(self) -> list[Launched]:
+        for child in self._children.values():
+            child.poll()
+        found = []
+        for path in sorted(self._folder.glob("*.json")):
+            process = launched.read(path)
+            if process is not None:
+                ended = "" if process.alive else f"its process has ended; see {self._logs / path.stem}.log"
+                found.append(Launched(path.stem, Pool(process.pool), process.since, ended))
+                continue
+            with suppress(FileNotFoundError):
+                since, pool = path.stat().st_mtime, Pool(path.stem.split("-")[1])
+                late = time.time() - since > self.settings.launcher_start_s
+                found.append(
+                    Launched(path.stem, pool, since, "whoever started it did not live to say so" if late else "")
+                )
+        return found
+
+    def _start(self, pool: Pool, name: str) -> None:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._logs.mkdir(parents=True, exist_ok=True)
+        path = self._folder / f"{name}.json"
+        try:
+            path.touch(exist_ok=False)
+        except FileExistsError:
+            return
+        try:
+            with (self._logs / f"{name}.log").open("ab") as log:
+                child = subprocess.Popen(
+                    [sys.executable, "-m", f"opentinker.services.{MODULES[pool]}"],
+                    stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
+                    env=self._environment(pool, name), start_new_session=True,
+                )  # fmt: skip
+        except OSError:
+            path.unlink()
+            raise
+        self._children[name] = child
+        ticks = launched.ticks_of(child.pid) or 0
+        launched.write(path, launched.Process(pid=child.pid, ticks=ticks, pool=pool, since=time.time()))
+
+    def _environment(self, pool: Pool, name: str) -> dict[str, str]:
+        """Ours without our own settings and the key of whoever typed a command."""
+        others = {key: value for key, value in os.environ.items() if not key.startswith(PREFIX)}
+        handed = {one: getattr(self.settings, one) for one in HANDED_ON}
+        handed["data_dir"] = self.settings.data_dir.resolve()
+        own = {"worker_id": name, "idle_exit_s": self.settings.launcher_idle_s, "health_port": 0}
+        told = {PREFIX + key.upper(): str(value) for key, value in {**handed, **own}.items()}
+        return {**others, **told, **{key: path for path, key in self._passwords(pool).items()}}
+
+    def _passwords(self, pool: Pool) -> dict[str, str]:
+        """File -> variable that names it."""
+        access = self.settings.launcher_access
+        if access is None:
+            return {}
+        names = {"nats": "NATS_PASSWORD_FILE", "valkey": "REDIS_PASSWORD_FILE"}
+        return {str(access.resolve() / f"{server}-{USERS[pool]}"): PREFIX + key for server, key in names.items()}
+
+    def _end(self, name: str) -> None:
+        path = self._folder / f"{name}.json"
+        process = launched.read(path)
+        if process is not None and process.alive:
+            told = self._told.setdefault(name, time.monotonic())
+            late = time.monotonic() - told > self.settings.drain_s + EXTRA_S
+            process.signal(signal.SIGKILL if late else signal.SIGTERM)
+            return
+        if process is not None:
+            process.signal(signal.SIGKILL)  # what it has left behind
+        self._told.pop(name, None)
+        self._children.pop(name, None)
+        path.unlink(missing_ok=True)

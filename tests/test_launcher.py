@@ -1,0 +1,473 @@
+"""Workers on demand: what is started for which queue, and by what; it is known, ends, and is not doubled."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+
+from opentinker.access import Access
+from opentinker.embedded import shipped_conf
+from opentinker.services.scheduler import launching
+from opentinker.services.scheduler.launch_kubernetes import KubernetesLauncher
+from opentinker.services.scheduler.launch_process import ProcessLauncher
+from opentinker.services.scheduler.launcher import Launched, LauncherFailed
+from opentinker.services.scheduler.launching import Launching, lacking, launcher_of
+from opentinker.services.scheduler.placing import Held, Job, View
+from opentinker.shared import launched
+from opentinker.shared.config import Settings, TenantLimits, load_settings
+from opentinker.shared.errors import SpecError
+from opentinker.shared.service import Context
+from opentinker.shared.store import Store
+from opentinker.shared.types import Pool
+from tests.cluster import toy_cluster
+from tests.conftest import Server, soon, until
+from tests.kubernetes_api import DEPLOYMENT_UID, TOKEN, KubernetesApi, kubernetes
+from tests.scheduling import Workers, context, new_job
+from tests.test_kills import check, toy_spec
+
+RL = {Pool.TRAINER: 1, Pool.ROLLOUT: 1}
+ROOM = {Pool.TRAINER: 2, Pool.ROLLOUT: 4}
+
+
+def queued(id: str, needs: dict[Pool, int] = RL, **changes: Any) -> Job:
+    return Job(id=id, tenant="default", priority=0, created=1.0, needs=needs, **({"most": 1} | changes))
+
+
+def view(*jobs: Job, **changes: Any) -> View:
+    return View(now=100.0, jobs=jobs, **({"free": {}, "alive": {}} | changes))
+
+
+# --- what is lacking --------------------------------------------------------------------------------------------------
+
+
+def test_what_a_job_lacks_is_what_is_started() -> None:
+    assert lacking(view(queued("a")), ROOM) == {Pool.TRAINER: 1, Pool.ROLLOUT: 1}
+    there = {Pool.ROLLOUT: ["r"]}
+    assert lacking(view(queued("a"), free=there, alive={Pool.ROLLOUT: 1}), ROOM) == {Pool.TRAINER: 1}
+
+
+def test_a_job_gets_as_many_rollout_workers_as_it_may_have() -> None:
+    assert lacking(view(queued("a", most=3)), ROOM) == {Pool.TRAINER: 1, Pool.ROLLOUT: 3}
+    assert lacking(view(queued("a", most=9)), ROOM) == {Pool.TRAINER: 1, Pool.ROLLOUT: 4}
+
+
+def test_nothing_is_started_for_a_job_that_could_not_start_then() -> None:
+    assert not lacking(view(queued("a", absent="env worker")), ROOM)
+    assert not lacking(view(queued("a", retry_at=200.0)), ROOM)
+    assert not lacking(view(queued("a", {Pool.TRAINER: 1, Pool.ROLLOUT: 5})), ROOM)
+    assert not lacking(view(queued("a"), limits={"*": TenantLimits(workers=1)}), ROOM)
+    assert not lacking(view(queued("a")), {})
+
+
+def test_what_comes_anyway_is_not_started_again() -> None:
+    assert not lacking(view(queued("a"), coming=RL, alive=RL), ROOM)
+    assert lacking(view(queued("a"), queued("b"), coming=RL, alive=RL), ROOM) == RL
+
+
+def test_a_job_that_lost_its_trainer_gets_another() -> None:
+    running = queued("a", held=True, lost_at=99.0)
+    kept = [Held("r", "a", Pool.ROLLOUT)]
+    assert lacking(view(running, leases=kept, alive={Pool.ROLLOUT: 1}), ROOM) == {Pool.TRAINER: 1}
+
+
+# --- the loop ---------------------------------------------------------------------------------------------------------
+
+
+class FakeLauncher:
+    """What it starts is there at once, and beats when the test lets it."""
+
+    prefix = "fake"
+
+    def __init__(self) -> None:
+        self.all: dict[str, Launched] = {}
+        self.ended: list[str] = []
+
+    async def running(self) -> list[Launched]:
+        return list(self.all.values())
+
+    async def start(self, pool: Pool, name: str) -> None:
+        assert name not in self.all
+        self.all[name] = Launched(name, pool, time.time())
+
+    async def end(self, name: str) -> None:
+        self.ended.append(name)
+        del self.all[name]
+
+    def counts(self) -> Counter[Pool]:
+        return Counter(one.pool for one in self.all.values())
+
+
+@pytest.fixture
+async def ctx(nats_server: Server, valkey_server: Server, tmp_path: Path, store: Store) -> AsyncIterator[Context]:
+    settings = {"launcher_trainers": 2, "launcher_rollout_workers": 3, "launcher_start_s": 1000.0}
+    async with context(nats_server, valkey_server, "scheduler", tmp_path, **settings) as ctx:
+        yield ctx
+
+
+@pytest.fixture
+async def workers(store: Store) -> AsyncIterator[Workers]:
+    workers = Workers(store)
+    yield workers
+    await workers.stop()
+
+
+async def test_jobs_get_workers_once_and_never_more_than_there_may_be(
+    ctx: Context, store: Store, workers: Workers
+) -> None:
+    await workers.start("env-0")
+    launcher = FakeLauncher()
+    loop = Launching(ctx, launcher)
+    await loop.look()
+    assert not launcher.all
+    await new_job(store, "job-1")
+    await loop.look()
+    assert launcher.counts() == RL and loop.starting == RL
+    await loop.look()
+    assert launcher.counts() == RL, "they are on their way"
+    for n in range(2, 9):
+        await new_job(store, f"job-{n}")
+    await loop.look()
+    assert launcher.counts() == {Pool.TRAINER: 2, Pool.ROLLOUT: 2}
+    await Launching(ctx, launcher).look()
+    assert launcher.counts() == {Pool.TRAINER: 2, Pool.ROLLOUT: 2}, "the next scheduler knows them"
+
+
+async def test_what_does_not_come_up_is_ended_and_tried_again_later(
+    ctx: Context, store: Store, workers: Workers
+) -> None:
+    await workers.start("env-0")
+    await new_job(store, "job-1")
+    launcher = FakeLauncher()
+    loop = Launching(ctx, launcher)
+    await loop.look()
+    (trainer,) = (one for one in launcher.all.values() if one.pool == Pool.TRAINER)
+    launcher.all[trainer.name] = Launched(trainer.name, Pool.TRAINER, trainer.since, "its process has ended")
+    await loop.look()
+    assert launcher.ended == [trainer.name]
+    await loop.look()
+    assert launcher.counts() == {Pool.ROLLOUT: 1}, "not at once"
+    loop._failures[Pool.TRAINER].again_at = 0.0
+    await loop.look()
+    assert launcher.counts() == RL
+    assert loop._failures[Pool.TRAINER].count == 1
+
+
+async def test_what_says_nothing_is_ended(
+    ctx: Context, store: Store, workers: Workers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await workers.start("env-0")
+    await new_job(store, "job-1")
+    launcher = FakeLauncher()
+    loop = Launching(ctx, launcher)
+    await loop.look()
+    names = sorted(launcher.all)
+    loop._known = {name: since - 2000.0 for name, since in loop._known.items()}
+    await loop.look()
+    assert sorted(launcher.ended) == names and not loop.starting
+
+
+async def test_workers_that_beat_are_not_on_their_way(ctx: Context, store: Store, workers: Workers) -> None:
+    await workers.start("env-0")
+    await new_job(store, "job-1")
+    launcher = FakeLauncher()
+    launcher.all["trainer-0"] = Launched("trainer-0", Pool.TRAINER, time.time())
+    await workers.start("trainer-0")
+    loop = Launching(ctx, launcher)
+    await loop.look()
+    assert loop.starting == {Pool.ROLLOUT: 1}
+
+
+# --- processes --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def alone(tmp_path: Path) -> Iterator[Settings]:
+    """Of a machine whose servers are not there: what is started waits for them."""
+    access = Access(tmp_path / "access", shipped_conf("nats.conf"))
+    yield Settings(
+        launcher="process",
+        launcher_access=access.folder,
+        data_dir=tmp_path / "data",
+        nats_url="nats://127.0.0.1:9",
+        redis_url="redis://127.0.0.1:9/0",
+        preload=False,
+    )
+    launched.end_all(tmp_path / "data", 0.0)
+
+
+def environment_of(pid: int) -> dict[str, str]:
+    lines = Path(f"/proc/{pid}/environ").read_text().split("\0")
+    return dict(line.split("=", 1) for line in lines if line)
+
+
+async def test_a_process_is_known_to_the_next_scheduler_and_ends_when_it_is_told(alone: Settings) -> None:
+    launcher = ProcessLauncher(alone)
+    await launcher.start(Pool.ROLLOUT, "launched-rollout-0")
+    await launcher.start(Pool.ROLLOUT, "launched-rollout-0")
+    (file,) = launched.folder(alone.data_dir).iterdir()
+    process = launched.read(file)
+    assert process is not None and process.alive and os.getsid(process.pid) == process.pid
+    told = environment_of(process.pid)
+    assert told["OPENTINKER_WORKER_ID"] == "launched-rollout-0"
+    assert told["OPENTINKER_IDLE_EXIT_S"] == "300.0"
+    assert told["OPENTINKER_NATS_PASSWORD_FILE"].endswith("/access/nats-rollout-worker")
+    assert not any(name in told for name in ("OPENTINKER_API_KEY", "OPENTINKER_ADMIN_KEY_FILE"))
+
+    after = ProcessLauncher(alone)
+    (one,) = await after.running()
+    assert (one.name, one.pool, one.ended) == ("launched-rollout-0", Pool.ROLLOUT, "")
+
+    async def gone() -> bool:
+        await after.end("launched-rollout-0")
+        launcher._children["launched-rollout-0"].poll()
+        return not await after.running()
+
+    await until(gone)
+    assert not process.alive and not list(launched.folder(alone.data_dir).iterdir())
+
+
+async def test_a_process_that_was_killed_has_ended(alone: Settings) -> None:
+    launcher = ProcessLauncher(alone)
+    await launcher.start(Pool.TRAINER, "launched-trainer-0")
+    (file,) = launched.folder(alone.data_dir).iterdir()
+    process = launched.read(file)
+    assert process is not None
+    os.kill(process.pid, signal.SIGKILL)
+
+    async def ended() -> bool:
+        (one,) = await launcher.running()
+        return "launched-trainer-0.log" in one.ended
+
+    await until(ended)
+    await launcher.end("launched-trainer-0")
+    assert await launcher.running() == []
+
+
+def test_a_number_that_another_process_has_is_left_alone(alone: Settings) -> None:
+    other = launched.Process(pid=os.getpid(), ticks=1, pool="trainer", since=0.0)
+    assert not other.alive
+    other.signal(signal.SIGTERM)
+    other.signal(signal.SIGKILL)
+    folder = launched.folder(alone.data_dir)
+    folder.mkdir(parents=True)
+    launched.write(folder / "launched-trainer-0.json", other)
+    assert launched.end_all(alone.data_dir, 0.0) == []
+
+
+async def test_a_start_that_was_never_ended_gives_its_name_back(alone: Settings) -> None:
+    launcher = ProcessLauncher(alone)
+    folder = launched.folder(alone.data_dir)
+    folder.mkdir(parents=True)
+    path = folder / "launched-trainer-0.json"
+    path.touch()
+    (one,) = await launcher.running()
+    assert not one.ended
+    os.utime(path, (0, 0))
+    (one,) = await launcher.running()
+    assert one.ended
+    await launcher.end(one.name)
+    assert await launcher.running() == []
+
+
+# --- pods -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+async def api() -> AsyncIterator[tuple[KubernetesApi, str]]:
+    async with kubernetes() as found:
+        yield found
+
+
+def cluster_settings(tmp_path: Path, url: str, **changes: Any) -> Settings:
+    for name in ("account", "pods"):
+        (tmp_path / name).mkdir(exist_ok=True)
+    (tmp_path / "account/token").write_text(TOKEN + "\n")
+    (tmp_path / "account/namespace").write_text("research")
+    for service in ("trainer", "rollout-worker"):
+        pod = {
+            "metadata": {"labels": {"app": service}},
+            "spec": {
+                "containers": [{"name": service, "image": "opentinker/cpu", "env": [{"name": "A", "value": "b"}]}]
+            },
+        }
+        (tmp_path / f"pods/{service}.json").write_bytes(orjson.dumps(pod))
+    given = {
+        "launcher": "kubernetes",
+        "launcher_pods": tmp_path / "pods",
+        "launcher_api": url,
+        "launcher_account": tmp_path / "account",
+        "launcher_owner": "rl-scheduler",
+        "launcher_idle_s": 60.0,
+    }
+    return Settings.model_validate({**given, **changes})
+
+
+async def test_a_pod_is_what_the_operator_wrote_and_goes_with_the_deployment(
+    api: tuple[KubernetesApi, str], tmp_path: Path
+) -> None:
+    cluster, url = api
+    launcher = launcher_of(cluster_settings(tmp_path, url))
+    assert isinstance(launcher, KubernetesLauncher)
+    await launcher.start(Pool.ROLLOUT, "rl-scheduler-rollout-0")
+    await launcher.start(Pool.ROLLOUT, "rl-scheduler-rollout-0")
+    (pod,) = cluster.pods.values()
+    (owner,) = pod["metadata"]["ownerReferences"]
+    assert owner == {"apiVersion": "apps/v1", "kind": "Deployment", "name": "rl-scheduler", "uid": DEPLOYMENT_UID}
+    assert pod["metadata"]["labels"]["app"] == "rollout-worker"
+    assert pod["spec"]["restartPolicy"] == "Never"
+    told = {one["name"]: one["value"] for one in pod["spec"]["containers"][0]["env"]}
+    assert told == {"A": "b", "OPENTINKER_WORKER_ID": "rl-scheduler-rollout-0", "OPENTINKER_IDLE_EXIT_S": "60"}
+    (one,) = await launcher.running()
+    assert (one.name, one.pool, one.ended) == ("rl-scheduler-rollout-0", Pool.ROLLOUT, "")
+
+
+async def test_all_pods_are_seen_page_by_page_and_others_are_not(
+    api: tuple[KubernetesApi, str], tmp_path: Path
+) -> None:
+    cluster, url = api
+    launcher = KubernetesLauncher(cluster_settings(tmp_path, url))
+    for n in range(5):
+        await launcher.start(Pool.TRAINER, f"rl-scheduler-trainer-{n}")
+    cluster.pods["other"] = {"metadata": {"name": "other", "labels": {"app": "x"}}}
+    assert len(await launcher.running()) == 5
+    assert len(await KubernetesLauncher(cluster_settings(tmp_path, url)).running()) == 5
+
+
+async def test_pods_that_ended_say_why_and_are_deleted_once(api: tuple[KubernetesApi, str], tmp_path: Path) -> None:
+    cluster, url = api
+    launcher = KubernetesLauncher(cluster_settings(tmp_path, url))
+    await launcher.start(Pool.TRAINER, "rl-scheduler-trainer-0")
+    cluster.finish("rl-scheduler-trainer-0", "Failed", reason="Evicted", message="the node was low on memory")
+    (one,) = await launcher.running()
+    assert one.ended == "its pod has failed Evicted the node was low on memory"
+    cluster.lingers = True
+    await launcher.end(one.name)
+    await launcher.end(one.name)
+    cluster.lingers = False
+    await launcher.end(one.name)
+    await launcher.end(one.name)
+    assert await launcher.running() == []
+
+
+async def test_a_busy_api_is_asked_again_and_a_refusal_is_said(api: tuple[KubernetesApi, str], tmp_path: Path) -> None:
+    cluster, url = api
+    launcher = KubernetesLauncher(cluster_settings(tmp_path, url))
+    cluster.busy = 2
+    await launcher.start(Pool.TRAINER, "rl-scheduler-trainer-0")
+    assert len(cluster.pods) == 1
+    cluster.busy = 1000
+    with pytest.raises(LauncherFailed, match="429: too many requests"):
+        await launcher.running()
+    cluster.busy = 0
+    cluster.refuses = "exceeded quota: gpus"
+    with pytest.raises(LauncherFailed, match="403: exceeded quota: gpus"):
+        await launcher.start(Pool.TRAINER, "rl-scheduler-trainer-1")
+
+
+async def test_the_token_may_change_and_the_api_may_be_away(api: tuple[KubernetesApi, str], tmp_path: Path) -> None:
+    _, url = api
+    launcher = KubernetesLauncher(cluster_settings(tmp_path, url))
+    (tmp_path / "account/token").write_text("one that is over")
+    with pytest.raises(LauncherFailed, match="401"):
+        await launcher.running()
+    (tmp_path / "account/token").write_text(TOKEN)
+    assert await launcher.running() == []
+    with pytest.raises(LauncherFailed):
+        await KubernetesLauncher(cluster_settings(tmp_path, "http://127.0.0.1:9")).running()
+
+
+async def test_the_loop_starts_pods_for_a_queue_and_outlives_an_api_that_is_away(
+    api: tuple[KubernetesApi, str], ctx: Context, store: Store, workers: Workers, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    cluster, url = api
+    monkeypatch.setattr(launching, "LOOK_S", 0.02)
+    await workers.start("env-0")
+    await new_job(store, "job-1")
+    cluster.busy = 6
+    loop = Launching(ctx, KubernetesLauncher(cluster_settings(tmp_path, url)))
+    from tests.scheduling import running
+
+    async with running(loop.run()):
+        await until(lambda: sorted(cluster.pods) == ["rl-scheduler-rollout-0", "rl-scheduler-trainer-0"])
+        await soon(workers.start("rollout-x", "trainer-x"))
+
+
+# --- settings ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("environ", "what"),
+    [
+        ({"LAUNCHER": "docker"}, "launcher"),
+        ({"LAUNCHER": "kubernetes"}, "needs launcher_pods"),
+        ({"LAUNCHER_PODS": "/pods"}, "launcher_pods is for launcher = kubernetes"),
+        ({"LAUNCHER": "process", "LAUNCHER_OWNER": "x"}, "launcher_owner is for launcher = kubernetes"),
+        ({"LAUNCHER_ACCESS": "/access"}, "launcher_access is for launcher = process"),
+        ({"LAUNCHER_TRAINERS": "-1"}, "launcher_trainers"),
+        ({"IDLE_EXIT_S": "0"}, "idle_exit_s"),
+    ],
+)
+def test_settings_that_would_be_ignored_are_refused(environ: dict[str, str], what: str) -> None:
+    with pytest.raises(SpecError) as caught:
+        load_settings(None, {f"OPENTINKER_{name}": value for name, value in environ.items()})
+    assert what in str(caught.value.mistakes)
+
+
+def test_what_is_to_be_started_must_be_there(tmp_path: Path) -> None:
+    for settings, field in (
+        (Settings(launcher="process", launcher_access=tmp_path), "launcher_access"),
+        (Settings(launcher="kubernetes", launcher_pods=tmp_path), "launcher_pods"),
+    ):
+        with pytest.raises(SpecError) as caught:
+            launcher_of(settings)
+        assert [mistake["field"] for mistake in caught.value.mistakes] == [field]
+    assert launcher_of(Settings()) is None
+
+
+# --- all of it --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+async def test_a_job_gets_its_workers_as_processes_which_outlive_the_scheduler_and_end(tmp_path: Path) -> None:
+    settings: dict[str, object] = {
+        "launcher": "process",
+        "heartbeat_s": 0.5,
+        "launcher_access": tmp_path / "access",
+        "launcher_idle_s": 3,
+        "worker_ttl_s": 2,
+    }
+    async with toy_cluster(tmp_path, trainers=0, rollout_workers=0, **settings) as (cluster, model):
+        try:
+            spec = toy_spec(model, steps=40)
+            job = await cluster.submit(spec)
+            await cluster.reaches(job, 5)
+            before = processes(cluster.data)
+            assert sorted(before) == ["launched-rollout-0", "launched-trainer-0"]
+            cluster.kill("scheduler")
+            os.kill(before["launched-rollout-0"], signal.SIGKILL)
+            record = await cluster.wait(job)
+            assert record["state"] == "succeeded", record["reason"]
+            await check(cluster, job, spec)
+            assert processes(cluster.data).get("launched-trainer-0") in (before["launched-trainer-0"], None)
+            log = (cluster.data / "logs/launched-trainer-0.log").read_text()
+            assert log.count('"lease_taken"') == 1, "it never noticed"
+            await until(lambda: not processes(cluster.data))
+            assert "idle_exit" in (cluster.data / "logs/launched-trainer-0.log").read_text()
+            await until(lambda: not list(launched.folder(cluster.data).iterdir()))
+        finally:
+            launched.end_all(cluster.data, 0.0)
+
+
+def processes(data_dir: Path) -> dict[str, int]:
+    """By name, the launched ones that run."""
+    found = {path.stem: launched.read(path) for path in launched.folder(data_dir).glob("*.json")}
+    return {name: process.pid for name, process in found.items() if process is not None and process.alive}
