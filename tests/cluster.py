@@ -94,7 +94,8 @@ class Process:
 class Cluster:
     """`heavy`: services import torch and vllm before their first job, as in production; toy jobs do without.
 
-    `nats`: values that differ from those of deploy/nats.conf.
+    `nats`: values that differ from those of deploy/nats.conf. `listen`: an address beside loopback on which NATS and
+    Valkey are reached too.
     """
 
     def __init__(
@@ -107,11 +108,13 @@ class Cluster:
         references: int = 0,
         heavy: bool = False,
         nats: dict[str, str] | None = None,
+        listen: str = "",
         **settings: object,
     ) -> None:
         self.directory = directory
         self.data = directory / "data"
-        self._nats = nats or {}
+        self._nats = {**(nats or {}), **({"host": "0.0.0.0"} if listen else {})}
+        self._binds = ["127.0.0.1", *([listen, "--protected-mode", "no"] if listen else [])]
         self.processes: dict[str, Process] = {}
         self.nats_port, self.valkey_port, self.http_port = free_port(), free_port(), free_port()
         self.redis_url = f"redis://127.0.0.1:{self.valkey_port}/0"
@@ -203,7 +206,7 @@ class Cluster:
     def _add_servers(self) -> None:
         self._start("nats", [str(nats_binary()), "-c", str(self.access.nats_conf)])
         acl = ["--aclfile", str(self.access.valkey_users)]
-        valkey = [str(valkey_binary()), "--port", str(self.valkey_port), "--bind", "127.0.0.1", "--save", ""]
+        valkey = [str(valkey_binary()), "--port", str(self.valkey_port), "--bind", *self._binds, "--save", ""]
         self._start(
             "valkey", [*valkey, "--dir", str(self.directory), "--appendonly", "yes", "--appendfsync", "always", *acl]
         )

@@ -197,6 +197,8 @@ def test_the_servers_read_what_the_secrets_hold(plain: Objects, tmp_path: Path) 
         command = pods(plain)[f"rl-{server}"]["containers"][0]["command"]
         files = [part.rpartition("/")[2] for part in command if part.startswith("/run/opentinker/access/")]
         assert files and set(files) <= set(held[f"opentinker-{secret}"])
+        if server == "redis":  # whoever gives no password may only ping, which it takes for unprotected
+            assert command[command.index("--protected-mode") + 1] == "no"
 
 
 # --- who talks to whom ---------------------------------------------------------------------------------------------
