@@ -142,11 +142,15 @@ function Signal({ follow }: { follow: Follow | null }): JSX.Element | null {
     <small class={`signal ${follow.way}`} data-way={follow.way} title={follow.said} role="status">
       <i /> {WAYS[follow.way]}
       {follow.said && follow.way !== "live" ? `: ${follow.said}` : ""}
-      {gaps > 0 && <b> · {gaps} points missing, being fetched</b>}
-      {lost > 0 && <b> · {lost} points are nowhere any more</b>}
+      {gaps > 0 && <b> · {points(gaps)} missing, being fetched</b>}
+      {lost > 0 && <b> · {points(lost)} {lost === 1 ? "is" : "are"} nowhere any more</b>}
       {follow.joined.forgotten > 0 && <b> · the oldest {follow.joined.forgotten} points are left out</b>}
     </small>
   );
+}
+
+function points(count: number): string {
+  return `${count} ${count === 1 ? "point" : "points"}`;
 }
 
 function Actions({ job, again }: { job: JobDetail; again: () => void }): JSX.Element | null {
