@@ -9,6 +9,7 @@ import asyncio
 import os
 import re
 import shutil
+import signal as signal_of
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack
@@ -319,12 +320,13 @@ async def test_a_real_run_is_seen_live_through_a_restart_of_nats(opened: Open, t
         await expect(signal).to_have_attribute("data-way", "live", timeout=WAIT_S * 1000)
         await of_its_pipeline(tab, job)
         await tab.go("jobs", job)
+        await moves(tab)
         asked = len(tab.asked)
         await moves(tab)
-        await moves(tab)
         assert not [url for url in tab.asked[asked:] if "/metrics" in url], "it hears, and does not ask"
-        cluster.kill("nats")
+        await cluster.stop("nats", signal_of.SIGKILL)
         await expect(signal).to_have_attribute("data-way", "joining", timeout=WAIT_S * 1000)
+        cluster.start("nats")
         began = time.monotonic()
         await expect(signal).to_have_attribute("data-way", "live", timeout=WAIT_S * 1000)
         print(f"live again after {time.monotonic() - began:.1f} s", end=" ")
