@@ -111,6 +111,7 @@ ENV_STEP = Call(
 ENV_CLOSE = Call(
     "env.close.{worker}", sessions.CloseSession, sessions.SessionReply, by=(ROLLOUT, SCHEDULER), to=(ENV, SCHEDULER)
 )
+"""Rollout worker -> the env worker that holds the session: it is given up."""
 ENV_CHECK = Call("env.check", sessions.EnvCheck, sessions.EnvCheckReply, by=(SCHEDULER,), to=(ENV,))
 """Scheduler -> any env worker (queue group "env"), when a job is submitted."""
 SANDBOX_OPEN = Call(

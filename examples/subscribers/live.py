@@ -1,0 +1,26 @@
+"""Print what happens in a job, as it happens: `python examples/subscribers/live.py JOB [URL]`."""
+
+import asyncio
+import sys
+
+import nats
+
+from opentinker import AsyncClient
+
+
+async def main(job: str, url: str | None = None) -> None:
+    async with AsyncClient(url) as client:
+        given = await client.stream_credentials(job)  # lives a quarter of an hour: then ask for another
+
+    async def show(message: nats.aio.msg.Msg) -> None:
+        sys.stdout.write(f"{message.subject} {message.data.decode()}\n")
+        sys.stdout.flush()
+
+    connection = await nats.connect(given["servers"], token=given["token"], inbox_prefix=given["inbox"])
+    for subject in given["subjects"].values():
+        await connection.subscribe(subject, cb=show)
+    await asyncio.Event().wait()
+
+
+if __name__ == "__main__":
+    asyncio.run(main(*sys.argv[1:]))

@@ -1,0 +1,270 @@
+"""What other tools are told of us: the AsyncAPI document, subscribers to copy, Prometheus and Grafana."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import sys
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import jsonschema
+import msgspec
+import orjson
+import pytest
+import yaml
+from aiohttp import web
+
+from opentinker.access import Access, WebSocket
+from opentinker.embedded import nats_binary
+from opentinker.services.env_worker import worker as _env_worker  # noqa: F401 - what they count is in the registry
+from opentinker.services.scheduler import api as _api  # noqa: F401
+from opentinker.shared import asyncapi
+from opentinker.shared.bus import Bus
+from opentinker.shared.config import Settings
+from opentinker.shared.rights import TABLE
+from opentinker.shared.service import Context
+from opentinker.shared.store import Store
+from opentinker.shared.subjects import METRIC, SCHEDULER, Subject
+from opentinker.shared.telemetry import REGISTRY
+from opentinker.shared.types import LogLine, MetricPoint, Segment, TimelinePart
+from tests.api import OPERATOR, OPERATOR_FILE, Http, bearing
+from tests.cluster import ROOT, undocumented
+from tests.conftest import Server, free_port, nats_conf, soon, until
+from tests.scheduling import scheduler
+from tests.test_dashboard import CHROMIUM
+
+EXAMPLES = ROOT / "examples" / "subscribers"
+SPECIFICATION = ROOT / "dashboard" / "node_modules" / "@asyncapi" / "specs" / "schemas" / "3.0.0.json"
+OBSERVABILITY = ROOT / "deploy" / "observability"
+
+
+# --- AsyncAPI -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def document() -> dict[str, Any]:
+    found: dict[str, Any] = orjson.loads((ROOT / "docs" / "asyncapi.json").read_bytes())
+    return found
+
+
+def test_the_document_of_all_subjects_is_current() -> None:
+    assert (ROOT / "docs" / "asyncapi.json").read_text() == asyncapi.written(), "run `make docs`"
+
+
+@pytest.mark.skipif(not SPECIFICATION.exists(), reason="AsyncAPI's own schema comes with: make dashboard")
+def test_the_document_is_what_asyncapi_says_a_document_is(document: dict[str, Any]) -> None:
+    jsonschema.Draft7Validator(orjson.loads(SPECIFICATION.read_bytes())).validate(document)
+
+
+def test_every_subject_is_in_the_document_and_every_reference_leads_somewhere(document: dict[str, Any]) -> None:
+    addresses = {channel["address"] for channel in document["channels"].values()} - {None}
+    assert addresses == {subject.pattern for subject in TABLE}
+    open_to_pages = {c["address"] for c in document["channels"].values() if {"name": "dashboard"} in c.get("tags", [])}
+    assert open_to_pages == {s.pattern for s in TABLE if isinstance(s, Subject) and s.shown}
+    for reference in set(re.findall(r'"\$ref": ?"#/([^"]+)"', json.dumps(document))):
+        here: Any = document
+        for part in reference.split("/"):
+            here = here[part]
+    assert all(channel.get("description") for name, channel in document["channels"].items() if "REPLY" not in name)
+    segment = document["components"]["schemas"]["Segment"]["properties"]
+    assert segment["lane"]["description"].startswith("generation | env")
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        MetricPoint(job="j", source="s", incarnation="i", seq=0, time=1.0, step=1, values={"loss": 1.0}),
+        LogLine(job="j", service="s", worker="w", level="info", time=1.0, event="e"),
+        TimelinePart(
+            job="j", worker="w", incarnation="i", seq=0, segments=[Segment(lane="env", kind="k", start=1.0, end=2.0)]
+        ),
+    ],
+    ids=["metric", "log", "timeline"],
+)
+def test_messages_are_what_the_document_says(document: dict[str, Any], message: msgspec.Struct) -> None:
+    name = type(message).__name__
+    schema = {"$ref": f"#/components/schemas/{name}", "components": document["components"]}
+    validator = jsonschema.Draft7Validator(schema)
+    said = orjson.loads(msgspec.json.encode(message))
+    assert list(validator.iter_errors(said)) == []
+    assert list(validator.iter_errors({**said, "job": 7})) != []
+
+
+# --- subscribers ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def listened(tmp_path: Path) -> Iterator[tuple[Server, Access]]:
+    """A NATS server that lets pages of any site ask."""
+    port = free_port()
+    access = Access(tmp_path / "access", nats_conf(tmp_path, port, sync_interval="2m"), WebSocket(free_port()))
+    server = Server([str(nats_binary()), "-c", str(access.nats_conf)], port, f"nats://127.0.0.1:{port}")
+    yield server, access
+    server.kill()
+
+
+@pytest.fixture
+async def site(
+    listened: tuple[Server, Access], valkey_server: Server, store: Store, tmp_path: Path
+) -> AsyncIterator[tuple[str, Bus]]:
+    """URL of a scheduler, and its bus."""
+    import structlog
+
+    server, access = listened
+    assert access.websocket is not None
+    settings = Settings(
+        nats_url=server.url,
+        nats_password_file=access.password_file("nats", SCHEDULER),
+        nats_issuer_file=access.folder / "nats-issuer",
+        nats_websocket_url=access.websocket.url,
+        redis_url=valkey_server.url,
+        data_dir=tmp_path / "data",
+        http_port=0,
+        admin_key_file=OPERATOR_FILE,
+    )
+    async with Bus.connect(server.url, "s", SCHEDULER, access.password("nats", SCHEDULER)) as bus:
+        await bus.ensure_streams()
+        log = structlog.get_logger()
+        ctx = Context(service=SCHEDULER, worker="s-0", settings=settings, bus=bus, store=store, log=log)
+        async with scheduler(ctx) as url:
+            yield url, bus
+
+
+async def submitted(url: str) -> str:
+    async with aiohttp.ClientSession(headers=bearing()) as session:
+        return await Http(session, url).job()
+
+
+@asynccontextmanager
+async def talking(bus: Bus, job: str) -> AsyncIterator[None]:
+    """Somebody says a metric again and again."""
+
+    async def talk() -> None:
+        seq = 0
+        while True:
+            point = MetricPoint(
+                job=job, source="trainer", incarnation="i", seq=seq, time=1.0, step=seq, values={"loss": 0.25}
+            )
+            await bus.emit(METRIC, point, job=job, source="trainer")
+            await bus.flush()
+            seq += 1
+            await asyncio.sleep(0.05)
+
+    task = asyncio.create_task(talk())
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+def test_the_subscribers_are_short() -> None:
+    for file in EXAMPLES.iterdir():
+        if file.is_file():
+            assert len(file.read_text().splitlines()) <= 30, file.name
+
+
+async def test_the_subscriber_in_python_prints_what_happens(site: tuple[str, Bus]) -> None:
+    url, bus = site
+    job = await submitted(url)
+    environment = {**os.environ, "OPENTINKER_API_KEY": OPERATOR}
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, EXAMPLES / "live.py", job, url, stdout=asyncio.subprocess.PIPE, env=environment
+    )
+    assert process.stdout is not None
+    try:
+        async with talking(bus, job):
+            while not (line := await soon(process.stdout.readline())).startswith(b"metric."):
+                assert line, "it has ended"
+        subject, _, said = line.decode().partition(" ")
+        assert subject == f"metric.{job}.trainer" and orjson.loads(said)["values"] == {"loss": 0.25}
+    finally:
+        process.kill()
+        await process.wait()
+
+
+@asynccontextmanager
+async def beside(api: str) -> AsyncIterator[str]:
+    """The page and the API on one origin, as behind a proxy."""
+
+    async def page(_: web.Request) -> web.FileResponse:
+        return web.FileResponse(EXAMPLES / "live.html")
+
+    async def passed_on(request: web.Request) -> web.Response:
+        headers = {"Authorization": request.headers["Authorization"]}
+        async with aiohttp.ClientSession() as session, session.post(api + request.path, headers=headers) as answer:
+            return web.Response(body=await answer.read(), status=answer.status, content_type=answer.content_type)
+
+    app = web.Application()
+    app.add_routes([web.get("/live.html", page), web.post("/v1/{rest:.+}", passed_on)])
+    runner = web.AppRunner(app)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+    finally:
+        await runner.cleanup()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine: make browser (as root, on Debian)")
+async def test_the_subscriber_in_a_browser_shows_what_happens(site: tuple[str, Bus]) -> None:
+    from playwright.async_api import async_playwright
+
+    url, bus = site
+    job = await submitted(url)
+    async with async_playwright() as playwright:
+        options = ["--no-sandbox"] if os.geteuid() == 0 else []
+        browser = await playwright.chromium.launch(executable_path=CHROMIUM, args=options)
+        page = await browser.new_page()
+        async with talking(bus, job), beside(url) as origin:
+            await page.goto(f"{origin}/live.html#JOB={job}&KEY={OPERATOR}")
+
+            async def shown() -> list[dict[str, Any]]:
+                lines = (await page.inner_text("#said")).splitlines()
+                return [orjson.loads(line) for line in lines]
+
+            async def some() -> bool:
+                return len(await shown()) >= 3
+
+            await until(some)
+        points = [line for line in await shown() if "values" in line]
+        assert points and all(point["job"] == job and point["values"] == {"loss": 0.25} for point in points)
+        await browser.close()
+
+
+# --- Prometheus and Grafana -----------------------------------------------------------------------------------------
+
+
+def test_every_metric_of_a_panel_exists() -> None:
+    suffixes = {"counter": ("_total",), "histogram": ("_bucket", "_sum", "_count"), "gauge": ("",)}
+    known = {family.name + suffix for family in REGISTRY.collect() for suffix in suffixes[family.type]}
+    board = orjson.loads((OBSERVABILITY / "grafana" / "dashboards" / "opentinker.json").read_bytes())
+    expressions = [target["expr"] for panel in board["panels"] for target in panel.get("targets", [])]
+    assert len(expressions) > 30
+    assert {name for text in expressions for name in re.findall(r"opentinker_\w+", text)} <= known
+    named = {name for text in expressions for name in re.findall(r'name="([^"]+)"', text)}
+    assert named and undocumented(named) == []
+    families = {name for text in expressions for name in re.findall(r'name=~"([a-z]+/)', text)}
+    assert families == {"workers/", "jobs/"} and undocumented(f"{family}X" for family in families) == []
+    places = [tuple(panel["gridPos"][side] for side in "xy") for panel in board["panels"]]
+    assert len(set(places)) == len(places) and len({panel["id"] for panel in board["panels"]}) == len(places)
+
+
+def test_what_is_provisioned_fits_together() -> None:
+    scraped = yaml.safe_load((OBSERVABILITY / "prometheus.yml").read_text())["scrape_configs"]
+    grafana = OBSERVABILITY / "grafana"
+    (source,) = yaml.safe_load((grafana / "datasources" / "prometheus.yml").read_text())["datasources"]
+    (provider,) = yaml.safe_load((grafana / "providers" / "opentinker.yml").read_text())["providers"]
+    names = scraped[0]["dns_sd_configs"][0]["names"]
+    assert set(names) == {"scheduler", "trainer", "rollout-worker", "reference-forward", "env-worker"}
+    assert scraped[0]["honor_labels"] is True  # else a job's id would be the name of the scrape
+    board = orjson.loads((grafana / "dashboards" / "opentinker.json").read_bytes())
+    used = {panel["datasource"]["uid"] for panel in board["panels"] if "datasource" in panel}
+    assert used == {source["uid"]} and provider["type"] == "file"
