@@ -1,4 +1,4 @@
-"""`opentinker doctor`: what this machine has, found without importing anything heavy."""
+"""`opentinker doctor`: what this machine has, found without importing anything heavy. Servers: doctor_servers.py."""
 
 from __future__ import annotations
 
@@ -12,11 +12,13 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from opentinker.cli import doctor_servers
 from opentinker.embedded import DEFAULT_PORTS, STORE_BYTES, nats_binary, valkey_binary
 from opentinker.nearby import is_running
 from opentinker.processes import StartError, port_free
 from opentinker.shared.config import load_settings
 from opentinker.shared.errors import OpenTinkerError
+from opentinker.shared.gpus import visible
 from opentinker.shared.sandbox import Sandbox
 from opentinker.up import DEFAULT_PORT
 
@@ -34,7 +36,8 @@ Check = dict[str, str]
 
 def examine(data_dir: Path) -> list[Check]:
     """Each check: what, found, result (ok | note | bad), hint."""
-    return [_python(), *_packages(), *_servers(), *_ports(data_dir), _sandbox(), _disk(data_dir), _memory(), _gpu()]
+    here = [_python(), *_packages(), *_servers(), *_ports(data_dir), _sandbox(), _disk(data_dir), _memory(), _gpu()]
+    return [*here, _models(), *doctor_servers.servers(data_dir)]
 
 
 def _check(what: str, found: str, result: str = "ok", hint: str = "") -> Check:
@@ -133,5 +136,24 @@ def _memory() -> Check:
 
 
 def _gpu() -> Check:
-    nodes = sorted(Path("/dev").glob("nvidia[0-9]*"))
-    return _check("gpu", f"{len(nodes)} NVIDIA" if nodes else "none: everything runs on the CPU")
+    """Those that the driver describes (NVML); a device that it does not is not used."""
+    nodes, found = sorted(Path("/dev").glob("nvidia[0-9]*")), visible({})
+    if nodes and not found:
+        return _check("gpu", f"{len(nodes)} NVIDIA, none by NVML", "bad", "install the driver's NVML, and nvidia-ml-py")
+    if not found:
+        return _check("gpu", "none: everything runs on the CPU")
+    return _check("gpu", ", ".join(f"{gpu.index}: {gpu.model}, {gpu.memory / GIB:.0f} GiB" for gpu in found))
+
+
+def _models() -> Check:
+    """Where models of a hub are kept."""
+    home = Path(os.environ.get("HF_HOME", Path.home() / ".cache" / "huggingface"))
+    cache = Path(os.environ.get("HF_HUB_CACHE", home / "hub"))
+    held = len(list(cache.glob("models--*")))
+    place = cache
+    while not place.exists():
+        place = place.parent
+    if not os.access(place, os.W_OK):
+        hint = "set HF_HOME to a directory that services may write, or name models by directory"
+        return _check("model cache", f"{cache} cannot be written", "note", hint)
+    return _check("model cache", f"{held} models in {cache}, {shutil.disk_usage(place).free / GIB:.1f} GiB free")
