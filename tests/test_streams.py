@@ -344,7 +344,7 @@ async def test_a_credential_is_for_the_websocket_and_a_services_password_is_not(
 
 
 async def test_a_connection_ends_with_its_credential(api: Http, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stream_credentials, "LIFE_S", 3.0)
+    monkeypatch.setattr(stream_credentials, "LIFE_S", 8.0)
     key = await new_key_of(store, "red")
     credential = await given(api, await job_of(api, key), key)
     async with connected(credential["servers"][0], token=credential["token"]) as listener:

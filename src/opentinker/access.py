@@ -28,7 +28,7 @@ from opentinker.shared.subjects import SCHEDULER, SERVICES
 SERVERS = ("nats", "valkey")
 NATS_CONF, NATS_USERS, VALKEY_USERS = "nats.conf", "nats-users.conf", "valkey-users.acl"
 ISSUER = "nats-issuer"
-CALLOUT_S = 3
+CALLOUT_S = 5
 """How long nats-server waits for a scheduler's word about somebody who is none of the services."""
 
 
