@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import time
@@ -227,10 +228,10 @@ async def test_a_process_is_known_to_the_next_scheduler_and_ends_when_it_is_told
 
     async def gone() -> bool:
         await after.end("launched-rollout-0")
-        launcher._children["launched-rollout-0"].poll()
         return not await after.running()
 
     await until(gone)
+    await asyncio.to_thread(launcher._children["launched-rollout-0"].wait)
     assert not process.alive and not list(launched.folder(alone.data_dir).iterdir())
 
 

@@ -131,5 +131,6 @@ class ProcessLauncher:
         if process is not None:
             process.signal(signal.SIGKILL)  # what it has left behind
         self._told.pop(name, None)
-        self._children.pop(name, None)
+        if child := self._children.pop(name, None):
+            child.wait()  # it has ended, perhaps since it was looked at
         path.unlink(missing_ok=True)
