@@ -28,6 +28,7 @@ BUILT_IN = {
     "agent_program": "opentinker.envs.agents.program:AgentProgram",
     "alfworld": "opentinker.envs.alfworld:AlfWorld",
     "bandit": "opentinker.envs.bandit:Bandit",
+    "colours": "opentinker.envs.colours:Colours",
     "copy_digits": "opentinker.envs.copy_digits:CopyDigits",
     "gomoku": "opentinker.envs.gomoku:Gomoku",
     "gsm8k": "opentinker.envs.gsm8k:Gsm8k",

@@ -6,6 +6,7 @@ OpenTinkerError
  |- Conflict         HTTP 409: the object's state does not allow it
  |- Fenced           a newer epoch owns the job: stop acting for it at once, write nothing
  |- JobFailed        the job cannot go on: state `failed` with this text, leases released
+ |- BadImage         an image cannot be shown: its episode fails, or the request with it
 """
 
 from __future__ import annotations
@@ -38,4 +39,8 @@ class Fenced(OpenTinkerError):
 
 
 class JobFailed(OpenTinkerError):
+    pass
+
+
+class BadImage(OpenTinkerError):
     pass

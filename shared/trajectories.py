@@ -37,6 +37,22 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
     env_s: float = 0.0
 
 
+class Picture(msgspec.Struct, frozen=True, array_like=True):
+    """Where a trajectory shows an image."""
+
+    digest: str
+    """SHA-256 of the encoded image, in hexadecimal: a key of the group's `images`."""
+    runs: list[tuple[int, int]]
+    """[start, end) of its placeholder tokens, in order: the i-th of them all stands for the i-th embedding."""
+
+    @property
+    def tokens(self) -> int:
+        return sum(end - start for start, end in self.runs)
+
+    def moved(self, by: int) -> Picture:
+        return Picture(self.digest, [(start + by, end + by) for start, end in self.runs])
+
+
 class Trajectory(msgspec.Struct, frozen=True, kw_only=True):
     """What one policy saw and did in one episode, in one stream of tokens. Arrays are little-endian bytes of length T.
 
@@ -84,6 +100,10 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True):
     """The text of each of its first tokens, of the same episodes."""
     scores: dict[str, float] = {}
     """What reward models said, by name, added by reference-forward; weight times score is part of the last reward."""
+    pictures: list[Picture] = []
+    """The images that the policy saw, in order."""
+    images: dict[str, bytes] = {}
+    """By digest, PNG or JPEG: what they are, until the group has them (`together`)."""
 
     @property
     def ids(self) -> I32:
@@ -141,7 +161,15 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True):
                 raise ValueError("logprobs and values must be finite, and 0 where the policy did not sample")
         if (self.ids < 0).any():
             raise ValueError("token ids must not be negative")
+        self._check_pictures(mask)
         self._check_rewards(mask)
+
+    def _check_pictures(self, mask: U8) -> None:
+        at = 0
+        for start, end in (run for picture in self.pictures for run in picture.runs):
+            if not at <= start < end <= len(mask) or mask[start:end].any():
+                raise ValueError(f"image tokens [{start}, {end}) are out of order or the policy's own")
+            at = end
 
     def _check_rewards(self, mask: U8) -> None:
         at = 0
@@ -172,6 +200,8 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
     trajectories: list[Trajectory]
     trace: str = ""
     """The ticket's."""
+    images: dict[str, bytes] = {}
+    """By digest, PNG or JPEG: what the trajectories show, each image once."""
 
     @property
     def oldest(self) -> WeightVersion:
@@ -219,10 +249,21 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
             raise ValueError("a sample has one trajectory per seat and stream")
         for trajectory in self.trajectories:
             trajectory.check()
+        pictures = [picture for trajectory in self.trajectories for picture in trajectory.pictures]
+        if not {picture.digest for picture in pictures} <= self.images.keys():
+            raise ValueError("the group lacks an image that a trajectory shows")
+        if len({(p.digest, p.tokens) for p in pictures}) > len({p.digest for p in pictures}):
+            raise ValueError("the same image takes the same number of tokens everywhere")
         for streams in (streams for samples in self.seats.values() for streams in samples if len(streams) > 1):
             numbers = [turn.number for place in streams for turn in self.trajectories[place].turns]
             if len(set(numbers)) < len(numbers):
                 raise ValueError("the turns of a seat that has several streams must be numbered in order of play")
+
+
+def together(trajectories: Sequence[Trajectory]) -> tuple[list[Trajectory], dict[str, bytes]]:
+    """The trajectories without their images, and these, each of them once."""
+    images = {digest: data for trajectory in trajectories for digest, data in trajectory.images.items()}
+    return [msgspec.structs.replace(t, images={}) if t.images else t for t in trajectories], images
 
 
 def totals(trajectories: Sequence[Trajectory]) -> tuple[dict[str, float], dict[str, float]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from typing import Any
 from openai import AsyncOpenAI
 
 from opentinker.client import AsyncClient
-from opentinker.services.rollout_worker.engine import Completion, EngineLost, Progress, Sampling
+from opentinker.services.rollout_worker.engine import Completion, EngineLost, Progress, Sampling, Shown
 from opentinker.services.rollout_worker.inference import InferenceJob
 from opentinker.services.rollout_worker.render import Renderer
 from opentinker.shared.leasing import LeasedWorker
@@ -43,7 +43,12 @@ class Speaker:
         self.died: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     async def generate(
-        self, request: str, prompt_ids: list[int], sampling: Sampling, progress: Progress | None = None
+        self,
+        request: str,
+        prompt_ids: list[int],
+        sampling: Sampling,
+        progress: Progress | None = None,
+        shown: Sequence[Shown] = (),
     ) -> Completion:
         prompt = self.tokenizer.decode(prompt_ids)
         self.asked.append((prompt, sampling))

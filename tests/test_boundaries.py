@@ -26,6 +26,7 @@ HEAVY = {
     "opentinker.services.reference_forward.vocabulary",
     "opentinker.services.rollout_worker.vllm_engine",
     "opentinker.services.rollout_worker.vllm_ext",
+    "opentinker.services.rollout_worker.vllm_images",
     "opentinker.services.rollout_worker.vllm_model",
     "opentinker.services.trainer.corrections",
     "opentinker.services.trainer.critic",
@@ -51,6 +52,7 @@ HEAVY = {
     "opentinker.shared.nn.layers",
     "opentinker.shared.nn.lora",
     "opentinker.shared.nn.models",
+    "opentinker.shared.nn.sight",
     "opentinker.shared.nn.transport",
 }
 """The modules that may load what is too heavy for the others. They hold all of the heavy imports."""

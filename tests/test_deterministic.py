@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from opentinker.services.rollout_worker.engine import Completion, EngineError, Progress, Sampling
+from opentinker.services.rollout_worker.engine import Completion, EngineError, Progress, Sampling, Shown
 from opentinker.services.trainer.assembler import Assembler
 from opentinker.shared.admission import Admission
 from opentinker.shared.bus import Bus
@@ -92,7 +93,12 @@ class Failing(Mortal):
     """Cannot generate anything."""
 
     async def generate(
-        self, request: str, prompt_ids: list[int], sampling: Sampling, progress: Progress | None = None
+        self,
+        request: str,
+        prompt_ids: list[int],
+        sampling: Sampling,
+        progress: Progress | None = None,
+        shown: Sequence[Shown] = (),
     ) -> Completion:
         raise EngineError("out of luck")
 

@@ -3,22 +3,31 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 from collections.abc import AsyncIterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import nats
+import numpy as np
+import openai
 import pytest
 import pytest_asyncio
 import torch
 from nats.aio.msg import Msg
+from openai import AsyncOpenAI
 
+from examples.models.make_seeing import make_seeing
 from examples.models.make_tiny import make_tiny
+from opentinker.envs.colours import COLOURS
+from opentinker.envs.pictures import png
 from opentinker.shared import codec
 from opentinker.shared.rights import OPERATOR
 from opentinker.shared.spec import JobSpec
 from opentinker.shared.subjects import SWAP
 from opentinker.shared.types import SwapCommand
+from tests.api import OPERATOR as KEY
 from tests.cluster import BESIDE_METRICS, Cluster, undocumented
 from tests.conftest import soon, until
 from tests.factories import make_spec
@@ -270,6 +279,55 @@ async def test_evaluation_is_of_the_very_weights_of_its_step(system: Cluster, ti
             assert answer == tokenizer.decode(made, skip_special_tokens=True), (step, prompt)
         answers.append([one["messages"][1]["content"] for one in found["transcripts"]])
     assert len({tuple(one) for one in answers}) > 1, "the weights differ, and so do their answers"
+
+
+async def test_a_model_that_sees_learns_colours_and_tells_them_when_it_is_asked(
+    system: Cluster, tmp_path: Path
+) -> None:
+    base = await asyncio.to_thread(make_seeing, tmp_path / "seeing")
+    job = await system.submit(
+        make_spec(
+            model={"base": str(base)},
+            environment={"name": "colours", "config": {"colours": 3}},
+            algorithm={"group_size": 16, "groups_per_batch": 8, "max_staleness": 1, "kl_coef": 0.001},
+            rollout={"max_tokens": 1},
+            train={"steps": 150, "lr": 1e-3, "warmup_steps": 10, "checkpoint_every": 150, "target": {"exact": 0.8}},
+        )
+    )
+    record = await system.wait(job)
+    assert (record["state"], record["reason"]) == ("succeeded", "target reached")
+    lines = system.lines(job)
+    print(f"{len(lines)} steps, exact {lines[0]['exact']:.2f} to {lines[-1]['exact']:.2f}")
+    assert_exact_numerics(lines)
+    assert abs(lines[0]["loss/kl"]) < 1e-6 < lines[-1]["loss/kl"], "the reference sees what the policy saw"
+
+    serving = {"name": "eyes", "kind": "inference", "start": {"from": f"{job}@latest"}, "model": {"base": str(base)}}
+    eyes = str((await system.client.submit(serving))["id"])
+    try:
+        await until(partial(_is_running, system, eyes))
+        async with AsyncOpenAI(base_url=f"{system.client.url}/v1/jobs/{eyes}/v1", api_key=KEY) as client:
+            right = 0
+            for letter in "rgb":
+                solid = np.full((32, 32, 3), COLOURS[letter][1], np.uint8)
+                answer = await client.chat.completions.create(**_about(png(solid)))
+                right += answer.choices[0].message.content == letter
+            assert right >= 2
+            with pytest.raises(openai.BadRequestError, match="an image is neither PNG nor JPEG"):
+                await client.chat.completions.create(**_about(b"no image"))
+    finally:
+        await system.client.cancel(eyes)
+
+
+def _about(image: bytes) -> dict[str, Any]:
+    url = f"data:image/png;base64,{base64.b64encode(image).decode()}"
+    parts = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "colour? "}]
+    return {"model": "eyes", "messages": [{"role": "user", "content": parts}], "max_tokens": 1, "temperature": 0}
+
+
+async def _is_running(system: Cluster, job: str) -> bool:
+    record = await system.client.job(job)
+    assert record["state"] in ("queued", "starting", "running"), record["reason"]
+    return bool(record["state"] == "running")
 
 
 async def test_processes_end_well_and_the_trainer_saves_what_it_has(system: Cluster, tiny: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,7 +17,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from transformers import PreTrainedTokenizerFast
 
-from opentinker.services.rollout_worker.engine import Completion, EngineError, Progress, Sampling
+from opentinker.services.rollout_worker.engine import Completion, EngineError, Progress, Sampling, Shown
 from opentinker.services.rollout_worker.episode import Episode, EpisodeFailed, merge, turn_seed
 from opentinker.services.rollout_worker.render import Renderer
 from opentinker.shared.errors import JobFailed
@@ -56,7 +57,12 @@ class Script:
     asked: list[tuple[list[int], Sampling]] = field(default_factory=list)
 
     async def generate(
-        self, request: str, prompt_ids: list[int], sampling: Sampling, progress: Progress | None = None
+        self,
+        request: str,
+        prompt_ids: list[int],
+        sampling: Sampling,
+        progress: Progress | None = None,
+        shown: Sequence[Shown] = (),
     ) -> Completion:
         self.asked.append((list(prompt_ids), sampling))
         if not self.answers:
@@ -407,7 +413,7 @@ def test_what_tools_said_and_what_may_be_called_reach_the_template() -> None:
 
 def test_images_and_tools_that_a_model_cannot_be_shown_fail_the_job() -> None:
     picture = Message(role="user", content=[Text("what is this?"), Image(b"\x89PNG")])
-    with pytest.raises(JobFailed, match="shows images"):
+    with pytest.raises(JobFailed, match="show images, and the model does not see"):
         renderer().prompt([picture])
     with pytest.raises(JobFailed, match="tools need a chat template"):
         renderer("plain").prompt([picture], [Tool(name="t", description="", parameters={})])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 from nats.js.errors import NotFoundError
 
 from opentinker.services.rollout_worker import examiner
-from opentinker.services.rollout_worker.engine import Completion, EngineError, EngineLost, Progress, Sampling
+from opentinker.services.rollout_worker.engine import Completion, EngineError, EngineLost, Progress, Sampling, Shown
 from opentinker.services.rollout_worker.transcripts import shortened
 from opentinker.shared.bus import Bus
 from opentinker.shared.spec import JobSpec
@@ -137,7 +138,12 @@ async def test_exam_of_a_lost_engine_is_played_by_the_next(exams: Exams) -> None
 async def test_episode_that_always_fails_is_a_result_with_its_reason(exams: Exams) -> None:
     class Unlucky(Mortal):
         async def generate(
-            self, request: str, prompt_ids: list[int], sampling: Sampling, progress: Progress | None = None
+            self,
+            request: str,
+            prompt_ids: list[int],
+            sampling: Sampling,
+            progress: Progress | None = None,
+            shown: Sequence[Shown] = (),
         ) -> Completion:
             raise EngineError("out of luck")
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import uuid
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import structlog
 
-from opentinker.services.rollout_worker.engine import Completion, EngineError, EngineLost, Progress, Sampling
+from opentinker.services.rollout_worker.engine import Completion, EngineError, EngineLost, Progress, Sampling, Shown
 from opentinker.services.rollout_worker.episode import Sessions
 from opentinker.services.rollout_worker.render import Renderer
 from opentinker.services.rollout_worker.toy_engine import ToyEngine
@@ -55,11 +56,16 @@ class Mortal(ToyEngine):
         self.died = asyncio.Event()
 
     async def generate(
-        self, request: str, prompt_ids: list[int], sampling: Sampling, progress: Progress | None = None
+        self,
+        request: str,
+        prompt_ids: list[int],
+        sampling: Sampling,
+        progress: Progress | None = None,
+        shown: Sequence[Shown] = (),
     ) -> Completion:
         if self.poisoned:
             raise EngineLost("killed by its request")
-        return await super().generate(request, prompt_ids, sampling, progress)
+        return await super().generate(request, prompt_ids, sampling, progress, shown)
 
     async def watch(self) -> None:
         await self.died.wait()
@@ -167,7 +173,12 @@ class Uneven(Mortal):
         self.freed: list[int] = []
 
     async def generate(
-        self, request: str, prompt_ids: list[int], sampling: Sampling, progress: Progress | None = None
+        self,
+        request: str,
+        prompt_ids: list[int],
+        sampling: Sampling,
+        progress: Progress | None = None,
+        shown: Sequence[Shown] = (),
     ) -> Completion:
         index = int(request.split("-")[-3])
         if index in self.failing:
@@ -177,7 +188,7 @@ class Uneven(Mortal):
                 await asyncio.Event().wait()
             finally:
                 self.freed.append(index)
-        return await super().generate(request, prompt_ids, sampling, progress)
+        return await super().generate(request, prompt_ids, sampling, progress, shown)
 
 
 async def test_an_oversampled_group_is_closed_when_enough_episodes_have_ended(bench: Bench) -> None:

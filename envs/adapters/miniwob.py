@@ -10,6 +10,7 @@ from opentinker.envs.adapters import miniwob_page as page
 from opentinker.envs.adapters.library import Illegal, LibraryConfig, Randomness, episode_seed, refusal, unknown
 from opentinker.envs.adapters.miniwob_browsers import Shelf, programs, start
 from opentinker.envs.base import Action, Environment, Step, user
+from opentinker.envs.pictures import png
 from opentinker.shared.types import Image, Message, Text
 
 if TYPE_CHECKING:
@@ -201,9 +202,8 @@ class MiniWob(Environment):
         text = "\n".join(filter(None, [first, seen]))
         if not self.config.screenshot:
             return user(text)
-        from opentinker.envs.adapters import spaces
 
-        return Message(role="user", content=[Text(text), Image(data=spaces.png(self._observation["screenshot"]))])
+        return Message(role="user", content=[Text(text), Image(data=png(self._observation["screenshot"]))])
 
 
 def _key(keys: list[str], name: str) -> int:

@@ -6,8 +6,6 @@ Imports gymnasium, so it is itself imported where an adapter opens an episode.
 from __future__ import annotations
 
 import re
-import struct
-import zlib
 from typing import Any
 
 import msgspec
@@ -15,6 +13,7 @@ import numpy as np
 from gymnasium import spaces
 
 from opentinker.envs.adapters.library import Illegal, said
+from opentinker.envs.pictures import png
 from opentinker.shared.types import Image
 
 MASK = "action_mask"
@@ -62,17 +61,6 @@ def picture(space: Any, value: Any) -> Image | None:
     if not (isinstance(space, spaces.Box) and space.dtype == np.uint8 and len(shape) == 3 and shape[-1] == 3):
         return None
     return Image(data=png(np.asarray(value)))
-
-
-def png(pixels: Any) -> bytes:
-    """An array of height, width and three bytes of colour, in the plainest form of the format (RFC 2083)."""
-    height, width, _ = pixels.shape
-    rows = np.concatenate([np.zeros((height, 1), np.uint8), pixels.reshape(height, -1)], axis=1)
-    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
-    chunks = [(b"IHDR", header), (b"IDAT", zlib.compress(rows.tobytes())), (b"IEND", b"")]
-    framed = [struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
-              for kind, data in chunks]  # fmt: skip
-    return b"\x89PNG\r\n\x1a\n" + b"".join(framed)
 
 
 def _is_board(space: Any) -> bool:

@@ -25,6 +25,7 @@ from opentinker.shared.nn.layout import Layout, layout
 from opentinker.shared.nn.lora import adapter_bytes, causal_lm, with_adapter
 from opentinker.shared.nn.models import load_model, model_bytes, torch_dtype
 from opentinker.shared.nn.packing import pack
+from opentinker.shared.nn.sight import marked
 from opentinker.shared.spec import JobSpec
 from opentinker.shared.trajectories import Group
 from opentinker.shared.types import F32
@@ -108,12 +109,14 @@ class Scorer:
         for group in groups:
             _check_vocabulary(model, group)
         rows = [t for group in groups for t in group.trajectories]
+        images = {digest: data for group in groups for digest, data in group.images.items()}
         found_S = [np.zeros(len(t.mask_T), dtype=np.float32) for t in rows]
         sampled = [s for s, t in enumerate(rows) if t.mask.any()]
         for members in pack([len(rows[s].mask_T) for s in sampled], self.tokens_per_batch):
             batch = [sampled[m] for m in members]
             heat = None if heat_S is None else [heat_S[s] for s in batch]
-            plan = layout([rows[s].ids for s in batch], [rows[s].mask for s in batch], temperatures=heat)
+            ids, shown = marked([rows[s] for s in batch], images)
+            plan = layout(ids, [rows[s].mask for s in batch], temperatures=heat, shown=shown)
             self.computed += len(plan.ids_N)
             with torch.inference_mode():
                 found_M = compute(plan.to(self.device)).float().cpu().numpy()

@@ -5,14 +5,14 @@ Token ids in, token ids out. A weight swap may fall inside a generation: the spa
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
 from opentinker.shared.errors import OpenTinkerError
-from opentinker.shared.trajectories import Span
+from opentinker.shared.trajectories import Picture, Span
 from opentinker.shared.types import StopReason, SwapCommand, WeightVersion
 
 
@@ -39,6 +39,14 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     """None: drawn by the engine."""
 
 
+class Shown(NamedTuple):
+    """An image of a prompt."""
+
+    picture: Picture
+    inputs: Any
+    """What the model's tower is given: tensors by name, see `sight.Look`."""
+
+
 class Completion(msgspec.Struct, frozen=True, kw_only=True):
     ids: list[int]
     """Sampled tokens, the end-of-turn token included."""
@@ -63,11 +71,16 @@ class Engine(Protocol):
     async def start(self) -> None: ...
 
     async def generate(
-        self, request: str, prompt_ids: list[int], sampling: Sampling, progress: Progress | None = None
+        self,
+        request: str,
+        prompt_ids: list[int],
+        sampling: Sampling,
+        progress: Progress | None = None,
+        shown: Sequence[Shown] = (),
     ) -> Completion:
         """Raises EngineError, EngineLost among them. Cancelling the caller frees the request's resources.
 
-        `progress` hears of the completion's tokens as they come; of the last ones too.
+        `progress` hears of the completion's tokens as they come; of the last ones too. `shown`: the prompt's images.
         """
 
     async def abort(self, request: str) -> None:

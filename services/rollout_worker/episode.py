@@ -23,12 +23,12 @@ import msgspec
 import numpy as np
 
 from opentinker.services.rollout_worker.engine import Completion, Engine, EngineError, EngineLost, Sampling
-from opentinker.services.rollout_worker.render import Renderer
+from opentinker.services.rollout_worker.render import Renderer, images_of
 from opentinker.services.rollout_worker.transcripts import CHARACTERS, TOKENS, is_kept, shortened
-from opentinker.shared.errors import JobFailed
+from opentinker.shared.errors import BadImage, JobFailed
 from opentinker.shared.sessions import Isolation, Policy, SessionReply, StepSession
 from opentinker.shared.spec import JobSpec
-from opentinker.shared.trajectories import Span, Trajectory, Turn
+from opentinker.shared.trajectories import Picture, Span, Trajectory, Turn
 from opentinker.shared.types import Ending, Message, StopReason, Ticket, Tool
 
 Busy = Callable[[str], AbstractContextManager[object]]
@@ -71,8 +71,14 @@ class Stream:
         """Both sides' words so far."""
         self.spoken = 0
         """How many of these messages there are up to the policy's last."""
+        self.pictures: list[Picture] = []
+        self.images: dict[str, bytes] = {}
 
-    def observe(self, ids: list[int], messages: list[Message]) -> None:
+    def observe(self, ids: list[int], messages: list[Message], pictures: list[Picture]) -> None:
+        """`pictures`: where `ids` show what images."""
+        if pictures:
+            self.pictures += [picture.moved(len(self.ids)) for picture in pictures]
+            self.images |= images_of(messages)
         self.ids += ids
         self.mask += [0] * len(ids)
         self.logprobs += [0.0] * len(ids)
@@ -192,6 +198,7 @@ class Episode:
     async def _play(self, worker: str, reply: SessionReply) -> Ending:
         """Turns until an ending that is ordinary data."""
         while True:
+            await self._look(reply)
             stream = self._observe(reply)
             if stream is None:
                 return Ending.CONTEXT
@@ -256,6 +263,14 @@ class Episode:
                 owed.update({name: owed.get(name, 0.0) + value for name, value in parts.items()})
         return reply
 
+    async def _look(self, reply: SessionReply) -> None:
+        """At the images, beside the event loop; rendering finds them looked at."""
+        if any(message.images for message in reply.messages):
+            try:
+                await asyncio.to_thread(self.renderer.look, reply.messages)
+            except BadImage as error:
+                raise EpisodeFailed(Ending.ENV_BAD_REPLY, str(error)) from None
+
     def _observe(self, reply: SessionReply) -> Stream | None:
         """The stream that acts next, with what it now sees; None if that does not fit into the context."""
         stream = self.streams.get((reply.seat, reply.stream))
@@ -264,6 +279,7 @@ class Episode:
             stream = self.streams[reply.seat, reply.stream] = Stream(reply.seat, reply.stream, reply.tools)
         elif reply.tools and reply.tools != stream.tools:
             raise EpisodeFailed(Ending.ENV_BAD_REPLY, "the tools of a stream cannot change after its first turn")
+        pictures: list[Picture] = []
         if reply.prompt_ids is not None:
             if reply.prompt_ids[: len(stream.ids)] != stream.ids:
                 raise EpisodeFailed(Ending.ENV_BAD_REPLY, "prompt_ids do not begin with the stream's tokens so far")
@@ -271,7 +287,7 @@ class Episode:
         elif reply.prompt_text is not None:
             observed = self.renderer.plain(reply.prompt_text, first=new)
         else:
-            observed = self._rendered(stream, new, reply)
+            observed, pictures = self._rendered(stream, new, reply)
         fits = len(stream.ids) + len(observed) < self.context
         if self.turn == 0 and not (fits and observed):
             raise EpisodeFailed(
@@ -281,14 +297,18 @@ class Episode:
             raise EpisodeFailed(Ending.ENV_BAD_REPLY, f"stream {reply.stream!r} of seat {reply.seat!r} begins empty")
         if not fits:
             return None
-        stream.observe(observed, reply.messages)
+        stream.observe(observed, reply.messages, pictures)
         return stream
 
-    def _rendered(self, stream: Stream, new: bool, reply: SessionReply) -> list[int]:
+    def _rendered(self, stream: Stream, new: bool, reply: SessionReply) -> tuple[list[int], list[Picture]]:
         try:
             if new:
-                return self.renderer.prompt(reply.messages, reply.tools)
-            return self.renderer.extend(stream.turns[-1].stop == StopReason.EOS, reply.messages)
+                ids = self.renderer.prompt(reply.messages, reply.tools)
+            else:
+                ids = self.renderer.extend(stream.turns[-1].stop == StopReason.EOS, reply.messages)
+            return ids, self.renderer.pictures(reply.messages, ids)
+        except BadImage as error:
+            raise EpisodeFailed(Ending.ENV_BAD_REPLY, str(error)) from None
         except JobFailed as error:
             if self.turn == 0:
                 raise  # no episode of the job would begin
@@ -318,6 +338,7 @@ class Episode:
                 stop=[*rollout.stop, *asked.stop],
                 seed=None if rollout.seed is None else turn_seed(self.ticket.seed, self.index, self.turn),
             ),
+            shown=self.renderer.shown(stream.pictures, stream.images),
         )
         if completion.stop == StopReason.LENGTH and room < budget:
             return msgspec.structs.replace(completion, stop=StopReason.CONTEXT)
@@ -338,10 +359,17 @@ class Episode:
             reward=float(sum(turn.reward for turn in stream.turns)),
             metrics=self.metrics,
             seconds=seconds,
-            messages=stream.said[: stream.spoken] if self.spec.reward_models else None,
+            messages=[in_words(m) for m in stream.said[: stream.spoken]] if self.spec.reward_models else None,
             transcript=shortened(stream.said, CHARACTERS) if self.is_kept else None,
             pieces=self.renderer.pieces(stream.ids[:TOKENS]) if self.is_kept else None,
+            pictures=stream.pictures,
+            images=stream.images,
         )
+
+
+def in_words(message: Message) -> Message:
+    """Without its images: reward models read."""
+    return msgspec.structs.replace(message, content=message.text) if message.images else message
 
 
 def merge(spans: list[Span]) -> list[Span]:

@@ -19,14 +19,14 @@ from pathlib import Path
 
 import structlog
 
-from opentinker.services.rollout_worker.engine import Completion, Engine, EngineError, EngineLost, Sampling
-from opentinker.services.rollout_worker.render import Renderer
+from opentinker.services.rollout_worker.engine import Completion, Engine, EngineError, EngineLost, Sampling, Shown
+from opentinker.services.rollout_worker.render import Renderer, images_of
 from opentinker.services.rollout_worker.taking import WeightTaker
 from opentinker.services.rollout_worker.unfolding import Offsets, Unfolding
 from opentinker.shared import codec
 from opentinker.shared.bus import NoReply, NoResponders, TooLarge
 from opentinker.shared.codec import WireError
-from opentinker.shared.errors import JobFailed
+from opentinker.shared.errors import BadImage, JobFailed
 from opentinker.shared.inference import BEAT_S, Abandoned, Ask, Piece, Refusal, Reply, Underway, names_of
 from opentinker.shared.leasing import LeasedWorker
 from opentinker.shared.manifest import ADAPTER, read_manifest, start_of
@@ -282,7 +282,7 @@ class InferenceJob:
     async def _answer(self, talk: Talk) -> Reply:
         ask = talk.ask
         self._check_size(ask)
-        prompt = await asyncio.get_running_loop().run_in_executor(self.renderings, self._prompt, ask)
+        prompt, shown = await asyncio.get_running_loop().run_in_executor(self.renderings, self._prompt, ask)
         room = self.engine.context_length - len(prompt)
         sampling = Sampling(
             temperature=ask.manner.temperature,
@@ -295,9 +295,9 @@ class InferenceJob:
         places = Offsets(self.renderer)
         async with self.places:
             if ask.stream and not ask.tools:
-                completion = await self._stream(talk, prompt, sampling, places)
+                completion = await self._stream(talk, prompt, sampling, places, shown)
             else:
-                completion = await self.engine.generate(ask.id, prompt, sampling)
+                completion = await self.engine.generate(ask.id, prompt, sampling, None, shown)
         self.meter.counts["serving/answers"] += 1
         self.meter.counts["serving/prompt_tokens"] += len(prompt)
         self.meter.counts["serving/tokens"] += len(completion.ids)
@@ -317,8 +317,9 @@ class InferenceJob:
         if size > most:
             raise too_long(limit, size, unit)
 
-    def _prompt(self, ask: Ask) -> list[int]:
+    def _prompt(self, ask: Ask) -> tuple[list[int], list[Shown]]:
         """In a thread. Raises Refused."""
+        shown: list[Shown] = []
         if ask.stop and self.spec.rollout.engine == "toy":
             raise Refused("the simulated engine knows no stop strings", param="stop")
         if ask.token_ids is not None:
@@ -330,17 +331,20 @@ class InferenceJob:
         else:
             try:
                 ids = self.renderer.rendered(ask.messages, ask.tools)
-            except JobFailed as error:
+                shown = self.renderer.shown(self.renderer.pictures(ask.messages, ids), images_of(ask.messages))
+            except (JobFailed, BadImage) as error:
                 raise Refused(str(error), param="messages") from None
         limit = self.engine.context_length
         if not 0 < len(ids) < limit:
             raise too_long(limit, len(ids))
-        return ids
+        return ids, shown
 
-    async def _stream(self, talk: Talk, prompt: list[int], sampling: Sampling, places: Offsets) -> Completion:
+    async def _stream(
+        self, talk: Talk, prompt: list[int], sampling: Sampling, places: Offsets, shown: list[Shown]
+    ) -> Completion:
         """Sends what is certain of the text while it grows; the rest comes with the reply."""
         news, unfolding = News(), Unfolding(self.renderer, talk.ask.stop)
-        generating = asyncio.create_task(self.engine.generate(talk.ask.id, prompt, sampling, news.add))
+        generating = asyncio.create_task(self.engine.generate(talk.ask.id, prompt, sampling, news.add, shown))
         ids: list[int] = []
         logprobs: list[float] = []
         offsets: list[int] = []

@@ -2,32 +2,55 @@
 
 The first prompt is the chat template's rendering. What follows a model turn is the template's text after an assistant
 message, rendered once with a marker in the place of the model's own words, so that only new text is tokenised.
+
+For a model that sees, the template writes one placeholder per image, and in its place goes what the model's processor
+writes for that image (`shared/nn/sight.py`); which tokens these are, and of which image, is told by `pictures`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from opentinker.services.rollout_worker import tool_calls
+from opentinker.services.rollout_worker.engine import Shown
 from opentinker.services.rollout_worker.tool_calls import Said
 from opentinker.shared import codec
-from opentinker.shared.errors import JobFailed
+from opentinker.shared.errors import BadImage, JobFailed
 from opentinker.shared.model_files import code_in
-from opentinker.shared.types import Message, StopReason, Tool, ToolCall
+from opentinker.shared.trajectories import Picture
+from opentinker.shared.types import Image, Message, StopReason, Tool, ToolCall
+
+if TYPE_CHECKING:
+    from opentinker.shared.nn.sight import Look, Sight
 
 MARKER = "ANSWER0MARKER"
 MOST_PER_SIGN = 6
 """Tokens: a sign has at most 4 bytes, and some are written with a modifier."""
 BEFORE = [Message(role="user", content=".")]
+MOST_IMAGES = 64
+"""In one observation or request."""
 
 
 class Renderer:
-    """`mode` and `tool_format` are those of the spec's [model]. Raises JobFailed when the tokenizer cannot do it."""
+    """`mode` and `tool_format` are those of the spec's [model]. Raises JobFailed when the tokenizer cannot do it.
 
-    def __init__(self, tokenizer: Any, mode: str, eos_ids: frozenset[int], tool_format: str = "auto") -> None:
+    `sight`: of a model that images can be shown to; else `blind` says why they cannot.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        mode: str,
+        eos_ids: frozenset[int],
+        tool_format: str = "auto",
+        sight: Sight | None = None,
+        blind: str = "the model does not see",
+    ) -> None:
         self._tokenizer = tokenizer
+        self._sight, self._blind = sight, blind
         self._plain = mode == "plain"
         self._tool_format = tool_format
         self._cache: dict[bytes, list[int]] = {}
@@ -40,6 +63,7 @@ class Renderer:
                 "the model's tokenizer has no chat template; add one to the model directory, "
                 'or set model.chat_template = "plain" to join message contents without markup'
             )
+        self._in_parts = sight is not None and not self._plain and self._takes_parts(sight.token)
 
     @classmethod
     def load_light(cls, base: str, mode: str, tool_format: str = "auto") -> Renderer:
@@ -48,7 +72,7 @@ class Renderer:
 
         tokenizer = LightTokenizer(Path(base))
         ends = frozenset([tokenizer.eos_token_id] if tokenizer.eos_token_id is not None else [])
-        return cls(tokenizer, mode, ends, tool_format)
+        return cls(tokenizer, mode, ends, tool_format, blind="the simulated engine does not see")
 
     @classmethod
     def load(cls, base: str, mode: str, tool_format: str = "auto") -> Renderer:
@@ -62,7 +86,8 @@ class Renderer:
         except (OSError, ValueError) as error:
             raise JobFailed(f"no tokenizer in model {base!r}: {str(error).splitlines()[0]}") from None
         own = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-        return cls(tokenizer, mode, frozenset([*own, *_configured_ends(base)]), tool_format)
+        sight, blind = _sight_of(base)
+        return cls(tokenizer, mode, frozenset([*own, *_configured_ends(base)]), tool_format, sight, blind)
 
     @property
     def vocab_size(self) -> int:
@@ -74,7 +99,7 @@ class Renderer:
         return frozenset(ids[0] for d in "0123456789" if len(ids := self._encode(d)) == 1)
 
     def _template(self, messages: Sequence[Message], tools: Sequence[Tool], generate: bool) -> str:
-        chat = [as_chat(message) for message in messages]
+        chat = [as_chat(message, self._in_parts) for message in messages]
         offered = {"tools": [as_function(tool) for tool in tools]} if tools else {}
         try:
             text: str = self._tokenizer.apply_chat_template(
@@ -90,7 +115,7 @@ class Renderer:
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> list[int]:
         """`rendered`, of episodes: siblings of a group share the work."""
-        key = codec.encode([messages, tools])
+        key = hashlib.sha256(codec.encode([messages, tools])).digest()
         if key not in self._cache:
             if len(self._cache) >= 256:
                 self._cache.clear()
@@ -105,7 +130,7 @@ class Renderer:
         text = self._joined(messages, tools) if self._plain else self._template(messages, tools, generate=True)
         if tools:
             self._check_tools(text, messages)
-        return self._encode(text)
+        return self._encode(self._expanded(text, messages))
 
     def _check_tools(self, text: str, messages: Sequence[Message]) -> None:
         """Raises JobFailed if a prompt with tools does not differ from one without, or if no call could be read."""
@@ -119,7 +144,12 @@ class Renderer:
     def _joined(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> str:
         if tools:
             raise JobFailed('tools need a chat template that describes them: model.chat_template is "plain"')
-        return "".join(_text(message) for message in messages)
+        return "".join(
+            message.text
+            if isinstance(message.content, str) or self._sight is None
+            else "".join(self._sight.token if isinstance(part, Image) else part.text for part in message.content)
+            for message in messages
+        )
 
     def plain(self, text: str, *, first: bool) -> list[int]:
         """Ids of a text that no template has written. A stream that begins with it (`first`) begins with the special
@@ -130,12 +160,12 @@ class Renderer:
     def extend(self, ended_with_eos: bool, messages: Sequence[Message]) -> list[int]:
         """Ids between the model's last sampled token and its next turn."""
         if self._plain:
-            return self._encode(self._joined(messages))
+            return self._encode(self._expanded(self._joined(messages), messages))
         results = [message for message in messages if message.role == "tool"]
         ids = self._after_calls(messages, results) if results else None
         if ids is None:
             text = self._template([*BEFORE, Message(role="assistant", content=MARKER), *messages], (), generate=True)
-            ids = self._encode(text[text.rindex(MARKER) + len(MARKER) :])
+            ids = self._encode(self._expanded(text[text.rindex(MARKER) + len(MARKER) :], messages))
         return ids[1:] if ended_with_eos and ids and ids[0] in self.eos_ids else ids
 
     def _after_calls(self, messages: Sequence[Message], results: list[Message]) -> list[int] | None:
@@ -153,11 +183,74 @@ class Renderer:
             text = self._template([*BEFORE, only, *messages], (), generate=True)
         if MARKER not in text:
             return None
-        ids = self._encode(text[text.rindex(MARKER) + len(MARKER) :])
+        ids = self._encode(self._expanded(text[text.rindex(MARKER) + len(MARKER) :], messages))
         end = next((place for place, token in enumerate(ids) if token in self.eos_ids), None)
         if end is None:
             raise JobFailed("the model's chat template puts no end-of-turn token after an assistant's tool calls")
         return ids[end:]
+
+    # --- images -------------------------------------------------------------------------------------------------
+
+    def look(self, messages: Sequence[Message]) -> None:
+        """Blocking, for milliseconds an image; what follows is quick then. Raises BadImage."""
+        if self._sight is not None:
+            self._looks(messages)
+
+    def pictures(self, messages: Sequence[Message], ids: Sequence[int]) -> list[Picture]:
+        """Where `ids`, which are the rendering of `messages`, show their images."""
+        if self._sight is None:
+            return []
+        looks = self._looks(messages)
+        places = [place for place, token in enumerate(ids) if token == self._sight.token_id] if looks else []
+        if len(places) != sum(look.tokens for look in looks):
+            raise JobFailed("the model's tokenizer does not keep image tokens apart: is its image token a special one?")
+        found, at = [], 0
+        for look in looks:
+            found.append(Picture(look.digest, _runs(places[at : at + look.tokens])))
+            at += look.tokens
+        return found
+
+    def shown(self, pictures: Sequence[Picture], images: Mapping[str, bytes]) -> list[Shown]:
+        """As an engine takes them. `images`: by digest."""
+        if self._sight is None:
+            return []
+        return [Shown(picture, self._sight.look(images[picture.digest]).inputs) for picture in pictures]
+
+    def _looks(self, messages: Sequence[Message]) -> list[Look]:
+        """Raises JobFailed if the model cannot see, BadImage."""
+        images = [image for message in messages for image in message.images]
+        if self._sight is None:
+            if images:
+                raise JobFailed(f"the messages show images, and {self._blind}")
+            return []
+        if len(images) > MOST_IMAGES:
+            raise BadImage(f"{len(images)} images at once, and {MOST_IMAGES} are allowed")
+        if any(self._sight.token in message.text for message in messages):
+            raise BadImage(f"a text holds {self._sight.token}, which stands for an image in this model's prompts")
+        return [self._sight.look(image.data) for image in images]
+
+    def _expanded(self, text: str, messages: Sequence[Message]) -> str:
+        """With what stands for each image in the place of its placeholder. Raises JobFailed, BadImage."""
+        looks = self._looks(messages)
+        if not looks:
+            return text
+        assert self._sight is not None
+        first, *others = text.split(self._sight.token)
+        if len(others) != len(looks):
+            raise JobFailed(
+                f"the model's chat template shows {len(others)} of {len(looks)} images: use the one that the model "
+                'comes with, or set model.chat_template = "plain"'
+            )
+        return first + "".join(look.text + between for look, between in zip(looks, others, strict=True))
+
+    def _takes_parts(self, token: str) -> bool:
+        """Whether the chat template knows messages made of parts; many that do know no others."""
+        parts = [{"type": "image"}, {"type": "text", "text": MARKER}]
+        try:
+            text = self._tokenizer.apply_chat_template([{"role": "user", "content": parts}], tokenize=False)
+        except Exception:  # noqa: BLE001 - a template is the model's code: whatever it raises, it knows no parts
+            return False
+        return MARKER in text and text.count(token) == 1
 
     def said(self, ids: Sequence[int], tools: Sequence[Tool], *, stop: StopReason, turn: int) -> Said:
         """What the sampled tokens call of `tools`."""
@@ -208,9 +301,9 @@ class Renderer:
         return text
 
 
-def as_chat(message: Message) -> dict[str, Any]:
-    """As chat templates take it. Raises JobFailed for images."""
-    chat: dict[str, Any] = {"role": message.role, "content": _text(message)}
+def as_chat(message: Message, in_parts: bool = False) -> dict[str, Any]:
+    """As chat templates take it; images only if they take parts."""
+    chat: dict[str, Any] = {"role": message.role, "content": _parts(message) if in_parts else message.text}
     if message.tool_calls:
         chat["tool_calls"] = [
             {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
@@ -229,10 +322,40 @@ def as_function(tool: Tool) -> dict[str, Any]:
     return {"type": "function", "function": described}
 
 
-def _text(message: Message) -> str:
-    if message.images:
-        raise JobFailed("the environment shows images, and models that see are not served yet")
-    return message.text
+def _parts(message: Message) -> list[dict[str, str]]:
+    if isinstance(message.content, str):
+        return [{"type": "text", "text": message.content}]
+    return [{"type": "image"} if isinstance(p, Image) else {"type": "text", "text": p.text} for p in message.content]
+
+
+def images_of(messages: Sequence[Message]) -> dict[str, bytes]:
+    """By digest."""
+    return {hashlib.sha256(image.data).hexdigest(): image.data for message in messages for image in message.images}
+
+
+def _runs(places: Sequence[int]) -> list[tuple[int, int]]:
+    """[start, end) of neighbours."""
+    runs: list[tuple[int, int]] = []
+    for place in places:
+        start = runs.pop()[0] if runs and runs[-1][1] == place else place
+        runs.append((start, place + 1))
+    return runs
+
+
+def _sight_of(base: str) -> tuple[Sight | None, str]:
+    """What images are shown with, or why they cannot be shown. Models of text alone need nothing of it loaded."""
+    from transformers import PretrainedConfig
+
+    try:
+        config, _ = PretrainedConfig.get_config_dict(base)
+    except OSError:  # a tokenizer alone
+        config = {}
+    if config.get("vision_config") is None:
+        return None, f"model {base!r} has no eyes"
+    from opentinker.shared.nn.sight import Sight, blindness
+
+    why = blindness(base, config)
+    return (None, why) if why else (Sight.of(base), "")
 
 
 def _configured_ends(base: str) -> list[int]:

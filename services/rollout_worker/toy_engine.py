@@ -11,10 +11,11 @@ import hashlib
 import math
 import random
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from opentinker.services.rollout_worker.engine import Completion, EngineError, Progress, Sampling, SwapError
+from opentinker.services.rollout_worker.engine import Completion, EngineError, Progress, Sampling, Shown, SwapError
 from opentinker.shared.spec import ToySpec
 from opentinker.shared.trajectories import Span
 from opentinker.shared.types import SIMULATED, StopReason, SwapCommand, WeightVersion
@@ -52,8 +53,15 @@ class ToyEngine:
         """Nothing to load."""
 
     async def generate(
-        self, request: str, prompt_ids: list[int], sampling: Sampling, progress: Progress | None = None
+        self,
+        request: str,
+        prompt_ids: list[int],
+        sampling: Sampling,
+        progress: Progress | None = None,
+        shown: Sequence[Shown] = (),
     ) -> Completion:
+        if shown:
+            raise EngineError("the simulated engine does not see")
         if self.version is None:
             raise EngineError("the engine has no weights yet")
         if len(prompt_ids) >= self.context_length:

@@ -14,7 +14,7 @@ import shutil
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from opentinker.services.rollout_worker.engine import (
     EngineLost,
     Progress,
     Sampling,
+    Shown,
     SwapError,
 )
 from opentinker.shared.errors import JobFailed
@@ -52,6 +53,7 @@ from vllm.sampling_params import RequestOutputKind  # noqa: E402
 from vllm.v1.engine.async_llm import AsyncLLM  # noqa: E402
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError  # noqa: E402
 
+from opentinker.services.rollout_worker.vllm_images import engine_input  # noqa: E402
 from opentinker.services.rollout_worker.vllm_model import (  # noqa: E402
     LONGEST_DEFAULT_CONTEXT,
     context_limit,
@@ -60,6 +62,7 @@ from opentinker.services.rollout_worker.vllm_model import (  # noqa: E402
     write_adapter_config,
 )
 from opentinker.shared.nn.models import check_window  # noqa: E402
+from opentinker.shared.nn.sight import FAMILIES  # noqa: E402
 
 log = structlog.get_logger()
 
@@ -136,7 +139,12 @@ class VllmEngine:
         log.info("engine_started", model=self._model, seconds=round(time.perf_counter() - started, 2))
 
     async def generate(
-        self, request: str, prompt_ids: list[int], sampling: Sampling, progress: Progress | None = None
+        self,
+        request: str,
+        prompt_ids: list[int],
+        sampling: Sampling,
+        progress: Progress | None = None,
+        shown: Sequence[Shown] = (),
     ) -> Completion:
         room = self.context_length - len(prompt_ids)
         if self._broken:
@@ -152,7 +160,7 @@ class VllmEngine:
         told = 0
         try:
             async for output in self._engine().generate(
-                tokens_input(prompt_ids),
+                engine_input(prompt_ids, shown),
                 self._params(sampling, room, whole=progress is None),
                 request,
                 lora_request=adapter.request if adapter else None,
@@ -275,6 +283,8 @@ class VllmEngine:
         }
         if self._one_by_one:
             arguments["enable_prefix_caching"] = False  # a cached prefix makes a shorter, differently rounded prefill
+        if config.model_type in FAMILIES:  # images come processed; a tokenizer is asked for all the same
+            arguments |= {"skip_tokenizer_init": False, "mm_processor_cache_gb": 0, "skip_mm_profiling": on_cpu}
         if self._fp32_head:
             arguments["hf_overrides"] = {"head_dtype": "float32"}
         if self._lora is not None:

@@ -104,7 +104,8 @@ class BucketEngine(WeightTransferEngine[GroupInfo, VersionInfo]):  # type: ignor
         loaded = self.model.load_weights(unpack(self.manifest, self.buckets))
         if not ON_CPU:
             finalize_layerwise_reload(self.model, self.model_config)
-        missing = {name for name, _ in self.model.named_parameters()} - loaded
+        eyes = _eyes(self.model)
+        missing = {name for name, _ in self.model.named_parameters() if not name.startswith(eyes)} - loaded
         if missing:
             raise TransportError(f"no weights came for {', '.join(sorted(missing)[:5])}")
 
@@ -112,6 +113,12 @@ class BucketEngine(WeightTransferEngine[GroupInfo, VersionInfo]):  # type: ignor
         if self.group is not None:
             self.group.close()
             self.group = None
+
+
+def _eyes(model: Any) -> tuple[str, ...]:
+    """Names of what sees begin so: it is frozen, and never sent."""
+    parts = model.get_mm_mapping() if hasattr(model, "get_mm_mapping") else None
+    return () if parts is None else tuple(f"{part}." for part in [*parts.tower_model, *parts.connector])
 
 
 class WeightsExtension:

@@ -36,7 +36,7 @@ from opentinker.shared.spec import JobSpec
 from opentinker.shared.spec.frozen import is_scored
 from opentinker.shared.subjects import GROUP, SCORE, SWAP, TICKET, WAKE
 from opentinker.shared.telemetry import MetricSource
-from opentinker.shared.trajectories import Group, Trajectory
+from opentinker.shared.trajectories import Group, Trajectory, together
 from opentinker.shared.types import Ending, Lease, Ticket
 from opentinker.shared.waiting import hand_on, rest, set_within
 
@@ -208,15 +208,17 @@ class RolloutJob:
             for sample in samples:
                 sample.cancel()
             await asyncio.gather(*samples, return_exceptions=True)
+        trajectories, images = together(
+            [msgspec.structs.replace(t, index=index) for index, sample in enumerate(ended) for t in sample]
+        )
         group = Group(
             job=ticket.job,
             seq=ticket.seq,
             environment=self.spec.environment.name,
             worker=self.worker.info.id,
             trace=ticket.trace,
-            trajectories=[
-                msgspec.structs.replace(t, index=index) for index, sample in enumerate(ended) for t in sample
-            ],
+            trajectories=trajectories,
+            images=images,
         )
         await self._publish(group)
         await self.admission.accept(ticket.seq)  # the trainer may have seen it first: either way it counts once
@@ -272,11 +274,13 @@ class RolloutJob:
                     group = msgspec.structs.replace(group, trajectories=bare)
                     continue
                 longest = max(len(trajectory.mask_T) for trajectory in group.trajectories)
+                shown = sum(map(len, group.images.values()))
+                pictures = f" and its images {shown} bytes" if shown else ""
                 raise JobFailed(
                     f"a group must fit into one message, and group {group.seq} with {error.size} bytes does not (limit "
                     f"{error.limit}, NATS max_payload): algorithm.group_size is {group.samples}, its longest "
-                    f"episode has {longest} tokens, rollout.context_length is {self.engine.context_length}. Lower one "
-                    "of them, or raise max_payload in the server's configuration"
+                    f"episode has {longest} tokens{pictures}, rollout.context_length is {self.engine.context_length}. "
+                    "Lower one of them, or raise max_payload in the server's configuration"
                 ) from None
 
     async def _say_full(self, why: str) -> None:

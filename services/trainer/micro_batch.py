@@ -20,6 +20,7 @@ from opentinker.services.trainer.players import players_of
 from opentinker.shared.errors import JobFailed
 from opentinker.shared.nn.layout import Layout, layout
 from opentinker.shared.nn.packing import pack, share
+from opentinker.shared.nn.sight import marked
 from opentinker.shared.spec import JobSpec
 from opentinker.shared.trajectories import Group, Trajectory
 from opentinker.shared.types import WeightVersion
@@ -86,6 +87,7 @@ def _update(
     groups: Sequence[Group], first: int, version: WeightVersion, spec: JobSpec, device: torch.device, gang: Gang
 ) -> list[MicroBatch]:
     part = [t for group in groups for t in group.trajectories]
+    images = {digest: data for group in groups for digest, data in group.images.items()}
     players = [player for player in players_of(groups) if player.tokens]
     wholes = {place: player.tokens for player in players for place in player.places}
     sampled = [i for i, t in enumerate(part) if t.mask.any()]
@@ -97,7 +99,7 @@ def _update(
     micros = []
     for places in packed:
         members = [sampled[own[place]] for place in places]
-        micro = _micro_batch([part[i] for i in members], version, spec, device, tokens)
+        micro = _micro_batch([part[i] for i in members], version, spec, device, tokens, images)
         micro.scale_M = _scale(micro, [wholes[i] for i in members], len(players), spec)
         micro.members = [first + i for i in members]
         micros.append(micro)
@@ -119,8 +121,9 @@ def _idle(trajectory: Trajectory, version: WeightVersion, spec: JobSpec, device:
         mask_T=trajectory.mask[first - 1 : first + 1].tobytes(),
         logprobs_T=trajectory.logprobs[first - 1 : first + 1].tobytes(),
         ref_logprobs_T=trajectory.logprobs[first - 1 : first + 1].tobytes(),
+        pictures=[],
     )
-    return _micro_batch([short], version, spec, device, 1)
+    return _micro_batch([short], version, spec, device, 1, {})
 
 
 def _micro_batch(
@@ -129,7 +132,9 @@ def _micro_batch(
     spec: JobSpec,
     device: torch.device,
     batch_tokens: int,
+    images: Mapping[str, bytes],
 ) -> MicroBatch:
+    rows, shown = marked(trajectories, images)
     masks = [t.mask.astype(bool) for t in trajectories]
     counts = torch.tensor([int(mask.sum()) for mask in masks], device=device)
     reference = None
@@ -138,7 +143,7 @@ def _micro_batch(
     behaviour = _tensor([t.logprobs[m] for t, m in zip(trajectories, masks, strict=True)], np.float32, device)
     return MicroBatch(
         members=[],
-        plan=layout([t.ids for t in trajectories], masks).to(device),
+        plan=layout(rows, masks, shown=shown).to(device),
         behaviour_M=behaviour,
         reference_M=reference,
         current_M=_tensor([_current(t, version)[m] for t, m in zip(trajectories, masks, strict=True)], bool, device),

@@ -27,7 +27,7 @@ from opentinker.services.trainer.gang import Gang
 from opentinker.services.trainer.learner import BUCKET_BYTES, Interrupted, NonFinite
 from opentinker.shared.errors import JobFailed
 from opentinker.shared.nn import transport
-from opentinker.shared.nn.forward import token_scores
+from opentinker.shared.nn.forward import SIGHT, token_scores
 from opentinker.shared.nn.layers import float32_head, recompute_layers
 from opentinker.shared.nn.layout import Layout
 from opentinker.shared.nn.lora import attach_lora, causal_lm, lora_dropouts
@@ -205,19 +205,26 @@ class Policy:
             module.train(on)
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """What travels and is saved, in the job's dtype: Hugging Face names without tied duplicates, or PEFT names."""
+        """What is saved, in the job's dtype: Hugging Face names without tied duplicates, or PEFT names."""
+        return self._weights(frozen=True)
+
+    def _weights(self, *, frozen: bool) -> Iterator[tuple[str, Tensor]]:
+        """`frozen`: what never changes too, which is what a model sees with. It does not travel."""
         if self.spec.model.lora is not None:
             state = get_peft_model_state_dict(self.model, save_embedding_layers=False)
         else:
             untied: dict[int, tuple[str, Tensor]] = {}
             for name, tensor in self.causal.state_dict().items():
                 untied.setdefault(tensor.data_ptr(), (name, tensor))
+            if not frozen:
+                still = {p.data_ptr() for p in self.causal.parameters() if not p.requires_grad}
+                untied = {place: kept for place, kept in untied.items() if place not in still}
             state = revert_weight_conversion(self.causal, dict(untied.values()))
         for name, tensor in state.items():
             yield name, tensor.detach().to(self.dtype)
 
     def snapshot(self, version: WeightVersion) -> transport.Snapshot:
-        return transport.snapshot(version, self.named_weights(), BUCKET_BYTES)
+        return transport.snapshot(version, self._weights(frozen=False), BUCKET_BYTES)
 
     def save(self, directory: Path) -> None:
         """Model (or adapter) and tokenizer at the top, trainer state below `trainer/`."""
@@ -234,6 +241,8 @@ class Policy:
         directory.mkdir(parents=True, exist_ok=True)
         train_state.save_model(directory, self.model, saved.weights, self.dtype)
         self.tokenizer.save_pretrained(directory)
+        if (sight := getattr(self.causal, SIGHT, None)) is not None:
+            sight.save(directory)
         train_state.save(directory, saved.state, self.steps, cuda=self.device == "cuda")
 
     @property

@@ -38,7 +38,7 @@ from opentinker.services.trainer.learner import BUCKET_BYTES
 from opentinker.services.trainer.policy import Policy, Saved
 from opentinker.shared.errors import JobFailed, OpenTinkerError
 from opentinker.shared.nn import transport
-from opentinker.shared.nn.forward import token_scores
+from opentinker.shared.nn.forward import SIGHT, token_scores
 from opentinker.shared.nn.layout import Layout
 from opentinker.shared.nn.models import autocast
 from opentinker.shared.types import TensorInfo, WeightVersion
@@ -93,7 +93,12 @@ class Zero(Policy):
         self._share()
 
     def _share(self) -> None:
-        """From here on each rank holds its share only."""
+        """From here on each rank holds its share only. Raises JobFailed."""
+        if hasattr(self.causal, SIGHT):
+            raise JobFailed(
+                f"train.parallel = {self.spec.train.parallel!r} is not supported for models that see, of which a part "
+                "is frozen; take 'data'"
+            )
         self._whole = self._named_tensors()
         moments = train_state.moments(self.parameters, self.optimizer)
         self.optimizer.state.clear()

@@ -10,11 +10,15 @@ from collections.abc import Callable
 from typing import Any, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from opentinker.shared.nn.layout import Layout
+from opentinker.shared.errors import JobFailed
+from opentinker.shared.nn.layout import SEEN, Layout
 
+SIGHT = "opentinker_sight"
+"""Attribute of a loaded model that sees: its `sight.Sight`."""
 LOGITS_AT_ONCE = 1 << 24
 """Largest [tokens, vocabulary] that is kept for the backward pass; above it, logits are made in chunks, twice."""
 
@@ -62,7 +66,7 @@ def token_scores(
     together call it equally often.
     """
     hidden_1N = causal.get_decoder()(
-        input_ids=plan.ids_N[None], position_ids=plan.positions_N[None], use_cache=False, plan=plan
+        **_inputs(causal, plan), position_ids=plan.positions_N[None], use_cache=False, plan=plan
     ).last_hidden_state
     hidden_U = hidden_1N[0].index_select(0, plan.predictors_U)
     head = causal.get_output_embeddings()
@@ -85,8 +89,28 @@ def token_scores(
     return logprobs_U.index_select(0, plan.selected_M), entropy_U.index_select(0, plan.selected_M), hits_M
 
 
+def _inputs(causal: Any, plan: Layout) -> dict[str, Tensor]:
+    """Token ids; where images are shown, embeddings instead, with theirs in their places. Raises JobFailed."""
+    if not plan.shown:
+        return {"input_ids": plan.ids_N[None]}
+    sight = getattr(causal, SIGHT, None)
+    if sight is None:
+        raise JobFailed(f"the trajectories show images, and {type(causal).__name__} is no model that sees them")
+    image_FH = sight.embeddings(causal, plan.shown)
+    seen_N = plan.ids_N >= SEEN
+    token_NH = causal.get_input_embeddings()(plan.ids_N.masked_fill(seen_N, 0))
+    image_NH = F.embedding((plan.ids_N - SEEN).clamp(min=0), image_FH.to(token_NH.dtype))
+    return {"inputs_embeds": torch.where(seen_N[:, None], image_NH, token_NH)[None]}
+
+
 def token_values(decoder: Any, head: Any, plan: Layout) -> Tensor:
-    """float32 [M]: head(hidden state that predicts the token) of every mask-1 token. `head` maps it to one number."""
+    """float32 [M]: head(hidden state that predicts the token) of every mask-1 token. `head` maps it to one number.
+
+    Raises JobFailed where images are shown."""
+    if plan.shown:
+        raise JobFailed(
+            "the trajectories show images, and value models and critics do not see: take an algorithm without one"
+        )
     hidden_1N = decoder(
         input_ids=plan.ids_N[None], position_ids=plan.positions_N[None], use_cache=False, plan=plan
     ).last_hidden_state

@@ -22,6 +22,8 @@ import torch
 from torch import Tensor
 
 I64 = npt.NDArray[np.int64]
+SEEN = 1 << 31
+"""Ids from here on are no tokens: id - SEEN is the row of an image's embedding."""
 BUCKET_OVERHEAD = 256
 """Padded tokens that cost as much as one more attention call."""
 
@@ -40,6 +42,15 @@ class Rows:
 
     def to(self, device: torch.device | str) -> Rows:
         return Rows(self.tokens_R.to(device), self.places_N.to(device), self.ends.to(device), self.longest)
+
+
+class Seen(NamedTuple):
+    """An image that stands in a layout."""
+
+    digest: str
+    data: bytes
+    """PNG or JPEG."""
+    tokens: int
 
 
 @dataclass(frozen=True)
@@ -64,6 +75,8 @@ class Layout:
     """Where sequences differ in it; tokens are then distinct by temperature too."""
     rows: Rows | None = None
     """Instead of the buckets, where it is there: see `attention.py`."""
+    shown: tuple[Seen, ...] = ()
+    """Images whose embeddings, one image after the other, stand where `ids_N` are SEEN and more."""
 
     def unpadded(self) -> Layout:
         """With `rows`."""
@@ -101,13 +114,14 @@ def layout(
     *,
     share_prefixes: bool = True,
     temperatures: Sequence[float] | None = None,
+    shown: tuple[Seen, ...] = (),
 ) -> Layout:
     """Pack `sequences` (token ids each) whose mask-1 tokens (never the first) need a log-probability.
 
     Tokens that no mask-1 token depends on (the last one, trailing observations) are left out. Each distinct prefix is a
     node of the trie; nodes are numbered in lexicographic order of the sequences.
     `temperatures`: one per sequence, for `token_logprobs(temperature=plan.temperatures_U)`; sequences share hidden
-    states whatever theirs are.
+    states whatever theirs are. `shown`: see `sight.marked`.
     """
     places_S = [np.flatnonzero(np.asarray(mask)) for mask in masks]
     if any(len(places) and places[0] == 0 for places in places_S):
@@ -137,6 +151,7 @@ def layout(
         selected_M=torch.from_numpy(selected_M.reshape(-1)),
         lengths=tuple(len(row) for row in rows),
         temperatures_U=None if temperatures is None else torch.from_numpy(levels[levels_U]).float(),
+        shown=shown,
     )
 
 

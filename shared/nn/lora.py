@@ -14,7 +14,9 @@ from torch import nn
 from opentinker.shared.errors import JobFailed
 from opentinker.shared.manifest import ADAPTER
 from opentinker.shared.model_files import code_in, unsafe_weights_in
+from opentinker.shared.nn.forward import SIGHT
 from opentinker.shared.nn.models import first_line
+from opentinker.shared.nn.sight import EYES
 from opentinker.shared.spec import LoraSpec
 from opentinker.shared.tensors import difference, shapes_in
 
@@ -28,6 +30,7 @@ def attach_lora(model: nn.Module, lora: LoraSpec) -> PeftModel:
         lora_dropout=lora.dropout,
         target_modules=lora.target_modules,
         init_lora_weights=True if lora.init == "kaiming" else lora.init,
+        exclude_modules=EYES if hasattr(model, SIGHT) else None,
     )
     try:
         adapted = get_peft_model(model, config)

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
     AutoTokenizer,
@@ -28,8 +29,9 @@ from transformers.utils import logging as transformers_logging
 from opentinker.shared.errors import JobFailed
 from opentinker.shared.model_files import code_in, unsafe_weights_in
 from opentinker.shared.nn.attention import PACKED
-from opentinker.shared.nn.forward import token_logprobs, token_values
+from opentinker.shared.nn.forward import SIGHT, token_logprobs, token_values
 from opentinker.shared.nn.layout import Layout, layout
+from opentinker.shared.nn.sight import FAMILIES, Sight
 from opentinker.shared.tensors import difference
 
 transformers_logging.disable_progress_bar()
@@ -57,11 +59,15 @@ def autocast(device: str, dtype: torch.dtype) -> Any:
 def load_model(base: str, dtype: torch.dtype, device: torch.device | str = "cpu") -> nn.Module:
     """A causal language model in eval mode, with packed attention, proven to agree with its own plain forward.
 
-    Safetensors only, no remote code. Raises JobFailed for a path that is no such model, and for an architecture that
-    the packed forward pass cannot compute.
+    Of one that sees, the language model alone has gradients. Safetensors only, no remote code. Raises JobFailed for a
+    path that is no such model, and for an architecture that the packed forward pass cannot compute.
     """
-    model = _from_pretrained(AutoModelForCausalLM, base, config_of(base), dtype, attn_implementation="sdpa")
+    config = config_of(base)
+    model = _from_pretrained(_language_auto(config), base, config, dtype, attn_implementation="sdpa")
     model.to(device).eval()
+    if _language_auto(config) is AutoModelForImageTextToText:
+        setattr(model, SIGHT, Sight.of(base))
+        _freeze_eyes(model)
 
     def plain(ids_1T: Tensor) -> Tensor:
         logprobs_TV = model(input_ids=ids_1T, use_cache=False).logits[0].float().log_softmax(-1)
@@ -75,6 +81,18 @@ def load_model(base: str, dtype: torch.dtype, device: torch.device | str = "cpu"
             f"plain forward by {apart:.3g} (attention or output head of a kind that is not supported)"
         )
     return model
+
+
+def _language_auto(config: Any) -> Any:
+    """What loads it. Models that see, but not as we know it, are models of text alone, if they can be."""
+    return AutoModelForImageTextToText if config.model_type in FAMILIES else AutoModelForCausalLM
+
+
+def _freeze_eyes(model: Any) -> None:
+    trained = [*model.get_decoder().parameters(), *model.get_output_embeddings().parameters()]
+    model.requires_grad_(False)
+    for parameter in trained:
+        parameter.requires_grad_(True)
 
 
 def load_classifier(base: str, dtype: torch.dtype, device: torch.device | str = "cpu") -> nn.Module:
@@ -162,7 +180,8 @@ def model_bytes(base: str, dtype: torch.dtype, *, head: str = "language") -> int
     config = _headed_config(base, head)
     try:
         with _LOADING, torch.device("meta"):
-            empty = HEADS[head].from_config(config, dtype=dtype, trust_remote_code=False)
+            auto = _language_auto(config) if head == "language" else HEADS[head]
+            empty = auto.from_config(config, dtype=dtype, trust_remote_code=False)
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         raise JobFailed(f"model {base!r} could not be measured: {first_line(error)}. {_ADVICE}") from error
     return sum(p.numel() * p.element_size() for p in empty.parameters())
@@ -174,7 +193,7 @@ def refuse_other_model(base: str, wanted: str) -> None:
     for name in (base, wanted):
         config = config_of(name)
         with _LOADING, torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+            model = _language_auto(config).from_config(config, trust_remote_code=False)
         shapes.append({name: p.shape for name, p in model.named_parameters()})
         plain = config.get_text_config().to_dict()
         settings.append({name: value for name, value in plain.items() if name not in _NO_PART_OF_THE_MODEL})
@@ -271,7 +290,7 @@ def _packed_difference(
     with torch.no_grad():
         expected_M = torch.cat([plain(torch.tensor([row], device=device)) for row in rows])
         try:
-            model.set_attn_implementation(PACKED)
+            model.set_attn_implementation({"text_config": PACKED} if hasattr(model, SIGHT) else PACKED)
             plan = layout(rows, [[0] + [1] * (len(row) - 1) for row in rows])
             found_M = packed(plan.to(device))
         except (TypeError, ValueError, KeyError, AttributeError, NotImplementedError) as error:

@@ -12,7 +12,7 @@ import orjson
 import torch
 from peft import PeftModel
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from opentinker.shared.manifest import MANIFEST
 
@@ -31,7 +31,8 @@ def merge(adapter: Path, target: Path, base: str | None = None) -> None:
         raise ValueError(f"the adapter's base model {named} is not on this machine; {ADVICE}")
     try:
         config = AutoConfig.from_pretrained(named, trust_remote_code=False)
-        model = AutoModelForCausalLM.from_pretrained(
+        reads = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
+        model = (AutoModelForCausalLM if reads else AutoModelForImageTextToText).from_pretrained(
             named, dtype=torch.float32, use_safetensors=True, trust_remote_code=False
         )
     except (OSError, ValueError, KeyError, SafetensorError) as error:

@@ -1,4 +1,4 @@
-"""Geometry; of rows that show nothing, for models that see are not served yet."""
+"""Geometry; of rows that show nothing, or with a model that sees."""
 
 from omegaconf import OmegaConf
 from utils.http_training_client import SchedulerClient, ServiceClient  # type: ignore[import-not-found]

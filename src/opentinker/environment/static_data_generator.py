@@ -73,11 +73,6 @@ class StaticDatasetGenerator(AbstractGameDataGenerator):
             sample["images"] = images_of((where, row), self.image_key, folder)
         return sample
 
-    def first_with_images(self) -> str:
-        """Where the first row stands that shows something; empty if none does."""
-        found = (where for where, row, _ in self._read if self.image_key is not None and row.get(self.image_key))
-        return next(found, "")
-
     def _truth(self, row: dict[str, Any]) -> Any:
         for holder in (row, *(row[name] for name in HOLDERS if isinstance(row.get(name), dict))):
             if holder.get(self.ground_truth_key) is not None:

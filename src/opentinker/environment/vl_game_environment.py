@@ -7,7 +7,6 @@ from typing import Any
 from opentinker.environment.rows_environment import Paths, RowsEnvironment
 from opentinker.environment.static_data_generator import StaticDatasetGenerator
 from opentinker.envs.game import AbstractGame
-from opentinker.shared.rows import RowError
 
 
 class VLGameEnvironment(RowsEnvironment):
@@ -15,7 +14,7 @@ class VLGameEnvironment(RowsEnvironment):
     {"bytes": ...} or {"path": ...} (beside the data file), or as a data: URL. They stand where the prompt says
     `<image>`, else before the text of the first user message.
 
-    No model that sees is served yet: `set_config` refuses rows that show something, and plays those that do not.
+    Rows that show something need a model that sees, of a family that is supported: else the job fails, and says so.
     """
 
     def __init__(
@@ -35,13 +34,3 @@ class VLGameEnvironment(RowsEnvironment):
         rows = super().generator(paths, seed)
         rows.image_key = self.image_key
         return rows
-
-    def setup(self, client: Any) -> None:
-        """Raises RowError if a row shows an image: nobody here could see it."""
-        for loader in (self.train_dataloader, self.val_dataloader):
-            if loader is not None and (where := loader.dataset.data_generator.first_with_images()):
-                raise RowError(
-                    f"{where}: shows images, and models that see are not served yet; leave the column "
-                    f"{self.image_key} out to train on the texts alone"
-                )
-        super().setup(client)
