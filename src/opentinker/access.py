@@ -5,6 +5,7 @@
     FOLDER/valkey-users.acl       a user per service, with its keys and the hash of its password
     FOLDER/{nats,valkey}-SERVICE  the password, for that service alone
     FOLDER/nats-issuer            the seed of the nkey with which schedulers sign who else may come in
+    FOLDER/operator-key           of the API, made by `deal`: elsewhere by `opentinker up` or `opentinker keys init`
 
 Rights are of this release (`shared/rights.py`) and written anew at every start; passwords stay. To change one, delete
 its file and start again.
@@ -21,13 +22,14 @@ from pathlib import Path
 from typing import Any
 
 from opentinker.shared.config import PREFIX
+from opentinker.shared.keys import new_key
 from opentinker.shared.nats_tokens import Signer, new_seed
 from opentinker.shared.rights import ANYBODY_RULES, OPERATOR, OPERATOR_RULES, nats_rights, redis_rules
 from opentinker.shared.subjects import SCHEDULER, SERVICES
 
 SERVERS = ("nats", "valkey")
 NATS_CONF, NATS_USERS, VALKEY_USERS = "nats.conf", "nats-users.conf", "valkey-users.acl"
-ISSUER = "nats-issuer"
+ISSUER, OPERATOR_KEY = "nats-issuer", "operator-key"
 CALLOUT_S = 5
 """How long nats-server waits for a scheduler's word about somebody who is none of the services."""
 
@@ -113,11 +115,26 @@ class Access:
         ]
         return {"apiVersion": "v1", "kind": "List", "items": items}
 
+    def deal(self, into: Path, key_env: str) -> list[Path]:
+        """To each service, and to each server, a folder of its own with what it needs: INTO/trainer may be given to the
+        trainer, who then sees nothing of others. Made anew each time; returns the folders. The scheduler's has a key
+        of an operator."""
+        _once(self.folder / OPERATOR_KEY, new_key(key_env))
+        hands = {service: self._files(service) for service in SERVICES}
+        hands[SCHEDULER].append(self.folder / OPERATOR_KEY)
+        hands |= {"nats": [self.nats_conf, self.folder / NATS_USERS], "valkey": [self.valkey_users]}
+        for name, files in hands.items():
+            (into / name).mkdir(parents=True, exist_ok=True, mode=0o700)
+            for file in files:
+                _write(into / name / file.name, file.read_text())
+        return [into / name for name in hands]
+
+    def _files(self, service: str) -> list[Path]:
+        told = self.environment(service)
+        return [Path(told[name]) for name in told if name.endswith("_FILE")]
+
     def _write(self, name: str, text: str) -> None:
-        temporary = self.folder / f"{name}.tmp"
-        temporary.unlink(missing_ok=True)
-        _once(temporary, text)
-        temporary.replace(self.folder / name)
+        _write(self.folder / name, text)
 
 
 def nats_users(passwords: dict[str, str], websocket: WebSocket | None, issuer: str) -> str:
@@ -163,6 +180,13 @@ def valkey_users(passwords: dict[str, str]) -> str:
 
 def _list(subjects: list[str] | tuple[str, ...]) -> str:
     return "[" + ", ".join(f'"{subject}"' for subject in subjects) + "]"
+
+
+def _write(path: Path, text: str) -> None:
+    temporary = path.with_name(f"{path.name}.tmp")
+    temporary.unlink(missing_ok=True)
+    _once(temporary, text)
+    temporary.replace(path)
 
 
 def _once(path: Path, text: str) -> None:

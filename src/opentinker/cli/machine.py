@@ -126,11 +126,16 @@ def access(
     secrets: Annotated[
         str | None, typer.Option(help="Print Secrets of Kubernetes, whose names begin so, for `kubectl apply -f -`.")
     ] = None,
+    deal: Annotated[
+        Path | None,
+        typer.Option(metavar="INTO", help="Also copy to INTO/SERVICE, for each, what that one needs alone."),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Write users, rights and passwords for a NATS and a Valkey or Redis of your own.
 
-    `opentinker up` does so for the servers that it starts, in DATA_DIR/run/access.
+    `opentinker up` does so for the servers that it starts, in DATA_DIR/run/access. With --deal there are INTO/nats and
+    INTO/valkey too, and INTO/scheduler has an operator's key, `operator-key`, for the setting admin_key_file.
     """
     from opentinker.access import Access, WebSocket
     from opentinker.embedded import shipped_conf
@@ -141,6 +146,10 @@ def access(
     made = Access(folder, shipped_conf("nats.conf"), websocket)
     if secrets is not None:
         print_json(made.secrets(secrets))
+        return
+    if deal is not None:
+        dealt = made.deal(deal, load_settings().key_env)
+        print_json({"dealt": dealt}) if as_json else say("\n".join(map(str, dealt)))
         return
     if as_json:
         print_json(

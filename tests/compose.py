@@ -1,0 +1,73 @@
+"""A project of docker compose that a test starts: commands, containers, and what is killed in them."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import subprocess
+import uuid
+from typing import Any
+
+import orjson
+
+from tests.cluster import ROOT
+
+COMMAND_S = 3000.0
+"""Building everything from nothing."""
+CHILD_OF_INIT = "kill -9 $(cat /proc/1/task/1/children)"
+
+
+def lacking() -> str:
+    """Why nothing can be started here; empty if it can."""
+    if shutil.which("docker") is None:
+        return "no docker here"
+    for words, what in ((["info"], "no docker engine answers"), (["compose", "version"], "docker has no compose v2")):
+        tried = subprocess.run(["docker", *words], capture_output=True, text=True, timeout=60, check=False)
+        if tried.returncode != 0:
+            return f"{what}: {(tried.stderr.strip() or tried.stdout.strip()).splitlines()[-1]}"
+    return ""
+
+
+class Project:
+    """Its name, its ports and its volumes are its own; images are those of the checkout."""
+
+    def __init__(self, published: dict[str, str]) -> None:
+        self.name = f"opentinker-test-{uuid.uuid4().hex[:8]}"
+        self._environ = {**os.environ, **published, "DOCKER_BUILDKIT": "1"}
+
+    async def compose(self, *words: str) -> str:
+        files = ("-f", "docker-compose.yml", "-f", "deploy/compose.sandbox.yml")
+        return await self._run("docker", "compose", "-p", self.name, *files, "--profile", "cpu", *words)
+
+    async def docker(self, *words: str) -> str:
+        return await self._run("docker", *words)
+
+    async def containers(self, service: str) -> list[str]:
+        """Ids of those that run."""
+        return (await self.compose("ps", "-q", service)).split()
+
+    async def inspect(self, container: str) -> dict[str, Any]:
+        found: dict[str, Any] = orjson.loads(await self.docker("inspect", container))[0]
+        return found
+
+    async def kill_process(self, container: str) -> None:
+        """The service, from inside: a crash, after which Docker starts the container again."""
+        await self.docker("exec", container, "sh", "-c", CHILD_OF_INIT)
+
+    async def bytes_of(self, image: str) -> int:
+        return int(await self.docker("image", "inspect", "-f", "{{.Size}}", image))
+
+    async def _run(self, *argv: str) -> str:
+        done = await asyncio.to_thread(
+            subprocess.run,
+            argv,
+            cwd=ROOT,
+            env=self._environ,
+            capture_output=True,
+            text=True,
+            timeout=COMMAND_S,
+            check=False,
+        )
+        assert done.returncode == 0, f"{' '.join(argv)}: {done.stderr[-4000:]}"
+        return str(done.stdout)
