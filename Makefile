@@ -82,6 +82,11 @@ JOBS ?= 2
 test: setup browser games helm
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
+# docker-compose.yml on this machine's Docker: images are built, a job runs while containers are added and killed. Without
+# an engine, or compose, it is skipped. It keeps to a project, ports and volumes of its own, and removes them.
+compose-test: setup
+	OPENTINKER_COMPOSE_TEST=1 $(BIN)/python -m pytest tests/test_compose.py -s
+
 check: setup $(MODULES)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
@@ -110,6 +115,7 @@ LOCK := $(BIN)/uv pip compile --quiet --no-header --no-annotate --generate-hashe
 	--python-platform x86_64-manylinux_2_36
 locks: setup
 	$(LOCK) deploy/locks/build.in -o deploy/locks/build.txt
+	$(LOCK) deploy/locks/page.in -o deploy/locks/page.txt
 	$(LOCK) deploy/locks/servers.in -o deploy/locks/servers.txt
 	$(LOCK) pyproject.toml --extra scheduler --extra math -o deploy/locks/light.txt
 	$(LOCK) pyproject.toml --extra reference --extra trainer --extra rollout \

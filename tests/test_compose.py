@@ -37,8 +37,10 @@ BUILT: dict[str, dict[str, Any]] = {
 ONCE = {"init", "tiny-model"}
 LOCKS = ROOT / "deploy" / "locks"
 LIGHT_BYTES = 300_000_000
+PARITY = ROOT / "examples" / "environments" / "parity"
+TINY = "/srv/opentinker/runs/models/tiny"
 ASKED = bool(os.environ.get("OPENTINKER_COMPOSE_TEST"))
-STEPS = 60
+STEPS = 40
 LONG_S = 900.0
 """For steps of a job on a machine that builds images besides."""
 
@@ -197,6 +199,7 @@ async def test_a_job_trains_while_containers_come_and_go(tmp_path: Path) -> None
         key = (await project.compose("exec", "-T", "scheduler", "cat", "/run/opentinker/operator-key")).strip()
         async with AsyncClient(f"http://127.0.0.1:{port}", api_key=key, wait_s=60) as client:
             await _trains(project, client, tmp_path)
+            await _trains_in_sandboxes(client)
     left = await project.docker(
         "ps", "--all", "--quiet", "--filter", f"label=com.docker.compose.project={project.name}"
     )
@@ -205,7 +208,7 @@ async def test_a_job_trains_while_containers_come_and_go(tmp_path: Path) -> None
 
 async def _trains(project: Project, client: AsyncClient, tmp_path: Path) -> None:
     spec = tomllib.loads((ROOT / "examples" / "copy_digits.toml").read_text())
-    spec["model"]["base"] = "/srv/opentinker/runs/models/tiny"
+    spec["model"]["base"] = TINY
     spec["train"] |= {"steps": STEPS, "checkpoint_every": 10, "target": {}}
     spec["resources"] = {"rollout_workers": 2}
     began = time.monotonic()
@@ -240,3 +243,14 @@ async def _trains(project: Project, client: AsyncClient, tmp_path: Path) -> None
     assert [point["step"] for point in (await client.checkpoints(job))][-1] == STEPS
     model = await client.download(job, tmp_path / "model")
     assert (model / "model.safetensors").stat().st_size > 1_000_000
+
+
+async def _trains_in_sandboxes(client: AsyncClient) -> None:
+    pushed = await client.push_environment(PARITY)
+    assert pushed["checked"]
+    spec = tomllib.loads((PARITY / "job.toml").read_text())
+    spec["model"]["base"] = TINY
+    spec["train"] |= {"steps": 3, "warmup_steps": 0}
+    record = await client.wait((await client.submit(spec))["id"], LONG_S)
+    assert (record["state"], record["step"]) == ("succeeded", 3), record["reason"]
+    tell("an upload was trained on in sandboxes")
