@@ -29,7 +29,9 @@ class Action(StrEnum):
     JOBS_WRITE = "jobs:write"
     """Submit, cancel, complete."""
     CHECKPOINTS_READ = "checkpoints:read"
-    """Download weights."""
+    """Download weights, and other files that jobs leave."""
+    CHECKPOINTS_WRITE = "checkpoints:write"
+    """Publish, unpublish, delete."""
     INFERENCE_USE = "inference:use"
     """Ask the model of an inference job."""
     ENVIRONMENTS_READ = "environments:read"
@@ -55,7 +57,13 @@ SCOPES = frozenset(Action) - {Action.FREE, Action.ABOUT}
 
 _VIEWER = {Action.JOBS_READ, Action.CHECKPOINTS_READ, Action.ENVIRONMENTS_READ}
 _MEMBER = _VIEWER | {
-    *(Action.JOBS_WRITE, Action.INFERENCE_USE, Action.ENVIRONMENTS_WRITE, Action.ENVIRONMENTS_SERVE),
+    *(
+        Action.JOBS_WRITE,
+        Action.CHECKPOINTS_WRITE,
+        Action.INFERENCE_USE,
+        Action.ENVIRONMENTS_WRITE,
+        Action.ENVIRONMENTS_SERVE,
+    ),
 }
 _ADMIN = _MEMBER | {Action.KEYS_READ, Action.KEYS_WRITE}
 MAY: dict[Role, frozenset[Action]] = {

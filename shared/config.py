@@ -16,9 +16,11 @@ from pydantic_core import PydanticCustomError
 
 from opentinker.shared.egress import networks
 from opentinker.shared.errors import SpecError
-from opentinker.shared.secrets import password_in, read_password
+from opentinker.shared.secrets import password_in, read_access, read_password
 
 PREFIX = "OPENTINKER_"
+_STORE = re.compile(r"(file://)?/[^\0]+|s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/[\w!.*'()/-]*)?")
+_ENDPOINT = re.compile(r"https?://[^/@\s?#]+/?")
 LEAST_PRIORITY, MOST_PRIORITY = -10, 10
 """Bounds of resources.priority."""
 ORIGIN = re.compile(r"https?://(\[[0-9a-f:]+\]|[a-z0-9.-]+)(:[0-9]{1,5})?")
@@ -72,6 +74,16 @@ class Settings(BaseModel):
     variable, with commas. `opentinker up` tells nats-server."""
     data_dir: Path = Path("data")
     """Job directories and checkpoints; the same path on every machine of a deployment."""
+    artifacts_url: str = ""
+    """Where what jobs leave behind is kept, by tenant: a directory (`/mnt/artifacts`), or `s3://BUCKET/PREFIX` of an
+    S3-compatible object store. Default: data_dir/artifacts, which shares its bytes with data_dir/jobs. See
+    docs/artifacts.md."""
+    artifacts_s3_endpoint: str = ""
+    """URL of the object store, `https://...`; default: Amazon's for the region."""
+    artifacts_s3_region: str = "us-east-1"
+    artifacts_s3_credentials_file: Path | None = None
+    """A file of two lines: access key id, secret access key. Default: AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY of
+    the scheduler's environment."""
     worker_id: str = ""
     """Name of this process's slot, which outlives it: whoever starts under the name takes the place of the process
     before, so no two may have it at a time. Default: service, host and a random part, a slot for this process alone."""
@@ -199,6 +211,31 @@ class Settings(BaseModel):
     reference_device: Literal["cpu", "cuda"] = "cpu"
     """Where its models are; `reference_memory_gb` is memory of this device."""
 
+    @field_validator("artifacts_url")
+    @classmethod
+    def _names_a_store(cls, url: str) -> str:
+        if url and not _STORE.fullmatch(url):
+            raise PydanticCustomError("no_store", "must be an absolute path, file:///PATH or s3://BUCKET/PREFIX")
+        return url
+
+    @field_validator("artifacts_s3_endpoint")
+    @classmethod
+    def _is_an_address(cls, url: str) -> str:
+        if url and not _ENDPOINT.fullmatch(url):
+            raise PydanticCustomError("no_endpoint", "must be http://HOST:PORT or https://HOST, without a password")
+        return url
+
+    @model_validator(mode="after")
+    def _of_an_object_store(self) -> Settings:
+        for name in ("artifacts_s3_endpoint", "artifacts_s3_region", "artifacts_s3_credentials_file"):
+            value = getattr(self, name)
+            if value != type(self).model_fields[name].default and not self.artifacts_url.startswith("s3://"):
+                raise PydanticCustomError(
+                    "not_used", "{name} = {value} is not used: artifacts_url is no s3://BUCKET/PREFIX",
+                    {"name": name, "value": str(value)},
+                )  # fmt: skip
+        return self
+
     @model_validator(mode="after")
     def _nobody_from_outside(self) -> Settings:
         if self.http_host not in LOOPBACK_HOSTS and not self.auth:
@@ -240,6 +277,8 @@ class Settings(BaseModel):
         found.append(self.password("nats_issuer_file"))
         if self.admin_key_file is not None:
             found.append(read_password(self.admin_key_file, "admin_key_file"))
+        if self.artifacts_s3_credentials_file is not None:
+            found.append(read_access(self.artifacts_s3_credentials_file)[1])
         return [secret for secret in found if secret]
 
     @field_validator("nats_websocket_origins", mode="before")

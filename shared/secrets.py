@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from opentinker.shared.errors import SpecError
 
+ACCESS = "artifacts_s3_credentials_file"
+_KEY = re.compile(r"[!-~]{3,256}")
 _PASSWORD = re.compile(r"[!-~]{16,512}")
 
 
@@ -21,6 +24,23 @@ def read_password(path: Path, field: str) -> str:
         problem = "must hold 16 to 512 printable characters without spaces, e.g. of: openssl rand -hex 32"
         raise SpecError([{"field": field, "value": str(path), "problem": problem}])
     return password
+
+
+def read_access(path: Path | None) -> tuple[str, str]:
+    """Access key id and secret of an object store: the two lines of a file, or what the environment says. Raises
+    SpecError."""
+    if path is None:
+        pair = [os.environ.get("AWS_ACCESS_KEY_ID", ""), os.environ.get("AWS_SECRET_ACCESS_KEY", "")]
+        problem = "is needed, or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY in the scheduler's environment"
+    else:
+        try:
+            pair = path.read_text().split()
+        except (OSError, UnicodeDecodeError) as error:
+            raise SpecError([{"field": ACCESS, "value": str(path), "problem": str(error)}]) from None
+        problem = "must hold two lines: access key id, secret access key"
+    if len(pair) != 2 or not all(_KEY.fullmatch(part) for part in pair):
+        raise SpecError([{"field": ACCESS, "value": None if path is None else str(path), "problem": problem}])
+    return pair[0], pair[1]
 
 
 def password_in(url: str) -> str:

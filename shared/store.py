@@ -11,6 +11,7 @@ Keys (`{id}` is a job id of ours):
     worker:*, workers, leases, leases:held, usage:*, leader, leader:epoch   who works for whom (leases.py)
     adm:{id}, adm:{id}:groups   admission (admission.py)
     spent:*             what jobs and tenants have spent (usage.py)
+    artifact:*, stored:*, published:*   what is kept of jobs, and its names (artifacts.py)
     key:{id}, keys:of:{tenant}, tenants   API keys (keys.py)
     stream:{digest}, streams:of:{key}     credentials to hear a job live (stream_credentials.py)
 """

@@ -61,7 +61,7 @@ def test_an_unknown_environment_is_answered_with_the_near_ones(tmp_path: Path) -
 def test_a_checkpoint_to_start_from_must_be_named_and_reachable() -> None:
     (spec, *_) = EXAMPLES
     for arguments, said in (
-        (("submit", spec, "--from-checkpoint", "yesterday"), "start.from = 'yesterday': must be JOB@STEP"),
+        (("submit", spec, "--from-checkpoint", "Yesterday"), "start.from = 'Yesterday': must be JOB@STEP"),
         (("submit", spec, "--with-optimizer"), "--with-optimizer needs --from-checkpoint"),
         (("run", spec, "--from-checkpoint", "j-0123456789@5"), "needs the --data-dir that holds the other job"),
     ):

@@ -26,6 +26,7 @@ from opentinker.services.scheduler.api import Api
 from opentinker.services.scheduler.gateway import Gateway
 from opentinker.services.scheduler.keys_api import NewKey, Rotation
 from opentinker.services.scheduler.openapi import Route
+from opentinker.services.scheduler.publishing_api import NewPublication
 from opentinker.services.scheduler.replicas import Replicas
 from opentinker.shared.authority import DEFAULT_TENANT, SCOPES, Action, Principal, Role, Verdict
 from opentinker.shared.keys import Keys, new_key, parse
@@ -51,6 +52,7 @@ class Things:
     job: str
     environment: str
     key: str
+    publication: str
 
     def of(self, route: Route) -> dict[str, str]:
         """What stands in the places of the route's path. Raises KeyError for a place that this file does not know."""
@@ -62,11 +64,17 @@ PLACES: dict[str, dict[str, str]] = {
     "jobs": {"id": "job", "step": "latest"},
     "environments": {"name": "environment"},
     "keys": {"id": "key"},
+    "published": {"name": "publication"},
 }
 """By the first part of a path below /v1: whose name stands where, or what else does."""
 MAKES = {("GET", "/v1/served/{name}"): {"name": "anything"}, ("GET", "/page/{name}"): {"name": "icon.svg"}}
 """Routes whose path names what is to be made, or is everybody's: there is none that could be another's."""
-BODIES: dict[type[BaseModel], Any] = {JobSpec: SPEC, NewKey: {"role": "viewer"}, Rotation: {"grace_s": 60}}
+BODIES: dict[type[BaseModel], Any] = {
+    JobSpec: SPEC,
+    NewKey: {"role": "viewer"},
+    Rotation: {"grace_s": 60},
+    NewPublication: {"name": "x", "checkpoint": "j-0000000000@latest"},
+}
 ANY_BODY: dict[str, Any] = {"application/json": {}, "application/x-tar": None}
 """By media type: refused, but by who would be allowed to send a better one."""
 
@@ -211,7 +219,7 @@ class Site:
 
     def names(self, tenant: str) -> list[str]:
         things = self.things[tenant]
-        return [things.job, things.environment, things.key]
+        return [things.job, things.environment, things.key, things.publication]
 
 
 @pytest.fixture
@@ -233,9 +241,10 @@ async def site(ctx: Context, store: Store, tmp_path: Any, monkeypatch: pytest.Mo
             async with AsyncClient(url, api_key=await new_key_of(store, tenant)) as client:
                 await client.push_environment(place)
                 job = (await client.submit(SPEC))["id"]
-            write_checkpoint(ctx, job, 1, {"model.safetensors": b"weights"})
+                write_checkpoint(ctx, job, 1, {"model.safetensors": b"weights"})
+                publication = (await client.publish(f"{job}@1", f"{tenant}-best"))["name"]
             key = (parse(await new_key_of(store, tenant, Role.VIEWER)) or ("", ""))[1]
-            things[tenant] = Things(job, own, key)
+            things[tenant] = Things(job, own, key, publication)
         yield Site(http, made[0].routes, things)
 
 
@@ -287,14 +296,14 @@ def objects(site: Site, who: Who, route: Route) -> dict[str, Things]:
     if not has_object(route):
         return {OWN: site.things[own]}
     other = "blue" if own == "red" else "red"
-    nothing = Things("j-0000000000", "no-such-thing", "0000000000")
+    nothing = Things("j-0000000000", "no-such-thing", "0000000000", "no-such-name")
     return {UNKNOWN: nothing, FOREIGN: site.things[other], OWN: site.things[own]}
 
 
 def said(body: Any, things: Things) -> str:
     """The answer without the names that were asked for."""
     text = body.decode(errors="replace") if isinstance(body, bytes) else orjson.dumps(body).decode()
-    for name in (things.job, things.environment, things.key):
+    for name in (things.job, things.environment, things.key, things.publication):
         text = text.replace(name, "X")
     return text
 

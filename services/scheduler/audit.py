@@ -38,6 +38,7 @@ WATCHED = frozenset(
         Action.ENVIRONMENTS_WRITE,
         Action.ENVIRONMENTS_SERVE,
         Action.KEYS_WRITE,
+        Action.CHECKPOINTS_WRITE,
     )
 )
 REFUSED = (401, 403)

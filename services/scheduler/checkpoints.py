@@ -1,31 +1,53 @@
-"""Committed checkpoints on disk, as the API shows them: list, and one tar stream made on the fly. Read only.
+"""Checkpoints as the API shows them: those in a job's directory, and one tar stream made on the fly. Read only.
 
 The trainer writes `{data_dir}/jobs/{job}/checkpoints/step-NNNNNN` with `manifest.json`; only what a manifest names
-leaves the machine. All functions block: call them in a thread.
+leaves the machine. The tar is the same to the byte whenever it is made, so that a download can go on where it broke
+off.
 """
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import os
 import re
 import stat
 import tarfile
-from collections.abc import Iterator
-from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
-from typing import Any, BinaryIO
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 import msgspec
 
+from opentinker.services.scheduler.stores import ArtifactStore, Opened, inside, second_name
 from opentinker.shared.errors import NotFound
 from opentinker.shared.manifest import MANIFEST, TRAINER_STATE, Manifest, fenced_epoch, instead, read_manifest
+from opentinker.shared.paths import sync_directory
 
-CHUNK = 1 << 20
 _STEP = re.compile(r"^step-(\d{1,12})$")
 
 
-def _committed(root: Path) -> list[tuple[Path, Manifest]]:
-    """Oldest first; what has no readable manifest is left out."""
+@dataclass(frozen=True)
+class Held:
+    """A committed checkpoint, and where it is."""
+
+    manifest: Manifest
+    store: ArtifactStore
+    prefix: str
+    """Key of its directory."""
+    metric: float | None = None
+    """See Kept."""
+    here: bool = False
+    """In its job's directory, where the trainer wrote it."""
+
+    @property
+    def size(self) -> int:
+        return sum(entry.bytes for entry in self.manifest.files.values())
+
+
+def committed(root: Path) -> list[tuple[Path, Manifest]]:
+    """In a job's directory, oldest first; what has no readable manifest is left out. Blocking."""
     found = []
     try:
         names = os.listdir(root)
@@ -40,105 +62,119 @@ def _committed(root: Path) -> list[tuple[Path, Manifest]]:
     return sorted(found, key=lambda pair: pair[1].age)
 
 
-def listed(root: Path) -> list[dict[str, Any]]:
-    """Oldest first: step, epoch, version, created, bytes, files."""
-    return [
-        {
-            "step": manifest.step,
-            "epoch": manifest.epoch,
-            "version": msgspec.to_builtins(manifest.version),
-            "created": manifest.created,
-            "bytes": sum(entry.bytes for entry in manifest.files.values()),
-            "model_bytes": sum(e.bytes for name, e in manifest.files.items() if not name.startswith(TRAINER_STATE)),
-            "files": msgspec.to_builtins(manifest.files),
-        }
-        for _, manifest in _committed(root)
-    ]
+def second_names(directory: Path, manifest: Manifest, place: Path) -> None:
+    """The files of a checkpoint under names of their own, which stay whatever a trainer sweeps. Blocking.
+
+    Raises OSError: it has gone, or is another one by now; what was made of it is left."""
+    for name, entry in manifest.files.items():
+        source, target = directory / inside(name), place / inside(name)
+        found = source.lstat()
+        if not stat.S_ISREG(found.st_mode) or found.st_size != entry.bytes:
+            raise OSError(0, f"{name} is not the file of {entry.bytes} bytes that its manifest names")
+        target.parent.mkdir(parents=True, exist_ok=True)
+        second_name(source, target)
+    with contextlib.suppress(FileNotFoundError, msgspec.MsgspecError):  # it is removed by now: we have it all
+        if read_manifest(directory) != manifest:  # a trainer that resumed wrote the same step again
+            raise OSError(0, "it was written anew just now")
+    place.mkdir(parents=True, exist_ok=True)
+    (place / MANIFEST).write_bytes(msgspec.json.encode(manifest))
+    for made in (*(path for path in place.rglob("*") if path.is_dir()), place, place.parent):
+        sync_directory(made)
 
 
 def newest_epoch(root: Path) -> int:
-    """That may have written here; 0 if there is none."""
-    return max([fenced_epoch(root), *(manifest.epoch for _, manifest in _committed(root))])
+    """That may have written here; 0 if there is none. Blocking."""
+    return max([fenced_epoch(root), *(manifest.epoch for _, manifest in committed(root))])
 
 
-def choose(root: Path, step: int | None) -> tuple[Path, Manifest]:
-    """The committed checkpoint of `step`; None: the newest. Raises NotFound."""
-    committed = {manifest.step: (directory, manifest) for directory, manifest in _committed(root)}
-    if not committed or (step is not None and step not in committed):
-        have = ", ".join(map(str, sorted(committed))) or "none yet"
+def listed(found: Sequence[Held]) -> list[dict[str, Any]]:
+    """Step, epoch, version, created, bytes, files; in the order given."""
+    return [
+        {
+            "step": held.manifest.step,
+            "epoch": held.manifest.epoch,
+            "version": msgspec.to_builtins(held.manifest.version),
+            "created": held.manifest.created,
+            "bytes": held.size,
+            "model_bytes": sum(e.bytes for n, e in held.manifest.files.items() if not n.startswith(TRAINER_STATE)),
+            "files": msgspec.to_builtins(held.manifest.files),
+        }
+        for held in found
+    ]
+
+
+def choose(found: Sequence[Held], step: int | None) -> Held:
+    """That of `step`; None: the newest. Raises NotFound."""
+    by_step = {held.manifest.step: held for held in found}
+    if not by_step or (step is not None and step not in by_step):
+        have = ", ".join(map(str, sorted(by_step))) or "none yet"
         raise NotFound(f"no checkpoint of step {'latest' if step is None else step}; there are: {have}")
-    return [*committed.values()][-1] if step is None else committed[step]
+    return found[-1] if step is None else by_step[step]
 
 
 @dataclass
 class Archive:
-    """An open checkpoint: the files stay readable even if the trainer removes the directory meanwhile."""
+    """A checkpoint as a tar, open: what lies in a directory stays readable even if it is removed meanwhile."""
 
     step: int
-    members: list[tuple[tarfile.TarInfo, BinaryIO]]
+    etag: str
+    """Of these very bytes."""
+    parts: list[bytes | Opened] = field(default_factory=list)
+    """One after the other they are the tar."""
 
     @property
     def size(self) -> int:
-        return sum(len(_header(info)) + _padded(info.size) for info, _ in self.members) + 2 * tarfile.BLOCKSIZE
+        return sum(map(_size, self.parts))
 
-    def chunks(self) -> Iterator[bytes]:
-        """The tar stream, at most 1 MiB at a time."""
-        for info, file in self.members:
-            yield _header(info)
-            left = info.size
-            while left:
-                chunk = file.read(min(left, CHUNK))
-                if not chunk:
-                    raise OSError(f"{info.name} is shorter than its manifest says")
-                left -= len(chunk)
-                yield chunk
-            yield b"\0" * (_padded(info.size) - info.size)
-        yield b"\0" * (2 * tarfile.BLOCKSIZE)
+    def add(self, name: str, opened: Opened, mtime: int) -> None:
+        info = tarfile.TarInfo(name)
+        info.size, info.mtime, info.mode = opened.size, mtime, 0o644
+        self.parts += [info.tobuf(tarfile.GNU_FORMAT), opened, b"\0" * (-info.size % tarfile.BLOCKSIZE)]
+
+    def end(self) -> None:
+        self.parts.append(b"\0" * (2 * tarfile.BLOCKSIZE))
+
+    async def chunks(self, first: int, length: int) -> AsyncIterator[bytes]:
+        last = first + length
+        at = 0
+        for part in self.parts:
+            size = _size(part)
+            begin, end = max(first - at, 0), min(last - at, size)
+            if begin < end:
+                if isinstance(part, bytes):
+                    yield part[begin:end]
+                else:
+                    async for chunk in part.chunks(begin, end - begin):
+                        yield chunk
+            at += size
 
     def close(self) -> None:
-        for _, file in self.members:
-            file.close()
+        for part in self.parts:
+            if not isinstance(part, bytes):
+                part.close()
 
 
-def open_archive(root: Path, step: int | None, everything: bool) -> Archive:
+def _size(part: bytes | Opened) -> int:
+    return len(part) if isinstance(part, bytes) else part.size
+
+
+async def open_archive(found: Sequence[Held], step: int | None, everything: bool) -> Archive:
     """The checkpoint of `step` (None: the newest), its model files or also the trainer's state. Raises NotFound."""
-    directory, manifest = choose(root, step)
-    archive = Archive(manifest.step, [])
+    held = choose(found, step)
+    manifest = held.manifest
+    digest = hashlib.sha256(msgspec.json.encode(manifest)).hexdigest()
+    archive = Archive(manifest.step, f'"{digest[:32]}{"-all" if everything else ""}"')
     try:
         for name in [MANIFEST, *sorted(manifest.files)]:
             if everything or not name.startswith(TRAINER_STATE):
-                archive.members.append(_open_member(directory, name, int(manifest.created)))
-    except OSError as error:
+                opened = await held.store.open(f"{held.prefix}/{inside(name)}")
+                archive.add(name, opened, int(manifest.created))
+    except (NotFound, OSError) as error:
         archive.close()
-        others = [known.step for _, known in reversed(_committed(root)) if known.step != manifest.step]
+        others = [known.manifest.step for known in reversed(found) if known is not held]
+        why = error.strerror if isinstance(error, OSError) else error
         raise NotFound(
-            f"the checkpoint of step {manifest.step} cannot be read: {error.strerror}; {instead(manifest.job, others)}"
+            f"the checkpoint of step {manifest.step} cannot be read: {why}; {instead(manifest.job, others)}"
         ) from None
+    archive.end()
     return archive
-
-
-def _open_member(directory: Path, name: str, mtime: int) -> tuple[tarfile.TarInfo, BinaryIO]:
-    descriptor = os.open(directory / inside(name), os.O_RDONLY | os.O_NOFOLLOW)
-    status = os.fstat(descriptor)
-    if not stat.S_ISREG(status.st_mode):
-        os.close(descriptor)
-        raise OSError(0, f"{name!r} is not a file")
-    info = tarfile.TarInfo(name)
-    info.size, info.mtime, info.mode = status.st_size, mtime, 0o644
-    return info, os.fdopen(descriptor, "rb")
-
-
-def inside(name: str) -> PurePosixPath:
-    """A name of a manifest, if it stays in the directory. Raises OSError."""
-    path = PurePosixPath(name)
-    if path.is_absolute() or ".." in path.parts or "\0" in name:
-        raise OSError(0, f"its manifest names {name!r}")
-    return path
-
-
-def _header(info: tarfile.TarInfo) -> bytes:
-    return info.tobuf(tarfile.GNU_FORMAT)
-
-
-def _padded(size: int) -> int:
-    return -(-size // tarfile.BLOCKSIZE) * tarfile.BLOCKSIZE

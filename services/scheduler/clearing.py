@@ -15,7 +15,9 @@ import structlog
 from nats.js.api import StreamConfig
 
 from opentinker.services.scheduler import start
+from opentinker.services.scheduler.artifacts import drop_fetched
 from opentinker.shared.admission import Admission
+from opentinker.shared.artifacts import ArtifactIndex
 from opentinker.shared.service import Context
 from opentinker.shared.subjects import EXAM, EXAMS, GROUP, GROUPS, SCORE, SCORES, TICKET, TICKETS, Subject
 from opentinker.shared.waiting import rest
@@ -53,6 +55,7 @@ class Clearing:
         for job in ending:
             if job not in busy:
                 await self._clear(job)
+                await ArtifactIndex(self.store.redis).open(job)
                 await self.store.ended(job)
 
     async def _clear(self, job: str) -> None:
@@ -79,6 +82,7 @@ class Clearing:
                 log.info("messages_swept", subject=late)
         for job in await asyncio.to_thread(start.left_over, self.ctx.settings.data_dir, set(active)):
             log.info("start_swept", job=job)
+        await asyncio.to_thread(drop_fetched, self.ctx.settings.data_dir)
 
     async def _stored(self, stream: StreamConfig, subject: Subject[Any]) -> set[str]:
         assert stream.name is not None

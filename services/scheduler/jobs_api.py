@@ -13,9 +13,11 @@ import msgspec
 import orjson
 from aiohttp import web
 
-from opentinker.services.scheduler import checkpoints, transcripts
+from opentinker.services.scheduler import transcripts
+from opentinker.services.scheduler.artifacts import Artifacts
 from opentinker.services.scheduler.gate import may_see, principal_of, tenant_of
 from opentinker.services.scheduler.problems import integer, json_response, read_json
+from opentinker.services.scheduler.retention import Rule
 from opentinker.services.scheduler.submission import submit
 from opentinker.shared.admission import Admission
 from opentinker.shared.errors import Conflict, NotFound, SpecError
@@ -42,6 +44,7 @@ MOST_JOBS = 1000
 class JobsApi:
     def __init__(self, ctx: Context) -> None:
         self.ctx, self.store, self.bus = ctx, ctx.store, ctx.bus
+        self.artifacts = Artifacts(ctx)
 
     async def found(self, request: web.Request) -> JobRecord:
         """Raises NotFound; a job of another tenant looks like one that does not exist."""
@@ -93,8 +96,19 @@ class JobsApi:
                 "workers": workers,
                 "metrics": await self._last_metrics(job.id),
                 **({"result": orjson.loads(job.result)} if job.result else {}),
+                "artifacts": await self._kept(job),
             }
         )
+
+    async def _kept(self, job: JobRecord) -> dict[str, Any]:
+        index = self.artifacts.index
+        names = [name for name, one in (await index.published(job.tenant)).items() if one.job == job.id]
+        return {
+            "rule": str(Rule.of(job.spec)),
+            "bytes": sum(kept.bytes for kept in (await index.of(job.id)).values()),
+            "expires": await index.expires(job.id),
+            "published": names,
+        }
 
     async def _last_metrics(self, job: str) -> dict[str, Any]:
         """By source: the newest point."""
@@ -245,44 +259,8 @@ class JobsApi:
         home = self.home(job)
         return json_response(await asyncio.to_thread(transcripts.read, home, None if step < 0 else step))
 
-    # --- checkpoints --------------------------------------------------------------------------------------------
-
     def home(self, job: JobRecord) -> Path:
-        return self.ctx.settings.data_dir / "jobs" / job.id
-
-    def _root(self, job: JobRecord) -> Path:
-        return self.home(job) / "checkpoints"
-
-    async def checkpoints(self, request: web.Request) -> web.Response:
-        job = await self.found(request)
-        return json_response({"checkpoints": await asyncio.to_thread(checkpoints.listed, self._root(job))})
-
-    async def download(self, request: web.Request) -> web.StreamResponse:
-        job = await self.found(request)
-        text, everything = request.match_info["step"], request.query.get("all", "0")
-        if not (text == "latest" or re.fullmatch(r"[0-9]{1,12}", text)):
-            raise SpecError([{"field": "step", "value": text[:100], "problem": "must be a step number or `latest`"}])
-        if everything not in ("0", "1"):
-            raise SpecError([{"field": "all", "value": everything[:100], "problem": "must be 0 or 1"}])
-        step = None if text == "latest" else int(text)
-        archive = await asyncio.to_thread(checkpoints.open_archive, self._root(job), step, everything == "1")
-        try:
-            response = web.StreamResponse(
-                headers={
-                    "Content-Disposition": f'attachment; filename="{job.id}-step-{archive.step}.tar"',
-                    "X-Checkpoint-Step": str(archive.step),
-                    "X-Content-Type-Options": "nosniff",
-                }
-            )
-            response.content_type = "application/x-tar"
-            response.content_length = archive.size
-            await response.prepare(request)
-            chunks = archive.chunks()
-            while (chunk := await asyncio.to_thread(next, chunks, None)) is not None:
-                await response.write(chunk)
-            return response
-        finally:
-            archive.close()
+        return self.artifacts.home(job)
 
 
 FINAL = {state.value for state in JobState if state.final}

@@ -10,15 +10,15 @@ from collections.abc import Sequence
 from typing import Annotated, Any
 
 from aiohttp import web
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from opentinker.services.scheduler.gate import may_see, principal_of, tenant_of
-from opentinker.services.scheduler.problems import json_response, read_json
+from opentinker.services.scheduler.problems import json_response, parsed, read_json
 from opentinker.shared.authority import DEFAULT_TENANT, MAY, Action, Role, outranks
 from opentinker.shared.errors import NotFound, SpecError
 from opentinker.shared.keys import KEY_ID, TENANT, Key, Keys, new_key
 from opentinker.shared.service import Context
-from opentinker.shared.spec.mistakes import Mistakes, mistakes_of
+from opentinker.shared.spec.mistakes import Mistakes
 
 DAY_S = 86400.0
 GRACE_S = DAY_S
@@ -66,7 +66,7 @@ class KeysApi:
         self._keys = Keys(ctx.store.redis)
 
     async def create(self, request: web.Request) -> web.Response:
-        asked = _parsed(NewKey, await read_json(request))
+        asked = parsed(NewKey, await read_json(request))
         tenant = asked.tenant or tenant_of(request)
         if not may_see(request, tenant):
             raise _no_tenant(tenant)
@@ -93,7 +93,7 @@ class KeysApi:
         """The id stays, and with it whatever the key may."""
         key = await self._found(request)
         raw = await read_json(request) if request.can_read_body else {}
-        grace_s = _parsed(Rotation, raw).grace_s
+        grace_s = parsed(Rotation, raw).grace_s
         now, text = time.time(), new_key(self._env, key.id)
         await self._keys.rotate(key.id, text, now=now, grace_s=grace_s)
         return json_response({"key": text, **_shown(await self._known(key.id), now)}, headers=NO_STORE)
@@ -139,16 +139,6 @@ class KeysApi:
         if key is None:  # forgotten meanwhile
             raise NotFound(f"no key {id!r}; GET /v1/keys lists yours")
         return key
-
-
-def _parsed(kind: type[Any], data: Any) -> Any:
-    try:
-        return kind.model_validate(data)
-    except ValidationError as error:
-        found = [mistake for item in error.errors(include_url=False) for mistake in mistakes_of(item)]
-        raise SpecError(
-            [{**mistake, "field": mistake["field"].replace("(whole spec)", "(body)")} for mistake in found]
-        ) from None
 
 
 def _refuse_more(request: web.Request, role: Role, scopes: Sequence[Action] | None) -> None:

@@ -70,6 +70,8 @@ def _operation(route: Route) -> dict[str, Any]:
     in_path = [Parameter(name, "path", "") for name in re.findall(r"{(\w+)}", route.path)]
     errors = {"422": "Every mistake in the request"} if route.body or route.takes or route.parameters else {}
     errors |= {"404": "Unknown id"} if in_path else {}
+    ranged = any(p.name == "Range" for p in route.parameters)
+    errors |= {"416": "Nothing is where the range begins"} if ranged else {}
     if route.action is not Action.FREE:
         errors |= {"401": "A key is asked for", "429": "Too many requests; see Retry-After"}
         errors |= {} if route.action is Action.ABOUT else {"403": f"The key does not allow {route.action}"}
@@ -99,6 +101,7 @@ def _operation(route: Route) -> dict[str, Any]:
         ],
         "responses": {
             str(route.status): {"description": route.summary, "content": {route.content: {}}},
+            **({"206": {"description": "The range", "content": {route.content: {}}}} if ranged else {}),
             **{status: {"description": text, "content": problem} for status, text in errors.items()},
         },
     }

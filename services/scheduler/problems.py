@@ -12,7 +12,7 @@ import math
 import re
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import nats.errors
 import orjson
@@ -20,15 +20,19 @@ import structlog
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 from prometheus_client import Counter, Histogram
+from pydantic import BaseModel, ValidationError
 from redis.exceptions import RedisError
 
+from opentinker.services.scheduler.stores import StoreAway
 from opentinker.shared.bus import NoReply
 from opentinker.shared.errors import Conflict, NotFound, OpenTinkerError, SpecError
 from opentinker.shared.openai.fields import Refused
 from opentinker.shared.redact import without_keys
+from opentinker.shared.spec.mistakes import mistakes_of
 from opentinker.shared.telemetry import REGISTRY
 
 log = structlog.get_logger()
+M = TypeVar("M", bound=BaseModel)
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 PROBLEM = "application/problem+json"
@@ -51,6 +55,7 @@ HINTS = {
     408: "send it again, or over a better line",
     409: "GET the object to see its present state",
     413: f"a body may have {BODY_LIMIT} bytes",
+    416: "ask for the whole of it",
     415: "send JSON with `Content-Type: application/json`",
     422: "correct the fields under `errors` and send it again",
     429: "ask less often; `Retry-After` says when again",
@@ -148,9 +153,10 @@ async def _answer(request: web.Request, handler: Handler) -> web.StreamResponse:
         return problem(error.status, error.message, title=TITLES.get(error.status, "Refused"), openai=error.body)
     except (NotFound, Conflict, TooMany, SlowBody, BrokenBody) as error:
         return _plain_problem(error)
-    except (RedisError, NoReply, TimeoutError, nats.errors.Error) as error:
+    except (RedisError, NoReply, TimeoutError, nats.errors.Error, StoreAway) as error:
         log.warning("request_unavailable", path=request.path, error=str(error) or type(error).__name__)
-        return problem(503, "the state store or the message server does not answer", title="Unavailable")
+        silent = "artifact store" if isinstance(error, StoreAway) else "state store or the message server"
+        return problem(503, f"the {silent} does not answer", title="Unavailable")
     except web.HTTPException as error:
         if error.status < 400:
             raise
@@ -215,10 +221,10 @@ async def read_json(request: web.Request) -> Any:
     SlowBody, BrokenBody."""
     async with body_read("the body"):
         raw = await request.read()
-    return _parsed(raw) if len(raw) <= SMALL_BODY else await asyncio.to_thread(_parsed, raw)
+    return _plain(raw) if len(raw) <= SMALL_BODY else await asyncio.to_thread(_plain, raw)
 
 
-def _parsed(raw: bytes) -> Any:
+def _plain(raw: bytes) -> Any:
     try:
         data = orjson.loads(raw)
         json.loads(raw, object_pairs_hook=_unique)
@@ -257,6 +263,17 @@ def _measure(data: Any) -> None:
             if isinstance(value, (dict, list))
             for child in (value.values() if isinstance(value, dict) else value)
         ]
+
+
+def parsed(kind: type[M], data: Any) -> M:
+    """What a body says. Raises SpecError."""
+    try:
+        return kind.model_validate(data)
+    except ValidationError as error:
+        found = [mistake for item in error.errors(include_url=False) for mistake in mistakes_of(item)]
+        raise SpecError(
+            [{**mistake, "field": mistake["field"].replace("(whole spec)", "(body)")} for mistake in found]
+        ) from None
 
 
 def integer(request: web.Request, name: str, default: int, low: int, high: int) -> int:

@@ -12,10 +12,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from opentinker.services.scheduler.stores import directory_of
 from opentinker.shared.config import Settings
 from opentinker.shared.service import Context
 
-KEPT = ("audit", "environments", "jobs", "logs", "nats", "run", "valkey")
+KEPT = ("artifacts", "audit", "environments", "fetched", "jobs", "logs", "nats", "run", "staged", "valkey")
 """In data_dir; whatever else is there is not the server's."""
 JOBS = "jobs"
 LONGEST = 4096
@@ -36,7 +37,10 @@ def _reserved(data: Any, settings: Settings) -> list[tuple[str, str, str]]:
     """Blocking. (field, text, id of the job in whose directory it is, or nothing)."""
     home = settings.data_dir.resolve()
     kept = [home / name for name in KEPT]
-    secret = (settings.admin_key_file, settings.nats_password_file, settings.redis_password_file)
+    if place := directory_of(settings):
+        kept.append(place.resolve())
+    secret = [settings.admin_key_file, settings.nats_password_file, settings.redis_password_file]
+    secret.append(settings.artifacts_s3_credentials_file)
     files = [file.resolve() for file in secret if file is not None]
     here = Path.cwd()
     found = []
@@ -45,7 +49,7 @@ def _reserved(data: Any, settings: Settings) -> list[tuple[str, str, str]]:
         if path is None:
             continue
         if any(path.is_relative_to(place) for place in kept):
-            parts = path.relative_to(home).parts
+            parts = path.relative_to(home).parts if path.is_relative_to(home) else ("",)
             found.append((field, text, parts[1] if parts[0] == JOBS and len(parts) > 1 else ""))
         elif any(path == file for file in files):
             found.append((field, text, ""))

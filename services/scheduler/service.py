@@ -1,11 +1,12 @@
 """The scheduler process: HTTP API, placement, admission. It keeps nothing: all it knows is in Redis and NATS.
 
     api         consumes HTTP requests; produces jobs and cancellations
-    lead        decides which scheduler does the next six, see `leadership.py`
+    lead        decides which scheduler does the next seven, see `leadership.py`
     reconcile   consumes jobs, heartbeats, leases; produces leases; woken by WAKE "scheduler"
     launch      consumes what the queue lacks; produces trainers and rollout workers, where a launcher is set
     clear       consumes jobs that have ended; removes their messages
     evaluate    consumes eval jobs and results of episodes; produces EXAM, METRIC
+    keep        consumes what jobs leave behind; puts it into the artifact store, and removes what need not stay
     tickets     consumes admission's room; produces TICKET; woken by WAKE "admission"
     measure     consumes ledgers, heartbeats and stream sizes; produces METRIC
     feed        consumes jobs' logs of events; produces EVENT
@@ -29,6 +30,7 @@ from opentinker.services.scheduler.evaluating import Evaluating
 from opentinker.services.scheduler.feed import Feed
 from opentinker.services.scheduler.gate import Gate, register_operator
 from opentinker.services.scheduler.gateway import Gateway
+from opentinker.services.scheduler.keeping import Keeping
 from opentinker.services.scheduler.launching import Launching, launcher_of, on_their_way
 from opentinker.services.scheduler.leadership import Leadership
 from opentinker.services.scheduler.measuring import Measuring
@@ -52,6 +54,7 @@ async def serve(ctx: Context) -> None:
             "clear": Clearing(ctx).run(),
             "evaluate": Evaluating(ctx).run(),
             "tickets": TicketIssuer(ctx).run(),
+            "keep": Keeping(ctx).run(),
             "measure": Measuring(ctx).run(),
             "feed": Feed(ctx).run(),
         }

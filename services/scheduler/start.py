@@ -7,23 +7,18 @@ takes it away. Functions without `async` block.
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-import os
 import shutil
-import stat
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import orjson
 
 from opentinker.services.scheduler import checkpoints
+from opentinker.services.scheduler.artifacts import Artifacts
 from opentinker.shared.errors import NotFound
-from opentinker.shared.manifest import ADAPTER, CRITIC, MANIFEST, OPTIMIZER, Manifest, read_manifest, start_of
-from opentinker.shared.paths import sync_directory
+from opentinker.shared.manifest import ADAPTER, CRITIC, OPTIMIZER, Manifest, read_manifest, start_of
 from opentinker.shared.service import Context
 from opentinker.shared.spec import JobSpec, LoraSpec, StartSpec
 from opentinker.shared.tensors import NAMED, Shapes, difference, shapes_in
@@ -49,15 +44,25 @@ class Chosen:
 
 async def find(ctx: Context, start: StartSpec, tenant: str) -> Chosen | str:
     """The checkpoint, or why there is none. A job of another tenant looks like one that does not exist."""
-    jobs = [job for job in await ctx.store.jobs([start.job]) if job.tenant == tenant]
+    artifacts = Artifacts(ctx)
+    source, step = start.job, start.step
+    if start.published:
+        try:
+            named = await artifacts.index.publication(tenant, start.checkpoint)
+        except NotFound as error:
+            return str(error)
+        source, step = named.job, named.step
+    jobs = [job for job in await ctx.store.jobs([source]) if job.tenant == tenant]
     if not jobs:
-        return f"there is no job {start.job} of yours; `opentinker jobs` lists them"
-    root = ctx.settings.data_dir / "jobs" / start.job / "checkpoints"
+        return f"there is no job {source} of yours; `opentinker jobs` lists them"
     try:
-        directory, manifest = await asyncio.to_thread(checkpoints.choose, root, start.step)
+        held = checkpoints.choose(await artifacts.checkpoints(jobs[0]), step)
     except NotFound as error:
-        return f"job {start.job} has {error}"
-    return Chosen(jobs[0], directory, manifest)
+        return f"job {source} has {error}"
+    try:
+        return Chosen(jobs[0], await artifacts.on_disk(held), held.manifest)
+    except (NotFound, OSError) as error:
+        return f"the checkpoint of step {held.manifest.step} cannot be fetched from the artifact store: {error}"
 
 
 async def mistakes_in_live(ctx: Context, start: StartSpec, spec: JobSpec | None, base: str, tenant: str) -> Mistakes:
@@ -230,42 +235,11 @@ def keep(chosen: Chosen, data_dir: Path, job: str) -> str | None:
     """Make the new job's own name for every file. Returns what is wrong with the checkpoint, having left nothing."""
     place = start_of(data_dir, job)
     try:
-        for name, entry in chosen.manifest.files.items():
-            source, target = chosen.directory / checkpoints.inside(name), place / name
-            found = source.lstat()
-            if not stat.S_ISREG(found.st_mode) or found.st_size != entry.bytes:
-                raise OSError(0, f"{name} is not the file of {entry.bytes} bytes that its manifest names")
-            target.parent.mkdir(parents=True, exist_ok=True)
-            _same_file(source, target)
-        _refuse_replaced(chosen)
-        (place / MANIFEST).write_bytes(msgspec.json.encode(chosen.manifest))
-        _flush(place)
+        checkpoints.second_names(chosen.directory, chosen.manifest, place)
     except OSError as error:
         shutil.rmtree(place.parent, ignore_errors=True)
         return f"it could not be kept for the new job: {error.strerror}; {ADVICE}"
     return None
-
-
-def _refuse_replaced(chosen: Chosen) -> None:
-    """A trainer that resumed may write the same step again: then some of the files are those of the new one."""
-    with contextlib.suppress(FileNotFoundError, msgspec.MsgspecError):  # it is removed by now: we have it all
-        if read_manifest(chosen.directory) != chosen.manifest:
-            raise OSError(0, "it was written anew just now")
-
-
-def _same_file(source: Path, target: Path) -> None:
-    """A second name for the file where the file system has such, a copy where it has not."""
-    try:
-        os.link(source, target)
-    except FileNotFoundError:
-        raise
-    except OSError:
-        shutil.copyfile(source, target)
-
-
-def _flush(place: Path) -> None:
-    for directory in (*(path for path in place.rglob("*") if path.is_dir()), place, place.parent):
-        sync_directory(directory)
 
 
 def read_start(data_dir: Path, job: str) -> Manifest:

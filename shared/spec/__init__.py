@@ -15,6 +15,7 @@ from pydantic import Field, SerializerFunctionWrapHandler, ValidationError, mode
 from opentinker.shared import algorithms
 from opentinker.shared.errors import SpecError
 from opentinker.shared.spec.algorithm import AlgorithmSpec
+from opentinker.shared.spec.artifacts import ArtifactSpec, settle_kept
 from opentinker.shared.spec.data import FORMATS, DataSpec, DpoSpec
 from opentinker.shared.spec.determinism import broken_promises
 from opentinker.shared.spec.frozen import (
@@ -43,6 +44,7 @@ from opentinker.shared.spec.validation import (
 
 __all__ = [
     "AlgorithmSpec",
+    "ArtifactSpec",
     "DataSpec",
     "DpoSpec",
     "EnvironmentSpec",
@@ -131,6 +133,8 @@ class JobSpec(Part):
     """Begin with the checkpoint of another job instead of the weights in model.base; inference: serve it; eval: play
     with it."""
     resources: ResourceSpec = ResourceSpec()
+    artifacts: ArtifactSpec = ArtifactSpec()
+    """What is kept of it, and for how long."""
 
     STAND_INS: ClassVar[dict[str, Any]] = {
         "name": "x",
@@ -164,14 +168,14 @@ class JobSpec(Part):
 
     def settle(self) -> list[dict[str, Any]]:
         if self.kind == "inference":
-            return settle_serving(self)
+            return settle_serving(self) + settle_kept(self.kind, self.artifacts)
         if self.start is not None and self.start.live:
             problem = (
                 f"does not apply to kind = {self.kind!r}: only an inference job follows a live policy; take @latest"
             )
             return [{"field": "start.from", "value": self.start.checkpoint, "problem": problem}]
         if self.kind == "eval":
-            return self._untaught_tools() + settle_evaluation(self)
+            return self._untaught_tools() + settle_evaluation(self) + settle_kept(self.kind, self.artifacts)
         if self.kind != "rl":
             return self._settle_supervised()
         found = []

@@ -9,13 +9,18 @@ from pydantic import Field, field_validator
 from opentinker.shared.spec.part import Part
 
 CHECKPOINT = re.compile(r"j-[a-z0-9]{10}@([0-9]{1,12}|latest|live)")
+SAVED = re.compile(r"j-[a-z0-9]{10}@([0-9]{1,12}|latest)")
+"""Those of them that are on a disk."""
+PUBLISHED = re.compile(r"(?!j-[a-z0-9]{10}$)[a-z0-9][a-z0-9._-]{0,62}")
+"""Names that checkpoints may be published under; no job's id."""
 
 
 class StartSpec(Part):
     checkpoint: str = Field(alias="from")
-    """`JOB@STEP` or `JOB@latest`: begin with the weights of a checkpoint of a job of yours. Either it holds full
-    weights whose tensors are those of model.base (which gives the tokenizer) and this job trains all weights, or it
-    holds an adapter of model.base as model.lora describes. With `kl_coef` these weights are the reference; a
+    """`JOB@STEP` or `JOB@latest`: begin with the weights of a checkpoint of a job of yours; or the name that one is
+    published under (`opentinker publish`). Either it holds full weights whose tensors are those of model.base (which
+    gives the tokenizer) and this job trains all weights, or it holds an adapter of model.base as model.lora describes.
+    With `kl_coef` these weights are the reference; a
     float32 job with `kl_coef` cannot begin with a checkpoint of a bfloat16 one, whose files are rounded. A critic in it
     is taken over where this job trains one. `JOB@live`, for inference alone: the policy of a job of kind rl that is
     not over, followed version by version; dtype, fp32_head and lora are that job's."""
@@ -26,13 +31,21 @@ class StartSpec(Part):
     @field_validator("checkpoint")
     @classmethod
     def _named(cls, value: str) -> str:
-        if not CHECKPOINT.fullmatch(value):
-            raise ValueError("must be JOB@STEP or JOB@latest (inference: or JOB@live), as in j-0123456789@50")
+        if not CHECKPOINT.fullmatch(value) and not PUBLISHED.fullmatch(value):
+            raise ValueError(
+                "must be JOB@STEP or JOB@latest (inference: or JOB@live), as in j-0123456789@50, or a published name"
+            )
         return value
 
     @property
+    def published(self) -> bool:
+        """It is a name."""
+        return "@" not in self.checkpoint
+
+    @property
     def job(self) -> str:
-        return self.checkpoint.partition("@")[0]
+        """Empty where a name stands."""
+        return "" if self.published else self.checkpoint.partition("@")[0]
 
     @property
     def live(self) -> bool:

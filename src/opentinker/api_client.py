@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-import tempfile
 import threading
 import time
 import uuid
@@ -28,14 +27,13 @@ from urllib.parse import quote
 import aiohttp
 import orjson
 
-from opentinker.archive import unpack
 from opentinker.asking import InferenceCalls
-from opentinker.given import empty_place, plain, started
+from opentinker.fetching import FetchingCalls, FetchingSync
+from opentinker.given import plain, started
 from opentinker.granting import GrantingCalls, GrantingSync
 from opentinker.http import ApiConflict, ApiError, ApiNotFound, Http, Json
 from opentinker.knowing import KnowingCalls, KnowingSync
 from opentinker.pushing import EnvironmentCalls
-from opentinker.shared.manifest import ADAPTER, instead
 from opentinker.shared.spec import JobSpec
 from opentinker.shared.types import JobState
 
@@ -48,7 +46,7 @@ PAGE = 5000
 JOBS_PAGE = 500
 
 
-class AsyncClient(EnvironmentCalls, GrantingCalls, InferenceCalls, KnowingCalls):
+class AsyncClient(EnvironmentCalls, FetchingCalls, GrantingCalls, InferenceCalls, KnowingCalls):
     """`url` defaults to OPENTINKER_URL, `api_key` to OPENTINKER_API_KEY, to the content of OPENTINKER_API_KEY_FILE, or
     to the key of a server that was started in this directory. `on_wait(sentence)` is called when the server is not
     reached; default: it is logged."""
@@ -201,75 +199,6 @@ class AsyncClient(EnvironmentCalls, GrantingCalls, InferenceCalls, KnowingCalls)
         """Kept validation episodes of an evaluation (default: the newest): `step`, `transcripts`, and all `steps`."""
         return await self._http.json("GET", _of(id, "/transcripts"), {} if step is None else {"step": str(step)})
 
-    async def checkpoints(self, id: str) -> list[Json]:
-        """Oldest first."""
-        return list((await self._http.json("GET", _of(id, "/checkpoints")))["checkpoints"])
-
-    async def download(
-        self,
-        id: str,
-        directory: str | Path,
-        step: int | None = None,
-        *,
-        everything: bool = False,
-        merge: bool = False,
-        base: str | None = None,
-    ) -> Path:
-        """A checkpoint (default: the newest) as a directory that must not exist or be empty; checksums are compared.
-
-        `everything` also fetches optimizer and random state. `merge` puts an adapter into the model it was trained on,
-        which must be within reach of this machine (`base`: elsewhere than where the job had it), and gives a plain
-        Hugging Face directory; it needs torch, transformers and peft here. Raises ApiError, which for a damaged
-        checkpoint names the others.
-        """
-        target = await asyncio.to_thread(empty_place, directory)
-        if merge:
-            return await self._download_merged(id, target, step, base)
-        if base is not None:
-            raise ApiError("a base is needed only where an adapter is merged into it")
-        path = _of(id, f"/checkpoints/{'latest' if step is None else step}/download")
-        query = {"all": "1"} if everything else {}
-        with tempfile.TemporaryFile(dir=target.parent) as file:
-
-            async def fetch() -> str:
-                await asyncio.to_thread(file.seek, 0)
-                await asyncio.to_thread(file.truncate)
-                async with self._http.open(path, query, read_s=self._http.timeout_s) as response:
-                    async for chunk in response.content.iter_chunked(1 << 20):
-                        await asyncio.to_thread(file.write, chunk)
-                    return str(response.headers["X-Checkpoint-Step"])
-
-            sent = await self._http.patiently(fetch)
-            await asyncio.to_thread(file.seek, 0)
-            try:
-                await asyncio.to_thread(unpack, file, target)
-            except ValueError as error:
-                others = [c["step"] for c in reversed(await self.checkpoints(id)) if str(c["step"]) != sent]
-                raise ApiError(
-                    f"the checkpoint of step {sent} from {self.url} is damaged: {error}; {instead(id, others)}"
-                ) from None
-        return target
-
-    async def _download_merged(self, id: str, target: Path, step: int | None, base: str | None) -> Path:
-        try:
-            from opentinker.merge import merge
-        except ImportError as error:
-            raise ApiError(
-                f"merging needs torch, transformers and peft here, and {error.name} is not installed: "
-                "pip install 'opentinker[trainer]'"
-            ) from None
-        held = [c for c in await self.checkpoints(id) if step in (None, c["step"])]
-        if held and ADAPTER not in held[-1]["files"]:
-            raise ApiError(f"the checkpoint of step {held[-1]['step']} is no adapter: download it without merging")
-        with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}-") as work:
-            adapter = await self.download(id, Path(work) / "adapter", held[-1]["step"] if held else step)
-            try:
-                await asyncio.to_thread(merge, adapter, Path(work) / "merged", base)
-            except ValueError as error:
-                raise ApiError(str(error)) from None
-            (Path(work) / "merged").replace(target)
-        return target
-
     async def workers(self) -> list[Json]:
         return list((await self._http.json("GET", "/v1/workers"))["workers"])
 
@@ -291,7 +220,7 @@ async def _server_sent(response: aiohttp.ClientResponse) -> AsyncIterator[Json]:
             yield orjson.loads(line[5:])
 
 
-class Client(GrantingSync, KnowingSync):
+class Client(FetchingSync, GrantingSync, KnowingSync):
     """`AsyncClient` for code that does not use asyncio; its event loop lives in a thread of its own."""
 
     def __init__(
@@ -384,21 +313,6 @@ class Client(GrantingSync, KnowingSync):
 
     def transcripts(self, id: str, step: int | None = None) -> Json:
         return self._call(self._core.transcripts(id, step))
-
-    def checkpoints(self, id: str) -> list[Json]:
-        return self._call(self._core.checkpoints(id))
-
-    def download(
-        self,
-        id: str,
-        directory: str | Path,
-        step: int | None = None,
-        *,
-        everything: bool = False,
-        merge: bool = False,
-        base: str | None = None,
-    ) -> Path:
-        return self._call(self._core.download(id, directory, step, everything=everything, merge=merge, base=base))
 
     def push_environment(self, directory: str | Path, name: str | None = None) -> Json:
         return self._call(self._core.push_environment(directory, name))

@@ -170,12 +170,18 @@ class Http:
 
     @asynccontextmanager
     async def open(
-        self, path: str, query: dict[str, str], read_s: float, *, body: bytes | None = None
+        self,
+        path: str,
+        query: dict[str, str],
+        read_s: float,
+        *,
+        body: bytes | None = None,
+        headers: dict[str, str] | None = None,
     ) -> AsyncIterator[aiohttp.ClientResponse]:
         """A response to be read as it comes, of a GET, or with a `body` of JSON of a POST."""
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S, sock_read=read_s)
         method, data = ("GET", None) if body is None else ("POST", io.BytesIO(body))
-        headers = None if body is None else {"Content-Type": "application/json"}
+        headers = headers if body is None else {"Content-Type": "application/json"}
         async with self._session.request(
             method, self.url + path, params=query, data=data, headers=headers, timeout=timeout
         ) as response:

@@ -9,7 +9,22 @@ import sys
 
 import typer
 
-from opentinker.cli import audit, chat, environments, jobs, keys, knowing, logs, machine, plan, run, sink, specs, status
+from opentinker.cli import (
+    artifacts,
+    audit,
+    chat,
+    environments,
+    jobs,
+    keys,
+    knowing,
+    logs,
+    machine,
+    plan,
+    run,
+    sink,
+    specs,
+    status,
+)
 from opentinker.shared.errors import OpenTinkerError, SpecError
 
 app = typer.Typer(
@@ -22,6 +37,7 @@ app = typer.Typer(
 )
 machine.register(app)
 jobs.register(app)
+artifacts.register(app)
 knowing.register(app)
 status.register(app)
 sink.register(app)

@@ -1,10 +1,8 @@
-"""Commands about jobs: submit, jobs, job, watch, cancel, pause, resume, failures, events, transcripts, checkpoints,
-download."""
+"""Commands about jobs: submit, jobs, job, watch, cancel, pause, resume, failures, events, transcripts."""
 
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -41,8 +39,6 @@ def register(app: typer.Typer) -> None:
         failures,
         events,
         transcripts,
-        checkpoints,
-        download,
     ):
         app.command()(command)
 
@@ -118,7 +114,7 @@ def job(job_id: JobId, url: Url = None, as_json: AsJson = False) -> None:
         say(f"\nresult, of weights {record['result']['version']}")
         values = record["result"]["values"]
         print_table(["metric", "value"], [[name, f"{values[name]:.6g}"] for name in sorted(values)], empty="")
-    for part in ("ledger", "workers", "spec"):
+    for part in ("ledger", "workers", "artifacts", "spec"):
         if record.get(part):
             say(f"\n{part}")
             print_json(record[part])
@@ -247,36 +243,3 @@ def transcripts(
         say(f"\n--- episode {one['index']}: reward {one['reward']:g} {measured} ({one['ending']})")
         for message in one["messages"]:
             say(f"[{message['role']}] {message['content']}")
-
-
-def checkpoints(job_id: JobId, url: Url = None, as_json: AsJson = False) -> None:
-    """List a job's checkpoints."""
-    found = client(url).checkpoints(job_id)
-    if as_json:
-        print_json(found)
-        return
-    rows = [[c["step"], f"{c['bytes'] / 1e6:.1f} MB", ago(c["created"])] for c in found]
-    print_table(["step", "size", "created"], rows, empty="no checkpoint yet")
-
-
-def download(
-    job_id: JobId,
-    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Made if missing; must be empty.")],
-    step: Annotated[int | None, typer.Option(help="Default: the newest.", min=0)] = None,
-    merge: Annotated[
-        bool, typer.Option("--merge", help="Put an adapter into its base model, here, with peft.")
-    ] = False,
-    base: Annotated[
-        str | None, typer.Option(metavar="DIR", help="Of --merge: where that model is, if not where the job had it.")
-    ] = None,
-    url: Url = None,
-    as_json: AsJson = False,
-) -> None:
-    """Fetch a checkpoint as a Hugging Face directory."""
-    if base is not None and not merge:
-        raise typer.BadParameter("--base needs --merge")
-    path = client(url).download(job_id, directory, step=step, merge=merge, base=base)
-    if as_json:
-        print_json({"directory": str(path)})
-    else:
-        say(f"{path}\nload it with: transformers.AutoModelForCausalLM.from_pretrained({str(path)!r})")

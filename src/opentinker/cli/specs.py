@@ -18,7 +18,10 @@ if TYPE_CHECKING:
 SpecFile = Annotated[Path, typer.Argument(metavar="JOB.toml", help="The job spec, TOML or JSON.")]
 FromCheckpoint = Annotated[
     str | None,
-    typer.Option(metavar="JOB@STEP", help="Begin with the weights of this checkpoint of a job (or JOB@latest)."),
+    typer.Option(
+        metavar="JOB@STEP",
+        help="Begin with the weights of this checkpoint (or JOB@latest, or a published name).",
+    ),
 ]
 WithOptimizer = Annotated[bool, typer.Option("--with-optimizer", help="And with the state of its optimizer.")]
 

@@ -1,0 +1,286 @@
+"""What jobs leave behind goes into the artifact store, stays as long as it shall, and is removed.
+
+look loop   consumes checkpoints that trainers commit, by the rules of their jobs (`retention.py`); produces second
+            names of their files in {data_dir}/staged, which no trainer sweeps, and what is to be removed; looks once a
+            second
+put loop    consumes what is staged and what is to be removed; produces what is in the store and its index; woken by
+            look
+
+When a job is over and its workers have let go, its log, its events, metrics and episodes follow, as files of JSON
+lines. All of it may be done twice: a scheduler that is killed leaves nothing half done that the next one does not
+finish.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import shutil
+import time
+import uuid
+from collections.abc import Iterable
+from pathlib import Path
+
+import msgspec
+import orjson
+import structlog
+
+from opentinker.services.scheduler import checkpoints
+from opentinker.services.scheduler.artifacts import EVENTS, LOG, Artifacts, key_of, live_files
+from opentinker.services.scheduler.checkpoints import Held
+from opentinker.services.scheduler.measured import Measured
+from opentinker.services.scheduler.retention import DAY_S, Rule
+from opentinker.services.scheduler.stores import StoreAway
+from opentinker.shared import subjects
+from opentinker.shared.artifacts import CHECKPOINTS, Kept, checkpoint_path
+from opentinker.shared.errors import Conflict, NotFound
+from opentinker.shared.manifest import MANIFEST, Manifest, read_manifest
+from opentinker.shared.service import Context, first_failure
+from opentinker.shared.types import JobRecord
+from opentinker.shared.waiting import rest, set_within
+
+log = structlog.get_logger()
+
+LOOK_S = 1.0
+LINGER_S = 5.0
+"""After a job's end its services still say how they let go of it."""
+PAGE = 5000
+
+
+class Keeping:
+    def __init__(self, ctx: Context) -> None:
+        self.ctx, self.store = ctx, ctx.store
+        self.artifacts = Artifacts(ctx)
+        self.index = self.artifacts.index
+        self._staged = ctx.settings.data_dir / "staged"
+        self._news = asyncio.Event()
+        self._measured = Measured()
+        self._told: set[tuple[str, int, int]] = set()
+        """Checkpoints, by job, epoch and step, of which the log has it that they cannot be kept."""
+
+    async def run(self) -> None:
+        await first_failure({"look": self._look_loop(), "put": self._put_loop()})
+
+    async def _look_loop(self) -> None:
+        while True:
+            await self.look()
+            await rest(LOOK_S)
+
+    async def _put_loop(self) -> None:
+        while True:
+            self._news.clear()
+            await self.put()
+            await set_within(self._news, LOOK_S)
+
+    # --- look ----------------------------------------------------------------------------------------------------
+
+    async def look(self) -> None:
+        """Once over all jobs that may have left something new, or have something that is to go."""
+        active = await self.store.active_jobs()
+        await self.index.open(*(job.id for job in active if job.epoch > 0))
+        in_use = used_by(active)
+        ending = set(await self.store.ending_jobs())
+        for job in await self.store.jobs(await self.index.opened()):
+            try:
+                await self._look_at(job, in_use.get(job.id, set()), over=job.state.final and job.id not in ending)
+            except (StoreAway, OSError, NotFound) as error:  # looked at again in a moment
+                log.warning("artifacts_later", job=job.id, error=str(error))
+        for id in await self.index.expired(time.time()):
+            for job in await self.store.jobs([id]):
+                await self._expire(job, in_use.get(id, set()))
+        self._news.set()
+
+    async def _look_at(self, job: JobRecord, used: set[int], *, over: bool) -> None:
+        """`over`: nobody writes in its directory any more."""
+        rule, home = Rule.of(job.spec), self.artifacts.home(job)
+        kept = {e.manifest.step: e for e in (await self.index.of(job.id)).values() if e.manifest is not None}
+        here = {m.step: m for _, m in await asyncio.to_thread(checkpoints.committed, home / CHECKPOINTS)}
+        found = await self.artifacts.checkpoints(job)
+        if rule.best:
+            found = await asyncio.to_thread(self._measured.of, home, found, rule.metric)
+            await self._note(job, found, kept)
+        stay = rule.stay(found) | used
+        published = {p.step for p in (await self.index.published(job.tenant)).values() if p.job == job.id}
+        new = {
+            step
+            for step in stay & here.keys()
+            if step not in kept or (kept[step].manifest != here[step] and step not in published)
+        }
+        staged = [await asyncio.to_thread(self.stage, job, here[step]) for step in sorted(new)]
+        gone = kept.keys() - stay - (set() if over else here.keys())
+        removed = await self._remove(job, gone)
+        if over:
+            swept = here.keys() - stay - published
+            for step in swept:
+                await self.artifacts.workshop.delete(f"{job.id}/{checkpoint_path(step)}")
+            removed |= swept
+        if removed:
+            await self.store.update(
+                job.id, event="checkpoints_removed", detail={"steps": sorted(removed), "kept": str(rule)}
+            )
+        if over and not any(staged) and time.time() - job.finished > LINGER_S:
+            await self._close(job, rule)
+
+    async def _note(self, job: JobRecord, found: list[Held], kept: dict[int, Kept]) -> None:
+        """What was measured stays known when the files are away."""
+        for held in found:
+            entry = kept.get(held.manifest.step)
+            if entry is not None and entry.manifest == held.manifest and entry.metric != held.metric:
+                await self.index.add(job.tenant, job.id, msgspec.structs.replace(entry, metric=held.metric))
+
+    def stage(self, job: JobRecord, manifest: Manifest) -> bool:
+        """Blocking. False: it is damaged, or the trainer has swept it meanwhile."""
+        place = self._staged / job.tenant / job.id / manifest.name
+        if place.is_dir():
+            if read_manifest(place) == manifest:
+                return True
+            shutil.rmtree(place)
+        work = place.with_name(f".{place.name}-{uuid.uuid4().hex}")
+        try:
+            checkpoints.second_names(self.artifacts.home(job) / CHECKPOINTS / manifest.name, manifest, work)
+            work.rename(place)
+        except OSError as error:
+            shutil.rmtree(work, ignore_errors=True)
+            if (known := (job.id, *manifest.age)) not in self._told:
+                self._told.add(known)
+                log.warning("checkpoint_not_kept", job=job.id, step=manifest.step, error=str(error))
+            return False
+        return True
+
+    async def _remove(self, job: JobRecord, steps: Iterable[int]) -> set[int]:
+        """Which went: what is published stays."""
+        by_path = {checkpoint_path(step): step for step in steps}
+        return {by_path[path] for path in await self.index.remove(job.tenant, job.id, list(by_path))}
+
+    async def _expire(self, job: JobRecord, used: set[int]) -> None:
+        kept = await self.index.of(job.id)
+        stays = {checkpoint_path(step) for step in used}
+        gone = await self.index.remove(job.tenant, job.id, [path for path in kept if path not in stays])
+        if gone:
+            home = self.artifacts.home(job)
+            await asyncio.to_thread(shutil.rmtree, home, ignore_errors=True)
+            detail = {"artifacts": len(gone), "bytes": sum(kept[path].bytes for path in gone)}
+            await self.store.update(job.id, event="artifacts_expired", detail=detail)
+            log.info("artifacts_expired", job=job.id, **detail)
+        if len(gone) == len(kept):
+            await self.index.over(job.id)
+
+    # --- put -----------------------------------------------------------------------------------------------------
+
+    async def put(self) -> None:
+        """All that is staged, and remove what is to go."""
+        try:
+            await self.remove()
+            for place in await asyncio.to_thread(lambda: sorted(self._staged.glob("*/*/step-*"))):
+                for job in await self.store.jobs([place.parent.name]):
+                    await self.put_staged(job, place)
+        except (StoreAway, OSError) as error:
+            log.warning("artifacts_later", error=str(error))
+
+    async def remove(self) -> None:
+        for key in await self.index.removing():
+            _, job, path = key.split("/", 2)
+            if path not in await self.index.of(job):  # else it was put there again
+                await self.artifacts.store.delete(key)
+            await self.index.removed(key)
+
+    async def put_staged(self, job: JobRecord, place: Path) -> None:
+        """The manifest comes last: a checkpoint that has one is whole."""
+        manifest = await asyncio.to_thread(read_manifest, place)
+        path = f"{CHECKPOINTS}/{place.name}"
+        before = (await self.index.of(job.id)).get(path)
+        if before is not None and before.manifest != manifest and not await self._replace(job, path):
+            log.warning("checkpoint_not_kept", job=job.id, step=manifest.step, error="another of its step is published")
+        elif before is None or before.manifest != manifest:
+            for name in [*manifest.files, MANIFEST]:
+                await self.artifacts.store.put(f"{key_of(job)}/{path}/{name}", place / name)
+            size = sum(entry.bytes for entry in manifest.files.values())
+            kept = Kept(path=path, bytes=size, created=manifest.created, manifest=manifest)
+            await self.index.add(job.tenant, job.id, kept)
+        await asyncio.to_thread(shutil.rmtree, place, ignore_errors=True)
+
+    async def keep(self, job: JobRecord, held: Held) -> Kept:
+        """One checkpoint at once, whatever the rule says. Raises Conflict, NotFound, StoreAway."""
+        path = checkpoint_path(held.manifest.step)
+        if f"{key_of(job)}/{path}" in await self.index.removing():
+            raise Conflict(f"the checkpoint of step {held.manifest.step} is being removed")
+        if held.here and await asyncio.to_thread(self.stage, job, held.manifest):
+            await self.put_staged(job, self._staged / job.tenant / job.id / held.manifest.name)
+        kept = (await self.index.of(job.id)).get(path)
+        if kept is None:
+            raise NotFound(f"the checkpoint of step {held.manifest.step} has just been removed, or is damaged")
+        return kept
+
+    async def _replace(self, job: JobRecord, path: str) -> bool:
+        """What a trainer wrote before it resumed goes. False: it is published."""
+        if not await self.index.remove(job.tenant, job.id, [path]):
+            return False
+        await self.remove()
+        return True
+
+    # --- a job's end ---------------------------------------------------------------------------------------------
+
+    async def _close(self, job: JobRecord, rule: Rule) -> None:
+        """All that it left is in the store after this; where that is apart, what is here of checkpoints goes."""
+        expires = await self.index.expires(job.id)
+        if expires is not None and expires < time.time():  # what is left of it is published, or in use
+            await self.index.close(job.id, expires)
+            return
+        kept = await self.index.of(job.id)
+        work = self._staged / job.tenant / job.id / f".files-{uuid.uuid4().hex}"
+        try:
+            await asyncio.to_thread(work.mkdir, parents=True)
+            for path in await self._files(job, work):
+                if path not in kept:
+                    entry = await asyncio.to_thread(_measure, work / path, path)
+                    await self.artifacts.store.put(f"{key_of(job)}/{path}", work / path)
+                    await self.index.add(job.tenant, job.id, entry)
+        finally:
+            await asyncio.to_thread(shutil.rmtree, work, ignore_errors=True)
+        if self.artifacts.store.apart:
+            for held in await self.artifacts.checkpoints(job):
+                if held.here:
+                    await self.artifacts.workshop.delete(held.prefix)
+        days = rule.expire_days
+        await self.index.close(job.id, None if days is None else job.finished + days * DAY_S)
+        log.info("artifacts_kept", job=job.id)
+
+    async def _files(self, job: JobRecord, work: Path) -> list[str]:
+        """Copies of what others wrote, which they might touch again, and what Redis and NATS have; their paths."""
+        home = self.artifacts.home(job)
+        paths = list(await asyncio.to_thread(live_files, home))
+        for path in paths:
+            await asyncio.to_thread(_copy, home / path, work / path)
+        lines, after = [], 0
+        while page := await self.ctx.bus.history(subjects.LOG, after, PAGE, job=job.id, level="*"):
+            lines += [msgspec.json.encode(line) for _, line in page]
+            after = page[-1][0]
+        events, last = [], "0"
+        while found := await self.store.events(job.id, last):
+            events += [orjson.dumps(event) for event in found]
+            last = found[-1]["id"]
+        for path, written in ((LOG, lines), (EVENTS, events)):
+            await asyncio.to_thread((work / path).write_bytes, b"".join(line + b"\n" for line in written))
+        return [*paths, LOG, EVENTS]
+
+
+def used_by(active: Iterable[JobRecord]) -> dict[str, set[int]]:
+    """Steps by job that jobs which are not over begin with, or serve."""
+    found: dict[str, set[int]] = {}
+    for job in active:
+        named = (job.spec.get("start") or {}).get("from", "")
+        source, _, step = named.partition("@")
+        if step.isdigit():
+            found.setdefault(source, set()).add(int(step))
+    return found
+
+
+def _copy(source: Path, target: Path) -> None:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    shutil.copyfile(source, target)
+
+
+def _measure(file: Path, path: str) -> Kept:
+    with file.open("rb") as opened:
+        sha256 = hashlib.file_digest(opened, "sha256").hexdigest()
+    return Kept(path=path, bytes=file.stat().st_size, created=time.time(), sha256=sha256)

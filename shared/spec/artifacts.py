@@ -1,0 +1,55 @@
+"""What of the job is kept, and for how long: rules that the scheduler applies while the job goes on and afterwards."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from opentinker.shared.spec.part import Part
+
+
+class ArtifactSpec(Part):
+    keep_last: Annotated[int, Field(ge=1)] | None = None
+    """Checkpoints that stay in the artifact store: the newest so many; default: train.keep_checkpoints. Until the job
+    is over those that its trainer holds, to resume from, stay too."""
+    keep_all: bool = False
+    """All of them."""
+    keep_best: Annotated[int, Field(ge=0)] = 0
+    """And so many with the best `best_metric`."""
+    best_metric: str | None = None
+    """Name of a metric of the trainer at the checkpoint's step, e.g. "reward/mean", or of the evaluation of its
+    weights, e.g. "val/exact"; a checkpoint without it is none of the best."""
+    best_is: Literal["highest", "lowest"] = "highest"
+    """Of `best_metric`."""
+    expire_days: Annotated[float, Field(gt=0, le=36_500)] | None = None
+    """So long after the job's end all that is left of it goes, but what is published or in use; default: never."""
+
+    def settle(self) -> list[dict[str, Any]]:
+        found = []
+        if self.keep_all:
+            for name in ("keep_last", "keep_best"):
+                if value := getattr(self, name):
+                    found.append({"field": name, "value": value, "problem": "does not go with keep_all = true"})
+        if self.keep_best and not self.best_metric:
+            problem = 'is needed for keep_best: the name of a metric, e.g. "reward/mean"'
+            found.append({"field": "best_metric", "value": self.best_metric, "problem": problem})
+        if not self.keep_best:
+            problem = "does not apply without keep_best"
+            given = {"best_metric": self.best_metric} | ({"best_is": "lowest"} if self.best_is == "lowest" else {})
+            found += [{"field": n, "value": v, "problem": problem} for n, v in given.items() if v is not None]
+        return found
+
+
+def settle_kept(kind: str, artifacts: ArtifactSpec) -> list[dict[str, Any]]:
+    """A job that trains nothing has no checkpoints."""
+    if kind not in ("inference", "eval"):
+        return []
+    usual = ArtifactSpec()
+    problem = f"does not apply to kind = {kind!r}: nothing is trained"
+    names = ("keep_last", "keep_all", "keep_best")
+    return [
+        {"field": f"artifacts.{name}", "value": getattr(artifacts, name), "problem": problem}
+        for name in names
+        if getattr(artifacts, name) != getattr(usual, name)
+    ]

@@ -1,0 +1,123 @@
+"""Commands about what jobs leave: checkpoints, download, artifacts, delete, publish, unpublish, published."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from opentinker.cli.common import AsJson, JobId, Url, ago, client, print_json, print_table, say
+
+
+def register(app: typer.Typer) -> None:
+    for command in (checkpoints, download, artifacts, delete, publish, unpublish, published):
+        app.command()(command)
+
+
+Name = Annotated[str, typer.Argument(metavar="NAME", help="Lower-case letters, digits, `.`, `_`, `-`.")]
+
+
+def checkpoints(job_id: JobId, url: Url = None, as_json: AsJson = False) -> None:
+    """List a job's checkpoints."""
+    found = client(url).checkpoints(job_id)
+    if as_json:
+        print_json(found)
+        return
+    rows = [[c["step"], _size(c["bytes"]), ago(c["created"])] for c in found]
+    print_table(["step", "size", "created"], rows, empty="no checkpoint yet")
+
+
+def download(
+    job_id: Annotated[str, typer.Argument(metavar="JOB", help="Or the name that a checkpoint is published under.")],
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Made if missing; must be empty.")],
+    step: Annotated[int | None, typer.Option(help="Default: the newest.", min=0)] = None,
+    merge: Annotated[
+        bool, typer.Option("--merge", help="Put an adapter into its base model, here, with peft.")
+    ] = False,
+    base: Annotated[
+        str | None, typer.Option(metavar="DIR", help="Of --merge: where that model is, if not where the job had it.")
+    ] = None,
+    url: Url = None,
+    as_json: AsJson = False,
+) -> None:
+    """Fetch a checkpoint as a Hugging Face directory; a try that broke off is gone on with."""
+    if base is not None and not merge:
+        raise typer.BadParameter("--base needs --merge")
+    path = client(url).download(job_id, directory, step=step, merge=merge, base=base)
+    if as_json:
+        print_json({"directory": str(path)})
+    else:
+        say(f"{path}\nload it with: transformers.AutoModelForCausalLM.from_pretrained({str(path)!r})")
+
+
+def artifacts(
+    job_id: JobId,
+    into: Annotated[
+        Path | None, typer.Option("--into", metavar="DIR", help="Download them: all but checkpoints, or those named.")
+    ] = None,
+    only: Annotated[
+        list[str] | None, typer.Option("--only", metavar="PATH", help="Of --into: this one; may be repeated.")
+    ] = None,
+    url: Url = None,
+    as_json: AsJson = False,
+) -> None:
+    """List the files that a job has left: checkpoints, adapters, metrics, transcripts, logs; or download them."""
+    if only and into is None:
+        raise typer.BadParameter("--only needs --into")
+    api = client(url)
+    if into is not None:
+        paths = api.download_artifacts(job_id, into, only)
+        print_json({"files": [str(path) for path in paths]}) if as_json else say("\n".join(map(str, paths)))
+        return
+    found = api.artifacts(job_id)
+    if as_json:
+        print_json(found)
+        return
+    rows = [[entry["path"], entry["kind"], _size(entry["bytes"]), ago(entry["created"])] for entry in found]
+    print_table(["path", "kind", "size", "created"], rows, empty="nothing yet")
+
+
+def delete(
+    job_id: JobId,
+    step: Annotated[int | None, typer.Option(help="This checkpoint alone.", min=0)] = None,
+    everything: Annotated[bool, typer.Option("--all", help="All that the job left, which must be over.")] = False,
+    url: Url = None,
+    as_json: AsJson = False,
+) -> None:
+    """Delete what a job left: one checkpoint, or all of it. What is published or in use stays."""
+    if (step is None) is not everything:
+        raise typer.BadParameter("say --step STEP, or --all")
+    gone = client(url).delete_artifacts(job_id, step)
+    print_json(gone) if as_json else say(f"{_size(gone['bytes'])} of job {job_id} deleted")
+
+
+def publish(
+    checkpoint: Annotated[str, typer.Argument(metavar="JOB@STEP", help="Or JOB@latest.")],
+    name: Name,
+    url: Url = None,
+    as_json: AsJson = False,
+) -> None:
+    """Give a checkpoint a name in your tenant, for [start], inference jobs and downloads. It stays while it has one."""
+    made = client(url).publish(checkpoint, name)
+    print_json(made) if as_json else say(f"{made['name']} is {made['checkpoint']}")
+
+
+def unpublish(name: Name, url: Url = None, as_json: AsJson = False) -> None:
+    """Take the name from a checkpoint; its job's rules apply to it again."""
+    gone = client(url).unpublish(name)
+    print_json(gone) if as_json else say(f"{gone['name']} was {gone['checkpoint']}")
+
+
+def published(url: Url = None, as_json: AsJson = False) -> None:
+    """List the published checkpoints of your tenant."""
+    found = client(url).published()
+    if as_json:
+        print_json(found)
+        return
+    rows = [[one["name"], one["checkpoint"], _size(one["bytes"]), ago(one["created"])] for one in found]
+    print_table(["name", "checkpoint", "size", "published"], rows, empty="none is published")
+
+
+def _size(count: int) -> str:
+    return f"{count / 1e6:.1f} MB" if count >= 100_000 else f"{count / 1e3:.1f} kB"

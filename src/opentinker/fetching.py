@@ -1,0 +1,296 @@
+"""What jobs leave behind, from Python: lists, and downloads that go on where they broke off.
+
+What has come of a download is in a file beside its target (`.NAME.part`) until it is whole, so that a call that failed,
+or was killed, can be made again. Bytes are compared with the SHA-256 that the server has of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import hashlib
+import re
+import tempfile
+from abc import ABC, abstractmethod
+from collections.abc import Coroutine, Mapping, Sequence
+from pathlib import Path, PurePosixPath
+from typing import Any, TypeVar
+from urllib.parse import quote
+
+import aiohttp
+import orjson
+
+from opentinker.archive import unpack
+from opentinker.given import empty_place
+from opentinker.http import ApiError, Http, Json
+from opentinker.shared.manifest import ADAPTER, instead
+
+T = TypeVar("T")
+
+CHUNK = 1 << 20
+_JOB = re.compile(r"j-[a-z0-9]{10}")
+
+
+class FetchingCalls:
+    """The part of AsyncClient that is about it."""
+
+    _http: Http
+
+    async def publish(self, checkpoint: str, name: str) -> Json:
+        """Give JOB@STEP or JOB@latest a name for [start], inference jobs and downloads. Raises ApiConflict if another
+        checkpoint of the tenant has it."""
+        body = orjson.dumps({"name": name, "checkpoint": checkpoint})
+        headers = {"Content-Type": "application/json"}
+        return await self._http.json("POST", "/v1/published", body=body, headers=headers)
+
+    async def unpublish(self, name: str) -> Json:
+        return await self._http.json("DELETE", f"/v1/published/{quote(name, safe='')}", again=False)
+
+    async def published(self) -> list[Json]:
+        """`name`, `checkpoint`, `bytes`, `created`, `key`; by name."""
+        return list((await self._http.json("GET", "/v1/published"))["published"])
+
+    async def delete_artifacts(self, id: str, step: int | None = None) -> Json:
+        """One checkpoint, or all that a job left which is over. Raises ApiConflict for what is published or in use."""
+        path = "/artifacts" if step is None else f"/checkpoints/{step}"
+        return await self._http.json("DELETE", _of(id, path), again=False)
+
+    async def _named(self, id: str, step: int | None) -> tuple[str, int | None]:
+        """A published name in the place of a job's id."""
+        if _JOB.fullmatch(id) or step is not None:
+            return id, step
+        found = await self._http.json("GET", f"/v1/published/{quote(id, safe='')}")
+        return found["job"], found["step"]
+
+    async def checkpoints(self, id: str) -> list[Json]:
+        """Oldest first."""
+        return list((await self._http.json("GET", _of(id, "/checkpoints")))["checkpoints"])
+
+    async def artifacts(self, id: str) -> list[Json]:
+        """Every file that a job has left so far: `path`, `kind`, `bytes`, `created`, and `sha256` where it is known."""
+        return list((await self._http.json("GET", _of(id, "/artifacts")))["artifacts"])
+
+    async def download_artifacts(
+        self, id: str, directory: str | Path, paths: Sequence[str] | None = None
+    ) -> list[Path]:
+        """Files of a job, under their paths in the list (default: all but checkpoints), into a directory. What is there
+        and right already is not fetched again. Raises ApiError."""
+        listed = {entry["path"]: entry for entry in await self.artifacts(id)}
+        if paths is None:
+            paths = [path for path in listed if not path.startswith("checkpoints/")]
+        if unknown := [path for path in paths if path not in listed]:
+            raise ApiError(f"job {id} has no {unknown[0]!r}; `opentinker artifacts {id}` lists what there is")
+        targets = [await asyncio.to_thread(_place, directory, path) for path in paths]
+        return [
+            await self._download_file(id, path, target, listed[path]["sha256"])
+            for path, target in zip(paths, targets, strict=True)
+        ]
+
+    async def _download_file(self, id: str, path: str, target: Path, sha256: str) -> Path:
+        if bool(sha256) and await asyncio.to_thread(_has, target, sha256):
+            return target
+        part = _Part(target)
+        headers = await _fetch(self._http, _of(id, "/artifacts/download"), {"path": path}, part)
+        said = base64.b64encode(bytes.fromhex(await asyncio.to_thread(part.sha256))).decode()
+        if headers.get("Repr-Digest") != f"sha-256=:{said}:":
+            part.drop()
+            raise ApiError(f"{path} of job {id} came damaged from {self._http.url}: its SHA-256 is another")
+        part.path.replace(target)
+        part.drop()
+        return target
+
+    async def download(
+        self,
+        id: str,
+        directory: str | Path,
+        step: int | None = None,
+        *,
+        everything: bool = False,
+        merge: bool = False,
+        base: str | None = None,
+    ) -> Path:
+        """A checkpoint (default: the newest) as a directory that must not exist or be empty; checksums are compared.
+        `id`: a job's, or the name that a checkpoint is published under.
+
+        `everything` also fetches optimizer and random state. `merge` puts an adapter into the model it was trained on,
+        which must be within reach of this machine (`base`: elsewhere than where the job had it), and gives a plain
+        Hugging Face directory; it needs torch, transformers and peft here. Raises ApiError, which for a damaged
+        checkpoint names the others.
+        """
+        target = await asyncio.to_thread(empty_place, directory)
+        if merge:
+            return await self._download_merged(id, target, step, base)
+        if base is not None:
+            raise ApiError("a base is needed only where an adapter is merged into it")
+        id, step = await self._named(id, step)
+        path = _of(id, f"/checkpoints/{'latest' if step is None else step}/download")
+        part = _Part(target)
+        headers = await _fetch(self._http, path, {"all": "1"} if everything else {}, part)
+        try:
+            await asyncio.to_thread(_unpack, part.path, target)
+        except ValueError as error:
+            sent = headers["X-Checkpoint-Step"]
+            others = [c["step"] for c in reversed(await self.checkpoints(id)) if str(c["step"]) != sent]
+            raise ApiError(
+                f"the checkpoint of step {sent} from {self._http.url} is damaged: {error}; {instead(id, others)}"
+            ) from None
+        finally:
+            part.drop()
+        return target
+
+    async def _download_merged(self, id: str, target: Path, step: int | None, base: str | None) -> Path:
+        try:
+            from opentinker.merge import merge
+        except ImportError as error:
+            raise ApiError(
+                f"merging needs torch, transformers and peft here, and {error.name} is not installed: "
+                "pip install 'opentinker[trainer]'"
+            ) from None
+        id, step = await self._named(id, step)
+        held = [c for c in await self.checkpoints(id) if step in (None, c["step"])]
+        if held and ADAPTER not in held[-1]["files"]:
+            raise ApiError(f"the checkpoint of step {held[-1]['step']} is no adapter: download it without merging")
+        with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}-") as work:
+            adapter = await self.download(id, Path(work) / "adapter", held[-1]["step"] if held else step)
+            try:
+                await asyncio.to_thread(merge, adapter, Path(work) / "merged", base)
+            except ValueError as error:
+                raise ApiError(str(error)) from None
+            (Path(work) / "merged").replace(target)
+        return target
+
+
+class _Part:
+    """What has come of a download, beside its target, and the ETag of what it is a part of."""
+
+    def __init__(self, target: Path) -> None:
+        self.path = target.with_name(f".{target.name}.part")
+        self._tag = self.path.with_name(f"{self.path.name}.etag")
+
+    @property
+    def etag(self) -> str:
+        """Empty: nothing has come."""
+        return self._tag.read_text() if self._tag.exists() and self.size else ""
+
+    @property
+    def size(self) -> int:
+        return self.path.stat().st_size if self.path.exists() else 0
+
+    def begin(self, etag: str) -> None:
+        self.drop()
+        self._tag.write_text(etag)
+
+    def drop(self) -> None:
+        self.path.unlink(missing_ok=True)
+        self._tag.unlink(missing_ok=True)
+
+    def sha256(self) -> str:
+        return _digest(self.path)
+
+
+async def _fetch(http: Http, path: str, query: dict[str, str], part: _Part) -> Mapping[str, str]:
+    """The whole answer in `part`, beginning with what is there of the same; its headers. Connections may break as often
+    as something came over them. Raises ApiError."""
+
+    async def once() -> Mapping[str, str] | None:
+        """None: it broke off, having come forward."""
+        etag, came = part.etag, False
+        headers = {"Range": f"bytes={part.size}-", "If-Range": etag} if etag else {}
+        try:
+            async with http.open(path, query, http.timeout_s, headers=headers) as response:
+                if response.status != 206:
+                    part.begin(response.headers.get("ETag", ""))
+                with part.path.open("ab") as file:
+                    async for chunk in response.content.iter_chunked(CHUNK):
+                        await asyncio.to_thread(file.write, chunk)
+                        came = True
+                return response.headers
+        except (aiohttp.ClientError, TimeoutError):
+            if came:
+                return None
+            raise
+        except ApiError as error:
+            if error.status != 416 or not etag:
+                raise
+            part.drop()  # it was all there, and not used: from its beginning, then
+            return None
+
+    try:
+        while (headers := await http.patiently(once)) is None:
+            pass
+    except ApiError as error:
+        if error.status is None and part.size:
+            raise ApiError(f"{error} {part.size} bytes of it are here: the same again goes on from there") from None
+        part.drop()
+        raise
+    return headers
+
+
+def _unpack(part: Path, target: Path) -> None:
+    with part.open("rb") as file:
+        unpack(file, target)
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _has(target: Path, sha256: str) -> bool:
+    return target.is_file() and _digest(target) == sha256
+
+
+def _place(directory: str | Path, path: str) -> Path:
+    """Raises ApiError: a server must not write elsewhere than it was told."""
+    found = PurePosixPath(path)
+    if found.is_absolute() or ".." in found.parts or not found.parts or "\\" in path:
+        raise ApiError(f"the server names a file {path!r}, which would not be inside the directory")
+    target = Path(directory).expanduser().absolute() / found
+    target.parent.mkdir(parents=True, exist_ok=True)
+    return target
+
+
+def _of(id: str, rest: str = "") -> str:
+    return f"/v1/jobs/{quote(id, safe='')}{rest}"
+
+
+class FetchingSync(ABC):
+    """The same of Client."""
+
+    _core: FetchingCalls
+
+    @abstractmethod
+    def _call(self, coroutine: Coroutine[Any, Any, T]) -> T: ...
+
+    def publish(self, checkpoint: str, name: str) -> Json:
+        return self._call(self._core.publish(checkpoint, name))
+
+    def unpublish(self, name: str) -> Json:
+        return self._call(self._core.unpublish(name))
+
+    def published(self) -> list[Json]:
+        return self._call(self._core.published())
+
+    def delete_artifacts(self, id: str, step: int | None = None) -> Json:
+        return self._call(self._core.delete_artifacts(id, step))
+
+    def checkpoints(self, id: str) -> list[Json]:
+        return self._call(self._core.checkpoints(id))
+
+    def artifacts(self, id: str) -> list[Json]:
+        return self._call(self._core.artifacts(id))
+
+    def download_artifacts(self, id: str, directory: str | Path, paths: Sequence[str] | None = None) -> list[Path]:
+        return self._call(self._core.download_artifacts(id, directory, paths))
+
+    def download(
+        self,
+        id: str,
+        directory: str | Path,
+        step: int | None = None,
+        *,
+        everything: bool = False,
+        merge: bool = False,
+        base: str | None = None,
+    ) -> Path:
+        return self._call(self._core.download(id, directory, step=step, everything=everything, merge=merge, base=base))
