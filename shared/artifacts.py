@@ -3,6 +3,7 @@
 Keys:
     artifact:{job}       hash: path -> Kept, all that is in the artifact store of a job
     stored:{tenant}      sorted set: job -> bytes of that
+    artifact:tenants     set of tenants that have stored something
     published:{tenant}   hash: name -> Publication
     artifact:open        set of jobs that leave something behind and are not all in the store yet
     artifact:expiry      sorted set: job -> when what is kept of it expires
@@ -63,13 +64,14 @@ def checkpoint_path(step: int) -> str:
     return f"{CHECKPOINTS}/{name_of(step)}"
 
 
-# KEYS artifact, stored. ARGV: job, path, entry, bytes
+# KEYS artifact, stored, tenants. ARGV: job, path, entry, bytes, tenant
 _ADD = """
 local before = redis.call('HGET', KEYS[1], ARGV[2])
 local more = tonumber(ARGV[4])
 if before then more = more - cjson.decode(before).bytes end
 redis.call('HSET', KEYS[1], ARGV[2], ARGV[3])
 redis.call('ZINCRBY', KEYS[2], more, ARGV[1])
+redis.call('SADD', KEYS[3], ARGV[5])
 """
 
 # KEYS artifact, stored, published, removing. ARGV: job, tenant, path ...
@@ -122,8 +124,8 @@ class ArtifactIndex:
         return {path: codec.from_json(Kept, text) for path, text in found.items()}
 
     async def add(self, tenant: str, job: str, kept: Kept) -> None:
-        keys = [f"artifact:{job}", f"stored:{tenant}"]
-        await self._add(keys=keys, args=[job, kept.path, codec.to_json(kept), kept.bytes])
+        keys = [f"artifact:{job}", f"stored:{tenant}", "artifact:tenants"]
+        await self._add(keys=keys, args=[job, kept.path, codec.to_json(kept), kept.bytes, tenant])
 
     async def remove(self, tenant: str, job: str, paths: Sequence[str]) -> list[str]:
         """From the index, and into the set of what is to be deleted. Returns which: what is published stays."""
@@ -170,6 +172,10 @@ class ArtifactIndex:
         """Bytes by job, the largest first."""
         found = await self._redis.zrevrange(f"stored:{tenant}", 0, -1, withscores=True)
         return {job: int(size) for job, size in found}
+
+    async def tenants(self) -> list[str]:
+        """That have stored something."""
+        return sorted(await self._redis.smembers("artifact:tenants"))
 
     # --- names ---------------------------------------------------------------------------------------------------
 

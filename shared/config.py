@@ -44,6 +44,9 @@ class TenantLimits(BaseModel):
     """Of all its workers together, since midnight UTC. When they are used up no job starts; those that run go on."""
     gpu_seconds_per_day: Annotated[float, Field(ge=0)] | None = None
     """The same, of each worker times the GPUs that it says it has."""
+    stored_gb: Annotated[float, Field(ge=0)] | None = None
+    """What its jobs have left in the artifact store, in GB (10^9 bytes). When it is full no job starts; those that run
+    go on."""
     max_priority: Annotated[int, Field(ge=LEAST_PRIORITY, le=MOST_PRIORITY)] = MOST_PRIORITY
     """resources.priority of its jobs may be at most this."""
 

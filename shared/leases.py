@@ -4,10 +4,8 @@ Keys (`{worker}` is a worker slot):
     worker:{worker}     WorkerInfo, expires when the worker stops beating
     workers             set of slots whose worker beats, or did so until a moment ago
     leases              hash: slot -> Lease, what its worker should do
-    leases:held         hash: slot -> tenant, job, pool, GPUs, and the time up to which they are counted
-    usage:{tenant}:{day}   hash: seconds held, by pool (`trainer_s`), all (`worker_s`) and times GPUs (`gpu_s`);
-                        `day` counts from 1970, UTC
-    usage:job:{id}      the same of one job
+    leases:held         hash: slot -> tenant, job, GPUs, and the time up to which they are counted
+    spent:*             seconds held, and times GPUs, are counted there (usage.py)
     leader              the scheduler that leads; expires unless it is renewed
     leader:epoch        counts leaders: what an earlier one still wants to write is refused
 
@@ -16,7 +14,6 @@ Times are the Redis server's.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -26,13 +23,10 @@ from opentinker.shared import codec
 from opentinker.shared.errors import Conflict, Fenced
 from opentinker.shared.script import Script
 from opentinker.shared.types import Lease, WorkerInfo
+from opentinker.shared.usage import DAY_S, DAYS
 
 UNFENCED = -1
 """In the place of a leader's epoch: nobody leads."""
-DAY_S = 86_400
-USAGE_DAYS = 400
-"""Usage by day is kept so long."""
-
 CHARGE = f"""
 local clock = redis.call('TIME')
 local now = tonumber(clock[1]) + tonumber(clock[2]) / 1000000
@@ -41,13 +35,12 @@ local function charge(slot)
   if not text then return end
   local held = cjson.decode(text)
   local spent = math.max(0, now - held.at)
-  local day = 'usage:' .. held.tenant .. ':' .. math.floor(now / {DAY_S})
-  for _, key in ipairs({{day, 'usage:job:' .. held.job}}) do
-    redis.call('HINCRBYFLOAT', key, held.pool .. '_s', string.format('%.6f', spent))
+  local day = 'spent:' .. held.tenant .. ':' .. math.floor(now / {DAY_S})
+  for _, key in ipairs({{day, 'spent:job:' .. held.job}}) do
     redis.call('HINCRBYFLOAT', key, 'worker_s', string.format('%.6f', spent))
     if held.gpus > 0 then redis.call('HINCRBYFLOAT', key, 'gpu_s', string.format('%.6f', spent * held.gpus)) end
   end
-  redis.call('EXPIRE', day, {USAGE_DAYS * DAY_S})
+  redis.call('EXPIRE', day, {DAYS * DAY_S})
   held.at = now
   redis.call('HSET', 'leases:held', slot, cjson.encode(held))
 end
@@ -159,7 +152,6 @@ class Account(msgspec.Struct, frozen=True, kw_only=True):
 
     tenant: str
     job: str
-    pool: str
     gpus: int = 0
 
 
@@ -229,19 +221,8 @@ class LeaseTable:
     # --- what is held is counted ---------------------------------------------------------------------------------
 
     async def charge(self) -> None:
-        """Count what all leases have held until now; leases that end are counted then."""
+        """Count, among what jobs have spent, what all leases have held until now; leases that end are counted then."""
         await self._charge_all(keys=["leases", "leases:held"])
-
-    async def usage_today(self, tenants: Sequence[str]) -> dict[str, dict[str, float]]:
-        """By tenant: seconds, as they stand in `usage:{tenant}:{day}`."""
-        pipe = self.redis.pipeline(transaction=False)
-        day = int(time.time() // DAY_S)
-        for tenant in tenants:
-            pipe.hgetall(f"usage:{tenant}:{day}")
-        return {tenant: _numbers(found) for tenant, found in zip(tenants, await pipe.execute(), strict=True)}
-
-    async def usage_of_job(self, id: str) -> dict[str, float]:
-        return _numbers(await self.redis.hgetall(f"usage:job:{id}"))
 
     # --- who leads -----------------------------------------------------------------------------------------------
 
@@ -257,7 +238,7 @@ class LeaseTable:
 
 def granted(lease: Lease, tenant: str, gpus: int) -> tuple[str, bytes, bytes]:
     """Slot, lease and account, as scripts take them."""
-    account = Account(tenant=tenant, job=lease.job, pool=lease.pool, gpus=gpus)
+    account = Account(tenant=tenant, job=lease.job, gpus=gpus)
     return lease.worker, codec.to_json(lease), codec.to_json(account)
 
 
@@ -267,7 +248,3 @@ def raise_unless_granted(answer: str, slots: Sequence[str]) -> None:
             raise Fenced("another scheduler leads now")
         case "taken":
             raise Conflict(f"another job holds one of {', '.join(slots)}")
-
-
-def _numbers(found: dict[str, str]) -> dict[str, float]:
-    return {name: float(value) for name, value in found.items()}

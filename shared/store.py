@@ -8,7 +8,7 @@ Keys (`{id}` is a job id of ours):
     jobs:of:{tenant}    sorted set of ids by creation time
     jobs:active         set of ids that are not in a final state
     jobs:ending         set of ids in a final state whose leases and messages are still to be cleared away
-    worker:*, workers, leases, leases:held, usage:*, leader, leader:epoch   who works for whom (leases.py)
+    worker:*, workers, leases, leases:held, leader, leader:epoch   who works for whom (leases.py)
     adm:{id}, adm:{id}:groups   admission (admission.py)
     spent:*             what jobs and tenants have spent (usage.py)
     artifact:*, stored:*, published:*   what is kept of jobs, and its names (artifacts.py)

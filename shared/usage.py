@@ -2,11 +2,13 @@
 
 Keys (`day` counts from 1970, UTC):
     spent:job:{id}           hash: worker_s, gpu_s, cpu_s, tokens_generated, tokens_trained of a job
-    spent:{tenant}:{day}     hash: the same of a tenant's day; kept for 400 days
+    spent:{tenant}:{day}     hash: the same of a tenant's day, and the most bytes that it stored; kept for 400 days
     spent:seen:{id}:{source} hash: what a source has said so far, so that a repetition adds nothing; kept for a week
     spent:step:{id}          the last optimizer step whose tokens are counted: one that is trained again is not
 
-A worker says what its lease has cost since it began, again and again: what is lost on the way is in the next word.
+Seconds of workers and GPUs are those of leases, counted by the scripts that write leases (leases.py): nobody's word is
+needed. What a worker alone knows it says of its whole lease, again and again: what is lost on the way is in the next
+word.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ import uuid
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
-from datetime import date, timedelta
+from datetime import UTC, date, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +40,7 @@ LAST_S = 2.0
 """For the last word of a lease."""
 KINDS = ("worker_s", "gpu_s", "cpu_s", "tokens_generated", "tokens_trained")
 """Seconds of leased workers, the same times their GPUs, processor time of theirs, tokens sampled and trained on."""
+STORED = "bytes_stored"
 EPOCH = date(1970, 1, 1)
 
 _ADD = f"""
@@ -98,28 +101,41 @@ class Usage:
         return await self._read([f"spent:job:{id}" for id in ids])
 
     async def of_days(self, tenant: str, first: date, last: date) -> dict[date, dict[str, float]]:
-        """Of those days on which something was spent."""
+        """Of those days on which something was spent, or stored."""
         days = [first + timedelta(days=more) for more in range((last - first).days + 1)]
-        found = await self._read([f"spent:{tenant}:{(day - EPOCH).days}" for day in days])
+        found = await self._read([_of_day(tenant, day) for day in days], (*KINDS, STORED))
         return {day: spent for day, spent in zip(days, found, strict=True) if any(spent.values())}
 
-    async def _read(self, keys: Sequence[str]) -> list[dict[str, float]]:
+    async def today(self, tenants: Sequence[str]) -> dict[str, dict[str, float]]:
+        """By tenant, since midnight UTC."""
+        day = datetime.now(UTC).date()
+        found = await self._read([_of_day(tenant, day) for tenant in tenants])
+        return dict(zip(tenants, found, strict=True))
+
+    async def store(self, tenant: str, size: int) -> None:
+        """So many bytes are stored now: a day has its most. Called by one scheduler at a time."""
+        day = _of_day(tenant, datetime.now(UTC).date())
+        if size > int(await self._redis.hget(day, STORED) or 0):
+            await self._redis.hset(day, STORED, size)
+            await self._redis.expire(day, DAYS * DAY_S)
+
+    async def _read(self, keys: Sequence[str], kinds: Sequence[str] = KINDS) -> list[dict[str, float]]:
         pipe = self._redis.pipeline(transaction=False)
         for key in keys:
             pipe.hgetall(key)
-        return [{kind: float(hash.get(kind, 0)) for kind in KINDS} for hash in await pipe.execute()]
+        return [{kind: float(hash.get(kind, 0)) for kind in kinds} for hash in await pipe.execute()]
 
 
 @asynccontextmanager
 async def metered(redis: Any, job: str, spent: Counter[str]) -> AsyncIterator[None]:
-    """While the block runs, its time, that of its GPUs and of the processors of this process and its children, and what
-    the block puts into `spent`, are counted for the job."""
+    """While the block runs, the time of the processors of this process and its children, and what the block puts into
+    `spent`, are counted for the job."""
     usage, source = Usage(redis), uuid.uuid4().hex[:12]
-    began, cpu_began, devices = time.monotonic(), cpu_seconds(), gpus()
+    cpu_began = cpu_seconds()
 
     async def report() -> None:
-        worker_s, cpu_s = time.monotonic() - began, max(0.0, await asyncio.to_thread(cpu_seconds) - cpu_began)
-        totals = {"worker_s": worker_s, "gpu_s": worker_s * devices, "cpu_s": cpu_s, **spent}
+        cpu_s = max(0.0, await asyncio.to_thread(cpu_seconds) - cpu_began)
+        totals = {"cpu_s": cpu_s, **spent}
         try:
             await usage.count(job, source, totals)
         except RedisError as error:
@@ -140,12 +156,8 @@ async def metered(redis: Any, job: str, spent: Counter[str]) -> AsyncIterator[No
                 await report()
 
 
-def gpus(environ: Mapping[str, str] = os.environ, devices: Path = Path("/dev")) -> int:
-    """That this process may use, and nobody beside it."""
-    visible = environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is None:
-        return len(list(devices.glob("nvidia[0-9]*")))
-    return sum(1 for name in visible.split(",") if name.strip() not in ("", "-1"))
+def _of_day(tenant: str, day: date) -> str:
+    return f"spent:{tenant}:{(day - EPOCH).days}"
 
 
 def cpu_seconds(proc: Path = Path("/proc")) -> float:

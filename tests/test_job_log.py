@@ -12,6 +12,7 @@ from opentinker.shared.errors import Conflict, Fenced
 from opentinker.shared.history import replay
 from opentinker.shared.store import Store
 from opentinker.shared.types import JobState, Lease, Pool
+from opentinker.shared.usage import Usage
 from tests.conftest import until
 from tests.test_store import create
 
@@ -99,13 +100,14 @@ async def test_what_leases_hold_is_counted_by_day_and_job(store: Store) -> None:
     await until(lambda: _charged(store))
     await store.grant(msgspec.structs.replace(lease, epoch=2), tenant="payer", gpus=2)
     await store.revoke("w-paid")
-    spent = (await store.usage_today(["payer", "nobody"]))["payer"]
-    assert spent == await store.usage_of_job("j-paid")
-    assert spent["worker_s"] == spent["rollout_s"] and spent["gpu_s"] == pytest.approx(2 * spent["rollout_s"], abs=1e-5)
+    usage = Usage(store.redis)
+    spent = (await usage.today(["payer", "nobody"]))["payer"]
+    assert [spent] == await usage.of_jobs(["j-paid"])
+    assert spent["gpu_s"] == pytest.approx(2 * spent["worker_s"], abs=1e-5)
     await store.charge()
-    assert (await store.usage_today(["payer"]))["payer"] == spent, "after its end nothing is counted"
+    assert (await usage.today(["payer"]))["payer"] == spent, "after its end nothing is counted"
 
 
 async def _charged(store: Store) -> bool:
     await store.charge()
-    return (await store.usage_of_job("j-paid")).get("worker_s", 0.0) > 0.01
+    return (await Usage(store.redis).of_jobs(["j-paid"]))[0]["worker_s"] > 0.01

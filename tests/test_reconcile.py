@@ -13,11 +13,13 @@ import orjson
 import pytest
 
 from opentinker.services.scheduler.reconcile import MAX_RESTARTS, Reconciler
+from opentinker.shared.artifacts import ArtifactIndex, Kept
 from opentinker.shared.leasing import LeasedWorker
 from opentinker.shared.service import Context
 from opentinker.shared.spec import JobSpec
 from opentinker.shared.store import Store
 from opentinker.shared.types import JobState, Lease, Pool
+from opentinker.shared.usage import Usage
 from tests.conftest import Server, until
 from tests.scheduling import Workers, context, kinds, new_job, running
 
@@ -325,11 +327,26 @@ async def test_what_workers_hold_is_counted_and_quotas_are_kept(
         await until(lambda: _waits_for(store, second, "its tenant's quota of 1 running jobs"))
         await store.transition(first, JobState.CANCELLED)
         await until(lambda: _says_after_a_look(reconciler, store, second, "worker seconds a day"))
-        usage = await store.usage_today(["default"])
-        assert usage["default"]["worker_s"] == pytest.approx(
-            usage["default"]["trainer_s"] + usage["default"]["rollout_s"], rel=1e-3
-        )
-        assert (await store.usage_of_job(first)).keys() == {"trainer_s", "rollout_s", "worker_s"}
+        usage = Usage(store.redis)
+        (spent,) = await usage.of_jobs([first])
+        assert spent["worker_s"] > 0.001 and (await usage.today(["default"]))["default"] == spent
+
+
+async def test_a_full_store_keeps_jobs_waiting_and_says_what_to_delete(
+    nats_server: Server, valkey_server: Server, store: Store, workers: Workers, tmp_path: Path
+) -> None:
+    tenants: Any = {"default": {"stored_gb": 1.0}}
+    async with context(nats_server, valkey_server, "scheduler-0", tmp_path, tenants=tenants) as ctx:
+        index, job = ArtifactIndex(store.redis), await new_job(store, "j-next")
+        for name, size in (("j-small", 1), ("j-large", 1_250_000_000)):
+            await index.add("default", name, Kept(path="logs.jsonl", bytes=size, created=0.0))
+        await workers.start("trainer-0", "rollout-0")
+        reconciler = Reconciler(ctx)
+        words = "its tenant's quota of 1 GB of artifacts: 1.25 GB are stored; delete some with `opentinker delete"
+        await until(lambda: _says_after_a_look(reconciler, store, job, words))
+        assert "(the largest: j-large 1.25 GB, j-small" in (await store.job(job)).waiting_for
+        await index.remove("default", "j-large", ["logs.jsonl"])
+        await until(lambda: _look_until(reconciler, store, job, 1))
 
 
 async def _says_after_a_look(reconciler: Reconciler, store: Store, job: str, what: str) -> bool:

@@ -6,12 +6,18 @@ import msgspec
 
 from opentinker.shared.config import TenantLimits
 
+GB = 10**9
+
 
 class Used(msgspec.Struct, frozen=True):
-    """Since midnight UTC; counted from leases (shared/leases.py)."""
+    """Seconds since midnight UTC, counted from leases (shared/usage.py), and what is stored now."""
 
     worker_s: float = 0.0
     gpu_s: float = 0.0
+    stored: int = 0
+    """Bytes."""
+    largest: tuple[tuple[str, int], ...] = ()
+    """Of jobs that left most: id, bytes."""
 
 
 def over_quota(limits: TenantLimits, used: Used, *, jobs: int, workers: int, more: int) -> str:
@@ -26,4 +32,10 @@ def over_quota(limits: TenantLimits, used: Used, *, jobs: int, workers: int, mor
     ):
         if most is not None and seconds >= most:
             return f"its tenant's quota of {most:g} {name} seconds a day, which is open again at midnight UTC"
+    if limits.stored_gb is not None and used.stored >= limits.stored_gb * GB:
+        largest = ", ".join(f"{job} {size / GB:.3g} GB" for job, size in used.largest)
+        return (
+            f"its tenant's quota of {limits.stored_gb:g} GB of artifacts: {used.stored / GB:.3g} GB are stored; delete "
+            f"some with `opentinker delete JOB --all` (the largest: {largest})"
+        )
     return ""

@@ -14,7 +14,7 @@ import structlog
 from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
-from opentinker.services.scheduler.artifacts_api import ArtifactsApi
+from opentinker.services.scheduler.artifact_routes import artifact_routes
 from opentinker.services.scheduler.audit import Audit
 from opentinker.services.scheduler.environments_api import EnvironmentsApi
 from opentinker.services.scheduler.gate import Gate, say_open
@@ -27,7 +27,6 @@ from opentinker.services.scheduler.limits import HEADERS, IDLE_S, Guard, bound, 
 from opentinker.services.scheduler.openapi import Parameter, Route, document
 from opentinker.services.scheduler.page import Page
 from opentinker.services.scheduler.problems import BODY_LIMIT, begins, json_response, problems
-from opentinker.services.scheduler.publishing_api import NewPublication, PublishingApi
 from opentinker.services.scheduler.replicas import Replicas
 from opentinker.services.scheduler.streams_api import StreamsApi
 from opentinker.services.scheduler.usage_api import MOST_DAYS, UsageApi
@@ -62,10 +61,6 @@ STEPS = Parameter("limit", "query", "The newest so many steps; default: 1.", "in
 AFTER_LINE = Parameter("after", "query", "Only lines after this cursor; `Last-Event-ID` means the same.", "integer")
 LEVEL = Parameter("level", "query", f"And graver lines: one of {', '.join(LEVELS)}.")
 LAST = Parameter("last", "query", f"Only the last so many of the lines that there are, up to {MOST_LINES}.", "integer")
-ALL = Parameter("all", "query", "`1`: with optimizer and random state, to resume elsewhere.")
-PATH = Parameter("path", "query", "Of the list of artifacts.")
-RANGE = Parameter("Range", "header", "`bytes=FIRST-`: the rest of a download that broke off, answered 206.")
-IF_RANGE = Parameter("If-Range", "header", "The ETag of what there is already: of anything else comes the whole, 200.")
 
 BY = Parameter("by", "query", "`job` (the default: the newest ones), `day` or `key`.")
 FIRST = Parameter("from", "query", "With `day`: the first one, YYYY-MM-DD; default: the last 30.")
@@ -83,7 +78,6 @@ class Api:
         inference = InferenceApi(jobs, replicas)
         environments = EnvironmentsApi(ctx)
         keys = KeysApi(ctx)
-        artifacts, publishing = ArtifactsApi(jobs), PublishingApi(jobs)
         knowing, usage, page = KnowingApi(jobs), UsageApi(jobs), Page(ctx.settings.nats_websocket_url)
         get = "/v1/jobs/{id}"
         openai = get + "/v1"
@@ -173,13 +167,6 @@ class Api:
             ),
             Route(
                 "GET",
-                get + "/checkpoints",
-                artifacts.checkpoints,
-                Action.JOBS_READ,
-                "Committed checkpoints, oldest first",
-            ),
-            Route(
-                "GET",
                 get + "/logs",
                 knowing.logs,
                 Action.JOBS_READ,
@@ -217,29 +204,7 @@ class Api:
                 200,
                 (LIMIT_FAILURES,),
             ),
-            Route(
-                "GET",
-                get + "/checkpoints/{step}/download",
-                artifacts.download,
-                Action.CHECKPOINTS_READ,
-                "A checkpoint as a tar stream; `step` is a number or `latest`",
-                200,
-                (ALL, RANGE, IF_RANGE),
-                content="application/x-tar",
-            ),
-            Route(
-                "GET", get + "/artifacts", artifacts.list, Action.JOBS_READ, "All files that the job has left so far"
-            ),
-            Route(
-                "GET",
-                get + "/artifacts/download",
-                artifacts.file,
-                Action.CHECKPOINTS_READ,
-                "One of these files",
-                200,
-                (PATH, RANGE, IF_RANGE),
-                content="application/octet-stream",
-            ),
+            *artifact_routes(jobs),
             Route(
                 "POST",
                 env,
@@ -268,40 +233,6 @@ class Api:
                 "Delete an environment",
                 200,
                 (VERSION,),
-            ),
-            Route(
-                "DELETE",
-                get + "/checkpoints/{step}",
-                publishing.delete_checkpoint,
-                Action.CHECKPOINTS_WRITE,
-                "Delete a checkpoint that is neither published nor in use",
-            ),
-            Route(
-                "DELETE",
-                get + "/artifacts",
-                publishing.delete_all,
-                Action.CHECKPOINTS_WRITE,
-                "Delete all that a job left which is over",
-            ),
-            Route(
-                "POST",
-                "/v1/published",
-                publishing.publish,
-                Action.CHECKPOINTS_WRITE,
-                "Give a checkpoint a name within the tenant; it stays while it has one",
-                201,
-                body=NewPublication,
-            ),
-            Route("GET", "/v1/published", publishing.list, Action.CHECKPOINTS_READ, "Published checkpoints, by name"),
-            Route(
-                "GET", "/v1/published/{name}", publishing.get, Action.CHECKPOINTS_READ, "Which checkpoint has the name"
-            ),
-            Route(
-                "DELETE",
-                "/v1/published/{name}",
-                publishing.unpublish,
-                Action.CHECKPOINTS_WRITE,
-                "Take the name from the checkpoint",
             ),
             Route("GET", "/v1/served", gateway.list, Action.ENVIRONMENTS_READ, "Environments that their users serve"),
             Route(

@@ -37,6 +37,7 @@ from opentinker.shared.errors import Conflict, NotFound
 from opentinker.shared.manifest import MANIFEST, Manifest, read_manifest
 from opentinker.shared.service import Context, first_failure
 from opentinker.shared.types import JobRecord
+from opentinker.shared.usage import Usage
 from opentinker.shared.waiting import rest, set_within
 
 log = structlog.get_logger()
@@ -45,6 +46,8 @@ LOOK_S = 1.0
 LINGER_S = 5.0
 """After a job's end its services still say how they let go of it."""
 PAGE = 5000
+COUNT_S = 30.0
+"""So often the day's usage learns what is stored."""
 
 
 class Keeping:
@@ -54,6 +57,7 @@ class Keeping:
         self.index = self.artifacts.index
         self._staged = ctx.settings.data_dir / "staged"
         self._news = asyncio.Event()
+        self._usage = Usage(ctx.store.redis)
         self._measured = Measured()
         self._told: set[tuple[str, int, int]] = set()
         """Checkpoints, by job, epoch and step, of which the log has it that they cannot be kept."""
@@ -62,8 +66,12 @@ class Keeping:
         await first_failure({"look": self._look_loop(), "put": self._put_loop()})
 
     async def _look_loop(self) -> None:
+        counted_at = float("-inf")
         while True:
             await self.look()
+            if time.monotonic() - counted_at > COUNT_S:
+                await self.count()
+                counted_at = time.monotonic()
             await rest(LOOK_S)
 
     async def _put_loop(self) -> None:
@@ -89,6 +97,11 @@ class Keeping:
             for job in await self.store.jobs([id]):
                 await self._expire(job, in_use.get(id, set()))
         self._news.set()
+
+    async def count(self) -> None:
+        """What is stored, for the day's usage."""
+        for tenant in await self.index.tenants():
+            await self._usage.store(tenant, sum((await self.index.stored(tenant)).values()))
 
     async def _look_at(self, job: JobRecord, used: set[int], *, over: bool) -> None:
         """`over`: nobody writes in its directory any more."""

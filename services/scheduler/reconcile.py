@@ -35,12 +35,14 @@ from opentinker.services.scheduler.checkpoints import newest_epoch
 from opentinker.services.scheduler.cluster import Cluster
 from opentinker.services.scheduler.placing import AddWorker, Decision, Preempt, Requeue, Rules, Start, TakeBack
 from opentinker.services.scheduler.untrained import SLEEPS, UNTRAINED, attend
+from opentinker.shared.artifacts import ArtifactIndex
 from opentinker.shared.config import Settings
 from opentinker.shared.errors import Conflict, NotFound
 from opentinker.shared.leases import UNFENCED
 from opentinker.shared.service import Context
 from opentinker.shared.subjects import WAKE
 from opentinker.shared.types import JobRecord, JobState, Lease, Pool, WorkerInfo
+from opentinker.shared.usage import Usage
 from opentinker.shared.waiting import set_within
 
 log = structlog.get_logger()
@@ -54,6 +56,8 @@ CHARGE_S = 2.0
 """So often what leases have held is counted."""
 SAID_AT_ONCE = 100
 """Jobs per look that are told of a change in what they wait for."""
+NAMED = 3
+"""Jobs that a tenant is told of whose artifacts leave no room."""
 HELD = (JobState.STARTING, JobState.RUNNING)
 
 
@@ -326,11 +330,21 @@ def rules_of(settings: Settings) -> Rules:
 
 
 async def used_today(ctx: Context, tenants: set[str]) -> dict[str, Used]:
-    """Of those whose seconds are limited."""
-    limits = ctx.settings.tenants
-    counted = [tenant for tenant in tenants if (limit := limits.get(tenant) or limits.get("*")) and limit.by_time]
-    found = await ctx.store.usage_today(counted) if counted else {}
-    return {t: Used(seconds.get("worker_s", 0.0), seconds.get("gpu_s", 0.0)) for t, seconds in found.items()}
+    """Of those for whom it is limited: seconds, and what is stored now."""
+    limits, index = ctx.settings.tenants, ArtifactIndex(ctx.store.redis)
+    bound = {tenant: limit for tenant in tenants if (limit := limits.get(tenant) or limits.get("*"))}
+    counted = [tenant for tenant, limit in bound.items() if limit.by_time]
+    seconds = await Usage(ctx.store.redis).today(counted) if counted else {}
+    stored = {tenant: await index.stored(tenant) for tenant, limit in bound.items() if limit.stored_gb is not None}
+    return {
+        tenant: Used(
+            seconds.get(tenant, {}).get("worker_s", 0.0),
+            seconds.get(tenant, {}).get("gpu_s", 0.0),
+            sum(stored.get(tenant, {}).values()),
+            tuple(stored.get(tenant, {}).items())[:NAMED],
+        )
+        for tenant in seconds.keys() | stored.keys()
+    }
 
 
 @contextmanager

@@ -1,17 +1,14 @@
 """What jobs cost, over HTTP: by job, by day, by key.
 
-usage   consumes what leases and workers counted in Redis, and the sizes of job directories
+usage   consumes what leases, workers and the artifact store's index have counted in Redis
 """
 
 from __future__ import annotations
 
-import asyncio
-import os
 import re
 import time
 from collections.abc import Mapping, Sequence
 from datetime import UTC, date, datetime, timedelta
-from pathlib import Path
 from typing import Any
 
 from aiohttp import web
@@ -21,12 +18,12 @@ from opentinker.services.scheduler.jobs_api import JOB_ID, JOBS, MOST_JOBS, Jobs
 from opentinker.services.scheduler.problems import integer, json_response
 from opentinker.shared.errors import NotFound, SpecError
 from opentinker.shared.types import JobRecord
-from opentinker.shared.usage import DAYS, KINDS, Usage
+from opentinker.shared.usage import DAYS, KINDS, STORED, Usage
 
 MOST_DAYS = DAYS
 USUAL_DAYS = 30
 AGAIN_S = 30.0
-"""A directory is measured again after so long."""
+"""What a job has left so far is measured again after so long."""
 _DAY = re.compile(r"\d{4}-\d{2}-\d{2}")
 
 
@@ -34,6 +31,7 @@ class UsageApi:
     def __init__(self, jobs: JobsApi) -> None:
         self.jobs, self.store = jobs, jobs.store
         self.spent = Usage(jobs.store.redis)
+        self.artifacts = jobs.artifacts
         self._sizes: dict[str, tuple[float, int]] = {}
 
     async def usage(self, request: web.Request) -> web.Response:
@@ -49,8 +47,9 @@ class UsageApi:
             case other:
                 problem = "must be `job`, `day` or `key`"
                 raise SpecError([{"field": "by", "value": other[:100], "problem": problem}])
-        kinds = (*KINDS, *(() if by == "day" else ("bytes_stored",)))
-        total = {kind: sum(row[kind] for row in rows) for kind in kinds}
+        total = {kind: sum(row[kind] for row in rows) for kind in KINDS}
+        stored = [row[STORED] for row in rows]
+        total[STORED] = max(stored, default=0) if by == "day" else sum(stored)  # of a day it is the most at a time
         return json_response({"by": by, "usage": rows, "total": total})
 
     async def _asked_for(self, request: web.Request) -> list[JobRecord]:
@@ -63,10 +62,10 @@ class UsageApi:
 
     async def _by_job(self, jobs: list[JobRecord]) -> list[dict[str, Any]]:
         spent = await self.spent.of_jobs([job.id for job in jobs])
-        sizes = await asyncio.to_thread(self._sizes_of, jobs)
+        sizes = await self._stored(jobs)
         return [
             {"job": job.id, "name": job.name, "kind": job.kind, "state": job.state, "key": job.key, **own}
-            | {"bytes_stored": size}
+            | {STORED: size}
             for job, own, size in zip(jobs, spent, sizes, strict=True)
         ]
 
@@ -79,39 +78,30 @@ class UsageApi:
         found = await self.spent.of_days(tenant_of(request), first, last)
         return [{"day": str(day), **spent} for day, spent in found.items()]
 
-    def _sizes_of(self, jobs: list[JobRecord]) -> list[int]:
-        """Blocking. Those of jobs that are over change no more, but for their checkpoints being deleted."""
-        now, sizes = time.monotonic(), []
-        for job in jobs:
-            at, size = self._sizes.get(job.id, (float("-inf"), 0))
-            if now - at > AGAIN_S:
-                size = stored(self.jobs.home(job))
-                self._sizes[job.id] = (now, size)
-            sizes.append(size)
-        for old in [id for id, (at, _) in self._sizes.items() if now - at > AGAIN_S]:
-            del self._sizes[old]
-        return sizes
+    async def _stored(self, jobs: list[JobRecord]) -> list[int]:
+        """Bytes. What is put away is counted; what others may still write into is measured."""
+        index = self.artifacts.index
+        kept = await index.stored(jobs[0].tenant) if jobs else {}
+        going_on = set(await index.opened()) | {job.id for job in jobs if not job.state.final or job.id not in kept}
+        return [await self._measured(job) if job.id in going_on else kept[job.id] for job in jobs]
 
-
-def stored(home: Path) -> int:
-    """Bytes of all files below, a file with several names once. Blocking."""
-    seen: dict[tuple[int, int], int] = {}
-    for folder, _, names in os.walk(home):
-        for name in names:
-            try:
-                found = os.lstat(os.path.join(folder, name))
-            except OSError:  # it was swept meanwhile
-                continue
-            seen[found.st_dev, found.st_ino] = found.st_size
-    return sum(seen.values())
+    async def _measured(self, job: JobRecord) -> int:
+        now = time.monotonic()
+        at, size = self._sizes.get(job.id, (float("-inf"), 0))
+        if now - at > AGAIN_S:
+            size = await self.artifacts.size(job)
+            for old in [id for id, (measured, _) in self._sizes.items() if now - measured > AGAIN_S]:
+                del self._sizes[old]
+            self._sizes[job.id] = (now, size)
+        return size
 
 
 def _summed(rows: Sequence[Mapping[str, Any]], name: str) -> list[dict[str, Any]]:
     sums: dict[str, dict[str, Any]] = {}
     for row in rows:
-        own = sums.setdefault(row[name], {name: row[name], "jobs": 0, **dict.fromkeys((*KINDS, "bytes_stored"), 0)})
+        own = sums.setdefault(row[name], {name: row[name], "jobs": 0, **dict.fromkeys((*KINDS, STORED), 0)})
         own["jobs"] += 1
-        for kind in (*KINDS, "bytes_stored"):
+        for kind in (*KINDS, STORED):
             own[kind] += row[kind]
     return [sums[key] for key in sorted(sums)]
 

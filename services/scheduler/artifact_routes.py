@@ -1,0 +1,81 @@
+"""The part of the route table that is about what jobs leave."""
+
+from __future__ import annotations
+
+from opentinker.services.scheduler.artifacts_api import ArtifactsApi
+from opentinker.services.scheduler.jobs_api import JobsApi
+from opentinker.services.scheduler.openapi import Parameter, Route
+from opentinker.services.scheduler.publishing_api import NewPublication, PublishingApi
+from opentinker.shared.authority import Action
+
+ALL = Parameter("all", "query", "`1`: with optimizer and random state, to resume elsewhere.")
+PATH = Parameter("path", "query", "Of the list of artifacts.")
+RANGE = Parameter("Range", "header", "`bytes=FIRST-`: the rest of a download that broke off, answered 206.")
+IF_RANGE = Parameter("If-Range", "header", "The ETag of what there is already: of anything else comes the whole, 200.")
+
+
+def artifact_routes(jobs: JobsApi) -> list[Route]:
+    get = "/v1/jobs/{id}"
+    artifacts, publishing = ArtifactsApi(jobs), PublishingApi(jobs)
+    return [
+        Route(
+            "GET",
+            get + "/checkpoints",
+            artifacts.checkpoints,
+            Action.JOBS_READ,
+            "Committed checkpoints, oldest first",
+        ),
+        Route(
+            "GET",
+            get + "/checkpoints/{step}/download",
+            artifacts.download,
+            Action.CHECKPOINTS_READ,
+            "A checkpoint as a tar stream; `step` is a number or `latest`",
+            200,
+            (ALL, RANGE, IF_RANGE),
+            content="application/x-tar",
+        ),
+        Route("GET", get + "/artifacts", artifacts.list, Action.JOBS_READ, "All files that the job has left so far"),
+        Route(
+            "GET",
+            get + "/artifacts/download",
+            artifacts.file,
+            Action.CHECKPOINTS_READ,
+            "One of these files",
+            200,
+            (PATH, RANGE, IF_RANGE),
+            content="application/octet-stream",
+        ),
+        Route(
+            "DELETE",
+            get + "/checkpoints/{step}",
+            publishing.delete_checkpoint,
+            Action.CHECKPOINTS_WRITE,
+            "Delete a checkpoint that is neither published nor in use",
+        ),
+        Route(
+            "DELETE",
+            get + "/artifacts",
+            publishing.delete_all,
+            Action.CHECKPOINTS_WRITE,
+            "Delete all that a job left which is over",
+        ),
+        Route(
+            "POST",
+            "/v1/published",
+            publishing.publish,
+            Action.CHECKPOINTS_WRITE,
+            "Give a checkpoint a name within the tenant; it stays while it has one",
+            201,
+            body=NewPublication,
+        ),
+        Route("GET", "/v1/published", publishing.list, Action.CHECKPOINTS_READ, "Published checkpoints, by name"),
+        Route("GET", "/v1/published/{name}", publishing.get, Action.CHECKPOINTS_READ, "Which checkpoint has the name"),
+        Route(
+            "DELETE",
+            "/v1/published/{name}",
+            publishing.unpublish,
+            Action.CHECKPOINTS_WRITE,
+            "Take the name from the checkpoint",
+        ),
+    ]
