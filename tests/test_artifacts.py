@@ -273,15 +273,19 @@ async def test_what_is_left_expires_but_for_what_is_published(client: AsyncClien
         await until(lambda step=step: _has_kept(ctx, job, step))  # type: ignore[misc]
     await client.publish(f"{job}@10", "good")
     await ctx.store.transition(job, JobState.SUCCEEDED, epoch=1)
-    await until(lambda: _kept(ctx, job, [10]))
-    events = [event for event in await client.event_log(job) if event["event"] == "artifacts_expired"]
-    assert len(events) == 1 and (await client.job(job))["artifacts"]["published"] == ["good"]
+    await until(lambda: _expired(client, job))
     await put_away(ctx, job)
+    assert await kept_steps(ctx, job) == [10] and (await client.job(job))["artifacts"]["published"] == ["good"]
+    assert [event["event"] for event in await client.event_log(job)].count("artifacts_expired") == 1
     assert not (ctx.settings.data_dir / "jobs" / job).exists()
     assert {entry["path"] for entry in await client.artifacts(job)} == {"checkpoints/step-000010/trainer/state.json"}
     await client.unpublish("good")
     await until(lambda: _kept(ctx, job, []))
     await until(lambda: _empty(ctx, f"default/{job}"))
+
+
+async def _expired(client: AsyncClient, job: str) -> bool:
+    return any(event["event"] == "artifacts_expired" for event in await client.event_log(job))
 
 
 async def _empty(ctx: Context, prefix: str) -> bool:
@@ -296,11 +300,7 @@ async def test_what_a_job_begins_with_stays_until_that_is_over(client: AsyncClie
     user = (await client.submit(spec_with(), from_checkpoint=f"{job}@10"))["id"]
     await ctx.store.transition(job, JobState.SUCCEEDED, epoch=1)
     await put_away(ctx, job)
-
-    async def expired() -> bool:
-        return any(event["event"] == "artifacts_expired" for event in await client.event_log(job))
-
-    await until(expired)
+    await until(lambda: _expired(client, job))
     assert await kept_steps(ctx, job) == [10]
     with pytest.raises(ApiConflict, match=user):
         await client.delete_artifacts(job, 10)
