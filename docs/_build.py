@@ -13,6 +13,7 @@ from mkdocs.structure.files import File, Files
 
 from opentinker.services.scheduler.api import Api
 from opentinker.services.scheduler.openapi import document
+from opentinker.shared.config import Settings
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
@@ -29,7 +30,7 @@ def _command_line() -> str:
 
 def _http() -> Iterator[str]:
     """Of the route table, which needs nothing that runs."""
-    everything: dict[str, Any] = document(Api(*(MagicMock() for _ in range(4))).routes)
+    everything: dict[str, Any] = document(Api(MagicMock(settings=Settings()), *(MagicMock() for _ in range(3))).routes)
     yield "# HTTP API\n"
     yield "Made of the route table that is served; `/openapi.json` of any server is the same for programs.\n"
     for path, methods in everything["paths"].items():
