@@ -56,6 +56,20 @@ def test_services_are_nobody_and_write_to_their_volumes_alone(name: str) -> None
     assert (name in ONCE) or "healthcheck" in service
 
 
+def test_who_looks_on_is_asked_for_and_may_change_nothing() -> None:
+    lookers = {name: service for name, service in COMPOSE["services"].items() if name not in BUILT}
+    assert set(lookers) == {"prometheus", "grafana"}
+    for service in lookers.values():
+        assert service["profiles"] == ["observability"]
+        assert service["read_only"] is True and service["cap_drop"] == ["ALL"]
+        assert not str(service["user"]).startswith("0") and re.search(r":v?\d+\.\d+\.\d+\}$", service["image"])
+        mounted = [volume.split(":") for volume in service["volumes"] if volume.startswith("./")]
+        assert mounted and all((ROOT / source).exists() and mode == "ro" for source, _, mode in mounted)
+    assert "ports" not in lookers["prometheus"] and lookers["prometheus"]["networks"] == ["inside"]
+    grafana = lookers["grafana"]["environment"]
+    assert (grafana["GF_AUTH_ANONYMOUS_ORG_ROLE"], grafana["GF_AUTH_DISABLE_LOGIN_FORM"]) == ("Viewer", "true")
+
+
 @pytest.mark.parametrize("name", BUILT)
 def test_no_service_is_told_a_secret_and_each_gets_its_own_files_alone(name: str) -> None:
     service = BUILT[name]
