@@ -25,8 +25,8 @@ from opentinker.shared.authority import Role
 from opentinker.shared.bus import Bus
 from opentinker.shared.service import Context
 from opentinker.shared.store import Store
-from opentinker.shared.subjects import METRIC
-from opentinker.shared.types import MetricPoint
+from opentinker.shared.subjects import LOG, METRIC
+from opentinker.shared.types import LogLine, MetricPoint
 from tests.api import OPERATOR, SPEC, Http, new_key_of, write_checkpoint
 from tests.cluster import toy_cluster
 from tests.conftest import WAIT_S, Server
@@ -42,6 +42,8 @@ pytestmark = [
 ]
 PAYLOAD = '<img src=x onerror="window.pwned=1"><script>window.pwned=1</script>{{7*7}}'
 WHOLE = re.compile(r"^\s*live\s*(· \d+ points? (is|are) nowhere any more)?\s*$")
+LIVE_AGAIN_S = 15.0
+"""5 is meant, of a machine that does nothing else."""
 Open = Callable[..., Awaitable["Tab"]]
 
 
@@ -223,7 +225,7 @@ async def test_ten_thousand_points_are_drawn(opened: Open, http: Http, bus: Bus)
     }"""
     took = [await tab.page.evaluate(drawn), await tab.page.evaluate(paint)]
     print(f"all charts anew in {took[0]:.0f} ms, first paint after {took[1]:.0f} ms", end=" ")
-    assert took[0] < 10_000
+    assert max(took) < 10_000
 
 
 async def test_steps_that_were_rolled_back_are_gone(opened: Open, http: Http, bus: Bus) -> None:
@@ -251,26 +253,54 @@ async def test_two_runs_are_compared(opened: Open, http: Http, bus: Bus) -> None
 
 
 async def test_words_of_others_stay_words(opened: Open, http: Http, ctx: Context, store: Store, bus: Bus) -> None:
-    spec = {**SPEC, "model": {**SPEC["model"], "base": f"some/{PAYLOAD}"}}
+    spec = {**SPEC, "rollout": {"max_tokens": 8, "stop": [PAYLOAD]}}
     status, body = await http.submit(spec)
-    job = body["id"] if status == 201 else await http.job()
+    assert status == 201, body
+    job = body["id"]
     home = ctx.settings.data_dir / "jobs" / job
     episode = {
         **{"step": 1, "group": 7, "sample": 0, "environment": PAYLOAD, "worker": PAYLOAD, "versions": ["1.0"]},
         **{"reward": 1.0, "rewards": {"": 1.0}, "components": {}, "scores": {PAYLOAD: 1.0}, "metrics": {PAYLOAD: 0.5}},
         **{"ending": "env_done", "stops": ["eos"], "tokens": 2, "turns": 1, "seconds": 0.1},
-        "views": [{"seat": PAYLOAD, "stream": "", "reward": 1.0, "messages": [{"role": PAYLOAD, "content": PAYLOAD}]}],
+        "views": [
+            {
+                **{"seat": PAYLOAD, "stream": "", "reward": 1.0, "messages": [{"role": PAYLOAD, "content": PAYLOAD}]},
+                "tokens": {
+                    **{"text": [PAYLOAD], "ids": [1], "mask": [1], "logprobs": [-0.5], "advantages": [1.0]},
+                    **{"versions": [[0, 1, PAYLOAD]], "left_out": 0},
+                },
+            }
+        ],
     }
     (home / "rollouts").mkdir(parents=True)
     (home / "rollouts" / "step-000001.jsonl").write_bytes(orjson.dumps(episode) + b"\n")
     await store.update(job, event="note", detail={"words": PAYLOAD})
+    line = LogLine(
+        job=job,
+        service=PAYLOAD,
+        worker=PAYLOAD,
+        level="error",
+        time=time.time(),
+        event=PAYLOAD,
+        fields={PAYLOAD: PAYLOAD},
+        trace=PAYLOAD,
+    )
+    await bus.emit(LOG, line, job=job, level="error")
     await Trainer(bus, job).says(1, {"reward/mean": 0.5, PAYLOAD: 1.0})
     write_checkpoint(ctx, job, 1, {"model.safetensors": b"weights"})
     tab = await opened(http.url)
-    for view in ("episodes", "log"):
-        await tab.go("jobs", job, view)
-        await tab.shows(PAYLOAD)
-    for view in ("curves", "config", "checkpoints"):
+    await tab.go("jobs", job, "log")
+    for part in (".log .event .said", ".log .error .who", ".log .error .said > b", ".log .error .said pre"):
+        await expect(tab.page.locator(part, has_text=PAYLOAD).first).to_be_attached(timeout=WAIT_S * 1000)
+    await tab.go("jobs", job, "episodes")
+    await expect(tab.page.locator(".talk .words")).to_have_text(PAYLOAD, timeout=WAIT_S * 1000)
+    for colour in ("mask", "logprob", "advantage", "version"):
+        await tab.page.get_by_role("button", name=colour, exact=True).click()
+        await expect(tab.page.locator(".tokens span")).to_have_text(PAYLOAD)
+    assert PAYLOAD in str(await tab.page.locator(".tokens span").get_attribute("title"))
+    await tab.go("jobs", job, "config")
+    await expect(tab.page.locator(".config tr", has_text="rollout.stop")).to_contain_text("<script>")
+    for view in ("curves", "checkpoints"):
         await tab.go("jobs", job, view)
         await expect(tab.page.locator(f'.tabs a[aria-current="page"][href$="{view}"]')).to_be_visible()
     await tab.go("jobs", job)
@@ -329,7 +359,9 @@ async def test_a_real_run_is_seen_live_through_a_restart_of_nats(opened: Open, t
         cluster.start("nats")
         began = time.monotonic()
         await expect(signal).to_have_attribute("data-way", "live", timeout=WAIT_S * 1000)
-        print(f"live again after {time.monotonic() - began:.1f} s", end=" ")
+        took = time.monotonic() - began
+        print(f"live again after {took:.1f} s", end=" ")
+        assert took <= LIVE_AGAIN_S
         await moves(tab)
         await expect(signal).to_have_text(WHOLE, timeout=WAIT_S * 1000)
         lines = (await saved(tab, "Reward as CSV")).decode().splitlines()[1:]

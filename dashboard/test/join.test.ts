@@ -1,6 +1,6 @@
 import assert from "node:assert/strict";
 import { test } from "node:test";
-import { Joined, sizeOf } from "../src/lib/join.ts";
+import { Joined, MOST_POINTS, sizeOf } from "../src/lib/join.ts";
 import type { Point } from "../src/lib/types.ts";
 
 const point = (seq: number, source = "trainer", incarnation = "a"): Point => ({
@@ -66,4 +66,14 @@ test("any order and any number of copies give the same", () => {
     assert.equal(sizeOf(joined.gaps()), missing.length);
     assert.deepEqual(joined.sources.get("trainer")!.map((p) => p.seq), [...given].sort((a, b) => a - b));
   }
+});
+
+test("all sources together hold no more than a tab should, and whoever says most loses first", () => {
+  const joined = new Joined();
+  for (let seq = 0; seq < 100; seq += 1) joined.add(point(seq));
+  for (let seq = 0; seq < MOST_POINTS; seq += 1) joined.add(point(seq, `rollout-${seq % 3}`, `${seq % 3}`));
+  const held = [...joined.sources.values()].reduce((sum, points) => sum + points.length, 0);
+  assert.ok(held <= MOST_POINTS && held > MOST_POINTS * 0.9);
+  assert.equal(held + joined.forgotten, MOST_POINTS + 100);
+  assert.equal(joined.sources.get("trainer")!.length, 100);
 });

@@ -1,6 +1,6 @@
 import assert from "node:assert/strict";
 import { test } from "node:test";
-import { busyShare, Lanes, within, type Segment } from "../src/lib/lanes.ts";
+import { busyShare, Lanes, lookBack, within, type Segment } from "../src/lib/lanes.ts";
 
 const segment = (start: number, end: number, kind = "step", lane = "training"): Segment => ({
   lane,
@@ -36,4 +36,11 @@ test("what is older than an hour is let go", () => {
   lanes.add(part(0, segment(0, 1), segment(5000, 5001)));
   lanes.forget(5001);
   assert.deepEqual(lanes.rows[0]!.segments.map((one) => one.start), [5000]);
+});
+
+test("of a job that is over its last hour is asked for, as far back as the server goes", () => {
+  assert.equal(lookBack({ state: "running", finished: null }, 50_000), 3600);
+  assert.equal(lookBack({ state: "succeeded", finished: 9_999.5 }, 50_000), 40_001 + 3600);
+  assert.equal(lookBack({ state: "failed", finished: 60_000 }, 50_000), 3600);
+  assert.equal(lookBack({ state: "cancelled", finished: 0 }, 1e9), 604_800);
 });

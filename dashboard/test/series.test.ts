@@ -1,7 +1,7 @@
 import assert from "node:assert/strict";
 import { test } from "node:test";
 import { Joined } from "../src/lib/join.ts";
-import { aligned, metric, smoothed, together } from "../src/lib/series.ts";
+import { aligned, metric, shareOf, smoothed, together } from "../src/lib/series.ts";
 import { settings } from "../src/lib/spec.ts";
 
 function joined(...points: [string, number, number, Record<string, number>][]): Joined {
@@ -27,6 +27,22 @@ test("workers' rates are summed by the second, at the step that the trainer had 
   assert.deepEqual(together(found, "rollout/tokens_per_s", "time").y, [15, 8]);
   assert.deepEqual(together(found, "rollout/tokens_per_s", "step").x, [1, 2]);
   assert.deepEqual(together(found, "rollout/tokens_per_s", "time", "mean").y, [7.5, 8]);
+});
+
+test("a share of what workers count up is of all of them, and no worker erases another", () => {
+  const said = (env: number, engine: number) => ({ env, engine });
+  const found = joined(
+    ["trainer", 100, 1, { step_seconds: 1 }],
+    ["trainer", 102, 2, { step_seconds: 1 }],
+    ["rollout-0", 100.1, 0, said(1, 1)],
+    ["rollout-1", 100.7, 0, said(0, 2)],
+    ["rollout-0", 102.2, 0, said(2, 1)],
+    ["rollout-1", 102.3, 0, said(0, 5)],
+    ["rollout-1", 104.3, 0, said(1, 5)],
+  );
+  found.add({ source: "rollout-1", incarnation: "b", seq: 0, time: 106, step: 0, values: said(1, 3) }); // counts anew
+  assert.deepEqual(shareOf(found, "env", "engine", "time"), { label: "env", x: [0.5, 2.5, 4.5, 6.5], y: [0.25, 0.25, 1, 0.25] });
+  assert.deepEqual(shareOf(found, "env", "engine", "step").x, [1, 2, 2, 2]);
 });
 
 test("a moving average begins without bias", () => {

@@ -27,6 +27,11 @@ export class Problem extends Error {
   }
 }
 
+/** For an Idempotency-Key: who asks again with it makes nothing twice. (`crypto.randomUUID` is not there over plain HTTP.) */
+export function onceKey(): string {
+  return Array.from(crypto.getRandomValues(new Uint8Array(16)), (byte) => byte.toString(16).padStart(2, "0")).join("");
+}
+
 export interface Asking {
   method?: string;
   body?: Json;

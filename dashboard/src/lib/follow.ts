@@ -6,7 +6,7 @@
 
 import { ask, job as path, Problem } from "./api.ts";
 import { Joined, sizeOf } from "./join.ts";
-import type { Subscription } from "./live.ts";
+import type { Hearing, Subscription } from "./live.ts";
 import type { Point } from "./types.ts";
 
 const PAGE = 5000;
@@ -15,7 +15,11 @@ const PATIENCE_MS = [150, 400, 1000, 2500];
 const AGAIN_MS = 15_000;
 
 export type Beside = "logs" | "events" | "rollouts" | "timeline";
+type Subscribe = (job: string, hearing: Hearing) => Promise<Subscription>;
 export type Way = "loading" | "live" | "joining" | "polling" | "ended";
+
+/** Larger than the page: what is seen first does not wait for it. */
+const imported = async (): Promise<Subscribe> => (await import("./live.ts")).subscribe;
 
 export class Follow {
   readonly joined = new Joined();
@@ -28,13 +32,17 @@ export class Follow {
   private again = false;
   private live: Subscription | null = null;
   private timer = 0;
+  /** Counts tries to hear it live, and their ends: what an earlier one says changes nothing. */
+  private turn = 0;
   private readonly listeners = new Set<() => void>();
   private readonly hearers = new Map<Beside, Set<(noun: unknown) => void>>();
   readonly job: string;
+  private readonly subscribing: () => Promise<Subscribe>;
 
   /** `beside`: what else of the job is heard over the same connection. */
-  constructor(job: string, beside: readonly Beside[] = []) {
+  constructor(job: string, beside: readonly Beside[] = [], subscribing = imported) {
     this.job = job;
+    this.subscribing = subscribing;
     for (const name of beside) this.hearers.set(name, new Set());
     void this.begin();
   }
@@ -52,16 +60,15 @@ export class Follow {
 
   close(): void {
     this.closed = true;
-    clearTimeout(this.timer);
-    void this.live?.close();
+    this.hangUp();
   }
 
   /** The job is over: what there is now is all there will be. */
   end(): void {
-    if (this.way === "ended" || this.closed) return;
+    if (this.over) return;
     void this.refill().then(() => {
-      clearTimeout(this.timer);
-      void this.live?.close();
+      if (this.over) return;
+      this.hangUp();
       this.say("ended", "");
     });
   }
@@ -71,38 +78,55 @@ export class Follow {
     await this.refill();
   }
 
+  private get over(): boolean {
+    return this.closed || this.way === "ended";
+  }
+
+  /** Gives the turn after it. */
+  private hangUp(): number {
+    clearTimeout(this.timer);
+    void this.live?.close();
+    this.live = null;
+    return (this.turn += 1);
+  }
+
   private async connect(): Promise<void> {
-    if (this.closed || this.way === "ended") return;
+    if (this.over) return;
+    const turn = this.hangUp();
     try {
-      const { subscribe } = await import("./live.ts"); // larger than the page: what is seen first does not wait for it
+      const subscribe = await this.subscribing();
       const messages: Record<string, (noun: unknown) => void> = { metrics: (point) => this.heard(point as Point) };
       for (const [name, hearers] of this.hearers) messages[name] = (noun) => hearers.forEach((hearer) => hearer(noun));
-      this.live = await subscribe(this.job, {
+      const live = await subscribe(this.job, {
         messages,
         open: () => {
+          if (turn !== this.turn) return;
           this.say("live", "");
           void this.refill();
         },
-        away: (why) => this.say("joining", why),
-        failed: (why) => this.fallBack(why),
+        away: (why) => {
+          if (turn === this.turn) this.say("joining", why);
+        },
+        failed: (why) => this.fallBack(turn, why),
       });
-      if (this.closed) void this.live.close();
+      if (turn === this.turn) this.live = live;
+      else void live.close();
     } catch (error) {
-      this.fallBack(error instanceof Problem ? error.message : String(error));
+      this.fallBack(turn, error instanceof Problem ? error.message : String(error));
     }
   }
 
-  private fallBack(why: string): void {
-    if (this.closed || this.way === "ended") return;
-    this.live = null;
+  private fallBack(failed: number, why: string): void {
+    if (failed !== this.turn) return;
+    const turn = this.hangUp();
     this.say("polling", why);
     const since = Date.now();
-    const poll = (): void => {
-      if (this.closed || this.way === "ended") return;
-      if (Date.now() - since > AGAIN_MS) void this.connect();
-      else void this.refill().then(() => (this.timer = window.setTimeout(poll, POLL_MS)));
+    const poll = async (): Promise<void> => {
+      if (Date.now() - since > AGAIN_MS) return await this.connect();
+      await this.refill();
+      if (turn === this.turn) this.timer = window.setTimeout(() => void poll(), POLL_MS);
     };
-    this.timer = window.setTimeout(poll, POLL_MS);
+    this.timer = window.setTimeout(() => void poll(), POLL_MS);
   }
 
   private heard(point: Point): void {

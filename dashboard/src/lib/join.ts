@@ -12,7 +12,7 @@ export interface Gap {
 }
 
 /** Whole numbers as sorted, disjoint, closed intervals. */
-class Numbers {
+export class Numbers {
   readonly parts: [number, number][] = [];
 
   add(n: number): boolean {
@@ -33,7 +33,8 @@ class Numbers {
   }
 }
 
-const MOST_POINTS = 50_000;
+/** Of all sources: more than one tab should hold. */
+export const MOST_POINTS = 100_000;
 
 /** The points of one job. */
 export class Joined {
@@ -41,8 +42,9 @@ export class Joined {
   readonly sources = new Map<string, Point[]>();
   /** Counts changes, so that whoever draws knows whether to. */
   version = 0;
-  /** Oldest points that were let go: more than one tab should hold. */
+  /** Points that were let go: the oldest of whoever has said most. */
   forgotten = 0;
+  private held = 0;
   private readonly seen = new Map<string, Numbers>();
   private readonly lost = new Map<string, Numbers>();
 
@@ -57,12 +59,17 @@ export class Joined {
     let at = points.length;
     while (at > 0 && points[at - 1]!.time > point.time) at -= 1;
     points.splice(at, 0, point);
-    if (points.length > MOST_POINTS) {
-      points.splice(0, MOST_POINTS / 10);
-      this.forgotten += MOST_POINTS / 10;
-    }
+    this.held += 1;
+    if (this.held > MOST_POINTS) this.forget();
     this.version += 1;
     return true;
+  }
+
+  private forget(): void {
+    const [longest] = [...this.sources.values()].sort((a, b) => b.length - a.length);
+    const gone = longest!.splice(0, Math.ceil(longest!.length / 10)).length;
+    this.held -= gone;
+    this.forgotten += gone;
   }
 
   /** What lies between points that are there, unless it was given up. */

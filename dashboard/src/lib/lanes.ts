@@ -1,5 +1,8 @@
 // The timeline of a job: parts of workers become rows, one per worker and lane, and shares of a window of time.
 
+import { Numbers } from "./join.ts";
+import { FINAL, type Job } from "./types.ts";
+
 export interface Segment {
   lane: string;
   kind: string;
@@ -30,16 +33,25 @@ const KEEP_S = 3600;
 /** What is no work, though something goes on. */
 const IDLE = new Set(["wait"]);
 
+const MOST_S = 7 * 86_400;
+
+/** How many seconds back from now to ask for: an hour, of a job that is over its last. */
+export function lookBack(job: Pick<Job, "state" | "finished">, now: number): number {
+  const since = FINAL.includes(job.state) ? Math.max(0, Math.ceil(now - (job.finished ?? now))) : 0;
+  return Math.min(MOST_S, since + KEEP_S);
+}
+
 export class Lanes {
   readonly rows: Row[] = [];
   leftOut = 0;
-  private readonly seen = new Set<string>();
+  private readonly seen = new Map<string, Numbers>();
 
   /** Whether it is new. */
   add(part: Part): boolean {
-    const id = `${part.worker}/${part.incarnation}/${part.seq}`;
-    if (this.seen.has(id)) return false;
-    this.seen.add(id);
+    const id = `${part.worker}/${part.incarnation}`;
+    let numbers = this.seen.get(id);
+    if (!numbers) this.seen.set(id, (numbers = new Numbers()));
+    if (!numbers.add(part.seq)) return false;
     this.leftOut += part.left_out;
     for (const segment of part.segments) {
       const { segments } = this.row(part.worker, segment.lane);

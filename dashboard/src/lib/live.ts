@@ -5,7 +5,7 @@
 import { wsconnect, type NatsConnection } from "@nats-io/nats-core";
 import { ask, job as path } from "./api.ts";
 
-interface Credentials {
+export interface Credentials {
   servers: string[];
   token: string;
   inbox: string;
@@ -32,26 +32,36 @@ const RECONNECT_MS = 500;
 const REFUSALS = 20;
 const CONNECT_MS = 4000;
 
-export async function subscribe(job: string, hearing: Hearing): Promise<Subscription> {
+/** Whoever was told that it failed needs not close it. What fails before this returns is thrown, and not told. */
+export async function subscribe(job: string, hearing: Hearing, connect = connected): Promise<Subscription> {
   const credentials = await renewed(job);
+  let begun = false;
   let closed = false;
-  let now = await connected(credentials);
+  let now = await connect(credentials);
   let timer = 0;
   let refusal = "";
+
+  const end = async (): Promise<void> => {
+    closed = true;
+    clearTimeout(timer);
+    await now.close();
+  };
+  const fail = (why: string): void => {
+    if (closed) return;
+    void end();
+    hearing.failed(why);
+  };
 
   const listen = (nc: NatsConnection): void => {
     for (const [name, heard] of Object.entries(hearing.messages)) {
       const subject = credentials.subjects[name];
       if (!subject) throw new Error(`the server names no subject of ${name}`);
-      nc.subscribe(subject, { callback: (error, message) => (error ? refuse(nc, error) : heard(message.json())) });
+      nc.subscribe(subject, { callback: (error, message) => (error ? refuse(error) : heard(message.json())) });
     }
   };
-  const refuse = (nc: NatsConnection, error: Error): void => {
-    refusal = error.message; // it may not hear this: there is nothing to wait for
-    closed = true;
-    clearTimeout(timer);
-    hearing.failed(refusal);
-    void nc.close();
+  const refuse = (error: Error): void => {
+    refusal ||= error.message; // it may not hear this: there is nothing to wait for
+    if (begun) fail(refusal);
   };
   const guard = async (nc: NatsConnection): Promise<void> => {
     let refused = 0; // the server comes back before the scheduler, which says who may come in
@@ -65,23 +75,29 @@ export async function subscribe(job: string, hearing: Hearing): Promise<Subscrip
       }
     }
     const error = await nc.closed();
-    if (!closed && nc === now) hearing.failed(error ? error.message : "the message server closed the connection");
+    if (nc === now) fail(error ? error.message : "the message server closed the connection");
   };
   const renew = async (until: number): Promise<void> => {
-    if (closed) return;
+    let nc: NatsConnection | null = null;
     try {
       const next = await renewed(job);
-      const nc = await connected(next);
-      listen(nc); // before the other is closed: what both hear is known twice, and joined
-      await nc.flush();
+      if (closed) return;
+      nc = await connect(next);
+      if (!closed) {
+        listen(nc); // before the other is closed: what both hear is known twice, and joined
+        await nc.flush();
+      }
+      if (closed) return void nc.close();
       const old = now;
       now = nc;
       void guard(nc);
-      await old.close();
       schedule(next.expires_at);
+      void old.close();
     } catch (error) {
+      void nc?.close();
+      if (closed) return;
       if (Date.now() / 1000 < until - 2) timer = window.setTimeout(() => void renew(until), 2000);
-      else hearing.failed(error instanceof Error ? error.message : String(error));
+      else fail(error instanceof Error ? error.message : String(error));
     }
   };
   const schedule = (until: number): void => {
@@ -89,19 +105,19 @@ export async function subscribe(job: string, hearing: Hearing): Promise<Subscrip
     timer = window.setTimeout(() => void renew(until), Math.max(1000, left * 0.6));
   };
 
-  listen(now);
-  await now.flush();
-  if (refusal) throw new Error(refusal);
+  try {
+    listen(now);
+    await now.flush();
+    if (refusal) throw new Error(refusal);
+  } catch (error) {
+    void end();
+    throw error;
+  }
+  begun = true;
   void guard(now);
   schedule(credentials.expires_at);
   hearing.open();
-  return {
-    close: async () => {
-      closed = true;
-      clearTimeout(timer);
-      await now.close();
-    },
-  };
+  return { close: end };
 }
 
 async function renewed(job: string): Promise<Credentials> {

@@ -1,7 +1,7 @@
 // Which curves a job shows, and of which metrics they are made (docs/metrics.md has them all).
 
 import type { Joined } from "./join.ts";
-import { column, metric, names, together, type Axis, type Line } from "./series.ts";
+import { column, metric, names, shareOf, together, type Axis, type Line } from "./series.ts";
 
 export interface Panel {
   title: string;
@@ -123,7 +123,7 @@ export const PANELS: Panel[] = [
     about: "Of the trainer's step: waiting for trajectories. Of rollouts: in the environment instead of the engine",
     lines: (joined, axis) => [
       { ...metric(joined, "trainer/wait_share", axis), label: "trainer waits" },
-      { ...inEnvironment(joined, axis), label: "rollouts in the environment" },
+      { ...shareOf(joined, "rollout/env_s", "rollout/generate_s", axis), label: "rollouts in the environment" },
     ],
     positive: true,
   },
@@ -187,19 +187,4 @@ export function single(name: string): Panel {
       ofWorkers ? { ...together(joined, name, axis, rate ? "sum" : "mean"), label: name } : metric(joined, name, axis),
     ],
   };
-}
-
-/** Share of the seconds of turns that passed in the environment, from the totals that rollout workers say. */
-function inEnvironment(joined: Joined, axis: Axis): Line {
-  const before = new Map<string, [number, number]>();
-  return column(joined, "env share", axis, (point) => {
-    const env = point.values["rollout/env_s"];
-    const engine = point.values["rollout/generate_s"];
-    if (env === undefined || engine === undefined) return undefined;
-    const name = `${point.source}/${point.incarnation}`;
-    const [env0, engine0] = before.get(name) ?? [0, 0];
-    before.set(name, [env, engine]);
-    const whole = env - env0 + engine - engine0;
-    return whole > 0 && env >= env0 ? (env - env0) / whole : undefined;
-  });
 }

@@ -64,18 +64,15 @@ const CELLS = 1500;
  * the trainer had reached then. */
 export function together(joined: Joined, name: string, axis: Axis, how: "sum" | "mean" = "sum"): Line {
   const line: Line = { label: name, x: [], y: [] };
-  const sources: Point[][] = [];
-  for (const points of joined.sources.values()) if (points.some((p) => name in p.values)) sources.push(points);
+  const sources = those(joined, name);
   if (!sources.length) return line;
-  const begun = began(joined);
-  const last = Math.max(...sources.map((points) => points[points.length - 1]!.time));
-  const cell = Math.max(1, (last - begun) / CELLS);
+  const { cell, x } = grid(joined, sources, axis);
   const cells = new Map<number, { sum: number; count: number }[]>();
   sources.forEach((points, source) => {
     for (const point of points) {
       const value = point.values[name];
       if (value === undefined) continue;
-      const at = Math.floor((point.time - begun) / cell);
+      const at = cell(point.time);
       let sums = cells.get(at);
       if (!sums) cells.set(at, (sums = []));
       const own = (sums[source] ??= { sum: 0, count: 0 });
@@ -83,14 +80,59 @@ export function together(joined: Joined, name: string, axis: Axis, how: "sum" | 
       own.count += 1;
     }
   });
-  const reached = axis === "step" ? steps(joined) : null;
   for (const at of [...cells.keys()].sort((a, b) => a - b)) {
     const means = cells.get(at)!.filter(Boolean).map((own) => own.sum / own.count);
     const total = means.reduce((sum, one) => sum + one, 0);
-    line.x.push(reached ? reached(begun + (at + 0.5) * cell) : (at + 0.5) * cell);
+    line.x.push(x(at));
     line.y.push(how === "sum" ? total : total / means.length);
   }
   return line;
+}
+
+/** Of two totals that workers count up: what one grew by, over what both did, of all workers in cells of time. */
+export function shareOf(joined: Joined, name: string, rest: string, axis: Axis): Line {
+  const line: Line = { label: name, x: [], y: [] };
+  const sources = those(joined, name);
+  if (!sources.length) return line;
+  const { cell, x } = grid(joined, sources, axis);
+  const cells = new Map<number, { part: number; whole: number }>();
+  for (const points of sources) {
+    const before = new Map<string, [number, number]>(); // totals begin anew with each incarnation
+    for (const { incarnation, time, values } of points) {
+      const [part, other] = [values[name], values[rest]];
+      if (part === undefined || other === undefined) continue;
+      const [part0, other0] = before.get(incarnation) ?? [0, 0];
+      before.set(incarnation, [part, other]);
+      if (part < part0 || other < other0) continue;
+      const at = cell(time);
+      const sum = cells.get(at) ?? { part: 0, whole: 0 };
+      cells.set(at, { part: sum.part + part - part0, whole: sum.whole + part - part0 + other - other0 });
+    }
+  }
+  for (const [at, { part, whole }] of [...cells].sort(([a], [b]) => a - b)) {
+    if (whole <= 0) continue;
+    line.x.push(x(at));
+    line.y.push(part / whole);
+  }
+  return line;
+}
+
+/** Points of the sources that say it. */
+function those(joined: Joined, name: string): Point[][] {
+  return [...joined.sources.values()].filter((points) => points.some((p) => name in p.values));
+}
+
+/** Which cell a time lies in, and where a cell is drawn. */
+function grid(joined: Joined, sources: Point[][], axis: Axis): { cell: (time: number) => number; x: (cell: number) => number } {
+  const begun = began(joined);
+  const last = Math.max(...sources.map((points) => points[points.length - 1]!.time));
+  const size = Math.max(1, (last - begun) / CELLS);
+  const reached = axis === "step" ? steps(joined) : null;
+  const middle = (cell: number): number => (cell + 0.5) * size;
+  return {
+    cell: (time) => Math.floor((time - begun) / size),
+    x: (cell) => (reached ? reached(begun + middle(cell)) : middle(cell)),
+  };
 }
 
 /** Which step the trainer had reached, by time. */

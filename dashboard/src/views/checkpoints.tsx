@@ -1,9 +1,9 @@
 // What a job has saved: to take away, to ask, to go on from.
 
 import type { JSX } from "preact";
-import { useState } from "preact/hooks";
+import { useRef, useState } from "preact/hooks";
 import { go, useAsked, useDoing, useMay } from "../hooks.ts";
-import { ask, fetched, job as path, key } from "../lib/api.ts";
+import { ask, fetched, job as path, key, onceKey } from "../lib/api.ts";
 import { inferenceSpec } from "../lib/serve.ts";
 import type { Checkpoint, Job, JobDetail } from "../lib/types.ts";
 import { bytes, moment, save } from "../lib/words.ts";
@@ -17,6 +17,7 @@ export function Checkpoints({ job }: { job: JobDetail }): JSX.Element {
   const downloads = useMay("checkpoints:read");
   const doing = useDoing();
   const [busy, setBusy] = useState("");
+  const once = useRef(new Map<number, string>()); // by step: an answer that was lost makes no second job
   if (!value) return problem ? <Said problem={problem} /> : <Empty>…</Empty>;
   if (!value.checkpoints.length) return <Empty>None yet: train.checkpoint_every says how often one is made.</Empty>;
   const take = (one: Checkpoint): void =>
@@ -29,7 +30,9 @@ export function Checkpoints({ job }: { job: JobDetail }): JSX.Element {
     });
   const chat = (one: Checkpoint): void =>
     doing.act(async () => {
-      const made = await ask<Job>("/v1/jobs", { method: "POST", body: inferenceSpec(job, one.step) });
+      const headers = { "Idempotency-Key": once.current.get(one.step) ?? onceKey() };
+      once.current.set(one.step, headers["Idempotency-Key"]);
+      const made = await ask<Job>("/v1/jobs", { method: "POST", body: inferenceSpec(job, one.step), headers });
       go("jobs", made.id, "chat");
     });
   return (

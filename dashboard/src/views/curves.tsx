@@ -7,7 +7,7 @@ import { useAsked } from "../hooks.ts";
 import { Follow } from "../lib/follow.ts";
 import { PANELS, single, type Panel } from "../lib/panels.ts";
 import { names, type Axis, type Line } from "../lib/series.ts";
-import type { Job } from "../lib/types.ts";
+import { FINAL, type Job } from "../lib/types.ts";
 import { Empty } from "../parts.tsx";
 
 const SMOOTH = [0, 0.6, 0.9, 0.97];
@@ -17,7 +17,7 @@ export function Curves({ job, follow }: { job: Job; follow: Follow }): JSX.Eleme
   const [look, setLook] = useState<Look>({ axis: "step", smooth: 0.9, log: false });
   const [compared, setCompared] = useState<Job[]>([]);
   const [more, setMore] = useState<string[]>([]);
-  const others = useFollows(compared.map((one) => one.id));
+  const others = useFollows(compared);
   const panels = useMemo(() => [...PANELS, ...more.map(single)], [more]);
   const change = (part: Partial<Look>): void => setLook({ ...look, ...part });
   const version = follow.joined.version;
@@ -108,6 +108,10 @@ function Choice({ label, value, of, say, choose }: ChoiceProps): JSX.Element {
 
 function Compare({ job, compared, set }: { job: Job; compared: Job[]; set: (jobs: Job[]) => void }): JSX.Element {
   const { value } = useAsked<{ jobs: Job[] }>("/v1/jobs?limit=200", 10);
+  useEffect(() => {
+    const newest = compared.map((one) => value?.jobs.find((two) => two.id === one.id) ?? one);
+    if (newest.some((one, i) => one.state !== compared[i]!.state)) set(newest);
+  }, [value, compared]);
   const rest = (value?.jobs ?? []).filter((one) => one.id !== job.id && !compared.some((two) => two.id === one.id));
   return (
     <>
@@ -136,26 +140,28 @@ function Compare({ job, compared, set }: { job: Job; compared: Job[]; set: (jobs
   );
 }
 
-/** Other jobs, followed while they are wanted. */
-function useFollows(jobs: string[]): Follow[] {
+/** Other jobs, followed while they are wanted and not over. */
+function useFollows(jobs: Job[]): Follow[] {
   const [made] = useState(() => new Map<string, Follow>());
   const [, draw] = useReducer((n: number) => n + 1, 0);
-  const wanted = jobs.join();
+  const wanted = jobs.map((one) => `${one.id}:${one.state}`).join();
   useEffect(() => {
-    for (const id of jobs)
+    for (const { id, state } of jobs) {
       if (!made.has(id)) {
         const follow = new Follow(id);
         let timer = 0;
         follow.watch(() => (timer ||= window.setTimeout(() => ((timer = 0), draw(undefined)), 500)));
         made.set(id, follow);
       }
+      if (FINAL.includes(state)) made.get(id)!.end();
+    }
     for (const [id, follow] of made)
-      if (!jobs.includes(id)) {
+      if (!jobs.some((one) => one.id === id)) {
         follow.close();
         made.delete(id);
       }
     draw(undefined);
   }, [wanted]);
   useEffect(() => () => made.forEach((follow) => follow.close()), []);
-  return jobs.flatMap((id) => made.get(id) ?? []);
+  return jobs.flatMap(({ id }) => made.get(id) ?? []);
 }

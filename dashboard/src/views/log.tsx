@@ -23,6 +23,7 @@ const LEVELS = ["event", "debug", "info", "warning", "error", "critical"];
 const LOOK_MS = 2000;
 const HEARD: Beside[] = ["events", "logs"];
 const SHOWN = 1000;
+const KEPT = 5000;
 
 export function Log({ job, follow }: { job: JobDetail; follow: Follow | null }): JSX.Element {
   const lines = useLines(job.id, follow);
@@ -47,6 +48,7 @@ export function Log({ job, follow }: { job: JobDetail; follow: Follow | null }):
         </select>
         <small class="dim">
           {shown.length} lines{shown.length > SHOWN ? `, the last ${SHOWN} are shown` : ""}
+          {lines.length === KEPT ? `; older ones: opentinker logs ${job.id}` : ""}
         </small>
       </div>
       {shown.length === 0 && <Empty>Nothing was said yet.</Empty>}
@@ -112,7 +114,7 @@ function useLines(job: string, follow: Follow | null): Line[] {
         if (over) return;
         at.current = { event: events.events[events.events.length - 1]?.id ?? at.current.event, line: logs.cursor };
         const fresh = [...events.events.map(ofEvent), ...logs.lines.map(ofLine)];
-        if (fresh.length) set((before) => [...before, ...fresh].sort((a, b) => a.time - b.time));
+        if (fresh.length) set((before) => newest(before, fresh));
       } catch {
         // the head of the page says that the server is away; asked again below
       }
@@ -127,6 +129,11 @@ function useLines(job: string, follow: Follow | null): Line[] {
     };
   }, [job]);
   return lines;
+}
+
+/** By time; those that come are nearly always the last. */
+function newest(before: Line[], fresh: Line[]): Line[] {
+  return [...before, ...fresh].sort((a, b) => a.time - b.time).slice(-KEPT);
 }
 
 function pairs(fields: Record<string, Json>): string {

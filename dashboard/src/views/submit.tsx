@@ -1,10 +1,10 @@
 // A spec, looked at by the server before it is a job.
 
 import type { JSX } from "preact";
-import { useEffect, useState } from "preact/hooks";
+import { useEffect, useRef, useState } from "preact/hooks";
 import { parse } from "smol-toml";
 import { go, useAsked, useDoing } from "../hooks.ts";
-import { ask, job as path, Problem } from "../lib/api.ts";
+import { ask, job as path, onceKey, Problem } from "../lib/api.ts";
 import { cloneSpec } from "../lib/serve.ts";
 import type { Job, JobDetail, Json } from "../lib/types.ts";
 import { Said } from "../parts.tsx";
@@ -29,18 +29,20 @@ export function Submit({ from, step }: { from: string; step: string }): JSX.Elem
   const [text, setText] = useState(from ? "" : EXAMPLE);
   const [report, setReport] = useState<Report | null>(null);
   const { doing, problem, act } = useDoing();
-  useEffect(() => {
-    if (source.value) setText(JSON.stringify(cloneSpec(source.value, step), null, 2));
-  }, [source.value?.id]);
+  const once = useRef(""); // one key per text: an answer that was lost makes no second job
   const change = (given: string): void => {
+    once.current = "";
     setText(given);
     setReport(null);
   };
+  useEffect(() => {
+    if (source.value) change(JSON.stringify(cloneSpec(source.value, step), null, 2));
+  }, [source.value?.id]);
   const validate = (): void =>
     act(async () => setReport(await ask<Report>("/v1/validate", { method: "POST", body: spec(text) })));
   const submit = (): void =>
     act(async () => {
-      const headers = { "Idempotency-Key": crypto.randomUUID() };
+      const headers = { "Idempotency-Key": (once.current ||= onceKey()) };
       const made = await ask<Job>("/v1/jobs", { method: "POST", body: spec(text), headers });
       go("jobs", made.id);
     });

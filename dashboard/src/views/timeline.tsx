@@ -4,7 +4,7 @@ import type { JSX } from "preact";
 import { useEffect, useReducer, useRef, useState } from "preact/hooks";
 import { ask, job as path } from "../lib/api.ts";
 import type { Follow } from "../lib/follow.ts";
-import { busyShare, Lanes, within, type Part, type Row, type Segment } from "../lib/lanes.ts";
+import { busyShare, Lanes, lookBack, within, type Part, type Row, type Segment } from "../lib/lanes.ts";
 import { FINAL, type JobDetail } from "../lib/types.ts";
 import { clock, duration } from "../lib/words.ts";
 import { Empty } from "../parts.tsx";
@@ -28,7 +28,7 @@ const KINDS: [string, string, string][] = [
 const COLOUR = new Map<string, string>([...KINDS.map(([kind, colour]) => [kind, colour] as const), ["pause", "--c4"], ["resume", "--c4"]]);
 
 export function Timeline({ job, follow }: { job: JobDetail; follow: Follow }): JSX.Element {
-  const { lanes, problem } = useLanes(job.id, follow);
+  const { lanes, problem } = useLanes(job, follow);
   const [span, setSpan] = useState(30);
   const [held, setHeld] = useState<number | null>(null);
   const skew = useRef(Infinity);
@@ -158,18 +158,20 @@ function draw(canvas: HTMLCanvasElement, rows: Row[], from: number, to: number):
 }
 
 /** History first and again after every break, live in between; drawn a few times a second. */
-function useLanes(job: string, follow: Follow): { lanes: Lanes; problem: string } {
+function useLanes(job: JobDetail, follow: Follow): { lanes: Lanes; problem: string } {
   const [lanes] = useState(() => new Lanes());
   const [problem, setProblem] = useState("");
   const [, redraw] = useReducer((n: number) => n + 1, 0);
+  const newest = useRef(job);
+  newest.current = job;
   useEffect(() => {
     let over = false;
     let cursor = 0;
     const read = async (): Promise<void> => {
       try {
         for (let more = true; more && !over; ) {
-          const query = cursor ? `after=${cursor}` : "last_s=900";
-          const page = await ask<{ timeline: Part[]; cursor: number; more: boolean }>(path(job, `/timeline?limit=2000&${query}`));
+          const query = cursor ? `after=${cursor}` : `last_s=${lookBack(newest.current, Date.now() / 1000)}`;
+          const page = await ask<{ timeline: Part[]; cursor: number; more: boolean }>(path(job.id, `/timeline?limit=2000&${query}`));
           for (const part of page.timeline) lanes.add(part);
           more = page.more && page.cursor > cursor;
           cursor = page.cursor;
@@ -200,6 +202,6 @@ function useLanes(job: string, follow: Follow): { lanes: Lanes; problem: string 
       clearInterval(timer);
       for (const stop of stops) stop();
     };
-  }, [job, follow]);
+  }, [job.id, follow]);
   return { lanes, problem };
 }
