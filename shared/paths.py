@@ -28,6 +28,14 @@ def local_path(name: str, files: tuple[str, ...] = ()) -> Path | None:
     return path if there or name.startswith(("/", ".", "~")) or name.endswith(files) or name.count("/") > 1 else None
 
 
+def write_durably(path: Path, data: bytes) -> None:
+    """All of it is on the disk, though not yet its name."""
+    with path.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
 def sync_directory(directory: Path) -> None:
     """What was made, renamed or removed in it is on the disk."""
     descriptor = os.open(directory, os.O_RDONLY)

@@ -12,10 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import msgspec
 import orjson
 
 from opentinker.shared.authority import Action, Role
 from opentinker.shared.keys import Keys, new_key, write_key
+from opentinker.shared.manifest import Manifest
 from opentinker.shared.service import Context
 from opentinker.shared.store import Store
 from tests.factories import make_spec
@@ -97,5 +99,6 @@ def write_checkpoint(ctx: Context, job: str, step: int, files: dict[str, bytes],
         (directory / name).write_bytes(data)
     entries = {n: {"bytes": len(d), "sha256": hashlib.sha256(d).hexdigest()} for n, d in files.items()}
     manifest = {"job": job, "epoch": epoch, "step": step, "version": [epoch, step], "created": 1e9, "files": entries}
-    (directory / "manifest.json").write_bytes(orjson.dumps(manifest))
+    text = msgspec.json.encode(msgspec.convert(manifest, Manifest))
+    (directory / "manifest.json").write_bytes(msgspec.json.format(text))
     return directory

@@ -20,10 +20,10 @@ from typing import Any
 
 import msgspec
 
-from opentinker.services.scheduler.stores import ArtifactStore, Opened, inside, second_name
+from opentinker.services.scheduler.stores import ArtifactStore, Damaged, Opened, inside, second_name
 from opentinker.shared.errors import NotFound
 from opentinker.shared.manifest import MANIFEST, TRAINER_STATE, Manifest, fenced_epoch, instead, read_manifest
-from opentinker.shared.paths import sync_directory
+from opentinker.shared.paths import sync_directory, write_durably
 
 _STEP = re.compile(r"^step-(\d{1,12})$")
 
@@ -65,21 +65,44 @@ def committed(root: Path) -> list[tuple[Path, Manifest]]:
 def second_names(directory: Path, manifest: Manifest, place: Path) -> None:
     """The files of a checkpoint under names of their own, which stay whatever a trainer sweeps. Blocking.
 
-    Raises OSError: it has gone, or is another one by now; what was made of it is left."""
+    Raises Damaged: it has gone, or is another one by now; OSError: the disk refuses. What was made of it is left."""
     for name, entry in manifest.files.items():
         source, target = directory / inside(name), place / inside(name)
-        found = source.lstat()
-        if not stat.S_ISREG(found.st_mode) or found.st_size != entry.bytes:
-            raise OSError(0, f"{name} is not the file of {entry.bytes} bytes that its manifest names")
+        check(source, name, entry.bytes)
         target.parent.mkdir(parents=True, exist_ok=True)
-        second_name(source, target)
+        try:
+            second_name(source, target)
+        except FileNotFoundError:
+            check(source, name, entry.bytes)
+            raise
     with contextlib.suppress(FileNotFoundError, msgspec.MsgspecError):  # it is removed by now: we have it all
         if read_manifest(directory) != manifest:  # a trainer that resumed wrote the same step again
-            raise OSError(0, "it was written anew just now")
+            raise Damaged(0, "it was written anew just now")
     place.mkdir(parents=True, exist_ok=True)
-    (place / MANIFEST).write_bytes(msgspec.json.encode(manifest))
+    write_durably(place / MANIFEST, msgspec.json.encode(manifest))
     for made in (*(path for path in place.rglob("*") if path.is_dir()), place, place.parent):
         sync_directory(made)
+
+
+def check(file: Path, name: str, size: int) -> None:
+    """That it is there, with so many bytes. Blocking. Raises Damaged, OSError."""
+    try:
+        found = file.lstat()
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise Damaged(0, f"{name} is not there") from error
+    if not stat.S_ISREG(found.st_mode) or found.st_size != size:
+        raise Damaged(0, f"{name} is not the file of {size} bytes that its manifest names")
+
+
+def whole(place: Path) -> Manifest:
+    """What a directory that `second_names` made holds. Blocking. Raises Damaged, OSError."""
+    try:
+        manifest = read_manifest(place)
+    except (FileNotFoundError, NotADirectoryError, msgspec.MsgspecError) as error:
+        raise Damaged(0, f"{MANIFEST} cannot be read: {error}") from error
+    for name, entry in manifest.files.items():
+        check(place / inside(name), name, entry.bytes)
+    return manifest
 
 
 def newest_epoch(root: Path) -> int:
@@ -126,10 +149,10 @@ class Archive:
     def size(self) -> int:
         return sum(map(_size, self.parts))
 
-    def add(self, name: str, opened: Opened, mtime: int) -> None:
+    def add(self, name: str, part: bytes | Opened, mtime: int) -> None:
         info = tarfile.TarInfo(name)
-        info.size, info.mtime, info.mode = opened.size, mtime, 0o644
-        self.parts += [info.tobuf(tarfile.GNU_FORMAT), opened, b"\0" * (-info.size % tarfile.BLOCKSIZE)]
+        info.size, info.mtime, info.mode = _size(part), mtime, 0o644
+        self.parts += [info.tobuf(tarfile.GNU_FORMAT), part, b"\0" * (-info.size % tarfile.BLOCKSIZE)]
 
     def end(self) -> None:
         self.parts.append(b"\0" * (2 * tarfile.BLOCKSIZE))
@@ -162,10 +185,12 @@ async def open_archive(found: Sequence[Held], step: int | None, everything: bool
     """The checkpoint of `step` (None: the newest), its model files or also the trainer's state. Raises NotFound."""
     held = choose(found, step)
     manifest = held.manifest
-    digest = hashlib.sha256(msgspec.json.encode(manifest)).hexdigest()
+    said = msgspec.json.encode(manifest)
+    digest = hashlib.sha256(said).hexdigest()
     archive = Archive(manifest.step, f'"{digest[:32]}{"-all" if everything else ""}"')
+    archive.add(MANIFEST, said, int(manifest.created))  # the files of that name differ from place to place, in spaces
     try:
-        for name in [MANIFEST, *sorted(manifest.files)]:
+        for name in sorted(manifest.files):
             if everything or not name.startswith(TRAINER_STATE):
                 opened = await held.store.open(f"{held.prefix}/{inside(name)}")
                 archive.add(name, opened, int(manifest.created))

@@ -14,6 +14,7 @@ finish.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import shutil
 import time
@@ -22,6 +23,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import msgspec
+import nats.errors
 import orjson
 import structlog
 
@@ -30,11 +32,12 @@ from opentinker.services.scheduler.artifacts import EVENTS, LOG, Artifacts, key_
 from opentinker.services.scheduler.checkpoints import Held
 from opentinker.services.scheduler.measured import Measured
 from opentinker.services.scheduler.retention import DAY_S, Rule
-from opentinker.services.scheduler.stores import StoreAway
+from opentinker.services.scheduler.stores import Damaged, StoreAway
 from opentinker.shared import subjects
 from opentinker.shared.artifacts import CHECKPOINTS, Kept, checkpoint_path
+from opentinker.shared.bus import NoReply
 from opentinker.shared.errors import Conflict, NotFound
-from opentinker.shared.manifest import MANIFEST, Manifest, read_manifest
+from opentinker.shared.manifest import MANIFEST, Manifest
 from opentinker.shared.service import Context, first_failure
 from opentinker.shared.types import JobRecord
 from opentinker.shared.usage import Usage
@@ -91,7 +94,7 @@ class Keeping:
         for job in await self.store.jobs(await self.index.opened()):
             try:
                 await self._look_at(job, in_use.get(job.id, set()), over=job.state.final and job.id not in ending)
-            except (StoreAway, OSError, NotFound) as error:  # looked at again in a moment
+            except (StoreAway, NoReply, nats.errors.Error, OSError, NotFound) as error:  # looked at again in a moment
                 log.warning("artifacts_later", job=job.id, error=str(error))
         for id in await self.index.expired(time.time()):
             for job in await self.store.jobs([id]):
@@ -142,22 +145,25 @@ class Keeping:
                 await self.index.add(job.tenant, job.id, msgspec.structs.replace(entry, metric=held.metric))
 
     def stage(self, job: JobRecord, manifest: Manifest) -> bool:
-        """Blocking. False: it is damaged, or the trainer has swept it meanwhile."""
+        """Blocking. False: it is damaged, or the trainer has swept it meanwhile. Raises OSError: the disk refuses."""
         place = self._staged / job.tenant / job.id / manifest.name
-        if place.is_dir():
-            if read_manifest(place) == manifest:
-                return True
-            shutil.rmtree(place)
+        if _holds(place, manifest):
+            return True
+        _drop(place)
         work = place.with_name(f".{place.name}-{uuid.uuid4().hex}")
         try:
             checkpoints.second_names(self.artifacts.home(job) / CHECKPOINTS / manifest.name, manifest, work)
             work.rename(place)
-        except OSError as error:
+        except Damaged as error:
             shutil.rmtree(work, ignore_errors=True)
             if (known := (job.id, *manifest.age)) not in self._told:
                 self._told.add(known)
                 log.warning("checkpoint_not_kept", job=job.id, step=manifest.step, error=str(error))
             return False
+        except OSError:
+            shutil.rmtree(work, ignore_errors=True)
+            if not _holds(place, manifest):  # else somebody else was faster: a scheduler that publishes it
+                raise
         return True
 
     async def _remove(self, job: JobRecord, steps: Iterable[int]) -> set[int]:
@@ -181,26 +187,48 @@ class Keeping:
     # --- put -----------------------------------------------------------------------------------------------------
 
     async def put(self) -> None:
-        """All that is staged, and remove what is to go."""
-        try:
-            await self.remove()
-            for place in await asyncio.to_thread(lambda: sorted(self._staged.glob("*/*/step-*"))):
-                for job in await self.store.jobs([place.parent.name]):
+        """All that is staged, and remove what is to go. What fails holds up nothing else, and is tried again."""
+        await self.remove()
+        for place in await asyncio.to_thread(self._places):
+            for job in await self.store.jobs([place.parent.name]):
+                try:
                     await self.put_staged(job, place)
-        except (StoreAway, OSError) as error:
-            log.warning("artifacts_later", error=str(error))
+                except (StoreAway, OSError) as error:
+                    log.warning("artifacts_later", job=job.id, checkpoint=place.name, error=str(error))
+
+    def _places(self) -> list[Path]:
+        """Of what is staged. Blocking."""
+        with contextlib.suppress(FileNotFoundError):  # the last of a job's has just been put: a moment later, then
+            return sorted(self._staged.glob("*/*/step-*"))
+        return []
 
     async def remove(self) -> None:
         for key in await self.index.removing():
-            _, job, path = key.split("/", 2)
-            if path not in await self.index.of(job):  # else it was put there again
-                await self.artifacts.store.delete(key)
-            await self.index.removed(key)
+            try:
+                await self._delete(key)
+            except (StoreAway, OSError) as error:
+                log.warning("artifacts_later", key=key, error=str(error))
+
+    async def _delete(self, key: str) -> None:
+        """Raises StoreAway, OSError."""
+        _, job, path = key.split("/", 2)
+        if path not in await self.index.of(job):  # else it was put there again
+            await self.artifacts.store.delete(key)
+        await self.index.removed(key)
 
     async def put_staged(self, job: JobRecord, place: Path) -> None:
         """The manifest comes last: a checkpoint that has one is whole."""
-        manifest = await asyncio.to_thread(read_manifest, place)
+        try:
+            manifest = await asyncio.to_thread(checkpoints.whole, place)
+        except (
+            Damaged
+        ) as error:  # of a power cut, or put by another scheduler by now; if it is needed it is staged anew
+            log.warning("staged_dropped", job=job.id, checkpoint=place.name, error=str(error))
+            await asyncio.to_thread(_drop, place)
+            return
         path = f"{CHECKPOINTS}/{place.name}"
+        if f"{key_of(job)}/{path}" in await self.index.removing():
+            raise StoreAway("another of its step is not yet removed")
         before = (await self.index.of(job.id)).get(path)
         if before is not None and before.manifest != manifest and not await self._replace(job, path):
             log.warning("checkpoint_not_kept", job=job.id, step=manifest.step, error="another of its step is published")
@@ -210,25 +238,34 @@ class Keeping:
             size = sum(entry.bytes for entry in manifest.files.values())
             kept = Kept(path=path, bytes=size, created=manifest.created, manifest=manifest)
             await self.index.add(job.tenant, job.id, kept)
-        await asyncio.to_thread(shutil.rmtree, place, ignore_errors=True)
+        await asyncio.to_thread(_drop, place)
 
     async def keep(self, job: JobRecord, held: Held) -> Kept:
         """One checkpoint at once, whatever the rule says. Raises Conflict, NotFound, StoreAway."""
         path = checkpoint_path(held.manifest.step)
+        kept = (await self.index.of(job.id)).get(path)
+        if kept is not None and kept.manifest == held.manifest:
+            return kept
         if f"{key_of(job)}/{path}" in await self.index.removing():
             raise Conflict(f"the checkpoint of step {held.manifest.step} is being removed")
-        if held.here and await asyncio.to_thread(self.stage, job, held.manifest):
-            await self.put_staged(job, self._staged / job.tenant / job.id / held.manifest.name)
+        try:
+            if held.here and await asyncio.to_thread(self.stage, job, held.manifest):
+                await self.put_staged(job, self._staged / job.tenant / job.id / held.manifest.name)
+        except (StoreAway, OSError):  # perhaps the scheduler that leads was faster, and took what is staged
+            kept = (await self.index.of(job.id)).get(path)
+            if kept is None or kept.manifest != held.manifest:
+                raise
+            return kept
         kept = (await self.index.of(job.id)).get(path)
         if kept is None:
             raise NotFound(f"the checkpoint of step {held.manifest.step} has just been removed, or is damaged")
         return kept
 
     async def _replace(self, job: JobRecord, path: str) -> bool:
-        """What a trainer wrote before it resumed goes. False: it is published."""
+        """What a trainer wrote before it resumed goes. False: it is published. Raises StoreAway, OSError."""
         if not await self.index.remove(job.tenant, job.id, [path]):
             return False
-        await self.remove()
+        await self._delete(f"{key_of(job)}/{path}")
         return True
 
     # --- a job's end ---------------------------------------------------------------------------------------------
@@ -251,8 +288,10 @@ class Keeping:
         finally:
             await asyncio.to_thread(shutil.rmtree, work, ignore_errors=True)
         if self.artifacts.store.apart:
+            kept = await self.index.of(job.id)
             for held in await self.artifacts.checkpoints(job):
-                if held.here:
+                known = kept.get(checkpoint_path(held.manifest.step))
+                if held.here and known is not None and known.manifest == held.manifest:
                     await self.artifacts.workshop.delete(held.prefix)
         days = rule.expire_days
         await self.index.close(job.id, None if days is None else job.finished + days * DAY_S)
@@ -286,6 +325,21 @@ def used_by(active: Iterable[JobRecord]) -> dict[str, set[int]]:
         if step.isdigit():
             found.setdefault(source, set()).add(int(step))
     return found
+
+
+def _holds(place: Path, manifest: Manifest) -> bool:
+    try:
+        return checkpoints.whole(place) == manifest
+    except Damaged:
+        return False
+
+
+def _drop(place: Path) -> None:
+    """Renamed before it is removed: what has its name is whole."""
+    doomed = place.with_name(f".{place.name}-{uuid.uuid4().hex}")
+    with contextlib.suppress(FileNotFoundError):
+        place.rename(doomed)
+        shutil.rmtree(doomed, ignore_errors=True)
 
 
 def _copy(source: Path, target: Path) -> None:

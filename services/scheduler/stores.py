@@ -31,6 +31,10 @@ class StoreAway(OpenTinkerError):
     """The store does not answer, or refuses; the text says what it said."""
 
 
+class Damaged(OSError):
+    """A checkpoint is not, or no more, what its manifest says: trying again does not help."""
+
+
 class Opened(Protocol):
     """Bytes that stay the same while they are open, in a directory even if they are deleted meanwhile."""
 
@@ -93,10 +97,10 @@ def directory_of(settings: Settings) -> Path | None:
 
 
 def inside(name: str) -> PurePosixPath:
-    """A name, if it stays in its directory. Raises OSError."""
+    """A name, if it stays in its directory. Raises Damaged."""
     path = PurePosixPath(name)
     if path.is_absolute() or ".." in path.parts or "\0" in name or not path.parts:
-        raise OSError(0, f"its manifest names {name!r}")
+        raise Damaged(0, f"its manifest names {name!r}")
     return path
 
 

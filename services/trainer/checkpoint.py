@@ -25,7 +25,7 @@ import structlog
 
 from opentinker.shared.errors import Fenced, JobFailed
 from opentinker.shared.manifest import EPOCH, MANIFEST, FileEntry, Manifest, fenced_epoch, name_of, read_manifest
-from opentinker.shared.paths import sync_directory
+from opentinker.shared.paths import sync_directory, write_durably
 
 WRITING, REMOVING = ".writing-", ".removing-"
 RUST_OS_ERROR = "(os error "
@@ -50,7 +50,7 @@ def fence(root: Path, epoch: int) -> None:
         with _locked(root):
             _refuse_epoch_below(fenced_epoch(root), epoch, root)
             temporary = root / f"{EPOCH}.new"
-            _write_durably(temporary, str(epoch).encode())
+            write_durably(temporary, str(epoch).encode())
             temporary.rename(root / EPOCH)
             sync_directory(root)
     except OSError as error:
@@ -75,7 +75,7 @@ def commit(
         crash("written")
         files = _seal(temporary)
         sealed = msgspec.structs.replace(manifest, files=files, created=time.time())
-        _write_durably(temporary / MANIFEST, msgspec.json.format(msgspec.json.encode(sealed)))
+        write_durably(temporary / MANIFEST, msgspec.json.format(msgspec.json.encode(sealed)))
         sync_directory(temporary)
         crash("sealed")
         with _locked(root):
@@ -216,10 +216,3 @@ def _locked(root: Path) -> Iterator[None]:
     with (root / ".lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
-
-
-def _write_durably(path: Path, data: bytes) -> None:
-    with path.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
