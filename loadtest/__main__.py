@@ -73,6 +73,8 @@ def compared(report: Report, chosen: argparse.Namespace) -> dict[str, float]:
         path.parent.mkdir(exist_ok=True)
         path.write_bytes(orjson.dumps(report.data(), option=orjson.OPT_INDENT_2))
         return {}
+    if chosen.tolerance is not None and not path.exists():
+        raise SystemExit(f"--tolerance: there is no {path} to compare with; --save-baseline makes it")
     worse = ratios(report.data(), orjson.loads(path.read_bytes())) if path.exists() else {}
     for name, times in worse.items():
         if chosen.tolerance is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import platform
 import time
@@ -97,9 +98,9 @@ def ratios(now: dict[str, Any], before: dict[str, Any]) -> dict[str, float]:
     old = comparable(before)
     worse: dict[str, float] = {}
     for name, (value, better) in comparable(now).items():
-        if name in old and value > 0 and old[name][0] > 0:
+        if name in old and old[name][0] > 0:
             ratio = value / old[name][0]
-            worse[name] = ratio if better == "less" else 1 / ratio
+            worse[name] = ratio if better == "less" else 1 / ratio if ratio else math.inf
     return worse
 
 

@@ -30,6 +30,7 @@ LINEAR = 0.9
 """Of the ideal throughput of four env workers."""
 TENANTS = 4
 WATCHING = 200
+HEARD = 5.0
 COST = 0.05
 """Of a step, that dashboards may have."""
 
@@ -301,7 +302,9 @@ async def dashboards(options: Options, report: Report) -> None:
             await store_trajectories(at, report, options.seconds, options.seed)
             report.check("nobody is refused or cut off", watching.refused == 0, watching.refused)
         await at.client.cancel(job)
-    report.figure("messages a second and subscriber", heard / WATCHING / options.seconds, "1/s")
+    each = heard / WATCHING / options.seconds
+    report.figure("messages a second and subscriber", each, "1/s")
+    report.check(f"each hears {HEARD:g} messages a second", each >= HEARD, f"{each:.1f}")
     report.figure("step with subscribers over the step alone", watched / alone, "x", "less")
     report.check(f"subscribers cost a step less than {COST:.0%}", watched / alone < 1 + COST, f"{watched / alone:.3f}")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from pathlib import Path
 
 import numpy as np
@@ -65,6 +66,7 @@ def test_ratios_say_how_many_times_worse(tmp_path: Path) -> None:
     assert worse == pytest.approx({"step": 2.0, "rate": 2.0, "reads p50": 1.0, "reads p99": 1.0})
     with pytest.raises(SystemExit, match="another options"):
         ratios({**now, "options": {"seconds": 2.0}}, before)
+    assert ratios(report(1.0, 0.0).data(), before)["rate"] == math.inf
     page = write(report(2.0, 5.0), tmp_path, worse).read_text()
     assert "| step | 2 s | 2.00x |" in page and "- met: it holds" in page and "steady-latency.svg" in page
     assert (tmp_path / "steady-latency.svg").read_text().startswith("<?xml")
@@ -73,6 +75,8 @@ def test_ratios_say_how_many_times_worse(tmp_path: Path) -> None:
 
 def test_a_number_beyond_the_tolerance_is_a_miss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("loadtest.__main__.BASELINES", tmp_path)
+    with pytest.raises(SystemExit, match="--save-baseline makes it"):
+        compared(report(1.0, 10.0), options(["steady", "--tolerance", "2"]))
     assert compared(report(1.0, 10.0), options(["steady", "--save-baseline"])) == {}
     slower = report(1.9, 10.0)
     compared(slower, options(["steady", "--tolerance", "2"]))

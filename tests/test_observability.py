@@ -223,8 +223,9 @@ async def test_the_subscriber_in_a_browser_shows_what_happens(site: tuple[str, B
         options = ["--no-sandbox"] if os.geteuid() == 0 else []
         browser = await playwright.chromium.launch(executable_path=CHROMIUM, args=options)
         page = await browser.new_page()
+        page.on("dialog", lambda dialog: asyncio.ensure_future(dialog.accept(OPERATOR)))
         async with talking(bus, job), beside(url) as origin:
-            await page.goto(f"{origin}/live.html#JOB={job}&KEY={OPERATOR}")
+            await page.goto(f"{origin}/live.html#JOB={job}")
 
             async def shown() -> list[dict[str, Any]]:
                 lines = (await page.inner_text("#said")).splitlines()

@@ -16,10 +16,12 @@ async def main(job: str, url: str | None = None) -> None:
         sys.stdout.write(f"{message.subject} {message.data.decode()}\n")
         sys.stdout.flush()
 
-    connection = await nats.connect(given["servers"], token=given["token"], inbox_prefix=given["inbox"])
+    login = {"token": given["token"], "inbox_prefix": given["inbox"], "allow_reconnect": False}
+    connection = await nats.connect(given["servers"], **login)
     for subject in given["subjects"].values():
         await connection.subscribe(subject, cb=show)
-    await asyncio.Event().wait()
+    while not connection.is_closed:  # noqa: ASYNC110
+        await asyncio.sleep(1)
 
 
 if __name__ == "__main__":

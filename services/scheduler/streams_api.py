@@ -48,7 +48,6 @@ class StreamsApi:
                 "inbox": given.inbox,
                 "expires_at": given.expires,
                 "subjects": shown,
-                "streams": {},
                 "history": {name: f"/v1/jobs/{job.id}/{name}" for name in shown},
             },
             201,

@@ -278,12 +278,13 @@ async def _announce(supervisor: Supervisor) -> None:
 
 
 def page_origins(host: str, port: int) -> tuple[str, ...]:
-    """Pages that may connect to NATS: those of the API, and those of `nats_websocket_origins`. All, where the API is
-    for other machines: they know this one by names that we do not."""
+    """Pages that may connect to NATS: those of the API, and those of `nats_websocket_origins`. Where the API is for
+    other machines, they know this one by names that we do not: there what the setting says is all, and nothing means
+    every page."""
+    named = tuple(load_settings().nats_websocket_origins)
     if host not in LOOPBACK_HOSTS:
-        return ()
-    own = (f"http://{name}:{port}" for name in ("127.0.0.1", "localhost", "[::1]"))
-    return (*own, *load_settings().nats_websocket_origins)
+        return named
+    return (*(f"http://{name}:{port}" for name in ("127.0.0.1", "localhost", "[::1]")), *named)
 
 
 def api_url(host: str, port: int) -> str:
