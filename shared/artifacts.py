@@ -96,6 +96,11 @@ if redis.call('EXISTS', KEYS[1]) == 0 then redis.call('ZREM', KEYS[2], ARGV[1]) 
 return gone
 """
 
+# KEYS artifact. ARGV: path, entry, entry as it shall be
+_NOTE = """
+if redis.call('HGET', KEYS[1], ARGV[1]) == ARGV[2] then redis.call('HSET', KEYS[1], ARGV[1], ARGV[3]) end
+"""
+
 # KEYS published, artifact. ARGV: name, publication, path, job, step
 _PUBLISH = """
 local before = redis.call('HGET', KEYS[1], ARGV[1])
@@ -114,7 +119,7 @@ class ArtifactIndex:
     def __init__(self, redis: Any) -> None:
         self._redis = redis
         self._add, self._remove = Script(redis, _ADD), Script(redis, _REMOVE)
-        self._publish = Script(redis, _PUBLISH)
+        self._publish, self._note = Script(redis, _PUBLISH), Script(redis, _NOTE)
 
     # --- what is kept --------------------------------------------------------------------------------------------
 
@@ -131,6 +136,14 @@ class ArtifactIndex:
         """From the index, and into the set of what is to be deleted. Returns which: what is published stays."""
         keys = [f"artifact:{job}", f"stored:{tenant}", f"published:{tenant}", "artifact:removing"]
         return list(await self._remove(keys=keys, args=[job, tenant, *paths])) if paths else []
+
+    async def note(self, job: str, kept: Kept, metric: float | None) -> None:
+        """What was measured of it, if it is still there and the same."""
+        key = f"artifact:{job}"
+        text = await self._redis.hget(key, kept.path)
+        if text is not None and codec.from_json(Kept, text) == kept:
+            new = msgspec.structs.replace(kept, metric=metric)
+            await self._note(keys=[key], args=[kept.path, text, codec.to_json(new)])
 
     async def removing(self) -> list[str]:
         return sorted(await self._redis.smembers("artifact:removing"))

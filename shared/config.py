@@ -16,7 +16,7 @@ from pydantic_core import PydanticCustomError
 
 from opentinker.shared.egress import networks
 from opentinker.shared.errors import SpecError
-from opentinker.shared.secrets import password_in, read_access, read_password
+from opentinker.shared.secrets import AWS, password_in, read_access, read_password
 
 PREFIX = "OPENTINKER_"
 _STORE = re.compile(r"(file://)?/[^\0]+|s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/[\w!.*'()/-]*)?")
@@ -282,6 +282,8 @@ class Settings(BaseModel):
             found.append(read_password(self.admin_key_file, "admin_key_file"))
         if self.artifacts_s3_credentials_file is not None:
             found.append(read_access(self.artifacts_s3_credentials_file)[1])
+        if self.artifacts_url.startswith("s3://"):
+            found += [os.environ.get(name, "") for name in AWS[1:]]  # only the scheduler's process must have them
         return [secret for secret in found if secret]
 
     @field_validator("nats_websocket_origins", mode="before")

@@ -26,6 +26,10 @@ def read_password(path: Path, field: str) -> str:
     return password
 
 
+AWS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
+"""Variables of the environment that open an object store; the scheduler's alone."""
+
+
 def read_access(path: Path | None) -> tuple[str, str]:
     """Access key id and secret of an object store: the two lines of a file, or what the environment says. Raises
     SpecError."""

@@ -166,6 +166,10 @@ def test_settings_of_stores_are_checked(tmp_path: Path, monkeypatch: pytest.Monk
     (tmp_path / "credentials").write_text(f"id-of-the-key\n{SECRET}")
     settings = Settings(artifacts_url="s3://bucket", artifacts_s3_credentials_file=tmp_path / "credentials")
     assert settings.secrets() == [SECRET]
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "id-of-the-key")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
+    assert Settings(artifacts_url="s3://bucket").secrets() == [SECRET]
+    assert Settings().secrets() == []
 
 
 # --- what is kept ---------------------------------------------------------------------------------------------------

@@ -90,6 +90,8 @@ class Breaking:
 
     def __init__(self, behind: str, after: int) -> None:
         self.behind, self.after, self.ranges = behind, after, list[str]()
+        self.refuses = 0
+        """With this status, what goes on with a download."""
 
     async def __call__(self, request: web.Request) -> web.StreamResponse:
         headers = {n: request.headers[n] for n in ("Range", "If-Range", "Authorization") if n in request.headers}
@@ -101,6 +103,8 @@ class Breaking:
             if "download" not in request.path:
                 return web.Response(body=body, status=answer.status, content_type=answer.content_type)
             self.ranges.append(request.headers.get("Range", ""))
+            if self.refuses and self.ranges[-1]:
+                return web.json_response({"title": "no", "detail": "Not now."}, status=self.refuses)
             kept = ("ETag", "Content-Range", "X-Checkpoint-Step", "Repr-Digest")
             response = web.StreamResponse(
                 status=answer.status, headers={n: answer.headers[n] for n in kept if n in answer.headers}
@@ -146,6 +150,28 @@ async def test_download_goes_on_where_it_broke_off(
     path = "checkpoints/step-000010/model.safetensors"
     (file,) = await client.download_artifacts(job, tmp_path, [path])
     assert file.read_bytes() == WEIGHTS and names_in(tmp_path) == ["checkpoints", "data", "model"]
+
+
+async def test_what_has_come_stays_where_going_on_is_refused(
+    breaking: tuple[Breaking, AsyncClient], ctx: Context, store: Store, tmp_path: Path
+) -> None:
+    proxy, client = breaking
+    job = "j-refused000"
+    await store.create_job(id=job, spec=SPEC, tenant="default")
+    write_checkpoint(ctx, job, 10, FILES)
+    part = tmp_path / ".model.part"
+    for status in (401, 403, 429, 500):
+        proxy.refuses = status
+        with pytest.raises(ApiError, match="bytes of it are here") as caught:
+            await client.download(job, tmp_path / "model")
+        assert caught.value.status == status and part.stat().st_size > 0
+    proxy.refuses, proxy.ranges = 0, []
+    target = await client.download(job, tmp_path / "model")
+    assert (target / "model.safetensors").read_bytes() == WEIGHTS and proxy.ranges[0] != ""
+    proxy.refuses = 404
+    with pytest.raises(ApiError):
+        await client.download(job, tmp_path / "again")
+    assert names_in(tmp_path) == ["data", "model"]
 
 
 async def test_part_of_another_checkpoint_is_not_gone_on_with(

@@ -6,9 +6,11 @@ import errno
 import shutil
 import uuid
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from opentinker.services.scheduler import checkpoints
@@ -195,3 +197,20 @@ async def test_published_while_the_leader_puts_it(ctx: Context, monkeypatch: pyt
     assert kept.manifest == held.manifest
     monkeypatch.setattr(publisher, "stage", None)  # it is not even asked
     assert await publisher.keep(job, held) == kept
+
+
+async def test_what_was_measured_brings_nothing_back(ctx: Context) -> None:
+    job, keeping = await begun(ctx), Keeping(ctx)
+    await keeping.look()
+    await keeping.put()
+    entry = (await keeping.index.of(job))[PATH]
+    await keeping.index.note(job, entry, 0.5)
+    measured = (await keeping.index.of(job))[PATH]
+    assert measured == msgspec.structs.replace(entry, metric=0.5)
+    await keeping.index.note(job, entry, 0.9)
+    assert (await keeping.index.of(job))[PATH] == measured, "it is another one by now"
+    await keeping.index.remove("default", job, [PATH])
+    await keeping.index.note(job, measured, 0.9)
+    (held,) = [replace(held, metric=0.9) for held in await keeping.artifacts.checkpoints(await record(ctx, job))]
+    await keeping._note(await record(ctx, job), [held], {10: measured})
+    assert await keeping.index.of(job) == {}

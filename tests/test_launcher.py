@@ -25,6 +25,7 @@ from opentinker.services.scheduler.placing import Held, Job, View
 from opentinker.shared import launched
 from opentinker.shared.config import Settings, TenantLimits, load_settings
 from opentinker.shared.errors import SpecError
+from opentinker.shared.secrets import AWS
 from opentinker.shared.service import Context
 from opentinker.shared.store import Store
 from opentinker.shared.types import Pool
@@ -209,7 +210,11 @@ def environment_of(pid: int) -> dict[str, str]:
     return dict(line.split("=", 1) for line in lines if line)
 
 
-async def test_a_process_is_known_to_the_next_scheduler_and_ends_when_it_is_told(alone: Settings) -> None:
+async def test_a_process_is_known_to_the_next_scheduler_and_ends_when_it_is_told(
+    alone: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in AWS:
+        monkeypatch.setenv(name, "of-the-artifact-store")
     launcher = ProcessLauncher(alone)
     await launcher.start(Pool.ROLLOUT, "launched-rollout-0")
     await launcher.start(Pool.ROLLOUT, "launched-rollout-0")
@@ -220,7 +225,7 @@ async def test_a_process_is_known_to_the_next_scheduler_and_ends_when_it_is_told
     assert told["OPENTINKER_WORKER_ID"] == "launched-rollout-0"
     assert told["OPENTINKER_IDLE_EXIT_S"] == "300.0"
     assert told["OPENTINKER_NATS_PASSWORD_FILE"].endswith("/access/nats-rollout-worker")
-    assert not any(name in told for name in ("OPENTINKER_API_KEY", "OPENTINKER_ADMIN_KEY_FILE"))
+    assert not any(name in told for name in ("OPENTINKER_API_KEY", "OPENTINKER_ADMIN_KEY_FILE", *AWS))
 
     after = ProcessLauncher(alone)
     (one,) = await after.running()

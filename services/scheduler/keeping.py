@@ -142,7 +142,7 @@ class Keeping:
         for held in found:
             entry = kept.get(held.manifest.step)
             if entry is not None and entry.manifest == held.manifest and entry.metric != held.metric:
-                await self.index.add(job.tenant, job.id, msgspec.structs.replace(entry, metric=held.metric))
+                await self.index.note(job.id, entry, held.metric)
 
     def stage(self, job: JobRecord, manifest: Manifest) -> bool:
         """Blocking. False: it is damaged, or the trainer has swept it meanwhile. Raises OSError: the disk refuses."""
@@ -220,9 +220,7 @@ class Keeping:
         """The manifest comes last: a checkpoint that has one is whole."""
         try:
             manifest = await asyncio.to_thread(checkpoints.whole, place)
-        except (
-            Damaged
-        ) as error:  # of a power cut, or put by another scheduler by now; if it is needed it is staged anew
+        except Damaged as error:  # by a power cut, or another scheduler has put it: staged anew if need be
             log.warning("staged_dropped", job=job.id, checkpoint=place.name, error=str(error))
             await asyncio.to_thread(_drop, place)
             return

@@ -19,6 +19,7 @@ from opentinker.services.scheduler.launcher import LAUNCHED, Launched, LauncherF
 from opentinker.shared import launched
 from opentinker.shared.config import PREFIX, Settings
 from opentinker.shared.errors import SpecError
+from opentinker.shared.secrets import AWS
 from opentinker.shared.subjects import ROLLOUT, TRAINER
 from opentinker.shared.types import Pool
 
@@ -104,8 +105,8 @@ class ProcessLauncher:
         launched.write(path, launched.Process(pid=child.pid, ticks=ticks, pool=pool, since=time.time()))
 
     def _environment(self, pool: Pool, name: str) -> dict[str, str]:
-        """Ours without our own settings and the key of whoever typed a command."""
-        others = {key: value for key, value in os.environ.items() if not key.startswith(PREFIX)}
+        """Ours without our own settings, the key of whoever typed a command and those of the artifact store."""
+        others = {key: value for key, value in os.environ.items() if not key.startswith(PREFIX) and key not in AWS}
         handed = {one: getattr(self.settings, one) for one in HANDED_ON}
         handed["data_dir"] = self.settings.data_dir.resolve()
         own = {"worker_id": name, "idle_exit_s": self.settings.launcher_idle_s, "health_port": 0}

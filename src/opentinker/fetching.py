@@ -219,8 +219,9 @@ async def _fetch(http: Http, path: str, query: dict[str, str], part: _Part) -> M
         while (headers := await http.patiently(once)) is None:
             pass
     except ApiError as error:
-        if error.status is None and part.size:
-            raise ApiError(f"{error} {part.size} bytes of it are here: the same again goes on from there") from None
+        if error.status != 404 and part.size:
+            here = f"{part.size} bytes of it are here: the same again goes on from there"
+            raise type(error)(f"{error} {here}", error.status, error.problem) from None
         part.drop()
         raise
     return headers
