@@ -293,8 +293,14 @@ class FakeWorker:
     """Beats, and answers the trainer as it is told, in this process."""
 
     def __init__(
-        self, ctx: Context, name: str, take: Callable[[SwapCommand], Awaitable[None]], job: str = FAKE
+        self,
+        ctx: Context,
+        name: str,
+        take: Callable[[SwapCommand], Awaitable[None]],
+        job: str = FAKE,
+        follows: str = "",
     ) -> None:
+        """`follows`: the job whose live policy `job` serves."""
         self.ctx, self.take = ctx, take
         self.info = WorkerInfo(
             id=name,
@@ -306,6 +312,7 @@ class FakeWorker:
             epoch=1,
             status="ready",
             address=f"{name}-i",
+            detail={"follows": follows} if follows else {},
         )
         self.version: WeightVersion | None = None
         self.asked: list[str] = []
@@ -340,6 +347,9 @@ class FakeWorker:
     @property
     def received(self) -> int:
         return self.asked.count("receive")
+
+    def has_joined_more_than(self, count: int) -> bool:
+        return self.asked.count("join") > count
 
     def has_received_more_than(self, count: int) -> bool:
         return self.received > count
@@ -431,6 +441,37 @@ async def test_worker_that_is_tried_again_waits_longer_each_time(ctx: Context, m
         await trainer.offer(1)
         await until(lambda: len(at) == 4)
     assert at[1] - at[0] >= 0.1 and at[2] - at[1] >= 0.2 and at[3] - at[2] >= 0.4
+
+
+async def never_joins(command: SwapCommand) -> None:
+    if command.action == "join":
+        raise SwapError("no way there")
+
+
+@pytest.mark.usefixtures("impatient")
+async def test_follower_that_never_joins_does_not_fail_the_job_that_it_follows(ctx: Context) -> None:
+    own = FakeWorker(ctx, "own", takes)
+    follower = FakeWorker(ctx, "follower", never_joins, job="chat", follows=FAKE)
+    async with running(own.live()), training(ctx, FAKE, "none") as trainer:
+        await trainer.offer(1)
+        await trainer.serves()
+        async with running(follower.live()):
+            # Many steps' time without a new version: nothing else is published meanwhile.
+            await until(functools.partial(follower.has_joined_more_than, 2 * (module.TRIES + 2)))
+            await trainer.offer(2)
+            await trainer.serves()
+    assert own.version == version(2)
+
+
+@pytest.mark.usefixtures("impatient")
+async def test_job_whose_own_worker_is_stuck_fails_though_a_follower_is_well(ctx: Context) -> None:
+    own, trainer = FakeWorker(ctx, "own", takes), Trainer(ctx, FAKE, "none")
+    own.busy = True
+    follower = FakeWorker(ctx, "follower", takes, job="chat", follows=FAKE)
+    await trainer.offer(1)
+    async with running(own.live()), running(follower.live()):
+        assert "6 tries in a row; last: own: busy" in await failure_of(trainer.publisher)
+    assert trainer.served == {}
 
 
 async def gets_stuck(command: SwapCommand) -> None:

@@ -113,7 +113,7 @@ class Publisher:
         for worker, failure in refused:
             self._put_off(worker, failure)
         wanted = [worker for worker, answer in zip(ready, answers, strict=True) if isinstance(answer, SwapReply)]
-        if (vain := [(w, f) for w, f in refused if self._is_own(w)]) and not wanted:
+        if (vain := [(w, f) for w, f in refused if self._is_own(w)]) and not any(self._is_own(w) for w in wanted):
             self._in_vain([worker for worker, _ in vain], [failure for _, failure in vain], "")
         return wanted
 
@@ -174,7 +174,7 @@ class Publisher:
         )
         if problem or any(isinstance(answer, Failure) for answer in answers):
             self._broken(members, answers, problem)
-            if any(self._is_own(worker) for worker in members):
+            if self._by_own_fault(members, answers, problem):
                 self._in_vain(members, answers, problem)
             return
         log.info("weight_group", generation=self._generation, rollout_workers=[w.id for w in members])
@@ -248,7 +248,7 @@ class Publisher:
         if problem or len(good) < len(members):
             self._broken(members, answers, problem)
         if not own:
-            if any(self._is_own(worker) for worker in members):
+            if self._by_own_fault(members, answers, problem):
                 self._in_vain(members, answers, problem)
             return
         self._vain = 0
@@ -295,6 +295,11 @@ class Publisher:
             self._failures[name] = self._failures.get(name, 0) + 1
             pause = min(AGAIN_S * 2 ** (self._failures[name] - 1), AGAIN_AT_MOST_S)
             self._not_before[name] = time.monotonic() + pause
+
+    def _by_own_fault(self, members: list[WorkerInfo], answers: list[SwapReply | Failure], problem: str) -> bool:
+        """Or the trainer's. Where only those are to blame that serve the policy, the next group is without them."""
+        blamed = [worker for worker, _ in _blamed(members, answers, problem)]
+        return any(self._is_own(worker) for worker in blamed or members)
 
     def _in_vain(self, members: list[WorkerInfo], answers: list[SwapReply | Failure], problem: str) -> None:
         """Nobody got anything. Raises JobFailed when it has been so too often."""
