@@ -50,7 +50,7 @@ async def test_lora_adapters_change_the_output_and_versions_stay_apart(untied: P
     from opentinker.services.rollout_worker.vllm_engine import VllmEngine
 
     lora = LoraSpec(rank=4, alpha=8.0)
-    vllm = VllmEngine(str(untied), eos_ids=[EOS], context_length=512, max_concurrent=8, lora=lora, max_staleness=2)
+    vllm = VllmEngine(str(untied), eos_ids=[EOS], context_length=512, max_concurrent=8, lora=lora, max_adapters=4)
     await vllm.start()
     try:
         trainer = await Trainer(vllm).form()

@@ -374,6 +374,7 @@ async def test_a_prompt_of_token_ids_is_taken_as_it_is_and_answered_with_tokens(
     [
         SessionReply(worker="env-0", prompt_ids=[5, 6, 7]),
         SessionReply(worker="env-0", stream="new"),
+        SessionReply(worker="env-0", prompt_text="x", messages=[Message(role="user", content=[Image(b"x")])]),
         reply("x", tools=[Tool(name="t", description="", parameters={})]),
     ],
 )

@@ -15,9 +15,9 @@ import orjson
 import pytest
 
 from opentinker.services.scheduler import evaluating
-from opentinker.services.scheduler.evaluating import Evaluating, read_results
+from opentinker.services.scheduler.evaluating import Evaluating, Evaluation, read_results
 from opentinker.shared.bus import Bus
-from opentinker.shared.errors import SpecError
+from opentinker.shared.errors import Conflict, SpecError
 from opentinker.shared.manifest import MANIFEST, Manifest, start_of
 from opentinker.shared.service import Context
 from opentinker.shared.spec import JobSpec, parse_spec
@@ -234,6 +234,44 @@ async def test_job_whose_episodes_fail_says_why_and_ends(ctx: Context) -> None:
         "13 of 20 episodes failed (rollout.max_failed_share is 0.5); last: env_error: KeyError: 'board'"
     )
     assert [one["episode"] for one in await ctx.store.failures(asked.job, 2)] == [19, 17]
+
+
+async def test_results_that_cannot_be_read_end_the_job_and_not_the_scheduler(ctx: Context) -> None:
+    (ctx.settings.data_dir / "jobs" / "j-unread0000" / "results.jsonl").mkdir(parents=True)
+    asked = await started(ctx, "j-unread0000")
+    async with running(Evaluating(ctx).run()):
+
+        async def over() -> bool:
+            return (await ctx.store.job(asked.job)).state == JobState.FAILED
+
+        await until(over)
+    assert "cannot be read" in (await ctx.store.job(asked.job)).reason
+
+
+async def test_an_evaluation_that_an_earlier_leader_has_told_of_is_not_told_of_again(
+    ctx: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = await started(ctx, "j-twice00000", evaluation={"episodes": 1})
+    path = ctx.settings.data_dir / "jobs" / asked.job / "results.jsonl"
+    path.parent.mkdir(parents=True)
+    path.write_bytes(msgspec.json.encode(result(0, job=asked.job)) + b"\n")
+
+    async def dies(*_: object, **__: object) -> None:
+        raise Conflict("the next scheduler leads")
+
+    record = await ctx.store.job(asked.job)
+    with monkeypatch.context() as patched:
+        patched.setattr(evaluating, "end", dies)
+        with pytest.raises(Conflict):
+            await soon(Evaluation(ctx, record, V).run())
+    await soon(Evaluation(ctx, record, V).run())
+    assert await state_of(ctx, asked.job) == JobState.SUCCEEDED
+    assert (await kinds(ctx.store, asked.job)).count("validation") == 1
+    assert len((path.parent / "validation.jsonl").read_bytes().splitlines()) == 1
+
+
+async def state_of(ctx: Context, job: str) -> JobState:
+    return (await ctx.store.job(job)).state
 
 
 def test_words_say_how_far_it_is() -> None:

@@ -37,6 +37,14 @@ async def test_pause_and_resume_may_be_repeated_and_refuse_what_is_over(http: Ht
     assert (await http("POST", "/v1/jobs/j-0000000000/pause"))[0] == 404
 
 
+async def test_job_that_is_paused_in_its_sleep_does_not_sleep_when_it_is_resumed(http: Http, store: Store) -> None:
+    job = await http.job()
+    await store.update(job, asleep=True)
+    await http("POST", f"/v1/jobs/{job}/pause")
+    assert (await http("POST", f"/v1/jobs/{job}/resume"))[1]["asleep"] is False
+    assert not (await store.job(job)).asleep
+
+
 async def test_failures_are_listed_newest_first_and_counted(http: Http, store: Store) -> None:
     job = await http.job()
     for number in range(3):

@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import orjson
 import pytest
 
@@ -16,7 +17,7 @@ from opentinker.services.scheduler.reconcile import MAX_RESTARTS, Reconciler
 from opentinker.shared.artifacts import ArtifactIndex, Kept
 from opentinker.shared.leasing import LeasedWorker
 from opentinker.shared.service import Context
-from opentinker.shared.spec import JobSpec
+from opentinker.shared.spec import JobSpec, parse_spec
 from opentinker.shared.store import Store
 from opentinker.shared.types import JobState, Lease, Pool
 from opentinker.shared.usage import Usage
@@ -539,3 +540,61 @@ async def test_real_worker_runs_the_job_and_lets_go_when_it_is_cancelled(
         await store.transition(job, JobState.CANCELLED)
         await until(left.is_set)
         await until(lambda: workers.idle("rollout-0"))
+
+
+async def endpoint(store: Store, id: str, **changes: Any) -> str:
+    """A queued inference job."""
+    spec = parse_spec({"name": "chat", "kind": "inference", "model": {"base": "m"}, **changes})
+    await store.create_job(id=id, spec=spec.model_dump(mode="json"), tenant="default")
+    return id
+
+
+async def test_job_that_goes_to_sleep_answers_what_it_has_begun_meanwhile(
+    store: Store, workers: Workers, ctx: Context
+) -> None:
+    reconciler = Reconciler(ctx)
+    job = await endpoint(store, "j-sleepy0000", serving={"sleep_s": 5.0})
+    await workers.start("rollout-0")
+    await reconciler.look()
+    worker = workers["rollout-0"]
+    worker.leaves = False  # a request has come since it said so
+    worker.info = msgspec.structs.replace(worker.info, detail={"quiet_s": 60.0})
+
+    async def asleep() -> bool:
+        await reconciler.look()
+        return (await store.job(job)).asleep
+
+    await until(asleep)
+    await reconciler.look()
+    lease = await worker.lease()
+    assert lease is not None and lease.leaves_by > time.time()
+    assert await state(store, job) == JobState.QUEUED
+    worker.leaves = True
+
+    async def free() -> bool:
+        await reconciler.look()
+        return await worker.lease() is None
+
+    await until(free)
+    assert (await store.job(job)).asleep
+
+
+async def test_job_that_follows_another_leaves_it_the_workers_that_it_needs(
+    store: Store, workers: Workers, ctx: Context
+) -> None:
+    reconciler = Reconciler(ctx)
+    follower = await endpoint(store, "j-follower00", start={"from": "j-source0000@live"})
+    source = await new_job(store, "j-source0000", JobState.PAUSED)
+    await workers.start("trainer-0", "rollout-0")
+    await reconciler.look()
+    assert await state(store, follower) == JobState.QUEUED
+    assert await _waits_for(store, follower, f"job {source} to run")
+    await store.transition(source, JobState.QUEUED)
+    await reconciler.look()
+    assert await started(store, source, epoch=2)
+    await workers.start("rollout-1")
+    await reconciler.look()
+    assert await state(store, follower) == JobState.STARTING
+    await store.transition(source, JobState.PAUSED)
+    await reconciler.look()
+    assert await state(store, follower) == JobState.QUEUED and await workers.holds("rollout-1") is None

@@ -22,7 +22,7 @@ from typing import Protocol
 import msgspec
 import numpy as np
 
-from opentinker.services.rollout_worker.engine import Completion, Engine, EngineError, EngineLost, Sampling
+from opentinker.services.rollout_worker.engine import Completion, Engine, EngineError, EngineLost, Sampling, Shown
 from opentinker.services.rollout_worker.render import Renderer, images_of
 from opentinker.services.rollout_worker.transcripts import CHARACTERS, TOKENS, is_kept, shortened
 from opentinker.shared.errors import BadImage, JobFailed
@@ -280,6 +280,10 @@ class Episode:
         elif reply.tools and reply.tools != stream.tools:
             raise EpisodeFailed(Ending.ENV_BAD_REPLY, "the tools of a stream cannot change after its first turn")
         pictures: list[Picture] = []
+        if (reply.prompt_ids, reply.prompt_text) != (None, None) and any(m.images for m in reply.messages):
+            raise EpisodeFailed(
+                Ending.ENV_BAD_REPLY, "images are shown in messages, not beside prompt_ids or prompt_text"
+            )
         if reply.prompt_ids is not None:
             if reply.prompt_ids[: len(stream.ids)] != stream.ids:
                 raise EpisodeFailed(Ending.ENV_BAD_REPLY, "prompt_ids do not begin with the stream's tokens so far")
@@ -327,6 +331,9 @@ class Episode:
             if limit is not None:
                 budget = min(budget, limit)
         room = self.context - len(stream.ids)
+        shown: list[Shown] = []
+        if stream.pictures:  # what is not kept any more is made again
+            shown = await asyncio.to_thread(self.renderer.shown, list(stream.pictures), dict(stream.images))
         completion = await self.engine.generate(
             f"{self.session}-{self.turn}",
             stream.ids,
@@ -338,7 +345,7 @@ class Episode:
                 stop=[*rollout.stop, *asked.stop],
                 seed=None if rollout.seed is None else turn_seed(self.ticket.seed, self.index, self.turn),
             ),
-            shown=self.renderer.shown(stream.pictures, stream.images),
+            shown=shown,
         )
         if completion.stop == StopReason.LENGTH and room < budget:
             return msgspec.structs.replace(completion, stop=StopReason.CONTEXT)

@@ -24,7 +24,7 @@ from opentinker.shared.trajectories import Picture
 from opentinker.shared.types import Image, Message, StopReason, Tool, ToolCall
 
 if TYPE_CHECKING:
-    from opentinker.shared.nn.sight import Look, Sight
+    from opentinker.shared.nn.sight import Sight, Words
 
 MARKER = "ANSWER0MARKER"
 MOST_PER_SIGN = 6
@@ -211,12 +211,12 @@ class Renderer:
         return found
 
     def shown(self, pictures: Sequence[Picture], images: Mapping[str, bytes]) -> list[Shown]:
-        """As an engine takes them. `images`: by digest."""
+        """As an engine takes them. `images`: by digest. Blocking where their pixels are not kept any more."""
         if self._sight is None:
             return []
         return [Shown(picture, self._sight.look(images[picture.digest]).inputs) for picture in pictures]
 
-    def _looks(self, messages: Sequence[Message]) -> list[Look]:
+    def _looks(self, messages: Sequence[Message]) -> list[Words]:
         """Raises JobFailed if the model cannot see, BadImage."""
         images = [image for message in messages for image in message.images]
         if self._sight is None:
@@ -227,7 +227,7 @@ class Renderer:
             raise BadImage(f"{len(images)} images at once, and {MOST_IMAGES} are allowed")
         if any(self._sight.token in message.text for message in messages):
             raise BadImage(f"a text holds {self._sight.token}, which stands for an image in this model's prompts")
-        return [self._sight.look(image.data) for image in images]
+        return [self._sight.words(image.data) for image in images]
 
     def _expanded(self, text: str, messages: Sequence[Message]) -> str:
         """With what stands for each image in the place of its placeholder. Raises JobFailed, BadImage."""

@@ -36,6 +36,10 @@ async def serve(ctx: Context) -> None:
     await LeasedWorker(ctx, Pool.ROLLOUT, work).serve()
 
 
+LIVE_ADAPTERS = 6
+"""That serve a live LoRA policy at the same time: requests keep the version they began with."""
+
+
 def make_engine(spec: JobSpec, renderer: Renderer, model: str, settings: Settings) -> Engine:
     """`model`: the directory or hub id of the weights that it starts with."""
     if spec.rollout.toy is not None:
@@ -66,10 +70,17 @@ def make_engine(spec: JobSpec, renderer: Renderer, model: str, settings: Setting
         max_concurrent=min(at_once, MAX_SEQUENCES),
         stop_strings=serves or bool(rollout.stop) or may_name_stops(spec.environment.name),
         lora=spec.model.lora,
-        max_staleness=spec.algorithm.max_staleness if spec.kind == "rl" else 0,
+        max_adapters=adapters_of(spec),
         group_timeout_s=settings.swap_timeout_s,
         one_by_one=spec.train.deterministic,
     )
+
+
+def adapters_of(spec: JobSpec) -> int:
+    """Versions that requests may be under way with at the same time."""
+    if spec.start is not None and spec.start.live:
+        return LIVE_ADAPTERS
+    return (spec.algorithm.max_staleness if spec.kind == "rl" else 0) + 2
 
 
 def may_name_stops(environment: str) -> bool:

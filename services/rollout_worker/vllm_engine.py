@@ -90,14 +90,15 @@ class VllmEngine:
         max_concurrent: int = 256,
         stop_strings: bool = False,
         lora: LoraSpec | None = None,
-        max_staleness: int = 2,
+        max_adapters: int = 4,
         group_timeout_s: float = 10.0,
         seed: int | None = None,
         one_by_one: bool = False,
     ) -> None:
         """`eos_ids` end a completion and are part of it. `context_length` None: what the model allows, at most 4096.
         `stop_strings`: requests will name some, so a tokenizer is needed. `seed`: of requests without one; None draws
-        it, so that workers differ.
+        it, so that workers differ. `max_adapters`: of a LoRA job, versions that requests are under way with at
+        the same time; one with another waits.
 
         `one_by_one`: a request's logprobs are the same whatever else is asked for. In a batch they are not: sums are
         taken in another order for another number of rows."""
@@ -110,7 +111,7 @@ class VllmEngine:
         self._fp32_head = fp32_head
         self._stop_strings = stop_strings
         self._lora = lora
-        self._max_adapters = max_staleness + 2
+        self._max_adapters = max_adapters
         self._group_timeout_s = group_timeout_s
         self._seed = secrets.randbelow(1 << 31) if seed is None else seed
         self._llm: AsyncLLM | None = None

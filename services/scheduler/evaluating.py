@@ -99,6 +99,8 @@ class Evaluation:
         self.plan = parse_spec(job.spec).evaluation
         self.home: Path = ctx.settings.data_dir / "jobs" / job.id
         self._results: dict[int, ExamResult] = {}
+        self._failed: list[ExamResult] = []
+        """Of them."""
         self._log = StepLog(self.home / RESULTS)
         self._writing = asyncio.Lock()
         self._asked: set[int] = set()
@@ -113,7 +115,12 @@ class Evaluation:
     async def run(self) -> None:
         """To the job's end. Raises Conflict or NotFound if it is over meanwhile."""
         began = time.monotonic()
-        self._results = await asyncio.to_thread(read_results, self.home / RESULTS, self.version)
+        try:
+            self._results = await asyncio.to_thread(read_results, self.home / RESULTS, self.version)
+        except OSError as error:
+            await end(self.ctx, self.job.id, JobState.FAILED, f"the results that it has cannot be read: {error}")
+            return
+        self._failed = [result for result in self._results.values() if result.ending.failed]
         self._asked = set(self._results)
         serving = await self.ctx.bus.serve(EXAM_RESULT, self._receive, job=self.job.id)
         try:
@@ -134,6 +141,8 @@ class Evaluation:
             elif time.monotonic() - heard > LOST_S:
                 await self._ask_for_lost()
                 heard = time.monotonic()
+            if len(self._results) < self.plan.total:
+                await rest(LOOK_S)
             await set_within(self._news, LOOK_S)
 
     async def _tell(self) -> None:
@@ -190,6 +199,8 @@ class Evaluation:
             except OSError as error:  # it is written with the next one
                 log.error("result_not_written", error=str(error))
             self._results[result.index] = result
+            if result.ending.failed:
+                self._failed.append(result)
         self._news.set()
         if result.ending.failed:
             detail = {"episode": result.index, "reason": result.ending.value, "error": result.error}
@@ -197,10 +208,6 @@ class Evaluation:
         return Seen(wanted=True)
 
     # --- the end ------------------------------------------------------------------------------------------------
-
-    @property
-    def _failed(self) -> list[ExamResult]:
-        return [result for result in self._results.values() if result.ending.failed]
 
     def _hopeless(self) -> bool:
         """Too large a share has failed, of as many as say something."""
@@ -232,7 +239,9 @@ class Evaluation:
         kept = Evaluations(self.ctx.bus, self.job.id, self.home, event)
         try:
             await kept.keep(self.version.step, [transcript_of(r, self.plan) for r in results if r.messages])
-            await kept.add(self.version, values, {})
+            await asyncio.to_thread(kept.restore, {self.version.epoch: self.version.step}, self.version.step)
+            if self.version.step not in kept.steps:  # else an earlier leader has said it
+                await kept.add(self.version, values, {})
         finally:
             kept.close()
         result = {"version": str(self.version), "step": self.version.step, "values": values}

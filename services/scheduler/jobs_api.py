@@ -127,14 +127,18 @@ class JobsApi:
     async def pause(self, request: web.Request) -> web.Response:
         """What it has trained is saved, and its workers are free. Pausing what is paused is fine."""
         job = await self.found(request)
-        await self._move(job, JobState.PAUSED, PAUSABLE, "paused", reason="paused by request", waiting_for="")
+        await self._move(
+            job, JobState.PAUSED, PAUSABLE, "paused", reason="paused by request", waiting_for="", asleep=False
+        )
         return json_response(_summary(await self.store.job(job.id)))
 
     async def resume(self, request: web.Request) -> web.Response:
         """Back to the queue. Resuming what is not paused, and not over, is fine."""
         job = await self.found(request)
         if job.state == JobState.PAUSED:
-            await self._move(job, JobState.QUEUED, [JobState.PAUSED], "resumed", event="unpaused", reason="")
+            await self._move(
+                job, JobState.QUEUED, [JobState.PAUSED], "resumed", event="unpaused", reason="", asleep=False
+            )
         elif job.state.final:
             raise Conflict(f"job {job.id} has {job.state} already; there is nothing to resume")
         return json_response(_summary(await self.store.job(job.id)))

@@ -6,7 +6,8 @@ else.
 
 One look:
 
-    lease of a job that has no workers (over, paused, queued, unknown)  -> revoked
+    lease of a job that has no workers (over, paused, queued, unknown)  -> revoked; of one that went to sleep as if it
+                                               were taken back
     lease of a worker that is gone          -> revoked; lost trainers and rollout workers are counted, too many in a row
                                                fail the job, and from the second on it waits before the next try
     lease of a worker that was taken back   -> revoked when its work has ended, or its time is over
@@ -34,7 +35,7 @@ from opentinker.services.scheduler.allowances import Used
 from opentinker.services.scheduler.checkpoints import newest_epoch
 from opentinker.services.scheduler.cluster import Cluster
 from opentinker.services.scheduler.placing import AddWorker, Decision, Preempt, Requeue, Rules, Start, TakeBack
-from opentinker.services.scheduler.untrained import SLEEPS, UNTRAINED, attend
+from opentinker.services.scheduler.untrained import SLEEPS, UNTRAINED, attend, followed_by
 from opentinker.shared.artifacts import ArtifactIndex
 from opentinker.shared.config import Settings
 from opentinker.shared.errors import Conflict, NotFound
@@ -93,12 +94,13 @@ class Reconciler:
         """Once over everything. Returns how many decisions were made. Raises Fenced if another scheduler leads."""
         cluster = await self._observe()
         jobs = await self.store.active_jobs()
-        await self._revoke_others(cluster, {job.id for job in jobs if job.state.held})
+        await self._revoke_others(cluster, jobs)
         kept = [await self._keep(job, cluster) if job.state.held else job for job in jobs]
         active = {job.id: job for job in kept if job.state.held or job.state == JobState.QUEUED}
+        early = await self._hold_followers(active, cluster)
         planned = placement.plan(
             cluster.view(
-                [job for job in active.values() if not job.asleep],
+                [job for job in active.values() if not job.asleep and job.id not in early],
                 now=time.time(),
                 limits=self.ctx.settings.tenants,
                 used=await used_today(self.ctx, {job.tenant for job in active.values()}),
@@ -114,8 +116,8 @@ class Reconciler:
             if job.kind in UNTRAINED:
                 with _over_meanwhile(job.id):
                     if await attend(self.store, job, cluster, known):
-                        await self._back_to_queue(job, cluster, "asleep", {}, asleep=True, waiting_for=SLEEPS)
-        await self._say_waiting(active, planned.waiting)
+                        await self._put_to_sleep(job, cluster)
+        await self._say_waiting(active, planned.waiting | early)
         await self._charge()
         return len(planned.decisions)
 
@@ -136,10 +138,18 @@ class Reconciler:
 
     # --- what goes ----------------------------------------------------------------------------------------------
 
-    async def _revoke_others(self, cluster: Cluster, held: set[str]) -> None:
-        for lease in cluster.leases_outside(held):
+    async def _revoke_others(self, cluster: Cluster, jobs: list[JobRecord]) -> None:
+        queued = {job.id for job in jobs if job.state == JobState.QUEUED}
+        for lease in cluster.leases_outside({job.id for job in jobs if job.state.held}):
+            if lease.job in queued and not self._is_over(lease, cluster):
+                continue  # of a job that went to sleep: it answers what it has begun
             log.info("lease_revoked", job=lease.job, lease_worker=lease.worker, why="the job has no workers now")
             await self._revoke(lease, cluster)
+
+    @staticmethod
+    def _is_over(lease: Lease, cluster: Cluster) -> bool:
+        """It is not being taken back, or has been."""
+        return not lease.leaves_by or cluster.has_left(lease) or time.time() > lease.leaves_by
 
     async def _revoke(self, lease: Lease, cluster: Cluster) -> None:
         await self.store.revoke(lease.worker, leader=self.leader)
@@ -165,7 +175,7 @@ class Reconciler:
         afterwards."""
         for lease in cluster.leases_of(job.id):
             if lease.leaves_by:
-                if cluster.has_left(lease) or time.time() > lease.leaves_by:
+                if self._is_over(lease, cluster):
                     await self._revoke(lease, cluster)
                 continue
             why = self._lost(lease, cluster)
@@ -281,18 +291,47 @@ class Reconciler:
         log.info("rollout_worker_added", job=job.id, added=worker.id)
 
     async def _take_back(self, job: JobRecord, lease: Lease, wanted_by: str) -> None:
-        leaving = msgspec.structs.replace(lease, leaves_by=time.time() + self.ctx.settings.take_back_s)
-        await self.store.leave_lease(leaving, leader=self.leader)
-        await self._wake_worker(lease.worker)
+        await self._leave(lease)
         detail = {"worker": lease.worker, "wanted_by": wanted_by}
         await self.store.update(job.id, only_active=True, event="rollout_worker_taken_back", detail=detail)
         log.info("rollout_worker_taken_back", job=job.id, taken=lease.worker, wanted_by=wanted_by)
 
-    async def _back_to_queue(
-        self, job: JobRecord, cluster: Cluster, event: str, why: dict[str, str], **more: Any
-    ) -> JobRecord:
+    async def _leave(self, lease: Lease) -> None:
+        """Nothing more is begun for it; it is revoked when what was begun has ended."""
+        leaving = msgspec.structs.replace(lease, leaves_by=time.time() + self.ctx.settings.take_back_s)
+        await self.store.leave_lease(leaving, leader=self.leader)
+        await self._wake_worker(lease.worker)
+
+    async def _put_to_sleep(self, job: JobRecord, cluster: Cluster) -> None:
+        """What its workers say is as old as their last beat: a request may have come since, and is answered."""
+        changes: dict[str, Any] = {"since": time.time(), "waiting_for": SLEEPS, "asleep": True}
+        await self.store.transition(
+            job.id, JobState.QUEUED, allowed=HELD, leader=self.leader, event="asleep", **changes
+        )
+        log.info("job_asleep", job=job.id)
+        for lease in cluster.leases_of(job.id):
+            if not lease.leaves_by:
+                await self._leave(lease)
+
+    async def _hold_followers(self, active: dict[str, JobRecord], cluster: Cluster) -> dict[str, str]:
+        """Jobs that would serve the live policy of one that has no workers, and what they wait for: theirs may be the
+        very worker that it needs. One that serves already goes on with what it has."""
+        held = {id for id, job in active.items() if job.state.held}
+        early = {}
+        for job in list(active.values()):
+            source = followed_by(job)
+            if not source or source in held or job.asleep or job.state == JobState.RUNNING:
+                continue
+            early[job.id] = f"job {source} to run"
+            if job.state == JobState.STARTING:
+                with _over_meanwhile(job.id):
+                    why = {"why": f"job {source}, whose live policy it serves, has no workers"}
+                    active[job.id] = await self._back_to_queue(job, cluster, "requeued", why)
+        return early
+
+    async def _back_to_queue(self, job: JobRecord, cluster: Cluster, event: str, why: dict[str, str]) -> JobRecord:
         """Its trainer saves what it has trained when its lease is gone; the job starts again after that."""
-        changes: dict[str, Any] = {"since": time.time(), "waiting_for": "", **more}
+        changes: dict[str, Any] = {"since": time.time(), "waiting_for": ""}
         await self.store.transition(
             job.id, JobState.QUEUED, allowed=HELD, leader=self.leader, event=event, detail=why, **changes
         )

@@ -2,7 +2,8 @@
 
 starting -> running     a rollout worker is ready
 running -> queued       inference: nobody asked it anything for `serving.sleep_s`; it sleeps, and placement leaves
-                        it alone until a request has woken it (replicas.py)
+                        it alone until a request has woken it (replicas.py); its workers answer what they have begun
+starting -> queued      inference: the job whose live policy it would serve has no workers any more
 any -> succeeded        inference: nobody asked it anything for `serving.idle_s`
 """
 
@@ -28,7 +29,7 @@ async def attend(store: Store, job: JobRecord, cluster: Cluster, active: Contain
 
     `active`: jobs that are not over.
     """
-    if (followed := _followed(job)) and followed not in active:
+    if (followed := followed_by(job)) and followed not in active:
         over = (await store.job(followed)).state
         reason = f"job {followed}, whose live policy it served, has {over}; {followed}@latest is its newest checkpoint"
         await store.transition(job.id, JobState.SUCCEEDED, allowed=[job.state], reason=reason)
@@ -42,6 +43,8 @@ async def attend(store: Store, job: JobRecord, cluster: Cluster, active: Contain
     quiet_s, serving = _quiet_s(job, cluster), job.spec["serving"]
     idle_s, sleep_s = serving["idle_s"], serving.get("sleep_s")
     if quiet_s is not None and idle_s is not None and quiet_s >= idle_s:
+        if job.asleep and not (await store.job(job.id)).asleep:
+            return False  # a request has just woken it
         reason = f"nobody asked it anything for {idle_s:g} s (serving.idle_s)"
         await store.transition(job.id, JobState.SUCCEEDED, allowed=[job.state], reason=reason)
         log.info("job_idle", job=job.id, idle_s=idle_s)
@@ -49,8 +52,8 @@ async def attend(store: Store, job: JobRecord, cluster: Cluster, active: Contain
     return quiet_s is not None and sleep_s is not None and not job.asleep and quiet_s >= sleep_s
 
 
-def _followed(job: JobRecord) -> str:
-    """The job whose live policy this one serves."""
+def followed_by(job: JobRecord) -> str:
+    """The job whose live policy this one serves, if it does."""
     id, _, which = str((job.spec.get("start") or {}).get("from", "")).partition("@")
     return id if which == "live" else ""
 

@@ -59,9 +59,8 @@ class Maker:
     """Makes examples of one job's rows. Raises JobFailed for those that it cannot make, with where and why."""
 
     def __init__(self, spec: JobSpec, tokenizer: Any, longest: int, go_on: Callable[[], None] = lambda: None) -> None:
-        """`go_on` is asked before each row, and raises to give up."""
+        """`longest`: tokens that the model takes. `go_on` is asked before each row, and raises to give up."""
         self._go_on = go_on
-        """`longest`: tokens that the model takes."""
         assert spec.data is not None
         self.data: DataSpec = spec.data
         self.kind = spec.kind

@@ -40,21 +40,27 @@ EYES = r".*\b(vision_model|connector)\b.*"
 MOST_PIXELS = 1 << 24
 LONGEST_TO_SHORTEST = 100
 KEPT_BYTES = 256 << 20
-"""Of pixels in a rollout worker, and of embeddings beside a model."""
+"""Of pixels in a rollout worker, of what stands for images in its prompts, and of embeddings beside a model."""
 MALFORMED = (OSError, SyntaxError, ValueError, EOFError, struct.error, zlib.error, OverflowError)
 """What Pillow raises for bytes that are no image, or half of one."""
 V = TypeVar("V")
 
 
 @dataclass(frozen=True)
-class Look:
-    """One image as the model's processor makes it."""
+class Words:
+    """What of an image is in a prompt."""
 
     digest: str
     text: str
-    """Stands for it in a prompt: placeholder tokens, and whatever the family puts around them."""
+    """Stands for it: placeholder tokens, and whatever the family puts around them."""
     tokens: int
     """How many placeholder tokens."""
+
+
+@dataclass(frozen=True)
+class Look(Words):
+    """One image as the model's processor makes it."""
+
     inputs: dict[str, Tensor]
     """Of the tower, by the names of the Hugging Face model."""
 
@@ -81,6 +87,7 @@ class Sight:
         self.token_id: int = processor.image_token_id
         self._options = FAMILIES[family]
         self._looks: Kept[Look] = Kept(lambda look: sum(t.nbytes for t in look.inputs.values()))
+        self._words: Kept[Words] = Kept(lambda words: len(words.text))
         self._embeddings: Kept[Tensor] = Kept(lambda tensor: tensor.nbytes)
 
     @classmethod
@@ -106,6 +113,16 @@ class Sight:
         """At a PNG or JPEG. Raises BadImage. Kept, within bounds."""
         digest = digest_of(data)
         return self._looks.get(digest, lambda: self._look(digest, data))
+
+    def words(self, data: bytes) -> Words:
+        """Of a PNG or JPEG, known for longer than its pixels are kept. Raises BadImage."""
+        digest = digest_of(data)
+
+        def make() -> Words:
+            look = self._looks.get(digest, lambda: self._look(digest, data))
+            return Words(digest, look.text, look.tokens)
+
+        return self._words.get(digest, make)
 
     def _look(self, digest: str, data: bytes) -> Look:
         picture = _opened(data)
@@ -170,7 +187,8 @@ class Kept(Generic[V]):
 def marked(trajectories: Sequence[Trajectory], images: Mapping[str, bytes]) -> tuple[list[I64], tuple[Seen, ...]]:
     """Token ids in which placeholders are SEEN + row of `embeddings`, and the images that these are of.
 
-    So trajectories share what they have in common as long as they show the same image, and no further.
+    So trajectories share what they have in common as long as they show the same image, and no further. Raises JobFailed
+    if they do not agree on an image's tokens.
     """
     shown: dict[str, Seen] = {}
     first: dict[str, int] = {}
@@ -182,6 +200,11 @@ def marked(trajectories: Sequence[Trajectory], images: Mapping[str, bytes]) -> t
                 shown[picture.digest] = Seen(picture.digest, images[picture.digest], picture.tokens)
                 first[picture.digest] = count
                 count += picture.tokens
+            elif shown[picture.digest].tokens != picture.tokens:
+                raise JobFailed(
+                    f"an image has {picture.tokens} tokens in one trajectory and {shown[picture.digest].tokens} in "
+                    "another: the rollout workers' image processors differ (preprocessor_config.json)"
+                )
             row = SEEN + first[picture.digest]
             for start, end in picture.runs:
                 ids[start:end] = np.arange(row, row + end - start)
