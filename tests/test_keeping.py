@@ -214,3 +214,32 @@ async def test_what_was_measured_brings_nothing_back(ctx: Context) -> None:
     (held,) = [replace(held, metric=0.9) for held in await keeping.artifacts.checkpoints(await record(ctx, job))]
     await keeping._note(await record(ctx, job), [held], {10: measured})
     assert await keeping.index.of(job) == {}
+
+
+async def test_what_killed_schedulers_left_is_swept(ctx: Context, monkeypatch: pytest.MonkeyPatch) -> None:
+    job, keeping, data = await begun(ctx), Keeping(ctx), ctx.settings.data_dir
+    checkpoint = data / "jobs" / job / PATH
+    await keeping.look()
+    await keeping.put()
+    assert list((data / "staged").iterdir()) == [], "no empty directories stay"
+    mark = uuid.uuid4().hex
+    left = [
+        staged(ctx, job, f".step-000010-{mark}"),
+        staged(ctx, "j-another", f".files-{mark}"),
+        checkpoint.with_name(f".removing-{mark}"),
+        data / "artifacts" / "default" / f".removing-{mark}",
+        data / "artifacts" / "default" / job / PATH / f".putting-{mark}",
+    ]
+    for place in left[:-1]:
+        place.mkdir(parents=True)
+        (place / "file").write_bytes(b"half")
+    left[-1].write_bytes(b"half")
+    trainers = checkpoint.with_name(".removing-step-000010-1-1")
+    trainers.mkdir()
+    keeping.sweep()
+    assert all(place.exists() for place in left), "somebody may be at it"
+    monkeypatch.setattr("opentinker.services.scheduler.keeping.ORPHAN_S", -60.0)
+    keeping.sweep()
+    assert not any(place.exists() for place in left) and list((data / "staged").iterdir()) == []
+    assert trainers.exists() and (checkpoint / "model.safetensors").exists()
+    assert await keeping.artifacts.store.stat(f"default/{job}/{PATH}/model.safetensors") == 7

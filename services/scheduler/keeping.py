@@ -32,7 +32,14 @@ from opentinker.services.scheduler.artifacts import EVENTS, LOG, Artifacts, key_
 from opentinker.services.scheduler.checkpoints import Held
 from opentinker.services.scheduler.measured import Measured
 from opentinker.services.scheduler.retention import DAY_S, Rule
-from opentinker.services.scheduler.stores import Damaged, StoreAway
+from opentinker.services.scheduler.stores import (
+    Damaged,
+    DirectoryStore,
+    StoreAway,
+    drop_old,
+    remove_empty,
+    sweep,
+)
 from opentinker.shared import subjects
 from opentinker.shared.artifacts import CHECKPOINTS, Kept, checkpoint_path
 from opentinker.shared.bus import NoReply
@@ -49,6 +56,8 @@ LOOK_S = 1.0
 LINGER_S = 5.0
 """After a job's end its services still say how they let go of it."""
 PAGE = 5000
+ORPHAN_S = 3600.0
+"""What is half done for so long nobody works on any more."""
 COUNT_S = 30.0
 """So often the day's usage learns what is stored."""
 
@@ -66,7 +75,18 @@ class Keeping:
         """Checkpoints, by job, epoch and step, of which the log has it that they cannot be kept."""
 
     async def run(self) -> None:
+        await asyncio.to_thread(self.sweep)
         await first_failure({"look": self._look_loop(), "put": self._put_loop()})
+
+    def sweep(self) -> None:
+        """What schedulers that were killed have left half done. Blocking."""
+        for place in list(self._staged.glob("*/*/.*")):
+            drop_old(place, ORPHAN_S)
+        for home in list(self._staged.glob("*/*")):
+            remove_empty(home, self._staged)
+        for store in (self.artifacts.workshop, self.artifacts.store):
+            if isinstance(store, DirectoryStore):
+                sweep(store.root, ORPHAN_S)
 
     async def _look_loop(self) -> None:
         counted_at = float("-inf")
@@ -237,6 +257,7 @@ class Keeping:
             kept = Kept(path=path, bytes=size, created=manifest.created, manifest=manifest)
             await self.index.add(job.tenant, job.id, kept)
         await asyncio.to_thread(_drop, place)
+        await asyncio.to_thread(remove_empty, place.parent, self._staged)
 
     async def keep(self, job: JobRecord, held: Held) -> Kept:
         """One checkpoint at once, whatever the rule says. Raises Conflict, NotFound, StoreAway."""
@@ -285,6 +306,7 @@ class Keeping:
                     await self.index.add(job.tenant, job.id, entry)
         finally:
             await asyncio.to_thread(shutil.rmtree, work, ignore_errors=True)
+            await asyncio.to_thread(remove_empty, work.parent, self._staged)
         if self.artifacts.store.apart:
             kept = await self.index.of(job.id)
             for held in await self.artifacts.checkpoints(job):

@@ -12,9 +12,12 @@ Who may have what is decided elsewhere: a store knows nothing of tenants.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
+import re
 import shutil
 import stat
+import time
 import uuid
 from collections.abc import AsyncIterator
 from pathlib import Path, PurePosixPath
@@ -25,6 +28,8 @@ from opentinker.shared.errors import NotFound, OpenTinkerError
 from opentinker.shared.paths import sync_directory
 
 CHUNK = 1 << 20
+_LEFT = re.compile(r"\.(removing|putting)-[0-9a-f]{32}")
+"""Names of ours alone: a trainer's `.removing-step-...` may still be a checkpoint."""
 
 
 class StoreAway(OpenTinkerError):
@@ -222,6 +227,30 @@ def second_name(source: Path, target: Path) -> None:
         shutil.copyfile(source, target)
         with target.open("rb") as file:
             os.fsync(file.fileno())
+
+
+def sweep(root: Path, older_s: float) -> None:
+    """What a process that was killed left of putting and removing below `root`. Blocking."""
+    for place, directories, files in os.walk(root):
+        for name in filter(_LEFT.fullmatch, [*directories, *files]):
+            drop_old(Path(place) / name, older_s)
+        directories[:] = [name for name in directories if not _LEFT.fullmatch(name)]
+
+
+def drop_old(path: Path, older_s: float) -> None:
+    """A file or directory, if nothing was made, named or renamed in it for so long. Blocking."""
+    with contextlib.suppress(OSError):  # somebody else was faster, or it stays until the next time
+        status = path.lstat()
+        if time.time() - status.st_ctime > older_s:
+            shutil.rmtree(path) if stat.S_ISDIR(status.st_mode) else path.unlink()
+
+
+def remove_empty(place: Path, root: Path) -> None:
+    """A directory below `root`, and those above it there, as far as they are empty. Blocking."""
+    with contextlib.suppress(OSError):  # not empty, or gone
+        while place != root and place.is_relative_to(root):
+            place.rmdir()
+            place = place.parent
 
 
 def _device(path: Path) -> int:
