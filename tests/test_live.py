@@ -10,6 +10,7 @@ from openai import AsyncOpenAI
 
 from opentinker.client import AsyncClient
 from opentinker.http import ApiError
+from opentinker.services.rollout_worker.service import adapters_of
 from opentinker.shared.errors import SpecError
 from opentinker.shared.spec import JobSpec, parse_spec
 from opentinker.shared.store import Store
@@ -72,6 +73,11 @@ async def test_the_live_policy_is_served_version_by_version_and_training_does_no
             f"job {source}, whose live policy it served, has cancelled; {source}@latest is its newest checkpoint"
         )
         assert "trainer_lost" not in await kinds(cluster.store, source)
+
+
+def test_a_live_adapter_is_served_in_more_versions_than_one_and_the_next() -> None:
+    assert adapters_of(live("m", "j-0123456789")) == 6
+    assert adapters_of(make_spec(algorithm={"max_staleness": 1})) == 3
 
 
 async def test_what_has_no_live_policy_says_what_can_be_served(client: AsyncClient, store: Store) -> None:

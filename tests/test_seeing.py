@@ -23,7 +23,7 @@ from opentinker.services.trainer.torch_learner import TorchLearner
 from opentinker.shared import codec
 from opentinker.shared.errors import BadImage, JobFailed
 from opentinker.shared.nn.models import load_model, model_bytes
-from opentinker.shared.nn.sight import Sight
+from opentinker.shared.nn.sight import Kept, Sight, marked
 from opentinker.shared.trajectories import Group, Picture
 from opentinker.shared.types import Image, Message, Text, WeightVersion
 from tests.factories import V0
@@ -89,6 +89,27 @@ def test_a_later_observation_shows_images_too(idefics: Path) -> None:
     assert ids == eyes.prompt(chat)  # this template writes nothing around its messages
     (found,) = eyes.pictures(chat, ids)
     assert found.moved(7).runs == [(start + 7, end + 7) for start, end in found.runs]
+
+
+def test_rendering_does_without_pixels_that_are_not_kept_any_more(idefics: Path) -> None:
+    sight = Sight.of(str(idefics))
+    first, second = picture(1).data, picture(2).data
+    known = sight.words(first)
+    sight._looks = Kept(lambda look: 0)
+    sight._look = None  # type: ignore[assignment, method-assign] # it is asked for none
+    assert sight.words(first) == known and known.tokens == known.text.count(sight.token) > 0
+    with pytest.raises(TypeError):
+        sight.words(second)
+
+
+def test_trajectories_that_disagree_on_an_image_s_tokens_are_refused(idefics: Path) -> None:
+    made = shown(renderer(idefics), ask("see ", picture(1)), ANSWER)
+    (seen,) = made.pictures
+    start, end = seen.runs[0]
+    fewer = msgspec.structs.replace(made, pictures=[Picture(seen.digest, [(start, end - 1), *seen.runs[1:]])])
+    assert marked([made, made], made.images)[1][0].tokens == seen.tokens
+    with pytest.raises(JobFailed, match=f"{seen.tokens - 1} tokens in one trajectory and {seen.tokens} in another"):
+        marked([made, fewer], made.images)
 
 
 def test_text_alone_is_rendered_as_ever(idefics: Path) -> None:

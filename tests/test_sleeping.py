@@ -10,10 +10,13 @@ import openai
 import pytest
 
 from opentinker.client import AsyncClient
+from opentinker.services.scheduler.cluster import Cluster
+from opentinker.services.scheduler.untrained import attend
 from opentinker.shared.errors import SpecError
 from opentinker.shared.service import Context
 from opentinker.shared.spec import parse_spec
 from opentinker.shared.store import Store
+from opentinker.shared.types import JobState
 from tests.conftest import WAIT_S, Server, until
 from tests.inference import Site, site_of
 from tests.scheduling import kinds
@@ -93,6 +96,20 @@ async def test_a_sleeping_job_ends_when_nobody_asks_for_longer_still(site: Site,
     job = await made(site, store, sleep_s=0.2, idle_s=0.6)
     record = await site.client.wait(job, WAIT_S)
     assert (record["state"], record["reason"]) == ("succeeded", "nobody asked it anything for 0.6 s (serving.idle_s)")
+
+
+async def test_a_job_that_was_woken_since_it_was_looked_at_does_not_end(store: Store) -> None:
+    serving = {"sleep_s": 1.0, "idle_s": 2.0}
+    spec = parse_spec({"name": "chat", "kind": "inference", "model": {"base": "m"}, "serving": serving})
+    await store.create_job(id="j-woken00000", spec=spec.model_dump(mode="json"), tenant="default")
+    await store.update("j-woken00000", asleep=True, since=1.0)
+    seen = await store.job("j-woken00000")
+    await store.update("j-woken00000", asleep=False)
+    assert not await attend(store, seen, Cluster([], []), {seen.id})
+    assert (await store.job(seen.id)).state == JobState.QUEUED
+    await store.update("j-woken00000", asleep=True)
+    assert not await attend(store, seen, Cluster([], []), {seen.id})
+    assert (await store.job(seen.id)).state == JobState.SUCCEEDED
 
 
 @pytest.mark.parametrize(
