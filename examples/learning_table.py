@@ -24,6 +24,7 @@ import sys
 import tempfile
 import time
 from collections import deque
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from multiprocessing import get_context
 from pathlib import Path
@@ -34,7 +35,7 @@ import torch
 
 from examples.models.make_tiny import make_tiny
 from opentinker.services.env_worker.player import LocalPlayer
-from opentinker.services.rollout_worker.engine import Completion, Sampling
+from opentinker.services.rollout_worker.engine import Completion, Sampling, Shown
 from opentinker.services.rollout_worker.episode import Episode
 from opentinker.services.rollout_worker.render import Renderer
 from opentinker.services.trainer.torch_learner import TorchLearner
@@ -123,7 +124,10 @@ class BatchSampler:
         self.version = WeightVersion(1, 0)
         self.asked: list[tuple[list[int], Sampling, asyncio.Future[Completion]]] = []
 
-    async def generate(self, request: str, prompt_ids: list[int], sampling: Sampling) -> Completion:
+    async def generate(
+        self, request: str, prompt_ids: list[int], sampling: Sampling, shown: Sequence[Shown] = ()
+    ) -> Completion:
+        assert not shown, "these models see nothing"
         loop = asyncio.get_running_loop()
         if not self.asked:
             loop.call_soon(self._draw)  # after the other episodes that are about to ask

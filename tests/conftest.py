@@ -51,7 +51,8 @@ LONG = (
     *("test_kills.py", "test_end_to_end_vllm.py", "test_deterministic.py", "test_ranks.py", "test_engine_vllm.py"),
     *("test_run.py", "test_engine_vllm_own.py", "test_end_to_end.py", "test_row_jobs.py", "test_torch_learner.py"),
     *("test_isolation.py", "test_served_jobs.py", "test_inference_vllm.py", "test_openenv.py", "test_miniwob.py"),
-    "test_published.py",
+    *("test_published.py", "test_dashboard.py", "test_two_hosts.py", "test_seeing_vllm.py", "test_launcher.py"),
+    *("test_loadtest.py", "test_docs_site.py", "test_row_ranks.py"),
 )
 """They begin before all others, the longest first, so that no process is left alone with one of them in the end."""
 

@@ -1,14 +1,19 @@
-"""A real S3-compatible server on this machine (moto), for tests of artifacts."""
+"""A real S3-compatible server on this machine (moto), for tests of artifacts. It is a process of its own: what it is
+made of must not be imported beside vLLM, which looks into every module that there is."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import aiohttp
-from moto.server import ThreadedMotoServer
+
+from opentinker.processes import free_port
+from tests.conftest import wait_port
 
 ACCESS, SECRET = "an-access-key-id", "a-secret-of-the-object-store"
 
@@ -16,13 +21,18 @@ ACCESS, SECRET = "an-access-key-id", "a-secret-of-the-object-store"
 @contextmanager
 def s3_server() -> Iterator[str]:
     """Its URL; it begins empty."""
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
+    port = free_port()
+    server = subprocess.Popen(
+        [sys.executable, "-m", "moto.server", "--host", "127.0.0.1", "--port", str(port)],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
     try:
-        host, port = server.get_host_and_port()
-        yield f"http://{host}:{port}"
+        wait_port(port, server)
+        yield f"http://127.0.0.1:{port}"
     finally:
-        server.stop()
+        server.kill()
+        server.wait()
 
 
 async def make_bucket(url: str, name: str) -> None:

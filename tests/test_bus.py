@@ -210,7 +210,7 @@ async def test_a_full_store_is_said_to_the_publisher_and_takes_messages_again_wh
 
 async def test_a_store_too_small_for_our_streams_is_refused_with_what_to_do(small_server: Server) -> None:
     async with Bus.connect(small_server.url, "test") as bus:
-        with pytest.raises(OpenTinkerError, match=r"stream METRICS.*384 MiB.*store_dir.*raise max_file_store"):
+        with pytest.raises(OpenTinkerError, match=r"stream METRICS.*352 MiB.*store_dir.*raise max_file_store"):
             await bus.ensure_streams()
 
 

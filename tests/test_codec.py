@@ -43,6 +43,8 @@ def values(hint: Any) -> st.SearchStrategy[Any]:
         return st.lists(values(arguments[0]), max_size=3)
     if origin is dict:
         return st.dictionaries(st.text(max_size=4), values(arguments[1]), max_size=3)
+    if origin is tuple:
+        return st.tuples(*map(values, arguments))
     if arguments:  # a union
         return st.one_of(*map(values, arguments))
     return {Any: plain, int: small}.get(hint, st.from_type(hint))

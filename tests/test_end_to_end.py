@@ -17,6 +17,7 @@ import pytest_asyncio
 
 from opentinker.client import ApiError
 from opentinker.services.trainer import checkpoint
+from opentinker.shared.rights import HISTORY
 from opentinker.shared.spec import JobSpec
 from opentinker.shared.subjects import SERVICES
 from opentinker.shared.types import Pool
@@ -272,7 +273,7 @@ async def test_cancelled_job_lets_go_of_its_workers_and_the_next_one_runs(shared
     waiting = await cluster.submit(shared.spec())
 
     async def stored() -> bool:
-        streams = [queue for queue in await cluster.client.queues() if queue["stream"] not in ("METRICS", "LOGS")]
+        streams = [queue for queue in await cluster.client.queues() if queue["stream"] not in HISTORY]
         return any(subject.endswith(f".{job}") for queue in streams for subject in queue["subjects"])
 
     await cluster.reaches(job, 3)

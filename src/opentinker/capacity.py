@@ -219,9 +219,14 @@ class _Pipeline:
     def _train(self, steps: int) -> Generator[simpy.Event, Any, None]:
         for _ in range(steps):
             began = self.env.now
-            for _ in range(self.work.groups_per_batch):
+            taken = 0
+            while taken < self.work.groups_per_batch:
                 version = yield self.groups.get()
+                if self.trained - version > self.work.max_staleness:  # dropped, and another one is played in its place
+                    yield self.tickets.put(None)
+                    continue
                 self.staleness.append(self.trained - version)
+                taken += 1
             self.waited_s += self.env.now - began
             yield self.env.timeout(self.work.train_s)
             self.trained += 1

@@ -104,6 +104,18 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[Any]], *, empty:
         say("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
 
 
+def quiet() -> None:
+    """Warnings, such as what an environment raised, go to stderr; the rest is for services."""
+    import logging
+
+    import structlog
+
+    structlog.configure(
+        wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING),
+        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+    )
+
+
 def complain(text: str) -> None:
     sys.stderr.write(text + "\n")
 

@@ -12,7 +12,7 @@ from typing import Annotated, Any, TextIO
 
 import typer
 
-from opentinker.cli.common import DATA_DIR, AsJson, DataDir, as_typed, print_json, print_table, say
+from opentinker.cli.common import DATA_DIR, AsJson, DataDir, as_typed, print_json, print_table, quiet, say
 from opentinker.shared.errors import OpenTinkerError
 
 DOWN_S = 90.0
@@ -170,6 +170,7 @@ def doctor(data_dir: DataDir = DATA_DIR, as_json: AsJson = False) -> None:
     """
     from opentinker.cli.doctor import examine
 
+    quiet()
     checks = examine(data_dir)
     if as_json:
         print_json(checks)

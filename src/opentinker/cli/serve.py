@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import signal
 import sys
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from opentinker.cli.common import PATIENCE_S, Url, client, complain, print_line, say, server_url
+from opentinker.cli.common import PATIENCE_S, Url, client, complain, print_line, quiet, say, server_url
 
 if TYPE_CHECKING:
     from opentinker.serving import Serving
@@ -42,7 +41,7 @@ def serve(
 
     A job plays it as served:NAME. The key is taken from OPENTINKER_API_KEY.
     """
-    _quiet()
+    quiet()
     sys.path.insert(0, str(Path.cwd()))
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C
     if listen is not None:
@@ -105,16 +104,6 @@ def _follow(serving: Serving, spec: Any, as_json: bool) -> int:
             api.cancel(record["id"])
             api.wait(record["id"], FINISH_S)
             return 4
-
-
-def _quiet() -> None:
-    """Warnings, such as what an environment raised, go to stderr; the rest is for services."""
-    import structlog
-
-    structlog.configure(
-        wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING),
-        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
-    )
 
 
 def _listen(environment: str, address: str, concurrency: int, as_json: bool) -> None:
