@@ -136,8 +136,8 @@ class Zero(Policy):
         }
         packed = _Packed(self.causal, self.dtype, self.gang)
         os.environ["LOCAL_RANK"] = "0"  # DeepSpeed asks for it; every process sees its own device as the first one
-        # DeepSpeed numbers modules by a count of the process, and compares the numbers between ranks: those of a process
-        # that has had another job, and of one that has not, must be the same.
+        # DeepSpeed numbers modules by a count of the process, and compares the numbers between ranks: those of a
+        # process that has had another job, and of one that has not, must be the same.
         DeepSpeedZeRoOffload._register_deepspeed_module.__defaults__[0][0] = 0
         engine, *_ = deepspeed.initialize(
             model=packed, optimizer=self.optimizer, config=config, dist_init_required=False
