@@ -23,6 +23,7 @@ import deepspeed.ops
 import torch
 from deepspeed.runtime.utils import combine_grad_norm_groups
 from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
+from deepspeed.runtime.zero.partition_parameters import Init
 from deepspeed.utils import (
     logger,
     safe_get_full_fp32_param,
@@ -136,9 +137,10 @@ class Zero(Policy):
         }
         packed = _Packed(self.causal, self.dtype, self.gang)
         os.environ["LOCAL_RANK"] = "0"  # DeepSpeed asks for it; every process sees its own device as the first one
-        # DeepSpeed numbers modules by a count of the process, and compares the numbers between ranks: those of a
-        # process that has had another job, and of one that has not, must be the same.
+        # DeepSpeed numbers modules and parameters by counts of the process, and compares the numbers between ranks:
+        # those of a process that has had another job, and of one that has not, must be the same.
         DeepSpeedZeRoOffload._register_deepspeed_module.__defaults__[0][0] = 0
+        Init.param_id = 0
         engine, *_ = deepspeed.initialize(
             model=packed, optimizer=self.optimizer, config=config, dist_init_required=False
         )
