@@ -19,6 +19,7 @@ export function useAddress(): string[] {
   useEffect(() => {
     const changed = (): void => set(location.hash);
     window.addEventListener("hashchange", changed);
+    changed(); // it may have changed since this was drawn
     return () => window.removeEventListener("hashchange", changed);
   }, []);
   return address.replace(/^#\/?/, "").split("/").filter(Boolean).map(decodeURIComponent);
