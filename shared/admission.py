@@ -26,10 +26,11 @@ from opentinker.shared.errors import Fenced
 from opentinker.shared.script import Script
 from opentinker.shared.types import Discard, Ending, WeightVersion
 
-# KEYS: adm, groups, op (optional). ARGV: operation, epoch (-1: anyone), arguments...
+# KEYS: adm, groups, job, op (optional). ARGV: operation, epoch (-1: anyone), arguments...
+# The job's epoch rises with the lease, that of `adm` when its trainer restores: who had it before writes nothing more.
 # `op` remembers for a while what was answered when something changed: a client that lost the reply asks again.
 _SCRIPT = """
-local A, G, O = KEYS[1], KEYS[2], KEYS[3]
+local A, G, J, O = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
 local op, epoch = ARGV[1], tonumber(ARGV[2])
 local UNCHANGED = true  -- second result of an operation that did nothing: it may well be repeated
 local function num(field) return tonumber(redis.call('HGET', A, field) or '0') end
@@ -129,7 +130,8 @@ if O then
   local before = redis.call('GET', O)
   if before then return cjson.decode(before) end
 end
-if epoch >= 0 and epoch < num('epoch') then return {'fenced', num('epoch')} end
+local owner = math.max(num('epoch'), tonumber(redis.call('HGET', J, 'epoch') or '0'))
+if epoch >= 0 and epoch < owner then return {'fenced', owner} end
 local does = {restore = restore, issue = issue, accept = finish, fail = finish, train = consume, discard = consume,
               commit = commit, version = version}
 local answer, unchanged = does[op]()
@@ -160,7 +162,7 @@ class Admission:
 
     def __init__(self, redis: Any, job: str, epoch: int = -1) -> None:
         self._redis = redis
-        self._keys = [f"adm:{job}", f"adm:{job}:groups"]
+        self._keys = [f"adm:{job}", f"adm:{job}:groups", f"job:{job}"]
         self._epoch = epoch
         self._script = Script(redis, _SCRIPT)
 

@@ -43,7 +43,7 @@ between services, where what stands here as base64 is raw bytes."""
 
 def document() -> dict[str, Any]:
     named = {name: one for name, one in vars(subjects).items() if isinstance(one, Subject | Call)}
-    meanings = _documented(inspect.getsource(subjects))
+    meanings = documented(inspect.getsource(subjects))
     kinds = [kind for one in named.values() for kind in _kinds(one)]
     schemas, components = msgspec.json.schema_components(kinds, ref_template=SCHEMAS + "{name}")
     schema_of = dict(zip(map(id, kinds), schemas, strict=True))
@@ -137,7 +137,7 @@ def _describe(components: dict[str, Any], kinds: list[type[Any]]) -> None:
     """Below each field of a struct stands what it means."""
     structs = {one.__name__: one for one in _structs(kinds)}
     for name, schema in components.items():
-        meanings = _documented(textwrap.dedent(inspect.getsource(structs[name]))) if name in structs else {}
+        meanings = documented(textwrap.dedent(inspect.getsource(structs[name]))) if name in structs else {}
         for field, meaning in meanings.items():
             if isinstance(found := schema.get("properties", {}).get(field), dict):
                 schema["properties"][field] = {**found, "description": meaning}
@@ -171,7 +171,7 @@ def _structs(kinds: list[type[Any]]) -> set[type[Any]]:
     return found
 
 
-def _documented(source: str) -> dict[str, str]:
+def documented(source: str) -> dict[str, str]:
     """Of a module, or of a class: what stands below its assignments."""
     body = ast.parse(source).body
     if len(body) == 1 and isinstance(body[0], ast.ClassDef):

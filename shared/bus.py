@@ -55,6 +55,8 @@ PATIENCE_S = 10.0
 
 FULL = (10002, 10023, 10047, 10077)
 """JetStream errors that mean no room: of the account, the server's store (`max_file_store`), its disk, the stream."""
+TOO_FEW = (10005, 10074)
+"""And no servers: not so many in the cluster, or no cluster."""
 
 
 class NoReply(OpenTinkerError):
@@ -141,10 +143,13 @@ class Bus:
             except (TimeoutError, nats.errors.Error):
                 await nc.close()
 
-    async def ensure_streams(self) -> None:
-        """Create or update every stream. Idempotent; the scheduler calls it at start."""
+    async def ensure_streams(self, replicas: int = 1) -> None:
+        """Create or update every stream, each kept by so many servers of a cluster. Idempotent; the scheduler calls it
+        at start. Raises OpenTinkerError if the servers have no room, or are too few."""
         for stream in STREAMS:
-            await patiently(functools.partial(self._ensure, stream))
+            # nats-server refuses persist_mode ASYNC for what is replicated
+            kept = stream if replicas == 1 else stream.evolve(num_replicas=replicas, persist_mode=None)
+            await patiently(functools.partial(self._ensure, kept))
 
     async def await_streams(self, names: Sequence[str]) -> None:
         """Wait until the scheduler has made them."""
@@ -170,6 +175,11 @@ class Bus:
                     raise
                 await self.js.update_stream(stream)
         except APIError as error:
+            if error.err_code in TOO_FEW:
+                raise OpenTinkerError(
+                    f"nats_replicas = {stream.num_replicas}, but NATS cannot keep the stream {stream.name} so often "
+                    f"({error.description}): it needs that many servers with JetStream"
+                ) from None
             if error.err_code not in FULL:
                 raise
             raise OpenTinkerError(

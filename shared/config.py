@@ -41,7 +41,8 @@ class TenantLimits(BaseModel):
     workers: Annotated[int, Field(ge=0)] | None = None
     """Trainers and rollout workers that its jobs hold at a time."""
     worker_seconds_per_day: Annotated[float, Field(ge=0)] | None = None
-    """Of all its workers together, since midnight UTC. When they are used up no job starts; those that run go on."""
+    """Of all its workers together, since midnight UTC. When they are used up no job starts, and those that
+    run save what they have trained and wait for the next day."""
     gpu_seconds_per_day: Annotated[float, Field(ge=0)] | None = None
     """The same, of each worker times the GPUs that it says it has."""
     stored_gb: Annotated[float, Field(ge=0)] | None = None
@@ -59,7 +60,12 @@ class Settings(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     nats_url: str = "nats://127.0.0.1:4222"
+    """`nats://HOST:PORT` of the NATS server."""
     redis_url: str = "redis://127.0.0.1:6379/0"
+    """Of a Redis-compatible server."""
+    nats_replicas: Literal[1, 3, 5] = 1
+    """Servers of a NATS cluster that keep each stream; with 3 one of them may be lost, with 5 two. Beside the scheduler
+    nobody needs it."""
     nats_password_file: Path | None = None
     """A file with the password of this service's NATS user, which is called as the service unless nats_url says
     otherwise. `opentinker up` makes one per service. None: the server asks for none, or nats_url has it."""
@@ -84,6 +90,7 @@ class Settings(BaseModel):
     artifacts_s3_endpoint: str = ""
     """URL of the object store, `https://...`; default: Amazon's for the region."""
     artifacts_s3_region: str = "us-east-1"
+    """As the object store names it."""
     artifacts_s3_credentials_file: Path | None = None
     """A file of two lines: access key id, secret access key. Default: AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY of
     the scheduler's environment."""
@@ -91,6 +98,7 @@ class Settings(BaseModel):
     """Name of this process's slot, which outlives it: whoever starts under the name takes the place of the process
     before, so no two may have it at a time. Default: service, host and a random part, a slot for this process alone."""
     http_host: str = "127.0.0.1"
+    """Address on which the scheduler's API listens."""
     http_port: Annotated[int, Field(ge=0, le=65535)] = 8080
     """Of the scheduler's API."""
     auth: bool = True
@@ -108,18 +116,29 @@ class Settings(BaseModel):
     http_connections_per_address: Annotated[int, Field(gt=0)] = 1024
     """At once, of one client. Behind a proxy all come from its address."""
     health_host: str = "127.0.0.1"
+    """Address on which each process says how it is."""
     health_port: Annotated[int, Field(ge=0, le=65535)] = 0
     """/healthz, /readyz and /metrics of this process; 0 takes a free port."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
+    """The least that is logged."""
     log_format: Literal["json", "console"] = "json"
+    """A line of JSON for each event, or coloured words for a terminal."""
     heartbeat_s: Annotated[float, Field(gt=0)] = 1.0
+    """How often a worker says that it is there."""
     worker_ttl_s: Annotated[float, Field(gt=0, validate_default=True)] = 5.0
     """A worker that has not beaten for so long is dead and its leases are given away. At least twice heartbeat_s."""
     drain_s: Annotated[float, Field(ge=0)] = 20.0
     """How long a service may finish its work after SIGTERM."""
+    cancel_grace_s: Annotated[float, Field(ge=0)] = 3.0
+    """A trainer or rollout worker whose job was cancelled, or went while its model was being loaded, has so long to let
+    go of it; then its process begins anew, whatever goes on. That of a checkpoint which is being written then is lost,
+    not the one before it. See docs/operating.md."""
     tenants: dict[str, TenantLimits] = {}
     """By tenant, its weight and quotas; `*` is for those that are not named. In a file `[tenants.acme]` with
     `weight = 2.0`, `running_jobs = 4`...; in an environment variable the same as JSON. See docs/scheduling.md."""
+    inference_idle_s: Annotated[float, Field(gt=0)] | None = None
+    """An inference job that names no serving.idle_s of its own ends when nobody has asked it anything for so long; one
+    with serving.sleep_s so long after it fell asleep. None: it goes on until it is completed or cancelled."""
     queue_reserve_after_s: Annotated[float, Field(ge=0)] = 300.0
     """A job that cannot start fills no gap for others any more when it has waited so long: what becomes free is kept
     for it, up to what it needs."""
@@ -142,6 +161,7 @@ class Settings(BaseModel):
     launcher_trainers: Annotated[int, Field(ge=0)] = 1
     """So many at a time, beside those that others start."""
     launcher_rollout_workers: Annotated[int, Field(ge=0)] = 1
+    """The same for rollout workers."""
     launcher_idle_s: Annotated[float, Field(gt=0)] = 300.0
     """What the launcher started ends when no job had it for so long."""
     launcher_start_s: Annotated[float, Field(gt=0)] = 300.0
@@ -153,6 +173,7 @@ class Settings(BaseModel):
     """With `kubernetes`: a directory with a Pod in trainer.json and one in rollout-worker.json. Name, labels, owner and
     the settings worker_id and idle_exit_s are put into it."""
     launcher_api: Annotated[str, Field(pattern="^https?://[^ /]+$")] = "https://kubernetes.default.svc"
+    """With `kubernetes`: where its API server is."""
     launcher_account: Path = Path("/var/run/secrets/kubernetes.io/serviceaccount")
     """A directory with `token`, `namespace` and, for https, `ca.crt`, as Kubernetes gives it to pods."""
     launcher_owner: Annotated[str, Field(pattern="^([a-z0-9][a-z0-9-]{0,40})?$")] = ""
@@ -345,18 +366,8 @@ class Settings(BaseModel):
 def load_settings(path: str | None = None, environ: dict[str, str] | None = None) -> Settings:
     """Raises SpecError naming every wrong setting and where it came from."""
     environ = dict(os.environ) if environ is None else environ
-    values: dict[str, Any] = {}
     path = path or environ.get(PREFIX + "CONFIG")
-    if path:
-        try:
-            values = tomllib.loads(Path(path).read_text())
-        except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-            raise SpecError([{"field": "(settings file)", "value": path, "problem": str(error)}]) from None
-    origin: dict[str, str] = {}
-    for name in Settings.model_fields:
-        if PREFIX + name.upper() in environ:
-            values[name] = environ[PREFIX + name.upper()]
-            origin[name] = PREFIX + name.upper()
+    values, origin = _named(path, environ)
     try:
         return Settings.model_validate(values)
     except ValidationError as error:
@@ -370,6 +381,23 @@ def load_settings(path: str | None = None, environ: dict[str, str] | None = None
                 for item in error.errors(include_url=False)
             ]
         ) from None
+
+
+def names(name: str, environ: dict[str, str]) -> bool:
+    """Whether somebody has said what the setting `name` is, there or in the file that it names. Raises SpecError."""
+    return name in _named(environ.get(PREFIX + "CONFIG"), environ)[0]
+
+
+def _named(path: str | None, environ: dict[str, str]) -> tuple[dict[str, Any], dict[str, str]]:
+    """Settings as they are written, and the variables that those of the environment come from. Raises SpecError."""
+    values: dict[str, Any] = {}
+    if path:
+        try:
+            values = tomllib.loads(Path(path).read_text())
+        except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+            raise SpecError([{"field": "(settings file)", "value": path, "problem": str(error)}]) from None
+    origin = {name: variable for name in Settings.model_fields if (variable := PREFIX + name.upper()) in environ}
+    return values | {name: environ[variable] for name, variable in origin.items()}, origin
 
 
 def _where(loc: tuple[int | str, ...], values: dict[str, Any], origin: dict[str, str], path: str | None) -> str:

@@ -10,15 +10,33 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import orjson
 
 from opentinker.shared.rows import RowError, lines, row_of, rows_path
-from opentinker.shared.spec.data import JSON, JSONL, PARQUET
+from opentinker.shared.spec.data import JSON, JSONL, PARQUET, DataSpec
 
 SAVED = ("state.json", "dataset_dict.json")
 """In a directory that was saved by Hugging Face datasets."""
+
+
+class Source(NamedTuple):
+    """What `open_rows` is asked for."""
+
+    path: str
+    split: str | None
+    default_split: str
+    subset: str | None
+
+
+def sources(data: DataSpec) -> list[Source]:
+    """Of the rows that are trained on, and, if they are named, of those that are not."""
+    found = [Source(data.path, data.split, "train", data.subset)]
+    if isinstance(data.validation, str):
+        subset = data.subset if data.validation == data.path else None
+        found.append(Source(data.validation, data.validation_split, "validation", subset))
+    return found
 
 
 class Rows(Protocol):

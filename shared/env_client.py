@@ -1,9 +1,10 @@
 """The rollout worker's side of a session: every call ends in a SessionReply, failures included.
 
-An open goes to any env worker and is repeated while all are full or none is there; a worker whose environment takes
-its time to open says so, and is then the only one that is asked. Steps go to the worker that holds the session and are
-repeated while nothing comes back: a repeated turn is answered from memory, so asking again is how a lost message, a
-restarted NATS server and a slow environment are all waited out. Only a worker that is gone is final.
+An open goes to any env worker, stands in line there for a moment if that one is full, and is repeated while all are
+full or none is there; a worker whose environment takes its time to open says so, and is then the only one that is
+asked. Steps go to the worker that holds the session and are repeated while nothing comes back: a repeated turn is
+answered from memory, so asking again is how a lost message, a restarted NATS server and a slow environment are all
+waited out. Only a worker that is gone is final.
 """
 
 from __future__ import annotations
@@ -35,6 +36,8 @@ from opentinker.shared.types import Ending, StopReason
 
 log = structlog.get_logger()
 UNKNOWN = Policy()
+IN_LINE_S = 2.0
+"""At one full env worker, before another is asked: a place there is taken the moment it is free."""
 
 
 class EnvClient:
@@ -52,6 +55,8 @@ class EnvClient:
         """How long to wait for a reply before asking again."""
         self._gone_s = gone_s
         """A worker whose address nobody serves for so long is gone; less could be its reconnect to NATS."""
+        self._given_up: set[asyncio.Task[None]] = set()
+        """Opens whose caller is gone, until it is known what they came to."""
 
     async def open(
         self,
@@ -86,12 +91,13 @@ class EnvClient:
                 tools=tools or [],
                 tool_turns=tool_turns,
                 answer_within_s=0.5 * self._ask_s,
+                room_within_s=min(IN_LINE_S, 0.25 * self._ask_s, 0.5 * (give_up - now)),
                 policy=policy,
                 owner=self._owner,
             )
             within_s = min(self._ask_s, give_up - now)
             try:
-                reply = await self._bus.request(call, request, within_s, **keys)
+                reply = await self._ask(call, request, within_s, keys)
                 if reply.opening:
                     reply = await self._opened(reply.worker, session, give_up - time.monotonic())
                 if reply.failure != Ending.ENV_LOST and not reply.busy:
@@ -104,9 +110,30 @@ class EnvClient:
                     why = "it did not answer in time"
             except WireError as error:
                 return _failed("", Ending.ENV_BAD_REPLY, str(error))
-            await asyncio.sleep(pause * (0.5 + random.random()))
+            await asyncio.sleep(now + pause * (0.5 + random.random()) - time.monotonic())
             pause = min(1.5 * pause, 1.0)
         return _failed("", Ending.ENV_LOST, f"environment {environment!r} could not be opened: {why}")
+
+    async def _ask(
+        self, call: Call[OpenSession, SessionReply], request: OpenSession, within_s: float, keys: dict[str, str]
+    ) -> SessionReply:
+        """A caller who is cancelled meanwhile leaves no session behind."""
+        asking = asyncio.create_task(self._bus.request(call, request, within_s, **keys))
+        try:
+            return await asyncio.shield(asking)
+        except asyncio.CancelledError:
+            task = asyncio.create_task(self._close_unasked(asking, request.session))
+            self._given_up.add(task)
+            task.add_done_callback(self._given_up.discard)
+            raise
+
+    async def _close_unasked(self, asking: asyncio.Task[SessionReply], session: str) -> None:
+        try:
+            reply = await asking
+        except (NoReply, WireError):
+            return
+        if reply.failure is None and not reply.busy:
+            await self.close(worker=reply.worker, session=session)
 
     def _way(
         self, environment: str, isolation: Isolation

@@ -55,10 +55,11 @@ def transcript_of(result: ExamResult, plan: EvaluationSpec) -> dict[str, Any]:
 
 
 class Evaluations:
-    """`home` is the job's directory, `event` writes into its log of events."""
+    """`home` is the job's directory, `event` writes into its log of events; `guard` raises Fenced where the job is
+    another's by now: then nothing is written or said."""
 
-    def __init__(self, bus: Bus, job: str, home: Path, event: Tell) -> None:
-        self._home, self._event = home, event
+    def __init__(self, bus: Bus, job: str, home: Path, event: Tell, guard: Callable[[], Awaitable[None]]) -> None:
+        self._home, self._event, self._guard = home, event, guard
         self._source = MetricSource(bus, job, "validation")
         self._log = StepLog(home / "validation.jsonl")
         self.steps: set[int] = set()
@@ -74,7 +75,9 @@ class Evaluations:
         self.last = {name: value for name, value in complete[-1].items() if name.startswith("val/")} if complete else {}
 
     async def add(self, version: WeightVersion, values: dict[str, float], target: Mapping[str, float]) -> None:
-        """An evaluation is over. One without all its episodes says so, and is none that a target looks at."""
+        """An evaluation is over. One without all its episodes says so, and is none that a target looks at. Raises
+        Fenced."""
+        await self._guard()
         self.steps.add(version.step)
         complete = not values.get("val/missing")
         if complete:
@@ -92,7 +95,8 @@ class Evaluations:
             await self._event("target_metric_absent", {"metrics": absent, "there_are": sorted(values)})
 
     async def keep(self, step: int, transcripts: list[dict[str, Any]]) -> None:
-        """The newest evaluation of a step replaces an older one's."""
+        """The newest evaluation of a step replaces an older one's. Raises Fenced."""
+        await self._guard()
         try:
             await asyncio.to_thread(self._write, step, transcripts)
         except OSError as error:

@@ -82,16 +82,34 @@ def _linked(nvml: Any, one: Any, other: Any) -> bool:
     return bool(status == nvml.NVML_P2P_STATUS_OK)
 
 
-def pinned(gpus: Sequence[Gpu], workers: Sequence[str]) -> dict[str, str]:
-    """CUDA_VISIBLE_DEVICES of each of the workers: as many GPUs each as there are, the first ones one more, neighbours
-    together. Where there are fewer GPUs than workers, several share one."""
+def nearest(gpus: Sequence[Gpu]) -> list[Gpu]:
+    """The first, those that NVLink joins with it, those of its NUMA node, the others."""
     if not gpus:
-        return {}
+        return []
+    first = gpus[0]
+    return sorted(gpus, key=lambda gpu: (gpu is not first, gpu.index not in first.links, gpu.numa != first.numa))
+
+
+def parted(gpus: Sequence[Gpu], workers: Sequence[str]) -> dict[str, list[Gpu]]:
+    """Each worker's own: as many each as there are, the first ones one more, neighbours together. None for the last
+    ones where there are fewer GPUs than workers."""
     each, more = divmod(len(gpus), len(workers)) if workers else (0, 0)
-    given, start = {}, 0
+    parts, start = {}, 0
     for place, worker in enumerate(workers):
         count = each + (place < more)
-        own = gpus[start : start + count] if count else [gpus[place % len(gpus)]]
-        given[worker] = ",".join(str(gpu.index) for gpu in own)
+        parts[worker] = list(gpus[start : start + count])
         start += count
-    return given
+    return parts
+
+
+def pin_of(gpus: Sequence[Gpu]) -> str:
+    """As CUDA_VISIBLE_DEVICES names them."""
+    return ",".join(str(gpu.index) for gpu in gpus)
+
+
+def pinned(gpus: Sequence[Gpu], workers: Sequence[str]) -> dict[str, str]:
+    """CUDA_VISIBLE_DEVICES of each of the workers. Where there are fewer GPUs than workers, several share one."""
+    if not gpus:
+        return {}
+    parts = parted(gpus, workers)
+    return {worker: pin_of(parts[worker] or [gpus[place % len(gpus)]]) for place, worker in enumerate(workers)}

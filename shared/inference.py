@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from opentinker.shared.openai.answers import Likely
 from opentinker.shared.openai.sampling import Manner
 from opentinker.shared.types import Message, StopReason, Tool, ToolCall, WeightVersion
 
@@ -26,7 +27,7 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True):
     """The scheduler that waits for the answer."""
     job: str
     model: str
-    """Which of the job's models: the first of `names_of`."""
+    """Which of the job's models: the first of `names_of`, or the name of one of its adapters."""
     messages: list[Message] = []
     tools: list[Tool] = []
     text: str | None = None
@@ -41,6 +42,8 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True):
     """The sampled tokens are wanted as text, one by one."""
     offsets: bool = False
     """And where each of them begins in the answer."""
+    likely: int = 0
+    """And so many of the likeliest tokens at each place."""
 
 
 class Reply(msgspec.Struct, frozen=True, kw_only=True):
@@ -62,6 +65,8 @@ class Reply(msgspec.Struct, frozen=True, kw_only=True):
     """`ids` as text, if that was asked for."""
     offsets: list[int] = []
     """Where each of them begins, in characters, if that was asked for."""
+    likely: list[Likely] = []
+    """At the place of each of `ids` that came with no piece, if that was asked for."""
 
 
 class Refusal(msgspec.Struct, frozen=True, kw_only=True):
@@ -87,6 +92,7 @@ class Piece(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: list[float] = []
     tokens: list[str] = []
     offsets: list[int] = []
+    likely: list[Likely] = []
     reply: Reply | None = None
     """The last piece has this or `refusal`."""
     refusal: Refusal | None = None
@@ -108,3 +114,14 @@ def names_of(id: str, spec: dict[str, Any]) -> list[str]:
     """What the model of a job is called in requests; the first is its own name. `spec`: of an inference job, stored."""
     start = spec.get("start")
     return list(dict.fromkeys([start["from"] if start else spec["model"]["base"], spec["name"], id]))
+
+
+def adapters_in(spec: dict[str, Any]) -> dict[str, str]:
+    """What is served beside the job's model: the checkpoint of each adapter by its name."""
+    return {adapter["name"]: adapter["from"] for adapter in spec["serving"].get("adapters", [])}
+
+
+def models_of(id: str, spec: dict[str, Any]) -> dict[str, str]:
+    """Everything that `model` of a request may be -> what an Ask says for it. The first is the job's own model."""
+    names = names_of(id, spec)
+    return dict.fromkeys(names, names[0]) | {name: name for name in adapters_in(spec)}

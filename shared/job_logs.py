@@ -18,8 +18,8 @@ import msgspec
 
 from opentinker.shared.bus import Bus
 from opentinker.shared.redact import without_secrets
+from opentinker.shared.reports import LEVELS, LogLine
 from opentinker.shared.subjects import LOG
-from opentinker.shared.types import LEVELS, LogLine
 from opentinker.shared.waiting import rest
 
 ROOM = 2000

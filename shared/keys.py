@@ -21,7 +21,7 @@ import re
 import secrets
 import string
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -233,14 +233,20 @@ class Keys:
         fields = await self._redis.hgetall(_of(id))
         return msgspec.convert({**fields, "id": id}, Key, strict=False) if fields else None
 
+    async def several(self, ids: Iterable[str]) -> dict[str, Key]:
+        """Those of them that are known, by id."""
+        asked = sorted(ids)
+        pipe = self._redis.pipeline(transaction=False)
+        for id in asked:
+            pipe.hgetall(_of(id))
+        found = zip(asked, await pipe.execute(), strict=True)
+        return {id: msgspec.convert({**fields, "id": id}, Key, strict=False) for id, fields in found if fields}
+
     async def of(self, tenant: str) -> list[Key]:
         """Oldest first."""
         ids = await self._redis.zrange(_all_of(tenant), 0, -1)
-        pipe = self._redis.pipeline(transaction=False)
-        for id in ids:
-            pipe.hgetall(_of(id))
-        found = zip(ids, await pipe.execute(), strict=True)
-        return [msgspec.convert({**fields, "id": id}, Key, strict=False) for id, fields in found if fields]
+        found = await self.several(ids)
+        return [found[id] for id in ids if id in found]
 
     async def tenants(self) -> dict[str, float]:
         """By name: when it got its first key."""

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 import msgspec
 
 from opentinker.shared.bus import Bus
+from opentinker.shared.reports import Segment, TimelinePart
 from opentinker.shared.subjects import TIMELINE
-from opentinker.shared.types import Segment, TimelinePart
 from opentinker.shared.waiting import rest
 
 REPORT_S = 1.0

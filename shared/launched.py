@@ -1,6 +1,6 @@
 """Processes that the scheduler starts on its machine and that outlive it: a file each, in DATA_DIR/run/launched/HOST.
 
-    NAME.json   {"pid", "ticks", "pool", "since"}: made before the process starts, still empty then
+    NAME.json   {"pid", "ticks", "pool", "since", "gpus"}: made before the process starts, still empty then
 
 The scheduler writes them (`services/scheduler/launch_process.py`); `opentinker up` ends what is left when it stops. A
 process is known by its number and the moment of its start, so another one with its number is never taken for it. It
@@ -10,6 +10,7 @@ leads a group of its own, which goes with it.
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import time
@@ -28,6 +29,8 @@ class Process(msgspec.Struct, frozen=True, kw_only=True):
     pool: str
     since: float
     """The same as Unix time."""
+    gpus: str = ""
+    """Those that it sees, as CUDA_VISIBLE_DEVICES names them."""
 
     @property
     def alive(self) -> bool:
@@ -45,6 +48,11 @@ class Process(msgspec.Struct, frozen=True, kw_only=True):
 
 def folder(data_dir: Path) -> Path:
     return data_dir.resolve() / "run" / "launched" / socket.gethostname()
+
+
+def prefix() -> str:
+    """Of the names of what is started on this machine: no other machine gives them, so nobody takes another's slot."""
+    return f"launched-{re.sub('[^a-z0-9]+', '-', socket.gethostname().lower()).strip('-')}"
 
 
 def ticks_of(pid: int) -> int | None:

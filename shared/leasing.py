@@ -19,6 +19,7 @@ from typing import Any
 
 import msgspec
 import structlog
+from redis.exceptions import RedisError
 
 from opentinker.shared.errors import Conflict, Fenced, JobFailed, NotFound, OpenTinkerError, SpecError
 from opentinker.shared.gpus import visible
@@ -28,12 +29,21 @@ from opentinker.shared.subjects import WAKE
 from opentinker.shared.tracing import trace_id
 from opentinker.shared.types import JobState, Lease, Pool, WorkerInfo
 from opentinker.shared.usage import metered
-from opentinker.shared.waiting import put_down, rest, set_within
+from opentinker.shared.waiting import AGAIN_S, put_down, rest, set_within
 
 log = structlog.get_logger()
 
 GRANT_S = 2.0
 """Between a scheduler's look at the workers and the lease that it writes."""
+LOOK_S = 0.5
+"""At what ends its work: whether that is still wanted."""
+LEAVE_S = 1.0
+CLOSE_S = 30.0
+"""Whoever lost its lease may take so long to close what it worked with; a trainer has more to do: it saves."""
+LET_GO_S = 120.0
+"""So long a trainer may save for a job that is over. Nobody counts on who holds on for longer without a lease."""
+STOP_S = 1.0
+"""Beyond `drain_s`, what cannot be interrupted holds up the end of a service that is told to stop for so long."""
 Work = Callable[["LeasedWorker", Lease, JobSpec], Awaitable[None]]
 
 
@@ -56,12 +66,17 @@ class LeasedWorker:
         """`traceparent` of the lease's job."""
         self.spent: Counter[str] = Counter()
         """What the lease has cost beside time, by kind (usage.py); `work` adds to it."""
+        self.leftovers: list[str] = []
+        """Patterns of what the work would leave behind if this process began anew in the middle; `work` says them."""
+        self._silent = False
+        """No more beats: this process is about to begin anew."""
         self.info = WorkerInfo(
             id=ctx.worker,
             incarnation=uuid.uuid4().hex[:12],
             pool=pool,
             host=socket.gethostname(),
             pid=os.getpid(),
+            cores=os.cpu_count() or 0,
         )
 
     @property
@@ -107,6 +122,8 @@ class LeasedWorker:
             await self.ctx.store.leave(self.info)
 
     async def _beat(self) -> None:
+        if self._silent:
+            return
         await self.ctx.store.beat(self.info, self.ctx.settings.worker_ttl_s)
 
     async def _beat_loop(self) -> None:
@@ -162,8 +179,8 @@ class LeasedWorker:
                 task = None if held is None else asyncio.create_task(self._run(held), name=f"job-{held.job}")
                 try:
                     await asyncio.wait([t for t in (task, watch, stopping) if t], return_when=asyncio.FIRST_COMPLETED)
-                    if task is not None:
-                        await self._let_go(task, revoked=watch.done())
+                    if task is not None and held is not None:
+                        await self._let_go(task, held, gone=watch)
                     await asyncio.wait([watch, stopping], return_when=asyncio.FIRST_COMPLETED)
                     if watch.done():
                         held = watch.result()
@@ -174,19 +191,61 @@ class LeasedWorker:
         finally:
             await put_down(stopping)
 
-    async def _let_go(self, task: asyncio.Task[None], revoked: bool) -> None:
-        """The job ended by itself, or its lease is gone (it ends now), or the service stops (it has `drain_s`).
+    async def _let_go(self, task: asyncio.Task[None], lease: Lease, *, gone: asyncio.Task[Lease | None]) -> None:
+        """The job ended by itself, or its lease is `gone` (it ends now), or the service stops (it has `drain_s`).
 
         Raises what the job raised, also while it was cancelled.
         """
-        if not task.done() and not revoked:
+        begun = self.info.status not in ("idle", "loading")
+        if not task.done() and not gone.done():
             await self.status("draining", job=self.info.job, epoch=self.info.epoch, address=self.info.address)
-            await asyncio.wait([task], timeout=self.ctx.settings.drain_s)
-        await put_down(task)
+            drain_s = self.ctx.settings.drain_s
+            await asyncio.wait([task, gone], timeout=drain_s, return_when=asyncio.FIRST_COMPLETED)
+        await self._put_down(task, lease, begun=begun)
         if not task.cancelled():
             task.result()
         if not self.ctx.stopping.is_set():
             await self.status("idle")
+
+    async def _put_down(self, task: asyncio.Task[None], lease: Lease, *, begun: bool) -> None:
+        """As waiting.put_down, while somebody wants what the work still does: a trainer saves what was trained, however
+        long that takes. A model that is being loaded, or a step of a large one, cannot be interrupted: after
+        `cancel_grace_s` in vain this process begins anew. `begun`: there is more to let go of than a load."""
+        began, asked, vain = time.monotonic(), -math.inf, math.inf
+        while not task.done():
+            grace_s = min(self.ctx.settings.cancel_grace_s, STOP_S if self.ctx.stopping.is_set() else math.inf)
+            now = time.monotonic()
+            if now - asked >= AGAIN_S:
+                task.cancel()
+                asked = now
+            if vain == math.inf and not (begun and now - began < await self._wanted_s(lease)):
+                vain = now
+            if now - vain >= grace_s and not task.done():
+                await self._begin_anew(lease, now - vain)
+            await asyncio.wait([task], timeout=min(LOOK_S, max(0.01, vain + grace_s - now)))
+
+    async def _wanted_s(self, lease: Lease) -> float:
+        """For how long somebody wants what is still done for a lease that is gone."""
+        try:
+            state = (await self.ctx.store.job(lease.job)).state
+        except NotFound:
+            return 0.0
+        if state == JobState.CANCELLED:
+            return 0.0
+        if self.info.pool != Pool.TRAINER:
+            return CLOSE_S
+        return LET_GO_S if state.final else math.inf
+
+    async def _begin_anew(self, lease: Lease, waited_s: float) -> None:
+        with structlog.contextvars.bound_contextvars(job=lease.job, epoch=lease.epoch):
+            log.warning("begins_anew", why="its work cannot be interrupted", waited_s=round(waited_s, 1))
+        self._silent = True
+        try:
+            async with asyncio.timeout(LEAVE_S):
+                await self.ctx.store.leave(self.info)
+        except (TimeoutError, RedisError) as error:  # what it last said of itself expires
+            log.warning("not_left", error=str(error))
+        await self.ctx.begin_anew(self.leftovers)
 
     async def _run(self, lease: Lease) -> None:
         with structlog.contextvars.bound_contextvars(job=lease.job, epoch=lease.epoch):
@@ -195,7 +254,7 @@ class LeasedWorker:
                 record = await self.ctx.store.job(lease.job)
                 self.trace = record.trace
                 await self.status("loading", job=lease.job, epoch=lease.epoch)
-                self.spent = Counter()
+                self.spent, self.leftovers = Counter(), []
                 with structlog.contextvars.bound_contextvars(trace=trace_id(record.trace)):
                     async with metered(self.ctx.store.redis, lease.job, self.spent):
                         await self._work(self, lease, parse_spec(record.spec))

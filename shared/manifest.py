@@ -3,6 +3,7 @@
 {data_dir}/jobs/{job}/checkpoints/step-000050/manifest.json    a committed checkpoint
 {data_dir}/jobs/{job}/checkpoints/.epoch                       nobody of a lower epoch may write here
 {data_dir}/jobs/{job}/start/manifest.json                      the checkpoint of another job that this one starts from
+{data_dir}/jobs/{job}/start/adapters/{name}/manifest.json      one that an inference job serves beside its base
 """
 
 from __future__ import annotations
@@ -79,6 +80,11 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 def start_of(data_dir: Path, job: str) -> Path:
     """Where a job that begins with another one's checkpoint has it, from its submission to its end."""
     return data_dir / "jobs" / job / START
+
+
+def adapter_of(data_dir: Path, job: str, name: str) -> Path:
+    """Where an inference job has an adapter that it serves beside its base, from its submission to its end."""
+    return start_of(data_dir, job) / "adapters" / name
 
 
 def name_of(step: int) -> str:

@@ -20,6 +20,9 @@ UNSAFE = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl", "*.h5", "*.msgpack")
 INDEX = "*.safetensors.index.json"
 MOST_BYTES = 64 << 20
 """Of a file that is read here."""
+LENGTH_BYTES = 8
+"""Of what stands first in a safetensors file: how long its header is."""
+POINTER = b"version https://git-lfs"[:LENGTH_BYTES]
 
 
 def code_in(directory: Path) -> str | None:
@@ -58,6 +61,43 @@ def unsafe_weights_in(directory: Path) -> str | None:
             if not plain:
                 return f"names {str(file)[:100]!r} in {index.name}, which is no safetensors file beside it"
     return None
+
+
+def unloadable(directory: Path) -> str | None:
+    """Why no loader takes the model in a directory that has a config.json; None if nothing speaks against it."""
+    config = _read(directory / "config.json")
+    if isinstance(config, str):
+        return config
+    if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
+        return "has a config.json that names no model_type: take a whole Hugging Face model directory"
+    return code_in(directory) or unsafe_weights_in(directory) or _torn_weights_in(directory)
+
+
+def _torn_weights_in(directory: Path) -> str | None:
+    """Of files that are there as their index says: whether they are as long as their headers say."""
+    for index in directory.glob(INDEX):
+        named = set(orjson.loads(index.read_bytes())["weight_map"].values())
+        if lacking := sorted(name for name in named if not (directory / name).exists()):
+            return f"lacks {', '.join(lacking[:3])}, of {len(lacking)} that {index.name} names: copy it once more"
+    return next((why for file in sorted(directory.glob("*.safetensors")) if (why := _torn(file))), None)
+
+
+def _torn(path: Path) -> str:
+    """Empty: it is whole, as far as its header tells."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        first = file.read(LENGTH_BYTES)
+        length = int.from_bytes(first, "little")
+        if first == POINTER:
+            return f"holds a pointer of Git LFS in the place of {path.name}: `git lfs pull` fetches it"
+        header = file.read(length) if length <= min(size, MOST_BYTES) else b""
+    try:
+        entries = orjson.loads(header)
+        ends = [entry["data_offsets"][1] for name, entry in entries.items() if name != "__metadata__"]
+        whole = LENGTH_BYTES + length + max(ends, default=0)
+    except (orjson.JSONDecodeError, AttributeError, KeyError, IndexError, TypeError):
+        return f"has a {path.name} that is no safetensors file"
+    return "" if size == whole else f"has a {path.name} of {size} bytes, of {whole}: copy it once more"
 
 
 def _read(path: Path) -> Any:

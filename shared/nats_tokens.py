@@ -54,7 +54,10 @@ def claims_of(token: bytes, kind: type[T]) -> T:
     parts = token.split(b".")
     if len(parts) != 3:
         raise ValueError("a token has three parts")
-    return msgspec.json.decode(base64.urlsafe_b64decode(parts[1] + b"=="), type=kind)
+    try:
+        return msgspec.json.decode(base64.urlsafe_b64decode(parts[1] + b"=="), type=kind)
+    except msgspec.MsgspecError as error:
+        raise ValueError(str(error)) from None
 
 
 def _coded(value: dict[str, Any]) -> str:

@@ -20,6 +20,7 @@ from opentinker.shared.subjects import (
     ENV,
     EXAMS,
     GROUPS,
+    KICK,
     LOGINS,
     LOGINS_ANSWERED,
     LOGS,
@@ -39,6 +40,9 @@ from opentinker.shared.subjects import (
 
 OPERATOR = "operator"
 """A user for people: everything. No service knows its password."""
+SYSTEM = "scheduler-system"
+"""The scheduler again, with its password, in the servers' own account: to close connections of others, and nothing
+else."""
 TABLE: tuple[Subject[Any] | Call[Any, Any], ...] = tuple(
     value for value in vars(subjects).values() if isinstance(value, Subject | Call)
 )
@@ -125,6 +129,11 @@ def nats_rights(service: str) -> NatsRights:
             publish |= _api(use.value, stream, covered)
     publish |= {f"$JS.API.STREAM.INFO.{stream}" for stream in streams_of(service)}
     return NatsRights(tuple(sorted(publish)), tuple(sorted(subscribe)))
+
+
+def system_rights() -> NatsRights:
+    """Of SYSTEM, in the account of the servers."""
+    return NatsRights((KICK.format(server="*"),), (inbox(SYSTEM) + ".>",))
 
 
 def streams_of(service: str) -> list[str]:

@@ -12,9 +12,10 @@ import contextlib
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, NoReturn
 
 import nats.errors
 import orjson
@@ -23,8 +24,9 @@ import uvloop
 from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
+from opentinker.shared import renewal
 from opentinker.shared.bus import Bus
-from opentinker.shared.config import Settings, load_settings, worker_name
+from opentinker.shared.config import PREFIX, Settings, load_settings, worker_name
 from opentinker.shared.errors import OpenTinkerError, SpecError
 from opentinker.shared.job_logs import JobLogs
 from opentinker.shared.rights import streams_of
@@ -38,6 +40,12 @@ LIVENESS_S = 5.0
 LIVENESS_FAILURES = 3
 DRAIN_EXTRA_S = 3.0
 """After `drain_s` a service still has so long to let go of what it did not finish."""
+LAST_WORDS_S = 1.0
+"""For what was said about a job, before the process begins anew."""
+
+
+async def _is_no_process(_: Sequence[str]) -> NoReturn:
+    raise OpenTinkerError("what cannot be interrupted would have to begin anew, and this is no process of its own")
 
 
 @dataclass
@@ -55,6 +63,9 @@ class Context:
     is_ready: bool = False
     detail: dict[str, Any] = field(default_factory=dict)
     """Shown by /readyz."""
+    begin_anew: Callable[[Sequence[str]], Awaitable[NoReturn]] = _is_no_process
+    """Ends all that goes on in this process, and the process as it is; see renewal.py for what it is given. Told to
+    stop, it ends for good."""
 
     def ready(self) -> None:
         self.is_ready = True
@@ -78,6 +89,7 @@ def main(service: str, serve: Callable[[Context], Awaitable[None]]) -> None:
     parser = argparse.ArgumentParser(prog=f"python -m opentinker.services.{service.replace('-', '_')}")
     parser.add_argument("--config", help="settings file (TOML); OPENTINKER_* environment variables override it")
     arguments = parser.parse_args()
+    environment = dict(os.environ)  # libraries add to it later
     try:
         settings = load_settings(arguments.config)
         settings.secrets()
@@ -87,20 +99,28 @@ def main(service: str, serve: Callable[[Context], Awaitable[None]]) -> None:
         sys.exit(2)
     code = 1
     try:
-        uvloop.run(run(service, serve, settings))
+        uvloop.run(run(service, serve, settings, environment))
         code = 0
     finally:
         # Native libraries leave threads behind that hang interpreter shutdown; everything of ours is closed by now.
         if code:
             structlog.get_logger().critical("crashed", exc_info=sys.exc_info())
-        for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(OSError):
-                stream.flush()
+        _flush()
         os._exit(code)
 
 
-async def run(service: str, serve: Callable[[Context], Awaitable[None]], settings: Settings) -> None:
-    """One life of a service. Returns after SIGTERM or SIGINT; raises when the service failed."""
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):
+            stream.flush()
+
+
+async def run(
+    service: str, serve: Callable[[Context], Awaitable[None]], settings: Settings, environment: Mapping[str, str]
+) -> None:
+    """One life of a service. Returns after SIGTERM or SIGINT; raises when the service failed.
+
+    `environment`: that of the next life, if this one ends by `Context.begin_anew`."""
     worker = worker_name(settings, service)
     logs = JobLogs()
     configure_logging(settings, service, worker, logs)
@@ -111,7 +131,17 @@ async def run(service: str, serve: Callable[[Context], Awaitable[None]], setting
     for sig in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(sig, stopping.set)
     serving = asyncio.Event()
-    life = asyncio.create_task(_live(service, worker, serve, settings, logs, stopping, serving))
+
+    async def begin_anew(bus: Bus, left: Sequence[str]) -> NoReturn:
+        with contextlib.suppress(TimeoutError, nats.errors.Error):
+            async with asyncio.timeout(LAST_WORDS_S):
+                await logs.send(bus)
+                await bus.nc.flush()
+        _flush()
+        argv = [] if stopping.is_set() else renewal.own_argv()
+        renewal.begin_anew(left, argv, {**environment, f"{PREFIX}WORKER_ID": worker})
+
+    life = asyncio.create_task(_live(service, worker, serve, settings, logs, stopping, serving, begin_anew))
     stop = asyncio.create_task(stopping.wait())
     try:
         await asyncio.wait([life, stop], return_when=asyncio.FIRST_COMPLETED)
@@ -135,6 +165,7 @@ async def _live(
     logs: JobLogs,
     stopping: asyncio.Event,
     serving: asyncio.Event,
+    begin_anew: Callable[[Bus, Sequence[str]], Awaitable[NoReturn]],
 ) -> None:
     nats_password, redis_password = settings.password("nats_password_file"), settings.password("redis_password_file")
     async with (
@@ -152,9 +183,10 @@ async def _live(
             log=log,
             stopping=stopping,
             tracer=tracer,
+            begin_anew=partial(begin_anew, bus),
         )
         if service == SCHEDULER:
-            await bus.ensure_streams()
+            await bus.ensure_streams(settings.nats_replicas)
         else:
             await bus.await_streams(streams_of(service))
         async with _health(ctx):

@@ -54,6 +54,8 @@ class OpenSession(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds the whole episode may take, from now."""
     answer_within_s: float
     """If the environment takes longer to open, the worker answers `opening`, and is asked for the turn OPEN."""
+    room_within_s: float = 0.0
+    """How long a full env worker keeps the request in line for a place before it answers `busy`."""
     policy: Policy = Policy()
     tools: list[dict[str, Any]] = []
     """`environment.tools` of the spec: what the worker offers and does, whatever the environment is."""

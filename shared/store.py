@@ -14,6 +14,7 @@ Keys (`{id}` is a job id of ours):
     artifact:*, stored:*, published:*   what is kept of jobs, and its names (artifacts.py)
     key:{id}, keys:of:{tenant}, tenants   API keys (keys.py)
     stream:{digest}, streams:of:{key}     credentials to hear a job live (stream_credentials.py)
+    streams:open, streams:open:{group}    and who is connected by them (stream_connections.py)
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import asyncio
 import math
 import time
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -37,8 +38,8 @@ from redis.exceptions import TimeoutError as RedisTimeoutError
 from redis.maint_notifications import MaintNotificationsConfig
 
 from opentinker.shared.errors import Conflict, Fenced, NotFound
-from opentinker.shared.leases import CHARGE, UNFENCED, LeaseTable, granted, raise_unless_granted
-from opentinker.shared.script import Script
+from opentinker.shared.leases import CHARGE, LeaseTable, granted, raise_unless_granted
+from opentinker.shared.script import LED, UNFENCED, LeadersScript, Script
 from opentinker.shared.types import JobRecord, JobState, Lease
 from opentinker.shared.waiting import heed
 
@@ -84,8 +85,11 @@ local version"""
 _PLACE = CHARGE + _TRANSITION.replace("\nlocal version", _LEASES, 1)
 
 # KEYS job, events, op, failures (optional). ARGV: epoch, now, fields (JSON object), event ('' = none),
-# '1' = only if the job is not over
-_UPDATE = """
+# '1' = only if the job is not over, leader's epoch
+_UPDATE = (
+    LED
+    + """
+if led_by_another(ARGV[6]) then return {'led'} end
 if redis.call('EXISTS', KEYS[3]) == 1 then return {'ok'} end
 local epoch, state = unpack(redis.call('HMGET', KEYS[1], 'epoch', 'state'))
 if not epoch then return {'missing'} end
@@ -102,6 +106,7 @@ if ARGV[4] ~= '' then
 end
 return {'ok'}
 """
+)
 
 # KEYS job, events, jobs, active, idempotency, states. ARGV: id, now, fields, event, body hash, ttl seconds
 _CREATE = """
@@ -148,6 +153,7 @@ class Store(LeaseTable):
         self._place = Script(redis, _PLACE)
         self._update = Script(redis, _UPDATE)
         self._create = Script(redis, _CREATE)
+        self._ended = LeadersScript(redis, "redis.call('SREM', KEYS[1], ARGV[2])")
 
     @classmethod
     @asynccontextmanager
@@ -255,6 +261,14 @@ class Store(LeaseTable):
             pipe.hgetall(f"job:{id}")
         return [_record(id, fields) for id, fields in zip(ids, await pipe.execute(), strict=True) if fields]
 
+    async def tenants_of(self, ids: Iterable[str]) -> dict[str, str]:
+        """By id, of those jobs that exist."""
+        asked = sorted(ids)
+        pipe = self.redis.pipeline(transaction=False)
+        for id in asked:
+            pipe.hget(f"job:{id}", "tenant")
+        return {id: tenant for id, tenant in zip(asked, await pipe.execute(), strict=True) if tenant}
+
     async def jobs_of(self, tenant: str, limit: int, before: str = "") -> list[JobRecord]:
         """The tenant's newest jobs, newest first; of those made before job `before` if it is given.
 
@@ -277,9 +291,9 @@ class Store(LeaseTable):
         """Jobs in a final state that `ended` has not been called for."""
         return sorted(await self.redis.smembers("jobs:ending"))
 
-    async def ended(self, id: str) -> None:
-        """Nothing of the job is left to clear away."""
-        await self.redis.srem("jobs:ending", id)
+    async def ended(self, id: str, *, leader: int = UNFENCED) -> None:
+        """Nothing of the job is left to clear away. Raises Fenced."""
+        await self._ended(leader=leader, keys=["jobs:ending"], args=[id])
 
     async def transition(
         self,
@@ -327,19 +341,32 @@ class Store(LeaseTable):
         detail: dict[str, Any] | None = None,
         only_active: bool = False,
         failure: bool = False,
+        leader: int = UNFENCED,
         **fields: Any,
     ) -> None:
         """Change fields other than the state, and optionally log an event; `failure`: among those that failed for good
-        too. Raises NotFound, Fenced, and Conflict if the job is over and the change is meant for an active one
-        (`only_active`)."""
+        too. Raises NotFound, Fenced (epoch, or another scheduler leads), and Conflict if the job is over and the
+        change is meant for an active one (`only_active`)."""
         now = time.time()
         line = _event(event, now, **(detail or {})) if event else ""
         keys = [f"job:{id}", f"job:{id}:events", _op(id)]
         answer = await self._update(
             keys=[*keys, f"job:{id}:failures"] if failure else keys,
-            args=[epoch, now, _fields(fields), line, "1" if only_active else ""],
+            args=[epoch, now, _fields(fields), line, "1" if only_active else "", leader],
         )
         _raise(id, answer, "update")
+
+    async def epoch(self, id: str) -> int:
+        """Of the job's newest lease for a trainer. Raises NotFound."""
+        value = await self.redis.hget(f"job:{id}", "epoch")
+        if value is None:
+            raise NotFound(f"no job {id!r}")
+        return int(value)
+
+    async def refuse_below(self, id: str, epoch: int) -> None:
+        """Raises Fenced if the job belongs to a higher epoch than this one, NotFound. Before what no script writes."""
+        if (newest := await self.epoch(id)) > epoch:
+            raise Fenced(f"job {id} belongs to epoch {newest} now")
 
     async def events(self, id: str, after: str = "0", block_ms: int | None = None) -> list[dict[str, Any]]:
         """Events after the given id, oldest first; waits up to `block_ms` (at most 5 s) for one.

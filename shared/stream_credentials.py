@@ -3,7 +3,8 @@
     ot_stream_<id>_<secret>    id: public, names the inbox; secret: 256 bits
 
 Redis keys (`{digest}` is the SHA-256 of a token, `{key}` the id of an API key):
-    stream:{digest}     hash: id, key (the API key that asked for it), tenant, job, expires
+    stream:{digest}     hash: id, key (the API key that asked for it), secret (SHA-256 of what was shown as that key),
+                        tenant, job, expires
     streams:of:{key}    sorted set of digests by expiry
 
 They are given by `services/scheduler/streams_api.py` and looked at by `services/scheduler/callout.py` when somebody
@@ -48,6 +49,8 @@ class Credential(msgspec.Struct, frozen=True, kw_only=True):
     id: str
     key: str
     """Empty on a server that asks for no keys."""
+    secret: str = ""
+    """SHA-256 of what was shown as that key: a key that is rotated ends what was asked for with the secret before."""
     tenant: str
     job: str
     expires: float
@@ -63,11 +66,13 @@ class StreamCredentials:
         self._redis = redis
         self._give = Script(redis, _GIVE)
 
-    async def give(self, *, key: str, tenant: str, job: str, now: float, life_s: float) -> tuple[str, Credential]:
+    async def give(
+        self, *, key: str, secret: str, tenant: str, job: str, now: float, life_s: float
+    ) -> tuple[str, Credential]:
         """The token, which nobody sees again. Raises TooManyCredentials."""
         id = secrets.token_hex(8)
         token = f"{PREFIX}{id}_{secrets.token_hex(32)}"
-        given = Credential(id=id, key=key, tenant=tenant, job=job, expires=now + life_s)
+        given = Credential(id=id, key=key, secret=secret, tenant=tenant, job=job, expires=now + life_s)
         digest = digest_of(token)
         fields = [part for pair in msgspec.structs.asdict(given).items() for part in pair]
         forgotten = int(given.expires) + SLACK_S

@@ -17,7 +17,7 @@ from typing import Generic, TypeVar
 
 from nats.js.api import DiscardPolicy, PersistMode, RetentionPolicy, StorageType, StreamConfig
 
-from opentinker.shared import inference, sessions, trajectories, types, validation
+from opentinker.shared import inference, reports, sessions, trajectories, types, validation
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -84,17 +84,17 @@ GROUP = Subject("group.{job}", trajectories.Group, by=(ROLLOUT, REFERENCE), to=(
 EXAM = Subject("exam.{job}", validation.Exam, by=(TRAINER, SCHEDULER), to=(ROLLOUT,))
 """Trainer, or the scheduler for an eval job -> one rollout worker of the job: play a validation episode. Acknowledged
 when who asked has its result."""
-METRIC = Subject("metric.{job}.{source}", types.MetricPoint, json=True, by=SERVICES, shown="metrics")
+METRIC = Subject("metric.{job}.{source}", reports.MetricPoint, json=True, by=SERVICES, shown="metrics")
 """Every service -> dashboards, CLI. Live and as history."""
-LOG = Subject("log.{job}.{level}", types.LogLine, json=True, by=SERVICES, to=(SCHEDULER,), shown="logs")
+LOG = Subject("log.{job}.{level}", reports.LogLine, json=True, by=SERVICES, to=(SCHEDULER,), shown="logs")
 """Every service -> the job's log. Live and as history, by level: many small words cannot push out a grave one."""
-EVENT = Subject("event.{job}", types.JobEvent, json=True, by=(SCHEDULER,), shown="events")
+EVENT = Subject("event.{job}", reports.JobEvent, json=True, by=(SCHEDULER,), shown="events")
 """The leading scheduler -> dashboards: what has come into a job's log of events, in order, once or (when another one
 leads) twice; ids are those of the log."""
-ROLLOUTS = Subject("rollouts.{job}", types.KeptStep, json=True, by=(TRAINER,), shown="rollouts")
+ROLLOUTS = Subject("rollouts.{job}", reports.KeptStep, json=True, by=(TRAINER,), shown="rollouts")
 """Trainer -> dashboards: episodes that a step was trained on can be read now. Live alone; the words are in files."""
 TIMELINE = Subject(
-    "timeline.{job}.{worker}", types.TimelinePart, json=True, by=(TRAINER, ROLLOUT, REFERENCE), shown="timeline"
+    "timeline.{job}.{worker}", reports.TimelinePart, json=True, by=(TRAINER, ROLLOUT, REFERENCE), shown="timeline"
 )
 """Who works for a job -> dashboards: what it was busy with, at most once a second. Live and as history."""
 WAKE = Subject("wake.{who}", dict, json=True, by=(SCHEDULER, TRAINER, ROLLOUT), to=(SCHEDULER, TRAINER, ROLLOUT))
@@ -153,6 +153,8 @@ WANTED = Call("generate.wanted.{asker}", inference.Underway, inference.Underway,
 
 LOGINS, LOGINS_ANSWERED = "$SYS.REQ.USER.AUTH", "$SYS._INBOX.>"
 """nats-server -> a scheduler: may this one come in, who is none of the services? Answered where the server says."""
+KICK = "$SYS.REQ.SERVER.{server}.KICK"
+"""A scheduler -> nats-server, in that one's own account: close the connection of this client."""
 
 MIB = 1024**2
 DEDUP_S = 600.0

@@ -28,8 +28,8 @@ from opentinker.shared.bus import Bus
 from opentinker.shared.config import Settings
 from opentinker.shared.job_logs import JobLogs
 from opentinker.shared.redact import without_secrets
+from opentinker.shared.reports import MetricPoint
 from opentinker.shared.subjects import METRIC
-from opentinker.shared.types import MetricPoint
 from opentinker.shared.waiting import rest
 
 REGISTRY = CollectorRegistry()

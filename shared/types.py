@@ -211,7 +211,8 @@ class Gpu(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """What a worker says of itself with every heartbeat; gone from Redis when it stops beating."""
+    """What a worker says of itself with every heartbeat; gone from Redis when the scheduler finds that it beats no
+    more."""
 
     id: str
     """Stable name of the slot, e.g. `rollout-0`; the same after a restart."""
@@ -230,6 +231,8 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Of an env worker: its sessions and environments. Of a rollout worker of an inference job: its requests, and as
     `follows` the job whose live policy it serves."""
     gpus: list[Gpu] = []
+    cores: int = 0
+    """CPUs of its machine; 0: it did not say."""
 
     def ready_for(self, job: str) -> bool:
         """A rollout worker of the job that has loaded its model."""
@@ -239,6 +242,15 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
         """It is one of the job's own, or serves the job's live policy."""
         follows = self.pool == Pool.ROLLOUT and bool(self.address) and self.detail.get("follows") == job
         return follows or self.ready_for(job)
+
+
+class Heartbeat(WorkerInfo, frozen=True, kw_only=True):
+    """As it stands in Redis. Who watches it looks whether its number moves (pulses.py)."""
+
+    number: int = 0
+    """Grows with every beat of the incarnation."""
+    ttl_s: float = 0.0
+    """For so long the number may stand still; 0: nobody watches it, see pulses.py."""
 
 
 class Lease(msgspec.Struct, frozen=True, kw_only=True):
@@ -297,38 +309,6 @@ class JobRecord(msgspec.Struct, frozen=True, kw_only=True):
     """What the scheduler lacks to start or complete the job; empty when it lacks nothing."""
 
 
-class MetricPoint(msgspec.Struct, frozen=True, kw_only=True):
-    """One line of metrics. `seq` counts per source and incarnation, so that a subscriber sees its gaps."""
-
-    job: str
-    source: str
-    incarnation: str
-    seq: int
-    time: float
-    """Unix seconds."""
-    step: int
-    values: dict[str, float]
-
-
-LEVELS = ("debug", "info", "warning", "error", "critical")
-"""Of log lines, in order."""
-
-
-class LogLine(msgspec.Struct, frozen=True, kw_only=True):
-    """What a service said about a job."""
-
-    job: str
-    service: str
-    worker: str
-    level: str
-    time: float
-    """Unix seconds, by the clock of the machine that said it."""
-    event: str
-    fields: dict[str, Any] = {}
-    trace: str = ""
-    """The exception, if it is about one."""
-
-
 class TensorInfo(msgspec.Struct, frozen=True, array_like=True):
     """Name, dtype and shape of a tensor, in the order in which it travels."""
 
@@ -370,62 +350,3 @@ class SwapReply(msgspec.Struct, frozen=True, kw_only=True):
     version: WeightVersion | None = None
     seconds: dict[str, float] = {}
     """pause, transfer, load, resume."""
-
-
-class Segment(msgspec.Struct, frozen=True, kw_only=True):
-    """What a worker did without a break, on one lane of a job's timeline."""
-
-    lane: str
-    """generation | env | reference | training | swap"""
-    kind: str
-    """What it was there: rollout, evaluation; step, wait, checkpoint; transfer, pause, load, resume, publish..."""
-    start: float
-    """Unix seconds, by the clock of the worker's machine."""
-    end: float
-    version: str = ""
-    """Of the weights that it was done with, or that came of it; empty where there are none."""
-    level: float = 1.0
-    """How many at a time on average: episodes, groups."""
-
-
-class TimelinePart(msgspec.Struct, frozen=True, kw_only=True):
-    """A worker's last second; what goes on then goes on in the next part."""
-
-    job: str
-    worker: str
-    incarnation: str
-    seq: int
-    """Counts per worker and incarnation, as in MetricPoint."""
-    segments: list[Segment]
-    left_out: int = 0
-    """Shorter ones for which there was no room."""
-
-
-class KeptEpisode(msgspec.Struct, frozen=True, kw_only=True):
-    """What is said live of a training episode that was kept word by word."""
-
-    group: int
-    sample: int
-    reward: float
-    ending: str
-    tokens: int
-    turns: int
-
-
-class KeptStep(msgspec.Struct, frozen=True, kw_only=True):
-    """A step's episodes are there to be read."""
-
-    job: str
-    epoch: int
-    step: int
-    time: float
-    """Unix seconds."""
-    episodes: list[KeptEpisode]
-
-
-class JobEvent(msgspec.Struct, frozen=True, kw_only=True):
-    """An entry of a job's log of events."""
-
-    job: str
-    event: dict[str, Any]
-    """As the route of events has it: `id`, `event`, `time` and what else belongs to it."""

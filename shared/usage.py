@@ -27,7 +27,7 @@ from typing import Any
 import structlog
 from redis.exceptions import RedisError
 
-from opentinker.shared.script import Script
+from opentinker.shared.script import UNFENCED, LeadersScript, Script
 from opentinker.shared.waiting import put_down, rest
 
 log = structlog.get_logger()
@@ -80,11 +80,20 @@ end
 """
 )
 
+# KEYS day. ARGV: leader, field, bytes, seconds
+_STORE = """
+if tonumber(ARGV[3]) > tonumber(redis.call('HGET', KEYS[1], ARGV[2]) or '0') then
+  redis.call('HSET', KEYS[1], ARGV[2], ARGV[3])
+  redis.call('EXPIRE', KEYS[1], ARGV[4])
+end
+"""
+
 
 class Usage:
     def __init__(self, redis: Any) -> None:
         self._redis = redis
         self._count, self._trained = Script(redis, _COUNT), Script(redis, _TRAINED)
+        self._store = LeadersScript(redis, _STORE)
 
     async def count(self, job: str, source: str, totals: Mapping[str, float]) -> None:
         """What `source`, which has a name of its own for every lease, has cost the job since it began."""
@@ -112,12 +121,10 @@ class Usage:
         found = await self._read([_of_day(tenant, day) for tenant in tenants])
         return dict(zip(tenants, found, strict=True))
 
-    async def store(self, tenant: str, size: int) -> None:
-        """So many bytes are stored now: a day has its most. Called by one scheduler at a time."""
+    async def store(self, tenant: str, size: int, *, leader: int = UNFENCED) -> None:
+        """So many bytes are stored now: a day has its most. Raises Fenced."""
         day = _of_day(tenant, datetime.now(UTC).date())
-        if size > int(await self._redis.hget(day, STORED) or 0):
-            await self._redis.hset(day, STORED, size)
-            await self._redis.expire(day, DAYS * DAY_S)
+        await self._store(leader=leader, keys=[day], args=[STORED, size, DAYS * DAY_S])
 
     async def _read(self, keys: Sequence[str], kinds: Sequence[str] = KINDS) -> list[dict[str, float]]:
         pipe = self._redis.pipeline(transaction=False)

@@ -46,6 +46,7 @@ async def serve(ctx: Context) -> None:
         pool=Pool.ENV,
         host=socket.gethostname(),
         pid=os.getpid(),
+        cores=os.cpu_count() or 0,
     )
     sandboxes = await Sandboxes.open(settings)
     host = Host(

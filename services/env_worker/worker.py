@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Coroutine
 from typing import Any
 
+import msgspec
 import structlog
 from prometheus_client import Counter, Gauge
 
@@ -64,7 +65,8 @@ class Session:
 
 
 class Sessions:
-    """`worker` is the address that steps are sent to; `limit` sessions of cost 1 at once, more are answered `busy`."""
+    """`worker` is the address that steps are sent to; `limit` sessions of cost 1 at once. More stand in line, as long
+    as each says, and are then answered `busy`."""
 
     def __init__(
         self, worker: str, *, limit: int, resolver: Resolver, host: Host | None = None, shop: Shop | None = None
@@ -81,6 +83,8 @@ class Sessions:
         self._shop = shop
         self._sessions: dict[str, Session] = {}
         self._ended: deque[tuple[float, Session]] = deque()
+        self._line: deque[tuple[OpenSession, float, asyncio.Future[Session | None]]] = deque()
+        """Who waits for a place, when the episode's time is over, and the session that it gets."""
         self._closing: set[asyncio.Task[None]] = set()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -91,11 +95,36 @@ class Sessions:
         """Within `answer_within_s`: nobody asks another worker because this one is slow."""
         session = self._sessions.get(request.session)
         if session is None:
-            if self.draining or self.load >= self.limit:
-                return SessionReply(worker=self.worker, busy=True)
-            session = self._add(request)
+            session = await self._place(request)
+        if session is None:
+            return SessionReply(worker=self.worker, busy=True)
         await asyncio.wait([session.opened], timeout=request.answer_within_s)
         return session.opened.result() if session.opened.done() else SessionReply(worker=self.worker, opening=True)
+
+    async def _place(self, request: OpenSession) -> Session | None:
+        """The session, begun as soon as there is room for it; None if there is none in time."""
+        if self.draining:
+            return None
+        if not self._line and self.load < self.limit:
+            return self._add(request)
+        if request.room_within_s <= 0.0:
+            return None
+        loop = asyncio.get_running_loop()
+        place: asyncio.Future[Session | None] = loop.create_future()
+        entry = (request, loop.time() + request.deadline_s, place)
+        self._line.append(entry)
+        await asyncio.wait([place], timeout=request.room_within_s)
+        if not place.done():
+            self._line.remove(entry)
+            return self._sessions.get(request.session)
+        return place.result()
+
+    def _call_up(self) -> None:
+        """Whoever is first in line gets the place that is free now."""
+        while self._line and not self.draining and self.load < self.limit:
+            request, until, place = self._line.popleft()
+            left = msgspec.structs.replace(request, deadline_s=until - asyncio.get_running_loop().time())
+            place.set_result(self._sessions.get(request.session) or self._add(left))
 
     def _add(self, request: OpenSession) -> Session:
         loop = asyncio.get_running_loop()
@@ -204,6 +233,8 @@ class Sessions:
             return False
         self.load += more
         session.cost = cost
+        if more < 0.0:
+            self._call_up()
         return True
 
     def _play(self, session: Session, call: Coroutine[Any, Any, SessionReply]) -> None:
@@ -262,6 +293,7 @@ class Sessions:
         self._closing.add(task)
         task.add_done_callback(self._closing.discard)
         self._remember(session)
+        self._call_up()
 
     async def _close(self, session: Session) -> None:
         assert session.task is not None
@@ -304,6 +336,9 @@ class Sessions:
     async def drain(self, timeout_s: float) -> int:
         """Take no new sessions and wait for the running ones. Returns how many were still open at the end."""
         self.draining = True
+        for _, _, place in self._line:
+            place.set_result(None)
+        self._line.clear()
         try:
             async with asyncio.timeout(timeout_s):
                 await self._idle.wait()

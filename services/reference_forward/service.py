@@ -88,6 +88,7 @@ class ReferenceForward:
             pool=Pool.REFERENCE,
             host=socket.gethostname(),
             pid=os.getpid(),
+            cores=os.cpu_count() or 0,
             status="ready",
         )
 

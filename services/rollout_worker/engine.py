@@ -37,6 +37,10 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     stop: list[str] = []
     seed: int | None = None
     """None: drawn by the engine."""
+    adapter: str = ""
+    """One that was added to the engine, by its name."""
+    likely: int = 0
+    """So many of the likeliest tokens are told at each place; never for training."""
 
 
 class Shown(NamedTuple):
@@ -47,6 +51,10 @@ class Shown(NamedTuple):
     """What the model's tower is given: tensors by name, see `sight.Look`."""
 
 
+Likely = list[tuple[int, float]]
+"""At one place, the likeliest token first, with its logprob. Those that could not be drawn there are not among them."""
+
+
 class Completion(msgspec.Struct, frozen=True, kw_only=True):
     ids: list[int]
     """Sampled tokens, the end-of-turn token included."""
@@ -55,10 +63,12 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
     spans: list[Span]
     """Over `ids`, in order, without gaps."""
     stop: StopReason
+    likely: list[Likely] = []
+    """At the place of each token, under the same distribution; empty unless asked for."""
 
 
-Progress = Callable[[list[int], list[float]], None]
-"""Called with the tokens sampled since its last call, and their logprobs."""
+Progress = Callable[[list[int], list[float], list[Likely]], None]
+"""Called with the tokens sampled since its last call, their logprobs, and what was likely, if that was asked for."""
 
 
 class Engine(Protocol):
@@ -92,6 +102,10 @@ class Engine(Protocol):
     async def serve(self, version: WeightVersion, adapter: Path | None = None) -> None:
         """Generate with the weights it was started with, by this name; with `adapter`, a PEFT directory, on top of
         them. Raises EngineError. For jobs without a trainer: there is no weight group."""
+
+    async def add(self, name: str, version: WeightVersion, adapter: Path) -> None:
+        """Have a PEFT directory ready beside the weights that it serves, for the requests that name it. Raises
+        EngineError. Not for jobs whose weights are an adapter, or come through a weight group."""
 
     async def join(self, command: SwapCommand) -> None:
         """Enter the job's weight group; the old one is left first. Raises SwapError, EngineLost."""

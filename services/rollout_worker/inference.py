@@ -15,21 +15,28 @@ import time
 import uuid
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
-from pathlib import Path
 
 import structlog
 
-from opentinker.services.rollout_worker.engine import Completion, Engine, EngineError, EngineLost, Sampling, Shown
+from opentinker.services.rollout_worker.engine import (
+    Completion,
+    Engine,
+    EngineError,
+    EngineLost,
+    Likely,
+    Sampling,
+    Shown,
+)
 from opentinker.services.rollout_worker.render import Renderer, images_of
 from opentinker.services.rollout_worker.taking import WeightTaker
+from opentinker.services.rollout_worker.talking import News, Talk
 from opentinker.services.rollout_worker.unfolding import Offsets, Unfolding
 from opentinker.shared import codec
 from opentinker.shared.bus import NoReply, NoResponders, TooLarge
 from opentinker.shared.codec import WireError
 from opentinker.shared.errors import BadImage, JobFailed
-from opentinker.shared.inference import BEAT_S, Abandoned, Ask, Piece, Refusal, Reply, Underway, names_of
+from opentinker.shared.inference import BEAT_S, Abandoned, Ask, Piece, Refusal, Reply, Underway, models_of
 from opentinker.shared.leasing import LeasedWorker
-from opentinker.shared.manifest import ADAPTER, read_manifest, start_of
 from opentinker.shared.openai.answers import cut
 from opentinker.shared.openai.fields import Refused, too_long
 from opentinker.shared.service import first_failure
@@ -37,7 +44,7 @@ from opentinker.shared.spec import JobSpec
 from opentinker.shared.streaming import Send, answer
 from opentinker.shared.subjects import ABANDON, GENERATE, SWAP, WAKE, WANTED
 from opentinker.shared.telemetry import Meters, Reporter
-from opentinker.shared.types import Lease, StopReason, WeightVersion
+from opentinker.shared.types import Lease, StopReason
 from opentinker.shared.waiting import hand_on, put_down, rest, see_through
 
 log = structlog.get_logger()
@@ -48,84 +55,24 @@ TOKEN_BYTES = 64
 LOST = "the rollout worker that was answering is gone"
 
 
-def weights_of(spec: JobSpec, data_dir: Path, job: str) -> tuple[WeightVersion, Path | None, Path | None] | None:
-    """Blocking. Which version the job serves, and, of a checkpoint, the directory of its full weights or of its
-    adapter; None if they come from another job's trainer. Raises JobFailed."""
-    if spec.start is not None and spec.start.live:
-        return None
-    if spec.start is None:
-        return WeightVersion(0, 0), None, None
-    place = start_of(data_dir, job)
-    try:
-        manifest = read_manifest(place)
-    except (OSError, ValueError) as error:
-        raise JobFailed(
-            f"the checkpoint {spec.start.checkpoint} that was kept for this job cannot be read: {error}"
-        ) from None
-    return (manifest.version, None, place) if ADAPTER in manifest.files else (manifest.version, place, None)
-
-
-class Talk:
-    """One request, and what was said of it so far."""
-
-    def __init__(self, ask: Ask, send: Send[Piece]) -> None:
-        self.ask, self._send = ask, send
-        self._seq = 0
-        self.spoke_at = time.monotonic()
-        self.abandoned = False
-
-    async def say(self, **parts: object) -> None:
-        piece = Piece(seq=self._seq, **parts)  # type: ignore[arg-type]
-        self._seq += 1
-        self.spoke_at = time.monotonic()
-        try:
-            await self._send(piece)
-        except Exception:  # whatever it was: the piece is not out, and the next one must not leave a gap
-            self._seq -= 1
-            raise
-
-
-class News:
-    """Tokens on their way from the engine to whoever streams them."""
-
-    def __init__(self) -> None:
-        self.ids: list[int] = []
-        self.logprobs: list[float] = []
-        self._there = asyncio.Event()
-
-    def add(self, ids: list[int], logprobs: list[float]) -> None:
-        self.ids += ids
-        self.logprobs += logprobs
-        self._there.set()
-
-    async def more(self, generating: asyncio.Task[Completion]) -> tuple[list[int], list[float]]:
-        """What is new; nothing when the generation has ended."""
-        waiting = asyncio.ensure_future(self._there.wait())
-        try:
-            await asyncio.wait([waiting, generating], return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            waiting.cancel()
-        self._there.clear()
-        found = self.ids, self.logprobs
-        self.ids, self.logprobs = [], []
-        return found
-
-
 class InferenceJob:
     """One lease's work. `engine` is started, and serves the job's weights, but for the live policy of another job:
-    those come when its trainer sends them."""
+    those come when its trainer sends them. It has the adapters that are served beside them."""
 
     def __init__(self, worker: LeasedWorker, lease: Lease, spec: JobSpec, engine: Engine, renderer: Renderer) -> None:
         self.worker, self.lease, self.spec = worker, lease, spec
         self.engine, self.renderer = engine, renderer
         self.bus = worker.ctx.bus
-        self.model = names_of(lease.job, spec.model_dump(mode="json"))[0]
+        self.models = sorted(set(models_of(lease.job, spec.model_dump(mode="json")).values()))
+        self.adapters = {adapter.name for adapter in spec.serving.adapters}
         self.address = f"{worker.info.id}-{uuid.uuid4().hex[:12]}"
         self.places = asyncio.Semaphore(spec.serving.max_concurrent)
         self.tasks: dict[str, tuple[Talk, asyncio.Task[None]]] = {}
         """By id of the request."""
         self.closing: set[asyncio.Task[None]] = set()
         """Refusals on their way."""
+        self.pieces: dict[int, str] = {}
+        """Tokens as text, as far as they were asked for."""
         self.over = False
         """Nothing is begun any more."""
         self.renderings = ThreadPoolExecutor(1, "rendering")
@@ -134,7 +81,7 @@ class InferenceJob:
         self.broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.follows = spec.start.job if spec.start is not None and spec.start.live else ""
         """The job whose live policy it serves; the trainer's versions come through SWAP."""
-        self.taker = WeightTaker(worker.info, self.follows, 0, engine, self.broken, self._taken)
+        self.taker = WeightTaker(worker.ctx.store, worker.info, self.follows, 0, engine, self.broken, self._taken)
         self.quiet_since = time.monotonic()
         self.meters = Meters()
         self.meter = self.meters.of(lease.job)
@@ -224,8 +171,9 @@ class InferenceJob:
                 code="overloaded",
                 elsewhere=True,
             )
-        elif ask.job != self.lease.job or ask.model != self.model:
-            refusal = Refusal(message=f"this rollout worker serves {self.model} of job {self.lease.job}", status=404)
+        elif ask.job != self.lease.job or ask.model not in self.models:
+            served = ", ".join(self.models)
+            refusal = Refusal(message=f"this rollout worker serves {served} of job {self.lease.job}", status=404)
         if refusal is not None:
             closing = asyncio.create_task(talk.say(refusal=refusal))
             self.closing.add(closing)
@@ -291,6 +239,8 @@ class InferenceJob:
             max_tokens=room if ask.max_tokens is None else min(ask.max_tokens, room),
             stop=ask.stop,
             seed=ask.manner.seed,
+            adapter=ask.model if ask.model in self.adapters else "",
+            likely=ask.likely,
         )
         places = Offsets(self.renderer)
         async with self.places:
@@ -303,7 +253,7 @@ class InferenceJob:
         self.meter.counts["serving/tokens"] += len(completion.ids)
         self.worker.spent["tokens_generated"] += len(completion.ids)
         return await asyncio.get_running_loop().run_in_executor(
-            self.renderings, self._reply, ask, len(prompt), completion, places
+            self.renderings, self._reply, talk, len(prompt), completion, places
         )
 
     def _check_size(self, ask: Ask) -> None:
@@ -322,6 +272,9 @@ class InferenceJob:
         shown: list[Shown] = []
         if ask.stop and self.spec.rollout.engine == "toy":
             raise Refused("the simulated engine knows no stop strings", param="stop")
+        if ask.likely and self.spec.rollout.engine == "toy":
+            name = "top_logprobs" if ask.messages else "logprobs"
+            raise Refused(f"{name} can only be 0: the simulated engine draws from no distribution", param=name)
         if ask.token_ids is not None:
             if max(ask.token_ids) >= self.renderer.vocab_size:
                 raise Refused(f"the model has token ids up to {self.renderer.vocab_size - 1}", param="prompt")
@@ -347,23 +300,25 @@ class InferenceJob:
         generating = asyncio.create_task(self.engine.generate(talk.ask.id, prompt, sampling, news.add, shown))
         ids: list[int] = []
         logprobs: list[float] = []
+        likely: list[Likely] = []
         offsets: list[int] = []
         try:
             while not generating.done():
-                new_ids, new_logprobs = await news.more(generating)
-                ids, logprobs = ids + new_ids, logprobs + new_logprobs
+                new = await news.more(generating)
+                ids, logprobs, likely = ids + new.ids, logprobs + new.logprobs, likely + new.likely
                 if talk.ask.offsets:
-                    offsets += places.add(new_ids)
-                if text := unfolding.add(new_ids):
-                    tokens = self._tokens(talk.ask, ids)
-                    await talk.say(text=text, ids=ids, logprobs=logprobs, tokens=tokens, offsets=offsets)
-                    ids, logprobs, offsets = [], [], []
+                    offsets += places.add(new.ids)
+                if text := unfolding.add(new.ids):
+                    names = {"tokens": self._tokens(talk.ask, ids), "likely": self._named(likely)}
+                    await talk.say(text=text, ids=ids, logprobs=logprobs, offsets=offsets, **names)
+                    ids, logprobs, likely, offsets = [], [], [], []
             return generating.result()
         finally:
             await put_down(generating)
 
-    def _reply(self, ask: Ask, prompt_tokens: int, completion: Completion, places: Offsets) -> Reply:
+    def _reply(self, talk: Talk, prompt_tokens: int, completion: Completion, places: Offsets) -> Reply:
         """In a thread. `places`: of the tokens that were streamed."""
+        ask = talk.ask
         text = self.renderer.text(completion.ids)
         answered = sum(message.role == "assistant" for message in ask.messages)
         said = self.renderer.said(completion.ids, ask.tools, stop=completion.stop, turn=answered)
@@ -379,10 +334,19 @@ class InferenceJob:
             words=said.words,
             tokens=self._tokens(ask, completion.ids),
             offsets=places.of(completion.ids) if ask.offsets else [],
+            likely=self._named(completion.likely[talk.told :]),
         )
 
     def _tokens(self, ask: Ask, ids: list[int]) -> list[str]:
-        return [self.renderer.piece(id) for id in ids] if ask.tokens else []
+        return [self._piece(id) for id in ids] if ask.tokens else []
+
+    def _named(self, likely: list[Likely]) -> list[list[tuple[str, float]]]:
+        return [[(self._piece(id), logprob) for id, logprob in there] for there in likely]
+
+    def _piece(self, id: int) -> str:
+        if id not in self.pieces:
+            self.pieces[id] = self.renderer.piece(id)
+        return self.pieces[id]
 
     # --- loops --------------------------------------------------------------------------------------------------
 

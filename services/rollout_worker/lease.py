@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from opentinker.services.rollout_worker.engine import Engine, EngineError
 from opentinker.services.rollout_worker.episode import Sessions
 from opentinker.services.rollout_worker.evaluation import EvalJob
-from opentinker.services.rollout_worker.inference import InferenceJob, weights_of
+from opentinker.services.rollout_worker.given import Beside, adapters_beside, weights_of
+from opentinker.services.rollout_worker.inference import InferenceJob
 from opentinker.services.rollout_worker.render import Renderer
 from opentinker.services.rollout_worker.worker import RolloutJob
 from opentinker.shared.errors import JobFailed
@@ -20,8 +21,8 @@ from opentinker.shared.waiting import see_through
 
 UNTRAINED = ("inference", "eval")
 """Kinds of jobs without a trainer."""
-MakeEngine = Callable[[JobSpec, Renderer, str], Engine]
-"""The last is the model's directory or hub id."""
+MakeEngine = Callable[[JobSpec, Renderer, str, Sequence[Beside]], Engine]
+"""The third is the model's directory or hub id; the last are the adapters that it will be given."""
 
 
 async def run_lease(
@@ -33,7 +34,7 @@ async def run_lease(
     if spec.kind in UNTRAINED:
         await _with_given_weights(worker, lease, spec, make_engine, renderer, sessions)
         return
-    engine = make_engine(spec, renderer, spec.model.base)
+    engine = make_engine(spec, renderer, spec.model.base, ())
     try:
         await _start(engine, spec.model.base)
         await RolloutJob(worker, lease, spec, engine, renderer, sessions).run()
@@ -54,12 +55,15 @@ async def _with_given_weights(
     given = await asyncio.to_thread(weights_of, spec, data_dir, lease.job)
     version, full, adapter = given or (None, None, None)
     model = str(full or spec.model.base)
-    engine = make_engine(spec, renderer, model)
+    beside = await asyncio.to_thread(adapters_beside, spec, data_dir, lease.job)
+    engine = make_engine(spec, renderer, model, beside)
     try:
         await _start(engine, model)
         try:
             if version is not None:
                 await engine.serve(version, adapter)
+            for one in beside:
+                await engine.add(one.name, one.version, one.place)
         except EngineError as error:
             raise JobFailed(f"{model} cannot be served: {error}") from None
         if spec.kind == "inference":

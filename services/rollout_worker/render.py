@@ -68,7 +68,7 @@ class Renderer:
     @classmethod
     def load_light(cls, base: str, mode: str, tool_format: str = "auto") -> Renderer:
         """From a local directory, without transformers; a turn ends with the tokenizer's eos alone."""
-        from opentinker.services.rollout_worker.light_tokenizer import LightTokenizer
+        from opentinker.shared.light_tokenizer import LightTokenizer
 
         tokenizer = LightTokenizer(Path(base))
         ends = frozenset([tokenizer.eos_token_id] if tokenizer.eos_token_id is not None else [])

@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import glob
+import os
+import tempfile
+from collections.abc import Sequence
+from functools import partial
 
 from opentinker.services.rollout_worker import vllm_boot
 from opentinker.services.rollout_worker.engine import Engine
+from opentinker.services.rollout_worker.given import Beside
 from opentinker.services.rollout_worker.lease import run_lease
 from opentinker.services.rollout_worker.render import Renderer
 from opentinker.services.rollout_worker.toy_engine import ToyEngine
@@ -26,22 +32,25 @@ MAX_SEQUENCES = 256
 
 async def serve(ctx: Context) -> None:
     async def work(worker: LeasedWorker, lease: Lease, spec: JobSpec) -> None:
+        worker.leftovers.append(f"{glob.escape(tempfile.gettempdir())}/{vllm_boot.OWN}{os.getpid()}-*")
         owner = owner_of(worker.info.id, worker.info.incarnation)
         sessions = EnvClient(ctx.bus, tenant=(await ctx.store.job(lease.job)).tenant, owner=owner)
-        await run_lease(worker, lease, spec, lambda s, r, m: make_engine(s, r, m, ctx.settings), sessions)
+        await run_lease(worker, lease, spec, partial(make_engine, settings=ctx.settings), sessions)
 
     if ctx.settings.preload:
         # Before the first heartbeat: imports hold the interpreter for seconds, and a silent worker counts as dead.
         await asyncio.to_thread(vllm_boot.preload)
-    await LeasedWorker(ctx, Pool.ROLLOUT, work).serve()
+    with tempfile.TemporaryDirectory(prefix=f"{vllm_boot.OWN}{os.getpid()}-", ignore_cleanup_errors=True) as place:
+        os.environ.setdefault("VLLM_RPC_BASE_PATH", place)  # its sockets: of an engine that is killed they are left
+        await LeasedWorker(ctx, Pool.ROLLOUT, work).serve()
 
 
 LIVE_ADAPTERS = 6
 """That serve a live LoRA policy at the same time: requests keep the version they began with."""
 
 
-def make_engine(spec: JobSpec, renderer: Renderer, model: str, settings: Settings) -> Engine:
-    """`model`: the directory or hub id of the weights that it starts with."""
+def make_engine(spec: JobSpec, renderer: Renderer, model: str, beside: Sequence[Beside], settings: Settings) -> Engine:
+    """`model`: the directory or hub id of the weights that it starts with; `beside`: adapters that will be added."""
     if spec.rollout.toy is not None:
         return ToyEngine(
             spec.rollout.toy,
@@ -70,7 +79,8 @@ def make_engine(spec: JobSpec, renderer: Renderer, model: str, settings: Setting
         max_concurrent=min(at_once, MAX_SEQUENCES),
         stop_strings=serves or bool(rollout.stop) or may_name_stops(spec.environment.name),
         lora=spec.model.lora,
-        max_adapters=adapters_of(spec),
+        max_adapters=len(beside) or adapters_of(spec),
+        beside_rank=max((adapter.rank for adapter in beside), default=0),
         group_timeout_s=settings.swap_timeout_s,
         one_by_one=spec.train.deterministic,
     )

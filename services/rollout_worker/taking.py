@@ -9,19 +9,23 @@ import asyncio
 from collections.abc import Awaitable, Callable
 
 import structlog
+from redis.exceptions import RedisError
 
 from opentinker.services.rollout_worker.engine import Engine, EngineError, EngineLost, SwapError
+from opentinker.shared.errors import Fenced, NotFound
+from opentinker.shared.store import Store
 from opentinker.shared.types import SwapCommand, SwapReply, WorkerInfo
 
 log = structlog.get_logger()
 
 
 class WeightTaker:
-    """`job`: whose weights. `taken(seconds by phase)` is awaited with each version; `broken` gets the end of the
-    engine."""
+    """`job`: whose weights; `store` says which epoch owns it. `taken(seconds by phase)` is awaited with each version;
+    `broken` gets the end of the engine."""
 
     def __init__(
         self,
+        store: Store,
         info: WorkerInfo,
         job: str,
         epoch: int,
@@ -30,6 +34,7 @@ class WeightTaker:
         taken: Callable[[dict[str, float]], Awaitable[None]],
     ) -> None:
         self.info, self.job, self.epoch, self.engine = info, job, epoch, engine
+        self._store = store
         self._broken, self._taken = broken, taken
         self._swapping = asyncio.Lock()
 
@@ -39,14 +44,12 @@ class WeightTaker:
             busy = self._swapping.locked()
             return self._reply(ok=not busy, error="it is still busy with an earlier swap" if busy else "")
         async with self._swapping:
-            if command.job != self.job or command.epoch < self.epoch:
-                return self._reply(ok=False, error=f"this worker serves job {self.job} epoch {self.epoch}")
+            if why := await self._refuses(command):
+                log.warning("swap_refused", action=command.action, swap_epoch=command.epoch, why=why)
+                return self._reply(ok=False, error=why)
             self.epoch = command.epoch
             try:
-                if command.action == "join":
-                    await self.engine.join(command)
-                    return self._reply(ok=True)
-                seconds = await self.engine.receive(command)
+                seconds = await self._obey(command)
             except EngineLost as error:
                 if not self._broken.done():
                     self._broken.set_exception(error)
@@ -54,8 +57,28 @@ class WeightTaker:
             except (SwapError, EngineError) as error:
                 log.warning("swap_failed", action=command.action, error=str(error))
                 return self._reply(ok=False, error=str(error))
-            await self._taken(seconds)
             return self._reply(ok=True, seconds=seconds)
+
+    async def _obey(self, command: SwapCommand) -> dict[str, float]:
+        if command.action == "join":
+            await self.engine.join(command)
+            return {}
+        seconds = await self.engine.receive(command)
+        await self._taken(seconds)
+        return seconds
+
+    async def _refuses(self, command: SwapCommand) -> str:
+        """Why this trainer gives us nothing: we serve another job, or its job is leased to another trainer, whether or
+        not we have heard of that one yet."""
+        if command.job != self.job or command.epoch < self.epoch:
+            return f"this worker serves job {self.job} epoch {self.epoch}"
+        try:
+            await self._store.refuse_below(self.job, command.epoch)
+        except (Fenced, NotFound) as error:
+            return str(error)
+        except (RedisError, OSError) as error:
+            return f"Redis does not say whose job {self.job} is: {error}"
+        return ""
 
     def _reply(self, *, ok: bool, error: str = "", seconds: dict[str, float] | None = None) -> SwapReply:
         return SwapReply(

@@ -45,6 +45,7 @@ class ToyEngine:
         self._group_timeout_s = group_timeout_s
         self._group: WeightGroup | None = None
         self._generation = -1
+        self._adapters: dict[str, WeightVersion] = {}
         self._running: dict[str, asyncio.Task[Completion]] = {}
         self._unpaused = asyncio.Event()
         self._unpaused.set()
@@ -62,10 +63,14 @@ class ToyEngine:
     ) -> Completion:
         if shown:
             raise EngineError("the simulated engine does not see")
+        if sampling.likely:
+            raise EngineError("the simulated engine draws from no distribution: no tokens are the likeliest")
         if self.version is None:
             raise EngineError("the engine has no weights yet")
         if len(prompt_ids) >= self.context_length:
             raise EngineError(f"the prompt has {len(prompt_ids)} tokens, the context holds {self.context_length}")
+        if sampling.adapter and sampling.adapter not in self._adapters:
+            raise EngineError(f"there is no adapter {sampling.adapter!r}")
         if request in self._running:
             raise EngineError(f"request {request} is already running")
         task = asyncio.ensure_future(self._sample(prompt_ids, sampling, progress))
@@ -91,6 +96,10 @@ class ToyEngine:
     async def serve(self, version: WeightVersion, adapter: Path | None = None) -> None:
         """It has no weights, so an adapter is nothing to it."""
         self.version = version
+
+    async def add(self, name: str, version: WeightVersion, adapter: Path) -> None:
+        """What is sampled is the same; the spans alone tell of it."""
+        self._adapters[name] = version
 
     async def join(self, command: SwapCommand) -> None:
         await self._leave()
@@ -145,8 +154,8 @@ class ToyEngine:
         if not self._spec.seconds_per_token:
             await self._unpaused.wait()
             if progress is not None:
-                progress(ids, [self._logprob] * len(ids))
-            return self._completion(ids, stop, [self._current()] * len(ids))
+                progress(ids, [self._logprob] * len(ids), [])
+            return self._completion(ids, stop, [self._current(sampling)] * len(ids))
         versions: list[WeightVersion] = []
         due = time.perf_counter()
         while len(versions) < len(ids):
@@ -156,11 +165,13 @@ class ToyEngine:
                 await self._unpaused.wait()
                 due = time.perf_counter()
             if progress is not None:
-                progress([ids[len(versions)]], [self._logprob])
-            versions.append(self._current())
+                progress([ids[len(versions)]], [self._logprob], [])
+            versions.append(self._current(sampling))
         return self._completion(ids, stop, versions)
 
-    def _current(self) -> WeightVersion:
+    def _current(self, sampling: Sampling) -> WeightVersion:
+        if sampling.adapter:
+            return self._adapters[sampling.adapter]
         if self.version is None:
             raise EngineError("the engine has no weights yet")
         return self.version

@@ -19,6 +19,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 SMALL_MACHINE_CPUS = 4
+OWN = "opentinker-engine-"
+"""What the names of our directories in the machine's temporary one begin with; the number of the process follows."""
 
 PRELOADED = (
     "vllm.v1.worker.cpu_worker",

@@ -8,6 +8,7 @@ version instead: new requests use it, running ones keep theirs.
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import secrets
 import shutil
@@ -24,6 +25,7 @@ from opentinker.services.rollout_worker.engine import (
     Completion,
     EngineError,
     EngineLost,
+    Likely,
     Progress,
     Sampling,
     Shown,
@@ -46,6 +48,7 @@ from vllm.config import WeightTransferConfig  # noqa: E402
 from vllm.engine.arg_utils import AsyncEngineArgs  # noqa: E402
 from vllm.exceptions import VLLMClientError  # noqa: E402
 from vllm.inputs.engine import tokens_input  # noqa: E402
+from vllm.logprobs import FlatLogprobs  # noqa: E402
 from vllm.lora.request import LoRARequest  # noqa: E402
 from vllm.model_executor.models.registry import ModelRegistry  # noqa: E402
 from vllm.outputs import CompletionOutput, RequestOutput  # noqa: E402
@@ -55,10 +58,11 @@ from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError  # no
 
 from opentinker.services.rollout_worker.vllm_images import engine_input  # noqa: E402
 from opentinker.services.rollout_worker.vllm_model import (  # noqa: E402
+    EMPTY_SLOTS_ON_CPU,
     LONGEST_DEFAULT_CONTEXT,
     context_limit,
     cpu_kv_bytes,
-    lora_rank_limit,
+    lora_arguments,
     write_adapter_config,
 )
 from opentinker.shared.nn.models import check_window  # noqa: E402
@@ -91,6 +95,7 @@ class VllmEngine:
         stop_strings: bool = False,
         lora: LoraSpec | None = None,
         max_adapters: int = 4,
+        beside_rank: int = 0,
         group_timeout_s: float = 10.0,
         seed: int | None = None,
         one_by_one: bool = False,
@@ -98,7 +103,8 @@ class VllmEngine:
         """`eos_ids` end a completion and are part of it. `context_length` None: what the model allows, at most 4096.
         `stop_strings`: requests will name some, so a tokenizer is needed. `seed`: of requests without one; None draws
         it, so that workers differ. `max_adapters`: of a LoRA job, versions that requests are under way with at
-        the same time; one with another waits.
+        the same time; one with another waits. `beside_rank`: not 0 if adapters will be added beside the model, as many
+        as `max_adapters`, the largest of this rank.
 
         `one_by_one`: a request's logprobs are the same whatever else is asked for. In a batch they are not: sums are
         taken in another order for another number of rows."""
@@ -112,6 +118,8 @@ class VllmEngine:
         self._stop_strings = stop_strings
         self._lora = lora
         self._max_adapters = max_adapters
+        self._beside_rank = beside_rank
+        self._beside: dict[str, Adapter] = {}
         self._group_timeout_s = group_timeout_s
         self._seed = secrets.randbelow(1 << 31) if seed is None else seed
         self._llm: AsyncLLM | None = None
@@ -130,7 +138,8 @@ class VllmEngine:
         waits until there is an engine that `close` can end."""
         started = time.perf_counter()
         if self._lora is not None:
-            self._adapter_root = Path(await asyncio.to_thread(tempfile.mkdtemp, prefix="opentinker-adapters-"))
+            prefix = f"{vllm_boot.OWN}{os.getpid()}-"
+            self._adapter_root = Path(await asyncio.to_thread(tempfile.mkdtemp, prefix=prefix))
         try:
             await see_through(self._load())
         except (ValueError, OSError, RuntimeError, KeyError) as error:
@@ -154,7 +163,7 @@ class VllmEngine:
             raise EngineError("the engine has no weights yet")
         if room <= 0 or not prompt_ids:
             raise EngineError(f"the prompt has {len(prompt_ids)} tokens, the context holds {self.context_length}")
-        adapter = self._adapters[max(self._adapters)] if self._adapters else None
+        adapter = self._chosen(sampling)
         number = adapter.request.lora_int_id if adapter else 0
         self._users[number] += 1
         final: RequestOutput | None = None
@@ -168,7 +177,7 @@ class VllmEngine:
             ):
                 final = output
                 if progress is not None:
-                    told = _tell(progress, told, output.outputs[0])
+                    told = _tell(progress, told, output.outputs[0], sampling)
         except EngineDeadError as error:
             raise self._lost() from error
         except (EngineGenerateError, VLLMClientError, ValueError) as error:
@@ -187,16 +196,23 @@ class VllmEngine:
 
     async def serve(self, version: WeightVersion, adapter: Path | None = None) -> None:
         if adapter is not None:
-            request = LoRARequest(lora_name=str(version), lora_int_id=1, lora_path=str(adapter))
-            try:
-                await self._engine().add_lora(request)
-            except EngineDeadError as error:
-                raise self._lost() from error
-            except Exception as error:
-                raise EngineError(f"the adapter cannot be loaded: {error}") from error
-            self._adapters[1] = Adapter(request, version)
+            self._adapters[1] = await self._loaded(str(version), 1, version, adapter)
         await self._engine().engine_core.set_weight_version_async(str(version))
         self.version = version
+
+    async def add(self, name: str, version: WeightVersion, adapter: Path) -> None:
+        """vLLM keys cached prompts by the name and the path, which no other adapter has."""
+        self._beside[name] = await self._loaded(name, len(self._beside) + 1, version, adapter)
+
+    async def _loaded(self, name: str, number: int, version: WeightVersion, directory: Path) -> Adapter:
+        request = LoRARequest(lora_name=name, lora_int_id=number, lora_path=str(directory))
+        try:
+            await self._engine().add_lora(request)
+        except EngineDeadError as error:
+            raise self._lost() from error
+        except Exception as error:
+            raise EngineError(f"the adapter {name} cannot be loaded: {error}") from error
+        return Adapter(request, version)
 
     async def join(self, command: SwapCommand) -> None:
         async with self._swapping:
@@ -289,12 +305,10 @@ class VllmEngine:
         if self._fp32_head:
             arguments["hf_overrides"] = {"head_dtype": "float32"}
         if self._lora is not None:
-            arguments |= {
-                "enable_lora": True,
-                "max_lora_rank": lora_rank_limit(self._lora.rank),
-                "max_loras": self._max_adapters,
-                "max_cpu_loras": 2 * self._max_adapters,
-            }
+            arguments |= lora_arguments(self._lora.rank, self._max_adapters, 2 * self._max_adapters)
+        elif self._beside_rank:
+            slots = self._max_adapters + (EMPTY_SLOTS_ON_CPU if on_cpu else 0)
+            arguments |= lora_arguments(self._beside_rank, slots, slots)
         if on_cpu:
             arguments |= {
                 "enforce_eager": True,
@@ -328,6 +342,14 @@ class VllmEngine:
         self._broken = self._broken or why
         return EngineLost(self._broken)
 
+    def _chosen(self, sampling: Sampling) -> Adapter | None:
+        """The one that it names, or the newest version."""
+        if not sampling.adapter:
+            return self._adapters[max(self._adapters)] if self._adapters else None
+        if sampling.adapter not in self._beside:
+            raise EngineError(f"there is no adapter {sampling.adapter!r}")
+        return self._beside[sampling.adapter]
+
     def _params(self, sampling: Sampling, room: int, *, whole: bool) -> SamplingParams:
         if sampling.stop and not self._stop_strings:
             raise EngineError("this engine was started without a tokenizer, so it cannot find stop strings")
@@ -340,7 +362,7 @@ class VllmEngine:
             stop=sampling.stop or None,
             stop_token_ids=self._eos_ids,
             ignore_eos=True,  # the tokenizer's idea of it; stop_token_ids has the model's
-            logprobs=0,
+            logprobs=min(sampling.likely, self._engine().model_config.get_vocab_size()),
             flat_logprobs=True,
             detokenize=bool(sampling.stop),
             output_kind=RequestOutputKind.FINAL_ONLY if whole else RequestOutputKind.CUMULATIVE,
@@ -353,9 +375,9 @@ class VllmEngine:
         if output is None or output.finish_reason not in ("stop", "length"):
             raise EngineError(f"request {request} ended with {output.finish_reason if output else 'nothing'}")
         ids = list(output.token_ids)
-        logprobs = output.logprobs
-        if logprobs is None or len(logprobs.logprobs) != len(ids):
+        if not isinstance(output.logprobs, FlatLogprobs) or len(output.logprobs) != len(ids):
             raise EngineError(f"request {request} came without a logprob for every token")
+        logprobs, likely = _logprobs(output.logprobs, slice(0, len(ids)))
         if adapter is not None:
             spans = [Span(0, len(ids), adapter.version)]
         else:
@@ -364,7 +386,7 @@ class VllmEngine:
             stop = StopReason.LENGTH if len(ids) == sampling.max_tokens else StopReason.CONTEXT
         else:
             stop = StopReason.STOP if isinstance(output.stop_reason, str) else StopReason.EOS
-        return Completion(ids=ids, logprobs=logprobs.logprobs, spans=spans, stop=stop)
+        return Completion(ids=ids, logprobs=logprobs, spans=spans, stop=stop, likely=likely if sampling.likely else [])
 
     # --- weights -------------------------------------------------------------------------------------------------
 
@@ -434,12 +456,24 @@ class VllmEngine:
             raise self._lost() from error
 
 
-def _tell(progress: Progress, told: int, output: CompletionOutput) -> int:
+def _tell(progress: Progress, told: int, output: CompletionOutput, sampling: Sampling) -> int:
     """Of the tokens beyond the first `told` ones; gives how many there are now. vLLM's lists grow in place."""
-    ids, logprobs = output.token_ids, output.logprobs
-    if logprobs is not None and len(ids) > told:
-        progress(list(ids[told:]), list(logprobs.logprobs[told : len(ids)]))
+    ids = output.token_ids
+    if isinstance(output.logprobs, FlatLogprobs) and len(ids) > told:
+        logprobs, likely = _logprobs(output.logprobs, slice(told, len(ids)))
+        progress(list(ids[told:]), logprobs, likely if sampling.likely else [])
     return len(ids)
+
+
+def _logprobs(found: FlatLogprobs, places: slice) -> tuple[list[float], list[Likely]]:
+    """Of the sampled tokens at these places, and of the likeliest there: vLLM lists the sampled one first, and again
+    where it is among the likeliest, which follow in order."""
+    ranges = list(zip(found.start_indices[places], found.end_indices[places], strict=True))
+    likely = [
+        [(found.token_ids[at], found.logprobs[at]) for at in range(start + 1, end) if found.logprobs[at] > -math.inf]
+        for start, end in ranges
+    ]
+    return [found.logprobs[start] for start, _ in ranges], likely
 
 
 def _register_here(architectures: list[str]) -> None:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import PretrainedConfig
 
 from opentinker.shared.spec import LoraSpec
+from opentinker.shared.spec.serving import LARGEST_RANK
 from opentinker.shared.types import TensorInfo
 
 LONGEST_DEFAULT_CONTEXT = 4096
@@ -18,6 +20,9 @@ CPU_KV_SHARE = 0.06
 CPU_KV_FLOOR = 32 << 20
 CPU_BLOCK = 128
 """Tokens per KV block on a CPU."""
+EMPTY_SLOTS_ON_CPU = 1
+"""For adapters. Beside requests with one, vLLM computes those without any with what is in the last slot (on a GPU it
+skips them): nothing may be there."""
 
 
 def context_limit(config: PretrainedConfig) -> int:
@@ -38,9 +43,19 @@ def cpu_kv_bytes(config: PretrainedConfig, dtype: str, context: int, concurrent:
     return int(max(2 * one, min(one * concurrent // 4, memory * CPU_KV_SHARE), CPU_KV_FLOOR))
 
 
+def lora_arguments(rank: int, at_once: int, held: int) -> dict[str, Any]:
+    """For adapters up to this rank: so many in one batch, so many in memory."""
+    return {
+        "enable_lora": True,
+        "max_lora_rank": lora_rank_limit(rank),
+        "max_loras": at_once,
+        "max_cpu_loras": held,
+    }
+
+
 def lora_rank_limit(rank: int) -> int:
     """vLLM takes these ranks only; smaller adapters are padded."""
-    allowed = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+    allowed = (1, 8, 16, 32, 64, 128, 256, 320, LARGEST_RANK)
     fitting = [limit for limit in allowed if limit >= rank]
     if not fitting:
         raise ValueError(f"LoRA rank {rank} is above {allowed[-1]}, the largest that vLLM serves")

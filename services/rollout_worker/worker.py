@@ -75,7 +75,9 @@ class RolloutJob:
         self.slot = asyncio.Event()
         self.broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.weights = asyncio.Event()
-        self.taker = WeightTaker(worker.info, lease.job, lease.epoch, engine, self.broken, self._taken)
+        self.taker = WeightTaker(
+            worker.ctx.store, worker.info, lease.job, lease.epoch, engine, self.broken, self._taken
+        )
         self.full = False
         """The message store had no room for the last group."""
         self.counts: Counter[str] = Counter(dict.fromkeys(RATES, 0))

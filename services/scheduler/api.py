@@ -5,6 +5,7 @@ http   consumes requests; produces jobs, cancellations, answers read from Redis,
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 from typing import Any
@@ -20,47 +21,24 @@ from opentinker.services.scheduler.environments_api import EnvironmentsApi
 from opentinker.services.scheduler.gate import Gate, say_open
 from opentinker.services.scheduler.gateway import Gateway
 from opentinker.services.scheduler.inference_api import InferenceApi
-from opentinker.services.scheduler.jobs_api import MOST_FAILURES, MOST_JOBS, JobsApi
+from opentinker.services.scheduler.job_routes import LIMIT_JOBS, job_routes
+from opentinker.services.scheduler.jobs_api import JobsApi
 from opentinker.services.scheduler.keys_api import KeysApi, NewKey, Rotation
-from opentinker.services.scheduler.knowing_api import MOST_LINES, KnowingApi
 from opentinker.services.scheduler.limits import HEADERS, IDLE_S, Guard, bound, server_log
 from opentinker.services.scheduler.openapi import Parameter, Route, document
 from opentinker.services.scheduler.page import Page
 from opentinker.services.scheduler.problems import BODY_LIMIT, begins, json_response, problems
 from opentinker.services.scheduler.replicas import Replicas
-from opentinker.services.scheduler.streams_api import StreamsApi
 from opentinker.services.scheduler.usage_api import MOST_DAYS, UsageApi
 from opentinker.services.scheduler.validating import Validating
+from opentinker.shared import answers
 from opentinker.shared.authority import Action
 from opentinker.shared.service import Context
 from opentinker.shared.spec import JobSpec
 from opentinker.shared.subjects import STREAMS
 from opentinker.shared.telemetry import REGISTRY
-from opentinker.shared.types import LEVELS
 
 log = structlog.get_logger()
-
-KEY = Parameter(
-    "Idempotency-Key", "header", "Any text of up to 200 characters: the same key and spec make one job, for 24 h."
-)
-BEFORE_JOB = Parameter("before", "query", "Only jobs made before this one: the cursor of the last answer.")
-LIMIT_JOBS = Parameter("limit", "query", f"Jobs per answer, up to {MOST_JOBS}.", "integer")
-LIMIT_FAILURES = Parameter("limit", "query", f"The newest so many, up to {MOST_FAILURES}.", "integer")
-AFTER_EVENT = Parameter("after", "query", "Only events after this id; `Last-Event-ID` means the same.")
-FORMAT = Parameter("format", "query", "`json`: what there is now as one list, instead of a stream.")
-AFTER_POINT = Parameter("after", "query", "Only points after this cursor.", "integer")
-AFTER_PART = Parameter("after", "query", "Only parts after this cursor.", "integer")
-LAST_S = Parameter("last_s", "query", "Only those of the last so many seconds.", "integer")
-LIMIT = Parameter("limit", "query", "Points, lines, or parts per answer.", "integer")
-SOURCE = Parameter("source", "query", "Only points of this source, e.g. `trainer`.")
-NAMES = Parameter("names", "query", "Only these values, comma separated.")
-STEP = Parameter("step", "query", "Of this evaluation; default: the newest.", "integer")
-TRAINED = Parameter("step", "query", "That trained on it; default: the newest.", "integer")
-AFTER_STEP = Parameter("after", "query", "Only steps after this one.", "integer")
-STEPS = Parameter("limit", "query", "The newest so many steps; default: 1.", "integer")
-AFTER_LINE = Parameter("after", "query", "Only lines after this cursor; `Last-Event-ID` means the same.", "integer")
-LEVEL = Parameter("level", "query", f"And graver lines: one of {', '.join(LEVELS)}.")
-LAST = Parameter("last", "query", f"Only the last so many of the lines that there are, up to {MOST_LINES}.", "integer")
 
 BY = Parameter("by", "query", "`job` (the default: the newest ones), `day` or `key`.")
 FIRST = Parameter("from", "query", "With `day`: the first one, YYYY-MM-DD; default: the last 30.")
@@ -75,135 +53,12 @@ class Api:
     def __init__(self, ctx: Context, gate: Gate, gateway: Gateway, replicas: Replicas) -> None:
         self.ctx, self.gate, self.gateway = ctx, gate, gateway
         jobs = JobsApi(ctx)
-        inference = InferenceApi(jobs, replicas)
         environments = EnvironmentsApi(ctx)
         keys = KeysApi(ctx)
-        knowing, usage, page = KnowingApi(jobs), UsageApi(jobs), Page(ctx.settings.nats_websocket_url)
-        get = "/v1/jobs/{id}"
-        openai = get + "/v1"
-        json = "application/json"
+        usage, page = UsageApi(jobs), Page(ctx.settings.nats_websocket_url)
         env = "/v1/environments"
         self.routes = [
-            Route("POST", "/v1/jobs", jobs.create, Action.JOBS_WRITE, "Submit a job", 201, (KEY,), body=JobSpec),
-            Route(
-                "GET", "/v1/jobs", jobs.list, Action.JOBS_READ, "Your jobs, newest first", 200, (BEFORE_JOB, LIMIT_JOBS)
-            ),
-            Route("GET", get, jobs.get, Action.JOBS_READ, "One job: state, ledger, workers, last metrics"),
-            Route("POST", get + "/cancel", jobs.cancel, Action.JOBS_WRITE, "Cancel a job in any state"),
-            Route(
-                "POST",
-                get + "/pause",
-                jobs.pause,
-                Action.JOBS_WRITE,
-                "Save what it has trained and free its workers",
-            ),
-            Route(
-                "POST",
-                get + "/resume",
-                jobs.resume,
-                Action.JOBS_WRITE,
-                "Queue a paused job again; it goes on from its checkpoint",
-            ),
-            Route(
-                "POST", get + "/complete", jobs.complete, Action.JOBS_WRITE, "End an inference job: it has succeeded"
-            ),
-            Route(
-                "GET",
-                openai + "/models",
-                inference.models,
-                Action.INFERENCE_USE,
-                "OpenAI: what an inference job serves",
-            ),
-            Route(
-                "POST",
-                openai + "/chat/completions",
-                inference.chat,
-                Action.INFERENCE_USE,
-                "OpenAI: chat, streamed or not",
-                takes=json,
-            ),
-            Route(
-                "POST",
-                openai + "/completions",
-                inference.completions,
-                Action.INFERENCE_USE,
-                "OpenAI: text or token ids",
-                takes=json,
-            ),
-            Route(
-                "GET",
-                get + "/events",
-                jobs.events,
-                Action.JOBS_READ,
-                "The job's log, as server-sent events",
-                200,
-                (AFTER_EVENT, FORMAT),
-            ),
-            Route(
-                "GET",
-                get + "/metrics",
-                jobs.metrics,
-                Action.JOBS_READ,
-                "Metrics history",
-                200,
-                (AFTER_POINT, LIMIT, SOURCE, NAMES),
-            ),
-            Route(
-                "GET",
-                get + "/transcripts",
-                jobs.transcripts,
-                Action.JOBS_READ,
-                "Kept validation episodes",
-                200,
-                (STEP,),
-            ),
-            Route(
-                "POST",
-                get + "/stream-credentials",
-                StreamsApi(jobs).give,
-                Action.JOBS_READ,
-                "A token to hear the job live on NATS, for a while; shows it, once",
-                201,
-            ),
-            Route(
-                "GET",
-                get + "/logs",
-                knowing.logs,
-                Action.JOBS_READ,
-                "What all services said about the job",
-                200,
-                (AFTER_LINE, LEVEL, LAST, LIMIT, FORMAT),
-            ),
-            Route(
-                "GET", get + "/rollouts", knowing.rollouts, Action.JOBS_READ, "Kept training episodes", 200, (TRAINED,)
-            ),
-            Route(
-                "GET",
-                get + "/distributions",
-                knowing.distributions,
-                Action.JOBS_READ,
-                "How a step's rewards, lengths, turns, staleness and importance ratios are spread",
-                200,
-                (TRAINED, AFTER_STEP, STEPS),
-            ),
-            Route(
-                "GET",
-                get + "/timeline",
-                knowing.timeline,
-                Action.JOBS_READ,
-                "What its workers were busy with, second by second",
-                200,
-                (AFTER_PART, LAST_S, LIMIT),
-            ),
-            Route(
-                "GET",
-                get + "/failures",
-                jobs.failures,
-                Action.JOBS_READ,
-                "Groups that failed for good",
-                200,
-                (LIMIT_FAILURES,),
-            ),
+            *job_routes(jobs, InferenceApi(jobs, replicas)),
             *artifact_routes(jobs),
             Route(
                 "POST",
@@ -244,8 +99,26 @@ class Api:
                 101,
                 content="application/octet-stream",
             ),
-            Route("POST", "/v1/keys", keys.create, Action.KEYS_WRITE, "Make a key; shows it, once", 201, body=NewKey),
-            Route("GET", "/v1/keys", keys.list, Action.KEYS_READ, "Keys, oldest first; no secrets", 200, (TENANT,)),
+            Route(
+                "POST",
+                "/v1/keys",
+                keys.create,
+                Action.KEYS_WRITE,
+                "Make a key; shows it, once",
+                201,
+                body=NewKey,
+                answer=answers.MadeKey,
+            ),
+            Route(
+                "GET",
+                "/v1/keys",
+                keys.list,
+                Action.KEYS_READ,
+                "Keys, oldest first; no secrets",
+                200,
+                (TENANT,),
+                answer=answers.Keys,
+            ),
             Route(
                 "POST",
                 "/v1/keys/{id}/rotate",
@@ -253,9 +126,24 @@ class Api:
                 Action.KEYS_WRITE,
                 "Give a key a new secret; shows it, once",
                 body=Rotation,
+                answer=answers.MadeKey,
             ),
-            Route("POST", "/v1/keys/{id}/revoke", keys.revoke, Action.KEYS_WRITE, "A key opens nothing any more"),
-            Route("GET", "/v1/whoami", keys.whoami, Action.ABOUT, "Whose key this is, and what it may"),
+            Route(
+                "POST",
+                "/v1/keys/{id}/revoke",
+                keys.revoke,
+                Action.KEYS_WRITE,
+                "A key opens nothing any more",
+                answer=answers.Key,
+            ),
+            Route(
+                "GET",
+                "/v1/whoami",
+                keys.whoami,
+                Action.ABOUT,
+                "Whose key this is, and what it may",
+                answer=answers.WhoAmI,
+            ),
             Route("GET", "/v1/tenants", keys.tenants, Action.SERVER_READ, "Tenants that have had a key"),
             Route(
                 "GET",
@@ -265,6 +153,7 @@ class Api:
                 "What your jobs cost",
                 200,
                 (BY, FIRST, LAST_DAY, USED_JOB, LIMIT_JOBS),
+                answer=answers.Usage,
             ),
             Route(
                 "POST",
@@ -274,7 +163,14 @@ class Api:
                 "Look at a spec as if it were submitted, play an episode of it, and submit nothing",
                 body=JobSpec,
             ),
-            Route("GET", "/v1/workers", self.workers, Action.SERVER_READ, "Live workers and what they are leased to"),
+            Route(
+                "GET",
+                "/v1/workers",
+                self.workers,
+                Action.SERVER_READ,
+                "Live workers and what they are leased to",
+                answer=answers.Workers,
+            ),
             Route("GET", "/v1/queues", self.queues, Action.SERVER_READ, "Depth of every message stream"),
             Route("GET", "/healthz", self.healthz, Action.FREE, "The process turns"),
             Route("GET", "/readyz", self.readyz, Action.FREE, "The process can work"),
@@ -284,7 +180,7 @@ class Api:
             Route("GET", "/page/{name}", page.part, Action.FREE, "What it loads", content="text/javascript"),
         ]
 
-        self._document = document(self.routes)  # takes as long as a hundred requests
+        self._document: asyncio.Task[dict[str, Any]] | None = None
 
     def app(self) -> web.Application:
         known = {(r.method, r.path): {p.name for p in r.parameters if p.place == "query"} for r in self.routes}
@@ -345,7 +241,11 @@ class Api:
         return web.Response(body=generate_latest(REGISTRY), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
     async def openapi(self, _: web.Request) -> web.Response:
-        return json_response(self._document)
+        """Made once, when it is first asked for: it takes as long as a hundred requests. Never by two threads at once,
+        which what makes it is not made for."""
+        if self._document is None:
+            self._document = asyncio.create_task(asyncio.to_thread(document, self.routes))
+        return json_response(await asyncio.shield(self._document))
 
 
 @contextlib.asynccontextmanager

@@ -6,6 +6,7 @@ from opentinker.services.scheduler.artifacts_api import ArtifactsApi
 from opentinker.services.scheduler.jobs_api import JobsApi
 from opentinker.services.scheduler.openapi import Parameter, Route
 from opentinker.services.scheduler.publishing_api import NewPublication, PublishingApi
+from opentinker.shared.answers import Checkpoints
 from opentinker.shared.authority import Action
 
 ALL = Parameter("all", "query", "`1`: with optimizer and random state, to resume elsewhere.")
@@ -24,6 +25,7 @@ def artifact_routes(jobs: JobsApi) -> list[Route]:
             artifacts.checkpoints,
             Action.JOBS_READ,
             "Committed checkpoints, oldest first",
+            answer=Checkpoints,
         ),
         Route(
             "GET",

@@ -53,7 +53,7 @@ class Artifacts:
         """Oldest first."""
         kept = (await self.index.of(job.id)).values()
         found = {
-            entry.manifest.step: Held(entry.manifest, self.store, f"{key_of(job)}/{entry.path}", entry.metric)
+            entry.manifest.step: Held(entry.manifest, self.store, f"{key_of(job)}/{entry.at}", entry.metric)
             for entry in kept
             if entry.manifest is not None
         }
@@ -82,7 +82,7 @@ class Artifacts:
         """A file of the list, and its SHA-256. Raises NotFound."""
         kept = (await self.index.of(job.id)).get(path)
         if kept is not None and kept.manifest is None:
-            return await self.store.open(f"{key_of(job)}/{path}"), kept.sha256
+            return await self.store.open(f"{key_of(job)}/{kept.at}"), kept.sha256
         if path in await asyncio.to_thread(live_files, self.home(job)):
             opened = await self.workshop.open(f"{job.id}/{path}")
             digest = hashlib.sha256()

@@ -4,14 +4,15 @@
               refusal; woken by each question; schedulers share them
 
 Services have users of their own in the server's configuration and are never asked about here. While no scheduler runs
-nobody new comes in; who is in stays until the credential expires.
+nobody new comes in; who is in stays until the credential expires. Who comes in is noted before the server hears of it:
+`hanging_up.py` closes the connection when the key or the job is over.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 import structlog
@@ -20,11 +21,12 @@ from prometheus_client import Counter
 from redis.exceptions import RedisError
 
 from opentinker.services.scheduler.gate import ANYBODY
-from opentinker.shared.authority import Action, Principal, Verdict, authorize
-from opentinker.shared.keys import Keys
+from opentinker.shared.authority import Action, Verdict, authorize
+from opentinker.shared.keys import Key, Keys
 from opentinker.shared.nats_tokens import Signer, claims_of
 from opentinker.shared.rights import shown_of
 from opentinker.shared.service import Context
+from opentinker.shared.stream_connections import Connection, Group, StreamConnections
 from opentinker.shared.stream_credentials import Credential, StreamCredentials
 from opentinker.shared.subjects import LOGINS
 from opentinker.shared.telemetry import REGISTRY
@@ -43,7 +45,7 @@ SEEN = Counter("opentinker_stream_logins", "Who asked to hear streams of jobs", 
 
 
 class _Server(msgspec.Struct):
-    id: str
+    id: Annotated[str, msgspec.Meta(pattern="^[0-9A-Za-z]{1,64}$")]
 
 
 class _Client(msgspec.Struct):
@@ -78,6 +80,7 @@ class Callout:
         settings = ctx.settings
         self._signer = Signer(settings.password("nats_issuer_file")) if settings.nats_issuer_file else None
         self._keys, self._credentials = Keys(ctx.store.redis), StreamCredentials(ctx.store.redis)
+        self._connections = StreamConnections(ctx.store.redis)
         self._room = asyncio.Semaphore(AT_ONCE)
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -134,20 +137,29 @@ class Callout:
         credential = await self._credentials.find(login.connect_opts.auth_token, now)
         if credential is None:
             raise Refused("no such credential, or not any more")
-        principal, expires = await self._principal(credential.key, now)
-        jobs = await self.ctx.store.jobs([credential.job])
-        if not jobs or authorize(principal, Action.JOBS_READ, jobs[0].tenant) is not Verdict.ALLOWED:
-            raise Refused("its job is not there for it any more")
-        return msgspec.structs.replace(credential, expires=min(credential.expires, expires))
+        group = Group(credential.key, credential.secret, credential.job)
+        key = await self._keys.find(credential.key) if credential.key else None
+        tenant = (await self.ctx.store.tenants_of([credential.job])).get(credential.job)
+        until = min(credential.expires, standing(group, key, tenant, now, auth=self.ctx.settings.auth))
+        one = Connection(login.server_id.id, login.client_info.id)
+        if not await self._connections.note(group, one, until=until, now=now):
+            raise Refused("its key has too many connections")
+        return msgspec.structs.replace(credential, expires=until)
 
-    async def _principal(self, id: str, now: float) -> tuple[Principal, float]:
-        """Who holds an API key, and until when. Raises Refused."""
-        if not id and not self.ctx.settings.auth:
-            return ANYBODY, float("inf")
-        key = await self._keys.find(id) if id else None
-        if key is None or key.state(now) != "live":
+
+def standing(group: Group, key: Key | None, tenant: str | None, now: float, *, auth: bool) -> float:
+    """Until when, as far as is known now, connections of this group may stay. `key`: the one of that id, `tenant`:
+    whose the job is. Raises Refused."""
+    if not group.key and not auth:
+        principal, until = ANYBODY, float("inf")
+    else:
+        if key is None or key.state(now) != "live" or not key.fits(group.secret, now):
             raise Refused("the key that asked for it is over")
-        return key.principal, key.expires or float("inf")
+        principal, until = key.principal, key.expires or float("inf")
+        until = until if key.digest == group.secret else min(until, key.old_until)
+    if tenant is None or authorize(principal, Action.JOBS_READ, tenant) is not Verdict.ALLOWED:
+        raise Refused("its job is not there for it any more")
+    return until
 
 
 def user(credential: Credential, nkey: str) -> dict[str, Any]:

@@ -38,6 +38,8 @@ class Held:
     """Key of its directory."""
     metric: float | None = None
     """See Kept."""
+    awaited: bool = False
+    """The metric is still to come: its step is about to be evaluated."""
     here: bool = False
     """In its job's directory, where the trainer wrote it."""
 

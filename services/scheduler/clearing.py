@@ -30,8 +30,8 @@ QUEUES = ((TICKETS, TICKET), (EXAMS, EXAM), (SCORES, SCORE), (GROUPS, GROUP))
 
 
 class Clearing:
-    def __init__(self, ctx: Context) -> None:
-        self.ctx, self.store, self.bus = ctx, ctx.store, ctx.bus
+    def __init__(self, ctx: Context, leadership: int) -> None:
+        self.ctx, self.store, self.bus, self.leader = ctx, ctx.store, ctx.bus, leadership
 
     async def run(self) -> None:
         swept_at = time.monotonic()
@@ -55,8 +55,8 @@ class Clearing:
         for job in ending:
             if job not in busy:
                 await self._clear(job)
-                await ArtifactIndex(self.store.redis).open(job)
-                await self.store.ended(job)
+                await ArtifactIndex(self.store.redis).open(job, leader=self.leader)
+                await self.store.ended(job, leader=self.leader)
 
     async def _clear(self, job: str) -> None:
         for stream, subject in QUEUES:
@@ -71,8 +71,10 @@ class Clearing:
         """What was on its way when its job was cleared: tickets, and groups that reference-forward was working on; and
         the checkpoints kept by submissions that came to nothing.
 
-        Messages are listed before jobs: those of a job that begins meanwhile are not touched.
+        Messages and checkpoints are listed before jobs: those of a job that begins meanwhile are not touched, however
+        long we sleep in between.
         """
+        old = await asyncio.to_thread(start.kept_long, self.ctx.settings.data_dir)
         stored = [(stream, subject, await self._stored(stream, subject)) for stream, subject in QUEUES]
         active = [job.id for job in await self.store.active_jobs()]
         for stream, subject, found in stored:
@@ -80,7 +82,8 @@ class Clearing:
             for late in found - {subject.at(job=job) for job in active}:
                 await self.bus.purge(stream.name, late)
                 log.info("messages_swept", subject=late)
-        for job in await asyncio.to_thread(start.left_over, self.ctx.settings.data_dir, set(active)):
+        for job in old - set(active):
+            await asyncio.to_thread(start.drop, self.ctx.settings.data_dir, job)
             log.info("start_swept", job=job)
         await asyncio.to_thread(drop_fetched, self.ctx.settings.data_dir)
 

@@ -47,8 +47,8 @@ HELD = (JobState.STARTING, JobState.RUNNING)
 
 
 class Evaluating:
-    def __init__(self, ctx: Context) -> None:
-        self.ctx = ctx
+    def __init__(self, ctx: Context, leadership: int) -> None:
+        self.ctx, self.leader = ctx, leadership
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
     async def run(self) -> None:
@@ -78,24 +78,24 @@ class Evaluating:
                     version = (await asyncio.to_thread(read_start, self.ctx.settings.data_dir, job.id)).version
             except (OSError, ValueError) as error:
                 reason = f"the checkpoint that was kept for this job cannot be read: {error}"
-                await end(self.ctx, job.id, JobState.FAILED, reason)
+                await end(self.ctx, self.leader, job.id, JobState.FAILED, reason)
                 return
             with contextlib.suppress(Conflict, NotFound):  # it ended meanwhile: our results stay where they are
-                await Evaluation(self.ctx, job, version).run()
+                await Evaluation(self.ctx, self.leader, job, version).run()
 
 
-async def end(ctx: Context, job: str, state: JobState, reason: str = "") -> None:
-    """Unless it is over, paused or back in the queue by now."""
+async def end(ctx: Context, leader: int, job: str, state: JobState, reason: str = "") -> None:
+    """Unless it is over, paused or back in the queue by now. Raises Fenced."""
     with contextlib.suppress(Conflict, NotFound):
-        await ctx.store.transition(job, state, allowed=HELD, reason=reason)
+        await ctx.store.transition(job, state, allowed=HELD, reason=reason, leader=leader)
         await ctx.bus.emit(WAKE, {"job": job}, who="scheduler")
 
 
 class Evaluation:
     """One job, as long as it has workers."""
 
-    def __init__(self, ctx: Context, job: JobRecord, version: WeightVersion) -> None:
-        self.ctx, self.job, self.version = ctx, job, version
+    def __init__(self, ctx: Context, leader: int, job: JobRecord, version: WeightVersion) -> None:
+        self.ctx, self.leader, self.job, self.version = ctx, leader, job, version
         self.plan = parse_spec(job.spec).evaluation
         self.home: Path = ctx.settings.data_dir / "jobs" / job.id
         self._results: dict[int, ExamResult] = {}
@@ -113,12 +113,13 @@ class Evaluation:
         self._news = asyncio.Event()
 
     async def run(self) -> None:
-        """To the job's end. Raises Conflict or NotFound if it is over meanwhile."""
+        """To the job's end. Raises Conflict or NotFound if it is over meanwhile, Fenced if another scheduler leads."""
         began = time.monotonic()
         try:
             self._results = await asyncio.to_thread(read_results, self.home / RESULTS, self.version)
         except OSError as error:
-            await end(self.ctx, self.job.id, JobState.FAILED, f"the results that it has cannot be read: {error}")
+            reason = f"the results that it has cannot be read: {error}"
+            await end(self.ctx, self.leader, self.job.id, JobState.FAILED, reason)
             return
         self._failed = [result for result in self._results.values() if result.ending.failed]
         self._asked = set(self._results)
@@ -150,7 +151,7 @@ class Evaluation:
         done = len(self._results)
         if done != self._said:
             self._said = done
-            await self.ctx.store.update(self.job.id, only_active=True, step=done)
+            await self.ctx.store.update(self.job.id, only_active=True, step=done, leader=self.leader)
 
     # --- exams --------------------------------------------------------------------------------------------------
 
@@ -204,7 +205,9 @@ class Evaluation:
         self._news.set()
         if result.ending.failed:
             detail = {"episode": result.index, "reason": result.ending.value, "error": result.error}
-            await self.ctx.store.update(self.job.id, event="exam_failed", failure=True, detail=detail)
+            await self.ctx.store.update(
+                self.job.id, event="exam_failed", failure=True, detail=detail, leader=self.leader
+            )
         return Seen(wanted=True)
 
     # --- the end ------------------------------------------------------------------------------------------------
@@ -227,16 +230,19 @@ class Evaluation:
     async def _conclude(self, seconds: float) -> None:
         if self._hopeless():
             await self._withdraw()
-            await end(self.ctx, self.job.id, JobState.FAILED, self._why())
+            await end(self.ctx, self.leader, self.job.id, JobState.FAILED, self._why())
             return
         results = [self._results[index] for index in sorted(self._results)]
         values = await asyncio.to_thread(metrics_of, results, self.plan)
         values["val/seconds"] = seconds
 
         async def event(kind: str, detail: dict[str, object]) -> None:
-            await self.ctx.store.update(self.job.id, event=kind, detail=detail)
+            await self.ctx.store.update(self.job.id, event=kind, detail=detail, leader=self.leader)
 
-        kept = Evaluations(self.ctx.bus, self.job.id, self.home, event)
+        async def guard() -> None:
+            await self.ctx.store.refuse_unless_leads(self.leader)
+
+        kept = Evaluations(self.ctx.bus, self.job.id, self.home, event, guard)
         try:
             await kept.keep(self.version.step, [transcript_of(r, self.plan) for r in results if r.messages])
             await asyncio.to_thread(kept.restore, {self.version.epoch: self.version.step}, self.version.step)
@@ -246,8 +252,8 @@ class Evaluation:
             kept.close()
         result = {"version": str(self.version), "step": self.version.step, "values": values}
         text = orjson.dumps(result).decode()
-        await self.ctx.store.update(self.job.id, only_active=True, step=len(results), result=text)
-        await end(self.ctx, self.job.id, JobState.SUCCEEDED)
+        await self.ctx.store.update(self.job.id, only_active=True, step=len(results), result=text, leader=self.leader)
+        await end(self.ctx, self.leader, self.job.id, JobState.SUCCEEDED)
         log.info("job_evaluated", episodes=len(results), seconds=round(seconds, 1))
 
 

@@ -15,9 +15,9 @@ import orjson
 import structlog
 from redis.exceptions import RedisError
 
+from opentinker.shared.reports import JobEvent
 from opentinker.shared.service import Context
 from opentinker.shared.subjects import EVENT
-from opentinker.shared.types import JobEvent
 from opentinker.shared.waiting import rest
 
 log = structlog.get_logger()

@@ -55,6 +55,11 @@ def tenant_of(request: web.Request) -> str:
     return request[PRINCIPAL].tenant
 
 
+def secret_of(request: web.Request) -> str:
+    """SHA-256 of the key that was shown; empty on a server that wants none."""
+    return digest_of(_shown(request.headers.get("Authorization", ""))[1]) if principal_of(request).key else ""
+
+
 def may_see(request: web.Request, tenant: str) -> bool:
     """Whether an object of this tenant is there for whoever asks, and for what they ask."""
     return authorize(request[PRINCIPAL], request[ACTION], tenant) is Verdict.ALLOWED
@@ -125,9 +130,8 @@ class Gate:
 
     async def _key(self, header: str) -> Key:
         """Raises BadKey."""
-        scheme, _, text = header.partition(" ")
-        text = text.strip()
-        if scheme.lower() != "bearer" or not text:
+        scheme, text = _shown(header)
+        if scheme != "bearer" or not text:
             raise BadKey("this server asks for a key")
         parsed = parse(text)
         if parsed is None:
@@ -201,6 +205,12 @@ async def register_operator(ctx: Context) -> None:
 async def say_open(_: web.Request, response: web.StreamResponse) -> None:
     """Every answer of a server that asks for no keys says so."""
     response.headers["X-OpenTinker-Auth"] = "off"
+
+
+def _shown(header: str) -> tuple[str, str]:
+    """How somebody says who they are, and what they show."""
+    scheme, _, text = header.partition(" ")
+    return scheme.lower(), text.strip()
 
 
 def _refusal(principal: Principal, action: Action) -> str:

@@ -18,7 +18,7 @@ from aiohttp import web
 from opentinker.services.scheduler.jobs_api import JobsApi
 from opentinker.services.scheduler.problems import json_response, read_json
 from opentinker.services.scheduler.replicas import Replicas, refuse_unless_served
-from opentinker.shared.inference import Ask, Reply, names_of
+from opentinker.shared.inference import Ask, Reply, adapters_in, models_of, names_of
 from opentinker.shared.openai import answers, requests
 from opentinker.shared.openai.fields import Json, Refused
 from opentinker.shared.openai.requests import Asked
@@ -39,7 +39,8 @@ class InferenceApi:
     async def models(self, request: web.Request) -> web.Response:
         job = await self._job(request)
         first, *others = names_of(job.id, job.spec)
-        return json_response(answers.models(first, job.spec["rollout"]["context_length"] or 0, *others))
+        length = job.spec["rollout"]["context_length"] or 0
+        return json_response(answers.models(first, length, *others, adapters=adapters_in(job.spec)))
 
     async def chat(self, request: web.Request) -> web.StreamResponse:
         return await self._ask(request, requests.parse_chat, chat=True)
@@ -52,27 +53,27 @@ class InferenceApi:
         refuse_unless_served(job)
         return job
 
-    async def _ask(self, request: web.Request, parse: Callable[[Json], Asked], *, chat: bool) -> web.StreamResponse:
+    async def _ask(self, request: web.Request, parse: Callable[..., Asked], *, chat: bool) -> web.StreamResponse:
         job = await self._job(request)
         body = await read_json(request)
         if not isinstance(body, dict):
             raise Refused("the body must be a JSON object")
-        manner, asked = parse_manner(body, chat=chat), parse(body)
-        names = names_of(job.id, job.spec)
-        if asked.model and asked.model not in names:
-            known = ", ".join(names)
+        manner, asked = parse_manner(body, chat=chat), parse(body, likely=True)
+        models = models_of(job.id, job.spec)
+        if asked.model and asked.model not in models:
+            known = ", ".join(models)
             raise Refused(
                 f"The model `{asked.model}` does not exist here; this job has: {known}",
                 status=404,
                 param="model",
                 code="model_not_found",
             )
-        asked.model = asked.model or names[0]
+        asked.model = asked.model or next(iter(models))
         ask = Ask(
             id=f"q-{uuid.uuid4().hex}",
             asker=self.replicas.name,
             job=job.id,
-            model=names[0],
+            model=models[asked.model],
             messages=asked.messages,
             tools=asked.tools,
             text=asked.text,
@@ -83,6 +84,7 @@ class InferenceApi:
             stream=asked.stream,
             tokens=asked.logprobs,
             offsets=asked.logprobs and not chat,
+            likely=asked.likely,
         )
         respond = self._streamed if asked.stream else self._whole
         return await _while_there(request, asyncio.create_task(respond(request, job, asked, ask, chat)))
@@ -94,8 +96,10 @@ class InferenceApi:
             async for piece in pieces:
                 if (reply := piece.reply) is not None:
                     if chat:
-                        return json_response(answers.chat_answer(asked, reply, reply.tokens, _mark(reply)))
-                    whole = answers.completion_answer(asked, reply, reply.tokens, _mark(reply), reply.offsets)
+                        whole = answers.chat_answer(asked, reply, reply.tokens, _mark(reply), reply.likely)
+                    else:
+                        names = reply.tokens, _mark(reply), reply.offsets, reply.likely
+                        whole = answers.completion_answer(asked, reply, *names)
                     return json_response(whole)
         raise AssertionError("an answer ends with a reply")
 
@@ -118,8 +122,8 @@ class InferenceApi:
                         await _write(response, _rest(stream, asked, piece.reply, sent, counted))
                         await response.write(b"data: [DONE]\n\n")
                     else:
-                        more = stream.more(piece.text, piece.ids, piece.logprobs, piece.tokens, piece.offsets)
-                        await _write(response, [more])
+                        numbers = piece.logprobs, piece.tokens, piece.offsets, piece.likely
+                        await _write(response, [stream.more(piece.text, piece.ids, *numbers)])
                         sent, counted = sent + len(piece.text), counted + len(piece.ids)
         except Refused as refused:
             if not response.prepared:
@@ -132,12 +136,12 @@ class InferenceApi:
 def _rest(stream: answers.Stream, asked: Asked, reply: Reply, sent: int, counted: int) -> list[Json]:
     """What of the reply is not out yet: characters from `sent` on, tokens from `counted` on."""
     if reply.tool_calls:
-        return [stream.calls(reply, reply.tokens), *stream.end(reply)]
+        return [stream.calls(reply, reply.tokens, reply.likely), *stream.end(reply)]
     text, ids = answers.said(asked, reply).text[sent:], reply.ids[counted:]
     if not text and not ids:
         return stream.end(reply)
-    last = stream.more(text, ids, reply.logprobs[counted:], reply.tokens[counted:], reply.offsets[counted:])
-    return [last, *stream.end(reply)]
+    numbers = reply.logprobs[counted:], reply.tokens[counted:], reply.offsets[counted:], reply.likely
+    return [stream.more(text, ids, *numbers), *stream.end(reply)]
 
 
 def _mark(reply: Reply) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +15,18 @@ from aiohttp import web
 
 from opentinker.services.scheduler import transcripts
 from opentinker.services.scheduler.artifacts import Artifacts
+from opentinker.services.scheduler.cluster import Cluster
 from opentinker.services.scheduler.gate import may_see, principal_of, tenant_of
 from opentinker.services.scheduler.problems import integer, json_response, read_json
 from opentinker.services.scheduler.retention import Rule
 from opentinker.services.scheduler.submission import submit
 from opentinker.shared.admission import Admission
 from opentinker.shared.errors import Conflict, NotFound, SpecError
+from opentinker.shared.reports import MetricPoint
 from opentinker.shared.service import Context
 from opentinker.shared.subjects import METRIC, METRICS, WAKE
 from opentinker.shared.tracing import incoming
-from opentinker.shared.types import Discard, JobRecord, JobState, MetricPoint
+from opentinker.shared.types import Discard, JobRecord, JobState
 
 JOB_ID = re.compile(r"j-[a-z0-9]{10}")
 EVENT_ID = re.compile(r"[0-9]{1,15}(-[0-9]{1,15})?")
@@ -39,6 +41,9 @@ FAILURES = 100
 MOST_FAILURES = 1000
 PAUSABLE = (JobState.QUEUED, JobState.STARTING, JobState.RUNNING)
 MOST_JOBS = 1000
+MOST_LOOKED = 500
+SEARCH = 200
+"""Characters."""
 
 
 class JobsApi:
@@ -66,19 +71,31 @@ class JobsApi:
             body = await read_json(request)
             id, repeated = await submit(self.ctx, body, asked.tenant, key or "", key=asked.key, trace=trace)
         headers = {"Location": f"/v1/jobs/{id}"} | ({"Idempotency-Replayed": "true"} if repeated else {})
-        return json_response(_summary(await self.store.job(id)), 201, headers)
+        record = await self.store.job(id)
+        summary = _summary(record)
+        if record.state == JobState.QUEUED and not record.waiting_for:  # placement says so with its next look
+            cluster = Cluster(await self.store.workers(), [])
+            summary["waiting_for"] = cluster.lacks(record)
+        return json_response(summary, 201, headers)
 
     async def list(self, request: web.Request) -> web.Response:
-        """`cursor` is the `before` of the next call."""
+        """`cursor` is the `before` of the next call. With a filter one call looks at MOST_LOOKED jobs at most: `more`
+        says whether there are any behind those, however few were found."""
         limit = integer(request, "limit", JOBS, 1, MOST_JOBS)
         before = request.query.get("before", "")
+        wanted = _filter(request)
+        looks = MOST_LOOKED if wanted else limit
         try:
-            found = await self.store.jobs_of(tenant_of(request), limit, before)
+            page = await self.store.jobs_of(tenant_of(request), looks, before)
         except NotFound:
             problem = "is none of your jobs; take the cursor of the last answer"
             raise SpecError([{"field": "before", "value": before[:100], "problem": problem}]) from None
-        cursor = found[-1].id if found else before
-        return json_response({"jobs": [_summary(job) for job in found], "cursor": cursor, "more": len(found) == limit})
+        found = [job for job in page if wanted is None or wanted(job)][:limit]
+        full = len(found) == limit
+        cursor = found[-1].id if full else page[-1].id if page else before
+        return json_response(
+            {"jobs": [_summary(job) for job in found], "cursor": cursor, "more": full or len(page) == looks}
+        )
 
     async def get(self, request: web.Request) -> web.Response:
         job = await self.found(request)
@@ -267,12 +284,32 @@ class JobsApi:
         return self.artifacts.home(job)
 
 
+STATES = tuple(state.value for state in JobState)
 FINAL = {state.value for state in JobState if state.final}
+
+
+def _filter(request: web.Request) -> Callable[[JobRecord], bool] | None:
+    """What the query asks of a job. Raises SpecError."""
+    state, words = request.query.get("state", ""), request.query.get("search", "")
+    if state and state not in STATES:
+        raise SpecError([{"field": "state", "value": state[:100], "problem": f"must be one of {', '.join(STATES)}"}])
+    if len(words) > SEARCH:
+        raise SpecError([{"field": "search", "value": words[:100], "problem": f"must be {SEARCH} characters at most"}])
+    sought = words.lower().split()
+    if not state and not sought:
+        return None
+    return lambda job: (not state or job.state == state) and all(word in _about(job) for word in sought)
+
+
+def _about(job: JobRecord) -> str:
+    """Where a search looks."""
+    environment = job.spec.get("environment", {}).get("name", "")
+    return " ".join((job.id, job.name, job.kind, job.spec["model"]["base"], environment, job.key)).lower()
 
 
 def _summary(job: JobRecord) -> dict[str, Any]:
     shown = msgspec.to_builtins(job)
-    for hidden in ("spec", "version", "restart_step", "rollout_losses", "lost_at", "retry_at", "since", "result"):
+    for hidden in ("spec", "version", "restart_step", "rollout_losses", "lost_at", "retry_at", "result"):
         del shown[hidden]
     shown["finished"] = job.finished or None
     shown["priority"] = job.spec["resources"].get("priority", 0)

@@ -18,8 +18,9 @@ from opentinker.services.scheduler import transcripts
 from opentinker.services.scheduler.jobs_api import JobsApi
 from opentinker.services.scheduler.problems import integer, json_response
 from opentinker.shared.errors import SpecError
+from opentinker.shared.reports import LEVELS, LogLine
 from opentinker.shared.subjects import LOG, TIMELINE
-from opentinker.shared.types import LEVELS, JobRecord, LogLine
+from opentinker.shared.types import JobRecord
 from opentinker.shared.waiting import set_within
 
 MOST_STEPS = 1000

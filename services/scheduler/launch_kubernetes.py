@@ -19,7 +19,8 @@ from typing import Any
 import aiohttp
 import orjson
 
-from opentinker.services.scheduler.launcher import LAUNCHED, Launched, LauncherFailed
+from opentinker.services.scheduler.launcher import Launched, LauncherFailed
+from opentinker.services.scheduler.placing import NO_GPUS, UNKNOWN, Gpus
 from opentinker.shared.config import PREFIX, Settings
 from opentinker.shared.errors import SpecError
 from opentinker.shared.subjects import ROLLOUT, TRAINER
@@ -39,7 +40,7 @@ CONFLICT, GONE = 409, 404
 class KubernetesLauncher:
     def __init__(self, settings: Settings) -> None:
         assert settings.launcher_pods is not None
-        self.prefix = settings.launcher_owner or LAUNCHED
+        self.prefix = settings.launcher_owner or "launched"
         self._settings = settings
         self._account = settings.launcher_account
         self._templates = {pool: _template(settings.launcher_pods / name) for pool, name in FILES.items()}
@@ -58,6 +59,12 @@ class KubernetesLauncher:
                 if not (more := page.get("metadata", {}).get("continue")):
                     return found
                 query["continue"] = more
+
+    def gpus(self, pool: Pool, name: str) -> Gpus:
+        """As many as the pod asks for. What memory they have nobody knows before one has told."""
+        limits = self._templates[pool]["spec"]["containers"][0].get("resources", {}).get("limits", {})
+        asked = sum(int(count) for resource, count in limits.items() if resource.rpartition("/")[2] == "gpu")
+        return Gpus((UNKNOWN,) * asked, linked=asked, near=asked) if asked else NO_GPUS
 
     async def start(self, pool: Pool, name: str) -> None:
         async with self._session() as session:

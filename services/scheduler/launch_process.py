@@ -1,7 +1,9 @@
 """The launcher of one machine: trainers and rollout workers as processes beside the scheduler, which they outlive.
 
-They see what the scheduler's process sees, GPUs too. What each is told is written down here: the servers, its own
-passwords, its name. The files that say what runs are described in `shared/launched.py`.
+Of the GPUs that the scheduler's process sees each slot has its own part: GPUs over slots, trainers first. Where there
+are fewer, the slots that are left see none; and what a process still has that was started under other settings is
+nobody else's. What each is told is written down here: the servers, its own passwords, its name, its GPUs. The files
+that say what runs are described in `shared/launched.py`.
 """
 
 from __future__ import annotations
@@ -15,19 +17,22 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from opentinker.services.scheduler.launcher import LAUNCHED, Launched, LauncherFailed
+from opentinker.services.scheduler.fitting import described
+from opentinker.services.scheduler.launcher import Launched, LauncherFailed, names_of
+from opentinker.services.scheduler.placing import Gpus
 from opentinker.shared import launched
 from opentinker.shared.config import PREFIX, Settings
 from opentinker.shared.errors import SpecError
+from opentinker.shared.gpus import ORDER, VISIBLE, parted, pin_of, visible
 from opentinker.shared.secrets import AWS
 from opentinker.shared.subjects import ROLLOUT, TRAINER
-from opentinker.shared.types import Pool
+from opentinker.shared.types import Gpu, Pool
 
 MODULES = {Pool.TRAINER: "trainer", Pool.ROLLOUT: "rollout_worker"}
 USERS = {Pool.TRAINER: TRAINER, Pool.ROLLOUT: ROLLOUT}
 HANDED_ON = (
     *("nats_url", "redis_url", "data_dir", "advertise_host", "log_level", "log_format", "heartbeat_s", "worker_ttl_s"),
-    *("drain_s", "swap_timeout_s", "preload"),
+    *("drain_s", "cancel_grace_s", "swap_timeout_s", "preload"),
 )
 """Settings of the scheduler that are theirs too."""
 EXTRA_S = 10.0
@@ -35,9 +40,8 @@ EXTRA_S = 10.0
 
 
 class ProcessLauncher:
-    prefix = LAUNCHED
-
     def __init__(self, settings: Settings) -> None:
+        self.prefix = launched.prefix()
         self.settings = settings
         self._folder = launched.folder(settings.data_dir)
         self._logs = settings.data_dir.resolve() / "logs"
@@ -45,6 +49,11 @@ class ProcessLauncher:
         """Of this life of the scheduler: nobody else can reap them."""
         self._told: dict[str, float] = {}
         """By name, when it was told to end; monotonic."""
+        most = {Pool.TRAINER: settings.launcher_trainers, Pool.ROLLOUT: settings.launcher_rollout_workers}
+        self._visible = visible()
+        self._parts = parted(self._visible, [name for pool in most for name in names_of(self.prefix, pool, most[pool])])
+        self._held: dict[str, set[str]] = {}
+        """By name of what runs, the GPUs that it sees, as they were told to it."""
         for file in self._passwords(Pool.TRAINER) | self._passwords(Pool.ROLLOUT):
             if not Path(file).is_file():
                 problem = "is not there; `opentinker access FOLDER` makes all files of a folder"
@@ -52,6 +61,16 @@ class ProcessLauncher:
 
     async def running(self) -> list[Launched]:
         return await asyncio.to_thread(self._running)
+
+    def gpus(self, pool: Pool, name: str) -> Gpus:
+        return described(self._part(name))
+
+    def _part(self, name: str) -> list[Gpu]:
+        """What it sees if it runs; else its own, without what another process still sees."""
+        if (held := self._held.get(name)) is not None:
+            return [gpu for gpu in self._visible if str(gpu.index) in held]
+        others = {gpu for held in self._held.values() for gpu in held}
+        return [gpu for gpu in self._parts.get(name, []) if str(gpu.index) not in others]
 
     async def start(self, pool: Pool, name: str) -> None:
         try:
@@ -68,18 +87,22 @@ class ProcessLauncher:
         for child in self._children.values():
             child.poll()
         found = []
+        held: dict[str, set[str]] = {}
         for path in sorted(self._folder.glob("*.json")):
             process = launched.read(path)
             if process is not None:
+                if process.alive:
+                    held[path.stem] = {*process.gpus.split(",")}
                 ended = "" if process.alive else f"its process has ended; see {self._logs / path.stem}.log"
                 found.append(Launched(path.stem, Pool(process.pool), process.since, ended))
                 continue
             with suppress(FileNotFoundError):
-                since, pool = path.stat().st_mtime, Pool(path.stem.split("-")[1])
+                since, pool = path.stat().st_mtime, Pool(path.stem.rsplit("-", 2)[-2])
                 late = time.time() - since > self.settings.launcher_start_s
                 found.append(
                     Launched(path.stem, pool, since, "whoever started it did not live to say so" if late else "")
                 )
+        self._held = held
         return found
 
     def _start(self, pool: Pool, name: str) -> None:
@@ -101,8 +124,8 @@ class ProcessLauncher:
             path.unlink()
             raise
         self._children[name] = child
-        ticks = launched.ticks_of(child.pid) or 0
-        launched.write(path, launched.Process(pid=child.pid, ticks=ticks, pool=pool, since=time.time()))
+        ticks, pin = launched.ticks_of(child.pid) or 0, pin_of(self._part(name))
+        launched.write(path, launched.Process(pid=child.pid, ticks=ticks, pool=pool, since=time.time(), gpus=pin))
 
     def _environment(self, pool: Pool, name: str) -> dict[str, str]:
         """Ours without our own settings, the key of whoever typed a command and those of the artifact store."""
@@ -111,7 +134,8 @@ class ProcessLauncher:
         handed["data_dir"] = self.settings.data_dir.resolve()
         own = {"worker_id": name, "idle_exit_s": self.settings.launcher_idle_s, "health_port": 0}
         told = {PREFIX + key.upper(): str(value) for key, value in {**handed, **own}.items()}
-        return {**others, **told, **{key: path for path, key in self._passwords(pool).items()}}
+        pin = {VISIBLE: pin_of(self._part(name)), **ORDER} if self._visible else {}
+        return {**others, **told, **pin, **{key: path for path, key in self._passwords(pool).items()}}
 
     def _passwords(self, pool: Pool) -> dict[str, str]:
         """File -> variable that names it."""

@@ -11,11 +11,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+from opentinker.services.scheduler.placing import Gpus
 from opentinker.shared.errors import OpenTinkerError
 from opentinker.shared.types import Pool
-
-LAUNCHED = "launched"
-"""Names of what was started begin so, or with the owner's name: they are worker ids."""
 
 
 class LauncherFailed(OpenTinkerError):
@@ -39,9 +37,17 @@ class Launcher(Protocol):
     async def running(self) -> list[Launched]:
         """Everything that it started and that has not been forgotten by `end`. Raises LauncherFailed."""
 
+    def gpus(self, pool: Pool, name: str) -> Gpus:
+        """What a worker of this name will have; memory that only the worker knows is UNKNOWN."""
+
     async def start(self, pool: Pool, name: str) -> None:
         """A worker of this pool under this id; nothing if there is one of this name. Raises LauncherFailed."""
 
     async def end(self, name: str) -> None:
         """Asks it to end in good order, insists when it does not, forgets it when it has ended: called with every look
         until it is seen no more. Raises LauncherFailed."""
+
+
+def names_of(prefix: str, pool: Pool, most: int) -> list[str]:
+    """Of all that a launcher may start of a pool."""
+    return [f"{prefix}-{pool}-{n}" for n in range(most)]

@@ -4,7 +4,8 @@
                   looks every two seconds
 
 What is lacking is no rule of its own: `placement.plan` is asked what it would do with as many workers more as may be
-started, and what it would give to jobs is what is started. So order, quotas and minima are those of the queue.
+started, and what it would give to jobs is what is started. So order, quotas and minima are those of the queue, and what
+has the GPUs that a job needs is started for it.
 
 Idle workers end by themselves. While one is on its way the reconcile loop counts it as coming: nobody is interrupted
 for what will be there in a moment.
@@ -15,20 +16,23 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
+import msgspec
 import structlog
 
 from opentinker.services.scheduler import placement
-from opentinker.services.scheduler.cluster import Cluster
+from opentinker.services.scheduler.cluster import Cluster, Overdue
+from opentinker.services.scheduler.fitting import described
 from opentinker.services.scheduler.launch_kubernetes import KubernetesLauncher
 from opentinker.services.scheduler.launch_process import ProcessLauncher
-from opentinker.services.scheduler.launcher import Launched, Launcher, LauncherFailed
-from opentinker.services.scheduler.placing import LEASED, AddWorker, Counts, Start, View
-from opentinker.services.scheduler.reconcile import rules_of, used_today
+from opentinker.services.scheduler.launcher import Launched, Launcher, LauncherFailed, names_of
+from opentinker.services.scheduler.placing import LEASED, NO_GPUS, UNKNOWN, AddWorker, Gpus, Slot, Start, View
+from opentinker.services.scheduler.settled import rules_of, used_today
+from opentinker.services.scheduler.untrained import awaits_source
 from opentinker.shared.config import Settings
 from opentinker.shared.service import Context
-from opentinker.shared.types import JobRecord, JobState, Pool
+from opentinker.shared.types import JobRecord, JobState, Pool, WorkerInfo
 from opentinker.shared.waiting import rest
 
 log = structlog.get_logger()
@@ -48,19 +52,27 @@ def launcher_of(settings: Settings) -> Launcher | None:
     return None
 
 
-def lacking(view: View, room: Counts) -> Counter[Pool]:
-    """How many more workers of each pool jobs would get if so many more were free. What is `coming` goes first."""
-    more = {pool: [f"{pool} {n}" for n in range(room.get(pool, 0) + view.coming.get(pool, 0))] for pool in LEASED}
-    there = {pool: [*view.free.get(pool, ()), *more[pool]] for pool in LEASED}
-    alive = {pool: view.alive.get(pool, 0) + room.get(pool, 0) for pool in LEASED}
-    planned = placement.plan(replace(view, free=there, alive=alive, coming={}))
+def lacking(view: View, room: Mapping[str, Slot]) -> list[str]:
+    """Which of the workers that may be started jobs would get if those ran. What is `coming` goes first."""
+
+    def with_room(workers: Mapping[Pool, Sequence[str]]) -> dict[Pool, list[str]]:
+        return {
+            pool: [*workers.get(pool, ()), *(name for name, slot in room.items() if slot.pool == pool)]
+            for pool in LEASED
+        }
+
+    free = {pool: [*view.free.get(pool, ()), *view.coming.get(pool, ())] for pool in LEASED}
+    gpus = {**view.gpus, **{name: slot.gpus for name, slot in room.items() if slot.gpus != NO_GPUS}}
+    planned = placement.plan(
+        msgspec.structs.replace(view, free=with_room(free), alive=with_room(view.alive), coming={}, gpus=gpus)
+    )
     used: set[str] = set()
     for decision in planned.decisions:
         if isinstance(decision, Start):
             used.update(decision.workers)
         elif isinstance(decision, AddWorker):
             used.add(decision.worker)
-    return +Counter({pool: len(used.intersection(more[pool])) - view.coming.get(pool, 0) for pool in LEASED})
+    return [name for name in room if name in used]
 
 
 @dataclass
@@ -75,7 +87,7 @@ class _Failures:
 class Launching:
     def __init__(self, ctx: Context, launcher: Launcher) -> None:
         self.ctx, self.launcher = ctx, launcher
-        self.starting: Counter[Pool] = Counter()
+        self.starting: dict[str, Slot] = {}
         """Started, and not beating yet."""
         settings = ctx.settings
         self._most = {Pool.TRAINER: settings.launcher_trainers, Pool.ROLLOUT: settings.launcher_rollout_workers}
@@ -87,6 +99,10 @@ class Launching:
         self._known: dict[str, float] = {}
         """By name, when it was first seen or started."""
         self._ending: set[str] = set()
+        self._told: dict[Pool, Gpus] = {}
+        """Of each pool, the GPUs that workers started in this life had, where the launcher does not know them before:
+        those with the most memory. So nothing is started for a job that no worker of the pool would do for."""
+        self._overdue = Overdue(settings.drain_s)
 
     async def run(self) -> None:
         while True:
@@ -101,11 +117,16 @@ class Launching:
         launched = await self.launcher.running()
         workers, leases = await self.ctx.store.workers(), await self.ctx.store.leases()
         beating = {worker.id for worker in workers}
+        for worker in workers:
+            if worker.id in self._fresh:
+                self._learn(worker)
         kept = [one for one in launched if not await self._over(one, beating)]
         self.starting.clear()
-        self.starting.update(one.pool for one in kept if one.name not in beating)
-        cluster = Cluster(workers, leases)
-        jobs = [job for job in await self.ctx.store.active_jobs() if _wants_workers(job)]
+        self.starting.update((one.name, self._slot(one.pool, one.name)) for one in kept if one.name not in beating)
+        cluster = Cluster(workers, leases, self._overdue.look(workers, leases))
+        active = await self.ctx.store.active_jobs()
+        held = {job.id for job in active if job.state.held}
+        jobs = [job for job in active if _wants_workers(job) and not awaits_source(job, held)]
         view = cluster.view(
             jobs,
             now=time.time(),
@@ -114,11 +135,13 @@ class Launching:
             rules=rules_of(self.ctx.settings),
             starting=self.starting,
         )
-        here = Counter(one.pool for one in launched)
-        room = {pool: max(0, most - here[pool]) for pool, most in self._most.items()}
-        taken = beating | {one.name for one in launched}
-        for pool, count in lacking(view, room).items():
-            await self._start(pool, count, taken)
+        here, taken = Counter(one.pool for one in launched), beating | {one.name for one in launched}
+        room: dict[str, Slot] = {}
+        for pool, most in self._most.items():
+            free = [name for name in names_of(self.launcher.prefix, pool, most) if name not in taken]
+            room |= {name: self._slot(pool, name) for name in free[: max(0, most - here[pool])]}
+        for name in lacking(view, room):
+            await self._start(name, room[name])
 
     async def _over(self, one: Launched, beating: set[str]) -> bool:
         """It has ended, or is ended because it says nothing."""
@@ -155,27 +178,30 @@ class Launching:
         failures.again_at = time.monotonic() + pause_s
         log.warning("launched_worker_failed", pool=pool, in_a_row=failures.count, again_in_s=pause_s)
 
-    async def _start(self, pool: Pool, count: int, taken: set[str]) -> None:
-        if time.monotonic() < self._failures[pool].again_at:
+    def _learn(self, worker: WorkerInfo) -> None:
+        """From its first heartbeat."""
+        if UNKNOWN in self.launcher.gpus(worker.pool, worker.id).memory:
+            has = described(worker.gpus)
+            self._told[worker.pool] = max(has, self._told.get(worker.pool, has), key=lambda gpus: gpus.memory)
+
+    def _slot(self, pool: Pool, name: str) -> Slot:
+        gpus = self.launcher.gpus(pool, name)
+        return Slot(pool, self._told.get(pool, gpus) if UNKNOWN in gpus.memory else gpus)
+
+    async def _start(self, name: str, slot: Slot) -> None:
+        if time.monotonic() < self._failures[slot.pool].again_at:
             return
-        for name in _names(self.launcher.prefix, pool, self._most[pool], taken)[:count]:
-            log.info("launch", launched=name, pool=pool)
-            self._known[name] = time.monotonic()
-            self._seen.pop(name, None)
-            self._fresh.add(name)
-            await self.launcher.start(pool, name)
-            self.starting[pool] += 1
+        log.info("launch", launched=name, pool=slot.pool, gpus=len(slot.gpus.memory))
+        self._known[name] = time.monotonic()
+        self._seen.pop(name, None)
+        self._fresh.add(name)
+        await self.launcher.start(slot.pool, name)
+        self.starting[name] = slot
 
 
 def _wants_workers(job: JobRecord) -> bool:
     return (job.state.held or job.state == JobState.QUEUED) and not job.asleep
 
 
-def _names(prefix: str, pool: Pool, most: int, taken: set[str]) -> Sequence[str]:
-    """Free slots."""
-    names = (f"{prefix}-{pool}-{n}" for n in range(most))
-    return [name for name in names if name not in taken]
-
-
-def on_their_way(launching: Launching | None) -> Mapping[Pool, int]:
+def on_their_way(launching: Launching | None) -> Mapping[str, Slot]:
     return {} if launching is None else launching.starting

@@ -11,8 +11,11 @@ from pathlib import Path
 import orjson
 
 from opentinker.services.scheduler.checkpoints import Held
+from opentinker.services.scheduler.retention import EVALUATED, Rule
+from opentinker.shared.manifest import Manifest
 
-Values = dict[tuple[int, int], float]
+Values = dict[tuple[int, int], float | None]
+"""By epoch and step, in every line; None: without the metric."""
 
 
 class Measured:
@@ -21,15 +24,16 @@ class Measured:
     def __init__(self) -> None:
         self._read: dict[tuple[Path, str], tuple[int, Values]] = {}
 
-    def of(self, home: Path, found: Sequence[Held], metric: str) -> list[Held]:
-        """Blocking. The same, with what is known of the metric."""
+    def of(self, home: Path, found: Sequence[Held], rule: Rule, *, over: bool) -> list[Held]:
+        """Blocking. The same, with what is known of the metric. `over`: the job is, and nothing more will come."""
         if all(held.metric is not None for held in found):
             return list(found)
-        values = self._values(home / ("validation.jsonl" if metric.startswith("val/") else "metrics.jsonl"), metric)
-        return [held if held.metric is not None else replace(held, metric=_at(values, held)) for held in found]
+        values = self._values(
+            home / ("validation.jsonl" if rule.metric.startswith(EVALUATED) else "metrics.jsonl"), rule.metric
+        )
+        return [held if held.metric is not None else _measured(held, values, rule, over=over) for held in found]
 
     def _values(self, file: Path, metric: str) -> Values:
-        """By epoch and step."""
         size = file.stat().st_size if file.exists() else 0
         before = self._read.get((file, metric))
         if before is not None and before[0] == size:
@@ -38,13 +42,25 @@ class Measured:
         for raw in file.read_bytes().splitlines() if size else ():
             with contextlib.suppress(orjson.JSONDecodeError):  # half a line, of a process that was killed
                 line = orjson.loads(raw)
-                if isinstance(value := line.get(metric), int | float) and math.isfinite(value):
-                    values[line["epoch"], line["step"]] = float(value)
+                value = line.get(metric)
+                known = isinstance(value, int | float) and math.isfinite(value)
+                values[line["epoch"], line["step"]] = float(value) if known else None
         self._read[file, metric] = (size, values)
         return values
 
 
-def _at(values: Values, held: Held) -> float | None:
-    """The weights of a step may be of an earlier epoch than the trainer that saved them: one that resumed there."""
+def _measured(held: Held, values: Values, rule: Rule, *, over: bool) -> Held:
+    """Evaluations come in the order of their steps: one of a later step says that there will be none any more."""
     epoch, step = held.manifest.age
-    return next((values[e, step] for e in range(epoch, -1, -1) if (e, step) in values), None)
+    own = [(e, step) for e in range(epoch, -1, -1) if (e, step) in values and _leads_to(held.manifest, e, step)]
+    later = any(e >= epoch and s >= step for e, s in values)
+    awaited = rule.is_due(step) and not (over or own or later)
+    return replace(held, metric=values[own[0]] if own else None, awaited=awaited)
+
+
+def _leads_to(manifest: Manifest, epoch: int, step: int) -> bool:
+    """The weights of a step may be of an earlier epoch than the trainer that saved them: one that resumed there. What
+    an earlier one did beyond that is of other weights."""
+    if epoch == manifest.epoch:
+        return True
+    return epoch in manifest.resumed and all(step <= at for e, at in manifest.resumed.items() if e > epoch)

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, is_typeddict
 
+import msgspec
 from pydantic import BaseModel
 
 import opentinker
 from opentinker.services.scheduler.problems import OPENAI, Handler
+from opentinker.shared import answers
+from opentinker.shared.asyncapi import documented
 from opentinker.shared.authority import Action
 
 _SCHEMAS = "#/components/schemas/"
@@ -41,6 +45,8 @@ class Route:
     """Of the answer."""
     takes: str = ""
     """Media type of a body that is not JSON."""
+    answer: Any = None
+    """One of `shared/answers.py`, where its fields are told."""
 
 
 def document(routes: Sequence[Route]) -> dict[str, Any]:
@@ -48,6 +54,7 @@ def document(routes: Sequence[Route]) -> dict[str, Any]:
     for body in (route.body for route in routes if route.body is not None):
         schema = body.model_json_schema(ref_template=_SCHEMAS + "{model}")
         schemas |= {**schema.pop("$defs", {}), body.__name__: schema}
+    schemas |= _answers([route.answer for route in routes if route.answer is not None])
     paths: dict[str, dict[str, Any]] = {}
     for route in routes:
         paths.setdefault(route.path, {})[route.method.lower()] = _operation(route)
@@ -61,6 +68,20 @@ def document(routes: Sequence[Route]) -> dict[str, Any]:
             "securitySchemes": {"bearer": {"type": "http", "scheme": "bearer", "description": _BEARER}},
         },
     }
+
+
+def _answers(kinds: Sequence[Any]) -> dict[str, Any]:
+    """Schemas of these and of what is in them, with what stands below each field."""
+    _, schemas = msgspec.json.schema_components(kinds, ref_template=_SCHEMAS + "{name}")
+    told = [(one, documented(inspect.getsource(one))) for one in vars(answers).values() if is_typeddict(one)]
+    for name, schema in schemas.items():
+        own = vars(answers)[name].__annotations__
+        for other, meanings in told:
+            if other.__annotations__.items() <= own.items():  # it, or what it is made of
+                for field, meaning in meanings.items():
+                    found = schema["properties"][field]
+                    schema["properties"][field] = {**found, "description": meaning}
+    return schemas
 
 
 _BEARER = "An API key, ot_ENV_ID_SECRET; what it may do is a matter of its role and its scopes."
@@ -86,6 +107,7 @@ def _operation(route: Route) -> dict[str, Any]:
         errors = {status: text for status, text in errors.items() if status != "422"} | _OPENAI_ERRORS
         errors |= _OPENAI_ANSWERS if route.takes else {}
         problem = {"application/json": {"schema": {"$ref": _SCHEMAS + "OpenAIError"}}}
+    answer = {"schema": {"$ref": _SCHEMAS + route.answer.__name__}} if route.answer is not None else {}
     operation: dict[str, Any] = {
         "summary": route.summary,
         "x-action": route.action.value,
@@ -100,7 +122,7 @@ def _operation(route: Route) -> dict[str, Any]:
             for p in [*in_path, *route.parameters]
         ],
         "responses": {
-            str(route.status): {"description": route.summary, "content": {route.content: {}}},
+            str(route.status): {"description": route.summary, "content": {route.content: answer}},
             **({"206": {"description": "The range", "content": {route.content: {}}}} if ranged else {}),
             **{status: {"description": text, "content": problem} for status, text in errors.items()},
         },

@@ -2,6 +2,7 @@
 
 `plan` is called with every look of the reconcile loop and remembers nothing. In this order:
 
+0. Jobs whose tenants have used up their day go back to the queue (`Requeue`), where they wait for the next one.
 1. Jobs that have begun and lost a part of what they need get it back (`AddWorker`), once their back-off is over. One
    that lacks a part for `gang_s`, while another waits for what it holds, goes back to the queue (`Requeue`): two halves
    of two jobs never wait for each other.
@@ -17,6 +18,9 @@
 3. Rollout workers that are left over are lent to jobs that may have more than they need (`AddWorker`), to the tenant
    that holds least first, and are taken back at a group boundary when another job can start with them.
 
+A worker does for a job if it has the GPUs that the job needs of it (fitting.py): only such are counted, given, kept or
+taken back for it, and what needs none takes workers without GPUs first.
+
 Nothing is reserved, interrupted or taken back for a job that could not start then either: its quota is used up, a pool
 is too small for it, or nobody runs what is not leased (env workers, reference-forward).
 """
@@ -24,21 +28,22 @@ is too small for it, or nobody runs what is not leased (env workers, reference-f
 from __future__ import annotations
 
 import heapq
-import time
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import groupby
 
-from opentinker.services.scheduler.allowances import Used, over_quota
+from opentinker.services.scheduler.allowances import Used, over_quota, used_up
+from opentinker.services.scheduler.fitting import Fitting, Stock
+from opentinker.services.scheduler.holdings import Begun, Tenant
+from opentinker.services.scheduler.lacking import called, in_words, joined, missing, named, next_try, too_few
 from opentinker.services.scheduler.placing import (
     ANYBODY,
     LEASED,
-    NAMES,
     UNLIMITED,
     AddWorker,
     Counts,
     Decision,
     Job,
+    Need,
     Plan,
     Preempt,
     Requeue,
@@ -46,7 +51,6 @@ from opentinker.services.scheduler.placing import (
     TakeBack,
     View,
 )
-from opentinker.shared.config import TenantLimits
 from opentinker.shared.types import Pool
 
 
@@ -54,294 +58,384 @@ def plan(view: View) -> Plan:
     return _Planning(view).run()
 
 
-@dataclass(slots=True)
-class Promised:
-    jobs: int = 0
-    workers: int = 0
+_Turn = tuple[int, float, float, str, str]
+"""Priority, share, age; the job and its tenant."""
+_Lack = tuple[tuple[Pool, Need | None], ...]
+"""Pools of which nothing is free, and what is needed of them."""
 
 
 class _Planning:
     """One run of `plan`: what is left to give, as it goes on."""
 
     def __init__(self, view: View) -> None:
-        self.view, self.rules = view, view.rules
-        self.jobs = {job.id: job for job in view.jobs}
+        self.view, self.rules, self.now = view, view.rules, view.now
         self.decisions: list[Decision] = []
         self.waiting: dict[str, str] = {}
-        self.free = {pool: list(view.free.get(pool, ())) for pool in LEASED}
-        self.coming = Counter({pool: view.coming.get(pool, 0) for pool in LEASED})
+        self.fitting = fitting = Fitting(view.gpus)
+        self.size = {pool: len(view.alive.get(pool, ())) for pool in LEASED}
+        self.alive, self.free = Stock(fitting, view.alive), Stock(fitting, view.free)
+        self.coming = Stock(fitting, view.coming)
         """Workers that will be free soon, and are nobody's yet."""
         self.kept: list[str] = []
         """Rollout workers kept for `kept_for`, which cannot start soon: they may be lent meanwhile."""
-        self.kept_for = ""
-        self.has: dict[str, Counter[Pool]] = {job.id: Counter() for job in view.jobs}
-        self.lent: dict[str, list[str]] = {}
-        """By job, the rollout workers that it could do without."""
-        self.least: dict[str, Counter[Pool]] = {}
-        """By tenant, the minimum of its jobs that have begun."""
-        self.total: dict[str, Counter[Pool]] = {}
-        """The same with what is lent to them."""
-        self.running: Counter[str] = Counter()
-        self.promised: defaultdict[str, Promised] = defaultdict(Promised)
-        """By tenant, of its quota, for jobs of it that something is kept for."""
-        rollouts: dict[str, list[str]] = {}
-        for lease in view.leases:
-            if lease.leaving:
-                self.coming[lease.pool] += 1
-            elif lease.job in self.has:
-                self.has[lease.job][lease.pool] += 1
-                if lease.pool == Pool.ROLLOUT:
-                    rollouts.setdefault(lease.job, []).append(lease.worker)
-        for job in view.jobs:
+        self.kept_for: Job | None = None
+        self.owed: set[str] = set()
+        """Rollout workers that are lent now, and would be its when they come back: they stay where they are."""
+        self.tenants: dict[str, Tenant] = {}
+        self.begun: dict[str, Begun] = {}
+        """By rank."""
+        for job in sorted(view.jobs, key=_rank):
+            tenant = self._tenant(job.tenant)
             if job.held:
-                self._count(job)
-                self.lent[job.id] = rollouts.get(job.id, [])[job.needs.get(Pool.ROLLOUT, 0) :]
+                self.begun[job.id] = Begun(job, tenant)
+            else:
+                tenant.queue.append(job)
+        self._see_leases()
+        for one in self.begun.values():
+            self._count(one)
+        self.turns: list[_Turn] = []
+        """A heap; what is not its tenant's turn any more is passed over."""
+        self.lenders = [one for one in self.begun.values() if one.lent]
+        """Jobs with workers that they could do without."""
+        self._may_go: list[Begun] | None = None
 
     def run(self) -> Plan:
+        self._stop_used_up()
         self._complete()
         self._start()
         self._lend()
         return Plan(self.decisions, self.waiting)
 
-    def _count(self, job: Job) -> None:
-        """Of a job that has begun. What it needs is its own whether or not it has it at this moment."""
-        self.running[job.tenant] += 1
-        least = self.least.setdefault(job.tenant, Counter())
-        total = self.total.setdefault(job.tenant, Counter())
-        for pool, needed in job.needs.items():
-            least[pool] += needed
-            total[pool] += max(needed, self.has[job.id][pool])
+    def _see_leases(self) -> None:
+        for lease in self.view.leases:
+            if lease.leaving:
+                self.coming.put(lease.pool, lease.worker)
+            elif one := self.begun.get(lease.job):
+                one.has[lease.pool] += 1
+                one.own[lease.pool].append(lease.worker)
+        for one in self.begun.values():
+            least = one.job.needs.get(Pool.ROLLOUT, 0)
+            if one.has[Pool.ROLLOUT] > least:
+                found = self.fitting.least_first(one.own[Pool.ROLLOUT])
+                one.own[Pool.ROLLOUT], one.lent = found[:least], found[least:]
 
-    def _limits(self, tenant: str) -> TenantLimits:
-        return self.view.limits.get(tenant) or self.view.limits.get(ANYBODY) or UNLIMITED
+    def _tenant(self, id: str) -> Tenant:
+        found = self.tenants.get(id)
+        if found is None:
+            limits = self.view.limits.get(id) or self.view.limits.get(ANYBODY) or UNLIMITED
+            found = self.tenants[id] = Tenant(id, limits, self.view.used.get(id) or Used())
+        return found
 
-    def _share(self, tenant: str, held: Mapping[str, Counter[Pool]]) -> float:
-        counts: Mapping[Pool, int] = held.get(tenant, {})
-        parts = [count / max(1, self.view.alive.get(pool, 0)) for pool, count in counts.items()]
-        return max(parts, default=0.0) / self._limits(tenant).weight
+    def _count(self, one: Begun, sign: int = 1) -> None:
+        """What a job that has begun needs is its own whether or not it has it at this moment."""
+        tenant = one.tenant
+        tenant.running += sign
+        for pool, needed in one.job.needs.items():
+            tenant.least[pool] += sign * needed
+            tenant.total[pool] += sign * max(needed, one.has[pool])
+        tenant.share = self._share(tenant, tenant.least)
+
+    def _share(self, tenant: Tenant, held: Counts) -> float:
+        return max([held[pool] / max(1, self.size[pool]) for pool in LEASED]) / tenant.limits.weight
 
     # --- jobs that have begun ------------------------------------------------------------------------------------
+
+    def _stop_used_up(self) -> None:
+        """What their tenants have used up today is no longer theirs: they go on tomorrow, from what they save now."""
+        timed = [one for one in self.begun.values() if one.tenant.limits.by_time]
+        for one in timed:
+            if why := used_up(one.tenant.limits, one.tenant.used):
+                self.decisions.append(Requeue(one.job.id, why))
+                self.waiting[one.job.id] = why
+                self._goes(one)
+        if timed:
+            self.lenders = [one for one in self.lenders if not one.goes]
 
     def _complete(self) -> None:
         """What they lost comes first: they hold the rest of it, and did work that others have not done yet."""
         broken = []
-        for job in sorted((job for job in self.view.jobs if job.held), key=_by_rank):
-            short = self._short(job)
-            early = self.view.now < job.retry_at
-            for pool in [] if early else list(short):
-                while short[pool] and self.free[pool]:
-                    self.decisions.append(AddWorker(job.id, self.free[pool].pop(0), pool))
-                    self.has[job.id][pool] += 1
-                    short[pool] -= 1
-            short = +short
+        for one in self.begun.values():
+            if one.goes:
+                continue
+            job, short = one.job, missing(one.job.needs, one.has)
+            early = self.now < job.retry_at
+            if short and not early:
+                self._replace_lost(one, short)
+                short = missing(job.needs, one.has)
             if short:
-                broken.append((job, short))
-            self.waiting[job.id] = _joined(
-                _lacks(short, self.view.alive, job.absent), _retry(job) if short and early else ""
-            )
-        for job, short in reversed(broken):  # one at a time: what it frees may be what the others lack
-            if not job.lost_at or self.view.now - job.lost_at < self.rules.gang_s:
-                continue  # what it lacks is on its way out, or may come back
-            if other := self._wants_part_of(job, broken):
-                lack = ", ".join(NAMES[pool] for pool in short)
-                self.decisions.append(Requeue(job.id, f"it lacks a {lack}, and {other} waits for what it holds"))
-                self.coming.update(self.has[job.id])
-                self.lent.pop(job.id, None)
+                broken.append((one, short))
+            if short or job.absent:
+                again = next_try(job) if short and early else ""
+                self.waiting[job.id] = joined(in_words(short, self._alive(job), job.absent, job.gpus), again)
+            else:
+                self.waiting[job.id] = ""
+        # What it lacks may come back, or is on its way out: only then is it asked who waits.
+        long = [(one, short) for one, short in broken if self._lacks_long(one.job)]
+        queued = self._short_of() if long else {}
+        for one, short in reversed(long):  # one at a time: what it frees may be what the others lack
+            job = one.job
+            if other := self._wants_part_of(one, broken, queued):
+                lack = ", ".join(called(pool, job.gpus.get(pool)) for pool in short)
+                who = named(other, job.tenant)
+                self.decisions.append(Requeue(job.id, f"it lacks a {lack}, and {who} waits for what it holds"))
+                self._goes(one)
                 break
 
-    def _short(self, job: Job) -> Counter[Pool]:
-        has = self.has[job.id]
-        return Counter({pool: n - has[pool] for pool, n in job.needs.items() if n > has[pool]})
+    def _replace_lost(self, one: Begun, short: Counts) -> None:
+        for pool, n in short.items():
+            for worker in self.free.take(one.job, pool, n):
+                self.decisions.append(AddWorker(one.job.id, worker, pool))
+                one.has[pool] += 1
+                one.own[pool].append(worker)
 
-    def _wants_part_of(self, job: Job, broken: Iterable[tuple[Job, Counter[Pool]]]) -> str:
+    def _goes(self, one: Begun) -> None:
+        """Back to the queue; what it has becomes free, and its tenant has less."""
+        for pool in LEASED:
+            for worker in one.holds(pool):
+                self.coming.put(pool, worker)
+        one.goes, one.lent = True, []
+        self._count(one, -1)
+        self._line_up(one.tenant)
+
+    def _lacks_long(self, job: Job) -> bool:
+        return bool(job.lost_at) and self.now - job.lost_at >= self.rules.gang_s
+
+    def _short_of(self) -> dict[_Lack, Job]:
+        """By pools of which nothing is free for them, and what they need there: the first queued job that could start
+        otherwise. Looked at once a plan, however many jobs lack a part."""
+        found: dict[_Lack, Job] = {}
+        for job in self.view.jobs:
+            if not job.held:
+                none = tuple((pool, job.gpus.get(pool)) for pool, n in self.free.count(job).items() if not n)
+                if none and none not in found and not self._is_blocked(job, self._tenant(job.tenant)):
+                    found[none] = job
+        return found
+
+    def _wants_part_of(
+        self, one: Begun, broken: Iterable[tuple[Begun, Counts]], queued: Mapping[_Lack, Job]
+    ) -> Job | None:
         """A job that lacks something which this one holds."""
-        holds = {pool for pool, count in self.has[job.id].items() if count}
+
+        def holds(pool: Pool, other: Job) -> bool:
+            return bool(self.fitting.those(one.holds(pool), other, pool))
+
         for other, short in broken:
-            if other.id != job.id and holds & set(short) and self.view.now >= other.retry_at:
-                return other.id
-        for other in self.view.jobs:
-            lacks = not other.held and any(pool in holds and not self.free[pool] for pool in other.needs)
-            if lacks and not self._blocked(other):
-                return other.id
-        return ""
+            if other is not one and self.now >= other.job.retry_at and any(holds(pool, other.job) for pool in short):
+                return other.job
+        return next((job for none, job in queued.items() if any(holds(pool, job) for pool, _ in none)), None)
 
     # --- the queue -----------------------------------------------------------------------------------------------
 
-    def _blocked(self, job: Job) -> str:
+    def _alive(self, job: Job) -> Counts:
+        """Workers that would do for it, whoever has them."""
+        return self.alive.count(job) if job.gpus else self.size
+
+    def _blocked(self, job: Job, tenant: Tenant) -> str:
         """Why it cannot start whatever becomes free; in words."""
-        alive = self.view.alive
-        small = [pool for pool, n in job.needs.items() if n > alive.get(pool, 0)]
-        if small or job.absent:
-            short = {p: n - len(self.free[p]) for p, n in job.needs.items() if len(self.free[p]) < n}
-            few = [p for p in small if alive.get(p, 0)]
-            counts = [f"{job.needs[p]} {NAMES[p]}s ({alive[p]} of them running)" for p in few]
-            rest = {p: n for p, n in short.items() if p not in few}
-            return _joined(_lacks(rest, alive, job.absent), *counts)
-        if self.view.now < job.retry_at:
-            return _retry(job)
-        if job.unready:
-            return job.unready
+        alive = self._alive(job)
+        if job.absent or missing(job.needs, alive):
+            return too_few(job, alive, self.free.count(job))
+        if self.now < job.retry_at:
+            return next_try(job)
+        return job.unready or self._beyond(job, tenant)
+
+    def _is_blocked(self, job: Job, tenant: Tenant) -> bool:
+        """The same without words, which take their time."""
+        if job.absent or job.unready or self.now < job.retry_at or missing(job.needs, self._alive(job)):
+            return True
+        return bool(self._beyond(job, tenant))
+
+    @staticmethod
+    def _beyond(job: Job, tenant: Tenant) -> str:
+        """The quota that has no room for it."""
         return over_quota(
-            self._limits(job.tenant),
-            self.view.used.get(job.tenant, Used()),
-            jobs=self.running[job.tenant] + self.promised[job.tenant].jobs,
-            workers=sum(self.least.get(job.tenant, {}).values()) + self.promised[job.tenant].workers,
+            tenant.limits,
+            tenant.used,
+            jobs=tenant.running + tenant.promised_jobs,
+            workers=sum(tenant.least.values()) + tenant.promised_workers,
             more=sum(job.needs.values()),
         )
 
     def _start(self) -> None:
-        """Tenant by tenant, as the order at the top says; a start changes its tenant's share and nobody else's."""
-        queues: dict[str, list[Job]] = {}
-        for job in sorted((job for job in self.view.jobs if not job.held), key=_by_rank):
-            queues.setdefault(job.tenant, []).append(job)
-        turns: list[tuple[int, float, float, str, int]] = []
+        """Tenant by tenant, as the order at the top says: of each, the first job that had no turn yet."""
+        for tenant in self.tenants.values():
+            self._line_up(tenant)
+        while self.turns:
+            turn = heapq.heappop(self.turns)
+            tenant = self.tenants[turn[-1]]
+            if turn == self._turn(tenant):
+                job = tenant.queue[tenant.tried]
+                tenant.tried += 1
+                self._try(job, tenant)
+                self._line_up(tenant)
 
-        def take_turn(tenant: str, place: int) -> None:
-            if place < len(queues[tenant]):
-                job = queues[tenant][place]
-                turn = (-job.priority, self._share(tenant, self.least), job.created, tenant, place)
-                heapq.heappush(turns, turn)
+    def _line_up(self, tenant: Tenant) -> None:
+        """Again when its share has changed."""
+        if turn := self._turn(tenant):
+            heapq.heappush(self.turns, turn)
 
-        for tenant in queues:
-            take_turn(tenant, 0)
-        while turns:
-            *_, tenant, place = heapq.heappop(turns)
-            self._try(queues[tenant][place])
-            take_turn(tenant, place + 1)
+    @staticmethod
+    def _turn(tenant: Tenant) -> _Turn | None:
+        if tenant.tried == len(tenant.queue):
+            return None
+        job = tenant.queue[tenant.tried]
+        return -job.priority, tenant.share, job.created, job.id, tenant.id
 
-    def _try(self, job: Job) -> None:
-        if why := self._blocked(job):
+    def _try(self, job: Job, tenant: Tenant) -> None:
+        if why := self._blocked(job, tenant):
             self.waiting[job.id] = why
             return
-        short = Counter({pool: n - len(self.free[pool]) for pool, n in job.needs.items() if n > len(self.free[pool])})
+        short = missing(job.needs, self.free.count(job))
         if not short:
-            chosen = tuple(self.free[pool].pop(0) for pool, n in job.needs.items() for _ in range(n))
-            self._return_own(job)
+            chosen = tuple(worker for pool, n in job.needs.items() for worker in self.free.take(job, pool, n))
+            self._return_own(job, tenant)
             self.decisions.append(Start(job.id, chosen))
-            self.has[job.id].update(job.needs)
-            self._count(job)
+            self.begun[job.id] = one = Begun(job, tenant)
+            one.has.update(job.needs)
+            self._count(one)
             self.waiting[job.id] = ""
             return
-        kept = f"what is free is kept for {self.kept_for}, which waits longer" if self.kept_for else ""
-        self.waiting[job.id] = _joined(_lacks(short, self.view.alive), kept)
-        soon = self._make_room(job, +Counter({pool: n - self.coming[pool] for pool, n in short.items()}))
-        if soon or (not self.kept_for and self.view.now - job.since >= self.rules.reserve_after_s):
-            self._keep(job, soon=soon)
+        kept = (
+            f"what is free is kept for {named(self.kept_for, job.tenant)}, which waits longer" if self.kept_for else ""
+        )
+        self.waiting[job.id] = joined(in_words(short, self._alive(job), gpus=job.gpus), kept)
+        soon = self._make_room(job, missing(short, self.coming.count(job)))
+        if soon or (not self.kept_for and self.now - job.since >= self.rules.reserve_after_s):
+            self._keep(job, tenant, soon=soon)
 
-    def _keep(self, job: Job, *, soon: bool) -> None:
+    def _keep(self, job: Job, tenant: Tenant, *, soon: bool) -> None:
         """What is free, and what comes, up to its need, is for this job and nobody behind it."""
         for pool, needed in job.needs.items():
-            aside, self.free[pool] = self.free[pool][:needed], self.free[pool][needed:]
-            self.coming[pool] -= min(self.coming[pool], needed - len(aside))
+            aside = self.free.take(job, pool, needed)
+            rest = needed - len(aside)
+            rest -= len(self.coming.take(job, pool, rest))
             if not soon and pool == Pool.ROLLOUT:
                 self.kept = aside
-        self.promised[job.tenant].jobs += 1
-        self.promised[job.tenant].workers += sum(job.needs.values())
+                lent = [worker for one in self.lenders for worker in self._spared(one, job)]
+                self.owed.update(self.fitting.least_first(lent)[:rest])
+        tenant.promised_jobs += 1
+        tenant.promised_workers += sum(job.needs.values())
         if not soon:
-            self.kept_for = job.id
+            self.kept_for = job
 
-    def _make_room(self, job: Job, short: Counter[Pool]) -> bool:
+    def _make_room(self, job: Job, short: dict[Pool, int]) -> bool:
         """True if what others can do without and what jobs of lower priority hold covers what is short; then it is
         taken from them."""
-        lent = [(self.jobs[holder], worker) for holder, workers in self.lent.items() for worker in workers]
-        back = min(len(lent), short[Pool.ROLLOUT])
-        victims = self._victims(job, +(short - Counter({Pool.ROLLOUT: back})))
+        back = 0
+        if Pool.ROLLOUT in short:
+            lent = sum(len(self._spared(one, job)) for one in self.lenders)
+            back = min(lent, short[Pool.ROLLOUT])
+        victims = self._victims(job, missing(short, {Pool.TRAINER: 0, Pool.ROLLOUT: back}))
         if victims is None:
             return False
         for other in victims:
-            self.decisions.append(Preempt(other.id, job.id))
-            self.coming.update(self.has[other.id])
-            del self.lent[other.id]
-        self._take_back([pair for pair in lent if pair[0] not in victims], back, job)
+            self.decisions.append(Preempt(other.job.id, job.id))
+            self._goes(other)
+            self._interruptible().remove(other)
+        if back:
+            self._take_back(self.lenders, back, job)
         return True
 
-    def _take_back(self, lent: list[tuple[Job, str]], count: int, wanted_by: Job) -> None:
-        lent.sort(key=lambda pair: (pair[0].priority, -self._share(pair[0].tenant, self.total), -pair[0].created))
+    def _spared(self, one: Begun, job: Job) -> Sequence[str]:
+        """What this one can do without and is not owed to another that waits longer."""
+        return [worker for worker in self.fitting.those(one.lent, job, Pool.ROLLOUT) if worker not in self.owed]
+
+    def _take_back(self, lenders: Iterable[Begun], count: int, wanted_by: Job, *, any_worker: bool = False) -> None:
+        """From the lowest priority, the tenant that has most, the youngest job; `any_worker`: also what does not suit
+        the job that wants it."""
+        lenders = sorted(
+            lenders, key=lambda one: (one.job.priority, -self._share(one.tenant, one.tenant.total), -one.job.created)
+        )
+        lent = [
+            (one, worker) for one in lenders for worker in (one.lent if any_worker else self._spared(one, wanted_by))
+        ]
         for holder, worker in lent[:count]:
-            self.lent[holder.id].remove(worker)
-            self.has[holder.id][Pool.ROLLOUT] -= 1
-            self.total[holder.tenant][Pool.ROLLOUT] -= 1
-            self.coming[Pool.ROLLOUT] += 1
-            self.decisions.append(TakeBack(holder.id, worker, wanted_by.id))
+            holder.lent.remove(worker)
+            holder.has[Pool.ROLLOUT] -= 1
+            holder.tenant.total[Pool.ROLLOUT] -= 1
+            self.coming.put(Pool.ROLLOUT, worker)
+            self.decisions.append(TakeBack(holder.job.id, worker, wanted_by.id))
 
-    def _return_own(self, job: Job) -> None:
+    def _return_own(self, job: Job, tenant: Tenant) -> None:
         """What is lent to other jobs of its tenant goes where the quota has no room for both."""
-        most, held = self._limits(job.tenant).workers, sum(self.total.get(job.tenant, {}).values())
-        if most is not None and held + sum(job.needs.values()) > most:
-            own = [(self.jobs[id], w) for id, ws in self.lent.items() for w in ws if self.jobs[id].tenant == job.tenant]
-            self._take_back(own, held + sum(job.needs.values()) - most, job)
+        most, wanted = tenant.limits.workers, sum(tenant.total.values()) + sum(job.needs.values())
+        if most is not None and wanted > most:
+            own = [one for one in self.lenders if one.tenant is tenant]
+            self._take_back(own, wanted - most, job, any_worker=True)
 
-    def _victims(self, job: Job, short: Counter[Pool]) -> list[Job] | None:
+    def _victims(self, job: Job, short: dict[Pool, int]) -> list[Begun] | None:
         """As few as hold, as their minimum, what is short; None if all that may be interrupted do not."""
         if not short:
             return []
-        if self.view.now - job.since < self.rules.preempt_after_s:
+        if self.now - job.since < self.rules.preempt_after_s:
             return None
-        own = {
-            other.id: self.has[other.id] - Counter({Pool.ROLLOUT: len(self.lent[other.id])})
-            for other in self.view.jobs
-            if other.held
-            and other.priority < job.priority
-            and other.id in self.lent
-            and self.view.now - other.since >= self.rules.min_run_s
-        }
-        chosen, left = [], short.copy()
-        for other in sorted((self.jobs[id] for id in own), key=lambda other: (other.priority, -other.since)):
-            if any(own[other.id][pool] for pool in left):
+
+        def own(other: Begun, pool: Pool) -> int:
+            return len(self.fitting.those(other.own[pool], job, pool))
+
+        chosen: list[Begun] = []
+        left = short
+        for other in self._interruptible():
+            if not left or other.job.priority >= job.priority:
+                break
+            holds = {pool: own(other, pool) for pool in left}
+            if any(holds.values()):
                 chosen.append(other)
-                left = left - own[other.id]
+                left = missing(left, holds)
         if left:
             return None
         for other in list(chosen):  # of those that came first some may not be needed any more
             rest = [one for one in chosen if one is not other]
-            if all(sum(own[one.id][pool] for one in rest) >= n for pool, n in short.items()):
+            if all(sum(own(one, pool) for one in rest) >= n for pool, n in short.items()):
                 chosen = rest
         return chosen
+
+    def _interruptible(self) -> list[Begun]:
+        """Those that ran for long enough: lowest priority first, then the shortest run, then the youngest."""
+        if self._may_go is None:
+            found = [one for one in self.begun.values() if one.job.held and not one.goes]
+            ran = [one for one in found if self.now - one.job.since >= self.rules.min_run_s]
+            self._may_go = sorted(ran, key=lambda one: (one.job.priority, -one.job.since, -one.job.created))
+        return self._may_go
 
     # --- what is left over ---------------------------------------------------------------------------------------
 
     def _lend(self) -> None:
-        gone = {decision.job for decision in self.decisions if isinstance(decision, Preempt | Requeue | TakeBack)}
-        may = [
-            job
-            for job in self.view.jobs
-            if (job.held or self.has[job.id]) and job.most and job.id not in gone and not self._short(job)
-        ]
-        for worker in self.free[Pool.ROLLOUT] + self.kept:
-            room = [job for job in may if self.has[job.id][Pool.ROLLOUT] < job.most and self._may_have_more(job)]
-            if not room:
-                return
-            job = min(room, key=self._lending_order)
-            self.decisions.append(AddWorker(job.id, worker, Pool.ROLLOUT))
-            self.has[job.id][Pool.ROLLOUT] += 1
-            self.total[job.tenant][Pool.ROLLOUT] += 1
+        left_over = self.fitting.least_first([*self.free.all(Pool.ROLLOUT), *self.kept])
+        if not left_over:
+            return
+        gave = {decision.job for decision in self.decisions if isinstance(decision, Preempt | Requeue | TakeBack)}
+        may = [one for one in self.begun.values() if one.job.most and one.job.id not in gave]
+        may = [one for one in may if not missing(one.job.needs, one.has)]
+        for kind, workers in groupby(left_over, self.fitting.kind):
+            suited = [one for one in may if kind in self.fitting.suiting(one.job, Pool.ROLLOUT)]
+            turns = [self._lending_turn(one) for one in suited]
+            heapq.heapify(turns)
+            for worker in workers:
+                one = self._next_to_lend(turns)
+                if one is None:
+                    break
+                self.decisions.append(AddWorker(one.job.id, worker, Pool.ROLLOUT))
+                one.has[Pool.ROLLOUT] += 1
+                one.tenant.total[Pool.ROLLOUT] += 1
 
-    def _lending_order(self, job: Job) -> tuple[int, float, int, float]:
-        return -job.priority, self._share(job.tenant, self.total), self.has[job.id][Pool.ROLLOUT], job.created
+    def _next_to_lend(self, turns: list[tuple[int, float, int, float, str]]) -> Begun | None:
+        """What jobs and tenants have only grows meanwhile: who is first by what he has now, is first."""
+        while turns:
+            one = self.begun[turns[0][-1]]
+            most = one.tenant.limits.workers
+            if one.has[Pool.ROLLOUT] >= one.job.most or (most is not None and sum(one.tenant.total.values()) >= most):
+                heapq.heappop(turns)
+            elif (now := self._lending_turn(one)) != turns[0]:
+                heapq.heapreplace(turns, now)
+            else:
+                return one
+        return None
 
-    def _may_have_more(self, job: Job) -> bool:
-        most = self._limits(job.tenant).workers
-        return most is None or sum(self.total[job.tenant].values()) < most
+    def _lending_turn(self, one: Begun) -> tuple[int, float, int, float, str]:
+        share = self._share(one.tenant, one.tenant.total)
+        return -one.job.priority, share, one.has[Pool.ROLLOUT], one.job.created, one.job.id
 
 
-def _by_rank(job: Job) -> tuple[int, float, str]:
+def _rank(job: Job) -> tuple[int, float, str]:
     return -job.priority, job.created, job.id
-
-
-def _lacks(short: Mapping[Pool, int], alive: Counts, absent: str = "") -> str:
-    """`a free trainer; rollout worker, env worker (none is running)`"""
-    busy = [
-        f"a free {NAMES[pool]}" if n == 1 else f"{n} more free {NAMES[pool]}s"
-        for pool, n in short.items()
-        if alive.get(pool, 0)
-    ]
-    none = ", ".join([NAMES[pool] for pool in short if not alive.get(pool, 0)] + ([absent] if absent else []))
-    return "; ".join(busy + ([f"{none} (none is running)"] if none else []))
-
-
-def _retry(job: Job) -> str:
-    return f"another try at {time.strftime('%H:%M:%S', time.gmtime(job.retry_at))} UTC, after its last failure"
-
-
-def _joined(*parts: str) -> str:
-    return "; ".join(part for part in parts if part)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+
+import msgspec
 
 from opentinker.services.scheduler.allowances import Used
 from opentinker.shared.config import TenantLimits
@@ -13,7 +14,7 @@ LEASED = (Pool.TRAINER, Pool.ROLLOUT)
 NAMES = {
     Pool.TRAINER: "trainer",
     Pool.ROLLOUT: "rollout worker",
-    Pool.REFERENCE: "reference-forward",
+    Pool.REFERENCE: "shared reference-forward",
     Pool.ENV: "env worker",
 }
 ANYBODY = "*"
@@ -22,8 +23,44 @@ UNLIMITED = TenantLimits()
 Counts = Mapping[Pool, int]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
+UNKNOWN = 1 << 60
+"""Bytes of a GPU that has not told yet: enough for every job."""
+
+
+class Gpus(msgspec.Struct, frozen=True):
+    """Those of one worker, in the order in which ranks take them: the first, and what is nearest to it."""
+
+    memory: tuple[int, ...] = ()
+    """Bytes of each."""
+    linked: int = 1
+    """How many of them NVLink joins with the first, itself counted."""
+    near: int = 1
+    """How many are on its NUMA node; 1 also where that is not known."""
+
+    def suit(self, need: Need) -> bool:
+        taken = self.memory[: need.gpus]
+        return len(taken) == need.gpus and all(memory >= need.memory for memory in taken)
+
+
+NO_GPUS = Gpus()
+
+
+class Need(msgspec.Struct, frozen=True):
+    """What GPUs each worker of a pool must have for a job."""
+
+    gpus: int = 0
+    memory: int = 0
+    """Bytes of each."""
+
+
+class Slot(msgspec.Struct, frozen=True):
+    """A worker that was started, or could be."""
+
+    pool: Pool
+    gpus: Gpus = Gpus()
+
+
+class Job(msgspec.Struct, frozen=True, kw_only=True):
     """What placement knows of a job that is neither paused nor over."""
 
     id: str
@@ -32,6 +69,8 @@ class Job:
     created: float
     needs: Counts
     """Of each pool the least that it works with."""
+    gpus: Mapping[Pool, Need] = {}
+    """What these must have; a pool that is not named needs none."""
     most: int = 0
     """Rollout workers that it may have."""
     held: bool = False
@@ -48,8 +87,7 @@ class Job:
     """Why it cannot start yet whatever is free: its last workers have not let go."""
 
 
-@dataclass(frozen=True, slots=True)
-class Held:
+class Held(msgspec.Struct, frozen=True):
     """A lease whose worker does its work."""
 
     worker: str
@@ -59,8 +97,7 @@ class Held:
     """It is being taken back, and ends what it has begun."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rules:
+class Rules(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds; settings of the scheduler under the same names, with `queue_` before them."""
 
     reserve_after_s: float = 300.0
@@ -69,37 +106,36 @@ class Rules:
     gang_s: float = 15.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class View:
+class View(msgspec.Struct, frozen=True, kw_only=True):
     now: float
     jobs: Sequence[Job]
     free: Mapping[Pool, Sequence[str]]
     """Idle workers without a lease."""
-    alive: Counts
-    coming: Counts = field(default_factory=dict)
-    """Workers without a lease that have not let go of their last job yet."""
+    alive: Mapping[Pool, Sequence[str]]
+    """All workers, and those that were just started."""
+    coming: Mapping[Pool, Sequence[str]] = {}
+    """Workers without a lease that have not let go of their last job yet, or were just started."""
+    gpus: Mapping[str, Gpus] = {}
+    """Of workers that have some."""
     leases: Sequence[Held] = ()
-    limits: Mapping[str, TenantLimits] = field(default_factory=dict)
-    used: Mapping[str, Used] = field(default_factory=dict)
+    limits: Mapping[str, TenantLimits] = {}
+    used: Mapping[str, Used] = {}
     """By tenant, today."""
     rules: Rules = Rules()
 
 
-@dataclass(frozen=True, slots=True)
-class Start:
+class Start(msgspec.Struct, frozen=True):
     job: str
     workers: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class AddWorker:
+class AddWorker(msgspec.Struct, frozen=True):
     job: str
     worker: str
     pool: Pool
 
 
-@dataclass(frozen=True, slots=True)
-class TakeBack:
+class TakeBack(msgspec.Struct, frozen=True):
     """The worker ends what it has begun and goes."""
 
     job: str
@@ -107,17 +143,16 @@ class TakeBack:
     wanted_by: str
 
 
-@dataclass(frozen=True, slots=True)
-class Preempt:
+class Preempt(msgspec.Struct, frozen=True):
     """Back to the queue, from where it goes on with its checkpoint."""
 
     job: str
     by: str
 
 
-@dataclass(frozen=True, slots=True)
-class Requeue:
-    """Back to the queue: it lacks a part of what it needs, and others wait for the rest."""
+class Requeue(msgspec.Struct, frozen=True):
+    """Back to the queue: its tenant has used up its day, or it lacks a part of what it needs and others wait for the
+    rest."""
 
     job: str
     why: str
@@ -126,8 +161,7 @@ class Requeue:
 Decision = Start | AddWorker | TakeBack | Preempt | Requeue
 
 
-@dataclass(frozen=True, slots=True)
-class Plan:
+class Plan(msgspec.Struct, frozen=True):
     decisions: list[Decision]
     waiting: dict[str, str]
     """By job, in words, what it waits for; empty for one that lacks nothing."""

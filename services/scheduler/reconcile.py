@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -31,51 +31,61 @@ import msgspec
 import structlog
 
 from opentinker.services.scheduler import placement
-from opentinker.services.scheduler.allowances import Used
 from opentinker.services.scheduler.checkpoints import newest_epoch
-from opentinker.services.scheduler.cluster import Cluster
-from opentinker.services.scheduler.placing import AddWorker, Decision, Preempt, Requeue, Rules, Start, TakeBack
-from opentinker.services.scheduler.untrained import SLEEPS, UNTRAINED, attend, followed_by
-from opentinker.shared.artifacts import ArtifactIndex
-from opentinker.shared.config import Settings
+from opentinker.services.scheduler.cluster import LONGEST_RETRY_S, Cluster, Overdue
+from opentinker.services.scheduler.lacking import named
+from opentinker.services.scheduler.placing import AddWorker, Decision, Preempt, Requeue, Slot, Start, TakeBack
+from opentinker.services.scheduler.settled import rules_of, used_today
+from opentinker.services.scheduler.untrained import SLEEPS, UNTRAINED, attend, awaits_source, followed_by
 from opentinker.shared.errors import Conflict, NotFound
-from opentinker.shared.leases import UNFENCED
+from opentinker.shared.pulses import Pulses
+from opentinker.shared.script import UNFENCED
 from opentinker.shared.service import Context
 from opentinker.shared.subjects import WAKE
 from opentinker.shared.types import JobRecord, JobState, Lease, Pool, WorkerInfo
-from opentinker.shared.usage import Usage
-from opentinker.shared.waiting import set_within
+from opentinker.shared.waiting import rest, set_within
 
 log = structlog.get_logger()
 
 LOOK_S = 0.5
+REST = 2.0
+"""Times what a look took, that nothing wakes the next one."""
 MAX_RESTARTS = 5
 """Trainers in a row that may be lost without a new step; the next loss fails the job. As many rollout workers, and one
 for each that the job asks for beyond the first, may be lost before one serves it."""
-LONGEST_RETRY_S = 60.0
 CHARGE_S = 2.0
 """So often what leases have held is counted."""
 SAID_AT_ONCE = 100
 """Jobs per look that are told of a change in what they wait for."""
-NAMED = 3
-"""Jobs that a tenant is told of whose artifacts leave no room."""
 HELD = (JobState.STARTING, JobState.RUNNING)
 
 
 class Reconciler:
-    """`leader`: the number of this scheduler's leadership; what it writes into leases is refused after it."""
+    """`leader`: the number of this scheduler's leadership; what it writes into leases and jobs is refused after it.
+    `clock`: monotonic."""
 
-    def __init__(self, ctx: Context, leader: int = UNFENCED, starting: Mapping[Pool, int] | None = None) -> None:
+    def __init__(
+        self,
+        ctx: Context,
+        leader: int = UNFENCED,
+        starting: Mapping[str, Slot] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.ctx, self.store, self.leader = ctx, ctx.store, leader
         self._ttl_s = ctx.settings.worker_ttl_s
-        self._starting: Mapping[Pool, int] = {} if starting is None else starting
+        self._starting: Mapping[str, Slot] = {} if starting is None else starting
         """What the launcher has started and does not beat yet; it changes as that goes on."""
         self._wake = asyncio.Event()
+        self._clock = clock
+        self._pulses = Pulses(clock)
+        self._overdue = Overdue(ctx.settings.drain_s, clock)
         self._seen_at = float("-inf")
         self._charged_at = float("-inf")
         self._absence_counts_from = 0.0
         self._ignored_since: dict[Lease, float] = {}
         """When a live worker was first seen not acting on its lease."""
+        self._leaving_since: dict[Lease, float] = {}
+        """When a lease was first seen being taken back."""
 
     async def run(self) -> None:
         async def wake(_: dict[str, Any]) -> None:
@@ -85,7 +95,10 @@ class Reconciler:
         try:
             while True:
                 self._wake.clear()
+                began = time.monotonic()
                 await self.look()
+                # However many wake us: requests are answered by the same process.
+                await rest(min(LOOK_S, REST * (time.monotonic() - began)))
                 await set_within(self._wake, LOOK_S)
         finally:
             await subscription.unsubscribe()
@@ -110,31 +123,37 @@ class Reconciler:
         )
         for decision in planned.decisions:
             with _over_meanwhile(decision.job):
-                active[decision.job] = await self._carry_out(decision, active[decision.job], cluster)
+                active[decision.job] = await self._carry_out(decision, active, cluster)
         known = {job.id for job in jobs}
         for job in active.values():
             if job.kind in UNTRAINED:
                 with _over_meanwhile(job.id):
-                    if await attend(self.store, job, cluster, known):
+                    if await attend(self.store, job, cluster, known, self.leader):
                         await self._put_to_sleep(job, cluster)
         await self._say_waiting(active, planned.waiting | early)
         await self._charge()
         return len(planned.decisions)
 
     async def _observe(self) -> Cluster:
-        """Leases are read before jobs: a lease whose job has no workers then is of a job that has none any more."""
-        workers, leases = await self.store.workers(), await self.store.leases()
-        now = time.monotonic()
+        """Leases are read before jobs: a lease whose job has no workers then is of a job that has none any more.
+
+        Whose heart stands still by our clock is gone, for everybody else too.
+        """
+        beats, leases = await self.store.beats(), await self.store.leases()
+        now = self._clock()
         if now - self._seen_at > max(self._ttl_s / 2, 3 * LOOK_S):
-            # We start, or Redis was away: heartbeats may have expired although the workers live. Let them beat first.
+            # We start, or Redis was away, and may have lost what workers said although they live. Let them beat first.
             self._absence_counts_from = now + self._ttl_s
         self._seen_at = now
-        return Cluster(workers, leases)
+        lost = {beat.id for beat in self._pulses.silent(beats) if await self.store.lose(beat, leader=self.leader)}
+        self._leaving_since = {lease: self._leaving_since.get(lease, now) for lease in leases if lease.leaves_by}
+        living = [beat for beat in beats if beat.id not in lost]
+        return Cluster(living, leases, self._overdue.look(living, leases))
 
     async def _charge(self) -> None:
-        if time.monotonic() - self._charged_at >= CHARGE_S:
+        if self._clock() - self._charged_at >= CHARGE_S:
             await self.store.charge()
-            self._charged_at = time.monotonic()
+            self._charged_at = self._clock()
 
     # --- what goes ----------------------------------------------------------------------------------------------
 
@@ -146,10 +165,11 @@ class Reconciler:
             log.info("lease_revoked", job=lease.job, lease_worker=lease.worker, why="the job has no workers now")
             await self._revoke(lease, cluster)
 
-    @staticmethod
-    def _is_over(lease: Lease, cluster: Cluster) -> bool:
-        """It is not being taken back, or has been."""
-        return not lease.leaves_by or cluster.has_left(lease) or time.time() > lease.leaves_by
+    def _is_over(self, lease: Lease, cluster: Cluster) -> bool:
+        """It is not being taken back, or has been, or we have waited for that long enough."""
+        if not lease.leaves_by or cluster.has_left(lease):
+            return True
+        return self._clock() - self._leaving_since.get(lease, self._clock()) > self.ctx.settings.take_back_s
 
     async def _revoke(self, lease: Lease, cluster: Cluster) -> None:
         await self.store.revoke(lease.worker, leader=self.leader)
@@ -159,7 +179,7 @@ class Reconciler:
 
     def _lost(self, lease: Lease, cluster: Cluster) -> str | None:
         """Why the holder will not do its work any more; None if it does, or may."""
-        worker, now = cluster.workers.get(lease.worker), time.monotonic()
+        worker, now = cluster.workers.get(lease.worker), self._clock()
         if worker is None:
             return "it stopped beating" if now >= self._absence_counts_from else None
         if worker.incarnation != lease.incarnation:
@@ -190,7 +210,7 @@ class Reconciler:
                     job = await self._count_loss(job, lease, why)
         if job.rollout_losses and job.state == JobState.RUNNING and cluster.serving(job.id):
             with _over_meanwhile(job.id):
-                await self.store.update(job.id, only_active=True, rollout_losses=0)
+                await self.store.update(job.id, only_active=True, leader=self.leader, rollout_losses=0)
                 job = msgspec.structs.replace(job, rollout_losses=0)
         return job
 
@@ -201,11 +221,11 @@ class Reconciler:
                 f"the trainer was lost {restarts} times in a row without a new step (step {job.step} of {job.steps}); "
                 f"the last one was {lease.worker}: {why}. See the trainer's log"
             )
-            await self.store.transition(job.id, JobState.FAILED, allowed=HELD, reason=reason)
+            await self.store.transition(job.id, JobState.FAILED, allowed=HELD, reason=reason, leader=self.leader)
             return msgspec.structs.replace(job, state=JobState.FAILED)
         changes = {"restarts": restarts, "restart_step": max(job.step, job.restart_step), **self._again(restarts)}
         detail = {"worker": lease.worker, "why": why, "step": job.step, "restarts": restarts}
-        await self.store.update(job.id, only_active=True, event="trainer_lost", detail=detail, **changes)
+        await self._note(job, "trainer_lost", detail, **changes)
         return msgspec.structs.replace(job, **changes)
 
     async def _count_loss(self, job: JobRecord, lease: Lease, why: str) -> JobRecord:
@@ -217,11 +237,11 @@ class Reconciler:
                 f"{lease.worker}: {why}. See its log. If nothing is said there it was killed, most often for want of "
                 "memory: take a smaller model or a shorter rollout.context_length, or a machine with more memory"
             )
-            await self.store.transition(job.id, JobState.FAILED, allowed=HELD, reason=reason)
+            await self.store.transition(job.id, JobState.FAILED, allowed=HELD, reason=reason, leader=self.leader)
             return msgspec.structs.replace(job, state=JobState.FAILED)
         changes = {"rollout_losses": losses, **self._again(losses)}
         detail = {"worker": lease.worker, "why": why}
-        await self.store.update(job.id, only_active=True, event="rollout_worker_lost", detail=detail, **changes)
+        await self._note(job, "rollout_worker_lost", detail, **changes)
         return msgspec.structs.replace(job, **changes)
 
     def _again(self, losses: int) -> dict[str, Any]:
@@ -232,8 +252,9 @@ class Reconciler:
 
     # --- what is decided ----------------------------------------------------------------------------------------
 
-    async def _carry_out(self, decision: Decision, job: JobRecord, cluster: Cluster) -> JobRecord:
-        """Returns the job as it is afterwards."""
+    async def _carry_out(self, decision: Decision, jobs: Mapping[str, JobRecord], cluster: Cluster) -> JobRecord:
+        """Returns the job as it is afterwards. What is written down of it, its tenant may read."""
+        job = jobs[decision.job]
         match decision:
             case Start(_, workers):
                 return await self._start(job, [cluster.workers[id] for id in workers])
@@ -242,9 +263,9 @@ class Reconciler:
             case AddWorker(_, worker, _):
                 await self._add_rollout_worker(job, cluster.workers[worker])
             case TakeBack(_, worker, wanted_by):
-                await self._take_back(job, cluster.lease(worker), wanted_by)
+                await self._take_back(job, cluster.lease(worker), named(jobs[wanted_by], job.tenant))
             case Preempt(_, by):
-                return await self._back_to_queue(job, cluster, "preempted", {"by": by})
+                return await self._back_to_queue(job, cluster, "preempted", {"by": named(jobs[by], job.tenant)})
             case Requeue(_, why):
                 return await self._back_to_queue(job, cluster, "requeued", {"why": why})
         return job
@@ -287,13 +308,12 @@ class Reconciler:
         lease = _lease(job.id, job.epoch, worker)
         await self.store.grant(lease, tenant=job.tenant, gpus=len(worker.gpus), leader=self.leader)
         await self._wake_worker(worker.id)
-        await self.store.update(job.id, only_active=True, event="rollout_worker_added", detail={"worker": worker.id})
+        await self._note(job, "rollout_worker_added", {"worker": worker.id})
         log.info("rollout_worker_added", job=job.id, added=worker.id)
 
     async def _take_back(self, job: JobRecord, lease: Lease, wanted_by: str) -> None:
         await self._leave(lease)
-        detail = {"worker": lease.worker, "wanted_by": wanted_by}
-        await self.store.update(job.id, only_active=True, event="rollout_worker_taken_back", detail=detail)
+        await self._note(job, "rollout_worker_taken_back", {"worker": lease.worker, "wanted_by": wanted_by})
         log.info("rollout_worker_taken_back", job=job.id, taken=lease.worker, wanted_by=wanted_by)
 
     async def _leave(self, lease: Lease) -> None:
@@ -319,9 +339,9 @@ class Reconciler:
         held = {id for id, job in active.items() if job.state.held}
         early = {}
         for job in list(active.values()):
-            source = followed_by(job)
-            if not source or source in held or job.asleep or job.state == JobState.RUNNING:
+            if not awaits_source(job, held):
                 continue
+            source = followed_by(job)
             early[job.id] = f"job {source} to run"
             if job.state == JobState.STARTING:
                 with _over_meanwhile(job.id):
@@ -340,6 +360,10 @@ class Reconciler:
             await self._revoke(lease, cluster)
         return msgspec.structs.replace(job, state=JobState.QUEUED, **changes)
 
+    async def _note(self, job: JobRecord, event: str, detail: dict[str, Any], **changes: Any) -> None:
+        """Into the log of an active job."""
+        await self.store.update(job.id, only_active=True, leader=self.leader, event=event, detail=detail, **changes)
+
     async def _next_epoch(self, job: JobRecord) -> int:
         """Higher than any that Redis or a checkpoint knows of."""
         root = self.ctx.settings.data_dir / "jobs" / job.id / "checkpoints"
@@ -356,34 +380,10 @@ class Reconciler:
         for id in changed[:SAID_AT_ONCE]:
             event, why = "waiting" if waiting[id] else "", waiting[id]
             with _over_meanwhile(id):
-                await self.store.update(id, only_active=True, event=event, detail={"for": why}, waiting_for=why)
-
-
-def rules_of(settings: Settings) -> Rules:
-    return Rules(
-        reserve_after_s=settings.queue_reserve_after_s,
-        preempt_after_s=settings.queue_preempt_after_s,
-        min_run_s=settings.queue_min_run_s,
-        gang_s=settings.queue_gang_s,
-    )
-
-
-async def used_today(ctx: Context, tenants: set[str]) -> dict[str, Used]:
-    """Of those for whom it is limited: seconds, and what is stored now."""
-    limits, index = ctx.settings.tenants, ArtifactIndex(ctx.store.redis)
-    bound = {tenant: limit for tenant in tenants if (limit := limits.get(tenant) or limits.get("*"))}
-    counted = [tenant for tenant, limit in bound.items() if limit.by_time]
-    seconds = await Usage(ctx.store.redis).today(counted) if counted else {}
-    stored = {tenant: await index.stored(tenant) for tenant, limit in bound.items() if limit.stored_gb is not None}
-    return {
-        tenant: Used(
-            seconds.get(tenant, {}).get("worker_s", 0.0),
-            seconds.get(tenant, {}).get("gpu_s", 0.0),
-            sum(stored.get(tenant, {}).values()),
-            tuple(stored.get(tenant, {}).items())[:NAMED],
-        )
-        for tenant in seconds.keys() | stored.keys()
-    }
+                detail = {"for": why}
+                await self.store.update(
+                    id, only_active=True, leader=self.leader, event=event, detail=detail, waiting_for=why
+                )
 
 
 @contextmanager

@@ -2,9 +2,9 @@
 A request to a job that sleeps wakes it.
 
 The least busy one is asked, as far as this scheduler knows; among those about as busy, always the same one for the same
-beginning of a conversation, whose tokens it has in its cache. One that refuses because it is full, or that is lost
-before it has said anything, is replaced by another, and a job whose workers are being replaced is waited for. Who was
-lost is asked again where nobody else is ready: what was lost may have been a connection.
+model and beginning of a conversation, whose tokens it has in its cache. One that refuses because it is full, or that is
+lost before it has said anything, is replaced by another, and a job whose workers are being replaced is waited for. Who
+was lost is asked again where nobody else is ready: what was lost may have been a connection.
 
 wanted   answers WANTED: which requests of ours somebody still waits for
 """
@@ -207,11 +207,15 @@ class Replicas:
             finally:
                 self._waking.discard(job)
 
+    def _requests(self, worker: WorkerInfo) -> int:
+        """Under way: ours, as of now, or all that it told of with its last heartbeat, those of other schedulers too."""
+        return max(self._busy[worker.address], int(worker.detail.get("requests", 0)))
+
     def _best(self, workers: list[WorkerInfo], ask: Ask) -> WorkerInfo:
-        least = min(self._busy[worker.address] for worker in workers)
-        near = [worker for worker in workers if self._busy[worker.address] <= least + NEAR]
+        busy = {worker.address: self._requests(worker) for worker in workers}
+        near = [worker for worker in workers if busy[worker.address] <= min(busy.values()) + NEAR]
         key = codec.encode(
-            [ask.tools, ask.messages[:2], (ask.text or "")[:BEGINNING], (ask.token_ids or [])[:BEGINNING]]
+            [ask.model, ask.tools, ask.messages[:2], (ask.text or "")[:BEGINNING], (ask.token_ids or [])[:BEGINNING]]
         )
         return max(near, key=lambda worker: hashlib.blake2b(key + worker.address.encode()).digest())
 

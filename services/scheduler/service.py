@@ -11,6 +11,7 @@
     measure     consumes ledgers, heartbeats and stream sizes; produces METRIC
     feed        consumes jobs' logs of events; produces EVENT
     callout     lets in to NATS whoever has a credential for the streams of a job
+    hang up     closes connections of such credentials whose key or job is over
     keys        cuts off what keys that were revoked, or ran out, have open
     served      produces heartbeats of connected processes that serve environments
     replicas    answers rollout workers of inference jobs, which ask what is still wanted
@@ -30,6 +31,7 @@ from opentinker.services.scheduler.evaluating import Evaluating
 from opentinker.services.scheduler.feed import Feed
 from opentinker.services.scheduler.gate import Gate, register_operator
 from opentinker.services.scheduler.gateway import Gateway
+from opentinker.services.scheduler.hanging_up import HangingUp
 from opentinker.services.scheduler.keeping import Keeping
 from opentinker.services.scheduler.launching import Launching, launcher_of, on_their_way
 from opentinker.services.scheduler.leadership import Leadership
@@ -51,10 +53,10 @@ async def serve(ctx: Context) -> None:
         return {
             "reconcile": Reconciler(ctx, leadership, on_their_way(launching)).run(),
             **({} if launching is None else {"launch": launching.run()}),
-            "clear": Clearing(ctx).run(),
-            "evaluate": Evaluating(ctx).run(),
-            "tickets": TicketIssuer(ctx).run(),
-            "keep": Keeping(ctx).run(),
+            "clear": Clearing(ctx, leadership).run(),
+            "evaluate": Evaluating(ctx, leadership).run(),
+            "tickets": TicketIssuer(ctx, leadership).run(),
+            "keep": Keeping(ctx, leadership).run(),
             "measure": Measuring(ctx).run(),
             "feed": Feed(ctx).run(),
         }
@@ -66,6 +68,7 @@ async def serve(ctx: Context) -> None:
                 "lead": Leadership(ctx).run(leading),
                 "keys": gate.run(),
                 "callout": Callout(ctx).run(),
+                "hang up": HangingUp(ctx).run(),
                 "served": gateway.run(),
                 "replicas": replicas.run(),
                 "stop": ctx.stopping.wait(),

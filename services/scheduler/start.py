@@ -7,6 +7,7 @@ takes it away. Functions without `async` block.
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import time
 from dataclasses import dataclass
@@ -18,9 +19,11 @@ import orjson
 from opentinker.services.scheduler import checkpoints
 from opentinker.services.scheduler.artifacts import Artifacts
 from opentinker.shared.errors import NotFound
-from opentinker.shared.manifest import ADAPTER, CRITIC, OPTIMIZER, Manifest, read_manifest, start_of
+from opentinker.shared.manifest import ADAPTER, CRITIC, OPTIMIZER, Manifest, adapter_of, read_manifest, start_of
+from opentinker.shared.paths import sync_directory
 from opentinker.shared.service import Context
 from opentinker.shared.spec import JobSpec, LoraSpec, StartSpec
+from opentinker.shared.spec.start import Origin
 from opentinker.shared.tensors import NAMED, Shapes, difference, shapes_in
 from opentinker.shared.types import JobRecord
 
@@ -42,7 +45,7 @@ class Chosen:
         return f"{self.job.id}@{self.manifest.step}"
 
 
-async def find(ctx: Context, start: StartSpec, tenant: str) -> Chosen | str:
+async def find(ctx: Context, start: Origin, tenant: str) -> Chosen | str:
     """The checkpoint, or why there is none. A job of another tenant looks like one that does not exist."""
     artifacts = Artifacts(ctx)
     source, step = start.job, start.step
@@ -231,13 +234,18 @@ def _some(shapes: Shapes, names: list[str]) -> str:
     return f"{said} ({len(names)} tensors)"
 
 
-def keep(chosen: Chosen, data_dir: Path, job: str) -> str | None:
-    """Make the new job's own name for every file. Returns what is wrong with the checkpoint, having left nothing."""
-    place = start_of(data_dir, job)
+def keep(chosen: Chosen, data_dir: Path, job: str, adapter: str = "") -> str | None:
+    """Make the new job's own name for every file. Returns what is wrong with the checkpoint, having left nothing.
+
+    `adapter`: under which name it is served beside the job's base."""
+    home = start_of(data_dir, job).parent
     try:
+        place = adapter_of(data_dir, job, adapter) if adapter else start_of(data_dir, job)
         checkpoints.second_names(chosen.directory, chosen.manifest, place)
+        for above in (start_of(data_dir, job), home):
+            sync_directory(above)
     except OSError as error:
-        shutil.rmtree(place.parent, ignore_errors=True)
+        shutil.rmtree(home, ignore_errors=True)
         return f"it could not be kept for the new job: {error.strerror}; {ADVICE}"
     return None
 
@@ -252,10 +260,11 @@ def drop(data_dir: Path, job: str) -> None:
     shutil.rmtree(start_of(data_dir, job), ignore_errors=True)
 
 
-def left_over(data_dir: Path, active: set[str]) -> list[str]:
-    """Remove what is kept for jobs that are not active; a submission may be about to store its job. Returns whose."""
-    found = [path.parent.name for path in data_dir.glob("jobs/*/start") if path.parent.name not in active]
-    old = [job for job in found if time.time() - start_of(data_dir, job).stat().st_mtime > SUBMISSION_S]
-    for job in old:
-        drop(data_dir, job)
-    return old
+def kept_long(data_dir: Path) -> set[str]:
+    """Jobs for which a checkpoint is kept, but for those that a submission may be about to store."""
+    found = set()
+    for path in data_dir.glob("jobs/*/start"):
+        with contextlib.suppress(FileNotFoundError):  # its job is over by now
+            if time.time() - path.stat().st_mtime > SUBMISSION_S:
+                found.add(path.parent.name)
+    return found

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit, urlunsplit
 
 from aiohttp import web
 
-from opentinker.services.scheduler.gate import principal_of
+from opentinker.services.scheduler.gate import principal_of, secret_of
 from opentinker.services.scheduler.jobs_api import JobsApi
 from opentinker.services.scheduler.problems import TooMany, json_response
 from opentinker.shared import stream_credentials
@@ -36,8 +36,9 @@ class StreamsApi:
         asked, now = principal_of(request), time.time()
         try:
             token, given = await self._credentials.give(
-                key=asked.key, tenant=asked.tenant, job=job.id, now=now, life_s=stream_credentials.LIFE_S
-            )
+                key=asked.key, secret=secret_of(request), tenant=asked.tenant, job=job.id, now=now,
+                life_s=stream_credentials.LIFE_S,
+            )  # fmt: skip
         except TooManyCredentials as error:
             raise TooMany(f"credentials ({error})", error.wait_s) from None
         shown = shown_of(job.id)

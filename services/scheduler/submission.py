@@ -7,23 +7,32 @@ import hashlib
 import secrets
 import string
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import orjson
 from pydantic import ValidationError
 
-from opentinker.services.scheduler import environment, reserved
+from opentinker.services.scheduler import adapters, environment, reserved
 from opentinker.services.scheduler import start as starting
 from opentinker.services.scheduler.data_check import absolute, check_data
+from opentinker.shared.config import Settings
 from opentinker.shared.errors import SpecError
-from opentinker.shared.model_files import code_in, pickled_in
 from opentinker.shared.paths import local_path
 from opentinker.shared.service import Context
 from opentinker.shared.spec import JobSpec, ModelSpec, StartSpec, parse_spec
+from opentinker.shared.spec_checks import loads_weights, mistake_in
 from opentinker.shared.subjects import WAKE
 
 _ALPHABET = string.ascii_lowercase + string.digits
 Mistakes = list[dict[str, Any]]
+
+
+class Found(NamedTuple):
+    """What a spec names: its environment, what it starts from, and what it serves beside its base."""
+
+    asked: environment.Asked = environment.Asked()
+    chosen: starting.Chosen | None = None
+    adapters: adapters.Found = ()
 
 
 def new_job_id() -> str:
@@ -46,7 +55,7 @@ async def submit(
         if made is not None:
             await ctx.bus.emit(WAKE, {"job": made}, who="scheduler")
             return made, True
-    asked, chosen = await look_at(ctx, data, spec, tenant, mistakes)
+    found = await look_at(ctx, data, spec, tenant, mistakes)
     if spec is None or mistakes:
         raise SpecError(mistakes)
     plain = spec.model_dump(mode="json")
@@ -54,14 +63,17 @@ async def submit(
         part["base"] = await asyncio.to_thread(_resolved, part["base"])
     if spec.data is not None:
         plain["data"] |= await asyncio.to_thread(absolute, spec.data)
+    if spec.kind == "inference":
+        plain["serving"]["idle_s"] = kept_idle_s(spec, ctx.settings)
+    asked = found.asked
     if asked.check is not None:
         plain["environment"]["name"] = asked.check.name
     new = new_job_id()
-    await _keep(ctx, plain, asked, chosen, tenant, new)
+    await _keep(ctx, plain, found, tenant, new)
     id = await ctx.store.create_job(
         id=new, spec=plain, tenant=tenant, idempotency=idempotency, body_hash=body_hash, key=key, trace=trace
     )
-    if chosen is not None and id != new:
+    if id != new:
         await asyncio.to_thread(starting.drop, ctx.settings.data_dir, new)
     if id == new and asked.check is not None and not asked.answered:
         await ctx.store.update(
@@ -82,6 +94,13 @@ def _check_priority(ctx: Context, spec: JobSpec | None, tenant: str) -> Mistakes
     return [{"field": "resources.priority", "value": spec.resources.priority, "problem": problem}]
 
 
+def kept_idle_s(spec: JobSpec, settings: Settings) -> float | None:
+    """How long an inference job is kept that nobody asks: as it says, or as the operator does for those that do not."""
+    if spec.serving.idle_s is not None or settings.inference_idle_s is None:
+        return spec.serving.idle_s
+    return settings.inference_idle_s + (spec.serving.sleep_s or 0.0)
+
+
 def _read(data: Any) -> tuple[JobSpec | None, str, Mistakes]:
     """The spec, if it is one, and its hash, if it can be stored."""
     spec: JobSpec | None = None
@@ -92,45 +111,43 @@ def _read(data: Any) -> tuple[JobSpec | None, str, Mistakes]:
         return spec, "", error.mistakes
 
 
-async def _keep(
-    ctx: Context,
-    plain: dict[str, Any],
-    asked: environment.Asked,
-    chosen: starting.Chosen | None,
-    tenant: str,
-    new: str,
-) -> None:
+async def _keep(ctx: Context, plain: dict[str, Any], found: Found, tenant: str, new: str) -> None:
     """What the job needs of others stays for it. Raises SpecError if something has gone since it was looked at."""
+    asked, chosen = found.asked, found.chosen
     if (start := plain.get("start")) is not None and (live := StartSpec.model_validate(start)).live:
         plain["model"] = starting.followed(plain, await ctx.store.job(live.job))
     if chosen is not None:
         plain |= await asyncio.to_thread(_started, plain, chosen)
         if problem := await asyncio.to_thread(starting.keep, chosen, ctx.settings.data_dir, new):
             raise SpecError([{"field": "start.from", "value": chosen.name, "problem": problem}])
+    for place, (name, adapter) in enumerate(found.adapters):
+        plain["serving"]["adapters"][place]["from"] = adapter.name
+        if problem := await asyncio.to_thread(starting.keep, adapter, ctx.settings.data_dir, new, name):
+            field = f"serving.adapters.{place}.from"
+            raise SpecError([{"field": field, "value": adapter.name, "problem": problem}])
     if asked.check is not None and (gone := await environment.gone(ctx, asked.check, tenant)):
         await asyncio.to_thread(starting.drop, ctx.settings.data_dir, new)
         raise SpecError(gone)
 
 
-async def look_at(
-    ctx: Context, data: Any, spec: JobSpec | None, tenant: str, mistakes: Mistakes
-) -> tuple[environment.Asked, starting.Chosen | None]:
+async def look_at(ctx: Context, data: Any, spec: JobSpec | None, tenant: str, mistakes: Mistakes) -> Found:
     """What the spec names, as far as it can be seen here; `mistakes` grow. `spec`: of `data`, None if that is none."""
     if wrong_places := await reserved.mistakes_in(ctx, data, tenant):  # nobody looks at what is there
         mistakes += wrong_places
-        return environment.Asked(), None
+        return Found()
     asked = await environment.examine(ctx, data, spec, tenant, mistakes)
     base = _base(data, spec)
-    wrong_model = (
-        [] if base is None else await asyncio.to_thread(_check_model, base, None if spec is None else spec.model)
-    )
+    model, weights = (None, False) if spec is None else (spec.model, loads_weights(spec))
+    wrong_model = [] if base is None else await asyncio.to_thread(_check_model, base, model, weights)
     wrong_start, chosen = await _check_start(ctx, _start(data, spec), spec, tenant)
+    resolved = "" if spec is None else await asyncio.to_thread(_resolved, spec.model.base)
+    wrong_adapters, beside = await adapters.look_at(ctx, data, spec, resolved, tenant)
     wrong_frozen = await asyncio.to_thread(_check_frozen, data)
     mistakes += _check_priority(ctx, spec, tenant)
-    mistakes += asked.mistakes + wrong_model + wrong_start + wrong_frozen
+    mistakes += asked.mistakes + wrong_model + wrong_start + wrong_adapters + wrong_frozen
     if spec is not None and spec.data is not None:
         mistakes += await asyncio.to_thread(check_data, spec.data, spec.kind)
-    return asked, chosen
+    return Found(asked, chosen, beside)
 
 
 def _started(plain: dict[str, Any], chosen: starting.Chosen) -> dict[str, Any]:
@@ -198,18 +215,13 @@ def _resolved(base: str) -> str:
     return base if path is None else str(path.resolve())
 
 
-def _check_model(base: str, model: ModelSpec | None) -> Mistakes:
-    """Blocking. What can be seen of a local model without loading it."""
+def _check_model(base: str, model: ModelSpec | None, weights: bool) -> Mistakes:
+    """Blocking. What can be seen of a local model without loading it; `weights`: whoever does loads those too."""
     path = local_path(base) if base else None
     if path is None:
         return []
     try:
-        if not path.is_dir():
-            what = "is a file" if path.exists() else f"does not exist on the server ({path.absolute()})"
-            return [_mistake(base, f"{what}; give a directory with config.json and safetensors, or a hub id")]
-        there = (path / "config.json").is_file()
-        lacking = None if there else "has no config.json: it is not a Hugging Face model directory"
-        if why := lacking or code_in(path) or pickled_in(path):
+        if why := mistake_in(path, weights):
             return [_mistake(base, why)]
         if model is not None and model.chat_template == "model" and _lacks_template(path):
             problem = f'the tokenizer in {base} has no chat template; use one that has, or chat_template = "plain"'
@@ -223,14 +235,16 @@ def _check_frozen(data: Any) -> Mistakes:
     """Blocking. Of the models that reference-forward will load, even if other parts of the spec are wrong."""
     if not isinstance(data, dict):
         return []
-    found = [{**mistake, "field": "teacher.base"} for mistake in _check_model(_name_in(data.get("teacher")), None)]
+    found = [
+        {**mistake, "field": "teacher.base"} for mistake in _check_model(_name_in(data.get("teacher")), None, True)
+    ]
     base = _name_in(data.get("value_model"))
-    wrong = _check_model(base, None) or _check_classifier(base, "token")
+    wrong = _check_model(base, None, True) or _check_classifier(base, "token")
     found += [{**mistake, "field": "value_model.base"} for mistake in wrong]
     judges = data.get("reward_models")
     for i, judge in enumerate(judges if isinstance(judges, list) else []):
         base = _name_in(judge)
-        wrong = _check_model(base, None) or _check_classifier(base, "sequence") or _check_template(base)
+        wrong = _check_model(base, None, True) or _check_classifier(base, "sequence") or _check_template(base)
         found += [{**mistake, "field": f"reward_models.{i}.base"} for mistake in wrong]
     return found
 

@@ -21,6 +21,7 @@ import structlog
 from opentinker.shared.admission import Admission, Ledger
 from opentinker.shared.bus import NoReply, StreamFull
 from opentinker.shared.errors import Conflict, NotFound
+from opentinker.shared.script import UNFENCED
 from opentinker.shared.service import Context
 from opentinker.shared.subjects import TICKET, TICKETS, WAKE
 from opentinker.shared.types import JobRecord, JobState, Ticket
@@ -46,8 +47,10 @@ def ticket_seed(seed: int, position: int) -> int:
 
 
 class TicketIssuer:
-    def __init__(self, ctx: Context) -> None:
-        self.ctx, self.store, self.bus = ctx, ctx.store, ctx.bus
+    """`leader`: the number of this scheduler's leadership; what it writes into jobs is refused after it."""
+
+    def __init__(self, ctx: Context, leader: int = UNFENCED) -> None:
+        self.ctx, self.store, self.bus, self.leader = ctx, ctx.store, ctx.bus, leader
         self._wake = asyncio.Event()
         self._missing: dict[str, set[int]] = {}
         """Per job: running groups that had no ticket in the last sweep."""
@@ -141,7 +144,7 @@ class TicketIssuer:
         said = last["error"].strip().splitlines()[-1:] if last else []
         reason = problem + "".join(f"; last error: {line}" for line in said)
         try:
-            await self.store.transition(job.id, JobState.FAILED, allowed=HELD, reason=reason)
+            await self.store.transition(job.id, JobState.FAILED, allowed=HELD, leader=self.leader, reason=reason)
         except (Conflict, NotFound):
             return  # it ended by itself meanwhile
         log.error("job_failed", job=job.id, reason=reason)

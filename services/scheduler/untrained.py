@@ -15,6 +15,7 @@ from collections.abc import Container
 import structlog
 
 from opentinker.services.scheduler.cluster import Cluster
+from opentinker.shared.script import UNFENCED
 from opentinker.shared.store import Store
 from opentinker.shared.types import JobRecord, JobState
 
@@ -24,19 +25,22 @@ UNTRAINED = ("inference", "eval")
 SLEEPS = "a request: it sleeps, and the next one wakes it (serving.sleep_s)"
 
 
-async def attend(store: Store, job: JobRecord, cluster: Cluster, active: Container[str]) -> bool:
-    """One look at a job of these kinds. True if it shall sleep. Raises Conflict or NotFound if it is over meanwhile.
+async def attend(
+    store: Store, job: JobRecord, cluster: Cluster, active: Container[str], leader: int = UNFENCED
+) -> bool:
+    """One look at a job of these kinds. True if it shall sleep. Raises Conflict or NotFound if it is over meanwhile,
+    Fenced if another scheduler leads than `leader`.
 
     `active`: jobs that are not over.
     """
     if (followed := followed_by(job)) and followed not in active:
         over = (await store.job(followed)).state
         reason = f"job {followed}, whose live policy it served, has {over}; {followed}@latest is its newest checkpoint"
-        await store.transition(job.id, JobState.SUCCEEDED, allowed=[job.state], reason=reason)
+        await store.transition(job.id, JobState.SUCCEEDED, allowed=[job.state], leader=leader, reason=reason)
         log.info("job_followed_to_its_end", job=job.id, followed=followed)
         return False
     if job.state == JobState.STARTING and cluster.serving(job.id):
-        await store.transition(job.id, JobState.RUNNING, allowed=[JobState.STARTING])
+        await store.transition(job.id, JobState.RUNNING, allowed=[JobState.STARTING], leader=leader)
         log.info("job_serves", job=job.id)
     if job.kind != "inference":
         return False
@@ -46,7 +50,7 @@ async def attend(store: Store, job: JobRecord, cluster: Cluster, active: Contain
         if job.asleep and not (await store.job(job.id)).asleep:
             return False  # a request has just woken it
         reason = f"nobody asked it anything for {idle_s:g} s (serving.idle_s)"
-        await store.transition(job.id, JobState.SUCCEEDED, allowed=[job.state], reason=reason)
+        await store.transition(job.id, JobState.SUCCEEDED, allowed=[job.state], leader=leader, reason=reason)
         log.info("job_idle", job=job.id, idle_s=idle_s)
         return False
     return quiet_s is not None and sleep_s is not None and not job.asleep and quiet_s >= sleep_s
@@ -56,6 +60,13 @@ def followed_by(job: JobRecord) -> str:
     """The job whose live policy this one serves, if it does."""
     id, _, which = str((job.spec.get("start") or {}).get("from", "")).partition("@")
     return id if which == "live" else ""
+
+
+def awaits_source(job: JobRecord, held: Container[str]) -> bool:
+    """It would serve the live policy of a job that is none of `held`, those that have workers. One that serves already
+    goes on with what it has."""
+    source = followed_by(job)
+    return bool(source) and source not in held and not job.asleep and job.state != JobState.RUNNING
 
 
 def _quiet_s(job: JobRecord, cluster: Cluster) -> float | None:

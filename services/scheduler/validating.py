@@ -8,21 +8,23 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections import Counter
+from functools import partial
 from typing import Any
 
 from aiohttp import web
 
+from opentinker.services.scheduler import prospects
 from opentinker.services.scheduler.gate import tenant_of
 from opentinker.services.scheduler.problems import json_response, read_json
-from opentinker.services.scheduler.submission import Mistakes, look_at
+from opentinker.services.scheduler.submission import Mistakes, kept_idle_s, look_at
+from opentinker.shared import spec_checks
 from opentinker.shared.env_client import EnvClient
 from opentinker.shared.errors import SpecError
 from opentinker.shared.service import Context
 from opentinker.shared.sessions import Policy, SessionReply, StepSession
 from opentinker.shared.spec import JobSpec, parse_spec
-from opentinker.shared.spec.frozen import is_scored
-from opentinker.shared.types import Pool, StopReason
+from opentinker.shared.spec_checks import NOT_LOOKED_AT, Check, check
+from opentinker.shared.types import StopReason
 
 EPISODE_S = 30.0
 TURNS = 4
@@ -30,7 +32,7 @@ SAID = "0"
 """What the episode is answered with, whatever it asks."""
 SHOWN = 2000
 """Characters of what the environment said."""
-Check = dict[str, Any]
+NO_PROMPTS = "a server renders no prompts: reading a tokenizer would hold up everything else"
 
 
 class Validating:
@@ -50,10 +52,10 @@ async def report_on(ctx: Context, data: Any, tenant: str) -> dict[str, Any]:
         spec = parse_spec(data)
     except SpecError as error:
         mistakes += error.mistakes
-    asked, _ = await look_at(ctx, data, spec, tenant, mistakes)
+    asked, *_ = await look_at(ctx, data, spec, tenant, mistakes)
     if spec is None or mistakes:
         return {"valid": False, "mistakes": mistakes, "checks": [], "messages": []}
-    checks: list[Check] = [_check("spec", f"{spec.name}, of kind {spec.kind}")]
+    checks: list[Check] = [check("spec", f"{spec.name}, of kind {spec.kind}")]
     messages: list[dict[str, str]] = []
     if spec.environment.name:
         if asked.answered:
@@ -62,14 +64,25 @@ async def report_on(ctx: Context, data: Any, tenant: str) -> dict[str, Any]:
             checks.append(played)
         else:
             hint = "start one: it is checked at the first episode otherwise"
-            checks.append(_check("environment", "no env worker answered", "note", hint))
-    checks += await _workers(ctx, spec)
-    valid = not any(check["result"] == "bad" for check in checks)
+            checks.append(check("environment", "no env worker answered", "note", hint))
+    checks.append(await asyncio.to_thread(spec_checks.model, spec))
+    checks.append(
+        check("prompt", f"{NOT_LOOKED_AT}{NO_PROMPTS}", "note", "opentinker validate renders it, with the model here")
+    )
+    checks += await asyncio.to_thread(partial(spec_checks.rows, spec, here=False))
+    if spec.kind == "inference":
+        checks.append(_kept(kept_idle_s(spec, ctx.settings), own=spec.serving.idle_s is not None))
+    checks += await prospects.look(ctx, spec, tenant)
+    valid = not any(one["result"] == "bad" for one in checks)
     return {"valid": valid, "mistakes": [], "checks": checks, "messages": messages}
 
 
-def _check(what: str, found: str, result: str = "ok", hint: str = "") -> Check:
-    return {"what": what, "found": found, "result": result, "hint": hint}
+def _kept(idle_s: float | None, *, own: bool) -> Check:
+    if idle_s is None:
+        found = "until it is completed or cancelled, whether or not anybody asks it"
+        return check("kept", found, hint="serving.idle_s ends it when nobody does")
+    whose = "serving.idle_s" if own else "this server's inference_idle_s; serving.idle_s is the job's own"
+    return check("kept", f"until nobody has asked it anything for {idle_s:g} s ({whose})")
 
 
 async def _episode(ctx: Context, spec: JobSpec, name: str, tenant: str) -> tuple[Check, list[dict[str, str]]]:
@@ -105,9 +118,7 @@ async def _episode(ctx: Context, spec: JobSpec, name: str, tenant: str) -> tuple
     if reply.failure is not None:
         return _bad(f"{reply.failure} after {turns} turns: {reply.error[-500:]}"), messages
     how = "and is done" if reply.done else "and goes on"
-    return _check(
-        "episode", f"begins with {len(messages)} messages, {turns} turns, reward {rewards:g}, {how}"
-    ), messages
+    return check("episode", f"begins with {len(messages)} messages, {turns} turns, reward {rewards:g}, {how}"), messages
 
 
 def _step(session: str, turn: int, asked: SessionReply) -> StepSession:
@@ -115,30 +126,4 @@ def _step(session: str, turn: int, asked: SessionReply) -> StepSession:
 
 
 def _bad(found: str) -> Check:
-    return _check("episode", found, "bad", "see to the environment or its config: opentinker env check plays it alone")
-
-
-async def _workers(ctx: Context, spec: JobSpec) -> list[Check]:
-    """Whether those are there, and free, that the job needs."""
-    workers = await ctx.store.workers()
-    alive = Counter(worker.pool for worker in workers)
-    free = Counter(worker.pool for worker in workers if worker.job is None)
-    needs: dict[Pool, int] = {}
-    if spec.kind not in ("inference", "eval"):
-        needs[Pool.TRAINER] = 1
-    if spec.kind in ("rl", "inference", "eval"):
-        needs[Pool.ROLLOUT] = spec.resources.rollout_workers
-    checks = [_of_pool(pool, wanted, alive[pool], free[pool]) for pool, wanted in needs.items()]
-    shared = [Pool.ENV] if spec.environment.name and not spec.environment.name.startswith("served:") else []
-    shared += [Pool.REFERENCE] if is_scored(spec.model_dump()) else []
-    return checks + [_of_pool(pool, 1, alive[pool], alive[pool]) for pool in shared]
-
-
-def _of_pool(pool: Pool, wanted: int, alive: int, free: int) -> Check:
-    what, found = f"{pool} workers", f"{wanted} wanted, {alive} running, {free} free"
-    if not alive:
-        return _check(what, found, "note", "the job waits until one runs")
-    if not free:
-        return _check(what, found, "note", "the job waits until one is free")
-    short = free < wanted
-    return _check(what, found, "note" if short else "ok", "it begins with fewer" if short else "")
+    return check("episode", found, "bad", "see to the environment or its config: opentinker env check plays it alone")

@@ -1,7 +1,7 @@
 """Checkpoints on disk: committed whole or not at all, verified before use, fenced by epoch.
 
     {root}/step-000050/manifest.json + files        committed
-    {root}/.writing-000050-XXXX/                    being written; an orphan after a crash
+    {root}/.writing-EPOCH-HOST-PID-000050-XXXX/     being written; an orphan after a crash
     {root}/.removing-...                            being removed; an orphan after a crash
     {root}/.epoch                                   nobody of a lower epoch may write here
 
@@ -12,9 +12,11 @@ rename makes the checkpoint exist. What the manifest says is the truth about the
 from __future__ import annotations
 
 import fcntl
+import glob
 import hashlib
 import os
 import shutil
+import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -66,7 +68,7 @@ def commit(
     is full or refuses otherwise; in both cases, and when `write` raises, nothing of the try is left. `crash(point)` is
     called between the stages, for tests.
     """
-    temporary = root / f"{WRITING}{manifest.step:06d}-{os.getpid()}-{time.time_ns()}"
+    temporary = root / f"{_writing(manifest.epoch)}{manifest.step:06d}-{time.time_ns()}"
     try:
         root.mkdir(parents=True, exist_ok=True)
         _refuse_old_epoch(root, manifest)
@@ -97,6 +99,17 @@ def commit(
             ) from error
         raise
     return final
+
+
+def unfinished(root: Path, epoch: int) -> str:
+    """A pattern of what this process is writing in this epoch, should it end in the middle."""
+    return f"{glob.escape(str(root / _writing(epoch)))}*"
+
+
+def _writing(epoch: int) -> str:
+    """What names begin with of what this process is writing. Containers that share a directory share numbers of
+    processes, too; an epoch has one trainer."""
+    return f"{WRITING}{epoch}-{socket.gethostname()}-{os.getpid()}-"
 
 
 def newest(root: Path, damaged: Callable[[Path, str], None] = _undamaged) -> tuple[Path, Manifest] | None:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from opentinker.services.trainer.chat import Chat, ChatEncoder, Tokens, Unrenderable
-from opentinker.shared.dataset import Rows, open_rows
+from opentinker.shared.dataset import Rows, Source, open_rows, sources
 from opentinker.shared.errors import JobFailed
 from opentinker.shared.rows import RowError
 from opentinker.shared.spec import DataSpec, JobSpec
@@ -72,13 +72,8 @@ class Maker:
         self.limit = self.data.max_length or min(longest, DEFAULT_LENGTH)
 
     def make(self) -> Examples:
-        data = self.data
-        made = self.all_of(_rows(data.path, data.split, "train", data.subset))
-        validation: list[Example] = []
-        if isinstance(data.validation, str):
-            subset = data.subset if data.validation == data.path else None
-            validation = self.all_of(_rows(data.validation, data.validation_split, "validation", subset))
-        return Examples(made, validation, self.counts, self.longest)
+        made, *validation = [self.all_of(_rows(source)) for source in sources(self.data)]
+        return Examples(made, [example for part in validation for example in part], self.counts, self.longest)
 
     def all_of(self, rows: Rows) -> list[Example]:
         try:
@@ -201,9 +196,9 @@ class Maker:
         return Unrenderable(f"{self.data.column(field)}: {problem}")
 
 
-def _rows(path: str, split: str | None, default_split: str, subset: str | None) -> Rows:
+def _rows(source: Source) -> Rows:
     try:
-        return open_rows(path, split, default_split, subset)
+        return open_rows(*source)
     except RowError as error:
         raise JobFailed(f"data: {error}") from None
 

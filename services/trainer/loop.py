@@ -28,14 +28,16 @@ from opentinker.services.trainer.told import Told
 from opentinker.services.trainer.validation import Validation
 from opentinker.shared.admission import Admission
 from opentinker.shared.bus import Consumer, Delivery
+from opentinker.shared.consumer import ConsumerDeleted
 from opentinker.shared.errors import JobFailed
 from opentinker.shared.leasing import LeasedWorker
 from opentinker.shared.manifest import Manifest
+from opentinker.shared.reports import KeptStep
 from opentinker.shared.service import first_failure
 from opentinker.shared.spec import JobSpec
-from opentinker.shared.subjects import GROUP, ROLLOUTS, WAKE
+from opentinker.shared.subjects import GROUP, GROUPS, ROLLOUTS, WAKE
 from opentinker.shared.trajectories import Group
-from opentinker.shared.types import Discard, KeptStep, Lease, WeightVersion
+from opentinker.shared.types import Discard, Lease, WeightVersion
 from opentinker.shared.waiting import check_cancelled, see_through, set_within
 
 log = structlog.get_logger()
@@ -48,8 +50,15 @@ STARVED_BYTES = 2**26
 """A trainer that waited so long, with so much in the stream, makes room there: the disk may be full, and then nothing
 else does."""
 SETTLED_S = 2.0
+OLD_CONSUMERS = 16
+"""Epochs before ours whose consumer may still be there; an older one, which nobody reads, the server drops itself."""
 MAX_INVALID = 100
 """Groups that cannot be read or contradict themselves, over a job's life, before it fails."""
+
+
+def consumer_of(job: str, epoch: int) -> str:
+    """The durable through which the trainer of this epoch reads GROUP."""
+    return f"train-{job}-{epoch}"
 
 
 class Saved(NamedTuple):
@@ -101,13 +110,7 @@ class TrainerJob:
 
     async def run(self) -> None:
         await self._restore()
-        self.consumer = consumer = await self.ctx.bus.consume(
-            GROUP,
-            f"train-{self.lease.job}",
-            batch=2 * self.spec.algorithm.groups_per_batch,
-            start_seq=self.assembler.floor + 1,
-            job=self.lease.job,
-        )
+        self.consumer = consumer = await self._consume()
         try:
             await self.validation.offer(await asyncio.to_thread(self.learner.snapshot, self._version))
             await self.worker.status("ready", job=self.lease.job, epoch=self.lease.epoch)
@@ -155,10 +158,29 @@ class TrainerJob:
 
     # --- intake -------------------------------------------------------------------------------------------------
 
+    async def _consume(self) -> Consumer[Group]:
+        """A consumer of this epoch alone, from the checkpoint on: whoever had the lease before, and may only sleep,
+        takes no group away from us. Its own consumer goes."""
+        job, epoch = self.lease.job, self.lease.epoch
+        assert GROUPS.name is not None
+        for before in range(max(1, epoch - OLD_CONSUMERS), epoch):
+            await self.ctx.bus.delete_consumer(GROUPS.name, consumer_of(job, before))
+        return await self.ctx.bus.consume(
+            GROUP,
+            consumer_of(job, epoch),
+            batch=2 * self.spec.algorithm.groups_per_batch,
+            start_seq=self.assembler.floor + 1,
+            job=job,
+        )
+
     async def _intake(self, consumer: Consumer[Group]) -> None:
         """Consumes GROUP into the assembler; acks are flow control only."""
         while True:
-            delivery = await consumer.next(1.0)
+            try:
+                delivery = await consumer.next(1.0)
+            except ConsumerDeleted:
+                await self.record.guard()  # most likely it is our successor who did that
+                raise
             if delivery is None:
                 continue
             await self._receive(delivery)

@@ -31,6 +31,7 @@ from opentinker.services.trainer.ranks import Ranks
 from opentinker.services.trainer.row_policy import RowPolicy
 from opentinker.services.trainer.torch_learner import TorchLearner
 from opentinker.shared.errors import JobFailed, OpenTinkerError
+from opentinker.shared.gpus import ORDER, VISIBLE, nearest, visible
 from opentinker.shared.nn import transport
 from opentinker.shared.spec import JobSpec
 from opentinker.shared.trajectories import Group
@@ -151,12 +152,23 @@ class RankedRows(Ranked):
         return self._run(Evaluate(rows_of(examples)), lambda: self.own.evaluate(examples))
 
 
+def _gpus() -> list[str]:
+    """As CUDA is told of them, in the order in which ranks take them: the first, which is ours, and what is nearest to
+    it."""
+    told = os.environ.get(VISIBLE)
+    listed = told.split(",") if told else []
+    if ORDER.items() <= os.environ.items() and len(found := nearest(visible())) >= len(listed):
+        return [str(gpu.index) for gpu in found]
+    return listed  # CUDA counts in an order of its own, or NVML does not know them all
+
+
 def _variables(threads: int, rank: int) -> dict[str, str]:
     """Of a rank's environment: its share of the processors, the GPU that is its own, our import path."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    gpus = visible.split(",") if visible else [str(number) for number in range(rank + 1)]
+    gpus = _gpus()
+    if not gpus and VISIBLE not in os.environ:  # nobody has said which there are; an empty list says none
+        gpus = [str(number) for number in range(rank + 1)]
     return {
         "OMP_NUM_THREADS": str(threads),
-        "CUDA_VISIBLE_DEVICES": gpus[rank] if rank < len(gpus) else "",
+        VISIBLE: gpus[rank] if rank < len(gpus) else "",
         "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
     }

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 import orjson
 import structlog
+from redis.exceptions import RedisError
 
 from opentinker.services.trainer import checkpoint
 from opentinker.services.trainer.alarm import WATCHED, WINDOW, SlopeAlarm
@@ -53,7 +54,7 @@ class Record:
         self._log_refused = False
         self._trace = trace
         self.usage = Usage(ctx.store.redis)
-        self.evaluations = Evaluations(ctx.bus, lease.job, self.root.parent, self.event)
+        self.evaluations = Evaluations(ctx.bus, lease.job, self.root.parent, self.event, self.guard)
         self._alarm = SlopeAlarm()
         self._window: deque[dict[str, float]] = deque(maxlen=TARGET_WINDOW)
         self.saved: int | None = None
@@ -184,8 +185,10 @@ class Record:
             raise
         except asyncio.CancelledError:
             if self._sound:
-                with contextlib.suppress(Fenced):
+                try:
                     await see_through(save())
+                except Fenced as error:
+                    log.warning("checkpoint_refused", error=str(error))
             raise
         finally:
             self.close()
@@ -193,7 +196,9 @@ class Record:
             await self.lanes.report()
 
     async def step(self, step: int, values: dict[str, float], **line: object) -> None:
-        """An optimizer step is done: its metrics go out, into the history and the job's log (`line` beside them)."""
+        """An optimizer step is done: its metrics go out, into the history and the job's log (`line` beside them).
+        Raises Fenced before any of that."""
+        await self.guard()
         absent = sorted(name for name in self.spec.train.target if name not in values and not name.startswith(PREFIX))
         if step == 1 and absent:
             log.warning("target_metric_absent", metrics=absent)
@@ -218,11 +223,16 @@ class Record:
             },
         )
         names = ("reward/mean", "exact", "loss", *self.spec.train.target)
-        shown = {name: values[name] for name in names if name in values}
+        shown = {name: values[name] for name in names if name in values} | self._pace()
         await self.ctx.store.update(
             self.lease.job, epoch=self.lease.epoch, step=step, progress=orjson.dumps(shown).decode()
         )
         await self.usage.trained(self.lease.job, step, values.get("tokens", 0.0))
+
+    def _pace(self) -> dict[str, float]:
+        """Seconds that a step takes, over the last ones."""
+        took = [line["step_seconds"] for line in self._window if "step_seconds" in line]
+        return {"step_seconds": sum(took) / len(took)} if took else {}
 
     async def write_log(self, step: int, line: dict[str, object] | None = None) -> None:
         """One line per step, also of steps rolled back later; without one, what there is becomes durable.
@@ -260,9 +270,12 @@ class Record:
         """Makes a checkpoint, and removes those that are not kept any more. True if it is there.
 
         When it cannot be written the job goes on and the next one is tried at its time; only the last one is a must:
-        then JobFailed.
+        then JobFailed. Raises Fenced if a newer epoch owns the job, also one whose trainer has not yet fenced off the
+        directory.
         """
         began = time.monotonic()
+        with contextlib.suppress(RedisError):  # nobody is given the job while Redis is away
+            await self.guard()
         await self.write_log(manifest.step)
         try:
             with self.lanes.busy("training", "checkpoint", str(manifest.version)):
@@ -277,6 +290,10 @@ class Record:
         self.saved = manifest.step
         await self.event("checkpoint", {"step": manifest.step, "seconds": round(time.monotonic() - began, 3)})
         return True
+
+    async def guard(self) -> None:
+        """Before what is written by no script of the store. Raises Fenced if a newer epoch owns the job."""
+        await self.ctx.store.refuse_below(self.lease.job, self.lease.epoch)
 
     async def event(self, event: str, detail: dict[str, object]) -> None:
         await self.ctx.store.update(self.lease.job, epoch=self.lease.epoch, event=event, detail=detail)

@@ -7,6 +7,7 @@ import gc
 import os
 from typing import Any
 
+from opentinker.services.trainer import checkpoint
 from opentinker.services.trainer.learner import SimulatedLearner
 from opentinker.services.trainer.loop import TrainerJob
 from opentinker.services.trainer.supervised import SupervisedJob
@@ -27,6 +28,8 @@ async def serve(ctx: Context) -> None:
 
 
 async def work(worker: LeasedWorker, lease: Lease, spec: JobSpec) -> None:
+    root = worker.ctx.settings.data_dir / "jobs" / lease.job / "checkpoints"
+    worker.leftovers.append(checkpoint.unfinished(root, lease.epoch))
     learner = await asyncio.to_thread(make_learner, spec)
     try:
         if spec.kind == "rl":

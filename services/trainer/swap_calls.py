@@ -15,6 +15,7 @@ from typing import TypeVar
 
 from opentinker.shared.bus import NoReply, NoResponders
 from opentinker.shared.codec import WireError
+from opentinker.shared.pulses import Pulses
 from opentinker.shared.service import Context
 from opentinker.shared.subjects import SWAP
 from opentinker.shared.types import Lease, SwapCommand, SwapReply, WorkerInfo
@@ -52,6 +53,7 @@ class SwapCalls:
     def __init__(self, ctx: Context, lease: Lease) -> None:
         self.ctx, self.lease = ctx, lease
         self._beating: set[str] = set()
+        self._pulses = Pulses()
         self._looked_at = 0.0
         self._looking = asyncio.Lock()
 
@@ -106,14 +108,16 @@ class SwapCalls:
         if isinstance(answer, Failure) and answer.gone:
             return "its process is gone"
         if worker.address not in await self._heartbeats():
-            return f"no heartbeat for {self.ctx.settings.worker_ttl_s:g} s"
+            return "no heartbeat any more"
         return ""
 
     async def _heartbeats(self) -> set[str]:
         """Names of everyone who beats, at most LOOK_S old."""
         async with self._looking:
             if time.monotonic() - self._looked_at > LOOK_S:
-                self._beating = {worker.address for worker in await self.ctx.store.workers()}
+                beats = await self.ctx.store.beats()
+                silent = {beat.id for beat in self._pulses.silent(beats)}  # whether or not a scheduler is there
+                self._beating = {beat.address for beat in beats if beat.id not in silent}
                 self._looked_at = time.monotonic()
             return self._beating
 

@@ -23,9 +23,10 @@ import structlog
 from opentinker.services.trainer.advantages import F64
 from opentinker.services.trainer.distributions import Histogram
 from opentinker.shared.manifest import name_of
+from opentinker.shared.reports import KeptEpisode
 from opentinker.shared.step_log import StepLog
 from opentinker.shared.trajectories import Group, Trajectory, totals
-from opentinker.shared.types import KeptEpisode, WeightVersion
+from opentinker.shared.types import WeightVersion
 
 log = structlog.get_logger()
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import errno
 import math
 import socket
 import threading
@@ -17,11 +18,14 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+import structlog
 import torch
 import torch.distributed as dist
 
 from opentinker.shared.errors import OpenTinkerError
 from opentinker.shared.types import TensorInfo, WeightVersion
+
+log = structlog.get_logger()
 
 ALIGN = 16
 """Every tensor starts at a multiple of this many bytes in its bucket, so that it can be viewed in place."""
@@ -155,14 +159,38 @@ def allowed_s(timeout_s: float, total: int) -> float:
 
 
 def host_store(address: str, world: int, timeout_s: float) -> tuple[dist.TCPStore, int]:
-    """The meeting point of a group: listens on a free port of the trainer's machine. Returns it and the port."""
+    """The meeting point of a group: listens on a free port of `address`, which is one of this machine's. Returns it and
+    the port."""
     try:
+        # Told an address alone, torch listens on every one there is, and asks nobody for a password.
+        listener = _listen(address)
+        port = int(listener.getsockname()[1])
         store = dist.TCPStore(
-            address, 0, world, is_master=True, timeout=_delta(timeout_s), wait_for_workers=False, use_libuv=True
-        )
-    except RuntimeError as error:
+            address, port, world, is_master=True, timeout=_delta(timeout_s), wait_for_workers=False, use_libuv=True,
+            master_listen_fd=listener.detach(),
+        )  # fmt: skip
+    except (RuntimeError, OSError) as error:
         raise TransportError(f"cannot listen for rollout workers on {address}: {_first_line(error)}") from error
-    return store, store.port
+    return store, port
+
+
+def _listen(address: str) -> socket.socket:
+    """Where the address is not of this machine, as behind an address translation, on all that it has."""
+    family, *_, where = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        try:
+            listener.bind(where)
+        except OSError as error:
+            if error.errno != errno.EADDRNOTAVAIL:
+                raise
+            log.warning("listens_on_all_addresses", advertise_host=address, reason="it is not one of this machine")
+            listener.bind(("", 0))
+        listener.listen(1024)
+    except OSError:
+        listener.close()
+        raise
+    return listener
 
 
 def give_up(store: dist.TCPStore, why: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from opentinker.shared.openai.fields import Json
@@ -13,6 +13,10 @@ from opentinker.shared.openai.requests import Asked
 from opentinker.shared.types import Message, StopReason, ToolCall
 
 FINISH = {reason: "stop" if reason in (StopReason.EOS, StopReason.STOP) else "length" for reason in StopReason}
+
+
+Likely = list[tuple[str, float]]
+"""Tokens at one place as text, and their logprobs; the likeliest first."""
 
 
 class Answer(Protocol):
@@ -72,20 +76,21 @@ class Stream:
         logprobs: Sequence[float] = (),
         tokens: Sequence[str] = (),
         offsets: Sequence[int] = (),
+        likely: Sequence[Likely] = (),
     ) -> Json:
-        """`ids`, `logprobs`, `tokens` and `offsets` are those that the text came from."""
+        """`ids`, `logprobs`, `tokens`, `offsets` and `likely` are those that the text came from."""
         if self._chat:
-            listed = _token_logprobs(ids, logprobs, tokens)
+            listed = _token_logprobs(ids, logprobs, tokens, likely)
             return self._chunk(
                 {"content": text}, {"content": listed, "refusal": None} if self._asked.logprobs else None
             )
-        return {**self._head, "choices": [_completion(self._asked, text, ids, logprobs, tokens, offsets, None)]}
+        return {**self._head, "choices": [_completion(self._asked, text, ids, logprobs, tokens, offsets, None, likely)]}
 
-    def calls(self, answer: Answer, tokens: Sequence[str] = ()) -> Json:
+    def calls(self, answer: Answer, tokens: Sequence[str] = (), likely: Sequence[Likely] = ()) -> Json:
         """And the words before them, if there are any."""
         words = {"content": answer.words} if answer.words else {}
         listed = [{"index": n, **call} for n, call in enumerate(_calls(answer.tool_calls))]
-        return self._chunk({**words, "tool_calls": listed}, _chat_logprobs(self._asked, answer, tokens))
+        return self._chunk({**words, "tool_calls": listed}, _chat_logprobs(self._asked, answer, tokens, likely))
 
     def end(self, answer: Answer) -> list[Json]:
         if self._chat:
@@ -100,14 +105,17 @@ class Stream:
         return {**self._head, "choices": [choice]}
 
 
-def chat_answer(asked: Asked, answer: Answer, tokens: Sequence[str] = (), mark: str = "") -> Json:
-    """`tokens`: the sampled ones as text, where that is known; `mark`: names the weights."""
+def chat_answer(
+    asked: Asked, answer: Answer, tokens: Sequence[str] = (), mark: str = "", likely: Sequence[Likely] = ()
+) -> Json:
+    """`tokens`: the sampled ones as text, where that is known; `mark`: names the weights; `likely`: at the place of
+    each token."""
     message = said(asked, answer)
     choice = {
         "index": 0,
         "message": {"role": "assistant", "content": _words(message), "refusal": None}
         | ({"tool_calls": _calls(message.tool_calls)} if message.tool_calls else {}),
-        "logprobs": _chat_logprobs(asked, answer, tokens),
+        "logprobs": _chat_logprobs(asked, answer, tokens, likely),
         "finish_reason": _finish(answer),
     }
     return {**_head(asked, "chat.completion", mark), "choices": [choice], "usage": _usage(answer)}
@@ -126,11 +134,16 @@ def chat_chunks(asked: Asked, answer: Answer) -> list[Json]:
 
 
 def completion_answer(
-    asked: Asked, answer: Answer, tokens: Sequence[str] = (), mark: str = "", offsets: Sequence[int] = ()
+    asked: Asked,
+    answer: Answer,
+    tokens: Sequence[str] = (),
+    mark: str = "",
+    offsets: Sequence[int] = (),
+    likely: Sequence[Likely] = (),
 ) -> Json:
     """`offsets`: where in the text each of the tokens begins, where that is known."""
     text = said(asked, answer).text
-    choice = _completion(asked, text, answer.ids, answer.logprobs, tokens, offsets, FINISH[answer.stop])
+    choice = _completion(asked, text, answer.ids, answer.logprobs, tokens, offsets, FINISH[answer.stop], likely)
     return {**_head(asked, "text_completion", mark), "choices": [choice], "usage": _usage(answer)}
 
 
@@ -150,13 +163,17 @@ def generate_answer(asked: Asked, answer: Answer) -> Json:
     return {"request_id": f"gen-{uuid.uuid4().hex}", "choices": [choice], "usage": _usage(answer)}
 
 
-def models(model: str, context_length: int, *others: str) -> Json:
-    """The first is the model's own name; it is known by the others too."""
+def models(model: str, context_length: int, *others: str, adapters: Mapping[str, str] | None = None) -> Json:
+    """The first is the model's own name; it is known by the others too. `adapters`: their checkpoints, by name."""
     length = {"max_model_len": context_length} if context_length else {}
     cards = [
         {"id": name, "object": "model", "created": 0, "owned_by": "opentinker", **length}
         | ({"root": model} if name != model else {})
         for name in dict.fromkeys([model, *others])
+    ]
+    cards += [
+        {"id": name, "object": "model", "created": 0, "owned_by": "opentinker", **length, "root": root, "parent": model}
+        for name, root in (adapters or {}).items()
     ]
     return {"object": "list", "data": cards}
 
@@ -182,18 +199,33 @@ def _calls(calls: list[ToolCall]) -> list[Json]:
     ]
 
 
-def _chat_logprobs(asked: Asked, answer: Answer, tokens: Sequence[str]) -> Json | None:
-    listed = _token_logprobs(answer.ids, answer.logprobs, tokens)
+def _chat_logprobs(asked: Asked, answer: Answer, tokens: Sequence[str], likely: Sequence[Likely] = ()) -> Json | None:
+    listed = _token_logprobs(answer.ids, answer.logprobs, tokens, likely)
     return {"content": listed, "refusal": None} if asked.logprobs else None
 
 
-def _token_logprobs(ids: Sequence[int], logprobs: Sequence[float], tokens: Sequence[str]) -> list[Json]:
-    """A token whose text is not known is named by its id. Which others were likely is never known."""
+def _token_logprobs(
+    ids: Sequence[int], logprobs: Sequence[float], tokens: Sequence[str], likely: Sequence[Likely] = ()
+) -> list[Json]:
+    """A token whose text is not known is named by its id."""
     names = tokens or [f"token_id:{id}" for id in ids]
     return [
-        {"token": name, "logprob": logprob, "bytes": _bytes(name) if tokens else None, "top_logprobs": []}
-        for name, logprob in zip(names, logprobs, strict=True)
+        {
+            "token": name,
+            "logprob": logprob,
+            "bytes": _bytes(name) if tokens else None,
+            "top_logprobs": [{"token": text, "logprob": of, "bytes": _bytes(text)} for text, of in there],
+        }
+        for name, logprob, there in zip(names, logprobs, likely or [[]] * len(ids), strict=True)
     ]
+
+
+def _by_text(likely: Likely) -> dict[str, float]:
+    """Of several that read alike, the likeliest."""
+    found: dict[str, float] = {}
+    for text, logprob in likely:
+        found.setdefault(text, logprob)
+    return found
 
 
 def _bytes(token: str) -> list[int] | None:
@@ -209,11 +241,14 @@ def _completion(
     tokens: Sequence[str],
     offsets: Sequence[int],
     finish: str | None,
+    likely: Sequence[Likely] = (),
 ) -> Json:
-    """Offsets that are not known are null."""
+    """Offsets that are not known are null. Among the likely tokens of each place is the sampled one, as with OpenAI."""
     names = list(tokens) or [f"token_id:{id}" for id in ids]
     places = list(offsets) if len(offsets) == len(ids) else None
-    named = {"tokens": names, "token_logprobs": list(logprobs), "top_logprobs": None, "text_offset": places}
+    sampled = zip(likely, names, logprobs, strict=True) if likely else []
+    tops = [_by_text([*there, (name, logprob)]) for there, name, logprob in sampled]
+    named = {"tokens": names, "token_logprobs": list(logprobs), "top_logprobs": tops or None, "text_offset": places}
     return {
         "index": 0,
         "text": text,

@@ -19,6 +19,8 @@ from opentinker.shared.types import Image, Message, Text, Tool, ToolCall
 
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 IMAGE_TYPES = ("image/png", "image/jpeg")
+MOST_LIKELY_CHAT, MOST_LIKELY = 20, 5
+"""Tokens at each place whose logprobs a chat and a completion can ask for: OpenAI's limits."""
 
 
 @dataclass(eq=False, kw_only=True)
@@ -41,10 +43,12 @@ class Asked:
     """A stream ends with the usage."""
     logprobs: bool = False
     """Of the sampled tokens."""
+    likely: int = 0
+    """And of so many of the likeliest at each place."""
 
 
-def parse_chat(body: Json, session: str = "") -> Asked:
-    """Of `POST /v1/chat/completions`. Raises Refused."""
+def parse_chat(body: Json, session: str = "", *, likely: bool = False) -> Asked:
+    """Of `POST /v1/chat/completions`. `likely`: whoever answers knows which tokens were likely. Raises Refused."""
     _refuse_unsupported(body)
     messages = items(body, "messages")
     if not messages:
@@ -53,11 +57,7 @@ def parse_chat(body: Json, session: str = "") -> Asked:
     if choice not in (None, "auto", "none"):
         raise Refused('tool_choice can be "auto" or "none" here: nothing forces what is sampled', param="tool_choice")
     tools = [] if choice == "none" else [_tool(tool, f"tools[{n}]") for n, tool in enumerate(items(body, "tools"))]
-    top, logprobs = whole(body, "top_logprobs", 0), flag(body, "logprobs")
-    if top:
-        raise Refused(
-            "top_logprobs can only be 0: the logprob of the sampled token alone is known", param="top_logprobs"
-        )
+    top, logprobs = _most_likely(body, "top_logprobs", MOST_LIKELY_CHAT, likely), flag(body, "logprobs")
     if top is not None and not logprobs:
         raise Refused("top_logprobs needs logprobs = true", param="top_logprobs")
     asked = Asked(
@@ -67,14 +67,15 @@ def parse_chat(body: Json, session: str = "") -> Asked:
         max_tokens=_most_tokens(body),
         stop=stops(body),
         logprobs=logprobs,
+        likely=top or 0,
         **_manner(body),
     )
     _check_sendable(asked)
     return asked
 
 
-def parse_completion(body: Json, session: str = "") -> Asked:
-    """Of `POST /v1/completions`: a text or token ids, or a list with one of them. Raises Refused."""
+def parse_completion(body: Json, session: str = "", *, likely: bool = False) -> Asked:
+    """Of `POST /v1/completions`: a text or token ids, or a list with one of them. `likely` as above. Raises Refused."""
     _refuse_unsupported(body)
     for name in ("echo", "suffix"):
         if body.get(name):
@@ -86,12 +87,7 @@ def parse_completion(body: Json, session: str = "") -> Asked:
         prompt = prompt[0]
     if prompt == "":
         raise Refused("must not be empty", param="prompt")
-    logprobs = whole(body, "logprobs", 0)
-    if logprobs:
-        raise Refused(
-            "logprobs can only be 0, which gives the logprob of each sampled token: others are not known",
-            param="logprobs",
-        )
+    logprobs = _most_likely(body, "logprobs", MOST_LIKELY, likely)
     asked = Asked(
         token_ids=None if isinstance(prompt, str) else token_ids({"prompt": prompt}, "prompt"),
         text=prompt if isinstance(prompt, str) else None,
@@ -99,6 +95,7 @@ def parse_completion(body: Json, session: str = "") -> Asked:
         max_tokens=whole(body, "max_tokens", 1),
         stop=stops(body),
         logprobs=logprobs is not None,
+        likely=logprobs or 0,
         **_manner(body),
     )
     _check_sendable(asked)
@@ -121,6 +118,15 @@ def parse_generate(body: Json, session: str = "") -> Asked:
         stop=stops(params),
         model=_model(body),
     )
+
+
+def _most_likely(body: Json, name: str, most: int, known: bool) -> int | None:
+    found = whole(body, name, 0)
+    if found and not known:
+        raise Refused(f"{name} can only be 0: the logprob of the sampled token alone is known", param=name)
+    if found is not None and found > most:
+        raise Refused(f"{name} can be {most} at most", param=name)
+    return found
 
 
 def _most_tokens(body: Json) -> int | None:

@@ -15,7 +15,7 @@ from pydantic import Field, SerializerFunctionWrapHandler, ValidationError, mode
 from opentinker.shared import algorithms
 from opentinker.shared.errors import SpecError
 from opentinker.shared.spec.algorithm import AlgorithmSpec
-from opentinker.shared.spec.artifacts import ArtifactSpec, settle_kept
+from opentinker.shared.spec.artifacts import ArtifactSpec, settle_best, settle_kept
 from opentinker.shared.spec.data import FORMATS, DataSpec, DpoSpec
 from opentinker.shared.spec.determinism import broken_promises
 from opentinker.shared.spec.frozen import (
@@ -28,9 +28,9 @@ from opentinker.shared.spec.frozen import (
 from opentinker.shared.spec.mistakes import fill, mistakes_of, unused
 from opentinker.shared.spec.model import LoraSpec, ModelSpec
 from opentinker.shared.spec.part import Part
-from opentinker.shared.spec.ranks import settle_parallel
+from opentinker.shared.spec.ranks import settle_parallel, unused_gpus
 from opentinker.shared.spec.rollout import NO_ENVIRONMENT, EnvironmentSpec, RolloutSpec, ToySpec
-from opentinker.shared.spec.serving import ServingSpec, settle_serving
+from opentinker.shared.spec.serving import AdapterSpec, ServingSpec, settle_serving
 from opentinker.shared.spec.start import StartSpec
 from opentinker.shared.spec.tools import ToolSpec
 from opentinker.shared.spec.train import SIMULATED, ResourceSpec, TrainSpec
@@ -43,6 +43,7 @@ from opentinker.shared.spec.validation import (
 )
 
 __all__ = [
+    "AdapterSpec",
     "AlgorithmSpec",
     "ArtifactSpec",
     "DataSpec",
@@ -168,14 +169,15 @@ class JobSpec(Part):
 
     def settle(self) -> list[dict[str, Any]]:
         if self.kind == "inference":
-            return settle_serving(self) + settle_kept(self.kind, self.artifacts)
+            return settle_serving(self) + settle_kept(self.kind, self.artifacts) + unused_gpus(self)
         if self.start is not None and self.start.live:
             problem = (
                 f"does not apply to kind = {self.kind!r}: only an inference job follows a live policy; take @latest"
             )
             return [{"field": "start.from", "value": self.start.checkpoint, "problem": problem}]
         if self.kind == "eval":
-            return self._untaught_tools() + settle_evaluation(self) + settle_kept(self.kind, self.artifacts)
+            found = self._untaught_tools() + settle_evaluation(self) + settle_kept(self.kind, self.artifacts)
+            return found + unused_gpus(self)
         if self.kind != "rl":
             return self._settle_supervised()
         found = []
@@ -198,6 +200,8 @@ class JobSpec(Part):
                     {"field": "start.optimizer", "value": True, "problem": f"does not apply to train.{SIMULATED}"}
                 )
         found += self._untaught_tools() + self._settle_overlong() + settle_frozen(self) + settle_parallel(self)
+        found += settle_best(self.artifacts, evaluated=self.validation is not None)
+        found += unused_gpus(self)
         return found + broken_promises(self) + contradictions(self)
 
     def _untaught_tools(self) -> list[dict[str, Any]]:
@@ -213,6 +217,8 @@ class JobSpec(Part):
             found.append(("train.learner", self.train.learner, by))
         if self.resources.rollout_workers != 1:
             found.append(("resources.rollout_workers", self.resources.rollout_workers, f"{by}: nothing is generated"))
+        if self.resources.rollout_gpus:
+            found.append(("resources.rollout_gpus", self.resources.rollout_gpus, f"{by}: nothing is generated"))
         targets = set(TARGETS[self.kind])
         if self.data is not None and self.data.validation is not None:
             targets |= {f"{PREFIX}{name}" for name in targets}
@@ -228,7 +234,8 @@ class JobSpec(Part):
         if self.kind == "dpo" and not found:
             fill(self, {"dpo": self.dpo or DpoSpec()})
         mistakes = [{"field": field, "value": value, "problem": problem} for field, value, problem in found]
-        return mistakes + settle_parallel(self)
+        rows = self.data is not None and self.data.validation is not None
+        return mistakes + settle_best(self.artifacts, evaluated=rows) + settle_parallel(self)
 
     def _settle_overlong(self) -> list[dict[str, Any]]:
         """Overlong shaping takes its lengths from `rollout.max_tokens`."""

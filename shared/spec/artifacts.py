@@ -19,7 +19,8 @@ class ArtifactSpec(Part):
     """And so many with the best `best_metric`."""
     best_metric: str | None = None
     """Name of a metric of the trainer at the checkpoint's step, e.g. "reward/mean", or of the evaluation of its
-    weights, e.g. "val/exact"; a checkpoint without it is none of the best."""
+    weights, e.g. "val/exact"; a checkpoint without it is none of the best. One whose evaluation is still to come
+    stays until it is over."""
     best_is: Literal["highest", "lowest"] = "highest"
     """Of `best_metric`."""
     expire_days: Annotated[float, Field(gt=0, le=36_500)] | None = None
@@ -39,6 +40,15 @@ class ArtifactSpec(Part):
             given = {"best_metric": self.best_metric} | ({"best_is": "lowest"} if self.best_is == "lowest" else {})
             found += [{"field": n, "value": v, "problem": problem} for n, v in given.items() if v is not None]
         return found
+
+
+def settle_best(artifacts: ArtifactSpec, *, evaluated: bool) -> list[dict[str, Any]]:
+    """What is wrong where nothing is evaluated."""
+    named = artifacts.best_metric
+    if evaluated or named is None or not named.startswith("val/"):
+        return []
+    problem = "is of evaluations, and this job has none: add [validation] (sft, dpo: data.validation)"
+    return [{"field": "artifacts.best_metric", "value": named, "problem": problem}]
 
 
 def settle_kept(kind: str, artifacts: ArtifactSpec) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""What several ranks can share, and what they cannot."""
+"""What several ranks can share, and what they cannot; and GPUs that nothing would use."""
 
 from __future__ import annotations
 
@@ -19,3 +19,11 @@ def settle_parallel(spec: JobSpec) -> list[dict[str, Any]]:
     if spec.algorithm.advantage == "gae" and spec.value_model is None:
         found.append("does not go with algorithm.advantage = 'gae', whose critic is whole on every rank; take 'data'")
     return [{"field": "train.parallel", "value": parallel, "problem": problem} for problem in found]
+
+
+def unused_gpus(spec: JobSpec) -> list[dict[str, Any]]:
+    """Mistakes in `resources.rollout_gpus`."""
+    if not spec.resources.rollout_gpus or spec.rollout.engine == "vllm":
+        return []
+    problem = f"does not apply with rollout.engine = {spec.rollout.engine!r}, which has no use for a GPU"
+    return [{"field": "resources.rollout_gpus", "value": spec.resources.rollout_gpus, "problem": problem}]

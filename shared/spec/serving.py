@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated, Any
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from opentinker.shared.spec.mistakes import fill, unused
 from opentinker.shared.spec.part import Part
+from opentinker.shared.spec.start import PUBLISHED, SAVED, Origin
 
 if TYPE_CHECKING:
     from opentinker.shared.spec import JobSpec
@@ -15,6 +16,34 @@ if TYPE_CHECKING:
 KIND = "inference"
 USED = {"engine", "toy", "context_length"}
 """Of [rollout]: how to sample is said by each request."""
+MOST_ADAPTERS = 32
+LARGEST_RANK = 512
+"""Of an adapter that vLLM serves."""
+
+
+class AdapterSpec(Origin):
+    name: Annotated[str, Field(max_length=63)]
+    """What requests call it (`model`): lower-case letters, digits, dots, dashes and underscores."""
+    checkpoint: str = Field(alias="from")
+    """`JOB@STEP`, `JOB@latest` or a published name: the checkpoint of a job of yours that trained an adapter of
+    model.base, rendering with the same model.chat_template."""
+
+    @field_validator("name")
+    @classmethod
+    def _callable(cls, value: str) -> str:
+        if not PUBLISHED.fullmatch(value):
+            raise ValueError(
+                "must begin with a letter or digit, go on with letters, digits, dots, dashes or underscores, all in "
+                "lower case, 63 at most, and be no job's id"
+            )
+        return value
+
+    @field_validator("checkpoint")
+    @classmethod
+    def _saved(cls, value: str) -> str:
+        if not SAVED.fullmatch(value) and not PUBLISHED.fullmatch(value):
+            raise ValueError("must be JOB@STEP or JOB@latest, as in j-0123456789@50, or a published name")
+        return value
 
 
 class ServingSpec(Part):
@@ -26,14 +55,17 @@ class ServingSpec(Part):
     request_timeout_s: Annotated[float, Field(gt=0.0, le=86_400.0)] = 600.0
     """Wall clock of one request, its waiting included."""
     idle_s: Annotated[float, Field(gt=0.0)] | None = None
-    """The job succeeds when nobody has asked it anything for so long; default: it goes on until it is completed or
-    cancelled."""
+    """The job succeeds when nobody has asked it anything for so long; default: what the server's operator has set
+    (inference_idle_s), else it goes on until it is completed or cancelled."""
     sleep_s: Annotated[float, Field(gt=0.0)] | None = None
     """The job's rollout workers are given back when nobody has asked it anything for so long, and come back, by the
     queue, with the next request; default: it keeps them."""
     wake_s: Annotated[float, Field(gt=0.0, le=3600.0)] | None = None
     """With sleep_s: a request waits so long for a rollout worker, then it is told to come again (503, Retry-After),
     while the job goes on waking. Default: 60."""
+    adapters: Annotated[list[AdapterSpec], Field(max_length=MOST_ADAPTERS)] = []
+    """Answer with each of these adapters of model.base too, and with model.base itself, all by the same engine; a
+    request's `model` says with which. Not together with [start]."""
 
     def settle(self) -> list[dict[str, Any]]:
         found: list[dict[str, Any]] = []
@@ -44,6 +76,11 @@ class ServingSpec(Part):
             found.append({"field": "idle_s", "value": self.idle_s, "problem": problem})
         if self.sleep_s is not None:
             fill(self, {"wake_s": self.wake_s or 60.0})
+        names = [adapter.name for adapter in self.adapters]
+        for i, name in enumerate(names):
+            if name in names[:i]:
+                problem = "is the name of another one too: give it another"
+                found.append({"field": f"adapters.{i}.name", "value": name, "problem": problem})
         return found
 
 
@@ -52,7 +89,22 @@ def settle_serving(spec: JobSpec) -> list[dict[str, Any]]:
     usual = type(spec.rollout)()
     ignored = unused(spec.rollout, usual, set(type(usual).model_fields) - USED, f"kind = {KIND!r}")
     found = [{**mistake, "field": f"rollout.{mistake['field']}"} for mistake in ignored]
-    return found + nothing_trained(spec)
+    return found + _settle_adapters(spec) + nothing_trained(spec)
+
+
+def _settle_adapters(spec: JobSpec) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = []
+    if spec.serving.adapters and spec.start is not None:
+        problem = (
+            "does not apply with serving.adapters, which are adapters of model.base itself: give an adapter as one of "
+            "them, and serve full weights or a live policy by a job of its own"
+        )
+        found.append({"field": "start.from", "value": spec.start.checkpoint, "problem": problem})
+    for i, adapter in enumerate(spec.serving.adapters):
+        if adapter.name in (spec.model.base, spec.name):
+            problem = "is what the base is called here, by model.base or the job's name: give it another"
+            found.append({"field": f"serving.adapters.{i}.name", "value": adapter.name, "problem": problem})
+    return found
 
 
 def nothing_trained(spec: JobSpec) -> list[dict[str, Any]]:
@@ -60,7 +112,8 @@ def nothing_trained(spec: JobSpec) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     by = f"does not apply to kind = {spec.kind!r}: nothing is trained"
     if spec.model.lora is not None and spec.start is None:
-        problem = "needs start.from: the checkpoint that holds the adapter, which says all about it"
+        several = " (or serving.adapters: several of them)" if spec.kind == KIND else ""
+        problem = f"needs start.from: the checkpoint that holds the adapter, which says all about it{several}"
         found.append({"field": "model.lora", "value": spec.model.lora.model_dump(), "problem": problem})
     if spec.start is not None and spec.start.optimizer:
         found.append({"field": "start.optimizer", "value": True, "problem": by})

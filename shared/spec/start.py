@@ -15,7 +15,29 @@ PUBLISHED = re.compile(r"(?!j-[a-z0-9]{10}$)[a-z0-9][a-z0-9._-]{0,62}")
 """Names that checkpoints may be published under; no job's id."""
 
 
-class StartSpec(Part):
+class Origin(Part):
+    """Names a checkpoint."""
+
+    checkpoint: str = Field(alias="from")
+
+    @property
+    def published(self) -> bool:
+        """It is a name."""
+        return "@" not in self.checkpoint
+
+    @property
+    def job(self) -> str:
+        """Empty where a name stands."""
+        return "" if self.published else self.checkpoint.partition("@")[0]
+
+    @property
+    def step(self) -> int | None:
+        """None: the newest."""
+        step = self.checkpoint.partition("@")[2]
+        return int(step) if step.isdigit() else None
+
+
+class StartSpec(Origin):
     checkpoint: str = Field(alias="from")
     """`JOB@STEP` or `JOB@latest`: begin with the weights of a checkpoint of a job of yours; or the name that one is
     published under (`opentinker publish`). Either it holds full weights whose tensors are those of model.base (which
@@ -38,21 +60,5 @@ class StartSpec(Part):
         return value
 
     @property
-    def published(self) -> bool:
-        """It is a name."""
-        return "@" not in self.checkpoint
-
-    @property
-    def job(self) -> str:
-        """Empty where a name stands."""
-        return "" if self.published else self.checkpoint.partition("@")[0]
-
-    @property
     def live(self) -> bool:
         return self.checkpoint.endswith("@live")
-
-    @property
-    def step(self) -> int | None:
-        """None: the newest."""
-        step = self.checkpoint.partition("@")[2]
-        return int(step) if step.isdigit() else None

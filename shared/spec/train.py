@@ -85,7 +85,11 @@ class ResourceSpec(Part):
     min_rollout_workers: Positive = 1
     """The job starts with so many rollout workers, and keeps them."""
     trainer_gpus: Annotated[int, Field(ge=0)] = 0
-    """0 trains on the CPU; several have a rank each, on one machine."""
+    """0 trains on the CPU; several have a rank each, on one machine. The job gets a trainer that has so many."""
+    rollout_gpus: Annotated[int, Field(ge=0, le=1)] = 0
+    """1: its rollout workers must have a GPU. With 0 it takes those without one first, and vLLM what its worker has."""
+    gpu_memory_gb: Annotated[float, Field(gt=0)] | None = None
+    """Each of these GPUs has so much memory at least (10^9 bytes)."""
     trainer_ranks: Positive | None = None
     """Processes on the trainer's machine that share each batch; default: one per GPU, or one. See train.parallel."""
 
@@ -97,6 +101,9 @@ class ResourceSpec(Part):
         if self.min_rollout_workers > self.rollout_workers:
             problem = f"is larger than rollout_workers={self.rollout_workers}"
             return [{"field": "min_rollout_workers", "value": self.min_rollout_workers, "problem": problem}]
+        if self.gpu_memory_gb is not None and not self.trainer_gpus and not self.rollout_gpus:
+            problem = "needs trainer_gpus or rollout_gpus: it is their memory"
+            return [{"field": "gpu_memory_gb", "value": self.gpu_memory_gb, "problem": problem}]
         fill(self, {"trainer_ranks": ranks})
         return []
 

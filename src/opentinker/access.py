@@ -24,12 +24,22 @@ from typing import Any
 from opentinker.shared.config import PREFIX
 from opentinker.shared.keys import new_key
 from opentinker.shared.nats_tokens import Signer, new_seed
-from opentinker.shared.rights import ANYBODY_RULES, OPERATOR, OPERATOR_RULES, nats_rights, redis_rules
+from opentinker.shared.rights import (
+    ANYBODY_RULES,
+    OPERATOR,
+    OPERATOR_RULES,
+    SYSTEM,
+    NatsRights,
+    nats_rights,
+    redis_rules,
+    system_rights,
+)
 from opentinker.shared.subjects import SCHEDULER, SERVICES
 
 SERVERS = ("nats", "valkey")
 NATS_CONF, NATS_USERS, VALKEY_USERS = "nats.conf", "nats-users.conf", "valkey-users.acl"
 ISSUER, OPERATOR_KEY = "nats-issuer", "operator-key"
+ALL = NatsRights((">",), (">",))
 CALLOUT_S = 5
 """How long nats-server waits for a scheduler's word about somebody who is none of the services."""
 
@@ -152,21 +162,30 @@ def nats_users(passwords: dict[str, str], websocket: WebSocket | None, issuer: s
         ]
     lines += ["authorization {"]
     if websocket is not None:
-        users = ", ".join(f'"{user}"' for user in passwords)
+        users = ", ".join(f'"{user}"' for user in (*passwords, SYSTEM))
         lines += [f"  timeout: {CALLOUT_S}", f'  auth_callout {{ issuer: "{issuer}", auth_users: [{users}] }}']
     lines += ["  users = ["]
     for user, password in passwords.items():
-        publish, subscribe = _list([">"]), _list([">"])
-        if user != OPERATOR:
-            rights = nats_rights(user)
-            publish, subscribe = _list(rights.publish), _list(rights.subscribe)
+        lines += _user(user, password, ALL if user == OPERATOR else nats_rights(user))
+    lines += ["  ]", "}"]
+    if websocket is not None:
         lines += [
-            f'    {{user: "{user}", password: "{password}", allowed_connection_types: ["STANDARD"], permissions: {{',
-            f"      publish: {publish}",
-            f"      subscribe: {subscribe}",
-            "    }}",
+            "accounts {",
+            "  $SYS { users = [",
+            *_user(SYSTEM, passwords[SCHEDULER], system_rights()),
+            "  ] }",
+            "}",
         ]
-    return "\n".join([*lines, "  ]", "}", ""])
+    return "\n".join([*lines, ""])
+
+
+def _user(name: str, password: str, rights: NatsRights) -> list[str]:
+    return [
+        f'    {{user: "{name}", password: "{password}", allowed_connection_types: ["STANDARD"], permissions: {{',
+        f"      publish: {_list(rights.publish)}",
+        f"      subscribe: {_list(rights.subscribe)}",
+        "    }}",
+    ]
 
 
 def valkey_users(passwords: dict[str, str]) -> str:

@@ -8,20 +8,20 @@
         client.download(job["id"], "my-model")
 
 What may be repeated is repeated, with jitter, while the server is away (`wait_s`): every GET, `submit` (it carries an
-Idempotency-Key), `cancel`, `pause` and `resume`. Who waits is told so at the first failed try, with the URL.
+Idempotency-Key), `cancel`, `pause` and `resume`. Who waits is told so, with the URL: at the first failed try, or where
+an answer does not come.
 """
 
 from __future__ import annotations
 
 import asyncio
-import random
 import threading
 import time
 import uuid
 import weakref
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 from urllib.parse import quote
 
 import aiohttp
@@ -31,9 +31,22 @@ from opentinker.asking import InferenceCalls
 from opentinker.fetching import FetchingCalls, FetchingSync
 from opentinker.given import plain, started
 from opentinker.granting import GrantingCalls, GrantingSync
-from opentinker.http import ApiConflict, ApiError, ApiNotFound, Http, Json
-from opentinker.knowing import KnowingCalls, KnowingSync
+from opentinker.http import AGAIN_S, ApiConflict, ApiError, ApiNotFound, Http, Json
+from opentinker.knowing import READ_S, KnowingCalls, KnowingSync
+from opentinker.patience import Waiting
 from opentinker.pushing import EnvironmentCalls
+from opentinker.shared.answers import (
+    Event,
+    Events,
+    Job,
+    Jobs,
+    JobSummary,
+    MetricPoint,
+    Metrics,
+    Transcripts,
+    Worker,
+    Workers,
+)
 from opentinker.shared.spec import JobSpec
 from opentinker.shared.types import JobState
 
@@ -49,7 +62,7 @@ JOBS_PAGE = 500
 class AsyncClient(EnvironmentCalls, FetchingCalls, GrantingCalls, InferenceCalls, KnowingCalls):
     """`url` defaults to OPENTINKER_URL, `api_key` to OPENTINKER_API_KEY, to the content of OPENTINKER_API_KEY_FILE, or
     to the key of a server that was started in this directory. `on_wait(sentence)` is called when the server is not
-    reached; default: it is logged."""
+    reached, or does not answer; default: it is logged."""
 
     def __init__(
         self,
@@ -81,7 +94,7 @@ class AsyncClient(EnvironmentCalls, FetchingCalls, GrantingCalls, InferenceCalls
         from_checkpoint: str | None = None,
         with_optimizer: bool = False,
         idempotency_key: str | None = None,
-    ) -> Json:
+    ) -> JobSummary:
         """A spec, or the path of a .toml or .json file. Raises ApiError with every mistake.
 
         A `model.base` that is a directory here is sent as its whole path; the server's machine must have it too.
@@ -89,39 +102,40 @@ class AsyncClient(EnvironmentCalls, FetchingCalls, GrantingCalls, InferenceCalls
         """
         data = started(await asyncio.to_thread(plain, spec), from_checkpoint, with_optimizer)
         headers = {"Idempotency-Key": idempotency_key or uuid.uuid4().hex, "Content-Type": "application/json"}
-        return await self._http.json("POST", "/v1/jobs", body=orjson.dumps(data), headers=headers)
+        return cast(JobSummary, await self._http.json("POST", "/v1/jobs", body=orjson.dumps(data), headers=headers))
 
-    async def jobs(self, limit: int = 100) -> list[Json]:
+    async def jobs(self, limit: int = 100) -> list[JobSummary]:
         """The newest `limit`, newest first."""
-        found: list[Json] = []
+        found: list[JobSummary] = []
         query: dict[str, str] = {}
         while len(found) < limit:
-            page = await self._http.json("GET", "/v1/jobs", query | {"limit": str(min(JOBS_PAGE, limit - len(found)))})
+            asked = query | {"limit": str(min(JOBS_PAGE, limit - len(found)))}
+            page = cast(Jobs, await self._http.json("GET", "/v1/jobs", asked))
             found += page["jobs"]
             query = {"before": page["cursor"]}
             if not page["more"]:
                 break
         return found
 
-    async def job(self, id: str) -> Json:
-        return await self._http.json("GET", _of(id))
+    async def job(self, id: str) -> Job:
+        return cast(Job, await self._http.json("GET", _of(id)))
 
-    async def cancel(self, id: str) -> Json:
-        return await self._http.json("POST", _of(id, "/cancel"))
+    async def cancel(self, id: str) -> JobSummary:
+        return cast(JobSummary, await self._http.json("POST", _of(id, "/cancel")))
 
-    async def pause(self, id: str) -> Json:
+    async def pause(self, id: str) -> JobSummary:
         """Its workers are free once what it has trained is saved."""
-        return await self._http.json("POST", _of(id, "/pause"))
+        return cast(JobSummary, await self._http.json("POST", _of(id, "/pause")))
 
-    async def resume(self, id: str) -> Json:
+    async def resume(self, id: str) -> JobSummary:
         """A paused job waits in the queue again, and goes on from its checkpoint."""
-        return await self._http.json("POST", _of(id, "/resume"))
+        return cast(JobSummary, await self._http.json("POST", _of(id, "/resume")))
 
     async def failures(self, id: str, limit: int = 100) -> Json:
         """`failures`: the newest groups that failed for good, newest first; `counts`: of all of them, by reason."""
         return await self._http.json("GET", _of(id, "/failures"), {"limit": str(limit)})
 
-    async def wait(self, id: str, timeout_s: float | None = None, *, cancel_on_interrupt: bool = False) -> Json:
+    async def wait(self, id: str, timeout_s: float | None = None, *, cancel_on_interrupt: bool = False) -> Job:
         """The job in its final state. Raises TimeoutError; the job goes on.
 
         So it does at Ctrl-C, and when this task is cancelled, unless `cancel_on_interrupt`: then it is cancelled first.
@@ -133,7 +147,7 @@ class AsyncClient(EnvironmentCalls, FetchingCalls, GrantingCalls, InferenceCalls
                 await self.cancel(id)
             raise
 
-    async def _wait(self, id: str, timeout_s: float | None) -> Json:
+    async def _wait(self, id: str, timeout_s: float | None) -> Job:
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while True:
             job = await self.job(id)
@@ -143,48 +157,49 @@ class AsyncClient(EnvironmentCalls, FetchingCalls, GrantingCalls, InferenceCalls
                 raise TimeoutError(f"job {id} is still {job['state']} after {timeout_s} s")
             await asyncio.sleep(POLL_S)
 
-    async def event_log(self, id: str, after: str = "0") -> list[Json]:
+    async def event_log(self, id: str, after: str = "0") -> list[Event]:
         """What there is now, oldest first."""
-        return list((await self._http.json("GET", _of(id, "/events"), {"format": "json", "after": after}))["events"])
+        asked = {"format": "json", "after": after}
+        return cast(Events, await self._http.json("GET", _of(id, "/events"), asked))["events"]
 
-    async def events(self, id: str, after: str = "0") -> AsyncGenerator[Json, None]:
+    async def events(self, id: str, after: str = "0") -> AsyncGenerator[Event, None]:
         """Events as they happen, until the job's final state. Reconnects by itself and goes on where it was."""
-        away_since = time.monotonic()
+        waiting = self._http.waiting()
         while True:
             news = False
             try:
-                async with self._http.open(_of(id, "/events"), {"after": after}, read_s=30.0) as response:
-                    async for event in _server_sent(response):
+                query = {"after": after}
+                async with self._http.open(_of(id, "/events"), query, read_s=READ_S, waiting=waiting) as response:
+                    async for event in _server_sent(response, waiting):
                         after, news = event["id"], True
                         yield event
                         if event.get("state") in _FINAL:
                             return
+                waiting.answered()
                 if not news and JobState((await self.job(id))["state"]).final:
                     return
-                away_since = time.monotonic()
+                await asyncio.sleep(AGAIN_S)
             except (aiohttp.ClientError, TimeoutError) as error:
-                if news:
-                    away_since = time.monotonic()
-                if time.monotonic() - away_since > self._http.wait_s:
-                    raise self._http.unreachable(error) from None
-            await asyncio.sleep(0.1 + 0.2 * random.random())
+                await self._http.stand_by(waiting, error)
 
     async def metrics(
         self, id: str, after: int = 0, *, source: str | None = None, names: list[str] | None = None
-    ) -> list[Json]:
+    ) -> list[MetricPoint]:
         """History above the cursor `after`: every point with `cursor`, `source`, `step`, `time` and `values`."""
-        points: list[Json] = []
+        points: list[MetricPoint] = []
         query = {"limit": str(PAGE)} | ({"source": source} if source else {})
         if names:
             query["names"] = ",".join(names)
         while True:
-            page = await self._http.json("GET", _of(id, "/metrics"), {**query, "after": str(after)})
+            page = cast(Metrics, await self._http.json("GET", _of(id, "/metrics"), {**query, "after": str(after)}))
             points += page["metrics"]
             after = page["cursor"]
             if not page["more"]:
                 return points
 
-    async def watch_metrics(self, id: str, after: int = 0, *, poll_s: float = POLL_S) -> AsyncGenerator[Json, None]:
+    async def watch_metrics(
+        self, id: str, after: int = 0, *, poll_s: float = POLL_S
+    ) -> AsyncGenerator[MetricPoint, None]:
         """Points as they come, until the job has ended and all of them are out."""
         while True:
             over = JobState((await self.job(id))["state"]).final
@@ -195,12 +210,13 @@ class AsyncClient(EnvironmentCalls, FetchingCalls, GrantingCalls, InferenceCalls
                 return
             await asyncio.sleep(poll_s)
 
-    async def transcripts(self, id: str, step: int | None = None) -> Json:
+    async def transcripts(self, id: str, step: int | None = None) -> Transcripts:
         """Kept validation episodes of an evaluation (default: the newest): `step`, `transcripts`, and all `steps`."""
-        return await self._http.json("GET", _of(id, "/transcripts"), {} if step is None else {"step": str(step)})
+        query = {} if step is None else {"step": str(step)}
+        return cast(Transcripts, await self._http.json("GET", _of(id, "/transcripts"), query))
 
-    async def workers(self) -> list[Json]:
-        return list((await self._http.json("GET", "/v1/workers"))["workers"])
+    async def workers(self) -> list[Worker]:
+        return cast(Workers, await self._http.json("GET", "/v1/workers"))["workers"]
 
     async def queues(self) -> list[Json]:
         return list((await self._http.json("GET", "/v1/queues"))["queues"])
@@ -213,9 +229,10 @@ def _of(id: str, rest: str = "") -> str:
     return f"/v1/jobs/{quote(id, safe='')}{rest}"
 
 
-async def _server_sent(response: aiohttp.ClientResponse) -> AsyncIterator[Json]:
+async def _server_sent(response: aiohttp.ClientResponse, waiting: Waiting) -> AsyncIterator[Event]:
     """The data of each event; ours are one line of JSON that holds id and name too."""
     async for line in response.content:
+        waiting.answered()
         if line.startswith(b"data:"):
             yield orjson.loads(line[5:])
 
@@ -255,7 +272,7 @@ class Client(FetchingSync, GrantingSync, KnowingSync):
         from_checkpoint: str | None = None,
         with_optimizer: bool = False,
         idempotency_key: str | None = None,
-    ) -> Json:
+    ) -> JobSummary:
         return self._call(
             self._core.submit(
                 spec,
@@ -265,31 +282,31 @@ class Client(FetchingSync, GrantingSync, KnowingSync):
             )
         )
 
-    def jobs(self, limit: int = 100) -> list[Json]:
+    def jobs(self, limit: int = 100) -> list[JobSummary]:
         return self._call(self._core.jobs(limit))
 
-    def job(self, id: str) -> Json:
+    def job(self, id: str) -> Job:
         return self._call(self._core.job(id))
 
-    def cancel(self, id: str) -> Json:
+    def cancel(self, id: str) -> JobSummary:
         return self._call(self._core.cancel(id))
 
-    def pause(self, id: str) -> Json:
+    def pause(self, id: str) -> JobSummary:
         return self._call(self._core.pause(id))
 
-    def resume(self, id: str) -> Json:
+    def resume(self, id: str) -> JobSummary:
         return self._call(self._core.resume(id))
 
     def failures(self, id: str, limit: int = 100) -> Json:
         return self._call(self._core.failures(id, limit))
 
-    def complete(self, id: str) -> Json:
+    def complete(self, id: str) -> JobSummary:
         return self._call(self._core.complete(id))
 
     def chat(self, id: str, messages: Sequence[Mapping[str, Any]], **options: Any) -> Iterator[Json]:
         return self._iterate(self._core.chat(id, messages, **options))
 
-    def wait(self, id: str, timeout_s: float | None = None, *, cancel_on_interrupt: bool = False) -> Json:
+    def wait(self, id: str, timeout_s: float | None = None, *, cancel_on_interrupt: bool = False) -> Job:
         try:
             return self._call(self._core.wait(id, timeout_s))
         except KeyboardInterrupt:
@@ -297,21 +314,21 @@ class Client(FetchingSync, GrantingSync, KnowingSync):
                 self.cancel(id)
             raise
 
-    def event_log(self, id: str, after: str = "0") -> list[Json]:
+    def event_log(self, id: str, after: str = "0") -> list[Event]:
         return self._call(self._core.event_log(id, after))
 
-    def events(self, id: str, after: str = "0") -> Iterator[Json]:
+    def events(self, id: str, after: str = "0") -> Iterator[Event]:
         return self._iterate(self._core.events(id, after))
 
     def metrics(
         self, id: str, after: int = 0, *, source: str | None = None, names: list[str] | None = None
-    ) -> list[Json]:
+    ) -> list[MetricPoint]:
         return self._call(self._core.metrics(id, after, source=source, names=names))
 
-    def watch_metrics(self, id: str, after: int = 0, *, poll_s: float = POLL_S) -> Iterator[Json]:
+    def watch_metrics(self, id: str, after: int = 0, *, poll_s: float = POLL_S) -> Iterator[MetricPoint]:
         return self._iterate(self._core.watch_metrics(id, after, poll_s=poll_s))
 
-    def transcripts(self, id: str, step: int | None = None) -> Json:
+    def transcripts(self, id: str, step: int | None = None) -> Transcripts:
         return self._call(self._core.transcripts(id, step))
 
     def push_environment(self, directory: str | Path, name: str | None = None) -> Json:
@@ -326,7 +343,7 @@ class Client(FetchingSync, GrantingSync, KnowingSync):
     def delete_environment(self, name: str, version: int | None = None) -> list[int]:
         return self._call(self._core.delete_environment(name, version))
 
-    def workers(self) -> list[Json]:
+    def workers(self) -> list[Worker]:
         return self._call(self._core.workers())
 
     def queues(self) -> list[Json]:
@@ -343,8 +360,8 @@ class Client(FetchingSync, GrantingSync, KnowingSync):
             future.cancel()  # Ctrl-C while waiting
             raise
 
-    def _iterate(self, items: AsyncGenerator[Json, None]) -> Iterator[Json]:
-        async def following() -> Json | None:
+    def _iterate(self, items: AsyncGenerator[T, None]) -> Iterator[T]:
+        async def following() -> T | None:
             return await anext(items, None)
 
         try:

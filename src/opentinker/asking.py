@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 from urllib.parse import quote
 
 import aiohttp
 import orjson
 
 from opentinker.http import ApiError, Http, Json
+from opentinker.shared.answers import JobSummary
 
 SILENCE_S = 900.0
 """A full job lets requests wait before the first word."""
@@ -20,9 +21,9 @@ class InferenceCalls:
 
     _http: Http
 
-    async def complete(self, id: str) -> Json:
+    async def complete(self, id: str) -> JobSummary:
         """Ends an inference job: it has succeeded."""
-        return await self._http.json("POST", f"/v1/jobs/{quote(id, safe='')}/complete")
+        return cast(JobSummary, await self._http.json("POST", f"/v1/jobs/{quote(id, safe='')}/complete"))
 
     async def chat(self, id: str, messages: Sequence[Mapping[str, Any]], **options: Any) -> AsyncGenerator[Json, None]:
         """The chunks of the answer as they come, in OpenAI's form; `options` are those of its chat completions.

@@ -14,7 +14,7 @@ import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Coroutine, Mapping, Sequence
 from pathlib import Path, PurePosixPath
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 from urllib.parse import quote
 
 import aiohttp
@@ -23,6 +23,7 @@ import orjson
 from opentinker.archive import unpack
 from opentinker.given import empty_place
 from opentinker.http import ApiError, Http, Json
+from opentinker.shared.answers import Checkpoint, Checkpoints
 from opentinker.shared.manifest import ADAPTER, instead
 
 T = TypeVar("T")
@@ -38,10 +39,11 @@ class FetchingCalls:
 
     async def publish(self, checkpoint: str, name: str) -> Json:
         """Give JOB@STEP or JOB@latest a name for [start], inference jobs and downloads. Raises ApiConflict if another
-        checkpoint of the tenant has it."""
+        checkpoint of the tenant has it. `latest` is asked once: it may be another step the second time."""
         body = orjson.dumps({"name": name, "checkpoint": checkpoint})
         headers = {"Content-Type": "application/json"}
-        return await self._http.json("POST", "/v1/published", body=body, headers=headers)
+        again = not checkpoint.endswith("@latest")
+        return await self._http.json("POST", "/v1/published", body=body, headers=headers, again=again)
 
     async def unpublish(self, name: str) -> Json:
         return await self._http.json("DELETE", f"/v1/published/{quote(name, safe='')}", again=False)
@@ -62,9 +64,9 @@ class FetchingCalls:
         found = await self._http.json("GET", f"/v1/published/{quote(id, safe='')}")
         return found["job"], found["step"]
 
-    async def checkpoints(self, id: str) -> list[Json]:
+    async def checkpoints(self, id: str) -> list[Checkpoint]:
         """Oldest first."""
-        return list((await self._http.json("GET", _of(id, "/checkpoints")))["checkpoints"])
+        return cast(Checkpoints, await self._http.json("GET", _of(id, "/checkpoints")))["checkpoints"]
 
     async def artifacts(self, id: str) -> list[Json]:
         """Every file that a job has left so far: `path`, `kind`, `bytes`, `created`, and `sha256` where it is known."""
@@ -192,18 +194,21 @@ async def _fetch(http: Http, path: str, query: dict[str, str], part: _Part) -> M
     """The whole answer in `part`, beginning with what is there of the same; its headers. Connections may break as often
     as something came over them. Raises ApiError."""
 
+    waiting = http.waiting()
+
     async def once() -> Mapping[str, str] | None:
         """None: it broke off, having come forward."""
         etag, came = part.etag, False
         headers = {"Range": f"bytes={part.size}-", "If-Range": etag} if etag else {}
         try:
-            async with http.open(path, query, http.timeout_s, headers=headers) as response:
+            async with http.open(path, query, http.timeout_s, headers=headers, waiting=waiting) as response:
                 if response.status != 206:
                     part.begin(response.headers.get("ETag", ""))
                 with part.path.open("ab") as file:
                     async for chunk in response.content.iter_chunked(CHUNK):
                         await asyncio.to_thread(file.write, chunk)
                         came = True
+                        waiting.answered()
                 return response.headers
         except (aiohttp.ClientError, TimeoutError):
             if came:
@@ -216,7 +221,7 @@ async def _fetch(http: Http, path: str, query: dict[str, str], part: _Part) -> M
             return None
 
     try:
-        while (headers := await http.patiently(once)) is None:
+        while (headers := await http.patiently(once, waiting)) is None:
             pass
     except ApiError as error:
         if error.status != 404 and part.size:
@@ -275,7 +280,7 @@ class FetchingSync(ABC):
     def delete_artifacts(self, id: str, step: int | None = None) -> Json:
         return self._call(self._core.delete_artifacts(id, step))
 
-    def checkpoints(self, id: str) -> list[Json]:
+    def checkpoints(self, id: str) -> list[Checkpoint]:
         return self._call(self._core.checkpoints(id))
 
     def artifacts(self, id: str) -> list[Json]:

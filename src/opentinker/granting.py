@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Coroutine, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 from urllib.parse import quote
 
 import orjson
 
 from opentinker.http import Http, Json
+from opentinker.shared.answers import Key, Keys, MadeKey, WhoAmI
 
 T = TypeVar("T")
 
@@ -29,28 +30,30 @@ class GrantingCalls:
         name: str = "",
         scopes: Sequence[str] | None = None,
         expires_in_s: float | None = None,
-    ) -> Json:
+    ) -> MadeKey:
         """The answer's `key` is the whole of it, seen nowhere else. `tenant` defaults to that of the key that asks."""
         asked = {"tenant": tenant, "scopes": scopes and list(scopes), "expires_in_s": expires_in_s}
         body = {"role": role, "name": name} | {field: value for field, value in asked.items() if value is not None}
-        return await self._http.json("POST", KEYS, body=orjson.dumps(body), headers=_JSON, again=False)
+        made = await self._http.json("POST", KEYS, body=orjson.dumps(body), headers=_JSON, again=False)
+        return cast(MadeKey, made)
 
-    async def keys(self, tenant: str | None = None) -> list[Json]:
+    async def keys(self, tenant: str | None = None) -> list[Key]:
         """Oldest first, without secrets."""
-        return list((await self._http.json("GET", KEYS, {"tenant": tenant} if tenant else {}))["keys"])
+        return cast(Keys, await self._http.json("GET", KEYS, {"tenant": tenant} if tenant else {}))["keys"]
 
-    async def rotate_key(self, id: str, *, grace_s: float | None = None) -> Json:
+    async def rotate_key(self, id: str, *, grace_s: float | None = None) -> MadeKey:
         """The answer's `key` is the new one; the one before stays valid for `grace_s`, by default a day."""
         body = orjson.dumps({} if grace_s is None else {"grace_s": grace_s})
-        return await self._http.json("POST", _of(id, "rotate"), body=body, headers=_JSON, again=False)
+        made = await self._http.json("POST", _of(id, "rotate"), body=body, headers=_JSON, again=False)
+        return cast(MadeKey, made)
 
-    async def revoke_key(self, id: str) -> Json:
-        return await self._http.json("POST", _of(id, "revoke"))
+    async def revoke_key(self, id: str) -> Key:
+        return cast(Key, await self._http.json("POST", _of(id, "revoke")))
 
-    async def whoami(self) -> Json:
+    async def whoami(self) -> WhoAmI:
         """Of the key that is sent: `tenant`, `role`, `scopes`, `key` (its id), `name`, `expires`; and `auth`, which is
         `off` where a server asks nobody for one."""
-        return await self._http.json("GET", "/v1/whoami")
+        return cast(WhoAmI, await self._http.json("GET", "/v1/whoami"))
 
     async def tenants(self) -> list[Json]:
         return list((await self._http.json("GET", "/v1/tenants"))["tenants"])
@@ -79,21 +82,21 @@ class GrantingSync(ABC):
         name: str = "",
         scopes: Sequence[str] | None = None,
         expires_in_s: float | None = None,
-    ) -> Json:
+    ) -> MadeKey:
         return self._call(
             self._core.create_key(role, tenant=tenant, name=name, scopes=scopes, expires_in_s=expires_in_s)
         )
 
-    def keys(self, tenant: str | None = None) -> list[Json]:
+    def keys(self, tenant: str | None = None) -> list[Key]:
         return self._call(self._core.keys(tenant))
 
-    def rotate_key(self, id: str, *, grace_s: float | None = None) -> Json:
+    def rotate_key(self, id: str, *, grace_s: float | None = None) -> MadeKey:
         return self._call(self._core.rotate_key(id, grace_s=grace_s))
 
-    def revoke_key(self, id: str) -> Json:
+    def revoke_key(self, id: str) -> Key:
         return self._call(self._core.revoke_key(id))
 
-    def whoami(self) -> Json:
+    def whoami(self) -> WhoAmI:
         return self._call(self._core.whoami())
 
     def tenants(self) -> list[Json]:

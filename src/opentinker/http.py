@@ -20,6 +20,7 @@ import aiohttp
 import orjson
 
 from opentinker.nearby import key_for
+from opentinker.patience import Waiting, why
 from opentinker.shared.errors import Conflict, NotFound, OpenTinkerError
 
 T = TypeVar("T")
@@ -29,6 +30,8 @@ DEFAULT_URL = "http://127.0.0.1:8080"
 CONNECT_S = 2.0
 WEBSOCKET_S = 10.0
 """For a WebSocket to be there."""
+AGAIN_S = 0.2
+"""Before a stream is opened again, on average."""
 AWAY = (502, 503, 504)
 WHAT_TO_DO = {
     401: "; set OPENTINKER_API_KEY, or OPENTINKER_API_KEY_FILE to a file, or be in the directory of `opentinker up`",
@@ -87,11 +90,20 @@ def api_key(url: str) -> str:
         raise OpenTinkerError(f"OPENTINKER_API_KEY_FILE: {error}") from None
 
 
+async def _asked_once(request: aiohttp.ClientRequest, go_on: aiohttp.ClientHandlerType) -> aiohttp.ClientResponse:
+    """aiohttp repeats a DELETE by itself where the connection broke, unless that has another name."""
+    try:
+        return await go_on(request)
+    except (aiohttp.ClientOSError, aiohttp.ServerDisconnectedError) as error:
+        raise aiohttp.ClientConnectionError(why(error)) from error
+
+
 class Http:
     """One server, by its URL. What is not answered is tried again until `wait_s` has passed without success.
 
     `key`, else our key for it (`api_key`), is sent with every request, as `Authorization: Bearer`. `on_wait(sentence)`
-    is called at the first failed try of a request, and once if the server asks nobody for a key; default: it is logged.
+    is called at the first failed try of a request, where an answer does not come (patience.WORD_S), and once if the
+    server asks nobody for a key; default: it is logged.
     """
 
     def __init__(
@@ -135,14 +147,23 @@ class Http:
     ) -> Json:
         """`again` False: what may not be done twice is asked once, and not repeated after a connection that broke."""
 
+        waiting = self.waiting()
+
         async def once() -> Json:
             timeout = aiohttp.ClientTimeout(total=timeout_s or self.timeout_s, sock_connect=CONNECT_S)
             data = None if body is None else io.BytesIO(body)
-            async with self._session.request(
-                method, self.url + path, params=query, data=data, headers=headers, timeout=timeout
-            ) as response:
-                raw = await response.read()
-                await self._check(response, raw)
+            with waiting.for_answer():
+                async with self._session.request(
+                    method,
+                    self.url + path,
+                    params=query,
+                    data=data,
+                    headers=headers,
+                    timeout=timeout,
+                    middlewares=() if again else (_asked_once,),
+                ) as response:
+                    raw = await response.read()
+                    await self._check(response, raw)
             try:
                 found = orjson.loads(raw)
             except orjson.JSONDecodeError:
@@ -152,11 +173,11 @@ class Http:
             return found
 
         if again:
-            return await self.patiently(once)
+            return await self.patiently(once, waiting)
         try:
             return await once()
         except (aiohttp.ClientError, TimeoutError) as error:
-            raise ApiError(f"no answer from {self.url} ({_why(error)}): it may have been done or not") from None
+            raise ApiError(f"no answer from {self.url} ({why(error)}): it may have been done or not") from None
 
     async def _check(self, response: aiohttp.ClientResponse, raw: bytes | None = None, *, again: bool = True) -> None:
         """`again`: whoever asks tries again where the server is only away."""
@@ -177,28 +198,38 @@ class Http:
         *,
         body: bytes | None = None,
         headers: dict[str, str] | None = None,
+        waiting: Waiting | None = None,
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """A response to be read as it comes, of a GET, or with a `body` of JSON of a POST."""
+        """A response to be read as it comes, of a GET, or with a `body` of JSON of a POST. `waiting`: of whoever opens
+        it again where it breaks off, and says what has come (`answered`): an open stream alone is no answer."""
+        waiting = waiting or self.waiting()
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S, sock_read=read_s)
         method, data = ("GET", None) if body is None else ("POST", io.BytesIO(body))
         headers = headers if body is None else {"Content-Type": "application/json"}
-        async with self._session.request(
+        asked = self._session.request(
             method, self.url + path, params=query, data=data, headers=headers, timeout=timeout
-        ) as response:
+        )
+        with waiting.for_answer():
+            response = await asked
+        async with response:
             await self._check(response, again=body is None)
-            yield response
+            with waiting.standing():
+                yield response
 
-    async def websocket(self, path: str, *, heartbeat: float, max_msg_size: int) -> aiohttp.ClientWebSocketResponse:
+    async def websocket(
+        self, path: str, waiting: Waiting, *, heartbeat: float, max_msg_size: int
+    ) -> aiohttp.ClientWebSocketResponse:
         """Raises aiohttp.ClientError."""
         timeout = aiohttp.ClientWSTimeout(ws_close=CONNECT_S)
-        async with asyncio.timeout(WEBSOCKET_S):
-            return await self._session.ws_connect(
-                self.url + path, heartbeat=heartbeat, max_msg_size=max_msg_size, timeout=timeout
-            )
+        with waiting.for_answer():
+            async with asyncio.timeout(WEBSOCKET_S):
+                return await self._session.ws_connect(
+                    self.url + path, heartbeat=heartbeat, max_msg_size=max_msg_size, timeout=timeout
+                )
 
-    async def patiently(self, once: Callable[[], Coroutine[Any, Any, T]]) -> T:
+    async def patiently(self, once: Callable[[], Coroutine[Any, Any, T]], waiting: Waiting) -> T:
         """Try until `wait_s` has passed without success."""
-        deadline, pause, told = time.monotonic() + self.wait_s, 0.1, False
+        deadline, pause = time.monotonic() + self.wait_s, 0.1
         while True:
             try:
                 return await once()
@@ -207,19 +238,23 @@ class Http:
             except (aiohttp.ClientError, TimeoutError) as error:
                 if time.monotonic() + pause > deadline:
                     raise self.unreachable(error) from None
-                if not told:
-                    self.tell(f"waiting for {self.url} ({_why(error)})")
-                    told = True
+                waiting.failed(error)
             await asyncio.sleep(pause * (0.5 + random.random()))
             pause = min(2 * pause, 1.0)
+
+    async def stand_by(self, waiting: Waiting, error: Exception) -> None:
+        """A stream has broken off, or could not be opened: a pause, or ApiError where `wait_s` is over."""
+        if waiting.away_s > self.wait_s:
+            raise self.unreachable(error) from None
+        waiting.failed(error)
+        await asyncio.sleep(AGAIN_S * (0.5 + random.random()))
+
+    def waiting(self) -> Waiting:
+        return Waiting(self.url, self.tell)
 
     def tell(self, sentence: str) -> None:
         """Whoever waits should know what for."""
         self._on_wait(sentence)
 
     def unreachable(self, error: Exception) -> ApiError:
-        return ApiError(f"cannot reach {self.url}: {_why(error)}. Is `opentinker up` running there?")
-
-
-def _why(error: Exception) -> str:
-    return str(error) or type(error).__name__
+        return ApiError(f"cannot reach {self.url}: {why(error)}. Is `opentinker up` running there?")

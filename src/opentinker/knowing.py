@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import random
-import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Coroutine, Iterator, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 from urllib.parse import quote
 
 import aiohttp
 import orjson
 
 from opentinker.given import plain
-from opentinker.http import Http, Json
+from opentinker.http import AGAIN_S, Http, Json
+from opentinker.shared.answers import Rollouts, Usage
 from opentinker.shared.spec import JobSpec
 
 T = TypeVar("T")
@@ -43,28 +42,29 @@ class KnowingCalls:
 
     async def logs(self, id: str, after: int = 0, *, level: str = "debug", last: int = 0) -> AsyncGenerator[Json, None]:
         """Lines as they come, until the job is over and silent. Reconnects by itself and goes on where it was."""
-        away_since = time.monotonic()
+        waiting = self._http.waiting()
         query = {"level": level, "last": str(last)}
         while True:
             try:
-                async with self._http.open(_of(id, "/logs"), {**query, "after": str(after)}, read_s=READ_S) as response:
+                asked = {**query, "after": str(after)}
+                async with self._http.open(_of(id, "/logs"), asked, read_s=READ_S, waiting=waiting) as response:
                     async for raw in response.content:
-                        away_since = time.monotonic()
+                        waiting.answered()
                         if raw.startswith(b"data:"):
                             line: Json = orjson.loads(raw[5:])
                             after, query["last"] = line["cursor"], "0"
                             yield line
+                waiting.answered()
                 if not await self._goes_on(id):
                     return
-                away_since = time.monotonic()
+                await asyncio.sleep(AGAIN_S)
             except (aiohttp.ClientError, TimeoutError) as error:
-                if time.monotonic() - away_since > self._http.wait_s:
-                    raise self._http.unreachable(error) from None
-            await asyncio.sleep(0.1 + 0.2 * random.random())
+                await self._http.stand_by(waiting, error)
 
-    async def rollouts(self, id: str, step: int | None = None) -> Json:
+    async def rollouts(self, id: str, step: int | None = None) -> Rollouts:
         """Kept training episodes of a step's batch (default: the newest): `step`, `rollouts`, and all `steps`."""
-        return await self._http.json("GET", _of(id, "/rollouts"), {} if step is None else {"step": str(step)})
+        query = {} if step is None else {"step": str(step)}
+        return cast(Rollouts, await self._http.json("GET", _of(id, "/rollouts"), query))
 
     async def distributions(self, id: str, step: int | None = None, *, after: int = 0, limit: int = 1) -> list[Json]:
         """Histograms of a step, or of the newest `limit` steps above `after`, oldest first: `step`, and by name `edges`
@@ -103,12 +103,12 @@ class KnowingCalls:
         first: str | None = None,
         last: str | None = None,
         limit: int = 100,
-    ) -> Json:
+    ) -> Usage:
         """What jobs cost: `usage`, a row for each of the newest `limit` jobs, of their keys (`by="key"`), or of each
         day from `first` to `last` (`by="day"`, as 2026-11-22); and the `total` of these rows."""
         given = {"job": job, "from": first, "to": last, "limit": str(limit)}
         query = {name: value for name, value in given.items() if value is not None}
-        return await self._http.json("GET", "/v1/usage", {"by": by, **query})
+        return cast(Usage, await self._http.json("GET", "/v1/usage", {"by": by, **query}))
 
     async def _goes_on(self, id: str) -> bool:
         """The stream has ended: because the job has, or because the server stops."""
@@ -136,7 +136,7 @@ class KnowingSync(ABC):
     def logs(self, id: str, after: int = 0, *, level: str = "debug", last: int = 0) -> Iterator[Json]:
         return self._iterate(self._core.logs(id, after, level=level, last=last))
 
-    def rollouts(self, id: str, step: int | None = None) -> Json:
+    def rollouts(self, id: str, step: int | None = None) -> Rollouts:
         return self._call(self._core.rollouts(id, step))
 
     def distributions(self, id: str, step: int | None = None, *, after: int = 0, limit: int = 1) -> list[Json]:
@@ -156,7 +156,7 @@ class KnowingSync(ABC):
         first: str | None = None,
         last: str | None = None,
         limit: int = 100,
-    ) -> Json:
+    ) -> Usage:
         return self._call(self._core.usage(by, job=job, first=first, last=last, limit=limit))
 
     def validate(self, spec: Mapping[str, Any] | JobSpec | str | Path) -> Json:

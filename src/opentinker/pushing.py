@@ -43,9 +43,9 @@ class EnvironmentCalls:
         return await self._http.json("GET", f"{ENVIRONMENTS}/{quote(name, safe='')}")
 
     async def delete_environment(self, name: str, version: int | None = None) -> list[int]:
-        """The versions that are gone: one, or all of them."""
+        """The versions that are gone: one, or all of them. Asked once: the second time there would be none."""
         query = {} if version is None else {"version": str(version)}
-        answer = await self._http.json("DELETE", f"{ENVIRONMENTS}/{quote(name, safe='')}", query)
+        answer = await self._http.json("DELETE", f"{ENVIRONMENTS}/{quote(name, safe='')}", query, again=False)
         return list(answer["deleted"])
 
 

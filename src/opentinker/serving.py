@@ -29,6 +29,7 @@ import aiohttp
 from opentinker.envs.base import Environment
 from opentinker.envs.game import AbstractGame
 from opentinker.http import ApiError, Http
+from opentinker.patience import Waiting, why
 from opentinker.services.env_worker.serving import Stage
 from opentinker.shared.frames import (
     FRAME_BYTES,
@@ -146,27 +147,26 @@ class AsyncServing:
 
     async def _run(self) -> None:
         """Consumes calls of the scheduler, produces answers; reconnects until it is closed or refused."""
-        pause, told = FIRST_PAUSE_S, False
+        pause, waiting = FIRST_PAUSE_S, self._http.waiting()
         while not self._stopping:
             try:
-                why, lasted = await self._connection()
+                ended, lasted = await self._connection(waiting)
             except (aiohttp.ClientError, OSError, TimeoutError, ConnectionLost, BadFrame) as error:
-                why, lasted = str(error) or type(error).__name__, False
+                ended, lasted = why(error), False
             if self._stopping:
                 return
             if lasted:
-                pause, told = FIRST_PAUSE_S, False
-            if not told:
-                self._http.tell(f"waiting for {self.url} ({why})")
-                told = True
+                pause = FIRST_PAUSE_S
+                waiting.answered()
+            waiting.failed(ended)
             await asyncio.sleep(pause * (0.5 + random.random()))
             pause = min(2 * pause, LONGEST_PAUSE_S)
 
-    async def _connection(self) -> tuple[str, bool]:
+    async def _connection(self, waiting: Waiting) -> tuple[str, bool]:
         """One, from its beginning to its end: why it ended, and whether it was one. Raises ApiError if refused."""
         path = f"/v1/served/{quote(self.name, safe='')}"
         try:
-            made = await self._http.websocket(path, heartbeat=HEARTBEAT_S, max_msg_size=FRAME_BYTES)
+            made = await self._http.websocket(path, waiting, heartbeat=HEARTBEAT_S, max_msg_size=FRAME_BYTES)
         except aiohttp.WSServerHandshakeError as error:
             if error.status < 500 and error.status not in TRANSIENT:
                 raise ApiError(_refused(self.url, error.status), error.status) from None

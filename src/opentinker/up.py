@@ -240,13 +240,15 @@ def _launcher_access(password_file: str | None) -> dict[str, str]:
 
 def _gpus(plan: Plan) -> dict[str, dict[str, str]]:
     """By worker, what it must be told to see its own GPUs alone; nothing where there are none. Reference-forward shares
-    those of the first trainer."""
+    those of the first trainer; the scheduler has all where nobody else does, for what it starts."""
     names = [worker for worker, _ in plan.services()]
     own = sorted((name for name in names if name.startswith(("trainer-", "rollout-"))), key=lambda n: n[0] == "r")
-    pinned = gpus.pinned(gpus.visible(), own)
-    shared = next(iter(pinned.values()), "")
+    if not (found := gpus.visible()):
+        return {}
+    pinned = gpus.pinned(found, own) or {"scheduler": gpus.pin_of(found)}
+    shared = next(iter(pinned.values()))
     pins = {name: pinned.get(name, shared if name.startswith("reference-") else "") for name in names}
-    return {name: {gpus.VISIBLE: pin, **gpus.ORDER} for name, pin in pins.items()} if pinned else {}
+    return {name: {gpus.VISIBLE: pin, **gpus.ORDER} for name, pin in pins.items()}
 
 
 async def _until_told(supervisor: Supervisor) -> None:

@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
@@ -63,13 +63,13 @@ LINE = (
 class Update:
     """What a view draws."""
 
-    job: dict[str, Any]
+    job: Mapping[str, Any]
     curves: Curves
     changed: list[int]
     """Steps that came since the last update."""
-    events: list[dict[str, Any]]
+    events: Sequence[Mapping[str, Any]]
     """Events that came since the last update."""
-    seen: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=EVENTS_SHOWN))
+    seen: deque[Mapping[str, Any]] = field(default_factory=lambda: deque(maxlen=EVENTS_SHOWN))
     """The last events."""
 
     @property
@@ -86,7 +86,7 @@ def follow(client: Client, job_id: str, stop: threading.Event | None = None) -> 
     """Updates until the job has ended; the last one carries the final state and everything before it."""
     stop = stop or threading.Event()
     curves = Curves()
-    seen: deque[dict[str, Any]] = deque(maxlen=EVENTS_SHOWN)
+    seen: deque[Mapping[str, Any]] = deque(maxlen=EVENTS_SHOWN)
     after_point, after_event = 0, "0"
     while True:
         job = client.job(job_id)  # first: what is read after a final state is complete
@@ -154,7 +154,7 @@ class JsonView:
         self._out = out
 
     def show(self, update: Update) -> None:
-        lines: list[dict[str, Any]] = list(update.events)
+        lines: list[Mapping[str, Any]] = list(update.events)
         lines += [
             {"step": step, "values": update.curves.steps[step]}
             for step in sorted(set(update.changed) & update.curves.steps.keys())
@@ -231,7 +231,7 @@ def step_line(update: Update, window: range, step: int) -> str:
     return " ".join(parts)
 
 
-def event_line(event: dict[str, Any]) -> str:
+def event_line(event: Mapping[str, Any]) -> str:
     """`12:03:44 checkpoint step=50 seconds=0.2`"""
     stamp = time.strftime("%H:%M:%S", time.localtime(float(event.get("time", 0.0))))
     known = ("id", "event", "time", "state", "finished")

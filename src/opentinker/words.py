@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from typing import Any
 
 from opentinker.shared.types import JobState
 
-Job = dict[str, Any]
+Job = Mapping[str, Any]
 
 LONG_WAIT = 0.5
 """Share of its time that a trainer waits from which generation is what limits the job."""

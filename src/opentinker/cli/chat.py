@@ -24,7 +24,9 @@ def chat(
         str | None, typer.Option("--message", "-m", help="Ask this once, instead of every line.")
     ] = None,
     system: Annotated[str | None, typer.Option("--system", help="The system message.")] = None,
-    model: Annotated[str | None, typer.Option("--model", help="Default: the only one that the job has.")] = None,
+    model: Annotated[
+        str | None, typer.Option("--model", help="One of its adapters; default: the job's own model.")
+    ] = None,
     temperature: Annotated[float, typer.Option(help="0: always the most likely token.", min=0.0, max=10.0)] = 1.0,
     max_tokens: Annotated[int | None, typer.Option(help="Of each answer; default: what fits.", min=1)] = None,
     seed: Annotated[int | None, typer.Option(help="Of the sampling; default: drawn anew.", min=0)] = None,

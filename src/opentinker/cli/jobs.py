@@ -57,7 +57,8 @@ def submit(
     if as_json:
         print_line(record)
     else:
-        say(f"{record['id']}  {record['state']}")
+        waits = f", waits for {record['waiting_for']}" if record["waiting_for"] else ""
+        say(f"{record['id']}  {record['state']}{waits}")
         if not follow:
             say(f"watch it with: {as_typed('watch', record['id'], *_same_server(url))}")
     if follow:

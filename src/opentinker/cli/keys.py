@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -142,7 +143,7 @@ def seconds(text: str, option: str) -> float:
     return float(match[1]) * UNITS_S[match[2] or "s"]
 
 
-def _hand_out(made: dict[str, Any], out: Path | None, as_json: bool) -> None:
+def _hand_out(made: Mapping[str, Any], out: Path | None, as_json: bool) -> None:
     key = made["key"]
     if out is not None:
         _write(out, key)

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from opentinker.cli.common import AsJson, JobId, Url, client, print_json, print_table, say
+from opentinker.shared.answers import Rollout
 
 BAR = 40
 
@@ -40,7 +41,7 @@ def rollouts(job_id: JobId, step: Step = None, url: Url = None, as_json: AsJson 
                 say(f"[{message['role']}] {message['content']}")
 
 
-def _facts(one: dict[str, Any]) -> str:
+def _facts(one: Rollout) -> str:
     """`reward 1 (format 0.2, answer 0.8) exact 1; env_done after 1 turn (eos), 12 tokens of version 1.3`"""
     parts = ", ".join(f"{name} {value:g}" for name, value in {**one["components"], **one["scores"]}.items())
     measured = "".join(f" {name} {value:g}" for name, value in one["metrics"].items())
@@ -114,8 +115,10 @@ def usage(
         return
     named = {"job": ["job", "name", "state"], "day": ["day"], "key": ["key", "jobs"]}[by]
     kinds = [kind for kind in COLUMNS if kind in found["total"]]
-    rows = [[*(row[name] for name in named), *(_amount(row[kind]) for kind in kinds)] for row in found["usage"]]
-    rows += [["total", *[""] * (len(named) - 1), *(_amount(found["total"][kind]) for kind in kinds)]] if rows else []
+    spent: list[dict[str, Any]] = [{**row} for row in found["usage"]]
+    rows = [[*(row[name] for name in named), *(_amount(row[kind]) for kind in kinds)] for row in spent]
+    total: dict[str, Any] = {**found["total"]}
+    rows += [["total", *[""] * (len(named) - 1), *(_amount(total[kind]) for kind in kinds)]] if rows else []
     print_table([*named, *(COLUMNS[kind] for kind in kinds)], rows, empty="nothing was spent")
 
 

@@ -14,7 +14,7 @@ import typer
 from opentinker.cli.common import DATA_DIR, PATIENCE_S, AsJson, DataDir, Url, client, say
 from opentinker.processes import tail
 from opentinker.shared.errors import OpenTinkerError
-from opentinker.shared.types import LEVELS
+from opentinker.shared.reports import LEVELS
 
 POLL_S = 0.2
 JOB = re.compile(r"j-[a-z0-9]{10}")

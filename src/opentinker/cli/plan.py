@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from opentinker.cli.common import AsJson, Url, client, print_json, print_table, say
-from opentinker.cli.specs import SpecFile, read_spec
+from opentinker.cli.common import AsJson, Url, client, complain, print_json, print_table, say
+from opentinker.cli.specs import SpecFile, demands, read_spec
 from opentinker.shared.errors import OpenTinkerError
 
 if TYPE_CHECKING:
@@ -47,10 +47,14 @@ def plan(
     train_s: Annotated[float | None, typer.Option(help="Of one optimizer step.", min=0)] = None,
     swap_s: Annotated[float | None, typer.Option(help="Standstill of an engine for new weights.", min=0)] = None,
     sessions: Annotated[
-        int | None, typer.Option(help="An env worker holds at once; default: its setting env_sessions.", min=1)
+        int | None,
+        typer.Option(help="An env worker holds at once; default: by settings and the environment's cost.", min=1),
     ] = None,
     blocking: Annotated[
-        bool, typer.Option("--blocking", help="The environment blocks: an env worker plays env_children calls at once.")
+        bool,
+        typer.Option(
+            "--blocking", help="The environment blocks: env_children calls at once. Known of classes that say so."
+        ),
     ] = False,
     url: Url = None,
     as_json: AsJson = False,
@@ -68,7 +72,13 @@ def plan(
     }  # fmt: skip
     measured = {} if like is None else measured_of(client(url).metrics(like), like)
     work = work_of(spec, {**measured, **{name: value for name, value in said.items() if value is not None}}, spread)
-    rows = [_row(work, pools) for pools in _pools(rollout_workers, sessions, blocking)]
+    cost, blocks, unknown = demands(spec.environment.name)
+    if unknown:
+        complain(
+            f"note: {spec.environment.name} is not looked at ({unknown}), but taken to cost 1 and not to block; give"
+            " --sessions and --blocking if it does"
+        )
+    rows = [_row(work, pools) for pools in _pools(rollout_workers, sessions, blocking or blocks, cost)]
     if as_json:
         print_json({"work": asdict(work), "plans": rows})
         return
@@ -103,7 +113,7 @@ def work_of(spec: JobSpec, known: dict[str, float], spread: float) -> Work:
     )
 
 
-def measured_of(points: Sequence[dict[str, Any]], job: str) -> dict[str, float]:
+def measured_of(points: Sequence[Mapping[str, Any]], job: str) -> dict[str, float]:
     """Durations and lengths from a job's metrics. Tokens take as long as they took with the sequences that there were:
     with fewer of them in an engine they would be faster."""
     steps = [point["values"] for point in points if "train_seconds" in point["values"]][-RECENT:]
@@ -131,7 +141,7 @@ def measured_of(points: Sequence[dict[str, Any]], job: str) -> dict[str, float]:
     }
 
 
-def _pools(rollout_workers: str, sessions: int | None, blocking: bool) -> list[Pools]:
+def _pools(rollout_workers: str, sessions: int | None, blocking: bool, cost: float) -> list[Pools]:
     from opentinker.capacity import Pools
     from opentinker.shared.config import load_settings
 
@@ -141,7 +151,9 @@ def _pools(rollout_workers: str, sessions: int | None, blocking: bool) -> list[P
         raise typer.BadParameter("--rollout-workers: whole numbers above 0, with commas between them")
     if blocking and settings.env_children == 0:
         raise OpenTinkerError("--blocking: env_children = 0, so such environments are not played at all")
-    held = settings.env_children * settings.env_sessions_per_child if blocking else settings.env_sessions
+    held = max(1, int(settings.env_sessions / cost))
+    if blocking:
+        held = min(held, settings.env_children * settings.env_sessions_per_child)
     calls = settings.env_children if blocking else None
     return [Pools(rollout_workers=n, env_workers=1, sessions=sessions or held, calls=calls) for n in counts]
 

@@ -128,7 +128,8 @@ def of_length(spec: dict[str, Any], steps: int) -> dict[str, Any]:
 def everything(home: Path, port: int, workers: dict[str, int], *, keep: bool) -> Iterator[str]:
     """`opentinker up` as a process of its own, with so many `workers` by option; yields the API's URL once it answers.
 
-    Raises OpenTinkerError.
+    Whoever runs it is its only user, so environments may be modules of theirs, unless the setting env_modules says
+    otherwise. Raises OpenTinkerError.
     """
     from opentinker.nearby import is_running, read_state
     from opentinker.processes import LEASH, tail
@@ -144,9 +145,12 @@ def everything(home: Path, port: int, workers: dict[str, int], *, keep: bool) ->
     argv = [sys.executable, "-m", "opentinker.cli", "up", *map(str, options)]
     if not keep:  # on a leash: it ends with us, even if we are killed
         argv = [sys.executable, "-I", "-S", LEASH, "hold", str(os.getpid()), *argv]
+    environ = with_own_modules(dict(os.environ))
     with log.open("wb") as out:
         # A session of its own: Ctrl-C reaches us alone, and we stop the job before the machine.
-        process = subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True)
+        process = subprocess.Popen(
+            argv, env=environ, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True
+        )
     try:
         yield _wait_api(home, process, log)
     except OpenTinkerError as error:
@@ -166,6 +170,14 @@ def everything(home: Path, port: int, workers: dict[str, int], *, keep: bool) ->
                 process.kill()
                 process.wait()
                 sys.stderr.write(f"had to kill what was still running; last lines of {log}:\n{tail(log, 10)}\n")
+
+
+def with_own_modules(environ: dict[str, str]) -> dict[str, str]:
+    """env_modules is on where nobody has said what it is, in the environment or in the settings file. Raises
+    SpecError."""
+    from opentinker.shared.config import PREFIX, names
+
+    return environ if names("env_modules", environ) else {**environ, f"{PREFIX}ENV_MODULES": "true"}
 
 
 def _wait_api(home: Path, process: subprocess.Popen[bytes], log: Path) -> str:
@@ -222,7 +234,7 @@ def report(last: Update, home: Path, url: str, began: float, api: Client, *, kee
         say(f"  {name} {value:.6g}")
     for line in figures(last, began):
         say("  " + line)
-    found: list[dict[str, Any]] = [] if plays else api.checkpoints(job["id"])
+    found = [] if plays else api.checkpoints(job["id"])
     if not found:
         say(f"\nlogs are in {shown(home / 'logs')}")
         return

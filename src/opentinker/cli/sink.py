@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -53,7 +54,7 @@ def send(api: Client, job_id: str, opened: Sink, after: int = 0) -> dict[str, An
     return sent
 
 
-def tagged(point: dict[str, Any]) -> dict[str, float]:
+def tagged(point: Mapping[str, Any]) -> dict[str, float]:
     """Names are those of docs/metrics.md; of a worker, of which there may be several, under its own."""
     if point["source"] in ("trainer", "validation"):
         return dict(point["values"])

@@ -44,6 +44,29 @@ def read_spec(path: Path, from_checkpoint: str | None = None, with_optimizer: bo
     return dict(data)
 
 
+def import_from_here() -> None:
+    """Environments of one's own are modules of the directory in which the command is typed."""
+    if (here := str(Path.cwd())) not in sys.path:
+        sys.path.insert(0, here)
+
+
+def demands(environment: str) -> tuple[float, bool, str]:
+    """What a session of it costs an env worker, and whether it blocks; and why, if its class cannot be looked at here:
+    it is taken for one that costs 1 and does not block then."""
+    from opentinker.envs.registry import find
+
+    if environment.startswith(("served:", "upload:")):
+        return 1.0, False, "it is not on this machine"
+    import_from_here()
+    try:
+        found = find(environment, modules=True)
+    except SpecError as error:
+        return 1.0, False, "; ".join(str(mistake["problem"]) for mistake in error.mistakes)
+    except Exception as error:  # noqa: BLE001 - a module is its author's code: whatever it raises is the answer
+        return 1.0, False, f"its module raised {type(error).__name__}: {error}"
+    return found.cost, found.blocking, ""
+
+
 def _check_environment(spec: JobSpec) -> None:
     """Built-in environments can be checked here; `module:Class` ones, and programs, are known to the server alone."""
     from opentinker.envs.registry import OPERATORS, check
@@ -93,22 +116,25 @@ def validate(
 
 
 def _looked_at(data: dict[str, Any], spec: JobSpec, server: str | None) -> dict[str, Any]:
-    """By the server at this URL, else here. The tokenizer of a model on this machine is asked here in any case."""
+    """By the server at this URL, else here. A prompt that the server cannot render is rendered here, if that can be."""
     import asyncio
 
     from opentinker import inspecting
+    from opentinker.shared.spec_checks import NOT_LOOKED_AT, prompt
     from opentinker.shared.types import Message
 
-    sys.path.insert(0, str(Path.cwd()))
+    import_from_here()
     if server is None:
-        checks = asyncio.run(inspecting.inspect(spec))
+        checks: list[dict[str, Any]] = [*asyncio.run(inspecting.inspect(spec))]
         return {"valid": not _any_bad(checks), "mistakes": [], "checks": checks, "server": None}
     with client(server) as api:
         found = api.validate(data)
     messages = [Message(role=said["role"], content=said["content"]) for said in found.pop("messages")]
-    if not found["mistakes"]:
-        found["checks"] += inspecting.tokenizer(spec, messages)
-    return {**found, "valid": found["valid"] and not _any_bad(found["checks"]), "server": server}
+    checks = [
+        prompt(spec, messages) if check["what"] == "prompt" and check["found"].startswith(NOT_LOOKED_AT) else check
+        for check in found["checks"]
+    ]
+    return {**found, "checks": checks, "valid": found["valid"] and not _any_bad(checks), "server": server}
 
 
 def _any_bad(checks: list[dict[str, Any]]) -> bool:

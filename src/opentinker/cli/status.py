@@ -8,6 +8,7 @@ from typing import Any
 import typer
 
 from opentinker.cli.common import DATA_DIR, AsJson, DataDir, Url, as_typed, client, print_json, print_table, say
+from opentinker.shared.answers import Worker
 from opentinker.shared.errors import OpenTinkerError
 
 JOBS = 500
@@ -51,7 +52,7 @@ def cluster(server: str) -> dict[str, Any]:
     try:
         with client(server) as api:
             jobs = api.jobs(JOBS)
-            workers: list[dict[str, Any]] | None = None
+            workers: list[Worker] | None = None
             queues: list[dict[str, Any]] | None = None
             try:
                 workers, queues = api.workers(), api.queues()
@@ -60,7 +61,7 @@ def cluster(server: str) -> dict[str, Any]:
                     raise
     except OpenTinkerError as error:
         return {"error": str(error)}
-    states = Counter(job["state"] for job in jobs)
+    states: Counter[str] = Counter(job["state"] for job in jobs)
     waiting = [
         {"job": job["id"], "name": job["name"], "state": job["state"], "for": job["waiting_for"]}
         for job in jobs
@@ -75,7 +76,7 @@ def cluster(server: str) -> dict[str, Any]:
     }
 
 
-def _pools(workers: list[dict[str, Any]]) -> dict[str, dict[str, int]]:
+def _pools(workers: list[Worker]) -> dict[str, dict[str, int]]:
     pools: dict[str, dict[str, int]] = {}
     for worker in workers:
         pool = pools.setdefault(worker["pool"], {"running": 0, "leased": 0})

@@ -1,0 +1,59 @@
+"""What tenants and jobs have while a plan is made: it changes as the plan goes on (`placement.py`)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from opentinker.services.scheduler.allowances import Used
+from opentinker.services.scheduler.placing import LEASED, Job
+from opentinker.shared.config import TenantLimits
+from opentinker.shared.types import Pool
+
+
+def _none() -> dict[Pool, int]:
+    return dict.fromkeys(LEASED, 0)
+
+
+def _nobody() -> dict[Pool, list[str]]:
+    return {Pool.TRAINER: [], Pool.ROLLOUT: []}
+
+
+@dataclass(slots=True, eq=False)
+class Tenant:
+    """What it has, as the plan goes on."""
+
+    id: str
+    limits: TenantLimits
+    used: Used
+    queue: list[Job] = field(default_factory=list)
+    """By rank."""
+    tried: int = 0
+    """So many of them had their turn."""
+    running: int = 0
+    least: dict[Pool, int] = field(default_factory=_none)
+    """The minimum of its jobs that have begun."""
+    share: float = 0.0
+    """What that is of the cluster, divided by its weight."""
+    total: dict[Pool, int] = field(default_factory=_none)
+    """The same with what is lent to them."""
+    promised_jobs: int = 0
+    """Of its quota, for jobs of it that something is kept for."""
+    promised_workers: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class Begun:
+    """A job that has begun, and what is left to it as the plan goes on."""
+
+    job: Job
+    tenant: Tenant
+    has: dict[Pool, int] = field(default_factory=_none)
+    own: dict[Pool, list[str]] = field(default_factory=_nobody)
+    """What it has of its minimum."""
+    lent: list[str] = field(default_factory=list)
+    """Rollout workers that it could do without."""
+    goes: bool = False
+    """Back to the queue."""
+
+    def holds(self, pool: Pool) -> list[str]:
+        return self.own[pool] + self.lent if pool == Pool.ROLLOUT else self.own[pool]

@@ -1,0 +1,68 @@
+"""Who waits for a server is told which, within three seconds: of one call, or one stream, and all its tries.
+
+`http.py` makes one for every call; streams (`api_client.py`, `knowing.py`, `serving.py`) keep theirs while they last.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+WORD_S = 2.5
+"""A server that has said nothing for so long is waited for. A try to connect fails before that (http.CONNECT_S)."""
+
+
+def why(error: Exception) -> str:
+    return str(error) or type(error).__name__
+
+
+class Waiting:
+    """Says once for what it waits, at the first try that failed or at one without an answer for WORD_S; and again if
+    that comes after an answer."""
+
+    def __init__(self, url: str, tell: Callable[[str], None]) -> None:
+        self._url, self._tell = url, tell
+        self._told = False
+        self._since: float | None = None
+
+    @property
+    def away_s(self) -> float:
+        """Since the first try after the last answer."""
+        return 0.0 if self._since is None else time.monotonic() - self._since
+
+    @contextmanager
+    def for_answer(self) -> Iterator[None]:
+        """Around a try, which ends with its answer."""
+        self._since = time.monotonic() if self._since is None else self._since
+        timer = asyncio.get_running_loop().call_later(WORD_S, self._say, f"no answer for {WORD_S:g} s")
+        try:
+            yield
+        finally:
+            timer.cancel()
+
+    @contextmanager
+    def standing(self) -> Iterator[None]:
+        """Around an open stream: as long as it stands nobody is waited for, unless it says nothing until it breaks."""
+        began, silent = time.monotonic(), False
+        try:
+            yield
+        except TimeoutError:
+            silent = True
+            raise
+        finally:
+            if self._since is not None and not silent:
+                self._since += time.monotonic() - began
+
+    def answered(self) -> None:
+        """Something came that was asked for: of a stream a line of it, or its proper end."""
+        self._told, self._since = False, None
+
+    def failed(self, reason: Exception | str) -> None:
+        self._say(reason if isinstance(reason, str) else why(reason))
+
+    def _say(self, reason: str) -> None:
+        if not self._told:
+            self._told = True
+            self._tell(f"waiting for {self._url} ({reason})")
