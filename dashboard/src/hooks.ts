@@ -70,6 +70,7 @@ export function useAsked<T>(path: string | null, everyS = 0): Asked<T> {
 }
 
 const DRAW_MS = 400;
+const KEYS_S = 60;
 const BESIDE: Beside[] = ["logs", "events", "rollouts", "timeline"];
 
 /** A job's metrics, drawn anew a few times a second while they change. */
@@ -117,6 +118,25 @@ export function useNow(everyS = 1): number {
     return () => clearInterval(timer);
   }, [everyS]);
   return now;
+}
+
+/** A value that has not changed for a while. */
+export function useSettled<T>(value: T, afterMs: number): T {
+  const [settled, set] = useState(value);
+  useEffect(() => {
+    const timer = setTimeout(() => set(value), afterMs);
+    return () => clearTimeout(timer);
+  }, [value, afterMs]);
+  return settled;
+}
+
+/** Says a key as people know it: by its name, where whoever looks may see the tenant's keys. */
+export function useKeyNames(): (id: string) => string {
+  const { value } = useAsked<{ keys: { id: string; name: string }[] }>(useMay("keys:read") ? "/v1/keys" : null, KEYS_S);
+  return (id) => {
+    const name = value?.keys.find((one) => one.id === id)?.name;
+    return name ? `${name} (${id})` : id;
+  };
 }
 
 /** What a click does that may be refused. */

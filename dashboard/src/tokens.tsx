@@ -1,7 +1,8 @@
 // An episode token by token, as the policy saw and sampled it, coloured by one of the things that are known of each.
 
 import type { JSX } from "preact";
-import { useMemo } from "preact/hooks";
+import { useMemo, useRef, useState } from "preact/hooks";
+import { chosen } from "./lib/choosing.ts";
 
 /** Columns, one entry per token; `versions` as [from, to, version] of sampled ones. */
 export interface Tokens {
@@ -32,17 +33,55 @@ export function Legend({ colour }: { colour: Colour }): JSX.Element | null {
 
 export function TokenText({ tokens, colour }: { tokens: Tokens; colour: Colour }): JSX.Element {
   const versions = useMemo(() => versionsOf(tokens), [tokens]);
+  const [picked, setPicked] = useState<number | null>(null);
+  const text = useRef<HTMLParagraphElement>(null);
   if (colour === "advantage" && !tokens.advantages) return <p class="empty">This learner gives no advantages: it only takes its time.</p>;
   const most = Math.max(1e-9, ...(tokens.advantages ?? []).map(Math.abs));
+  const at = picked !== null && picked < tokens.text.length ? picked : null;
+  const press = (event: KeyboardEvent): void => {
+    const next = chosen(at, tokens.text.length, event.key);
+    if (next === undefined) return;
+    event.preventDefault();
+    setPicked(next);
+    if (next !== null) text.current?.children[next]?.scrollIntoView({ block: "nearest" });
+  };
+  const pick = (event: MouseEvent): void => {
+    const found = [...(text.current?.children ?? [])].indexOf(event.target as Element);
+    if (found >= 0 && found < tokens.text.length) setPicked(found);
+  };
   return (
-    <p class="tokens words">
-      {tokens.text.map((text, i) => (
-        <span key={i} title={about(tokens, versions, i)} style={{ background: paint(tokens, versions, i, colour, most) }}>
-          {text}
-        </span>
-      ))}
-      {tokens.left_out > 0 && <small class="dim"> … {tokens.left_out} more tokens</small>}
-    </p>
+    <>
+      <p
+        class="tokens words"
+        ref={text}
+        tabIndex={0}
+        role="group"
+        aria-label="Tokens; arrow keys go from one to the next"
+        onKeyDown={press}
+        onClick={pick}
+      >
+        {tokens.text.map((word, i) => (
+          <span
+            key={i}
+            class={i === at ? "picked" : undefined}
+            title={about(tokens, versions, i)}
+            style={{ background: paint(tokens, versions, i, colour, most) }}
+          >
+            {word}
+          </span>
+        ))}
+        {tokens.left_out > 0 && <small class="dim"> … {tokens.left_out} more tokens</small>}
+      </p>
+      <p class="chosen" role="status">
+        {at === null ? (
+          <span class="dim">A click, a touch or the arrow keys choose a token.</span>
+        ) : (
+          <>
+            <code>{JSON.stringify(tokens.text[at])}</code> {about(tokens, versions, at)}
+          </>
+        )}
+      </p>
+    </>
   );
 }
 

@@ -5,13 +5,13 @@
 //   poll     refills every POLL_MS while there is no live stream, and says why
 
 import { ask, job as path, Problem } from "./api.ts";
-import { Joined, sizeOf } from "./join.ts";
+import { Joined } from "./join.ts";
 import type { Hearing, Subscription } from "./live.ts";
+import { Refill } from "./refill.ts";
 import type { Point } from "./types.ts";
 
 const PAGE = 5000;
 const POLL_MS = 2000;
-const PATIENCE_MS = [150, 400, 1000, 2500];
 const AGAIN_MS = 15_000;
 
 export type Beside = "logs" | "events" | "rollouts" | "timeline";
@@ -28,8 +28,7 @@ export class Follow {
   said = "";
   private cursor = 0;
   private closed = false;
-  private filling: Promise<void> | null = null;
-  private again = false;
+  private readonly history: Refill;
   private live: Subscription | null = null;
   private timer = 0;
   /** Counts tries to hear it live, and their ends: what an earlier one says changes nothing. */
@@ -43,6 +42,11 @@ export class Follow {
   constructor(job: string, beside: readonly Beside[] = [], subscribing = imported) {
     this.job = job;
     this.subscribing = subscribing;
+    this.history = new Refill(
+      this.joined,
+      () => this.read(),
+      (missing, problem) => this.note(problem || (missing ? `fetching ${missing} missing points` : "")),
+    );
     for (const name of beside) this.hearers.set(name, new Set());
     void this.begin();
   }
@@ -60,13 +64,14 @@ export class Follow {
 
   close(): void {
     this.closed = true;
+    this.history.close();
     this.hangUp();
   }
 
   /** The job is over: what there is now is all there will be. */
   end(): void {
     if (this.over) return;
-    void this.refill().then(() => {
+    void this.history.ask().then(() => {
       if (this.over) return;
       this.hangUp();
       this.say("ended", "");
@@ -75,7 +80,7 @@ export class Follow {
 
   private async begin(): Promise<void> {
     void this.connect();
-    await this.refill();
+    await this.history.ask();
   }
 
   private get over(): boolean {
@@ -102,7 +107,7 @@ export class Follow {
         open: () => {
           if (turn !== this.turn) return;
           this.say("live", "");
-          void this.refill();
+          void this.history.ask();
         },
         away: (why) => {
           if (turn === this.turn) this.say("joining", why);
@@ -123,7 +128,7 @@ export class Follow {
     const since = Date.now();
     const poll = async (): Promise<void> => {
       if (Date.now() - since > AGAIN_MS) return await this.connect();
-      await this.refill();
+      await this.history.ask();
       if (turn === this.turn) this.timer = window.setTimeout(() => void poll(), POLL_MS);
     };
     this.timer = window.setTimeout(() => void poll(), POLL_MS);
@@ -131,34 +136,7 @@ export class Follow {
 
   private heard(point: Point): void {
     if (this.joined.add(point)) this.tell();
-    if (this.way === "live" && !this.filling && this.joined.gaps().length) void this.refill();
-  }
-
-  private refill(): Promise<void> {
-    this.again = this.filling !== null;
-    this.filling ??= this.fill().finally(() => {
-      this.filling = null;
-      if (this.again && !this.closed) void this.refill();
-    });
-    return this.filling;
-  }
-
-  private async fill(): Promise<void> {
-    try {
-      await this.read();
-      for (const wait of PATIENCE_MS) {
-        const gaps = this.joined.gaps();
-        if (!gaps.length) break;
-        this.note(`fetching ${sizeOf(gaps)} missing points`);
-        await new Promise((done) => setTimeout(done, wait));
-        if (this.closed) return;
-        await this.read();
-      }
-      for (const gap of this.joined.gaps()) this.joined.giveUp(gap);
-      this.note("");
-    } catch (error) {
-      this.note(error instanceof Error ? error.message : String(error));
-    }
+    if (this.way === "live" && !this.history.busy && this.joined.gaps().length) void this.history.ask();
   }
 
   private async read(): Promise<void> {

@@ -33,6 +33,59 @@ export class Numbers {
   }
 }
 
+/** What has come of each incarnation of each source, what lies between, and what of that nobody has. */
+export class Heard {
+  private readonly seen = new Map<string, Numbers>();
+  private readonly lost = new Map<string, Numbers>();
+
+  /** Whether it is new. */
+  add(source: string, incarnation: string, seq: number): boolean {
+    return numbersOf(this.seen, nameOf(source, incarnation)).add(seq);
+  }
+
+  /** All that lies between. */
+  between(): Gap[] {
+    const found: Gap[] = [];
+    for (const [name, { parts }] of this.seen) {
+      const [source, incarnation] = name.split("\n") as [string, string];
+      for (let i = 1; i < parts.length; i += 1) found.push({ source, incarnation, from: parts[i - 1]![1] + 1, to: parts[i]![0] - 1 });
+    }
+    return found;
+  }
+
+  /** What lies between, unless it was given up. */
+  gaps(): Gap[] {
+    return this.between().filter((gap) => !this.isLost(gap));
+  }
+
+  /** The history has it no more. */
+  giveUp(gap: Gap): void {
+    const numbers = numbersOf(this.lost, nameOf(gap.source, gap.incarnation));
+    for (let n = gap.from; n <= gap.to; n += 1) numbers.add(n);
+  }
+
+  /** How many nobody has. */
+  get missing(): number {
+    let count = 0;
+    for (const numbers of this.lost.values()) for (const [from, to] of numbers.parts) count += to - from + 1;
+    return count;
+  }
+
+  private isLost(gap: Gap): boolean {
+    return (this.lost.get(nameOf(gap.source, gap.incarnation))?.parts ?? []).some(([from, to]) => from <= gap.from && gap.to <= to);
+  }
+}
+
+function nameOf(source: string, incarnation: string): string {
+  return `${source}\n${incarnation}`;
+}
+
+function numbersOf(all: Map<string, Numbers>, name: string): Numbers {
+  let numbers = all.get(name);
+  if (!numbers) all.set(name, (numbers = new Numbers()));
+  return numbers;
+}
+
 /** Of all sources: more than one tab should hold. */
 export const MOST_POINTS = 100_000;
 
@@ -45,15 +98,11 @@ export class Joined {
   /** Points that were let go: the oldest of whoever has said most. */
   forgotten = 0;
   private held = 0;
-  private readonly seen = new Map<string, Numbers>();
-  private readonly lost = new Map<string, Numbers>();
+  private readonly heard = new Heard();
 
   /** Whether it is new. */
   add(point: Point): boolean {
-    const name = `${point.source}\n${point.incarnation}`;
-    let numbers = this.seen.get(name);
-    if (!numbers) this.seen.set(name, (numbers = new Numbers()));
-    if (!numbers.add(point.seq)) return false;
+    if (!this.heard.add(point.source, point.incarnation, point.seq)) return false;
     let points = this.sources.get(point.source);
     if (!points) this.sources.set(point.source, (points = []));
     let at = points.length;
@@ -74,35 +123,18 @@ export class Joined {
 
   /** What lies between points that are there, unless it was given up. */
   gaps(): Gap[] {
-    const found: Gap[] = [];
-    for (const [name, numbers] of this.seen) {
-      const [source, incarnation] = name.split("\n") as [string, string];
-      for (let i = 1; i < numbers.parts.length; i += 1) {
-        const gap = { source, incarnation, from: numbers.parts[i - 1]![1] + 1, to: numbers.parts[i]![0] - 1 };
-        if (!this.isLost(name, gap)) found.push(gap);
-      }
-    }
-    return found;
+    return this.heard.gaps();
   }
 
   /** The history has it no more. */
   giveUp(gap: Gap): void {
-    const name = `${gap.source}\n${gap.incarnation}`;
-    let numbers = this.lost.get(name);
-    if (!numbers) this.lost.set(name, (numbers = new Numbers()));
-    for (let n = gap.from; n <= gap.to; n += 1) numbers.add(n);
+    this.heard.giveUp(gap);
     this.version += 1;
   }
 
   /** Points that nobody has. */
   get missing(): number {
-    let count = 0;
-    for (const numbers of this.lost.values()) for (const [from, to] of numbers.parts) count += to - from + 1;
-    return count;
-  }
-
-  private isLost(name: string, gap: Gap): boolean {
-    return (this.lost.get(name)?.parts ?? []).some(([from, to]) => from <= gap.from && gap.to <= to);
+    return this.heard.missing;
   }
 }
 

@@ -1,6 +1,6 @@
 // The timeline of a job: parts of workers become rows, one per worker and lane, and shares of a window of time.
 
-import { Numbers } from "./join.ts";
+import { Heard, type Gap } from "./join.ts";
 import { FINAL, type Job } from "./types.ts";
 
 export interface Segment {
@@ -28,6 +28,19 @@ export interface Row {
   segments: Segment[];
 }
 
+/** Of this time of a worker messages are missing: what it did nobody can say. */
+export interface Hole {
+  worker: string;
+  from: number;
+  to: number;
+}
+
+/** A segment that somebody has chosen. */
+export interface Picked {
+  row: Row;
+  segment: Segment;
+}
+
 const ORDER = ["training", "generation", "env", "reference", "swap"];
 const KEEP_S = 3600;
 /** What is no work, though something goes on. */
@@ -44,14 +57,14 @@ export function lookBack(job: Pick<Job, "state" | "finished">, now: number): num
 export class Lanes {
   readonly rows: Row[] = [];
   leftOut = 0;
-  private readonly seen = new Map<string, Numbers>();
+  private readonly heard = new Heard();
+  /** By worker and incarnation: the parts by their number. */
+  private readonly parts = new Map<string, Map<number, Segment[]>>();
 
   /** Whether it is new. */
   add(part: Part): boolean {
-    const id = `${part.worker}/${part.incarnation}`;
-    let numbers = this.seen.get(id);
-    if (!numbers) this.seen.set(id, (numbers = new Numbers()));
-    if (!numbers.add(part.seq)) return false;
+    if (!this.heard.add(part.worker, part.incarnation, part.seq)) return false;
+    this.partsOf(part.worker, part.incarnation).set(part.seq, part.segments);
     this.leftOut += part.left_out;
     for (const segment of part.segments) {
       const { segments } = this.row(part.worker, segment.lane);
@@ -60,6 +73,37 @@ export class Lanes {
       segments.splice(at, 0, segment);
     }
     return true;
+  }
+
+  /** Parts between others that are there, unless they were given up. */
+  gaps(): Gap[] {
+    return this.heard.gaps();
+  }
+
+  /** The history has it no more. */
+  giveUp(gap: Gap): void {
+    this.heard.giveUp(gap);
+  }
+
+  /** Parts that nobody has. */
+  get missing(): number {
+    return this.heard.missing;
+  }
+
+  /** From the end of the part before a gap to what begins first after that: at most, for it may have been idle too. */
+  holes(): Hole[] {
+    const found: Hole[] = [];
+    for (const gap of this.heard.between()) {
+      const parts = this.partsOf(gap.source, gap.incarnation);
+      const before = parts.get(gap.from - 1);
+      const after = parts.get(gap.to + 1);
+      if (!before?.length || !after?.length) continue; // too old
+      const from = Math.max(...before.map((one) => one.end));
+      const starts = after.map((one) => one.start).filter((start) => start >= from);
+      const to = starts.length ? Math.min(...starts) : Math.max(...after.map((one) => one.end));
+      if (to > from) found.push({ worker: gap.source, from, to });
+    }
+    return found;
   }
 
   get end(): number {
@@ -73,6 +117,16 @@ export class Lanes {
       while (old < row.segments.length && row.segments[old]!.end < now - KEEP_S) old += 1;
       if (old) row.segments.splice(0, old);
     }
+    for (const parts of this.parts.values()) {
+      for (const [seq, segments] of parts) if (segments.every((one) => one.end < now - KEEP_S)) parts.delete(seq);
+    }
+  }
+
+  private partsOf(worker: string, incarnation: string): Map<number, Segment[]> {
+    const id = `${worker}/${incarnation}`;
+    let parts = this.parts.get(id);
+    if (!parts) this.parts.set(id, (parts = new Map()));
+    return parts;
   }
 
   private row(worker: string, lane: string): Row {
@@ -95,8 +149,9 @@ export function within(row: Row, from: number, to: number): Segment[] {
   return row.segments.filter((one) => one.end > from && one.start < to);
 }
 
-/** Share of the window in which something was done, however many at a time; waiting is nothing. */
-export function busyShare(row: Row, from: number, to: number): number {
+/** Share of what is known of the window in which something was done, however many at a time; waiting is nothing. Null:
+ * nothing is known of it. */
+export function busyShare(row: Row, from: number, to: number, holes: Hole[] = []): number | null {
   let busy = 0;
   let upTo = from;
   for (const one of within(row, from, to)) {
@@ -108,5 +163,38 @@ export function busyShare(row: Row, from: number, to: number): number {
       upTo = end;
     }
   }
-  return to > from ? busy / (to - from) : 0;
+  let known = to - from;
+  for (const one of holes) if (one.worker === row.worker) known -= Math.max(0, Math.min(one.to, to) - Math.max(one.from, from));
+  if (known < 1e-6) return busy > 0 ? 1 : null;
+  return Math.min(1, busy / known);
+}
+
+/** The segment that lies at this time, or, within a reach, nearest to it. */
+export function nearest(row: Row, time: number, reach: number): Segment | null {
+  let best: Segment | null = null;
+  let least = reach;
+  for (const one of within(row, time - reach, time + reach)) {
+    const away = Math.max(0, one.start - time, time - one.end);
+    if (away <= least) [best, least] = [one, away];
+  }
+  return best;
+}
+
+/** Where an arrow key leads from what is chosen, among what the window shows; the newest one if nothing of it is. */
+export function stepped(rows: Row[], from: number, to: number, picked: Picked | null, key: string): Picked | null {
+  const shown = rows.map((row) => ({ row, segments: within(row, from, to) })).filter((one) => one.segments.length > 0);
+  const at = shown.findIndex((one) => one.row === picked?.row);
+  const here = shown[at];
+  if (!picked || !here || !here.segments.includes(picked.segment)) {
+    const first = here ?? shown[0];
+    return first ? { row: first.row, segment: first.segments.at(-1)! } : null;
+  }
+  if (key === "ArrowLeft" || key === "ArrowRight") {
+    const next = here.segments[here.segments.indexOf(picked.segment) + (key === "ArrowLeft" ? -1 : 1)];
+    return next ? { row: here.row, segment: next } : picked;
+  }
+  const beside = shown[at + (key === "ArrowUp" ? -1 : 1)];
+  if (!beside) return picked;
+  const middle = (Math.max(from, picked.segment.start) + Math.min(to, picked.segment.end)) / 2;
+  return { row: beside.row, segment: nearest(beside.row, middle, to - from) ?? beside.segments.at(-1)! };
 }

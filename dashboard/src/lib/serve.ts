@@ -26,6 +26,12 @@ export function inferenceSpec(job: JobDetail, step: number): Json {
   };
 }
 
+/** What may be asked of an inference job beside its own model. */
+export function adaptersOf(job: JobDetail): string[] {
+  const listed = table(table(job.spec)["serving"])["adapters"];
+  return Array.isArray(listed) ? listed.map((one) => String(table(one)["name"])) : [];
+}
+
 /** The same again under a name of its own; with a step, from that checkpoint. */
 export function cloneSpec(job: JobDetail, step: string): Json {
   const spec = { ...table(job.spec), name: named(job.name, "again") };

@@ -9,6 +9,8 @@ export interface Job {
   epoch: number;
   created: number;
   updated: number;
+  /** When it came to the queue or, once it has begun, when it started. */
+  since: number;
   finished: number | null;
   step: number;
   steps: number;
@@ -62,6 +64,8 @@ export interface Worker {
   status: string;
   detail: Record<string, unknown>;
   gpus: { index: number; model: string; memory: number }[];
+  /** CPUs of its machine; 0: it did not say. */
+  cores: number;
   lease: { job: string; epoch: number; leaves_by: number } | null;
 }
 

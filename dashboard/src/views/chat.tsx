@@ -4,6 +4,7 @@ import type { JSX } from "preact";
 import { useRef, useState } from "preact/hooks";
 import { useMay } from "../hooks.ts";
 import { events, fetched, job as path, Problem } from "../lib/api.ts";
+import { adaptersOf } from "../lib/serve.ts";
 import { FINAL, type JobDetail } from "../lib/types.ts";
 import { Empty, Said } from "../parts.tsx";
 
@@ -17,6 +18,7 @@ export function Chat({ job }: { job: JobDetail }): JSX.Element {
   const [said, setSaid] = useState<Message[]>([]);
   const [text, setText] = useState("");
   const [temperature, setTemperature] = useState(0.7);
+  const [model, setModel] = useState("");
   const [most, setMost] = useState(256);
   const [problem, setProblem] = useState<Problem | null>(null);
   const stop = useRef<AbortController | null>(null);
@@ -24,6 +26,7 @@ export function Chat({ job }: { job: JobDetail }): JSX.Element {
   if (!may) return <Empty>This key may not ask models (inference:use).</Empty>;
   if (FINAL.includes(job.state)) return <Empty>This job has ended: it answers no more.</Empty>;
 
+  const adapters = adaptersOf(job);
   const answer = async (messages: Message[]): Promise<void> => {
     stop.current = new AbortController();
     setBusy(true);
@@ -31,7 +34,8 @@ export function Chat({ job }: { job: JobDetail }): JSX.Element {
     setSaid([...messages, { role: "assistant", content: "" }]);
     let whole = "";
     try {
-      const body = { messages: messages.map((one) => ({ ...one })), stream: true, temperature, max_tokens: most };
+      const named = model ? { model } : {};
+      const body = { ...named, messages: messages.map((one) => ({ ...one })), stream: true, temperature, max_tokens: most };
       const response = await fetched(path(job.id, "/v1/chat/completions"), { method: "POST", body, signal: stop.current.signal });
       for await (const data of events(response)) {
         if (data === "[DONE]") break;
@@ -75,6 +79,16 @@ export function Chat({ job }: { job: JobDetail }): JSX.Element {
           }}
         />
         <div class="bar">
+          {adapters.length > 0 && (
+            <select aria-label="Model" value={model} onChange={(event) => setModel(event.currentTarget.value)}>
+              <option value="">{job.model}</option>
+              {adapters.map((name) => (
+                <option key={name} value={name}>
+                  {name}
+                </option>
+              ))}
+            </select>
+          )}
           <label class="check">
             temperature
             <input type="number" min="0" max="2" step="0.1" value={temperature} onInput={(event) => setTemperature(Number(event.currentTarget.value))} />

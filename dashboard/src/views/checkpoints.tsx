@@ -57,7 +57,12 @@ export function Checkpoints({ job }: { job: JobDetail }): JSX.Element {
               <td data-label="Model">{bytes(one.model_bytes)}</td>
               <td data-label="With optimizer">{bytes(one.bytes)}</td>
               <td class="actions">
-                {downloads && (
+                {downloads && tooLarge(one) && (
+                  <small>
+                    <code>{`opentinker download ${job.id} DIR --step ${one.step}`}</code>, for this browser would hold all of it in memory
+                  </small>
+                )}
+                {downloads && !tooLarge(one) && (
                   <button disabled={doing.doing} onClick={() => take(one)}>
                     Download
                   </button>
@@ -82,7 +87,16 @@ export function Checkpoints({ job }: { job: JobDetail }): JSX.Element {
 
 type Picker = (options: { suggestedName: string }) => Promise<{ createWritable: () => Promise<WritableStream<Uint8Array>> }>;
 
-/** To a file as it comes where the browser can, else through memory. Without a key the browser does it alone. */
+function picker(): Picker | undefined {
+  return (window as unknown as { showSaveFilePicker?: Picker }).showSaveFilePicker;
+}
+
+/** For a browser that cannot write to a file what comes. Without a key it loads it by itself, whatever the size. */
+function tooLarge(one: Checkpoint): boolean {
+  return key() !== "" && one.model_bytes > LARGE && !picker();
+}
+
+/** What is large to a file as it comes, else through memory. Without a key the browser does it alone. */
 async function download(job: JobDetail, one: Checkpoint, tell: (share: string) => void): Promise<void> {
   const from = path(job.id, `/checkpoints/${one.step}/download`);
   const name = `${job.id}-step-${one.step}.tar`;
@@ -93,9 +107,9 @@ async function download(job: JobDetail, one: Checkpoint, tell: (share: string) =
     link.click();
     return;
   }
-  const picker = (window as unknown as { showSaveFilePicker?: Picker }).showSaveFilePicker;
-  if (picker && one.model_bytes > LARGE) {
-    const file = await (await picker({ suggestedName: name })).createWritable();
+  const pick = picker();
+  if (pick && one.model_bytes > LARGE) {
+    const file = await (await pick({ suggestedName: name })).createWritable();
     const response = await fetched(from);
     await response.body!.pipeThrough(counted(one.model_bytes, tell)).pipeTo(file);
     return;

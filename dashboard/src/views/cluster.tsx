@@ -18,19 +18,22 @@ const QUEUES: Record<string, string> = {
   SCORES: "groups that wait for reference-forward",
   GROUPS: "groups that no checkpoint covers yet",
   METRICS: "history of metrics",
+  TIMELINES: "history of what workers were busy with",
   LOGS: "history of logs",
 };
 const LOOK_S = 2;
+/** Jobs. */
+const MOST = 500;
 
 export function Cluster(): JSX.Element {
   const may = useMay("server:read");
   const workers = useAsked<{ workers: Worker[] }>(may ? "/v1/workers" : null, LOOK_S);
   const queues = useAsked<{ queues: Queue[] }>(may ? "/v1/queues" : null, LOOK_S);
-  const jobs = useAsked<{ jobs: Job[] }>("/v1/jobs?limit=500", LOOK_S);
+  const jobs = useAsked<{ jobs: Job[]; more: boolean }>(`/v1/jobs?limit=${MOST}`, LOOK_S);
   return (
     <>
       <Said problem={workers.problem ?? queues.problem ?? jobs.problem} />
-      <Waiting jobs={jobs.value?.jobs ?? []} />
+      <Waiting jobs={jobs.value?.jobs ?? []} more={jobs.value?.more ?? false} />
       {!may && <Empty>Workers and queues of all tenants are for operators (server:read).</Empty>}
       {workers.value && <Workers workers={workers.value.workers} />}
       {queues.value && <Queues queues={queues.value.queues} />}
@@ -38,7 +41,7 @@ export function Cluster(): JSX.Element {
   );
 }
 
-function Waiting({ jobs }: { jobs: Job[] }): JSX.Element {
+function Waiting({ jobs, more }: { jobs: Job[]; more: boolean }): JSX.Element {
   const now = useNow(5);
   const active = jobs.filter((job) => !FINAL.includes(job.state));
   const waiting = active.filter((job) => job.waiting_for);
@@ -49,6 +52,7 @@ function Waiting({ jobs }: { jobs: Job[] }): JSX.Element {
       <h2>Who waits for what</h2>
       <p class="dim">
         {active.length ? [...counts].map(([state, count]) => `${count} ${state}`).join(", ") : "No job is under way."}
+        {more && ` Of the newest ${MOST} jobs.`}
       </p>
       {waiting.length > 0 && (
         <table>
@@ -59,7 +63,9 @@ function Waiting({ jobs }: { jobs: Job[] }): JSX.Element {
                   <a href={`#/jobs/${job.id}`}>{job.name}</a> <small class="dim">{job.id}</small>
                 </td>
                 <td>waits for {job.waiting_for}</td>
-                <td class="dim">{duration(now - job.created)}</td>
+                <td class="dim">
+                  {job.state} for {duration(now - job.since)}
+                </td>
               </tr>
             ))}
           </tbody>
@@ -71,11 +77,12 @@ function Waiting({ jobs }: { jobs: Job[] }): JSX.Element {
 }
 
 function Workers({ workers }: { workers: Worker[] }): JSX.Element {
-  const hosts = new Map<string, Map<number, Worker["gpus"][number]>>();
+  const hosts = new Map<string, { cores: number; gpus: Map<number, Worker["gpus"][number]> }>();
   for (const worker of workers) {
-    const gpus = hosts.get(worker.host) ?? new Map();
-    for (const gpu of worker.gpus) gpus.set(gpu.index, gpu);
-    hosts.set(worker.host, gpus);
+    const host = hosts.get(worker.host) ?? { cores: 0, gpus: new Map() };
+    for (const gpu of worker.gpus) host.gpus.set(gpu.index, gpu);
+    host.cores = Math.max(host.cores, worker.cores);
+    hosts.set(worker.host, host);
   }
   return (
     <div class="pools">
@@ -99,12 +106,13 @@ function Workers({ workers }: { workers: Worker[] }): JSX.Element {
       <section class="card pool">
         <h2>Machines</h2>
         <ul>
-          {[...hosts].map(([host, gpus]) => (
+          {[...hosts].map(([host, { cores, gpus }]) => (
             <li key={host}>
               <b>{host}</b>{" "}
               <small>
                 {workers.filter((worker) => worker.host === host).length} workers ·{" "}
-                {gpus.size ? [...gpus.values()].map((gpu) => `${gpu.model} ${bytes(gpu.memory)}`).join(", ") : "no GPU, CPU alone"}
+                {cores > 0 && `${cores} ${cores === 1 ? "core" : "cores"} · `}
+                {gpus.size ? [...gpus.values()].map((gpu) => `${gpu.model} ${bytes(gpu.memory)}`).join(", ") : "no GPU"}
               </small>
             </li>
           ))}

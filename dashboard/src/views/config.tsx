@@ -38,9 +38,18 @@ export function Config({ job }: { job: JobDetail }): JSX.Element {
         </thead>
         <tbody>
           {shown.map((one) => (
-            <tr key={one.path} class={one.differs ? "differs" : ""} title={one.meaning}>
+            <tr key={one.path} class={one.differs ? "differs" : ""}>
               <td data-label="Setting">
-                <code>{one.path}</code>
+                {one.meaning ? (
+                  <details>
+                    <summary>
+                      <code>{one.path}</code>
+                    </summary>
+                    <small class="dim">{one.meaning}</small>
+                  </details>
+                ) : (
+                  <code>{one.path}</code>
+                )}
               </td>
               <td data-label="Value">
                 <code>{written(one.value)}</code>

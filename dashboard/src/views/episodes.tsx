@@ -107,14 +107,18 @@ export function Episodes({ job, follow }: { job: JobDetail; follow: Follow | nul
           <input type="checkbox" checked={step === null} onChange={(event) => setStep(event.currentTarget.checked ? null : (value?.step ?? null))} /> follow
           the newest
         </label>
-        <span class="choice" role="group" aria-label="Colour tokens by">
-          {COLOURS.map((one) => (
-            <button key={one} aria-pressed={one === colour} onClick={() => setColour(one)}>
-              {one}
-            </button>
-          ))}
-        </span>
-        <Legend colour={colour} />
+        {kind === "rollouts" && (
+          <>
+            <span class="choice" role="group" aria-label="Colour tokens by">
+              {COLOURS.map((one) => (
+                <button key={one} aria-pressed={one === colour} onClick={() => setColour(one)}>
+                  {one}
+                </button>
+              ))}
+            </span>
+            <Legend colour={colour} />
+          </>
+        )}
       </div>
       <Said problem={problem} />
       {!value && !problem && <Empty>…</Empty>}

@@ -2,10 +2,11 @@
 
 import type { JSX } from "preact";
 import { useEffect } from "preact/hooks";
-import { go, useAsked, useDoing, useFollow, useMay, useNow } from "../hooks.ts";
+import { go, useAsked, useDoing, useFollow, useKeyNames, useMay, useNow } from "../hooks.ts";
 import { ask, job as path } from "../lib/api.ts";
 import type { Follow } from "../lib/follow.ts";
 import { sizeOf } from "../lib/join.ts";
+import { secondsLeft } from "../lib/pace.ts";
 import { FINAL, type JobDetail } from "../lib/types.ts";
 import { ago, duration, moment, short } from "../lib/words.ts";
 import { Empty, Facts, Progress, Said, State } from "../parts.tsx";
@@ -67,7 +68,8 @@ function Top({ job, follow, again }: { job: JobDetail; follow: Follow | null; ag
   const now = useNow(1);
   const over = FINAL.includes(job.state);
   const pace = follow ? paceOf(follow) : null;
-  const left = !over && pace && job.steps ? pace * (job.steps - job.step) : null;
+  const left = pace && job.state === "running" && job.steps ? pace * (job.steps - job.step) : secondsLeft(job, now);
+  const keyName = useKeyNames();
   return (
     <section class="card top">
       <div class="title">
@@ -96,7 +98,7 @@ function Top({ job, follow, again }: { job: JobDetail; follow: Follow | null; ag
           ["Model", <code key="model">{job.model}</code>],
           ...(job.environment ? ([["Environment", job.environment]] as [string, string][]) : []),
           ["Workers", job.workers.length ? job.workers.map((w) => `${w.id} (${w.status})`).join(", ") : "none"],
-          ["Owner", `${job.tenant}${job.key ? ` · key ${job.key}` : ""}`],
+          ["Owner", `${job.tenant}${job.key ? ` · key ${keyName(job.key)}` : ""}`],
           ["Submitted", `${moment(job.created)}${over && job.finished ? ` · ended ${ago(job.finished, now)}` : ""}`],
           ...Object.entries(job.result ?? {}).filter(([name]) => !/\/(low|high)$/.test(name)).slice(0, MOST_RESULTS).map(resultOf(job)),
           ...(job.restarts ? ([["Restarts", String(job.restarts)]] as [string, string][]) : []),

@@ -2,39 +2,37 @@
 
 import type { JSX } from "preact";
 import { useState } from "preact/hooks";
-import { go, useAsked, useNow } from "../hooks.ts";
+import { go, useAsked, useKeyNames, useNow, useSettled } from "../hooks.ts";
+import { secondsLeft } from "../lib/pace.ts";
 import { FINAL, type Job } from "../lib/types.ts";
 import { ago, duration, moment, short } from "../lib/words.ts";
 import { Empty, Progress, Said, State } from "../parts.tsx";
 
 const STATES = ["", "running", "queued", "starting", "paused", "succeeded", "failed", "cancelled"];
 const PAGE = 200;
+const LOOK_S = 2;
+/** A filter is more work for the server. */
+const SLOW_S = 5;
+const SETTLED_MS = 300;
+
+interface Answer {
+  jobs: Job[];
+  cursor: string;
+  more: boolean;
+}
 
 export function Jobs(): JSX.Element {
-  const { value, problem } = useAsked<{ jobs: Job[]; cursor: string; more: boolean }>(`/v1/jobs?limit=${PAGE}`, 2);
-  const [older, setOlder] = useState<Job[]>([]);
-  const [before, setBefore] = useState<string | null>(null);
-  const page = useAsked<{ jobs: Job[]; cursor: string; more: boolean }>(before && `/v1/jobs?limit=${PAGE}&before=${before}`);
   const [text, setText] = useState("");
   const [state, setState] = useState("");
-  const now = useNow(5);
-  if (!value) return problem ? <Said problem={problem} /> : <Empty>…</Empty>;
-  const fresh = new Set(value.jobs.map((job) => job.id));
-  const behind = [...older, ...(page.value?.jobs ?? [])].filter((job) => !fresh.has(job.id));
-  const all = [...value.jobs, ...behind];
-  const words = text.toLowerCase().split(/\s+/).filter(Boolean);
-  const shown = all.filter((job) => {
-    const about = `${job.id} ${job.name} ${job.kind} ${job.model} ${job.environment ?? ""} ${job.key} ${job.tenant}`.toLowerCase();
-    return (!state || job.state === state) && words.every((word) => about.includes(word));
-  });
-  const last = page.value ?? value;
+  const search = useSettled(text.trim(), SETTLED_MS);
+  const filter = `${state && `&state=${state}`}${search && `&search=${encodeURIComponent(search)}`}`;
   return (
     <>
-      <Said problem={problem} />
       <div class="bar">
         <input
           type="search"
-          placeholder="Name, id, kind, environment, model, key…"
+          maxLength={200}
+          placeholder="Name, id, kind, environment, model, key's id…"
           aria-label="Search jobs"
           value={text}
           onInput={(event) => setText(event.currentTarget.value)}
@@ -46,13 +44,31 @@ export function Jobs(): JSX.Element {
             </option>
           ))}
         </select>
-        <small class="dim">
-          {shown.length} of {all.length}
-          {last.more ? "+" : ""}
-        </small>
       </div>
+      <Found key={filter} filter={filter} />
+    </>
+  );
+}
+
+function Found({ filter }: { filter: string }): JSX.Element {
+  const { value, problem } = useAsked<Answer>(`/v1/jobs?limit=${PAGE}${filter}`, filter ? SLOW_S : LOOK_S);
+  const [older, setOlder] = useState<Job[]>([]);
+  const [before, setBefore] = useState<string | null>(null);
+  const page = useAsked<Answer>(before && `/v1/jobs?limit=${PAGE}&before=${before}${filter}`);
+  const keyName = useKeyNames();
+  const now = useNow(5);
+  if (!value) return problem ? <Said problem={problem} /> : <Empty>…</Empty>;
+  const fresh = new Set(value.jobs.map((job) => job.id));
+  const behind = [...older, ...(page.value?.jobs ?? [])].filter((job) => !fresh.has(job.id));
+  const shown = [...value.jobs, ...behind];
+  const last = page.value ?? value;
+  return (
+    <>
+      <Said problem={problem ?? page.problem} />
       {shown.length === 0 ? (
-        <Empty>{all.length ? "No job is like that." : "No jobs yet: opentinker submit examples/copy_digits.toml"}</Empty>
+        <Empty>
+          {!filter ? "No jobs yet: opentinker submit examples/copy_digits.toml" : last.more ? "None of the newest jobs is like that." : "No job is like that."}
+        </Empty>
       ) : (
         <table class="card jobs">
           <thead>
@@ -67,11 +83,12 @@ export function Jobs(): JSX.Element {
           </thead>
           <tbody>
             {shown.map((job) => (
-              <Row key={job.id} job={job} now={now} />
+              <Row key={job.id} job={job} now={now} owner={keyName(job.key)} />
             ))}
           </tbody>
         </table>
       )}
+      <p class="dim count">{counted(shown.length, Boolean(filter), last.more)}</p>
       {last.more && (
         <button
           class="more"
@@ -80,18 +97,24 @@ export function Jobs(): JSX.Element {
             setBefore(last.cursor);
           }}
         >
-          Older jobs
+          {filter ? "Look at older jobs" : "Older jobs"}
         </button>
       )}
     </>
   );
 }
 
-function Row({ job, now }: { job: Job; now: number }): JSX.Element {
+function counted(count: number, filtered: boolean, more: boolean): string {
+  const jobs = `${count} ${count === 1 ? "job" : "jobs"}`;
+  if (!more) return jobs;
+  return filtered ? `${jobs} so far: older ones have not been looked at` : `the newest ${jobs}`;
+}
+
+function Row({ job, now, owner }: { job: Job; now: number; owner: string }): JSX.Element {
   const over = FINAL.includes(job.state);
   const spent = (job.finished ?? now) - job.created;
-  const left = !over && job.step > 0 && job.steps ? (spent / job.step) * (job.steps - job.step) : null;
-  const progress = Object.entries(job.progress).slice(0, 2);
+  const left = secondsLeft(job, now);
+  const progress = Object.entries(job.progress).filter(([name]) => name !== "step_seconds").slice(0, 2);
   return (
     <tr onClick={(event) => (event.target instanceof HTMLAnchorElement ? undefined : go("jobs", job.id))}>
       <td data-label="Job">
@@ -121,7 +144,7 @@ function Row({ job, now }: { job: Job; now: number }): JSX.Element {
       </td>
       <td data-label="Owner">
         <small>
-          {job.key || "–"}
+          {owner || "–"}
           {job.priority ? ` · priority ${job.priority}` : ""}
         </small>
       </td>

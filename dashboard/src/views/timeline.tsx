@@ -4,7 +4,9 @@ import type { JSX } from "preact";
 import { useEffect, useReducer, useRef, useState } from "preact/hooks";
 import { ask, job as path } from "../lib/api.ts";
 import type { Follow } from "../lib/follow.ts";
-import { busyShare, Lanes, lookBack, within, type Part, type Row, type Segment } from "../lib/lanes.ts";
+import { sizeOf } from "../lib/join.ts";
+import { busyShare, Lanes, lookBack, nearest, stepped, within, type Hole, type Part, type Picked, type Row, type Segment } from "../lib/lanes.ts";
+import { Refill } from "../lib/refill.ts";
 import { FINAL, type JobDetail } from "../lib/types.ts";
 import { clock, duration } from "../lib/words.ts";
 import { Empty } from "../parts.tsx";
@@ -14,6 +16,10 @@ const WINDOWS = [10, 30, 120, 600];
 const ROW = 26;
 const LEAST = 0.3;
 const DRAW_MS = 250;
+const HATCH = 7;
+/** So many pixels beside a segment still mean it. */
+const NEAR = 8;
+const KEYS = ["ArrowLeft", "ArrowRight", "ArrowUp", "ArrowDown"];
 const KINDS: [string, string, string][] = [
   ["rollout", "--c1", "rollout"],
   ["evaluation", "--c6", "evaluation"],
@@ -69,21 +75,52 @@ export function Timeline({ job, follow }: { job: JobDetail; follow: Follow }): J
       </div>
       {problem && <p class="problem">{problem}</p>}
       {lanes.rows.length === 0 ? <Empty>Nothing was said yet: workers say once a second what they are busy with.</Empty> : <Rows lanes={lanes} from={to - span} to={to} />}
+      <Missing lanes={lanes} />
       {lanes.leftOut > 0 && <p class="dim">{lanes.leftOut} shorter segments are left out.</p>}
     </>
+  );
+}
+
+/** Of the messages themselves: where they would lie is hatched. */
+function Missing({ lanes }: { lanes: Lanes }): JSX.Element | null {
+  const fetching = sizeOf(lanes.gaps());
+  const lost = lanes.missing;
+  if (!fetching && !lost) return null;
+  return (
+    <p class="note" role="status">
+      Hatched: nobody knows what the worker did, for messages are missing.
+      {fetching > 0 && ` ${fetching} ${fetching === 1 ? "is" : "are"} being fetched.`}
+      {lost > 0 && ` ${lost} ${lost === 1 ? "is" : "are"} nowhere any more.`}
+    </p>
   );
 }
 
 function Rows({ lanes, from, to }: { lanes: Lanes; from: number; to: number }): JSX.Element {
   const canvas = useRef<HTMLCanvasElement>(null);
   const [hover, setHover] = useState<{ x: number; row: number } | null>(null);
+  const [picked, setPicked] = useState<Picked | null>(null);
   const theme = useTheme();
+  const holes = lanes.holes();
   useEffect(() => {
-    if (canvas.current) draw(canvas.current, lanes.rows, from, to);
+    if (canvas.current) draw(canvas.current, lanes.rows, from, to, holes, picked);
   });
-  const at = hover && canvas.current ? from + (hover.x / canvas.current.clientWidth) * (to - from) : null;
+  const timeAt = (x: number): number => from + (x / canvas.current!.clientWidth) * (to - from);
+  const at = hover && canvas.current ? timeAt(hover.x) : null;
   const row = hover ? lanes.rows[hover.row] : undefined;
   const found = row && at !== null ? within(row, at, at + 1e-6) : [];
+  const unknown = row && at !== null && holes.some((one) => one.worker === row.worker && one.from <= at && at < one.to);
+  const pick = (event: MouseEvent): void => {
+    const touched = lanes.rows[Math.floor(event.offsetY / ROW)];
+    const reach = timeAt(NEAR) - from;
+    const segment = touched ? nearest(touched, timeAt(event.offsetX), reach) : null;
+    setPicked(touched && segment ? { row: touched, segment } : null);
+  };
+  const press = (event: KeyboardEvent): void => {
+    if (event.key === "Escape") setPicked(null);
+    if (!KEYS.includes(event.key)) return;
+    event.preventDefault();
+    setPicked(stepped(lanes.rows, from, to, picked, event.key));
+  };
   return (
     <section class="card timeline" data-theme-seen={theme}>
       <div class="lanes">
@@ -91,28 +128,44 @@ function Rows({ lanes, from, to }: { lanes: Lanes; from: number; to: number }): 
           {lanes.rows.map((one) => (
             <li key={one.worker + one.lane} data-lane={one.lane}>
               <b>{one.lane}</b> <small class="dim">{one.worker}</small>
-              <span class="share" title="Share of this window in which it does something">
-                {Math.round(busyShare(one, from, to) * 100)}%
+              <span class="share" title="Share of what is known of this window in which it does something">
+                {percent(busyShare(one, from, to, holes))}
               </span>
             </li>
           ))}
         </ul>
         <canvas
           ref={canvas}
-          role="img"
-          aria-label="What each worker did; the shares beside the names say how busy it was"
+          role="application"
+          tabIndex={0}
+          aria-label="What each worker did; the shares beside the names say how busy it was. Arrow keys go from segment to segment."
           style={{ height: `${lanes.rows.length * ROW}px` }}
           onMouseMove={(event) => setHover({ x: event.offsetX, row: Math.floor(event.offsetY / ROW) })}
           onMouseLeave={() => setHover(null)}
+          onClick={pick}
+          onKeyDown={press}
         />
       </div>
       <p class="axis dim">
         <span>{clock(from)}</span>
-        <span>{found.length && row ? `${row.worker}: ${found.map(said).join("; ")}` : at !== null ? clock(at) : ""}</span>
+        <span>{found.length && row ? `${row.worker}: ${found.map(said).join("; ")}` : unknown ? `${row.worker}: nobody knows` : at !== null ? clock(at) : ""}</span>
         <span>{clock(to)}</span>
+      </p>
+      <p class="chosen" role="status">
+        {picked ? (
+          <>
+            <b>{picked.row.lane}</b> of {picked.row.worker}: {said(picked.segment)}, from {clock(picked.segment.start)}
+          </>
+        ) : (
+          <span class="dim">A click, a touch or the arrow keys choose a segment.</span>
+        )}
       </p>
     </section>
   );
+}
+
+function percent(share: number | null): string {
+  return share === null ? "?" : `${Math.round(share * 100)}%`;
 }
 
 function said(one: Segment): string {
@@ -120,7 +173,7 @@ function said(one: Segment): string {
   return `${one.kind} ${((one.end - one.start) * 1000).toFixed(0)} ms${one.version ? `, weights ${one.version}` : ""}${level}`;
 }
 
-function draw(canvas: HTMLCanvasElement, rows: Row[], from: number, to: number): void {
+function draw(canvas: HTMLCanvasElement, rows: Row[], from: number, to: number, holes: Hole[], picked: Picked | null): void {
   const scale = window.devicePixelRatio || 1;
   const width = canvas.clientWidth;
   const height = rows.length * ROW;
@@ -137,27 +190,53 @@ function draw(canvas: HTMLCanvasElement, rows: Row[], from: number, to: number):
   };
   pen.setTransform(scale, 0, 0, scale, 0, 0);
   pen.clearRect(0, 0, width, height);
+  const across = (time: number): number => ((time - from) / (to - from)) * width;
   rows.forEach((row, i) => {
     const top = i * ROW + 3;
     const tall = ROW - 6;
     pen.globalAlpha = 1;
     pen.fillStyle = colour("--line");
     pen.fillRect(0, top + tall, width, 1);
+    pen.strokeStyle = colour("--warn");
+    for (const one of holes) if (one.worker === row.worker && one.to > from && one.from < to) hatch(pen, across(one.from), across(one.to), top, tall);
     const shown = within(row, from, to);
     const most = Math.max(1, ...shown.map((one) => one.level));
     for (const one of shown) {
-      const left = ((one.start - from) / (to - from)) * width;
-      const wide = Math.max(0.6, ((one.end - one.start) / (to - from)) * width - 0.4);
+      const left = across(one.start);
+      const wide = Math.max(0.6, across(one.end) - left - 0.4);
       const high = tall * Math.max(LEAST, Math.min(1, one.level / most));
       pen.globalAlpha = one.kind === "wait" ? 0.45 : 0.9;
       pen.fillStyle = colour(COLOUR.get(one.kind) ?? "--dim");
       pen.fillRect(left, top + tall - high, wide, high);
+      if (one !== picked?.segment) continue;
+      pen.globalAlpha = 1;
+      pen.strokeStyle = colour("--ink");
+      pen.lineWidth = 2;
+      pen.strokeRect(left - 1, top - 1, Math.max(3, wide + 2), tall + 2);
     }
   });
   pen.globalAlpha = 1;
 }
 
-/** History first and again after every break, live in between; drawn a few times a second. */
+/** Oblique lines; they lie still while the window moves over them. */
+function hatch(pen: CanvasRenderingContext2D, left: number, right: number, top: number, tall: number): void {
+  const end = Math.min(right, pen.canvas.clientWidth);
+  pen.save();
+  pen.globalAlpha = 0.55;
+  pen.lineWidth = 1.5;
+  pen.beginPath();
+  pen.rect(Math.max(0, left), top, Math.max(2, end - Math.max(0, left)), tall);
+  pen.clip();
+  pen.beginPath();
+  for (let x = left - tall - (left < -tall ? Math.ceil((left + tall) / HATCH) * HATCH : 0); x < end; x += HATCH) {
+    pen.moveTo(x, top + tall);
+    pen.lineTo(x + tall, top);
+  }
+  pen.stroke();
+  pen.restore();
+}
+
+/** History first and again after every break and gap, live in between; drawn a few times a second. */
 function useLanes(job: JobDetail, follow: Follow): { lanes: Lanes; problem: string } {
   const [lanes] = useState(() => new Lanes());
   const [problem, setProblem] = useState("");
@@ -168,37 +247,37 @@ function useLanes(job: JobDetail, follow: Follow): { lanes: Lanes; problem: stri
     let over = false;
     let cursor = 0;
     const read = async (): Promise<void> => {
-      try {
-        for (let more = true; more && !over; ) {
-          const query = cursor ? `after=${cursor}` : `last_s=${lookBack(newest.current, Date.now() / 1000)}`;
-          const page = await ask<{ timeline: Part[]; cursor: number; more: boolean }>(path(job.id, `/timeline?limit=2000&${query}`));
-          for (const part of page.timeline) lanes.add(part);
-          more = page.more && page.cursor > cursor;
-          cursor = page.cursor;
-        }
-        setProblem("");
-      } catch (error) {
-        setProblem(error instanceof Error ? error.message : String(error));
+      for (let more = true; more && !over; ) {
+        const query = cursor ? `after=${cursor}` : `last_s=${lookBack(newest.current, Date.now() / 1000)}`;
+        const page = await ask<{ timeline: Part[]; cursor: number; more: boolean }>(path(job.id, `/timeline?limit=2000&${query}`));
+        for (const part of page.timeline) lanes.add(part);
+        more = page.more && page.cursor > cursor;
+        cursor = page.cursor;
       }
     };
+    const history = new Refill(lanes, read, (_, said) => setProblem(said));
     let way = follow.way;
     const stops = [
-      follow.hear("timeline", (part) => lanes.add(part as Part)),
+      follow.hear("timeline", (part) => {
+        lanes.add(part as Part);
+        if (follow.way === "live" && !history.busy && lanes.gaps().length) void history.ask();
+      }),
       follow.watch(() => {
-        if (follow.way !== way && follow.way !== "joining") void read();
+        if (follow.way !== way && follow.way !== "joining") void history.ask();
         way = follow.way;
       }),
     ];
-    void read();
+    void history.ask();
     let turn = 0;
     const timer = window.setInterval(() => {
       turn += 1;
-      if (follow.way === "polling" && turn % 8 === 0) void read();
+      if (follow.way === "polling" && turn % 8 === 0) void history.ask();
       lanes.forget(lanes.end);
       redraw(undefined);
     }, DRAW_MS);
     return () => {
       over = true;
+      history.close();
       clearInterval(timer);
       for (const stop of stops) stop();
     };
