@@ -38,6 +38,19 @@ spec:
         matchLabels:
           {{- include "opentinker.selector" $root | nindent 10 }}
           app.kubernetes.io/component: {{ .service }}
+  {{- if ne .service "scheduler" }}
+  initContainers:
+    # Made by the user of the services: what is not there when it is mounted belongs to root.
+    - name: directories
+      image: {{ include "opentinker.image" (dict "root" $root "image" .image) }}
+      imagePullPolicy: {{ $root.Values.images.pullPolicy }}
+      command: [mkdir, -p, /data/jobs, /data/environments/venvs]
+      securityContext:
+        {{- include "opentinker.container" $root | nindent 8 }}
+      resources: {requests: {cpu: 10m, memory: 16Mi}, limits: {memory: 64Mi}}
+      volumeMounts:
+        - {name: data, mountPath: /data}
+  {{- end }}
   containers:
     - name: {{ .service }}
       image: {{ include "opentinker.image" (dict "root" $root "image" .image) }}
@@ -71,6 +84,18 @@ spec:
           value: "8080"
         - name: OPENTINKER_ADMIN_KEY_FILE
           value: /run/opentinker/operator/key
+        {{- with $root.Values.artifacts }}
+        {{- if .url }}
+        - name: OPENTINKER_ARTIFACTS_URL
+          value: {{ .url | quote }}
+        - name: OPENTINKER_ARTIFACTS_S3_ENDPOINT
+          value: {{ .endpoint | quote }}
+        - name: OPENTINKER_ARTIFACTS_S3_REGION
+          value: {{ .region | quote }}
+        - name: OPENTINKER_ARTIFACTS_S3_CREDENTIALS_FILE
+          value: /run/opentinker/artifacts/credentials
+        {{- end }}
+        {{- end }}
         {{- if $root.Values.launcher.enabled }}
         - name: OPENTINKER_LAUNCHER
           value: kubernetes
@@ -122,11 +147,21 @@ spec:
         - {name: access, mountPath: /run/opentinker/access, readOnly: true}
         {{- if eq .service "scheduler" }}
         - {name: operator, mountPath: /run/opentinker/operator, readOnly: true}
+        {{- if $root.Values.artifacts.url }}
+        - {name: artifacts, mountPath: /run/opentinker/artifacts, readOnly: true}
+        {{- end }}
         {{- if $root.Values.launcher.enabled }}
         - {name: pods, mountPath: /etc/opentinker/pods, readOnly: true}
         {{- end }}
         {{- end }}
+        {{- if eq .service "scheduler" }}
         - {name: data, mountPath: /var/lib/opentinker/data}
+        {{- else if eq .service "env-worker" }}
+        - {name: data, mountPath: /var/lib/opentinker/data/environments, subPath: environments, readOnly: true}
+        - {name: data, mountPath: /var/lib/opentinker/data/environments/venvs, subPath: environments/venvs}
+        {{- else }}
+        - {name: data, mountPath: /var/lib/opentinker/data/jobs, subPath: jobs, readOnly: {{ ne .service "trainer" }}}
+        {{- end }}
         - {name: tmp, mountPath: /tmp}
         {{- if .compute }}
         - {name: shm, mountPath: /dev/shm}
@@ -152,6 +187,14 @@ spec:
         defaultMode: 0440
         items:
           - {key: {{ $root.Values.operatorKey.key }}, path: key}
+    {{- if $root.Values.artifacts.url }}
+    - name: artifacts
+      secret:
+        secretName: {{ required "artifacts.credentials.secret is needed with artifacts.url" $root.Values.artifacts.credentials.secret }}
+        defaultMode: 0440
+        items:
+          - {key: {{ $root.Values.artifacts.credentials.key }}, path: credentials}
+    {{- end }}
     {{- if $root.Values.launcher.enabled }}
     - name: pods
       configMap: {name: {{ include "opentinker.name" $root }}-pods}
