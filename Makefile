@@ -1,4 +1,4 @@
-# The whole menu: setup dashboard browser games helm run test compose-test check load learning docs locks clean.
+# The whole menu: setup dashboard browser games helm run test compose-test simulation check load learning docs locks clean.
 # A clean machine needs python3 (3.11 to 3.13) with pip and venv.
 
 PYTHON ?= python3
@@ -14,7 +14,7 @@ MODULES  := dashboard/node_modules/.package-lock.json
 SERVED   := services/scheduler
 PAGE     := $(SERVED)/page/index.html
 
-.PHONY: setup dashboard browser games helm run run-gsm8k test compose-test check load learning docs locks clean
+.PHONY: setup dashboard browser games helm run run-gsm8k test compose-test simulation check load learning docs locks clean
 
 setup: $(STAMP)
 	@$(MAKE) --no-print-directory dashboard || echo "The dashboard is not built, for the reason above; all else works without it. Again: make dashboard"
@@ -82,10 +82,14 @@ JOBS ?= 2
 test: setup browser games helm
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
-# docker-compose.yml on this machine's Docker: images are built, a job runs while containers are added and killed. Without
+# docker-compose.yml on this machine's Docker: images are built, jobs run while containers are added and killed. Without
 # an engine, or compose, it is skipped. It keeps to a project, ports and volumes of its own, and removes them.
 compose-test: setup
-	OPENTINKER_COMPOSE_TEST=1 $(BIN)/python -m pytest tests/test_compose.py -s
+	OPENTINKER_COMPOSE_TEST=1 $(BIN)/python -m pytest tests/test_compose.py tests/test_compose_up.py -s
+
+# The queue on a fake clock, 500 seeds of 10,000 events each: minutes of one core. Tests play a part of it.
+simulation: setup
+	OPENTINKER_PLACEMENT_EVENTS=10000 $(BIN)/python -m pytest tests/test_placement.py -s -k whatever_happens --timeout=0
 
 check: setup $(MODULES)
 	$(BIN)/ruff format --check .
@@ -117,7 +121,7 @@ locks: setup
 	$(LOCK) deploy/locks/build.in -o deploy/locks/build.txt
 	$(LOCK) deploy/locks/page.in -o deploy/locks/page.txt
 	$(LOCK) deploy/locks/servers.in -o deploy/locks/servers.txt
-	$(LOCK) pyproject.toml --extra scheduler --extra math -o deploy/locks/light.txt
+	$(LOCK) pyproject.toml --extra scheduler --extra math --extra s3 -o deploy/locks/light.txt
 	$(LOCK) pyproject.toml --extra reference --extra trainer --extra rollout \
 		$(foreach package,torchvision torchaudio torchcodec triton,--no-emit-package $(package)) -o deploy/locks/cpu.txt
 	$(LOCK) pyproject.toml deploy/locks/cuda.in --extra reference --extra trainer -o deploy/locks/cuda.txt

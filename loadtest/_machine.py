@@ -5,7 +5,10 @@ from __future__ import annotations
 import os
 import resource
 import time
+from collections.abc import Mapping
 from pathlib import Path
+
+import orjson
 
 QUIET_CORES = 0.15
 """Others may use so much of the machine; beyond it a missed target says little."""
@@ -55,6 +58,12 @@ class Meter:
         self.seconds = time.perf_counter() - self._began
         self.used = {name: _cpu_s(pid) - self._before[name] for name, pid in self._pids.items()}
         self.foreign = max(0.0, (_everybody_s() - self._everybody - sum(self.used.values())) / self.seconds)
+
+
+def keep(path: Path | None, figures: Mapping[str, float]) -> None:
+    """For programs, where one asks for them."""
+    if path is not None:
+        path.write_bytes(orjson.dumps(figures))
 
 
 def met(what: str, seen: float, target: float, foreign: float) -> bool:

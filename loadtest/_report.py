@@ -28,6 +28,25 @@ class Figure:
 
 
 @dataclass(slots=True)
+class Aim:
+    """A number that has been promised."""
+
+    what: str
+    limit: float
+    unit: str
+    seen: float
+    better: Literal["less", "more"]
+
+    @property
+    def good(self) -> bool:
+        return self.seen <= self.limit if self.better == "less" else self.seen >= self.limit
+
+    def data(self) -> dict[str, Any]:
+        sign = "<=" if self.better == "less" else ">="
+        return {"what": self.what, "aim": f"{sign} {self.limit:g} {self.unit}", "seen": self.seen, "good": self.good}
+
+
+@dataclass(slots=True)
 class Report:
     scenario: str
     options: dict[str, Any]
@@ -38,6 +57,7 @@ class Report:
     """Parts that follow each other."""
     checks: list[tuple[str, bool, str]] = field(default_factory=list)
     """What must hold, whether it does, what was seen."""
+    aims: list[Aim] = field(default_factory=list)
     foreign: float = 0.0
     """Cores that others used meanwhile."""
     seconds: float = 0.0
@@ -48,6 +68,11 @@ class Report:
     def check(self, what: str, good: bool, seen: object) -> None:
         self.checks.append((what, good, str(seen)))
 
+    def aim(self, what: str, seen: float, limit: float, unit: str, better: Literal["less", "more"] = "less") -> None:
+        """Also a figure, to be compared."""
+        self.aims.append(Aim(what, limit, unit, seen, better))
+        self.figure(what, seen, unit, better)
+
     def latency(self, name: str) -> Latencies:
         return self.latencies.setdefault(name, Latencies())
 
@@ -56,7 +81,7 @@ class Report:
 
     @property
     def good(self) -> bool:
-        return all(good for _, good, _ in self.checks)
+        return all(good for _, good, _ in self.checks) and all(aim.good for aim in self.aims)
 
     def data(self) -> dict[str, Any]:
         return {
@@ -73,6 +98,7 @@ class Report:
             "latencies": {name: one.summary() for name, one in self.latencies.items()},
             "stages": {name: one.summary() for name, one in self.stages.items()},
             "errors": {name: dict(one.errors) for name, one in self.latencies.items() if one.errors},
+            "aims": [aim.data() for aim in self.aims],
             "checks": [{"what": what, "good": good, "seen": seen} for what, good, seen in self.checks],
         }  # fmt: skip
 
@@ -139,6 +165,10 @@ def lines(data: dict[str, Any], worse: dict[str, float]) -> list[str]:
         for name, one in data[kind].items():
             cells = " | ".join(f"{one[q] * 1e3:.1f}" if q in one else "" for q in quantiles)
             out.append(f"| {name} | {one['count']} | {one['errors']:.0f} | {cells} | {_times(worse, f'{name} p99')} |")
+    if data["aims"]:
+        out += ["", "| promised | aim | seen | |", "| --- | --- | --- | --- |"]
+        for aim in data["aims"]:
+            out.append(f"| {aim['what']} | {aim['aim']} | {aim['seen']:.4g} | {'met' if aim['good'] else 'MISSED'} |")
     for name, errors in data["errors"].items():
         out += ["", *(f"- {name}: {count} x {error}" for error, count in errors.items())]
     out += ["", *(f"- {'met' if c['good'] else 'MISSED'}: {c['what']} (seen: {c['seen']})" for c in data["checks"])]

@@ -19,9 +19,11 @@ from typing import Any
 from loadtest._dashboards import audience, store_trajectories
 from loadtest._open_loop import arrivals, open_loop
 from loadtest._report import Report
+from loadtest._service import measure
 from loadtest._target import Target, target
 from opentinker.capacity import Pools, Work, predict
 from opentinker.client import AsyncClient
+from opentinker.shared.answers import MetricPoint
 
 SLEEPER = "loadtest._environments:Sleeper"
 END_S = 180.0
@@ -71,7 +73,7 @@ def job_of(
     }  # fmt: skip
 
 
-async def steps_of(client: AsyncClient, job: str) -> list[dict[str, Any]]:
+async def steps_of(client: AsyncClient, job: str) -> list[MetricPoint]:
     """The trainer's points so far, in order."""
     points, after = [], 0
     while page := await client.metrics(job, after):
@@ -104,7 +106,7 @@ async def life(client: AsyncClient, report: Report, job: str) -> None:
             report.stage(f"job: {before} to {after}", max(0.0, began[after] - began[before]))
 
 
-def pace(report: Report, points: list[dict[str, Any]], since: float, expected: Work | None = None) -> float:
+def pace(report: Report, points: list[MetricPoint], since: float, expected: Work | None = None) -> float:
     """Figures of the steps after unix time `since`; gives seconds per step."""
     seen = [point for point in points if point["time"] >= since]
     gaps = [b["time"] - a["time"] for a, b in itertools.pairwise(seen)]
@@ -273,7 +275,7 @@ async def many_tenants(options: Options, report: Report) -> None:
             for client, own in zip(clients, jobs, strict=True):
                 ended = [await client.wait(job, END_S) for job in own]
                 report.check("every job succeeds", all(job["state"] == "succeeded" for job in ended), len(ended))
-                waits.append(statistics.mean(job["finished"] - job["created"] for job in ended))
+                waits.append(statistics.mean((job["finished"] or 0.0) - job["created"] for job in ended))
                 seen = {job["id"] for job in await client.jobs(500)}
                 report.check("a tenant sees its jobs and no other", seen == set(own), len(seen ^ set(own)))
                 for job in own:
@@ -309,7 +311,12 @@ async def dashboards(options: Options, report: Report) -> None:
     report.check(f"subscribers cost a step less than {COST:.0%}", watched / alone < 1 + COST, f"{watched / alone:.3f}")
 
 
-def _gaps(points: list[dict[str, Any]], since: float, until: float) -> list[float]:
+async def service(options: Options, report: Report) -> None:
+    """All that is promised of the service, in one table: submissions, cancels in every state, a killed scheduler."""
+    await measure(report, options.seconds, options.seed)
+
+
+def _gaps(points: list[MetricPoint], since: float, until: float) -> list[float]:
     times = [point["time"] for point in points if since <= point["time"] <= until]
     return [b - a for a, b in itertools.pairwise(times)]
 
@@ -322,6 +329,7 @@ SCENARIOS: dict[str, Scenario] = {
     "dead-worker": dead_worker,
     "many-tenants": many_tenants,
     "dashboards": dashboards,
+    "service": service,
 }
-OWN = {"slow-env", "dead-worker", "dashboards"}
+OWN = {"slow-env", "dead-worker", "dashboards", "service"}
 """They start and end processes, and so never work on somebody else's server."""

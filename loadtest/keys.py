@@ -1,6 +1,6 @@
 """What keys cost, and what wrong ones do to those who have good ones: one scheduler, real NATS and Valkey.
 
-    python -m loadtest.keys [--seconds 10]
+    python -m loadtest.keys [--seconds 10] [--json FILE]
 
 A good user sends 200 GET /v1/jobs a second, evenly, alone; then again while another process sends 1,000 requests a
 second with wrong keys, half of them broken (never looked up), half well-formed. Targets: p99 < 50 ms, and under attack
@@ -22,13 +22,15 @@ from pathlib import Path
 import aiohttp
 import uvloop
 
-from loadtest._machine import QUIET_CORES, Meter
+from loadtest._machine import QUIET_CORES, Meter, keep
 from opentinker.embedded import EmbeddedServers
 from opentinker.processes import free_port
 from opentinker.shared.keys import new_key, read_key, write_key
 
 ROOT = Path(__file__).resolve().parent.parent
 GOOD_PER_S, BAD_PER_S, CONNECTIONS = 200, 1000, 20
+WHOLE, WEAK = 0.95, 3
+"""So much of the attack must have been answered; else the attacker's exit status."""
 P99_MS, WORSE = 50.0, 2.0
 WARM_S = 2.0
 
@@ -52,8 +54,9 @@ async def good(url: str, key: str, seconds: float) -> list[float]:
     return taken
 
 
-async def bad(port: int, seconds: float) -> None:
-    """So many wrong keys a second; says what was answered. Written on bare sockets, to take little of the machine."""
+async def bad(port: int, seconds: float) -> float:
+    """So many wrong keys a second; says what was answered, and gives how many. On bare sockets, to take little of
+    the machine."""
     answers: Counter[str] = Counter()
 
     async def connection(number: int) -> None:
@@ -69,18 +72,21 @@ async def bad(port: int, seconds: float) -> None:
             await reader.readexactly(int(length.split(b":")[1]))
         writer.close()
 
+    began = time.perf_counter()
     await asyncio.gather(*(connection(number) for number in range(CONNECTIONS)))
-    print(f"wrong keys: {answers.total() / seconds:,.0f}/s answered, by status {dict(answers)}", flush=True)
+    rate = answers.total() / (time.perf_counter() - began)
+    print(f"wrong keys: {rate:,.0f}/s answered, by status {dict(answers)}", flush=True)
+    return rate
 
 
 def p(taken: list[float], share: float) -> float:
     return sorted(taken)[min(len(taken) - 1, int(share * len(taken)))]
 
 
-async def measure(port: int, key: str, seconds: float, pids: dict[str, int]) -> bool:
+async def measure(port: int, key: str, seconds: float, pids: dict[str, int], json: Path | None) -> bool:
     url = f"http://127.0.0.1:{port}"
     await good(url, key, WARM_S)
-    found = []
+    found, rates, whole = [], [], False
     for attacked in (False, True):
         attacker = None
         if attacked:
@@ -91,30 +97,37 @@ async def measure(port: int, key: str, seconds: float, pids: dict[str, int]) -> 
         taken = await good(url, key, seconds)
         meter.stop()
         if attacker is not None:
-            assert await attacker.wait() == 0
+            status = await attacker.wait()
+            assert status in (0, WEAK)
+            whole = status == 0
         found.append(p(taken, 0.99))
+        rates.append(len(taken) / meter.seconds)
         cpu = ", ".join(f"{name} {used / meter.seconds:.2f}" for name, used in meter.used.items())
         print(
-            f"{'under attack' if attacked else 'alone'}: {len(taken) / meter.seconds:.0f} GET/s, "
+            f"{'under attack' if attacked else 'alone'}: {rates[-1]:.0f} GET/s, "
             f"p50 {p(taken, 0.5):.1f} ms, p99 {found[-1]:.1f} ms; cores: {cpu}, others {meter.foreign:.2f}"
         )
         disturbed = meter.foreign > QUIET_CORES
     alone, attacked_ms = found
-    good_enough = alone < P99_MS and attacked_ms < WORSE * alone
+    good_enough = alone < P99_MS and attacked_ms < WORSE * alone and whole
     note = " (disturbed: others use this machine; measure again)" if disturbed and not good_enough else ""
     print(f"target: p99 < {P99_MS:.0f} ms: {'met' if alone < P99_MS else 'MISSED'}{note}")
     print(f"target: < {WORSE:.0f}x under attack: {'met' if attacked_ms < WORSE * alone else 'MISSED'}{note}")
+    print(f"target: {BAD_PER_S} wrong keys a second meanwhile: {'met' if whole else 'MISSED'}{note}")
+    figures = {"reads_per_s": rates[0], "p99_s": alone / 1000, "attacked_p99_s": attacked_ms / 1000}
+    keep(json, figures | {"attack_was_whole": float(whole)})
     return good_enough
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=10.0)
+    parser.add_argument("--json", type=Path, help="a file for the figures")
     parser.add_argument("--attack", type=int, metavar="PORT", help="be the other process")
     arguments = parser.parse_args()
     if arguments.attack is not None:
-        uvloop.run(bad(arguments.attack, arguments.seconds))
-        return
+        rate = uvloop.run(bad(arguments.attack, arguments.seconds))
+        sys.exit(0 if rate >= WHOLE * BAD_PER_S else WEAK)
     with tempfile.TemporaryDirectory() as directory, EmbeddedServers(Path(directory), default_ports=False) as servers:
         port, file = free_port(), Path(directory) / "operator-key"
         write_key(file, new_key("local"))
@@ -131,7 +144,7 @@ def main() -> None:
         try:
             reached = uvloop.run(_reached(port))
             pids = {"scheduler": scheduler.pid, "client": os.getpid()}
-            done = reached and uvloop.run(measure(port, read_key(file), arguments.seconds, pids))
+            done = reached and uvloop.run(measure(port, read_key(file), arguments.seconds, pids, arguments.json))
         finally:
             scheduler.terminate()
             scheduler.wait()

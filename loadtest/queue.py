@@ -1,6 +1,6 @@
 """How fast is the queue? 1,000 queued jobs of 50 tenants and as many free workers, on a real server synced to disk.
 
-    python -m loadtest.queue [--jobs 1000] [--tenants 50]
+    python -m loadtest.queue [--jobs 1000] [--tenants 50] [--json FILE]
 
 Starts Valkey (`appendfsync always`) and NATS, stores the jobs, lets one scheduler look until all of them have started,
 and prints decisions carried out per second and how long a look took. Every start is one script: state, event, epoch and
@@ -19,7 +19,7 @@ from pathlib import Path
 
 import structlog
 
-from loadtest._machine import Meter, met
+from loadtest._machine import Meter, keep, met
 from opentinker.services.scheduler.reconcile import Reconciler
 from opentinker.shared.store import Store
 from opentinker.shared.types import JobState, Pool, WorkerInfo
@@ -31,7 +31,7 @@ TARGET = 50.0
 BEAT_S = 3600.0
 
 
-async def run(nats: Server, valkey: Server, directory: Path, jobs: int, tenants: int) -> bool:
+async def run(nats: Server, valkey: Server, directory: Path, jobs: int, tenants: int, json: Path | None) -> bool:
     spec = make_spec().model_dump(mode="json")
     async with context(nats, valkey, "scheduler-0", directory) as ctx:
         await ctx.store.redis.config_set("appendfsync", "always")
@@ -57,6 +57,7 @@ async def run(nats: Server, valkey: Server, directory: Path, jobs: int, tenants:
         print(
             f"{decisions} decisions in {sum(looks):.1f} s, {len(looks)} looks, median {statistics.median(looks):.2f} s"
         )
+        keep(json, {"decisions_per_s": rate})
         return met("decisions/s", rate, TARGET, meter.foreign)
 
 
@@ -76,6 +77,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--jobs", type=int, default=1000)
     parser.add_argument("--tenants", type=int, default=50)
+    parser.add_argument("--json", type=Path, help="a file for the figures")
     options = parser.parse_args()
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(30))
     with tempfile.TemporaryDirectory() as name:
@@ -84,7 +86,7 @@ def main() -> None:
         (directory / "nats").mkdir()
         valkey, nats = start_valkey(directory / "valkey"), start_nats(directory / "nats")
         try:
-            good = asyncio.run(run(nats, valkey, directory, options.jobs, options.tenants))
+            good = asyncio.run(run(nats, valkey, directory, options.jobs, options.tenants, options.json))
         finally:
             valkey.kill()
             nats.kill()
