@@ -28,12 +28,14 @@ from opentinker.embedded import nats_binary, valkey_binary
 from opentinker.processes import free_port
 from opentinker.services.trainer import checkpoint
 from opentinker.shared.admission import Admission, Ledger
+from opentinker.shared.answers import Job
 from opentinker.shared.manifest import Manifest
 from opentinker.shared.rights import OPERATOR
 from opentinker.shared.spec import JobSpec
 from opentinker.shared.store import Store
 from opentinker.up import SERVICE_OF
 from tests.conftest import nats_conf, until
+from tests.listening import living
 
 ROOT = Path(__file__).resolve().parent.parent
 PYTHONPATH = f"{ROOT / 'src'}{os.pathsep}{ROOT}"
@@ -248,9 +250,7 @@ class Cluster:
     def children(self, name: str) -> list[int]:
         """Processes that it has started and that still run."""
         own = self.processes[name].popen
-        stats = [path.read_text() for path in Path("/proc").glob("[0-9]*/stat") if path.exists()]
-        fields = [(int(stat.split()[0]), stat.rpartition(")")[2].split()) for stat in stats]
-        return [pid for pid, rest in fields if own is not None and int(rest[1]) == own.pid and rest[0] != "Z"]
+        return [] if own is None else [pid for pid, parent in living() if parent == own.pid]
 
     def resume(self, name: str) -> None:
         self.processes[name].signal(signal.SIGCONT)
@@ -272,7 +272,7 @@ class Cluster:
     async def submit(self, spec: JobSpec) -> str:
         return str((await self.client.submit(spec))["id"])
 
-    async def wait(self, job: str, timeout_s: float = JOB_S) -> dict[str, Any]:
+    async def wait(self, job: str, timeout_s: float = JOB_S) -> Job:
         """The job in its final state."""
         return await self.client.wait(job, timeout_s)
 

@@ -1,4 +1,4 @@
-"""A project of docker compose that a test starts: commands, containers, and what is killed in them."""
+"""A project of docker compose that a test starts: commands, containers, what is killed in them, how long they took."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ import asyncio
 import os
 import shutil
 import subprocess
+import tempfile
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import orjson
@@ -35,9 +38,15 @@ class Project:
     def __init__(self, published: dict[str, str]) -> None:
         self.name = f"opentinker-test-{uuid.uuid4().hex[:8]}"
         self._environ = {**os.environ, **published, "DOCKER_BUILDKIT": "1"}
+        self._files = ["docker-compose.yml", "deploy/compose.sandbox.yml"]
+
+    def lay(self, file: str, environ: dict[str, str]) -> None:
+        """Over the others, from now on."""
+        self._files.append(file)
+        self._environ |= environ
 
     async def compose(self, *words: str) -> str:
-        files = ("-f", "docker-compose.yml", "-f", "deploy/compose.sandbox.yml")
+        files = [word for file in self._files for word in ("-f", file)]
         return await self._run("docker", "compose", "-p", self.name, *files, "--profile", "cpu", *words)
 
     async def docker(self, *words: str) -> str:
@@ -55,11 +64,42 @@ class Project:
         """The service, from inside: a crash, after which Docker starts the container again."""
         await self.docker("exec", container, "sh", "-c", CHILD_OF_INIT)
 
+    async def refuses(self, service: str, *words: str) -> str:
+        """What a command that fails in its container says."""
+        (container, *_) = await self.containers(service)
+        done = await self._done("docker", "exec", container, *words)
+        assert done.returncode != 0, f"{service} may: {' '.join(words)}"
+        return done.stderr
+
+    @contextmanager
+    def healthy_first(self) -> Iterator[dict[str, float]]:
+        """When each service says for the first time that it is healthy, as Unix times; filled in at the end. It listens
+        as it happens: the engine remembers a few events alone."""
+        filters = ("--filter", f"label=com.docker.compose.project={self.name}", "--filter", "event=health_status")
+        first: dict[str, float] = {}
+        with tempfile.TemporaryFile() as said:
+            listening = subprocess.Popen(["docker", "events", *filters, "--format", "{{json .}}"], stdout=said)
+            try:
+                yield first
+            finally:
+                listening.terminate()
+                listening.wait()
+            said.seek(0)
+            for event in map(orjson.loads, said.read().splitlines()):
+                if event["Action"] == "health_status: healthy":
+                    service = event["Actor"]["Attributes"]["com.docker.compose.service"]
+                    first.setdefault(service, event["timeNano"] / 1e9)
+
     async def bytes_of(self, image: str) -> int:
         return int(await self.docker("image", "inspect", "-f", "{{.Size}}", image))
 
     async def _run(self, *argv: str) -> str:
-        done = await asyncio.to_thread(
+        done = await self._done(*argv)
+        assert done.returncode == 0, f"{' '.join(argv)}: {done.stderr[-4000:]}"
+        return done.stdout
+
+    async def _done(self, *argv: str) -> subprocess.CompletedProcess[str]:
+        return await asyncio.to_thread(
             subprocess.run,
             argv,
             cwd=ROOT,
@@ -69,5 +109,3 @@ class Project:
             timeout=COMMAND_S,
             check=False,
         )
-        assert done.returncode == 0, f"{' '.join(argv)}: {done.stderr[-4000:]}"
-        return str(done.stdout)

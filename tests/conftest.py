@@ -47,26 +47,43 @@ T = TypeVar("T")
 WAIT_S = 90.0
 """Whatever is waited for comes within this time on a machine that has much else to do; it costs nothing if it comes."""
 
+FIGURE = "figure"
 LONG = (
     *("test_kills.py", "test_end_to_end_vllm.py", "test_deterministic.py", "test_ranks.py", "test_engine_vllm.py"),
     *("test_run.py", "test_engine_vllm_own.py", "test_end_to_end.py", "test_row_jobs.py", "test_torch_learner.py"),
     *("test_isolation.py", "test_served_jobs.py", "test_inference_vllm.py", "test_openenv.py", "test_miniwob.py"),
     *("test_published.py", "test_dashboard.py", "test_two_hosts.py", "test_seeing_vllm.py", "test_launcher.py"),
-    *("test_loadtest.py", "test_docs_site.py", "test_row_ranks.py"),
+    *("test_loadtest.py", "test_docs_site.py", "test_row_ranks.py", "test_cancelling.py"),
 )
 """They begin before all others, the longest first, so that no process is left alone with one of them in the end."""
+
+
+Figure = Callable[[str], None]
+
+
+@pytest.fixture
+def figure(record_property: Callable[[str, object], None]) -> Figure:
+    """Tells a line that the summary of the whole run repeats."""
+    return lambda line: record_property(FIGURE, line)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    for report in terminalreporter.stats.get("passed", []):
+        for name, line in report.user_properties:
+            if name == FIGURE:
+                terminalreporter.write_line(line)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: LONG.index(item.path.name) if item.path.name in LONG else len(LONG))
 
 
-def wait_port(port: int, process: subprocess.Popen[bytes]) -> None:
+def wait_port(port: int, process: subprocess.Popen[bytes], host: str = "127.0.0.1") -> None:
     deadline = time.monotonic() + WAIT_S
     while time.monotonic() < deadline:
         assert process.poll() is None, f"server exited with {process.returncode}"
         try:
-            socket.create_connection(("127.0.0.1", port), 0.2).close()
+            socket.create_connection((host, port), 0.2).close()
             return
         except OSError:
             time.sleep(0.01)

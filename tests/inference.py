@@ -12,7 +12,7 @@ from typing import Any
 from openai import AsyncOpenAI
 
 from opentinker.client import AsyncClient
-from opentinker.services.rollout_worker.engine import Completion, EngineLost, Progress, Sampling, Shown
+from opentinker.services.rollout_worker.engine import Completion, EngineLost, Likely, Progress, Sampling, Shown
 from opentinker.services.rollout_worker.inference import InferenceJob
 from opentinker.services.rollout_worker.render import Renderer
 from opentinker.shared.leasing import LeasedWorker
@@ -57,6 +57,7 @@ class Speaker:
         try:
             stop = StopReason.EOS
             said: list[int] = []
+            likely: list[Likely] = []
             for place, id in enumerate(ids):
                 if self.gate is not None and place >= self.at:
                     await self.gate.wait()
@@ -64,15 +65,22 @@ class Speaker:
                     stop = StopReason.LENGTH
                     break
                 said.append(id)
+                likely += [there] if (there := self.likely(id, sampling.likely)) else []
                 if progress is not None:
-                    progress([id], [-0.5])
+                    progress([id], [-0.5], likely[-1:])
                     await asyncio.sleep(0)
                 if any(mark in self.tokenizer.decode(said) for mark in sampling.stop):
                     stop = StopReason.STOP
                     break
-            return Completion(ids=said, logprobs=[-0.5] * len(said), spans=[Span(0, len(said), V)], stop=stop)
+            spans = [Span(0, len(said), V)]
+            return Completion(ids=said, logprobs=[-0.5] * len(said), spans=spans, stop=stop, likely=likely)
         finally:
             self.running.discard(request)
+
+    def likely(self, id: int, count: int) -> Likely:
+        """The token itself is the second, if there are two."""
+        others = [other for other in self.tokenizer.encode("abcdef") if other != id]
+        return [(others[0], -0.25), (id, -0.5), *((other, -3.0) for other in others[1:])][:count]
 
     async def watch(self) -> None:
         await self.died

@@ -86,18 +86,19 @@ class Sampler:
 
     def copy_digit(self, groups: int, size: int, version: WeightVersion) -> list[Group]:
         """Prompt `7=`, right answer `7<eos>`, at most 4 tokens; reward = share of right tokens by position."""
-        made = []
-        for _ in range(groups):
-            prompt = self.encode(f"{self.digits.integers(10)}=")
-            with torch.no_grad():
-                made.append((prompt, *self._sample(prompt, size)))
+        prompts = [self.encode(f"{self.digits.integers(10)}=") for _ in range(groups)]
+        with torch.no_grad():
+            answers, logprobs = self._sample([prompt for prompt in prompts for _ in range(size)])
         return [
-            group_of([self._trajectory(prompt, a, p, version) for a, p in zip(answers, logprobs, strict=True)], g)
-            for g, (prompt, answers, logprobs) in enumerate(made)
+            group_of(
+                [self._trajectory(prompt, answers[i], logprobs[i], version) for i in range(g * size, (g + 1) * size)], g
+            )
+            for g, prompt in enumerate(prompts)
         ]
 
-    def _sample(self, prompt: list[int], size: int) -> tuple[list[list[int]], list[list[float]]]:
-        ids, logprobs = torch.tensor([prompt] * size), []
+    def _sample(self, prompts: list[list[int]]) -> tuple[list[list[int]], list[list[float]]]:
+        """Of prompts of one length, all at once."""
+        ids, logprobs = torch.tensor(prompts), []
         self.causal.set_attn_implementation("sdpa")
         for _ in range(4):
             now = self.causal(input_ids=ids, use_cache=False, logits_to_keep=1).logits[:, -1].log_softmax(-1)
@@ -105,7 +106,9 @@ class Sampler:
             logprobs.append(now.gather(1, chosen)[:, 0])
             ids = torch.cat([ids, chosen], 1)
         self.causal.set_attn_implementation(PACKED)
-        answers = [row[: row.index(self.eos) + 1] if self.eos in row else row for row in ids[:, len(prompt) :].tolist()]
+        answers = [
+            row[: row.index(self.eos) + 1] if self.eos in row else row for row in ids[:, len(prompts[0]) :].tolist()
+        ]
         return answers, torch.stack(logprobs, 1).tolist()
 
     def _trajectory(self, prompt: list[int], answer: list[int], logprobs: list[float], version: WeightVersion) -> Any:

@@ -3,14 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import socket
+import subprocess
 import sys
+import tempfile
+import threading
+from multiprocessing.shared_memory import SharedMemory
+from pathlib import Path
 
 from opentinker.shared.leasing import LeasedWorker
 from opentinker.shared.service import Context, main
 from opentinker.shared.spec import JobSpec
 from opentinker.shared.types import Lease, Pool
+from opentinker.shared.waiting import see_through
 
 MODE = sys.argv.pop(1)
+PARENT = """
+import subprocess, time
+subprocess.Popen(["sleep", "3600"], start_new_session=True)
+time.sleep(3600)
+"""
 
 
 async def serve(ctx: Context) -> None:
@@ -21,6 +33,9 @@ async def serve(ctx: Context) -> None:
             return
         case "leased":
             await LeasedWorker(ctx, Pool.ROLLOUT, work).serve()
+            return
+        case "loads":
+            await LeasedWorker(ctx, Pool.TRAINER, load).serve()
             return
     ctx.ready()
     await ctx.stopping.wait()
@@ -34,6 +49,20 @@ async def serve(ctx: Context) -> None:
 async def work(worker: LeasedWorker, lease: Lease, spec: JobSpec) -> None:
     await worker.status("ready", job=lease.job, epoch=lease.epoch)
     await asyncio.Event().wait()
+
+
+async def load(worker: LeasedWorker, lease: Lease, spec: JobSpec) -> None:
+    """A load that ends in an hour and cannot be interrupted, with all that one may hold meanwhile."""
+    child = subprocess.Popen([sys.executable, "-c", PARENT], start_new_session=True)  # noqa: ASYNC220
+    listener = socket.create_server(("127.0.0.1", 0))
+    listener.set_inheritable(True)  # as libraries do that know no better
+    place = Path(tempfile.mkdtemp(prefix="opentinker-test-"))
+    (place / "part").write_text("of something")
+    worker.leftovers.append(f"{place}*")
+    memory = SharedMemory(create=True, size=1)
+    port = listener.getsockname()[1]
+    worker.ctx.log.info("held", by=lease.job, child=child.pid, port=port, place=str(place), memory=memory.name)
+    await see_through(asyncio.to_thread(threading.Event().wait, 3600))
 
 
 if __name__ == "__main__":

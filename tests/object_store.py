@@ -19,17 +19,17 @@ ACCESS, SECRET = "an-access-key-id", "a-secret-of-the-object-store"
 
 
 @contextmanager
-def s3_server() -> Iterator[str]:
+def s3_server(host: str = "127.0.0.1") -> Iterator[str]:
     """Its URL; it begins empty."""
     port = free_port()
     server = subprocess.Popen(
-        [sys.executable, "-m", "moto.server", "--host", "127.0.0.1", "--port", str(port)],
+        [sys.executable, "-m", "moto.server", "--host", host, "--port", str(port)],
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )
     try:
-        wait_port(port, server)
-        yield f"http://127.0.0.1:{port}"
+        wait_port(port, server, host)
+        yield f"http://{host}:{port}"
     finally:
         server.kill()
         server.wait()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from opentinker.shared.bus import Bus
 from opentinker.shared.config import Settings
 from opentinker.shared.service import Context
 from opentinker.shared.store import Store
-from opentinker.shared.types import JobState, Lease, Pool, WorkerInfo
+from opentinker.shared.types import Gpu, JobState, Lease, Pool, WorkerInfo
 from tests.api import OPERATOR_FILE
 from tests.conftest import Server, soon, until
 from tests.factories import make_spec
@@ -78,6 +78,8 @@ class FakeWorker:
         self.obeys = True
         self.leaves = True
         """It ends at once when it is taken back."""
+        self.drains = False
+        """It was told to stop, and ends what it has begun."""
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> FakeWorker:
@@ -94,11 +96,12 @@ class FakeWorker:
             mine = lease if lease and lease.incarnation == self.info.incarnation and self.obeys else None
             if mine is not None and mine.leaves_by and self.leaves:
                 mine = None
+            status = "ready" if mine or self.info.pool in (Pool.ENV, Pool.REFERENCE) else "idle"
             self.info = msgspec.structs.replace(
                 self.info,
                 job=mine.job if mine else None,
                 epoch=mine.epoch if mine else 0,
-                status="ready" if mine or self.info.pool in (Pool.ENV, Pool.REFERENCE) else "idle",
+                status="draining" if self.drains else status,
             )
             await self.store.beat(self.info, ALIVE_S)
             await asyncio.sleep(BEAT_S)
@@ -126,9 +129,10 @@ class Workers:
         self.store = store
         self._all: dict[str, FakeWorker] = {}
 
-    async def start(self, *ids: str) -> None:
+    async def start(self, *ids: str, gpus: Sequence[Gpu] = ()) -> None:
         for id in ids:
             worker = self._all.setdefault(id, FakeWorker(self.store, id, Pool(id.split("-")[0])))
+            worker.info = msgspec.structs.replace(worker.info, gpus=list(gpus))
             await worker.stop()
             await worker.start()
 
@@ -149,8 +153,9 @@ class Workers:
 
 
 async def new_job(store: Store, id: str, state: JobState = JobState.QUEUED, **changes: Any) -> str:
-    """A stored job; `changes` as in `make_spec`."""
-    await store.create_job(id=id, spec=make_spec(**changes).model_dump(mode="json"), tenant="default")
+    """A stored job; `changes` as in `make_spec`, and its tenant."""
+    tenant = changes.pop("tenant", "default")
+    await store.create_job(id=id, spec=make_spec(**changes).model_dump(mode="json"), tenant=tenant)
     if state != JobState.QUEUED:
         await store.transition(id, state, epoch=1)
     return id

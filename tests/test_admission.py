@@ -335,7 +335,7 @@ FAULTS = {
         "elseif tag_of(state) >= 0 then redis.call('HDEL', G, seq) elseif state == 'p' then",
     ),
     "commit forgets too much": ("tag <= tonumber(ARGV[3])", "tag <= tonumber(ARGV[3]) + 2"),
-    "old epochs may write": ("epoch < num('epoch')", "epoch < num('epoch') - 1"),
+    "old epochs may write": ("epoch < owner", "epoch < num('epoch') - 1"),
     "discard not counted": ("else add('discard:' .. ARGV[4], done) end", "end"),
 }
 

@@ -15,6 +15,7 @@ import aiohttp
 import orjson
 import pytest
 
+from opentinker.services.scheduler import jobs_api
 from opentinker.services.scheduler.jobs_api import JOB_ID
 from opentinker.services.scheduler.submission import new_job_id
 from opentinker.shared.admission import Admission
@@ -27,6 +28,7 @@ from opentinker.shared.telemetry import REGISTRY, MetricSource
 from opentinker.shared.types import JobState, Pool, WorkerInfo
 from tests.api import SPEC, Http, bearing, read_events
 from tests.conftest import WAIT_S, Server, free_port, until, wait_port
+from tests.factories import safetensors
 from tests.scheduling import new_job
 
 
@@ -66,6 +68,42 @@ async def test_jobs_come_page_by_page(http: Http) -> None:
     for wrong, field in (("limit=0", "limit"), ("limit=1001", "limit"), ("before=j-0000000000", "before")):
         status, body = await http("GET", f"/v1/jobs?{wrong}")
         assert status == 422 and set(mistakes(body)) == {field}
+
+
+async def test_jobs_are_found_by_state_and_words_however_old_they_are(
+    http: Http, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    named = [await http.submit({**SPEC, "name": name}) for name in ("of-maths", "of-letters", "of-maths-too")]
+    old, other, new = [job["id"] for _, job in named]
+    await http("POST", f"/v1/jobs/{other}/cancel")
+
+    async def found(query: str) -> tuple[list[str], bool]:
+        status, page = await http("GET", f"/v1/jobs?{query}")
+        assert status == 200
+        return [job["id"] for job in page["jobs"]], page["more"]
+
+    assert await found("state=cancelled") == ([other], False)
+    assert await found("state=queued&search=of MATHS") == ([new, old], False)
+    assert await found(f"search=rl {old[2:]}") == ([old], False)
+    assert await found("search=maths&limit=1") == ([new], True)
+    assert await found(f"search=maths&limit=1&before={new}") == ([old], True)
+    assert await found("search=nothing") == ([], False)
+    monkeypatch.setattr(jobs_api, "MOST_LOOKED", 2)
+    status, page = await http("GET", f"/v1/jobs?search={old}")
+    assert (status, page["jobs"], page["cursor"], page["more"]) == (200, [], other, True)
+    assert await found(f"search={old}&before={page['cursor']}") == ([old], False)
+    for wrong, field in (("state=dead", "state"), (f"search={'x' * 201}", "search")):
+        status, body = await http("GET", f"/v1/jobs?{wrong}")
+        assert status == 422 and set(mistakes(body)) == {field}
+
+
+async def test_a_job_says_since_when_it_is_in_the_queue_or_runs(http: Http, store: Store) -> None:
+    job = await http.job()
+    _, queued = await http("GET", f"/v1/jobs/{job}")
+    assert queued["since"] == queued["created"]
+    await http("POST", f"/v1/jobs/{job}/pause")
+    _, resumed = await http("POST", f"/v1/jobs/{job}/resume")
+    assert resumed["since"] > queued["since"] and resumed["created"] == queued["created"]
 
 
 async def test_every_mistake_is_told_at_once(http: Http, bus: Bus) -> None:
@@ -155,7 +193,8 @@ async def test_a_local_teacher_is_looked_at_and_its_path_made_absolute(
         status, body = await http.submit({**taught, **changes})
         assert status == 422 and "does not exist" in mistakes(body)["teacher.base"]
     (tmp_path / "models" / "teacher").mkdir(parents=True)
-    (tmp_path / "models" / "teacher" / "config.json").write_text("{}")
+    (tmp_path / "models" / "teacher" / "config.json").write_text('{"model_type": "qwen3"}')
+    (tmp_path / "models" / "teacher" / "model.safetensors").write_bytes(safetensors())
     status, body = await http.submit(taught)
     assert status == 201
     assert (await store.job(body["id"])).spec["teacher"]["base"] == str(tmp_path / "models" / "teacher")
@@ -165,11 +204,15 @@ async def test_a_local_teacher_is_looked_at_and_its_path_made_absolute(
     ("files", "problem"),
     [
         (None, "does not exist"),
-        ({"config.json": '{"architectures": ["LlamaForCausalLM"]}'}, "no sequence classifier: its config.json says Ll"),
-        ({"config.json": '{"architectures": 7}'}, ""),
-        ({"config.json": '{"architectures": ["XForSequenceClassification"]}', "tokenizer_config.json": "{}"},
+        ({"config.json": '{"model_type": "x", "architectures": ["LlamaForCausalLM"]}'},
+         "no sequence classifier: its config.json says Ll"),
+        ({"config.json": '{"model_type": "x", "architectures": 7}'}, ""),
+        ({"config.json": '{"architectures": 7}'}, "names no model_type"),
+        ({"config.json": '{"model_type": "x", "architectures": ["XForSequenceClassification"]}',
+          "tokenizer_config.json": "{}"},
          "no chat template"),
-        ({"config.json": '{"architectures": ["XForSequenceClassification"]}', "chat_template.jinja": "x"}, ""),
+        ({"config.json": '{"model_type": "x", "architectures": ["XForSequenceClassification"]}',
+          "chat_template.jinja": "x"}, ""),
     ],
 )  # fmt: skip
 async def test_a_local_reward_model_is_looked_at(
@@ -180,6 +223,7 @@ async def test_a_local_reward_model_is_looked_at(
         judge.mkdir()
         for name, text in files.items():
             (judge / name).write_text(text)
+        (judge / "model.safetensors").write_bytes(safetensors())
     status, body = await http.submit({**SPEC, "train": {"steps": 1}, "reward_models": [{"base": str(judge)}]})
     if problem:
         assert status == 422 and problem in mistakes(body)["reward_models.0.base"]
@@ -191,8 +235,11 @@ async def test_a_local_reward_model_is_looked_at(
     ("config", "problem"),
     [
         ("", "no config.json"),
-        ('{"architectures": ["Qwen3ForSequenceClassification"]}', "no token classifier: its config.json says Qwen3For"),
-        ('{"architectures": ["Qwen3ForTokenClassification"]}', ""),
+        (
+            '{"model_type": "x", "architectures": ["Qwen3ForSequenceClassification"]}',
+            "no token classifier: its config.json says Qwen3For",
+        ),
+        ('{"model_type": "x", "architectures": ["Qwen3ForTokenClassification"]}', ""),
     ],
 )
 async def test_a_local_value_model_is_looked_at(
@@ -201,6 +248,7 @@ async def test_a_local_value_model_is_looked_at(
     (values := tmp_path / "values").mkdir()
     if config:
         (values / "config.json").write_text(config)
+        (values / "model.safetensors").write_bytes(safetensors())
     algorithm = {"name": "ppo", "group_size": 2, "groups_per_batch": 2}
     spec = {**SPEC, "train": {"steps": 1}, "algorithm": algorithm, "value_model": {"base": str(values)}}
     status, body = await http.submit(spec)
@@ -379,7 +427,12 @@ async def test_openapi_describes_every_route_and_the_spec(http: Http) -> None:
     operations = {(method, path) for path, item in document["paths"].items() for method in item}
     assert ("post", "/v1/jobs") in operations and ("get", "/v1/jobs/{id}/checkpoints/{step}/download") in operations
     assert len(operations) >= 26
-    assert [p["name"] for p in document["paths"]["/v1/jobs"]["get"]["parameters"]] == ["before", "limit"]
+    assert [p["name"] for p in document["paths"]["/v1/jobs"]["get"]["parameters"]] == [
+        "before",
+        "limit",
+        "state",
+        "search",
+    ]
     schemas = document["components"]["schemas"]
     references = [r for r in str(document).split("'") if r.startswith("#/components/schemas/")]
     assert {r.rpartition("/")[2] for r in references} <= schemas.keys()

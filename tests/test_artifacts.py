@@ -190,12 +190,13 @@ async def test_what_a_job_leaves_is_kept_by_tenant_and_served_from_there(
     assert live["checkpoints/step-000010/model.safetensors"]["sha256"] == hashlib.sha256(WEIGHTS).hexdigest()
     await finished(ctx, job)
     store = Artifacts(ctx).store
-    kept = await store.list(f"default/{job}")
-    assert kept[f"default/{job}/checkpoints/step-000010/model.safetensors"] == len(WEIGHTS)
+    index, prefix = await Artifacts(ctx).index.of(job), f"default/{job}"
+    kept, at = await store.list(prefix), index["checkpoints/step-000010"].at
+    assert kept[f"{prefix}/{at}/model.safetensors"] == len(WEIGHTS)
     found = {entry["path"]: entry for entry in await client.artifacts(job)}
-    assert {f"default/{job}/{path}" for path in found} | {f"default/{job}/checkpoints/step-000010/manifest.json"} == {
-        *kept
-    }
+    places = {f"{prefix}/{at}/{name}" for name in (*FILES, "manifest.json")}
+    assert places | {f"{prefix}/{entry.at}" for entry in index.values() if entry.manifest is None} == {*kept}
+    assert index.keys() | found.keys() == found.keys() | {"checkpoints/step-000010"}
     assert all(entry["sha256"] for entry in found.values())
     assert found.keys() - live.keys() == {"logs.jsonl", "events.jsonl"}
     assert (home / "checkpoints" / "step-000010").exists() is not store.apart
@@ -236,9 +237,14 @@ async def test_step_that_was_written_anew_replaces_the_one_that_is_kept(client: 
         return entry is not None and entry.manifest is not None and entry.manifest.epoch == 2
 
     await until(replaced)
-    key = f"default/{job}/checkpoints/step-000010"
+    key = f"default/{job}/{(await artifacts.index.of(job))['checkpoints/step-000010'].at}"
     assert await read(artifacts.store, f"{key}/model.safetensors") == b"after"
-    assert (await artifacts.store.list(key)).keys() == {f"{key}/model.safetensors", f"{key}/manifest.json"}
+
+    async def alone() -> bool:
+        there = await artifacts.store.list(f"default/{job}")
+        return there.keys() == {f"{key}/model.safetensors", f"{key}/manifest.json"}
+
+    await until(alone)  # the one before is deleted afterwards
 
 
 # --- rules ----------------------------------------------------------------------------------------------------------
@@ -318,6 +324,7 @@ def test_rules_that_contradict_themselves_are_refused() -> None:
         ({"keep_best": 1}, "artifacts.best_metric"),
         ({"best_metric": "loss"}, "artifacts.best_metric"),
         ({"best_is": "lowest"}, "artifacts.best_is"),
+        ({"keep_best": 1, "best_metric": "val/exact"}, "artifacts.best_metric"),
     ):
         with pytest.raises(SpecError) as caught:
             make_spec(artifacts=artifacts)
@@ -405,7 +412,5 @@ async def test_store_that_does_not_answer_costs_no_checkpoint(
         await make_bucket(s3, bucket)
         await keeping.put()
         assert await kept_steps(ctx, job) == [10]
-        assert (
-            await read(keeping.artifacts.store, f"default/{job}/checkpoints/step-000010/model.safetensors")
-            == b"weights"
-        )
+        at = (await keeping.index.of(job))["checkpoints/step-000010"].at
+        assert await read(keeping.artifacts.store, f"default/{job}/{at}/model.safetensors") == b"weights"

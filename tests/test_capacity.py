@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from typer.testing import CliRunner
 from opentinker.capacity import Pools, Work, enough_env_workers, predict
 from opentinker.cli import app
 from opentinker.cli.plan import measured_of
+from opentinker.envs.registry import _found, find
 from opentinker.shared.errors import OpenTinkerError
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -128,6 +130,58 @@ def test_plan_says_how_many_env_workers_and_what_limits() -> None:
     assert all(7 <= row["env_workers"] <= 10 and row["limited_by"] == "training" for row in found["plans"])
     table = plan("--token-ms=10", "--env-ms=200", "--train-s=1", "--rollout-workers=1")
     assert table.exit_code == 0 and "env workers" in table.output and "training" in table.output
+
+
+def test_plan_knows_what_a_session_costs_an_env_worker(tmp_path: Path) -> None:
+    """Costly: 2 of the 8 that a worker holds, so as if it had half the sessions; Blocking plays in children."""
+    job = tmp_path / "job.toml"
+    text = (ROOT / "examples" / "copy_digits.toml").read_text()
+    durations = ("--token-ms=10", "--env-ms=200", "--train-s=1", "--rollout-workers=2", "--json")
+
+    def planned(environment: str, **settings: str) -> dict[str, Any]:
+        job.write_text(text.replace('"copy_digits"', f'"tests.env_samples:{environment}"', 1))
+        environ = {f"OPENTINKER_{name}": value for name, value in settings.items()}
+        told = CliRunner().invoke(app, ["plan", str(job), *durations], env=environ)
+        assert told.exit_code == 0, told.output
+        row: dict[str, Any] = orjson.loads(told.stdout)["plans"][0]
+        return row
+
+    plain, costly = (planned(name, ENV_SESSIONS="8") for name in ("Counting", "Costly"))
+    assert (plain["sessions"], costly["sessions"]) == (8, int(8 / find("tests.env_samples:Costly", modules=True).cost))
+    assert costly["env_workers"] > plain["env_workers"]
+    assert planned("Blocking", ENV_CHILDREN="2", ENV_SESSIONS_PER_CHILD="3")["calls"] == 2
+
+
+def test_plan_finds_the_environment_of_this_directory_or_says_that_it_does_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [part for part in sys.path if part])
+    monkeypatch.delitem(_found, "verifiers", raising=False)
+    monkeypatch.setitem(sys.modules, "opentinker.envs.agents.verifiers", None)  # as where its library is lacking
+    (tmp_path / "of_this_directory.py").write_text("from tests.env_samples import Costly as Own\n")
+    (tmp_path / "torn.py").write_text("1 / 0\n")
+    job = tmp_path / "job.toml"
+    text = (ROOT / "examples" / "copy_digits.toml").read_text()
+    durations = ("--token-ms=10", "--env-ms=200", "--train-s=1", "--rollout-workers=2", "--json")
+
+    def planned(environment: str) -> tuple[int, str]:
+        job.write_text(text.replace('"copy_digits"', f'"{environment}"', 1))
+        told = CliRunner().invoke(app, ["plan", str(job), *durations], env={"OPENTINKER_ENV_SESSIONS": "8"})
+        assert told.exit_code == 0, told.output
+        return orjson.loads(told.stdout)["plans"][0]["sessions"], told.stderr
+
+    sessions, said = planned("of_this_directory:Own")
+    assert sessions < 8 and said == ""
+    for name, why in (
+        ("of_this_directory:Other", "has no Other"),
+        ("nowhere:Own", "cannot be imported"),
+        ("torn:Own", "ZeroDivisionError"),
+        ("served:games", "not on this machine"),
+        ("verifiers", "cannot be imported"),
+    ):
+        sessions, said = planned(name)
+        assert sessions == 8 and said.startswith(f"note: {name} is not looked at") and why in said, said
 
 
 def test_plan_says_what_it_must_be_told() -> None:

@@ -41,7 +41,15 @@ EVERYTHING = {
         "egress": [{"to": [{"ipBlock": {"cidr": "10.1.0.0/16"}}], "ports": [{"port": 443, "protocol": "TCP"}]}],
         "keda": {"enabled": True, "prometheus": "http://prometheus.monitoring:9090"},
     },
-    "networkPolicy": {"serversTo": [{"namespaceSelector": {"matchLabels": {"name": "infra"}}}]},
+    "artifacts": {
+        "url": "s3://checkpoints/rl",
+        "endpoint": "https://s3.infra:9000",
+        "credentials": {"secret": "store", "key": "both-lines"},
+    },
+    "networkPolicy": {
+        "serversTo": [{"namespaceSelector": {"matchLabels": {"name": "infra"}}}],
+        "artifactsTo": [{"ipBlock": {"cidr": "10.9.0.0/16"}}],
+    },
     "podMonitor": {"enabled": True, "labels": {"release": "prometheus"}},
     "launcher": {"enabled": True, "trainers": 3, "idleSeconds": 120},
 }
@@ -126,7 +134,7 @@ def test_pods_have_no_rights(plain: Objects, whole: Objects) -> None:
         assert pod["securityContext"]["runAsNonRoot"] is True
         assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
         assert not any(name in pod for name in ("hostNetwork", "hostPID", "hostIPC"))
-        for container in pod["containers"]:
+        for container in [*pod["containers"], *pod.get("initContainers", [])]:
             rights = container["securityContext"]
             assert rights["readOnlyRootFilesystem"] is True
             assert rights["allowPrivilegeEscalation"] is False
@@ -166,6 +174,14 @@ def test_the_schema_refuses_what_the_chart_gives_itself() -> None:
         ({"envWorker": {"keda": {"enabled": True}}}, "envWorker.keda.prometheus is needed"),
         ({"envWorker": {"keda": {"enabled": True, "prometheus": "http://p", "minReplicas": 30}}}, "above maxReplicas"),
         ({"data": {"size": "much"}}, "/data/size"),
+        ({"artifacts": {"url": "gs://bucket"}}, "/artifacts/url"),
+        ({"artifacts": {"endpoint": "http://minio:9000"}}, "are for artifacts.url"),
+        ({"artifacts": {"url": "s3://b-1", "credentials": {"secret": "s"}}}, "networkPolicy.artifactsTo"),
+        (
+            {"artifacts": {"url": "s3://b-1"}, "networkPolicy": {"artifactsTo": [{"podSelector": {}}]}},
+            "artifacts.credentials.secret is needed",
+        ),
+        ({"settings": {"artifacts_url": "/mnt"}}, "artifacts_url"),
     ],
 )
 def test_wrong_values_are_refused_by_name(values: dict[str, Any], what: str) -> None:
@@ -181,13 +197,59 @@ def test_each_pod_mounts_the_passwords_of_its_service_alone(plain: Objects, tmp_
         component = name.removeprefix("rl-")
         mounted = {v["secret"]["secretName"]: v["secret"].get("items") for v in pod["volumes"] if "secret" in v}
         own = "opentinker-" + component.replace("redis", "valkey")
-        assert set(mounted) == {own} | ({"opentinker-operator-key"} if component == "scheduler" else set())
+        assert set(mounted) == {own} | ({"opentinker-operator-key"} if component == "scheduler" else set()), name
         assert {item["key"] for item in mounted[own] or []} <= keys[own]
         if component in SERVICES:
             assert keys[own] == {"nats", "valkey"} | ({"issuer"} if component == "scheduler" else set())
             told = environment(pod)
             assert told["OPENTINKER_NATS_PASSWORD_FILE"] == "/run/opentinker/access/nats"
     assert {name.removeprefix("rl-") for name in pods(plain)} == {*SERVICES, "nats", "redis"}
+
+
+DATA = "/var/lib/opentinker/data"
+
+
+def test_pods_have_the_directories_that_their_service_needs(plain: Objects) -> None:
+    """(mount path, path in the volume, may write)"""
+    wanted = {
+        "scheduler": [(DATA, "", True)],
+        "trainer": [(f"{DATA}/jobs", "jobs", True)],
+        "rollout-worker": [(f"{DATA}/jobs", "jobs", False)],
+        "reference-forward": [(f"{DATA}/jobs", "jobs", False)],
+        "env-worker": [
+            (f"{DATA}/environments", "environments", False),
+            (f"{DATA}/environments/venvs", "environments/venvs", True),
+        ],
+    }
+    for service in SERVICES:
+        pod = pods(plain)[f"rl-{service}"]
+        mounts = [one for one in pod["containers"][0]["volumeMounts"] if one["name"] == "data"]
+        found = [(one["mountPath"], one.get("subPath", ""), not one.get("readOnly", False)) for one in mounts]
+        assert found == wanted[service]
+        made = [one["command"][2:] for one in pod.get("initContainers", [])]
+        assert all(f"/data/{path}" in [*made[0], "/data/environments"] for _, path, _ in found if path)
+
+
+def test_the_object_store_is_the_schedulers(whole: Objects, plain: Objects) -> None:
+    for name, pod in pods(whole).items():
+        told = {one: value for one, value in environment(pod).items() if one.startswith("OPENTINKER_ARTIFACTS")}
+        mounted = [v["secret"]["items"] for v in pod["volumes"] if v.get("secret", {}).get("secretName") == "store"]
+        if name != "rl-scheduler":
+            assert (told, mounted) == ({}, [])
+            continue
+        file = "/run/opentinker/artifacts/credentials"
+        assert told == {
+            "OPENTINKER_ARTIFACTS_URL": "s3://checkpoints/rl",
+            "OPENTINKER_ARTIFACTS_S3_ENDPOINT": "https://s3.infra:9000",
+            "OPENTINKER_ARTIFACTS_S3_REGION": "us-east-1",
+            "OPENTINKER_ARTIFACTS_S3_CREDENTIALS_FILE": file,
+        }
+        assert mounted == [[{"key": "both-lines", "path": file.rpartition("/")[2]}]]
+        (place,) = [one for one in pod["containers"][0]["volumeMounts"] if one["name"] == "artifacts"]
+        assert place == {"name": "artifacts", "mountPath": file.rpartition("/")[0], "readOnly": True}
+    rules = whole["NetworkPolicy", "rl-api"]["spec"]["egress"]
+    assert {"to": [{"ipBlock": {"cidr": "10.9.0.0/16"}}]} in rules
+    assert "egress" not in plain["NetworkPolicy", "rl-api"]["spec"]
 
 
 def test_the_servers_read_what_the_secrets_hold(plain: Objects, tmp_path: Path) -> None:

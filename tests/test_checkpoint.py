@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import errno
+import glob
 import os
 import random
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -14,7 +16,7 @@ from pathlib import Path
 import pytest
 from safetensors import SafetensorError
 
-from opentinker.services.trainer.checkpoint import commit, fence, listing, newest, sweep
+from opentinker.services.trainer.checkpoint import commit, fence, listing, newest, sweep, unfinished
 from opentinker.shared.errors import Fenced, JobFailed
 from opentinker.shared.manifest import Manifest
 from opentinker.shared.types import WeightVersion
@@ -88,6 +90,22 @@ def test_a_newer_epoch_that_appears_while_writing_wins(tmp_path: Path) -> None:
         commit(tmp_path, manifest(8, epoch=1), slow)
     assert [m.step for _, m in listing(tmp_path)] == [7]
     assert not list(tmp_path.glob(".writing*"))
+
+
+def test_who_begins_anew_removes_what_it_has_half_written_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other containers may share the directory, and the number of the process."""
+
+    def halfway(directory: Path) -> None:
+        for epoch, host, found in ((2, "here", [str(directory)]), (3, "here", []), (1, "here", []), (2, "there", [])):
+            monkeypatch.setattr(socket, "gethostname", lambda host=host: host)
+            assert glob.glob(unfinished(tmp_path, epoch)) == found
+        write(directory)
+
+    monkeypatch.setattr(socket, "gethostname", lambda: "here")
+    commit(tmp_path, manifest(12, epoch=2), halfway)
+    assert [m.step for _, m in listing(tmp_path)] == [12]
 
 
 def test_a_fence_stops_an_older_epoch_that_is_just_writing(tmp_path: Path) -> None:

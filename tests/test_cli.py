@@ -1,15 +1,20 @@
-"""The command line as a user meets it: real processes, exit statuses, messages instead of tracebacks."""
+"""The command line as a user meets it: exit statuses, messages instead of tracebacks, in real processes where that
+matters and in this one (`typed`) where what is said does."""
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import patch
 
 import orjson
 import pytest
 
+from opentinker.cli import main
 from opentinker.cli.common import as_typed
 from opentinker.cli.logs import follow_logs, format_line
 from opentinker.processes import free_port
@@ -20,22 +25,43 @@ ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = sorted((ROOT / "examples").glob("*.toml"))
 
 
-def opentinker(*arguments: object, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+def environ() -> dict[str, str]:
     kept = "OPENTINKER_API_KEY"
-    environ = {key: value for key, value in os.environ.items() if key == kept or not key.startswith("OPENTINKER_")}
+    return {key: value for key, value in os.environ.items() if key == kept or not key.startswith("OPENTINKER_")}
+
+
+def opentinker(*arguments: object, cwd: Path | None = None, **more: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "opentinker.cli", *map(str, arguments)]
-    return subprocess.run(command, cwd=cwd, env=environ, capture_output=True, text=True, timeout=JOB_S, check=False)
+    env = environ() | more
+    return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=JOB_S, check=False)
+
+
+def typed(*arguments: object) -> subprocess.CompletedProcess[str]:
+    """The same in this process: it need not start one and import everything again."""
+    argv = ["opentinker", *map(str, arguments)]
+    out, err, code = io.StringIO(), io.StringIO(), 0
+    with (
+        patch.dict(os.environ, environ(), clear=True),
+        patch.object(sys, "argv", argv),
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(err),
+    ):
+        try:
+            main()
+        except SystemExit as end:
+            code = int(end.code or 0)
+    return subprocess.CompletedProcess(argv, code, out.getvalue(), err.getvalue())
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 def test_every_example_is_valid(path: Path) -> None:
-    done = opentinker("validate", path, "--quick")
+    done = typed("validate", path, "--quick")
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("ok: ")
 
 
 def test_an_inference_job_is_not_run_to_its_end() -> None:
-    done = opentinker("run", ROOT / "examples" / "inference.toml")
+    done = typed("run", ROOT / "examples" / "inference.toml")
     assert done.returncode == 1 and "an inference job has no end to wait for" in done.stderr
 
 
@@ -46,7 +72,7 @@ def test_every_mistake_of_a_spec_is_reported_at_once(tmp_path: Path) -> None:
     assert done.returncode == 2 and "Traceback" not in done.stderr
     for field in ("name = 'X Y'", "foo = 1", "model.base", "train.steps = 0"):
         assert field in done.stderr
-    listed = opentinker("validate", spec, "--json")
+    listed = typed("validate", spec, "--json")
     assert listed.returncode == 2
     assert {m["field"] for m in orjson.loads(listed.stdout)["mistakes"]} == {"name", "foo", "model.base", "train.steps"}
 
@@ -54,7 +80,7 @@ def test_every_mistake_of_a_spec_is_reported_at_once(tmp_path: Path) -> None:
 def test_an_unknown_environment_is_answered_with_the_near_ones(tmp_path: Path) -> None:
     spec = tmp_path / "job.toml"
     spec.write_text((ROOT / "examples" / "copy_digits.toml").read_text().replace('"copy_digits"', '"copy_digit"'))
-    done = opentinker("validate", spec)
+    done = typed("validate", spec)
     assert done.returncode == 2 and "did you mean copy_digits" in done.stderr
 
 
@@ -65,7 +91,7 @@ def test_a_checkpoint_to_start_from_must_be_named_and_reachable() -> None:
         (("submit", spec, "--with-optimizer"), "--with-optimizer needs --from-checkpoint"),
         (("run", spec, "--from-checkpoint", "j-0123456789@5"), "needs the --data-dir that holds the other job"),
     ):
-        done = opentinker(*arguments)
+        done = typed(*arguments)
         assert done.returncode == 2 and said in " ".join(done.stderr.replace("│", " ").split()), done.stderr
 
 
@@ -74,7 +100,7 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, text: str | None) -
     spec = tmp_path / "job.toml"
     if text is not None:
         spec.write_text(text)
-    done = opentinker("submit", spec)
+    done = typed("submit", spec)
     assert done.returncode == 2 and str(spec) in done.stderr and "Traceback" not in done.stderr
 
 
@@ -86,22 +112,22 @@ def test_an_unreachable_server_is_named_with_how_to_start_it() -> None:
 
 
 def test_spec_prints_every_field_with_its_meaning() -> None:
-    done = opentinker("spec")
+    done = typed("spec")
     assert "max_staleness = 2" in done.stdout and "[rollout]" in done.stdout
-    schema = orjson.loads(opentinker("spec", "--json").stdout)
+    schema = orjson.loads(typed("spec", "--json").stdout)
     assert {"model", "train", "rollout"} <= set(schema["properties"])
 
 
 def test_presets_are_printed_with_their_parts_and_values() -> None:
-    assert "clip_high = 0.28" in opentinker("algorithms", "dapo").stdout
-    listed = orjson.loads(opentinker("algorithms", "--json").stdout)
+    assert "clip_high = 0.28" in typed("algorithms", "dapo").stdout
+    listed = orjson.loads(typed("algorithms", "--json").stdout)
     assert [preset["name"] for preset in listed] == list(PRESETS)
-    unknown = opentinker("algorithms", "grop")
+    unknown = typed("algorithms", "grop")
     assert unknown.returncode == 2 and "grpo" in unknown.stderr
 
 
 def test_the_page_of_the_job_spec_is_current() -> None:
-    made = opentinker("spec", "--markdown").stdout
+    made = typed("spec", "--markdown").stdout
     assert (ROOT / "docs" / "job-spec.md").read_text() == made, "run `make docs`"
     assert [line for line in made.splitlines() if line.startswith("| `") and line.endswith("|  |")] == []
 
@@ -109,7 +135,7 @@ def test_the_page_of_the_job_spec_is_current() -> None:
 def test_status_of_nothing_says_how_to_start(tmp_path: Path) -> None:
     done = opentinker("status", "--data-dir", tmp_path)
     assert done.returncode == 3 and f"opentinker.cli up --data-dir {tmp_path}" in done.stdout
-    assert orjson.loads(opentinker("status", "--data-dir", tmp_path, "--json").stdout) == {"running": False}
+    assert orjson.loads(typed("status", "--data-dir", tmp_path, "--json").stdout) == {"running": False}
 
 
 @pytest.mark.parametrize(
@@ -133,9 +159,9 @@ def test_commands_to_be_copied_work_as_they_stand(
 def test_logs_of_an_unknown_service_name_the_known_ones(tmp_path: Path) -> None:
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs" / "nats.log").write_text("one\ntwo\n")
-    done = opentinker("logs", "trainer", "--data-dir", tmp_path)
+    done = typed("logs", "trainer", "--data-dir", tmp_path)
     assert done.returncode == 1 and "there is: nats" in done.stderr
-    assert opentinker("logs", "nats", "-n", 1, "--data-dir", tmp_path).stdout == "nats  two\n"
+    assert typed("logs", "nats", "-n", 1, "--data-dir", tmp_path).stdout == "nats  two\n"
 
 
 def test_a_taken_port_is_refused_when_asked_for(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from aiohttp import web
 from opentinker import ApiError, AsyncClient, Client
 from opentinker.archive import unpack
 from opentinker.client import ApiConflict, ApiNotFound
+from opentinker.shared.answers import Event
 from opentinker.shared.errors import Conflict, NotFound
 from opentinker.shared.service import Context
 from opentinker.shared.spec import parse_spec
@@ -74,9 +75,9 @@ async def test_model_directory_of_the_client_is_sent_as_a_whole_path(
     (tmp_path / "job.json").write_bytes(orjson.dumps(data))
     async with answering(create) as url, AsyncClient(url) as client:
         for spec in (data, parse_spec(data), "job.json"):
-            assert (await client.submit(spec))["base"] == str(tmp_path / "models" / "tiny")
+            assert dict(await client.submit(spec))["base"] == str(tmp_path / "models" / "tiny")
         for elsewhere in ("owner/model", "~nobody-here/x", ""):
-            assert (await client.submit({"model": {"base": elsewhere}}))["base"] == elsewhere
+            assert dict(await client.submit({"model": {"base": elsewhere}}))["base"] == elsewhere
 
 
 async def test_relative_path_that_leads_nowhere_is_no_hub_id(client: AsyncClient) -> None:
@@ -116,7 +117,7 @@ async def test_events_go_on_where_they_were_when_the_server_restarts(ctx: Contex
     async with AsyncClient(f"http://127.0.0.1:{port}", wait_s=WAIT_S, on_wait=notes.append) as client:
         async with scheduler(fixed):
             job = (await client.submit(SPEC))["id"]
-            seen: list[dict[str, Any]] = []
+            seen: list[Event] = []
 
             async def follow() -> None:
                 async for event in client.events(job):

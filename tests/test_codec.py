@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from typing import Any, get_args, get_origin
+from typing import Any, get_args, get_origin, get_type_hints
 
 import msgspec
 import numpy as np
@@ -11,12 +11,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from opentinker.shared import subjects, trajectories, types
+from opentinker.shared import reports, subjects, trajectories, types
 from opentinker.shared.codec import WireError, decode, encode, from_json, to_json
 from tests.factories import make_group
 
 NOUNS = [
-    kind for module in (types, trajectories) for _, kind in inspect.getmembers(module, inspect.isclass)
+    kind for module in (types, trajectories, reports) for _, kind in inspect.getmembers(module, inspect.isclass)
     if issubclass(kind, msgspec.Struct) and kind.__module__ == module.__name__
 ]  # fmt: skip
 BINARY = {trajectories.Trajectory, trajectories.Group}
@@ -30,7 +30,7 @@ st.register_type_strategy(float, finite)
 
 
 def nouns(kind: type[Any]) -> st.SearchStrategy[Any]:
-    hints = inspect.get_annotations(kind, eval_str=True)
+    hints = get_type_hints(kind)
     fields = {name: values(hint) for name, hint in hints.items() if name in kind.__struct_fields__}
     return st.builds(kind, **fields)
 

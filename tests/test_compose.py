@@ -1,17 +1,10 @@
-"""What stands in docker-compose.yml and in the locks of its images; and, where an engine runs, that it works.
-
-`make compose-test` does the last: it builds the images, starts everything, lets a job train while workers are added and
-containers are killed, and takes everything away again.
-"""
+"""What stands in docker-compose.yml, in what is laid over it, and in the locks of its images."""
 
 from __future__ import annotations
 
-import os
 import re
-import time
+import subprocess
 import tomllib
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,27 +15,18 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from opentinker.access import Access
-from opentinker.client import AsyncClient
 from opentinker.embedded import shipped_conf
+from opentinker.shared.config import PREFIX, Settings
 from opentinker.shared.subjects import SERVICES
 from tests.cluster import ROOT
-from tests.compose import Project, lacking
-from tests.conftest import free_port, until
 
 COMPOSE: dict[str, Any] = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
 BUILT: dict[str, dict[str, Any]] = {
     name: service for name, service in COMPOSE["services"].items() if "build" in service
 }  # fmt: skip
 """Ours; others are for looking on."""
-ONCE = {"init", "tiny-model"}
+ONCE = {"init", "places", "tiny-model"}
 LOCKS = ROOT / "deploy" / "locks"
-LIGHT_BYTES = 300_000_000
-PARITY = ROOT / "examples" / "environments" / "parity"
-TINY = "/srv/opentinker/runs/models/tiny"
-ASKED = bool(os.environ.get("OPENTINKER_COMPOSE_TEST"))
-STEPS = 40
-LONG_S = 900.0
-"""For steps of a job on a machine that builds images besides."""
 
 
 @pytest.mark.parametrize("name", BUILT)
@@ -84,6 +68,39 @@ def test_no_service_is_told_a_secret_and_each_gets_its_own_files_alone(name: str
         assert all(value.endswith(f"-{mine}") for key, value in told.items() if key.endswith("PASSWORD_FILE"))
 
 
+DATA = "/var/lib/opentinker/data"
+CACHES = "/var/lib/opentinker/home"
+MODELS = "/srv/opentinker/runs/models"
+
+
+def mounted(service: dict[str, Any]) -> dict[str, str]:
+    """By place: the volume, or `-` for nothing but an empty directory; `ro` where it cannot be written to."""
+    volumes = [re.sub(r"\$\{[^}]*\}", "models", volume).split(":") for volume in service.get("volumes", [])]
+    found = {place: " ".join([volume, *mode]) for volume, place, *mode in volumes}
+    places = [place.split(":") for place in service.get("tmpfs", [])]
+    return found | {place: "- ro" if "ro" in options.split(",") else "-" for place, options in places}
+
+
+@pytest.mark.parametrize("name", sorted(set(BUILT) - ONCE - {"nats", "valkey"}))
+def test_services_see_the_data_that_they_need_and_write_what_they_must(name: str) -> None:
+    read, all_jobs = {f"{DATA}": "data ro"}, {MODELS: "models ro", CACHES: "home"}
+    hidden = {f"{DATA}/{place}": "- ro" for place in ("artifacts", "staged", "fetched")}
+    uploads, venvs = f"{DATA}/environments", f"{DATA}/environments/venvs"
+    wanted = {
+        "scheduler": all_jobs | {DATA: "data", uploads: "environments", venvs: "venvs", f"{DATA}/audit": "audit"},
+        "trainer": all_jobs | {DATA: "data"} | hidden,
+        "rollout-worker": all_jobs | read,
+        "reference-forward": all_jobs | read,
+        "env-worker": {uploads: "environments ro", venvs: "venvs", CACHES: "env-home"},
+    }
+    service = name.removesuffix("-gpu")
+    own = {"/run/opentinker": f"given-{service} ro", "/tmp": "-"}
+    assert mounted(BUILT[name]) == wanted[service] | own
+    image = (ROOT / "deploy" / "images" / "Dockerfile").read_text()
+    for place in wanted[service]:  # a new volume gets its owner from the image
+        assert place == MODELS or re.search(rf"\b{place.removeprefix('/var/lib/opentinker/')}\b", image), place
+
+
 def test_only_the_api_and_the_listener_for_browsers_are_published_and_on_loopback() -> None:
     published = {name: service["ports"] for name, service in COMPOSE["services"].items() if "ports" in service}
     ours = {name: ports for name, ports in published.items() if name in BUILT}
@@ -101,7 +118,51 @@ def test_everybody_waits_for_what_they_need_to_be_healthy() -> None:
     for name in set(BUILT) - ONCE:
         waits = {key: value["condition"] for key, value in BUILT[name]["depends_on"].items()}
         server = name in ("nats", "valkey")
-        assert set(waits.values()) == {"service_completed_successfully" if server else "service_healthy"}, name
+        done = {key for key, condition in waits.items() if condition == "service_completed_successfully"}
+        healthy = set() if server else {"nats", "valkey"}
+        assert done == {"init" if server else "places"} and set(waits) - done == healthy, name
+
+
+def test_what_an_older_release_kept_among_the_data_moves_to_its_own_volume_once(tmp_path: Path) -> None:
+    script = COMPOSE["services"]["places"]["command"][0].replace("$$", "$")
+    script = script.replace("/data", f"{tmp_path}/data").replace(" /$kind", f" {tmp_path}/$kind")
+    for place in ("data", "environments", "audit"):
+        (tmp_path / place).mkdir()
+    old = tmp_path / "data" / "environments"
+    (old / "venvs" / "x").mkdir(parents=True)
+    (old / "team" / "parity").mkdir(parents=True)
+    (tmp_path / "data" / "audit").mkdir()
+    (tmp_path / "data" / "audit" / "log").write_text("1")
+    (tmp_path / "environments" / "venvs").mkdir()
+
+    def run() -> None:
+        subprocess.run(["sh", "-euc", script], check=True)
+
+    run()
+    assert (tmp_path / "environments" / "team" / "parity").is_dir() and (tmp_path / "audit" / "log").read_text() == "1"
+    assert list(old.iterdir()) == [] == list((tmp_path / "data" / "audit").iterdir())
+    assert {"artifacts", "staged", "fetched"} <= {path.name for path in (tmp_path / "data").iterdir()}
+    (tmp_path / "audit" / "log").write_text("2")
+    run()
+    (tmp_path / "data" / "audit" / "log").write_text("older")
+    run()
+    assert (tmp_path / "audit" / "log").read_text() == "2", "what is there is not overwritten"
+
+
+def test_gpus_are_reserved_for_the_services_of_their_profile() -> None:
+    asks = {
+        name: service["deploy"]["resources"]["reservations"]["devices"]
+        for name, service in BUILT.items()
+        if "reservations" in service["deploy"]["resources"]
+    }
+    assert set(asks) == {name for name, service in BUILT.items() if service.get("profiles") == ["gpu"]}
+    assert {name.removesuffix("-gpu") for name in asks} == {
+        name for name, service in BUILT.items() if service.get("profiles") == ["cpu"]
+    }
+    for name, (device,) in asks.items():
+        assert (device["driver"], device["capabilities"]) == ("nvidia", ["gpu"])
+        assert re.fullmatch(r"\$\{[A-Z]+_GPU:-[01]\}", device["device_ids"][0]), name
+        assert "opentinker}/cuda:" in BUILT[name]["image"]
 
 
 def test_all_services_have_a_container() -> None:
@@ -111,7 +172,7 @@ def test_all_services_have_a_container() -> None:
 @pytest.mark.parametrize(
     ("lock", "extras"),
     [
-        ("light", ("scheduler", "math")),
+        ("light", ("scheduler", "math", "s3")),
         ("cpu", ("reference", "trainer", "rollout")),
         ("cuda", ("reference", "trainer")),
         ("servers", None),
@@ -153,6 +214,23 @@ def test_the_sandbox_overlay_changes_env_workers_alone() -> None:
     assert {"bpf", "ptrace", "kexec_load", "keyctl", "userfaultfd"} <= refused
 
 
+def test_the_object_store_is_laid_over_the_scheduler_alone_and_its_secret_is_a_file() -> None:
+    laid = yaml.safe_load((ROOT / "deploy" / "compose.s3.yml").read_text())
+    assert set(laid) == {"services", "secrets"} and list(laid["services"]) == ["scheduler"]
+    scheduler = laid["services"]["scheduler"]
+    assert set(scheduler) == {"environment", "secrets"} and scheduler["secrets"] == list(laid["secrets"])
+    told = scheduler["environment"]
+    assert {name.removeprefix(PREFIX).lower() for name in told} == {
+        name for name in Settings.model_fields if name.startswith("artifacts_")
+    }
+    assert told["OPENTINKER_ARTIFACTS_S3_CREDENTIALS_FILE"] == f"/run/secrets/{scheduler['secrets'][0]}"
+    assert list(laid["secrets"]["s3-credentials"]) == ["file"]
+    given = {
+        name.removeprefix(PREFIX).lower(): re.sub(r"\$\{.*:[-?](.*)\}", r"\1", text) for name, text in told.items()
+    }
+    assert Settings.model_validate(given | {"artifacts_url": "s3://bucket"}).artifacts_s3_endpoint == ""
+
+
 def test_each_service_is_dealt_its_own_passwords_and_no_others(tmp_path: Path) -> None:
     access = Access(tmp_path / "access", shipped_conf("nats.conf"))
     folders = access.deal(tmp_path / "given", "local")
@@ -166,105 +244,3 @@ def test_each_service_is_dealt_its_own_passwords_and_no_others(tmp_path: Path) -
     key = (tmp_path / "given" / "scheduler" / "operator-key").read_text()
     access.deal(tmp_path / "given", "local")
     assert (tmp_path / "given" / "scheduler" / "operator-key").read_text() == key
-
-
-# --- with an engine -----------------------------------------------------------------------------------------------
-
-
-@asynccontextmanager
-async def everything(project: Project) -> AsyncIterator[None]:
-    try:
-        yield
-    finally:
-        await project.compose("--profile", "tiny-model", "down", "--volumes", "--remove-orphans", "--timeout", "5")
-
-
-async def grown(client: AsyncClient, pool: str, count: int) -> bool:
-    return [worker["pool"] for worker in await client.workers()].count(pool) >= count
-
-
-async def at_step(client: AsyncClient, job: str, step: int) -> bool:
-    """Raises if it is over before."""
-    record = await client.job(job)
-    assert record["state"] not in ("failed", "cancelled"), record["reason"]
-    return bool(record["step"] >= step or record["state"] == "succeeded")
-
-
-def tell(words: str) -> None:
-    os.write(1, f"compose: {words}\n".encode())
-
-
-@pytest.mark.skipif(not ASKED, reason="make compose-test runs it")
-@pytest.mark.timeout(5400)
-async def test_a_job_trains_while_containers_come_and_go(tmp_path: Path) -> None:
-    if reason := lacking():
-        pytest.skip(f"nothing can be composed here: {reason}")
-    port = free_port()
-    project = Project({"OPENTINKER_PORT": str(port), "OPENTINKER_STREAMS_PORT": str(free_port())})
-    async with everything(project):
-        await project.compose("--profile", "tiny-model", "build")
-        sizes = {kind: await project.bytes_of(f"opentinker/{kind}") for kind in ("light", "cpu", "servers")}
-        tell(", ".join(f"{kind} {size / 1e6:.0f} MB" for kind, size in sizes.items()))
-        assert sizes["light"] < LIGHT_BYTES
-        await project.compose("run", "--rm", "tiny-model")
-        began = time.monotonic()
-        await project.compose("up", "--detach", "--wait")
-        tell(f"healthy {time.monotonic() - began:.1f} s after `up`")
-        key = (await project.compose("exec", "-T", "scheduler", "cat", "/run/opentinker/operator-key")).strip()
-        async with AsyncClient(f"http://127.0.0.1:{port}", api_key=key, wait_s=60) as client:
-            await _trains(project, client, tmp_path)
-            await _trains_in_sandboxes(client)
-    left = await project.docker(
-        "ps", "--all", "--quiet", "--filter", f"label=com.docker.compose.project={project.name}"
-    )
-    assert left == ""
-
-
-async def _trains(project: Project, client: AsyncClient, tmp_path: Path) -> None:
-    spec = tomllib.loads((ROOT / "examples" / "copy_digits.toml").read_text())
-    spec["model"]["base"] = TINY
-    spec["train"] |= {"steps": STEPS, "checkpoint_every": 10, "target": {}}
-    spec["resources"] = {"rollout_workers": 2}
-    began = time.monotonic()
-    job = (await client.submit(spec))["id"]
-    await until(lambda: at_step(client, job, 2), LONG_S)
-
-    await project.compose("up", "--detach", "--no-recreate", "--scale", "env-worker=8", "--scale", "rollout-worker=2")
-    await until(lambda: grown(client, "env", 8), LONG_S)
-    await until(lambda: grown(client, "rollout", 2), LONG_S)
-    tell(f"8 env workers and 2 rollout workers at step {(await client.job(job))['step']}")
-
-    await project.docker("kill", (await project.containers("env-worker"))[0])  # a machine that is gone
-    for service in ("rollout-worker", "scheduler"):
-        killed = (await project.containers(service))[0]
-        before = (await client.job(job))["step"]
-        await project.kill_process(killed)
-
-        async def again(container: str = killed) -> bool:
-            state = await project.inspect(container)
-            return bool(state["RestartCount"] and state["State"]["Health"]["Status"] == "healthy")
-
-        async def further(step: int = before + 2) -> bool:
-            return await at_step(client, job, step)
-
-        await until(again, LONG_S)
-        await until(further, LONG_S)
-        tell(f"{service} was killed at step {before} and is back at step {(await client.job(job))['step']}")
-
-    record = await client.wait(job, LONG_S)
-    assert (record["state"], record["step"]) == ("succeeded", STEPS), record["reason"]
-    tell(f"{STEPS} steps in {time.monotonic() - began:.0f} s")
-    assert [point["step"] for point in (await client.checkpoints(job))][-1] == STEPS
-    model = await client.download(job, tmp_path / "model")
-    assert (model / "model.safetensors").stat().st_size > 1_000_000
-
-
-async def _trains_in_sandboxes(client: AsyncClient) -> None:
-    pushed = await client.push_environment(PARITY)
-    assert pushed["checked"]
-    spec = tomllib.loads((PARITY / "job.toml").read_text())
-    spec["model"]["base"] = TINY
-    spec["train"] |= {"steps": 3, "warmup_steps": 0}
-    record = await client.wait((await client.submit(spec))["id"], LONG_S)
-    assert (record["state"], record["step"]) == ("succeeded", 3), record["reason"]
-    tell("an upload was trained on in sandboxes")

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from opentinker.cli.run import with_own_modules
 from opentinker.shared.config import Settings, load_settings, worker_name
 from opentinker.shared.egress import LOOPBACK
 from opentinker.shared.errors import SpecError
@@ -18,6 +19,20 @@ def test_environment_goes_over_the_file_and_the_file_over_defaults(tmp_path: Pat
     assert (settings.http_port, settings.log_level, settings.heartbeat_s) == (1234, "error", Settings().heartbeat_s)
     assert load_settings(None, {"OPENTINKER_CONFIG": str(file)}).http_port == 1234
     assert load_settings(None, {}) == Settings()
+
+
+def test_run_allows_modules_of_its_user_where_nobody_has_said_otherwise(tmp_path: Path) -> None:
+    file = tmp_path / "s.toml"
+    given = {"OPENTINKER_CONFIG": str(file)}
+    file.write_text("env_modules = false\n")
+    assert load_settings(None, with_own_modules(given)).env_modules is False
+    file.write_text("http_port = 1234\n")
+    assert load_settings(None, with_own_modules(given)) == Settings(env_modules=True, http_port=1234)
+    assert load_settings(None, with_own_modules({"OPENTINKER_ENV_MODULES": "false"})).env_modules is False
+    assert load_settings(None, with_own_modules({})).env_modules is True
+    file.unlink()
+    with pytest.raises(SpecError):
+        with_own_modules(given)
 
 
 def test_every_mistake_is_named_with_its_source(tmp_path: Path) -> None:

@@ -13,7 +13,9 @@ import signal as signal_of
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import orjson
@@ -23,15 +25,16 @@ from playwright.async_api import Browser, Page, Route, async_playwright, expect
 from opentinker.services.scheduler import page
 from opentinker.shared.authority import Role
 from opentinker.shared.bus import Bus
+from opentinker.shared.reports import LogLine, MetricPoint, Segment, TimelinePart
 from opentinker.shared.service import Context
 from opentinker.shared.store import Store
-from opentinker.shared.subjects import LOG, METRIC
-from opentinker.shared.types import LogLine, MetricPoint
+from opentinker.shared.subjects import LOG, METRIC, TIMELINE
+from opentinker.shared.types import JobState
 from tests.api import OPERATOR, SPEC, Http, new_key_of, write_checkpoint
-from tests.cluster import toy_cluster
-from tests.conftest import WAIT_S, Server
+from tests.cluster import Cluster, toy_cluster
+from tests.conftest import WAIT_S, Server, until
 from tests.factories import make_spec
-from tests.scheduling import context, scheduler
+from tests.scheduling import context, new_job, scheduler
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 BUILT = (page.HOME / page.INDEX).exists()
@@ -241,6 +244,21 @@ async def test_steps_that_were_rolled_back_are_gone(opened: Open, http: Http, bu
     assert [line.split(",")[0] for line in lines[1:]] == ["1", "2", "3", "4"]
 
 
+async def test_what_a_worker_did_while_its_messages_were_lost_is_not_known(opened: Open, http: Http, bus: Bus) -> None:
+    job = await http.job()
+    for seq in (0, 1, 4, 5):
+        segments = [Segment(lane="training", kind="step", start=1000.0 + seq, end=1000.8 + seq)]
+        part = TimelinePart(job=job, worker="trainer-0", incarnation="one", seq=seq, segments=segments)
+        await bus.emit(TIMELINE, part, job=job, worker="trainer-0")
+    tab = await opened(http.url)
+    await tab.go("jobs", job, "timeline")
+    await tab.shows("2 are nowhere any more")
+    lanes = tab.page.locator(".timeline canvas")
+    await lanes.press("ArrowUp")
+    await lanes.press("ArrowLeft")
+    await expect(tab.page.locator(".chosen")).to_contain_text("training of trainer-0: step 800 ms")
+
+
 async def test_two_runs_are_compared(opened: Open, http: Http, bus: Bus) -> None:
     jobs = [await http.job(), await http.job()]
     for job, mean in zip(jobs, (0.25, 0.75), strict=True):
@@ -399,6 +417,34 @@ async def test_a_checkpoint_is_talked_to(opened: Open, tmp_path: Path) -> None:
         answer = tab.page.locator(".chat .message.assistant .words")
         await expect(answer).to_have_text(re.compile("[a-z0-9]+"), timeout=WAIT_S * 1000)
         await expect(tab.page.get_by_role("button", name="Send")).to_be_visible(timeout=WAIT_S * 1000)
+        await cluster.client.cancel((await cluster.client.jobs())[0]["id"])
+        await its_adapter_is_asked(tab, cluster, model)
+
+
+async def its_adapter_is_asked(tab: Tab, cluster: Cluster, base: Path) -> None:
+    trained = await new_job(
+        cluster.store, "j-maths00000", JobState.SUCCEEDED, model={"base": str(base)}, train={"steps": 1}
+    )
+    surroundings: Any = SimpleNamespace(settings=SimpleNamespace(data_dir=cluster.data))
+    files = {"adapter_config.json": b'{"r": 4}', "adapter_model.safetensors": b"weights"}
+    write_checkpoint(surroundings, trained, 1, files)
+    serving = {"adapters": [{"name": "maths", "from": f"{trained}@1"}]}
+    spec = {"name": "talk", "kind": "inference", "model": {"base": str(base)}, "rollout": {"engine": "toy"}}
+    job = (await cluster.client.submit({**spec, "serving": serving}))["id"]
+    await until(partial(_is_running, cluster, job))
+    await tab.go("jobs", job, "chat")
+    await tab.page.get_by_label("Model").select_option("maths")
+    await tab.page.get_by_label("Message").fill("123=")
+    async with tab.page.expect_request("**/v1/chat/completions") as asked:
+        await tab.page.get_by_role("button", name="Send").click()
+    said: Any = (await asked.value).post_data_json
+    assert said["model"] == "maths"
+    answer = tab.page.locator(".chat .message.assistant .words")
+    await expect(answer).to_have_text(re.compile("[a-z0-9]+"), timeout=WAIT_S * 1000)
+
+
+async def _is_running(cluster: Cluster, job: str) -> bool:
+    return bool((await cluster.client.job(job))["state"] == "running")
 
 
 async def of_its_pipeline(tab: Tab, job: str) -> None:
@@ -406,11 +452,16 @@ async def of_its_pipeline(tab: Tab, job: str) -> None:
     await tab.go("jobs", job, "timeline")
     for lane in ("training", "generation", "swap"):
         await expect(tab.page.locator(f'[data-lane="{lane}"]').first).to_contain_text("%", timeout=WAIT_S * 1000)
+    await tab.page.locator(".timeline canvas").press("ArrowLeft")
+    await expect(tab.page.locator(".timeline .chosen")).to_contain_text(re.compile(r"of [a-z]+-0: [a-z]+ \d+ ms"))
     await tab.go("jobs", job, "episodes")
     for colour in ("version", "logprob", "mask"):
         await tab.page.get_by_role("button", name=colour, exact=True).click()
         sampled = tab.page.locator('.tokens span[title*="weights 1."]').first
         await expect(sampled).to_have_css("background-color", re.compile("rgb|color"), timeout=WAIT_S * 1000)
+    await tab.page.get_by_label("follow the newest").uncheck()  # else the next step takes the place of what is chosen
+    await tab.page.locator(".tokens").first.press("End")
+    await expect(tab.page.locator(".tokens + .chosen").first).to_contain_text(re.compile(r"token \d+, "))
     await expect(tab.page.locator('.rewards[aria-label^="rewards"]').first).to_be_visible()
 
 
@@ -445,7 +496,13 @@ async def test_a_job_is_cloned_looked_at_submitted_paused_and_cancelled(opened: 
     await expect(tab.page.locator(".top .state")).to_have_text("cancelled")
     await tab.go()
     await tab.page.get_by_label("State").select_option("cancelled")
-    await tab.shows("1 of 2")
+    rows = tab.page.locator(".jobs tbody tr")
+    await expect(rows).to_have_count(1)
+    await expect(rows).to_contain_text("test-again")
+    await tab.page.get_by_label("State").select_option("")
+    await tab.page.get_by_label("Search jobs").fill(f"{job} rl")
+    await expect(rows).to_have_count(1)
+    await expect(rows).to_contain_text(job)
 
 
 async def test_toml_is_a_spec_too(opened: Open, http: Http) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from opentinker.shared.config import Settings
 from opentinker.shared.spec import parse_spec
 from tests.cluster import ROOT
 from tests.test_docs import commands
@@ -60,6 +61,12 @@ def test_the_site_builds_without_a_warning_and_asks_nobody_else(tmp_path: Path) 
     for page in ("index.html", "api/client.html", "api/http.html", "api/cli.html", "job-spec.html"):
         text = (tmp_path / page).read_text()
         assert not re.findall(r'(?:src|<link[^>]*href)="(?:https?:)?//[^"]*"', text)
-    assert "POST /v1/jobs/{id}/cancel" in (tmp_path / "api" / "http.html").read_text()
+    http = (tmp_path / "api" / "http.html").read_text()
+    assert "POST /v1/jobs/{id}/cancel" in http
+    assert "<code>expires_in_s</code>" in http and '<a href="../job-spec.html">the job spec</a>' in http, "bodies"
+    assert "<code>application/x-tar</code>" in http
     assert "opentinker env check" in (tmp_path / "api" / "cli.html").read_text()
+    settings = (tmp_path / "api" / "settings.html").read_text()
+    assert all(f"<code>{name}</code>" in settings for name in Settings.model_fields)
+    assert [name for name, field in Settings.model_fields.items() if not field.description] == []
     assert "wait_s" in (tmp_path / "api" / "client.html").read_text()

@@ -135,7 +135,8 @@ async def test_job_runs_from_submission_to_download(shared: System, tmp_path: Pa
     assert told["step"] == 10 and len(told["rollouts"]) == 4
     assert [said["role"] for said in told["rollouts"][0]["views"][0]["messages"]][-2:] == ["user", "assistant"]
     tokens = told["rollouts"][0]["views"][0]["tokens"]
-    lengths = {len(tokens[column]) for column in ("text", "ids", "mask", "logprobs")}
+    assert tokens is not None
+    lengths = {len(tokens["text"]), len(tokens["ids"]), len(tokens["mask"]), len(tokens["logprobs"])}
     assert lengths == {len(tokens["ids"])} and tokens["left_out"] == 0 and tokens["advantages"] is None
     assert sum(tokens["mask"]) == told["rollouts"][0]["tokens"] == sum(b - a for a, b, _ in tokens["versions"])
     (spread,) = await cluster.client.distributions(job)
@@ -236,7 +237,7 @@ async def test_job_starts_from_another_jobs_checkpoint_which_is_swept_meanwhile(
     assert chosen not in steps_of(cluster, first)
     assert (await cluster.wait(second))["state"] == "succeeded"
     loaded = [event for event in await cluster.client.event_log(second) if event["event"] == "model_loaded"]
-    assert [event["from"] for event in loaded] == [f"{first}@{chosen}"]
+    assert [dict(event)["from"] for event in loaded] == [f"{first}@{chosen}"]
     assert faults_of(cluster, second, shared.spec()) == []
     await until(lambda: not (cluster.data / "jobs" / second / "start").exists())
 

@@ -24,14 +24,15 @@ from opentinker.envs.colours import COLOURS
 from opentinker.envs.pictures import png
 from opentinker.shared import codec
 from opentinker.shared.rights import OPERATOR
-from opentinker.shared.spec import JobSpec
+from opentinker.shared.spec import JobSpec, parse_spec
 from opentinker.shared.subjects import SWAP
-from opentinker.shared.types import SwapCommand
+from opentinker.shared.types import SwapCommand, WeightVersion
 from tests.api import OPERATOR as KEY
 from tests.cluster import BESIDE_METRICS, Cluster, undocumented
 from tests.conftest import soon, until
 from tests.factories import make_spec
 from tests.lineage import faults
+from tests.listening import listening
 from tests.test_reward_models import make_judge
 from tests.test_value_models import make_value_model
 
@@ -73,6 +74,10 @@ def lineage_faults(cluster: Cluster, job: str, steps: int) -> list[str]:
 
 async def test_one_digit_is_learnt_and_the_model_can_be_used(system: Cluster, tiny: Path, tmp_path: Path) -> None:
     job = await system.submit(one_digit(tiny))
+    await system.reaches(job, 3)
+    for name, process in system.processes.items():
+        hosts = {host for host, _ in listening(process.pid)}
+        assert hosts == {"127.0.0.1"}, f"{name} listens on {hosts}"
     record = await system.wait(job)
     assert (record["state"], record["reason"]) == ("succeeded", "target reached")
     lines = system.lines(job)
@@ -94,6 +99,31 @@ async def test_one_digit_is_learnt_and_the_model_can_be_used(system: Cluster, ti
     prompts = [tokenizer.encode(f"{digit}=", return_tensors="pt") for digit in range(10)]
     answers = [tokenizer.decode(model.generate(p, max_new_tokens=1, do_sample=False)[0, -1:]) for p in prompts]
     assert sum(answer == str(digit) for digit, answer in enumerate(answers)) >= 5, answers
+    await plays_as_it_has_learnt(system, job, tiny, dict(enumerate(answers)))
+
+
+async def plays_as_it_has_learnt(system: Cluster, trained: str, tiny: Path, answers: dict[int, str]) -> None:
+    """An evaluation of the checkpoint. `answers`: the greedy ones of its weights, by digit."""
+    spec = parse_spec(
+        {
+            "name": "look",
+            "kind": "eval",
+            "model": {"base": str(tiny)},
+            "start": {"from": f"{trained}@latest"},
+            "environment": {"name": "copy_digits", "config": {"digits": 1}},
+            "rollout": {"max_tokens": 3},
+            "evaluation": {"episodes": 32, "transcripts": 32},
+        }
+    )
+    job = await system.submit(spec)
+    record = await system.wait(job)
+    assert record["state"] == "succeeded", record["reason"]
+    found = await system.client.transcripts(job)
+    played = [[message["content"] for message in one["messages"]] for one in found["transcripts"]]
+    assert len(played) == 32 and all(answer[:1] == answers[int(prompt[0])] for prompt, answer in played)
+    right = sum(answer == prompt[0] for prompt, answer in played) / 32
+    assert record["result"]["values"]["val/exact"] == pytest.approx(right) and right > 0.3
+    assert record["result"]["step"] == system.manifest(trained).step
 
 
 async def test_killed_trainer_resumes_from_its_checkpoint_and_finishes(system: Cluster, tiny: Path) -> None:
@@ -204,10 +234,48 @@ async def test_adapter_is_trained_swapped_and_loads_with_peft(system: Cluster, t
     torch.testing.assert_close(direct, adapted)
 
 
+async def second_worker(system: Cluster) -> str:
+    name = "rollout_worker-1"
+    if name not in system.processes:
+        assert system.add("rollout_worker") == name
+        await system.ready()
+    return name
+
+
+async def test_the_live_policy_is_asked_while_it_learns(system: Cluster, tiny: Path) -> None:
+    """Its answers are of versions that follow the trainer's, and of other probabilities each time."""
+    await second_worker(system)
+    train = {"steps": 10_000, "lr": 1e-3, "checkpoint_every": 5000}
+    source = await system.submit(one_digit(tiny, train=train))
+    await system.reaches(source, 1)
+    serving = {"name": "live", "kind": "inference", "start": {"from": f"{source}@live"}, "model": {"base": str(tiny)}}
+    live = str((await system.client.submit(serving))["id"])
+    said: dict[WeightVersion, float] = {}
+    async with AsyncOpenAI(base_url=f"{system.client.url}/v1/jobs/{live}/v1", api_key=KEY, max_retries=8) as client:
+        await until(partial(_is_running, system, live))
+
+        async def answered() -> bool:
+            answer: Any = await client.completions.create(
+                model="live", prompt="7=", max_tokens=1, temperature=0, logprobs=0
+            )
+            version = WeightVersion.parse(answer.system_fingerprint.removeprefix("weights-"))
+            assert not said or version >= max(said)
+            said[version] = answer.choices[0].logprobs.token_logprobs[0]
+            return len(said) >= 4
+
+        await until(answered)
+    assert {version.epoch for version in said} == {1}
+    await system.reaches(source, max(said).step)
+    assert len(set(said.values())) > 1, "the weights are others, and not their names alone"
+    assert_exact_numerics(system.lines(source))
+    await system.client.cancel(source)
+    record = await system.wait(live)
+    assert record["state"] == "succeeded" and f"{source}@latest" in record["reason"]
+
+
 async def test_worker_that_dies_in_a_swap_holds_up_nobody(system: Cluster, tiny: Path) -> None:
     """With max_staleness 1 nothing is trained for long without the next version."""
-    name = system.add("rollout_worker")
-    await system.ready()
+    name = await second_worker(system)
     train = {"steps": 10_000, "lr": 3e-4, "checkpoint_every": 5000}
     job = await system.submit(one_digit(tiny, resources={"rollout_workers": 2}, train=train))
     await until(lambda: system.lines(job) and system.lines(job)[-1]["rollout_workers"] == 2)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import pytest_asyncio
 import torch
@@ -126,8 +128,18 @@ async def test_logprobs_are_of_the_distribution_really_sampled_from(
     engine: Any, current: Any, setting: dict[str, Any]
 ) -> None:
     sampling = Sampling(max_tokens=48, seed=3, **setting)
-    done = await engine.generate(f"d-{setting}", PROMPT, sampling)
+    done, told = await asyncio.gather(
+        engine.generate(f"d-{setting}", PROMPT, sampling),
+        engine.generate(f"l-{setting}", PROMPT, msgspec.structs.replace(sampling, likely=20)),
+    )
     assert worst(done, expected(current, PROMPT, done, sampling)) <= TOLERANCE
+    # nor does it change them, for itself or others, if a request wants to know what else was likely
+    assert done.likely == [] and told.ids == done.ids
+    assert max(abs(a - b) for a, b in zip(done.logprobs, told.logprobs, strict=True)) <= TOLERANCE
+    for id, logprob, likely in zip(told.ids, told.logprobs, told.likely, strict=True):
+        assert 1 <= len(likely) <= (sampling.top_k or 20) and likely == sorted(likely, key=lambda pair: -pair[1])
+        assert sum(math.exp(of) for _, of in likely) < 1 + TOLERANCE
+        assert dict(likely).get(id, logprob) == logprob and (id in dict(likely) or logprob <= likely[-1][1])
 
 
 async def test_a_seed_fixes_the_tokens(engine: Any, current: Any) -> None:
@@ -242,7 +254,7 @@ async def test_abort_and_cancel_end_one_request_only(engine: Any, current: Any) 
     sampling = Sampling(max_tokens=400, seed=1)
     begun = {name: asyncio.Event() for name in ("aborted", "cancelled", "kept")}
     aborted, cancelled, kept = [
-        asyncio.create_task(engine.generate(name, PROMPT, sampling, lambda ids, logprobs, event=event: event.set()))
+        asyncio.create_task(engine.generate(name, PROMPT, sampling, lambda *_, event=event: event.set()))
         for name, event in begun.items()
     ]
     await soon(asyncio.gather(*(event.wait() for event in begun.values())))

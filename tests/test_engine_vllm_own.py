@@ -83,7 +83,7 @@ async def test_lora_adapters_change_the_output_and_versions_stay_apart(untied: P
         before = {k: v.clone() for k, v in model.state_dict().items()}
         long = Sampling(max_tokens=400, seed=2)
         begun = asyncio.Event()
-        running = asyncio.create_task(vllm.generate("running", PROMPT, long, lambda ids, logprobs: begun.set()))
+        running = asyncio.create_task(vllm.generate("running", PROMPT, long, lambda *_: begun.set()))
         await soon(begun.wait())
         await publish(6)
         new = await vllm.generate("new", PROMPT, sampling)
@@ -94,6 +94,75 @@ async def test_lora_adapters_change_the_output_and_versions_stay_apart(untied: P
         assert worst(old, expected(model, PROMPT, old, long)) <= TOLERANCE
     finally:
         await vllm.close()
+
+
+async def test_adapters_beside_the_model_answer_together_each_as_itself_and_share_no_cached_prompt(
+    untied: Path, tmp_path: Path
+) -> None:
+    """Requests without an adapter among them: vLLM's CPU kernels give those what is in the last slot."""
+    from opentinker.services.rollout_worker.vllm_engine import VllmEngine
+    from opentinker.services.rollout_worker.vllm_images import engine_input
+
+    models = {
+        "": other_weights_of_disk(untied),
+        **{name: adapted(untied, tmp_path, name, seed) for name, seed in ADAPTERS},
+    }
+    vllm = VllmEngine(str(untied), eos_ids=[EOS], context_length=512, max_concurrent=8, max_adapters=2, beside_rank=6)
+    await vllm.start()
+    try:
+        await vllm.serve(WeightVersion(0, 0))
+        with pytest.raises(EngineError, match="cannot be loaded"):
+            await vllm.add("gone", WeightVersion(1, 1), tmp_path / "gone")
+        for step, (name, _) in enumerate(ADAPTERS, 1):
+            await vllm.add(name, WeightVersion(1, step), tmp_path / name)
+        with pytest.raises(EngineError, match="no adapter 'gone'"):
+            await vllm.generate("none", PROMPT, Sampling(max_tokens=1, adapter="gone"))
+        long = PROMPT * 70  # two blocks of the cache, and some
+
+        async def ask(name: str, seed: int, prompt: list[int]) -> tuple[str, list[int], Sampling, Completion]:
+            sampling = Sampling(max_tokens=40, seed=seed, adapter=name)
+            return name, prompt, sampling, await vllm.generate(f"{name}-{seed}-{len(prompt)}", prompt, sampling)
+
+        done = await asyncio.gather(*(ask(n, seed, p) for seed in range(4) for n in models for p in (PROMPT, long)))
+        apart: dict[tuple[str, str], float] = {}
+        for name, prompt, sampling, said in done:
+            step = [one for one, _ in [("", 0), *ADAPTERS]].index(name)
+            assert said.spans == [Span(0, len(said.ids), WeightVersion(1 if name else 0, step))]
+            for other, model in models.items():
+                far = worst(said, expected(model, prompt, said, sampling))
+                apart[name, other] = max(far, apart.get((name, other), 0.0))
+        assert {pair for pair, far in apart.items() if far <= TOLERANCE} == {(name, name) for name in models}
+        assert all(far > 0.1 for (name, other), far in apart.items() if name != other)
+
+        async def cached(name: str, prompt: list[int]) -> int:
+            request = vllm._beside[name].request if name else None
+            params = vllm._params(Sampling(max_tokens=1), 1, whole=True)
+            outputs = vllm._engine().generate(
+                engine_input(prompt, ()), params, f"c-{name}-{len(prompt)}", lora_request=request
+            )
+            (last,) = [output async for output in outputs]
+            return last.num_cached_tokens or 0
+
+        fresh = [7, *long]
+        assert [await cached(name, fresh) for name in models] == [0, 0, 0], "nothing of another one is used"
+        assert min([await cached(name, [*fresh, 3]) for name in models]) >= 256, "but one's own is"
+    finally:
+        await vllm.close()
+
+
+ADAPTERS = [("maths", 1), ("code", 2)]
+
+
+def adapted(base: Path, directory: Path, name: str, seed: int) -> Any:
+    """The model with a random adapter, which is saved too; they differ in rank, scale and layers."""
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(seed)
+    layers = ["q_proj", "down_proj"] if seed == 1 else "all-linear"
+    config = LoraConfig(r=2 * seed + 2, lora_alpha=16 * seed, target_modules=layers, init_lora_weights=False)
+    model = get_peft_model(other_weights_of_disk(base), config).eval()
+    model.save_pretrained(directory / name)
+    return model
 
 
 def other_weights_of_disk(base: Path) -> Any:

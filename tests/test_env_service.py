@@ -122,7 +122,6 @@ async def test_two_workers_share_the_opens_and_one_that_dies_costs_only_its_own(
         assert step.failure == (Ending.ENV_LOST if name in of["env-0"] else None), step.error
     again = await client.open(**opening("again"))
     assert again.worker.startswith("env-1")
-    await until(lambda: gone(workers, "env-0"))
 
 
 async def gone(workers: Workers, name: str) -> bool:
@@ -172,6 +171,21 @@ async def test_open_waits_for_a_worker_and_for_room(workers: Workers, client: En
     assert "all env workers are full" in full.error
     await client.close(worker=first.worker, session="first")
     assert (await second).failure is None
+
+
+async def test_who_gives_up_in_line_leaves_no_session_behind(workers: Workers, client: EnvClient) -> None:
+    await workers.start("env-0", OPENTINKER_ENV_SESSIONS="1")
+    first = await client.open(**opening("first"))
+    second = asyncio.create_task(client.open(**opening("second")))
+    await asyncio.sleep(0)  # it has asked
+    second.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await second
+    await client.close(worker=first.worker, session="first")
+    third = await client.open(**opening("third"))
+    assert third.failure is None
+    await client.close(worker=third.worker, session="third")
+    assert not client._given_up
 
 
 async def test_open_without_any_worker_says_so(client: EnvClient) -> None:

@@ -19,6 +19,7 @@ from opentinker.services.scheduler.evaluating import Evaluating, Evaluation, rea
 from opentinker.shared.bus import Bus
 from opentinker.shared.errors import Conflict, SpecError
 from opentinker.shared.manifest import MANIFEST, Manifest, start_of
+from opentinker.shared.script import UNFENCED
 from opentinker.shared.service import Context
 from opentinker.shared.spec import JobSpec, parse_spec
 from opentinker.shared.subjects import EXAM, EXAM_RESULT
@@ -153,7 +154,7 @@ async def test_the_next_scheduler_goes_on_with_what_has_a_result(ctx: Context, m
     async def all_asked() -> bool:
         return len(await asked.exams()) == 24
 
-    async with running(Evaluating(ctx).run()):
+    async with running(Evaluating(ctx, UNFENCED).run()):
         await until(all_asked)
         exams = await asked.exams()
         assert {exam.seed for exam in exams[:3]} == {exams[0].seed} != {exams[3].seed}
@@ -165,7 +166,7 @@ async def test_the_next_scheduler_goes_on_with_what_has_a_result(ctx: Context, m
         file.write(b'{"job": "j-next')  # as of a process that was killed
     assert sorted(read_results(path, V)) == list(range(20))
 
-    async with running(Evaluating(ctx).run()):
+    async with running(Evaluating(ctx, UNFENCED).run()):
 
         async def rest_asked() -> bool:
             return [exam.index for exam in await asked.exams()] == [20, 21, 22, 23]
@@ -197,7 +198,7 @@ async def test_exams_name_the_version_of_the_checkpoint_that_was_kept(ctx: Conte
     one = {"evaluation": {"episodes": 1}, "start": {"from": "j-other00000@40"}}
     asked = await started(ctx, "j-kept000000", **one)
     broken = await started(ctx, "j-lost000000", **one)
-    async with running(Evaluating(ctx).run()):
+    async with running(Evaluating(ctx, UNFENCED).run()):
 
         async def both() -> bool:
             over = (await ctx.store.job(broken.job)).state == JobState.FAILED
@@ -216,7 +217,7 @@ async def test_exams_name_the_version_of_the_checkpoint_that_was_kept(ctx: Conte
 
 async def test_job_whose_episodes_fail_says_why_and_ends(ctx: Context) -> None:
     asked = await started(ctx, "j-failing000", evaluation={"episodes": 100})
-    async with running(Evaluating(ctx).run()):
+    async with running(Evaluating(ctx, UNFENCED).run()):
 
         async def all_asked() -> bool:
             return len(await asked.exams()) == 100
@@ -239,7 +240,7 @@ async def test_job_whose_episodes_fail_says_why_and_ends(ctx: Context) -> None:
 async def test_results_that_cannot_be_read_end_the_job_and_not_the_scheduler(ctx: Context) -> None:
     (ctx.settings.data_dir / "jobs" / "j-unread0000" / "results.jsonl").mkdir(parents=True)
     asked = await started(ctx, "j-unread0000")
-    async with running(Evaluating(ctx).run()):
+    async with running(Evaluating(ctx, UNFENCED).run()):
 
         async def over() -> bool:
             return (await ctx.store.job(asked.job)).state == JobState.FAILED
@@ -263,8 +264,8 @@ async def test_an_evaluation_that_an_earlier_leader_has_told_of_is_not_told_of_a
     with monkeypatch.context() as patched:
         patched.setattr(evaluating, "end", dies)
         with pytest.raises(Conflict):
-            await soon(Evaluation(ctx, record, V).run())
-    await soon(Evaluation(ctx, record, V).run())
+            await soon(Evaluation(ctx, UNFENCED, record, V).run())
+    await soon(Evaluation(ctx, UNFENCED, record, V).run())
     assert await state_of(ctx, asked.job) == JobState.SUCCEEDED
     assert (await kinds(ctx.store, asked.job)).count("validation") == 1
     assert len((path.parent / "validation.jsonl").read_bytes().splitlines()) == 1

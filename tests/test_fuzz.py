@@ -39,7 +39,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 SEED = int(os.environ.get("SEED", "20261122"))
 SCHEMA_CASES, SOCKET_CASES = 2300, 3000
 HANG_S = 20.0
-"""Ten times what a quiet machine may need: the suite shares its cores."""
+SLOW_S = 2.0
+"""What takes longer is asked again, since the suite shares its cores; what takes longer twice hangs."""
 AT_ONCE, PATIENCE_S = 48, 1.0
 
 
@@ -89,7 +90,7 @@ def judge(watched: Watched, statuses: Counter[int], slowest: float, cases: int) 
     answers, longest = dict(sorted(statuses.items())), f"{1000 * seen['seconds']:.0f} ms of processor time"
     print(f"\n{cases} cases (seed {SEED}), answers {answers}, {broken} x 5xx; the slowest {slowest:.2f} s")
     print(f"{seen['callbacks']} callbacks, the longest {longest}: {seen['what']}")
-    assert broken == 0 and seen["callbacks"] > cases
+    assert broken == 0 and slowest < SLOW_S and seen["callbacks"] > cases
     assert seen["stalls"] <= 1 and seen["seconds"] < 3 * STALL_S, seen  # one may be a cold cache's on a machine in need
     log = watched.log.read_text()
     assert not re.search(r'"request_failed"|Traceback|"crashed"', log), log[-3000:]
@@ -125,9 +126,14 @@ def test_cases_made_of_the_openapi_document(watched: Watched) -> None:
         nonlocal slowest
         if "id" in case.path_parameters and at % 2:
             case.path_parameters["id"] = job
-        began = time.monotonic()
-        response = case.call(base_url=watched.url, session=session, timeout=HANG_S, stream=False)
-        slowest = max(slowest, time.monotonic() - began)
+        took = SLOW_S
+        for _ in range(2):
+            began = time.monotonic()
+            response = case.call(base_url=watched.url, session=session, timeout=HANG_S, stream=False)
+            took = min(took, time.monotonic() - began)
+            if took < SLOW_S:
+                break
+        slowest = max(slowest, took)
         statuses[response.status_code] += 1
         assert response.status_code < 500, case.as_curl_command()
 
@@ -307,6 +313,8 @@ async def test_requests_with_spoilt_parts_on_a_socket(watched: Watched) -> None:
         for text in waiting:
             try:
                 answer, took = await _say(watched.port, text)
+                if took >= SLOW_S:
+                    answer, took = await _say(watched.port, text)
             except TimeoutError:
                 raise AssertionError(f"hangs: {text[:2000]!r}") from None
             slowest = max(slowest, took)

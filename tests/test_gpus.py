@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from opentinker.services.scheduler.fitting import described
+from opentinker.services.scheduler.placing import NO_GPUS, Gpus
 from opentinker.shared import gpus
 from opentinker.shared.types import Gpu
 from opentinker.up import Plan, service_specs
@@ -87,6 +89,28 @@ def test_gpus_are_split_between_trainers_and_rollout_workers(tmp_path: Path, mon
     }
     assert given(1, rollout_workers=2)["rollout-1"] == "0", "one for all"
     assert set(given(0).values()) == {None}, "nothing is said where there is none"
+
+
+def test_the_scheduler_has_what_it_starts_workers_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, fake_nvml(2))
+    plan = Plan(data_dir=tmp_path, trainers=0, rollout_workers=0)
+    specs = {spec.name: spec for spec in service_specs(plan, 8080, "nats://n", "redis://r")}
+    assert (specs["scheduler"].env[gpus.VISIBLE], specs["env-0"].env[gpus.VISIBLE]) == ("0,1", "")
+
+
+def test_neighbours_of_the_first_come_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, fake_nvml(4, linked=((0, 3),)))
+    found = gpus.visible()
+    assert [gpu.index for gpu in gpus.nearest(found)] == [0, 3, 1, 2]
+    assert described(found) == Gpus((80 << 30,) * 4, linked=2, near=2)
+    assert described([]) == NO_GPUS and gpus.nearest([]) == []
+
+
+def test_where_there_are_fewer_than_workers_the_last_have_none() -> None:
+    found = [Gpu(index=n, uuid="", model="", memory=1) for n in range(2)]
+    parts = gpus.parted(found, ["a", "b", "c"])
+    assert {name: gpus.pin_of(part) for name, part in parts.items()} == {"a": "0", "b": "1", "c": ""}
+    assert gpus.pinned(found, ["a", "b", "c"])["c"] == "0"
 
 
 def test_what_is_not_visible_to_up_is_not_given_to_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

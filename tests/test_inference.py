@@ -128,6 +128,45 @@ async def test_plain_completions_take_token_ids_too(site: Site) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
+async def test_a_chat_tells_the_likeliest_tokens(site: Site, stream: bool) -> None:
+    job = await site.job()
+    options: Any = {"model": job, "messages": HELLO, "logprobs": True, "top_logprobs": 3, "stream": stream}
+    async with site.openai(job) as model:
+        answer: Any = await model.chat.completions.create(**options)
+        choices = [c for chunk in (await collected(answer))[1] for c in chunk.choices] if stream else answer.choices
+    listed = [token for choice in choices if choice.logprobs for token in choice.logprobs.content]
+    assert [(token.token, token.logprob) for token in listed] == [
+        (mark, -0.5) for mark in [*"Hello there.", "<|im_end|>"]
+    ]
+    tops = [[(top.token, top.logprob, top.bytes) for top in token.top_logprobs] for token in listed]
+    assert tops[0] == [("a", -0.25, [97]), ("H", -0.5, [72]), ("b", -3.0, [98])]
+    assert [top[1][0] for top in tops] == [token.token for token in listed] and {len(top) for top in tops} == {3}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_completion_tells_the_likeliest_tokens_and_the_sampled_one(site: Site, stream: bool) -> None:
+    job = await site.job()
+    async with site.openai(job) as model:
+        answer: Any = await model.completions.create(model=job, prompt="Hello?", logprobs=1, stream=stream)
+        choices = [c for chunk in (await collected(answer))[1] for c in chunk.choices] if stream else answer.choices
+    tops = [top for choice in choices if choice.logprobs for top in choice.logprobs.top_logprobs or []]
+    assert tops == [{"a": -0.25, mark: -0.5} for mark in [*"Hello there.", "<|im_end|>"]]
+
+
+async def test_a_call_of_a_tool_comes_with_the_likeliest_tokens(site: Site) -> None:
+    site.words = lambda prompt: CALL
+    job = await site.job()
+    options: Any = {"model": job, "messages": HELLO, "tools": [ADD], "logprobs": True, "top_logprobs": 2}
+    async with site.openai(job) as model:
+        (whole,) = (await model.chat.completions.create(**options)).choices
+        _, chunks = await collected(await model.chat.completions.create(**options, stream=True))
+    (streamed,) = [choice.logprobs for chunk in chunks for choice in chunk.choices if choice.logprobs]
+    assert whole.logprobs.model_dump() == streamed.model_dump() and {
+        len(token.top_logprobs) for token in streamed.content
+    } == {2}
+
+
+@pytest.mark.parametrize("stream", [False, True])
 async def test_tools_are_offered_called_and_answered(site: Site, stream: bool) -> None:
     site.words = lambda prompt: "It is 4." if "tool_response" in prompt else f"I add.\n{CALL}"
     job = await site.job()
@@ -170,7 +209,8 @@ async def test_tools_are_offered_called_and_answered(site: Site, stream: bool) -
         ({"tool_choice": "required"}, "nothing forces"),
         ({"parallel_tool_calls": False}, "parallel_tool_calls can only be true"),
         ({"verbosity": "low"}, "verbosity is not supported"),
-        ({"logprobs": True, "top_logprobs": 1}, "top_logprobs can only be 0"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs can be 20 at most"),
+        ({"top_logprobs": 2}, "top_logprobs needs logprobs = true"),
         ({"extra_body": {"prompt": "x"}}, "prompt is not supported at chat/completions"),
         ({"extra_body": {"echo": True}}, "echo is not supported at chat/completions"),
         ({"max_tokens": 0}, "max_tokens: must be a whole number of at least 1"),
@@ -190,7 +230,7 @@ async def test_what_cannot_be_done_is_refused_in_words(site: Site, options: dict
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"logprobs": 1}, "logprobs can only be 0"),
+        ({"logprobs": 6}, "logprobs can be 5 at most"),
         ({"extra_body": {"max_completion_tokens": 3}}, "max_completion_tokens is not supported at completions"),
         ({"extra_body": {"messages": HELLO}}, "messages is not supported at completions"),
         ({"extra_body": {"tools": [ADD]}}, "tools is not supported at completions"),

@@ -18,10 +18,11 @@ from opentinker.shared.bus import Bus
 from opentinker.shared.config import Settings
 from opentinker.shared.job_logs import JobLogs
 from opentinker.shared.redact import HIDDEN, redacted, without_secrets
+from opentinker.shared.reports import LogLine
 from opentinker.shared.service import Context
 from opentinker.shared.store import Store
 from opentinker.shared.subjects import LOG
-from opentinker.shared.types import JobState, LogLine
+from opentinker.shared.types import JobState
 from tests.api import SPEC, Http
 from tests.conftest import soon, until
 

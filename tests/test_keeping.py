@@ -11,17 +11,23 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import orjson
 import pytest
 
 from opentinker.services.scheduler import checkpoints
+from opentinker.services.scheduler.checkpoints import Held
 from opentinker.services.scheduler.keeping import Keeping
+from opentinker.services.scheduler.measured import Measured
+from opentinker.services.scheduler.retention import Rule
 from opentinker.services.scheduler.stores import DirectoryStore, StoreAway
 from opentinker.shared.bus import NoReply
+from opentinker.shared.manifest import read_manifest
 from opentinker.shared.service import Context
 from opentinker.shared.store import Store
 from opentinker.shared.types import JobRecord, JobState
 from tests.api import SPEC, write_checkpoint
 from tests.conftest import Server
+from tests.factories import make_spec
 from tests.scheduling import context
 
 FILES = {"model.safetensors": b"weights", "trainer/state.json": b"{}"}
@@ -59,8 +65,14 @@ async def record(ctx: Context, job: str) -> JobRecord:
     return (await ctx.store.jobs([job]))[0]
 
 
-def staged(ctx: Context, job: str, name: str = "step-000010") -> Path:
-    return ctx.settings.data_dir / "staged" / "default" / job / name
+def staged(ctx: Context, job: str) -> Path:
+    (place,) = (ctx.settings.data_dir / "staged" / "default" / job).glob("step-000010.*")
+    return place
+
+
+async def size_of(keeping: Keeping, job: str, name: str = "model.safetensors") -> int | None:
+    """In the store."""
+    return await keeping.artifacts.store.stat(f"default/{job}/{(await keeping.index.of(job))[PATH].at}/{name}")
 
 
 async def tar_of(keeping: Keeping, job: JobRecord, first: int = 0) -> tuple[str, bytes]:
@@ -94,7 +106,7 @@ async def test_disk_that_refuses_costs_no_checkpoint(
     assert (await keeping.index.of(job)).keys() == {PATH} and home.exists()
     await keeping.look()
     assert job not in await keeping.index.opened() and not home.exists()
-    assert await keeping.artifacts.store.stat(f"default/{job}/{PATH}/model.safetensors") == 7
+    assert await size_of(keeping, job) == 7
 
 
 async def test_what_the_store_cannot_have_stays_where_it_is(ctx: Context, apart: None) -> None:
@@ -122,11 +134,12 @@ async def test_download_goes_on_when_the_checkpoint_has_moved_into_the_store(ctx
 async def test_torn_manifest_of_what_is_staged_is_staged_again(ctx: Context, text: bytes) -> None:
     job, keeping = await begun(ctx), Keeping(ctx)
     await keeping.look()
-    (staged(ctx, job) / "manifest.json").write_bytes(text)
+    torn = staged(ctx, job)
+    (torn / "manifest.json").write_bytes(text)
     await keeping.put()
-    assert await keeping.index.of(job) == {}
-    staged(ctx, job).mkdir(parents=True, exist_ok=True)
-    (staged(ctx, job) / "manifest.json").write_bytes(text)
+    assert await keeping.index.of(job) == {} and not torn.exists()
+    torn.mkdir(parents=True)
+    (torn / "manifest.json").write_bytes(text)
     await keeping.look()
     await keeping.put()
     assert (await keeping.index.of(job)).keys() == {PATH}
@@ -137,7 +150,8 @@ async def test_one_that_cannot_be_put_or_removed_holds_up_no_other(
 ) -> None:
     jobs, keeping = sorted([await begun(ctx), await begun(ctx), await begun(ctx)]), Keeping(ctx)
     await keeping.look()
-    (staged(ctx, jobs[0]) / "model.safetensors").unlink()
+    places = [staged(ctx, job) for job in jobs]
+    (places[0] / "model.safetensors").unlink()
     store = keeping.artifacts.store
     put, delete = store.put, store.delete
 
@@ -151,18 +165,19 @@ async def test_one_that_cannot_be_put_or_removed_holds_up_no_other(
         patch.setattr(store, "delete", refuses)
         await keeping.put()
         kept = [(await keeping.index.of(job)).keys() for job in jobs]
-        assert kept == [set(), set(), {PATH}] and not staged(ctx, jobs[0]).exists() and staged(ctx, jobs[1]).exists()
+        assert kept == [set(), set(), {PATH}] and not places[0].exists() and places[1].exists()
         await keeping.look()
         await keeping.put()
         assert (await keeping.index.of(jobs[0])).keys() == {PATH}, "it is staged and put again"
     await keeping.put()
     assert (await keeping.index.of(jobs[1])).keys() == {PATH}
+    at = (await keeping.index.of(jobs[1]))[PATH].at
     for job in jobs:
         await keeping.index.remove("default", job, [PATH])
     with monkeypatch.context() as patch:
         patch.setattr(store, "delete", refuses)
         await keeping.remove()
-    assert await keeping.index.removing() == [f"default/{jobs[1]}/{PATH}"]
+    assert await keeping.index.removing() == [f"default/{jobs[1]}/{at}"]
 
 
 async def test_history_that_does_not_answer_is_asked_again(
@@ -223,12 +238,13 @@ async def test_what_killed_schedulers_left_is_swept(ctx: Context, monkeypatch: p
     await keeping.put()
     assert list((data / "staged").iterdir()) == [], "no empty directories stay"
     mark = uuid.uuid4().hex
+    kept = data / "artifacts" / "default" / job / (await keeping.index.of(job))[PATH].at
     left = [
-        staged(ctx, job, f".step-000010-{mark}"),
-        staged(ctx, "j-another", f".files-{mark}"),
+        data / "staged" / "default" / job / f".step-000010-{mark}",
+        data / "staged" / "default" / "j-another" / f".files-{mark}",
         checkpoint.with_name(f".removing-{mark}"),
         data / "artifacts" / "default" / f".removing-{mark}",
-        data / "artifacts" / "default" / job / PATH / f".putting-{mark}",
+        kept / f".putting-{mark}",
     ]
     for place in left[:-1]:
         place.mkdir(parents=True)
@@ -242,4 +258,88 @@ async def test_what_killed_schedulers_left_is_swept(ctx: Context, monkeypatch: p
     keeping.sweep()
     assert not any(place.exists() for place in left) and list((data / "staged").iterdir()) == []
     assert trainers.exists() and (checkpoint / "model.safetensors").exists()
-    assert await keeping.artifacts.store.stat(f"default/{job}/{PATH}/model.safetensors") == 7
+    assert await size_of(keeping, job) == 7
+
+
+# --- the best by a metric of evaluations, which come after the checkpoints ------------------------------------------
+
+
+def evaluated(ctx: Context, job: str, step: int, exact: float | None = None, epoch: int = 1) -> None:
+    """A line of the trainer's, when an evaluation is over."""
+    metrics = {} if exact is None else {"val/exact": exact}
+    with (ctx.settings.data_dir / "jobs" / job / "validation.jsonl").open("ab") as file:
+        file.write(orjson.dumps({"epoch": epoch, "step": step, **metrics}) + b"\n")
+
+
+async def judged(ctx: Context, **validation: Any) -> str:
+    """A job that keeps its newest checkpoint and the best one, by evaluations every ten steps."""
+    rules = {"keep_last": 1, "keep_best": 1, "best_metric": "val/exact"}
+    plan = {"every": 10, "episodes": 4} | validation
+    spec = make_spec(artifacts=rules, validation=plan, train={"steps": 100}).model_dump(mode="json")
+    job = f"j-{uuid.uuid4().hex[:10]}"
+    await ctx.store.create_job(id=job, spec=spec, tenant="default")
+    await ctx.store.transition(job, JobState.STARTING, epoch=1)
+    return job
+
+
+async def after(ctx: Context, keeping: Keeping, job: str, *steps: int, epoch: int = 1) -> list[int]:
+    """Steps that are kept once the trainer has saved these, and swept them."""
+    for step in steps:
+        directory = write_checkpoint(ctx, job, step, FILES, epoch)
+        await keeping.look()
+        await keeping.put()
+        shutil.rmtree(directory)
+    await keeping.look()
+    await keeping.put()
+    return sorted(kept.manifest.step for kept in (await keeping.index.of(job)).values() if kept.manifest is not None)
+
+
+async def test_checkpoint_whose_evaluation_is_still_to_come_stays(ctx: Context) -> None:
+    job, keeping = await judged(ctx), Keeping(ctx)
+    assert await after(ctx, keeping, job, 10, 15, 20) == [10, 20], "15 is never evaluated"
+    evaluated(ctx, job, 10, 0.9)
+    assert await after(ctx, keeping, job, 30) == [10, 20, 30]
+    evaluated(ctx, job, 20, 0.5)
+    assert await after(ctx, keeping, job) == [10, 30]
+    evaluated(ctx, job, 30, 0.95)
+    assert await after(ctx, keeping, job, 40) == [30, 40], "a better one"
+
+
+async def test_checkpoint_that_will_not_be_evaluated_any_more_goes(ctx: Context) -> None:
+    job, keeping = await judged(ctx), Keeping(ctx)
+    assert await after(ctx, keeping, job, 10, 20, 30) == [10, 20, 30]
+    evaluated(ctx, job, 10)  # without the metric: none of its episodes was played
+    assert await after(ctx, keeping, job) == [20, 30]
+    evaluated(ctx, job, 30, 0.1)  # they come in order: that of 20 was cut off
+    assert await after(ctx, keeping, job, 40, 45) == [30, 40, 45]
+    await over(ctx, job)
+    assert await after(ctx, keeping, job) == [30, 45], "the job is over"
+
+
+async def test_what_was_measured_before_a_rollback_is_of_other_weights(ctx: Context) -> None:
+    """The first trainer came to step 20 and was evaluated there, the second one went on from 10."""
+    job, keeping = await judged(ctx), Keeping(ctx)
+    evaluated_at = ctx.settings.data_dir / "jobs" / job
+    evaluated_at.mkdir(parents=True)
+    for step, exact in ((10, 0.4), (20, 0.9)):
+        evaluated(ctx, job, step, exact)
+    directory = write_checkpoint(ctx, job, 20, FILES, epoch=2)
+    manifest = msgspec.structs.replace(read_manifest(directory), resumed={1: 0, 2: 10})
+    (directory / "manifest.json").write_bytes(msgspec.json.encode(manifest))
+    held = [Held(manifest, keeping.artifacts.workshop, "", here=True)]
+    rule = Rule.of((await record(ctx, job)).spec)
+    (found,) = Measured().of(evaluated_at, held, rule, over=False)
+    assert found.metric is None and found.awaited
+    evaluated(ctx, job, 20, 0.1, epoch=2)
+    (found,) = Measured().of(evaluated_at, held, rule, over=False)
+    assert found.metric == 0.1 and not found.awaited
+    (resumed,) = Measured().of(
+        evaluated_at, [replace(held[0], manifest=msgspec.structs.replace(manifest, step=10))], rule, over=False
+    )
+    assert resumed.metric == 0.4, "these weights are those of the first trainer"
+
+
+def test_only_what_is_evaluated_is_waited_for() -> None:
+    rule = Rule(last=1, best=1, metric="val/exact", every=10, at_start=False, steps=25)
+    assert [step for step in range(30) if rule.is_due(step)] == [10, 20, 25]
+    assert Rule(last=1, best=1, metric="reward/mean").is_due(10) is False

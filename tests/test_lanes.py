@@ -14,10 +14,11 @@ from opentinker.client import AsyncClient
 from opentinker.services.rollout_worker.render import Renderer
 from opentinker.shared.bus import Bus
 from opentinker.shared.lanes import GLUE_S, MOST, Lanes, LanesByJob, glued
+from opentinker.shared.reports import JobEvent, Segment, TimelinePart
 from opentinker.shared.service import Context
 from opentinker.shared.store import Store
 from opentinker.shared.subjects import EVENT, TIMELINE
-from opentinker.shared.types import JobEvent, JobState, Segment, TimelinePart
+from opentinker.shared.types import JobState
 from tests.api import SPEC
 from tests.conftest import until
 from tests.scheduling import running

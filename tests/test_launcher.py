@@ -7,7 +7,7 @@ import os
 import signal
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,22 +21,36 @@ from opentinker.services.scheduler.launch_kubernetes import KubernetesLauncher
 from opentinker.services.scheduler.launch_process import ProcessLauncher
 from opentinker.services.scheduler.launcher import Launched, LauncherFailed
 from opentinker.services.scheduler.launching import Launching, lacking, launcher_of
-from opentinker.services.scheduler.placing import Held, Job, View
+from opentinker.services.scheduler.placing import NO_GPUS, UNKNOWN, Gpus, Held, Job, Need, Slot, View
 from opentinker.shared import launched
 from opentinker.shared.config import Settings, TenantLimits, load_settings
 from opentinker.shared.errors import SpecError
+from opentinker.shared.gpus import pin_of
 from opentinker.shared.secrets import AWS
 from opentinker.shared.service import Context
+from opentinker.shared.spec import parse_spec
 from opentinker.shared.store import Store
-from opentinker.shared.types import Pool
+from opentinker.shared.types import Gpu, JobState, Pool, WorkerInfo
 from tests.cluster import toy_cluster
 from tests.conftest import Server, soon, until
 from tests.kubernetes_api import DEPLOYMENT_UID, TOKEN, KubernetesApi, kubernetes
 from tests.scheduling import Workers, context, new_job
+from tests.test_gpus import fake_nvml, install
 from tests.test_kills import check, toy_spec
 
+HERE = launched.prefix()
+
 RL = {Pool.TRAINER: 1, Pool.ROLLOUT: 1}
-ROOM = {Pool.TRAINER: 2, Pool.ROLLOUT: 4}
+THERE = {Pool.TRAINER: ["t"], Pool.ROLLOUT: ["r"]}
+
+
+def room(gpus: Mapping[str, Gpus] | None = None) -> dict[str, Slot]:
+    slots = [(pool, n) for pool, most in ((Pool.TRAINER, 2), (Pool.ROLLOUT, 4)) for n in range(most)]
+    return {f"{pool}-{n}": Slot(pool, (gpus or {}).get(f"{pool}-{n}", NO_GPUS)) for pool, n in slots}
+
+
+def lacked(view: View, room: dict[str, Slot]) -> Counter[Pool]:
+    return Counter(room[name].pool for name in lacking(view, room))
 
 
 def queued(id: str, needs: dict[Pool, int] = RL, **changes: Any) -> Job:
@@ -51,33 +65,42 @@ def view(*jobs: Job, **changes: Any) -> View:
 
 
 def test_what_a_job_lacks_is_what_is_started() -> None:
-    assert lacking(view(queued("a")), ROOM) == {Pool.TRAINER: 1, Pool.ROLLOUT: 1}
+    assert lacked(view(queued("a")), room()) == {Pool.TRAINER: 1, Pool.ROLLOUT: 1}
     there = {Pool.ROLLOUT: ["r"]}
-    assert lacking(view(queued("a"), free=there, alive={Pool.ROLLOUT: 1}), ROOM) == {Pool.TRAINER: 1}
+    assert lacked(view(queued("a"), free=there, alive=there), room()) == {Pool.TRAINER: 1}
 
 
 def test_a_job_gets_as_many_rollout_workers_as_it_may_have() -> None:
-    assert lacking(view(queued("a", most=3)), ROOM) == {Pool.TRAINER: 1, Pool.ROLLOUT: 3}
-    assert lacking(view(queued("a", most=9)), ROOM) == {Pool.TRAINER: 1, Pool.ROLLOUT: 4}
+    assert lacked(view(queued("a", most=3)), room()) == {Pool.TRAINER: 1, Pool.ROLLOUT: 3}
+    assert lacked(view(queued("a", most=9)), room()) == {Pool.TRAINER: 1, Pool.ROLLOUT: 4}
 
 
 def test_nothing_is_started_for_a_job_that_could_not_start_then() -> None:
-    assert not lacking(view(queued("a", absent="env worker")), ROOM)
-    assert not lacking(view(queued("a", retry_at=200.0)), ROOM)
-    assert not lacking(view(queued("a", {Pool.TRAINER: 1, Pool.ROLLOUT: 5})), ROOM)
-    assert not lacking(view(queued("a"), limits={"*": TenantLimits(workers=1)}), ROOM)
-    assert not lacking(view(queued("a")), {})
+    assert not lacked(view(queued("a", absent="env worker")), room())
+    assert not lacked(view(queued("a", retry_at=200.0)), room())
+    assert not lacked(view(queued("a", {Pool.TRAINER: 1, Pool.ROLLOUT: 5})), room())
+    assert not lacked(view(queued("a"), limits={"*": TenantLimits(workers=1)}), room())
+    assert not lacked(view(queued("a")), {})
 
 
 def test_what_comes_anyway_is_not_started_again() -> None:
-    assert not lacking(view(queued("a"), coming=RL, alive=RL), ROOM)
-    assert lacking(view(queued("a"), queued("b"), coming=RL, alive=RL), ROOM) == RL
+    assert not lacked(view(queued("a"), coming=THERE, alive=THERE), room())
+    assert lacked(view(queued("a"), queued("b"), coming=THERE, alive=THERE), room()) == RL
 
 
 def test_a_job_that_lost_its_trainer_gets_another() -> None:
     running = queued("a", held=True, lost_at=99.0)
-    kept = [Held("r", "a", Pool.ROLLOUT)]
-    assert lacking(view(running, leases=kept, alive={Pool.ROLLOUT: 1}), ROOM) == {Pool.TRAINER: 1}
+    kept, there = [Held("r", "a", Pool.ROLLOUT)], {Pool.ROLLOUT: ["r"]}
+    assert lacked(view(running, leases=kept, alive=there), room()) == {Pool.TRAINER: 1}
+
+
+def test_what_has_the_gpus_that_a_job_needs_is_started_for_it() -> None:
+    two, one = Gpus((80, 80)), Gpus((80,))
+    gpus = {"trainer-1": two, "rollout-2": one}
+    wants = queued("a", gpus={Pool.TRAINER: Need(2), Pool.ROLLOUT: Need(1)})
+    assert lacking(view(wants), room(gpus)) == ["trainer-1", "rollout-2"]
+    assert lacking(view(queued("a")), room(gpus)) == ["trainer-0", "rollout-0"]
+    assert not lacking(view(queued("a", gpus={Pool.TRAINER: Need(3)})), room(gpus))
 
 
 # --- the loop ---------------------------------------------------------------------------------------------------------
@@ -94,6 +117,9 @@ class FakeLauncher:
 
     async def running(self) -> list[Launched]:
         return list(self.all.values())
+
+    def gpus(self, pool: Pool, name: str) -> Gpus:
+        return NO_GPUS
 
     async def start(self, pool: Pool, name: str) -> None:
         assert name not in self.all
@@ -131,7 +157,7 @@ async def test_jobs_get_workers_once_and_never_more_than_there_may_be(
     assert not launcher.all
     await new_job(store, "job-1")
     await loop.look()
-    assert launcher.counts() == RL and loop.starting == RL
+    assert launcher.counts() == RL and Counter(slot.pool for slot in loop.starting.values()) == RL
     await loop.look()
     assert launcher.counts() == RL, "they are on their way"
     for n in range(2, 9):
@@ -140,6 +166,22 @@ async def test_jobs_get_workers_once_and_never_more_than_there_may_be(
     assert launcher.counts() == {Pool.TRAINER: 2, Pool.ROLLOUT: 2}
     await Launching(ctx, launcher).look()
     assert launcher.counts() == {Pool.TRAINER: 2, Pool.ROLLOUT: 2}, "the next scheduler knows them"
+
+
+async def test_job_that_waits_for_the_policy_of_another_gets_workers_when_that_one_has_its_own(
+    ctx: Context, store: Store, workers: Workers
+) -> None:
+    await workers.start("env-0")
+    spec = {"name": "live", "kind": "inference", "model": {"base": "model"}, "rollout": {"engine": "toy"}}
+    served = parse_spec({**spec, "start": {"from": "j-0000000000@live"}}).model_dump(mode="json")
+    await store.create_job(id="j-1111111111", spec=served, tenant="default")
+    launcher = FakeLauncher()
+    loop = Launching(ctx, launcher)
+    await loop.look()
+    assert not launcher.all, "what it would serve has no workers"
+    await new_job(store, "j-0000000000", JobState.STARTING)
+    await loop.look()
+    assert launcher.counts()[Pool.ROLLOUT] > 0
 
 
 async def test_what_does_not_come_up_is_ended_and_tried_again_later(
@@ -160,6 +202,39 @@ async def test_what_does_not_come_up_is_ended_and_tried_again_later(
     await loop.look()
     assert launcher.counts() == RL
     assert loop._failures[Pool.TRAINER].count == 1
+
+
+async def test_memory_that_only_the_worker_knows_is_learned_from_the_first(
+    ctx: Context, store: Store, workers: Workers
+) -> None:
+    """Else every worker that may be is started for a job that none of them does for, again and again."""
+
+    class Unknowing(FakeLauncher):
+        def gpus(self, pool: Pool, name: str) -> Gpus:
+            return Gpus((UNKNOWN,)) if pool == Pool.TRAINER else NO_GPUS
+
+    await workers.start("env-0")
+    job = await new_job(store, "job-1", resources__trainer_gpus=1, resources__gpu_memory_gb=80, train__learner="torch")
+    launcher = Unknowing()
+    loop = Launching(ctx, launcher)
+    await loop.look()
+    assert launcher.counts() == RL, "it may be enough"
+    (name,) = (one.name for one in launcher.all.values() if one.pool == Pool.TRAINER)
+    info = WorkerInfo(
+        id=name, incarnation="a", pool=Pool.TRAINER, host="here", pid=1, status="idle",
+        gpus=[Gpu(index=0, uuid="0", model="X", memory=40 * 10**9)],
+    )  # fmt: skip
+    await store.beat(info, 600.0)
+    await loop.look()
+    assert launcher.counts() == RL, "another would have no more"
+    await store.redis.delete(f"worker:{name}")
+    await launcher.end(name)
+    await loop.look()
+    assert launcher.counts() == {Pool.ROLLOUT: 1}
+    await store.transition(job, JobState.CANCELLED, epoch=0)
+    await new_job(store, "job-2", resources__trainer_gpus=1, resources__gpu_memory_gb=40, train__learner="torch")
+    await loop.look()
+    assert launcher.counts()[Pool.TRAINER] == 1, "this is what they have"
 
 
 async def test_what_says_nothing_is_ended(
@@ -184,7 +259,7 @@ async def test_workers_that_beat_are_not_on_their_way(ctx: Context, store: Store
     await workers.start("trainer-0")
     loop = Launching(ctx, launcher)
     await loop.look()
-    assert loop.starting == {Pool.ROLLOUT: 1}
+    assert [slot.pool for slot in loop.starting.values()] == [Pool.ROLLOUT]
 
 
 # --- processes --------------------------------------------------------------------------------------------------------
@@ -205,9 +280,15 @@ def alone(tmp_path: Path) -> Iterator[Settings]:
     launched.end_all(tmp_path / "data", 0.0)
 
 
-def environment_of(pid: int) -> dict[str, str]:
-    lines = Path(f"/proc/{pid}/environ").read_text().split("\0")
-    return dict(line.split("=", 1) for line in lines if line)
+async def environment_of(pid: int) -> dict[str, str]:
+    """It is empty for a moment after the process has begun."""
+
+    def told() -> dict[str, str]:
+        lines = Path(f"/proc/{pid}/environ").read_text().split("\0")
+        return dict(line.split("=", 1) for line in lines if line)
+
+    await until(told)
+    return told()
 
 
 async def test_a_process_is_known_to_the_next_scheduler_and_ends_when_it_is_told(
@@ -216,33 +297,62 @@ async def test_a_process_is_known_to_the_next_scheduler_and_ends_when_it_is_told
     for name in AWS:
         monkeypatch.setenv(name, "of-the-artifact-store")
     launcher = ProcessLauncher(alone)
-    await launcher.start(Pool.ROLLOUT, "launched-rollout-0")
-    await launcher.start(Pool.ROLLOUT, "launched-rollout-0")
+    await launcher.start(Pool.ROLLOUT, f"{HERE}-rollout-0")
+    await launcher.start(Pool.ROLLOUT, f"{HERE}-rollout-0")
     (file,) = launched.folder(alone.data_dir).iterdir()
     process = launched.read(file)
     assert process is not None and process.alive and os.getsid(process.pid) == process.pid
-    told = environment_of(process.pid)
-    assert told["OPENTINKER_WORKER_ID"] == "launched-rollout-0"
+    told = await environment_of(process.pid)
+    assert told["OPENTINKER_WORKER_ID"] == f"{HERE}-rollout-0"
     assert told["OPENTINKER_IDLE_EXIT_S"] == "300.0"
     assert told["OPENTINKER_NATS_PASSWORD_FILE"].endswith("/access/nats-rollout-worker")
     assert not any(name in told for name in ("OPENTINKER_API_KEY", "OPENTINKER_ADMIN_KEY_FILE", *AWS))
 
     after = ProcessLauncher(alone)
     (one,) = await after.running()
-    assert (one.name, one.pool, one.ended) == ("launched-rollout-0", Pool.ROLLOUT, "")
+    assert (one.name, one.pool, one.ended) == (f"{HERE}-rollout-0", Pool.ROLLOUT, "")
 
     async def gone() -> bool:
-        await after.end("launched-rollout-0")
+        await after.end(f"{HERE}-rollout-0")
         return not await after.running()
 
     await until(gone)
-    await asyncio.to_thread(launcher._children["launched-rollout-0"].wait)
+    await asyncio.to_thread(launcher._children[f"{HERE}-rollout-0"].wait)
     assert not process.alive and not list(launched.folder(alone.data_dir).iterdir())
+
+
+async def test_each_process_sees_its_own_gpus_alone(alone: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, fake_nvml(3, linked=((0, 1),)))
+    settings = alone.model_copy(update={"launcher_trainers": 1, "launcher_rollout_workers": 1})
+    launcher = ProcessLauncher(settings)
+    assert [launcher.gpus(Pool.TRAINER, f"{HERE}-trainer-0").linked, len(launcher.gpus(Pool.ROLLOUT, "x").memory)] == [
+        2,
+        0,
+    ]
+    await launcher.start(Pool.TRAINER, f"{HERE}-trainer-0")
+    (file,) = launched.folder(alone.data_dir).iterdir()
+    process = launched.read(file)
+    assert process is not None and process.gpus == "0,1"
+    told = await environment_of(process.pid)
+    assert (told["CUDA_VISIBLE_DEVICES"], told["CUDA_DEVICE_ORDER"]) == ("0,1", "PCI_BUS_ID")
+
+    more = alone.model_copy(update={"launcher_trainers": 3, "launcher_rollout_workers": 1})
+    after = ProcessLauncher(more)  # GPUs 0, 1, 2 would be those of its trainers now
+    await after.running()
+    names = [f"{HERE}-trainer-0", f"{HERE}-trainer-1", f"{HERE}-trainer-2", f"{HERE}-rollout-0"]
+    seen = {name: pin_of(after._part(name)) for name in names}
+    assert seen == dict(zip(names, ["0,1", "", "2", ""], strict=True)), "what still runs keeps what it has"
+    await after.start(Pool.TRAINER, f"{HERE}-trainer-1")
+    process = launched.read(launched.folder(alone.data_dir) / f"{HERE}-trainer-1.json")
+    assert process is not None and (await environment_of(process.pid))["CUDA_VISIBLE_DEVICES"] == ""
+    for child in (*launcher._children.values(), *after._children.values()):
+        child.kill()
+        child.wait()
 
 
 async def test_a_process_that_was_killed_has_ended(alone: Settings) -> None:
     launcher = ProcessLauncher(alone)
-    await launcher.start(Pool.TRAINER, "launched-trainer-0")
+    await launcher.start(Pool.TRAINER, f"{HERE}-trainer-0")
     (file,) = launched.folder(alone.data_dir).iterdir()
     process = launched.read(file)
     assert process is not None
@@ -250,10 +360,10 @@ async def test_a_process_that_was_killed_has_ended(alone: Settings) -> None:
 
     async def ended() -> bool:
         (one,) = await launcher.running()
-        return "launched-trainer-0.log" in one.ended
+        return f"{HERE}-trainer-0.log" in one.ended
 
     await until(ended)
-    await launcher.end("launched-trainer-0")
+    await launcher.end(f"{HERE}-trainer-0")
     assert await launcher.running() == []
 
 
@@ -264,7 +374,7 @@ def test_a_number_that_another_process_has_is_left_alone(alone: Settings) -> Non
     other.signal(signal.SIGKILL)
     folder = launched.folder(alone.data_dir)
     folder.mkdir(parents=True)
-    launched.write(folder / "launched-trainer-0.json", other)
+    launched.write(folder / f"{HERE}-trainer-0.json", other)
     assert launched.end_all(alone.data_dir, 0.0) == []
 
 
@@ -272,7 +382,7 @@ async def test_a_start_that_was_never_ended_gives_its_name_back(alone: Settings)
     launcher = ProcessLauncher(alone)
     folder = launched.folder(alone.data_dir)
     folder.mkdir(parents=True)
-    path = folder / "launched-trainer-0.json"
+    path = folder / f"{HERE}-trainer-0.json"
     path.touch()
     (one,) = await launcher.running()
     assert not one.ended
@@ -457,17 +567,17 @@ async def test_a_job_gets_its_workers_as_processes_which_outlive_the_scheduler_a
             job = await cluster.submit(spec)
             await cluster.reaches(job, 5)
             before = processes(cluster.data)
-            assert sorted(before) == ["launched-rollout-0", "launched-trainer-0"]
+            assert sorted(before) == [f"{HERE}-rollout-0", f"{HERE}-trainer-0"]
             cluster.kill("scheduler")
-            os.kill(before["launched-rollout-0"], signal.SIGKILL)
+            os.kill(before[f"{HERE}-rollout-0"], signal.SIGKILL)
             record = await cluster.wait(job)
             assert record["state"] == "succeeded", record["reason"]
             await check(cluster, job, spec)
-            assert processes(cluster.data).get("launched-trainer-0") in (before["launched-trainer-0"], None)
-            log = (cluster.data / "logs/launched-trainer-0.log").read_text()
+            assert processes(cluster.data).get(f"{HERE}-trainer-0") in (before[f"{HERE}-trainer-0"], None)
+            log = (cluster.data / f"logs/{HERE}-trainer-0.log").read_text()
             assert log.count('"lease_taken"') == 1, "it never noticed"
             await until(lambda: not processes(cluster.data))
-            assert "idle_exit" in (cluster.data / "logs/launched-trainer-0.log").read_text()
+            assert "idle_exit" in (cluster.data / f"logs/{HERE}-trainer-0.log").read_text()
             await until(lambda: not list(launched.folder(cluster.data).iterdir()))
         finally:
             launched.end_all(cluster.data, 0.0)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 import msgspec
 import pytest
@@ -22,6 +22,7 @@ from opentinker.shared.spec import JobSpec
 from opentinker.shared.store import Store
 from opentinker.shared.subjects import WAKE
 from opentinker.shared.types import JobState, Lease, Pool, WorkerInfo
+from opentinker.shared.waiting import see_through
 from tests.conftest import WAIT_S, soon, until
 from tests.factories import make_spec
 
@@ -370,3 +371,106 @@ async def test_stopping_cuts_a_job_that_does_not_finish(bench: Bench) -> None:
     bench.ctx.stopping.set()
     await soon(bench.serving)
     assert bench.log[-1] == ("left", "a", 1)
+
+
+# --- what cannot be interrupted ---------------------------------------------------------------------------------------
+
+
+class Anew(Exception):
+    """In the place of a process that begins anew."""
+
+
+@asynccontextmanager
+async def held(bus: Bus, store: Store, pool: Pool, status: str) -> AsyncIterator[tuple[Bench, asyncio.Event]]:
+    """A worker that has said `status` of job a and lets go of it when the event is set, whatever else happens."""
+    let_go = asyncio.Event()
+
+    async def begin_anew(left: Sequence[str]) -> NoReturn:
+        let_go.set()
+        raise Anew(*left)
+
+    async with at_the_bench(bus, store, pool, heartbeat_s=0.05, cancel_grace_s=0.05) as bench:
+        bench.ctx.begin_anew = begin_anew
+
+        async def save(lease: Lease) -> None:
+            bench.worker.leftovers.append("what was half written")
+            await bench.worker.status(status, job=lease.job, epoch=lease.epoch)
+            await see_through(let_go.wait())
+
+        bench.behaviour = save
+        await bench.grant("a", 1)
+        await bench.status(status)
+        yield bench, let_go
+
+
+async def test_trainer_saves_for_a_paused_job_however_long_that_takes(bus: Bus, store: Store) -> None:
+    async with held(bus, store, Pool.TRAINER, "ready") as (bench, let_go):
+        await store.transition("a", JobState.PAUSED)
+        await bench.revoke()
+        asked = 0
+
+        async def looked() -> bool:
+            nonlocal asked
+            asked += 1
+            return asked > 20
+
+        await until(looked)
+        assert not bench.serving.done() and bench.log == [("began", "a", 1)]
+        let_go.set()
+        await bench.seen(("began", "a", 1), ("left", "a", 1))
+        await bench.status("idle")
+
+
+@pytest.mark.parametrize("states", [[JobState.CANCELLED], [JobState.PAUSED, JobState.CANCELLED]])
+@pytest.mark.parametrize("pool", [Pool.TRAINER, Pool.ROLLOUT])
+async def test_what_is_still_done_for_a_cancelled_job_is_given_up(
+    bus: Bus, store: Store, pool: Pool, states: list[JobState]
+) -> None:
+    async with held(bus, store, pool, "ready") as (bench, _):
+        for state in states:
+            await store.transition("a", state)
+            await bench.revoke()
+        with pytest.raises(Anew, match="what was half written"):
+            await soon(bench.serving)
+        assert await store.workers() == [], "nobody counts on it until it beats again"
+
+
+async def test_load_for_a_job_that_lost_its_lease_is_given_up(bus: Bus, store: Store) -> None:
+    async with held(bus, store, Pool.TRAINER, "loading") as (bench, _):
+        await bench.revoke()
+        with pytest.raises(Anew):
+            await soon(bench.serving)
+
+
+@pytest.mark.parametrize(
+    ("pool", "state"),
+    [(Pool.ROLLOUT, state) for state in (JobState.SUCCEEDED, JobState.FAILED, JobState.PAUSED, JobState.QUEUED)]
+    + [(Pool.TRAINER, JobState.SUCCEEDED), (Pool.TRAINER, JobState.FAILED)],
+)
+async def test_who_does_not_let_go_of_what_nobody_wants_begins_anew(
+    bus: Bus, store: Store, monkeypatch: pytest.MonkeyPatch, pool: Pool, state: JobState
+) -> None:
+    """An engine that hangs when it is closed, a save that never ends."""
+    monkeypatch.setattr(leasing, "CLOSE_S", 0.05)
+    monkeypatch.setattr(leasing, "LET_GO_S", 0.05)
+    async with held(bus, store, pool, "ready") as (bench, _):
+        if state == JobState.SUCCEEDED:
+            await store.transition("a", JobState.RUNNING)
+        await store.transition("a", state)
+        await bench.revoke()
+        with pytest.raises(Anew):
+            await soon(bench.serving)
+        assert await store.workers() == []
+
+
+@pytest.mark.parametrize(("pool", "state"), [(Pool.ROLLOUT, JobState.PAUSED), (Pool.TRAINER, JobState.FAILED)])
+async def test_who_lets_go_in_time_goes_on(bus: Bus, store: Store, pool: Pool, state: JobState) -> None:
+    """Well after `cancel_grace_s`."""
+    async with held(bus, store, pool, "ready") as (bench, let_go):
+        await store.transition("a", state)
+        await bench.revoke()
+        ends = time.monotonic() + 4 * bench.ctx.settings.cancel_grace_s
+        await until(lambda: time.monotonic() > ends)
+        let_go.set()
+        await bench.seen(("began", "a", 1), ("left", "a", 1))
+        await bench.status("idle")

@@ -10,9 +10,12 @@ import numpy as np
 import orjson
 import pytest
 
+from loadtest import _service
 from loadtest.__main__ import compared, options, run
 from loadtest._open_loop import Latencies, arrivals, open_loop
-from loadtest._report import Report, ratios, write
+from loadtest._report import Report, lines, ratios, write
+from loadtest._service import STATE_S
+from loadtest._target import target
 
 
 def test_arrivals_are_drawn_beforehand_and_come_at_their_rate() -> None:
@@ -73,6 +76,21 @@ def test_ratios_say_how_many_times_worse(tmp_path: Path) -> None:
     assert orjson.loads((tmp_path / "steady.json").read_bytes())["worse"] == pytest.approx(worse)
 
 
+def test_what_is_promised_is_a_table_and_a_miss_fails() -> None:
+    made = report(1.0, 10.0)
+    made.aim("cancel", 3.25, 5.0, "s")
+    made.aim("decisions", 50.0, 50.0, "1/s", "more")
+    assert made.good and made.data()["figures"]["cancel"]["value"] == 3.25
+    made.aim("restart", 3.01, 3.0, "s")
+    assert not made.good
+    table = [line for line in lines(made.data(), {}) if "met" in line or "MISSED" in line]
+    assert table[:3] == [
+        "| cancel | <= 5 s | 3.25 | met |",
+        "| decisions | >= 50 1/s | 50 | met |",
+        "| restart | <= 3 s | 3.01 | MISSED |",
+    ]
+
+
 def test_a_number_beyond_the_tolerance_is_a_miss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("loadtest.__main__.BASELINES", tmp_path)
     with pytest.raises(SystemExit, match="--save-baseline makes it"):
@@ -115,3 +133,24 @@ async def test_scenarios_run_against_a_service_of_their_own(scenario: str) -> No
     assert found.good, found.checks
     assert {"job: queued to starting", "job: running to first step"} <= found.stages.keys()
     assert found.latencies and not any(one.errors for one in found.latencies.values())
+
+
+@pytest.mark.slow
+async def test_what_is_promised_is_measured_on_a_real_service(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Not how long it takes: this machine is not quiet. What must hold besides does."""
+    monkeypatch.setattr(_service, "ROUNDS", 1)
+    found = Report("service", {})
+    async with target(None) as at:
+        site = _service.Site(at, found, tmp_path)
+        await _service.submissions(site, 1.0, 0)
+        await _service.cancels(site, {"queued": (_service.queued, 1), "inference": (_service.serving, 1)})
+        await _service.handovers(site)
+        await _service.restarts(site)
+    assert [aim.what for aim in found.aims] == [
+        "submission, p99",
+        "cancel in any state, until nothing is held",
+        "freed workers are another job's",
+        "scheduler killed and started again, until its first correct answer",
+    ]
+    assert all(0 < aim.seen < STATE_S for aim in found.aims)
+    assert [what for what, good, _ in found.checks if not good and "as long" not in what] == []

@@ -1,6 +1,6 @@
 """The isolation matrix: every route, for whoever may ask, on objects of their own, of other tenants, and of nobody.
 
-    pytest tests/test_matrix.py -s          prints how many cells were asserted
+    pytest tests/test_matrix.py             says how many cells were asserted
 
 Routes are taken from the table of the running server, so a new one is here as soon as it is there; if it takes
 something that nobody has told this file about (`PLACES`, `BODIES`), the test says so. What each role may is read from
@@ -35,6 +35,7 @@ from opentinker.shared.spec import JobSpec
 from opentinker.shared.store import Store
 from tests.api import SPEC, Http, bearing, new_key_of, write_checkpoint
 from tests.cluster import ROOT
+from tests.conftest import Figure
 from tests.scheduling import scheduler
 from tests.upload_samples import package
 
@@ -275,13 +276,12 @@ async def test_every_route_answers_whom_it_should_and_nobody_else(site: Site, st
         wrong += [f"{route.method} {route.path}: {why}" for why in judged(who, route, answers)]
     assert wrong == []
     assert cells == count(site.routes)
-    print(f"{who.name}: {cells} cells", end=" ")
 
 
-def test_how_many_cells_there_are(ctx: Context) -> None:
+def test_how_many_cells_there_are(ctx: Context, figure: Figure) -> None:
     routes = Api(ctx, gate.Gate(ctx), Gateway(ctx), Replicas(ctx)).routes
     total = len(COLUMNS) * count(routes)
-    print(f"\nisolation matrix: {len(routes)} routes x {len(COLUMNS)} kinds of asker = {total} cells")
+    figure(f"isolation matrix: {len(routes)} routes x {len(COLUMNS)} kinds of asker = {total} cells")
     assert len({who.name for who in COLUMNS}) == len(COLUMNS) and total > 1000
 
 

@@ -16,6 +16,7 @@ import aiohttp
 import jsonschema
 import msgspec
 import orjson
+import promql_parser
 import pytest
 import yaml
 from aiohttp import web
@@ -27,12 +28,12 @@ from opentinker.services.scheduler import api as _api  # noqa: F401
 from opentinker.shared import asyncapi
 from opentinker.shared.bus import Bus
 from opentinker.shared.config import Settings
+from opentinker.shared.reports import LogLine, MetricPoint, Segment, TimelinePart
 from opentinker.shared.rights import TABLE
 from opentinker.shared.service import Context
 from opentinker.shared.store import Store
 from opentinker.shared.subjects import METRIC, SCHEDULER, Subject
 from opentinker.shared.telemetry import REGISTRY
-from opentinker.shared.types import LogLine, MetricPoint, Segment, TimelinePart
 from opentinker.shared.waiting import rest
 from tests.api import OPERATOR, OPERATOR_FILE, Http, bearing
 from tests.cluster import ROOT, undocumented
@@ -257,6 +258,17 @@ def test_every_metric_of_a_panel_exists() -> None:
     assert families == {"workers/", "jobs/"} and undocumented(f"{family}X" for family in families) == []
     places = [tuple(panel["gridPos"][side] for side in "xy") for panel in board["panels"]]
     assert len(set(places)) == len(places) and len({panel["id"] for panel in board["panels"]}) == len(places)
+
+
+def test_prometheus_understands_every_query() -> None:
+    board = orjson.loads((OBSERVABILITY / "grafana" / "dashboards" / "opentinker.json").read_bytes())
+    variables = {variable["name"] for variable in board["templating"]["list"]}
+    for text in [target["expr"] for panel in board["panels"] for target in panel.get("targets", [])]:
+        asked = re.sub(r"\$__\w+", "5m", text)  # Grafana's own, of which we use spans of time
+        assert set(re.findall(r"\$(\w+)", asked)) <= variables
+        promql_parser.parse(asked)
+    with pytest.raises(ValueError, match="parenthesis"):
+        promql_parser.parse("sum(rate(opentinker_metric[5m])")
 
 
 def test_what_is_provisioned_fits_together() -> None:

@@ -29,7 +29,7 @@ def run(small: Path, *, lr: float, steps: int, behind: bool = False, dtype: str 
     learner, other = TorchLearner(spec), TorchLearner(spec)
     learner.load(None)
     other.load(None)
-    sampler = Sampler(other.causal if behind else learner.causal, learner.tokenizer, seed=1)
+    sampler = Sampler(other.causal if behind else learner.causal, learner.tokenizer, seed=0)
     found = []
     for step in range(steps):
         sampled = WeightVersion(1, 0 if behind else step)

@@ -16,6 +16,7 @@ import pytest_asyncio
 
 from opentinker.environment.game_stats_client import GameStatsClient
 from opentinker.processes import free_port
+from opentinker.shared.answers import Job
 from tests.cluster import PYTHONPATH, ROOT, Cluster, toy_cluster
 from tests.conftest import until
 
@@ -62,7 +63,7 @@ class Typed:
             sys.executable, "-m", *argv, env=env, stdout=out, stderr=asyncio.subprocess.STDOUT
         )
 
-    async def trained(self, name: str, steps: int, *options: str) -> dict[str, Any]:
+    async def trained(self, name: str, steps: int, *options: str) -> Job:
         """The job that came of it."""
         code, said = await self.script(name, *options)
         assert code == 0 and f"final {steps}.0" in said, said

@@ -23,6 +23,7 @@ from opentinker.services.trainer.ranked_learner import RankedLearner
 from opentinker.services.trainer.ranks import RankLost, Ranks
 from opentinker.services.trainer.torch_learner import TorchLearner
 from opentinker.shared.errors import JobFailed, OpenTinkerError
+from opentinker.shared.gpus import VISIBLE
 from opentinker.shared.nn.packing import share
 from opentinker.shared.nn.transport import unpack
 from opentinker.shared.spec import JobSpec
@@ -266,6 +267,19 @@ def test_ranks_that_were_starting_when_the_job_was_let_go_end(pair: Pair, monkey
     with pytest.raises(OpenTinkerError, match="let go"):
         gang.load(None)
     assert all(gone(pid) for pid in started[0].pids)
+
+
+@pytest.mark.parametrize(
+    ("told", "taken"), [(None, ["0", "1", "2"]), ("", ["", "", ""]), ("5", ["5", "", ""]), ("6,4,5", ["6", "4", "5"])]
+)
+def test_ranks_take_no_gpu_that_their_trainer_was_not_given(
+    monkeypatch: pytest.MonkeyPatch, told: str | None, taken: list[str]
+) -> None:
+    monkeypatch.setattr(ranked_learner, "visible", list)
+    monkeypatch.delenv(VISIBLE, raising=False)
+    if told is not None:
+        monkeypatch.setenv(VISIBLE, told)
+    assert [ranked_learner._variables(1, rank)[VISIBLE] for rank in range(3)] == taken
 
 
 async def test_ranks_end_with_a_trainer_that_is_killed() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import msgspec
 import orjson
 import pytest
+import structlog
 
 from opentinker.services.scheduler.reconcile import MAX_RESTARTS, Reconciler
 from opentinker.shared.artifacts import ArtifactIndex, Kept
@@ -19,10 +21,10 @@ from opentinker.shared.leasing import LeasedWorker
 from opentinker.shared.service import Context
 from opentinker.shared.spec import JobSpec, parse_spec
 from opentinker.shared.store import Store
-from opentinker.shared.types import JobState, Lease, Pool
+from opentinker.shared.types import Gpu, JobState, Lease, Pool
 from opentinker.shared.usage import Usage
 from tests.conftest import Server, until
-from tests.scheduling import Workers, context, kinds, new_job, running
+from tests.scheduling import BEAT_S, Workers, context, kinds, new_job, running
 
 
 @pytest.fixture
@@ -33,10 +35,23 @@ async def workers(store: Store) -> AsyncIterator[Workers]:
     await workers.stop()
 
 
+@asynccontextmanager
+async def looking(reconciler: Reconciler) -> AsyncIterator[None]:
+    """It looks as often as workers beat, which say nothing here that would wake it."""
+
+    async def wake() -> None:
+        while True:
+            reconciler._wake.set()
+            await asyncio.sleep(BEAT_S)
+
+    async with running(reconciler.run()), running(wake()):
+        yield
+
+
 @pytest.fixture
 async def reconciler(ctx: Context) -> AsyncIterator[Reconciler]:
     reconciler = Reconciler(ctx)
-    async with running(reconciler.run()):
+    async with looking(reconciler):
         yield reconciler
 
 
@@ -87,8 +102,8 @@ async def test_job_waits_for_an_env_worker_and_for_reference_forward(
     workers = Workers(store)
     await workers.start("trainer-0", "rollout-0")
     job = await new_job(store, "j-a", **changes)
-    async with running(Reconciler(ctx).run()):
-        await until(lambda: _waits_for(store, job, "env worker, reference-forward (none is running)"))
+    async with looking(Reconciler(ctx)):
+        await until(lambda: _waits_for(store, job, "env worker, shared reference-forward (none is running)"))
         await workers.start("env-0", "reference-0")
         await until(lambda: started(store, job))
     await workers.stop()
@@ -102,7 +117,7 @@ async def test_a_job_that_cannot_start_does_not_hold_back_the_next(
     await workers.start("trainer-0", "rollout-0")
     await until(lambda: started(store, second))
     assert await state(store, first) == JobState.QUEUED
-    waiting = "a free trainer; a free rollout worker; reference-forward (none is running)"
+    waiting = "a free trainer; a free rollout worker; shared reference-forward (none is running)"
     await until(lambda: _waits_for(store, first, waiting))
 
 
@@ -130,6 +145,31 @@ async def test_dead_trainer_is_replaced_with_a_higher_epoch_and_rollouts_keep_th
     assert await workers.holds("trainer-0") is None
     assert await workers["rollout-0"].lease() == rollout
     assert (await kinds(store, job))[-2:] == ["trainer_lost", "trainer_restarted"]
+
+
+async def test_trainer_that_is_told_to_stop_keeps_its_job_until_it_has_left(
+    store: Store, workers: Workers, ctx: Context
+) -> None:
+    reconciler = Reconciler(ctx)
+    job = await new_job(store, "j-a")
+    await workers.start("trainer-0", "rollout-0")
+    await until(lambda: _look_until(reconciler, store, job, 1))
+    await until(lambda: _works(store, "trainer-0", job))
+    await until(lambda: _works(store, "rollout-0", job))
+    await workers.start("trainer-1", "rollout-1")
+    for id in ("trainer-0", "rollout-0"):
+        workers[id].drains = True
+        await until(partial(_drains, store, id))
+    await until(partial(_look_until_leased, reconciler, workers, "rollout-1", job))
+    await reconciler.look()
+    assert (await store.job(job)).epoch == 1 and await workers.holds("trainer-1") is None, "it saves"
+    await workers["trainer-0"].die()
+    await until(lambda: _look_until(reconciler, store, job, 2))
+    assert await _leased(workers, "trainer-1", job, 2) and await workers.holds("trainer-0") is None
+
+
+async def _drains(store: Store, id: str) -> bool:
+    return any(worker.id == id and worker.status == "draining" for worker in await store.workers())
 
 
 async def _leased(workers: Workers, id: str, job: str, epoch: int) -> bool:
@@ -211,7 +251,7 @@ async def test_a_worker_that_does_not_leave_in_time_is_taken_from_its_job(
 ) -> None:
     async with (
         context(nats_server, valkey_server, "scheduler-0", tmp_path, take_back_s=0.2) as ctx,
-        running(Reconciler(ctx).run()),
+        looking(Reconciler(ctx)),
     ):
         wide = await new_job(store, "j-wide", resources__rollout_workers=2)
         await workers.start("trainer-0", "rollout-0", "rollout-1")
@@ -255,7 +295,7 @@ async def test_a_job_of_higher_priority_interrupts_and_the_other_goes_on_after_i
     at_once: dict[str, Any] = {"queue_preempt_after_s": 0.0, "queue_min_run_s": 0.0}
     async with (
         context(nats_server, valkey_server, "scheduler-0", tmp_path, **at_once) as ctx,
-        running(Reconciler(ctx).run()),
+        looking(Reconciler(ctx)),
     ):
         low = await new_job(store, "j-low")
         await workers.start("trainer-0", "rollout-0")
@@ -267,6 +307,52 @@ async def test_a_job_of_higher_priority_interrupts_and_the_other_goes_on_after_i
         assert await state(store, low) == JobState.QUEUED
         await store.transition(high, JobState.CANCELLED)
         await until(lambda: started(store, low, epoch=2))
+
+
+async def test_nobody_reads_of_another_tenants_jobs_which_they_are(
+    nats_server: Server, valkey_server: Server, store: Store, workers: Workers, tmp_path: Path
+) -> None:
+    """Taken back, interrupted, kept: all that is written down of a job, and logged, is for its tenant."""
+    at_once: dict[str, Any] = dict.fromkeys(("queue_preempt_after_s", "queue_min_run_s", "queue_reserve_after_s"), 0.0)
+    async with context(nats_server, valkey_server, "scheduler-0", tmp_path, **at_once) as ctx:
+        with structlog.testing.capture_logs() as logged:
+            async with running(Reconciler(ctx).run()):
+                await workers.start("trainer-0", "trainer-1", "rollout-0", "rollout-1")
+                red = await new_job(store, "j-red", tenant="red", resources__rollout_workers=2, resources__priority=-1)
+                await until(lambda: _leased(workers, "rollout-1", red, 1))
+                blue = await new_job(store, "j-blue-1", tenant="blue")
+                await until(lambda: started(store, blue))
+                high = await new_job(store, "j-blue-2", tenant="blue", resources__priority=3)
+                await until(lambda: started(store, high))
+                needs: dict[str, Any] = dict.fromkeys(
+                    ("resources__rollout_workers", "resources__min_rollout_workers"), 2
+                )
+                await new_job(store, "j-blue-3", tenant="blue", resources__priority=2, **needs)
+                await until(lambda: _was_told(store, red, "kept for a job of another tenant"))
+        events = await store.events(red)
+        told = {event["event"]: event for event in events}
+        assert told["rollout_worker_taken_back"]["wanted_by"] == "a job of another tenant"
+        assert told["preempted"]["by"] == "a job of another tenant"
+        lines = [line for line in logged if line.get("job") == red]
+        assert {"job_started", "rollout_worker_taken_back", "job_preempted"} <= {line["event"] for line in lines}
+        readable = [msgspec.json.encode(await store.job(red)), orjson.dumps(events), orjson.dumps(lines)]
+        assert not [text for text in readable if b"j-blue" in text]
+
+
+async def _was_told(store: Store, job: str, what: str) -> bool:
+    return what in (await store.job(job)).waiting_for
+
+
+async def test_a_job_waits_for_a_trainer_with_the_gpus_it_needs(
+    store: Store, workers: Workers, reconciler: Reconciler
+) -> None:
+    await workers.start("trainer-0", "rollout-0")
+    job = await new_job(store, "j-a", resources__trainer_gpus=2, train__learner="torch")
+    await until(lambda: _waits_for(store, job, "trainer with 2 GPUs (none is running)"))
+    gpus = [Gpu(index=n, uuid=str(n), model="X", memory=80 << 30) for n in range(2)]
+    await workers.start("trainer-1", gpus=gpus)
+    await until(lambda: started(store, job))
+    assert await workers.holds("trainer-1") == job and await workers.holds("trainer-0") is None
 
 
 async def test_interrupted_job_waits_until_its_last_workers_have_saved(

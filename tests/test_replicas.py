@@ -14,14 +14,16 @@ import pytest
 
 from opentinker.client import AsyncClient
 from opentinker.services.rollout_worker import inference
-from opentinker.services.rollout_worker.inference import InferenceJob, Talk
+from opentinker.services.rollout_worker.inference import InferenceJob
+from opentinker.services.rollout_worker.talking import Talk
 from opentinker.services.scheduler import replicas
 from opentinker.services.scheduler.lookout import LOOK_S, Lookout
+from opentinker.services.scheduler.replicas import Replicas
 from opentinker.shared.inference import Ask, Piece
 from opentinker.shared.service import Context
 from opentinker.shared.store import Store
 from opentinker.shared.streaming import Send
-from opentinker.shared.types import JobRecord, WorkerInfo
+from opentinker.shared.types import JobRecord, Pool, WorkerInfo
 from tests.conftest import WAIT_S, Server, soon, until
 from tests.inference import Site, site_of
 from tests.scheduling import context, scheduler
@@ -132,3 +134,18 @@ async def test_those_who_wait_for_a_worker_look_together_and_are_not_too_many(
         for asking in five:
             assert (await soon(asking)).choices
         assert not waiting
+
+
+def test_requests_of_other_schedulers_count_too(ctx: Context) -> None:
+    def worker(name: str, requests: int) -> WorkerInfo:
+        return WorkerInfo(
+            id=name, pool=Pool.ROLLOUT, host="h", pid=1, incarnation="i", address=name, detail={"requests": requests}
+        )
+
+    asks = [Ask(id=str(number), asker="s", job="j", model="m", text=f"prompt {number}") for number in range(50)]
+    ours = Replicas(ctx)
+    chosen = Counter(ours._best([worker("a", 9), worker("b", 2)], ask).id for ask in asks)
+    assert chosen == {"b": 50}, "another scheduler has given a more than enough"
+    assert Counter(ours._best([worker("a", 3), worker("b", 2)], ask).id for ask in asks).keys() == {"a", "b"}
+    ours._busy["b"] = 20
+    assert Counter(ours._best([worker("a", 9), worker("b", 2)], ask).id for ask in asks) == {"a": 50}

@@ -18,8 +18,8 @@ from opentinker.embedded import nats_binary, valkey_binary
 from opentinker.shared.bus import Bus
 from opentinker.shared.rights import HISTORY, OPERATOR, REDIS_KEYS, STREAM_USES, TABLE, Use, stream_of, wide
 from opentinker.shared.store import Store
-from opentinker.shared.subjects import ENV, LOGINS, SCHEDULER, SERVICES, STREAMS, TRAINER, Call
-from tests.conftest import Server, free_port, nats_conf, soon, until
+from opentinker.shared.subjects import ENV, KICK, LOGINS, SCHEDULER, SERVICES, STREAMS, TRAINER, Call
+from tests.conftest import Figure, Server, free_port, nats_conf, soon, until
 
 STREAM_NAMES = [str(stream.name) for stream in STREAMS]
 FILTERS = {str(stream.name): str((stream.subjects or [""])[0]).replace("*", "x") for stream in STREAMS}
@@ -117,6 +117,7 @@ def expected(service: str) -> tuple[dict[str, bool], dict[str, bool]]:
         subscribe[f"_INBOX.{other}.x"] = other == service
     foreign = (
         "$SYS.REQ.SERVER.PING",
+        KICK.format(server="X"),
         "$JS.API.STREAM.LIST",
         "$JS.API.STREAM.NAMES",
         "x",
@@ -131,7 +132,7 @@ def expected(service: str) -> tuple[dict[str, bool], dict[str, bool]]:
 
 
 async def test_each_nats_user_may_what_the_table_says_and_nothing_else(
-    guarded_nats: Server, access: tuple[Access, int]
+    guarded_nats: Server, access: tuple[Access, int], figure: Figure
 ) -> None:
     cells = allowed = 0
     for service in SERVICES:
@@ -148,7 +149,7 @@ async def test_each_nats_user_may_what_the_table_says_and_nothing_else(
         cells += len(publish) + len(subscribe)
         allowed += sum(publish.values()) + sum(subscribe.values())
         await asker.nc.close()
-    print(f"\nNATS: {cells} cells, {allowed} allowed, {cells - allowed} refused")
+    figure(f"NATS: {cells} cells, {allowed} allowed, {cells - allowed} refused")
     assert cells > 500 and 0 < allowed < cells / 3
 
 
@@ -226,7 +227,9 @@ NEVER = (("flushall",), ("config", "get", "*"), ("keys", "*"), ("acl", "list"), 
          ("publish", "c", "m"))  # fmt: skip
 
 
-async def test_each_redis_user_has_its_keys_and_no_others(guarded_valkey: Server, access: tuple[Access, int]) -> None:
+async def test_each_redis_user_has_its_keys_and_no_others(
+    guarded_valkey: Server, access: tuple[Access, int], figure: Figure
+) -> None:
     cells = allowed = 0
     async with Store.connect(guarded_valkey.url, "test", OPERATOR, access[0].password("valkey", OPERATOR)) as store:
 
@@ -250,7 +253,7 @@ async def test_each_redis_user_has_its_keys_and_no_others(guarded_valkey: Server
         for key in KEYS:
             assert not await may("default", "get", key)
             cells += 1
-    print(f"\nRedis: {cells} cells, {allowed} allowed, {cells - allowed} refused")
+    figure(f"Redis: {cells} cells, {allowed} allowed, {cells - allowed} refused")
     assert cells > 200
 
 

@@ -87,8 +87,11 @@ def test_a_shorter_run_has_no_longer_warm_up() -> None:
 
 
 def test_one_command_trains_a_job_and_leaves_nothing_running(tmp_path: Path, tiny: Path) -> None:
-    data_dir = tmp_path / "data"
-    done = opentinker("run", spec(tmp_path, tiny, 30), "--data-dir", data_dir)
+    """Of an environment of one's own, which `run` may import without being told."""
+    data_dir, job = tmp_path / "data", spec(tmp_path, tiny, 30)
+    (tmp_path / "largest.py").write_text(readme("python"))
+    job.write_text(job.read_text().replace('"copy_digits"', '"largest:LargestDigit"'))
+    done = opentinker("run", job, "--data-dir", data_dir, cwd=tmp_path, OPENTINKER_PRELOAD="false")
     assert done.returncode == 0, done.stdout + done.stderr
     for wanted in (
         "step 30/30",

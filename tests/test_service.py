@@ -15,6 +15,7 @@ from typing import Any
 import aiohttp
 import pytest
 
+from opentinker.shared.pulses import Pulses
 from opentinker.shared.service import first_failure
 from opentinker.shared.store import Store
 from opentinker.shared.types import WorkerInfo
@@ -159,19 +160,28 @@ async def test_wrong_settings_end_with_code_2_and_every_name(start: Start) -> No
     assert "Traceback" not in process.text
 
 
-async def test_killed_worker_is_gone_when_its_heartbeat_expires(start: Start, store: Store) -> None:
+async def test_heartbeat_of_a_killed_worker_stands_still(start: Start, store: Store) -> None:
     async def workers() -> list[WorkerInfo]:
         return await store.workers()
 
-    async def gone() -> bool:
-        return await workers() == []
+    pulses = Pulses()
+
+    async def silent() -> bool:
+        return bool(pulses.silent(await store.beats()))
 
     process = start("leased", worker_ttl_s="0.5", heartbeat_s="0.1")
     await until(workers)
     process.popen.kill()
-    await until(gone)
+    process.popen.wait()
+    (before,) = await store.beats()
+    await until(silent)
+    assert await store.beats() == [before]
     process = start("leased", worker_ttl_s="30", heartbeat_s="0.1")
-    await until(workers)
+
+    async def again() -> bool:
+        return (await store.beats())[0].incarnation != before.incarnation
+
+    await until(again)
     process.stop()
     assert await process.ended() == 0
     assert await workers() == [], "a worker that stops says so"

@@ -12,7 +12,7 @@ import pytest
 from opentinker.client import AsyncClient
 from opentinker.services.scheduler.cluster import Cluster
 from opentinker.services.scheduler.untrained import attend
-from opentinker.shared.errors import SpecError
+from opentinker.shared.errors import Fenced, SpecError
 from opentinker.shared.service import Context
 from opentinker.shared.spec import parse_spec
 from opentinker.shared.store import Store
@@ -108,6 +108,9 @@ async def test_a_job_that_was_woken_since_it_was_looked_at_does_not_end(store: S
     assert not await attend(store, seen, Cluster([], []), {seen.id})
     assert (await store.job(seen.id)).state == JobState.QUEUED
     await store.update("j-woken00000", asleep=True)
+    with pytest.raises(Fenced):  # nor by a scheduler that slept while another one came to lead
+        await attend(store, seen, Cluster([], []), {seen.id}, leader=7)
+    assert (await store.job(seen.id)).state == JobState.QUEUED
     assert not await attend(store, seen, Cluster([], []), {seen.id})
     assert (await store.job(seen.id)).state == JobState.SUCCEEDED
 

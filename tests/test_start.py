@@ -15,14 +15,18 @@ from safetensors.torch import save_file
 
 from opentinker import ApiError, AsyncClient
 from opentinker.services.scheduler import start
+from opentinker.services.scheduler.clearing import Clearing
 from opentinker.services.trainer import checkpoint
 from opentinker.shared.manifest import read_manifest, start_of
+from opentinker.shared.script import UNFENCED
 from opentinker.shared.service import Context
 from opentinker.shared.store import Store
 from opentinker.shared.tensors import difference, shapes_in
+from opentinker.shared.types import JobRecord
 from tests.api import write_checkpoint
 from tests.conftest import until
 from tests.factories import make_spec
+from tests.scheduling import new_job
 
 LORA = {"rank": 2, "alpha": 4.0, "target_modules": ["q_proj", "v_proj"]}
 STATE = {"trainer/optimizer.safetensors": b"moments", "trainer/state.json": b"{}"}
@@ -69,7 +73,7 @@ def base(tmp_path: Path) -> Path:
     directory = tmp_path / "base"
     directory.mkdir()
     files = full_files(directory)
-    (directory / "config.json").write_bytes(b"{}")
+    (directory / "config.json").write_bytes(b'{"model_type": "qwen3"}')
     (directory / "model.safetensors").write_bytes(files["model.safetensors"])
     (directory / "made.safetensors").unlink()
     return directory
@@ -329,14 +333,36 @@ async def test_checkpoint_that_is_written_anew_meanwhile_is_not_mixed_with_the_o
     await client.submit(spec_of(base), from_checkpoint=f"{first}@10")
 
 
-def test_what_a_broken_submission_kept_is_swept_when_it_is_old(tmp_path: Path) -> None:
-    for job in ("j-active", "j-old", "j-new"):
-        start_of(tmp_path, job).mkdir(parents=True)
+async def test_what_a_broken_submission_kept_is_swept_when_it_is_old(ctx: Context, tmp_path: Path) -> None:
+    places = {job: start_of(ctx.settings.data_dir, job) for job in ("j-active", "j-old", "j-new")}
+    for place in places.values():
+        place.mkdir(parents=True)
     for job in ("j-active", "j-old"):
-        os.utime(start_of(tmp_path, job), (1e9, 1e9))
-    assert start.left_over(tmp_path, {"j-active"}) == ["j-old"]
-    assert sorted(path.parent.name for path in tmp_path.glob("jobs/*/start")) == ["j-active", "j-new"]
-    assert start.left_over(tmp_path / "empty", set()) == []
+        os.utime(places[job], (1e9, 1e9))
+    assert start.kept_long(ctx.settings.data_dir) == {"j-active", "j-old"}
+    assert start.kept_long(tmp_path / "empty") == set()
+    await new_job(ctx.store, "j-active")
+    await Clearing(ctx, UNFENCED).sweep()
+    assert [job for job, place in places.items() if place.exists()] == ["j-active", "j-new"]
+
+
+async def test_leader_that_slept_sweeps_nothing_of_jobs_that_began_meanwhile(
+    ctx: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was stopped when it had read which jobs there are, for longer than a submission takes."""
+    place = start_of(ctx.settings.data_dir, "j-meanwhile")
+    jobs_now = ctx.store.active_jobs
+
+    async def stopped() -> list[JobRecord]:
+        before = await jobs_now()
+        place.mkdir(parents=True)
+        os.utime(place, (1e9, 1e9))
+        await new_job(ctx.store, "j-meanwhile")
+        return before
+
+    monkeypatch.setattr(ctx.store, "active_jobs", stopped)
+    await Clearing(ctx, UNFENCED).sweep()
+    assert place.exists()
 
 
 def test_shapes_are_those_of_the_file_and_nonsense_is_refused(tiny: Path, tmp_path: Path) -> None:

@@ -219,14 +219,26 @@ def worker(incarnation: str = "1") -> WorkerInfo:
     return WorkerInfo(id="w", incarnation=incarnation, pool=Pool.ROLLOUT, host="h", pid=1, detail={"a": 1})
 
 
-async def test_worker_that_stops_beating_is_gone(store: Store) -> None:
+async def test_worker_is_there_until_the_scheduler_that_leads_finds_it_silent(store: Store) -> None:
+    """No clock of the Redis server takes it away."""
     await store.beat(worker(), ttl_s=0.2)
+    assert await store.redis.pttl("worker:w") == -1, "nothing there expires"
+    (first,) = await store.beats()
+    assert (first.incarnation, first.ttl_s) == ("1", 0.2)
+    await store.beat(worker(), ttl_s=0.2)
+    (second,) = await store.beats()
+    assert second.number > first.number
+    assert not await store.lose(first), "it has beaten since"
     assert await store.workers() == [worker()]
-
-    async def gone() -> bool:
-        return await store.workers() == []
-
-    await until(gone)
+    leader = await store.lead("s-1", "one", 60.0)
+    assert leader is not None
+    with pytest.raises(Fenced):
+        await store.lose(second, leader=leader + 1)
+    assert await store.lives("w", "1")
+    assert await store.lose(second, leader=leader)
+    assert await store.workers() == [] and not await store.lives("w", "1")
+    await store.beat(worker("2"), ttl_s=0.2)
+    assert not await store.lose(second), "another process by now"
 
 
 async def test_looking_for_workers_and_leases_reads_no_other_key(store: Store) -> None:
@@ -239,14 +251,11 @@ async def test_looking_for_workers_and_leases_reads_no_other_key(store: Store) -
     assert not {"cmdstat_scan", "cmdstat_keys"} & calls.keys()
 
 
-async def test_expired_worker_leaves_nothing_and_may_come_back(store: Store) -> None:
-    await store.beat(worker(), ttl_s=0.001)
+async def test_lost_worker_leaves_nothing_and_may_come_back(store: Store) -> None:
+    await store.beat(worker(), ttl_s=60)
     await store.beat(msgspec.structs.replace(worker(), id="v"), ttl_s=60)
-
-    async def gone() -> bool:
-        return [info.id for info in await store.workers()] == ["v"]
-
-    await until(gone)
+    assert await store.lose((await store.beats())[1])
+    assert [info.id for info in await store.workers()] == ["v"]
     assert await store.redis.smembers("workers") == {"v"}
     await store.beat(worker(), ttl_s=60)
     assert [info.id for info in await store.workers()] == ["v", "w"]

@@ -2,174 +2,51 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
 import aiohttp
-import nats
-import nats.aio.msg
-import orjson
 import pytest
-import structlog
-from nats.aio.client import Client
 from pydantic import ValidationError
 
-from opentinker.access import Access, WebSocket
-from opentinker.embedded import nats_binary
 from opentinker.services.scheduler.streams_api import reached_by
 from opentinker.shared import stream_credentials
-from opentinker.shared.bus import Bus
 from opentinker.shared.config import Settings
-from opentinker.shared.keys import Keys, digest_of, parse
+from opentinker.shared.keys import Keys, digest_of, new_key, parse
+from opentinker.shared.reports import MetricPoint
 from opentinker.shared.rights import OPERATOR as OPERATOR_USER
 from opentinker.shared.rights import TABLE, inbox, wide
 from opentinker.shared.service import Context
 from opentinker.shared.store import Store
 from opentinker.shared.stream_credentials import StreamCredentials
 from opentinker.shared.subjects import METRIC, SCHEDULER, SERVICES, STREAMS, Subject
-from opentinker.shared.types import MetricPoint
-from tests.api import OPERATOR_FILE, SPEC, Http, bearing, new_key_of
-from tests.conftest import Server, free_port, nats_conf, soon, until
+from tests.api import Http, bearing, new_key_of
+from tests.conftest import Figure, Server, soon, until
 from tests.scheduling import scheduler
+from tests.streams import Guarded, comes_in, connected, given, guarded_context, guarded_nats, job_of
 
 PAGE = "http://page.example:8080"
 
 
-@dataclass
-class Guarded:
-    server: Server
-    access: Access
-
-    @property
-    def websocket(self) -> str:
-        assert self.access.websocket is not None
-        return self.access.websocket.url
-
-
 @pytest.fixture(scope="module")
 def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
-    directory, port = tmp_path_factory.mktemp("guarded"), free_port()
-    listener = WebSocket(free_port(), origins=(PAGE,))
-    access = Access(directory / "access", nats_conf(directory, port, sync_interval="2m"), listener)
-    server = Server([str(nats_binary()), "-c", str(access.nats_conf)], port, f"nats://127.0.0.1:{port}")
-    yield Guarded(server, access)
-    server.kill()
+    with guarded_nats(tmp_path_factory.mktemp("guarded"), origins=(PAGE,)) as guarded:
+        yield guarded
 
 
 @pytest.fixture
 async def guarded_ctx(guarded: Guarded, valkey_server: Server, store: Store, tmp_path: Path) -> AsyncIterator[Context]:
-    """Of a scheduler that is a user of its own on NATS."""
-    settings = Settings(
-        nats_url=guarded.server.url,
-        nats_password_file=guarded.access.password_file("nats", SCHEDULER),
-        nats_issuer_file=guarded.access.folder / "nats-issuer",
-        nats_websocket_url=guarded.websocket,
-        redis_url=valkey_server.url,
-        data_dir=tmp_path / "data",
-        http_port=0,
-        admin_key_file=OPERATOR_FILE,
-    )
-    password = settings.password("nats_password_file")
-    async with Bus.connect(settings.nats_url, "s", SCHEDULER, password) as bus:
-        await bus.ensure_streams()
-        log = structlog.get_logger()
-        yield Context(
-            service="scheduler", worker="scheduler-0", settings=settings, bus=bus, store=store, log=log,
-        )  # fmt: skip
+    async with guarded_context(guarded, valkey_server, store, tmp_path / "data") as ctx:
+        yield ctx
 
 
 @pytest.fixture
 async def api(guarded_ctx: Context) -> AsyncIterator[Http]:
     async with scheduler(guarded_ctx) as url, aiohttp.ClientSession() as session:
         yield Http(session, url)
-
-
-async def job_of(api: Http, key: str) -> str:
-    status, job = await api("POST", "/v1/jobs", json=SPEC, headers=bearing(key))
-    assert status == 201, job
-    return str(job["id"])
-
-
-async def given(api: Http, job: str, key: str) -> dict[str, Any]:
-    status, body = await api("POST", f"/v1/jobs/{job}/stream-credentials", headers=bearing(key))
-    assert status == 201, body
-    return dict(body)
-
-
-class Listener:
-    """A connection that counts what it is refused and notes what it hears."""
-
-    def __init__(self, nc: Client) -> None:
-        self.nc = nc
-        self.refused: list[str] = []
-        self.heard: list[str] = []
-        self.closed = False
-
-    async def listen(self, subject: str) -> None:
-        async def hear(message: nats.aio.msg.Msg) -> None:
-            self.heard.append(message.subject)
-
-        await self.nc.subscribe(subject, cb=hear)
-
-    async def said(self) -> None:
-        """All that was asked so far is answered: the client sends its first ping before what it still holds back."""
-        await self.nc.flush(30)
-        await self.nc.flush(30)
-
-    def was_refused(self, kind: str, subject: str) -> bool:
-        return any(f'permissions violation for {kind} to "{subject.lower()}"' in text.lower() for text in self.refused)
-
-
-@asynccontextmanager
-async def connected(url: str, **login: Any) -> AsyncIterator[Listener]:
-    listener = Listener(Client())
-
-    async def report(error: Exception) -> None:
-        listener.refused.append(str(error))
-
-    async def over() -> None:
-        listener.closed = True
-
-    try:
-        await listener.nc.connect(
-            url,
-            error_cb=report,
-            closed_cb=over,
-            disconnected_cb=over,
-            allow_reconnect=False,
-            connect_timeout=30,
-            **login,
-        )
-        yield listener
-    finally:
-        await listener.nc.close()
-
-
-async def comes_in(url: str, **login: str) -> bool:
-    """In NATS's own words: nats-py takes a server that hangs up for one that lets it in."""
-    names = {"token": "auth_token", "user": "user", "password": "pass"}
-    told = {"verbose": False, "protocol": 1, **{names[name]: value for name, value in login.items()}}
-    words = b"CONNECT " + orjson.dumps(told) + b"\r\nPING\r\n"
-    heard = b""
-    if url.startswith("ws"):
-        async with aiohttp.ClientSession() as session, session.ws_connect(url, protocols=("nats",)) as socket:
-            await socket.send_bytes(words)
-            while b"PONG" not in heard and (message := await soon(socket.receive())).type is aiohttp.WSMsgType.BINARY:
-                heard += message.data
-    else:
-        reader, writer = await asyncio.open_connection(*url.removeprefix("nats://").split(":"))
-        writer.write(words)
-        while b"PONG" not in heard and (more := await soon(reader.read(1000))):
-            heard += more
-        writer.close()
-        await writer.wait_closed()
-    assert b"PONG" in heard or b"Authorization Violation" in heard or b"Authentication Timeout" in heard, heard
-    return b"PONG" in heard
 
 
 # --- what may be heard ----------------------------------------------------------------------------------------------
@@ -199,7 +76,9 @@ def cells(own: str, foreign: str, credential: dict[str, Any]) -> tuple[dict[str,
     return subscribe, publish
 
 
-async def test_a_credential_hears_its_job_and_nothing_else(api: Http, store: Store, guarded: Guarded) -> None:
+async def test_a_credential_hears_its_job_and_nothing_else(
+    api: Http, store: Store, guarded: Guarded, figure: Figure
+) -> None:
     red, blue = await new_key_of(store, "red"), await new_key_of(store, "blue")
     own, foreign = await job_of(api, red), await job_of(api, blue)
     credential = await given(api, own, red)
@@ -218,7 +97,7 @@ async def test_a_credential_hears_its_job_and_nothing_else(api: Http, store: Sto
         await listener.said()
         wrong += [s for s in publish if not listener.was_refused("publish", s)]
     assert wrong == []
-    print(f"\nstream credential: {len(subscribe) + len(publish)} cells, {sum(subscribe.values())} allowed")
+    figure(f"stream credential: {len(subscribe) + len(publish)} cells, {sum(subscribe.values())} allowed")
     assert len(subscribe) + len(publish) > 150
     assert set(credential["subjects"].values()) <= {s for s, may in subscribe.items() if may}
 
@@ -263,7 +142,9 @@ async def test_the_answer_says_where_what_and_how_long(api: Http, store: Store, 
 
 async def expired(api: Http, store: Store, job: str, key: str) -> str:
     credentials, id = StreamCredentials(store.redis), (parse(key) or ("", ""))[1]
-    token, _ = await credentials.give(key=id, tenant="red", job=job, now=time.time() - 10.0, life_s=5.0)
+    token, _ = await credentials.give(
+        key=id, secret=digest_of(key), tenant="red", job=job, now=time.time() - 10.0, life_s=5.0
+    )
     return token
 
 
@@ -273,14 +154,26 @@ async def of_a_revoked_key(api: Http, store: Store, job: str, key: str) -> str:
     return str(credential["token"])
 
 
+async def of_a_rotated_key(api: Http, store: Store, job: str, key: str) -> str:
+    credential = await given(api, job, key)
+    id = (parse(key) or ("", ""))[1]
+    await Keys(store.redis).rotate(id, new_key("local", id), now=time.time(), grace_s=0.0)
+    return str(credential["token"])
+
+
+async def token_of(store: Store, job: str, key: str) -> str:
+    """A credential that nobody asked for."""
+    id, secret = (parse(key) or ("", ""))[1], digest_of(key) if key else ""
+    given = StreamCredentials(store.redis).give
+    return (await given(key=id, secret=secret, tenant="red", job=job, now=time.time(), life_s=60.0))[0]
+
+
 async def of_an_expired_key(api: Http, store: Store, job: str, key: str) -> str:
-    over = await new_key_of(store, "red", expires=time.time() - 1.0)
-    id = (parse(over) or ("", ""))[1]
-    return (await StreamCredentials(store.redis).give(key=id, tenant="red", job=job, now=time.time(), life_s=60.0))[0]
+    return await token_of(store, job, await new_key_of(store, "red", expires=time.time() - 1.0))
 
 
 async def of_no_key(api: Http, store: Store, job: str, key: str) -> str:
-    return (await StreamCredentials(store.redis).give(key="", tenant="red", job=job, now=time.time(), life_s=60.0))[0]
+    return await token_of(store, job, "")
 
 
 async def of_a_job_that_is_gone(api: Http, store: Store, job: str, key: str) -> str:
@@ -291,8 +184,7 @@ async def of_a_job_that_is_gone(api: Http, store: Store, job: str, key: str) -> 
 
 async def of_another_tenants_job(api: Http, store: Store, job: str, key: str) -> str:
     """As nobody is given one."""
-    other, id = await job_of(api, await new_key_of(store, "blue")), (parse(key) or ("", ""))[1]
-    return (await StreamCredentials(store.redis).give(key=id, tenant="red", job=other, now=time.time(), life_s=60.0))[0]
+    return await token_of(store, await job_of(api, await new_key_of(store, "blue")), key)
 
 
 async def never_given(api: Http, store: Store, job: str, key: str) -> str:
@@ -314,7 +206,15 @@ async def a_digest(api: Http, store: Store, job: str, key: str) -> str:
 
 Worthless = Callable[[Http, Store, str, str], Awaitable[str]]
 WORTHLESS: tuple[Worthless, ...] = (
-    *(expired, of_a_revoked_key, of_an_expired_key, of_no_key, of_a_job_that_is_gone, of_another_tenants_job),
+    *(
+        expired,
+        of_a_revoked_key,
+        of_a_rotated_key,
+        of_an_expired_key,
+        of_no_key,
+        of_a_job_that_is_gone,
+        of_another_tenants_job,
+    ),
     *(never_given, with_another_secret, an_api_key, a_digest),
 )
 

@@ -14,9 +14,9 @@ from prometheus_client import generate_latest
 from opentinker.shared import telemetry
 from opentinker.shared.bus import Bus
 from opentinker.shared.config import Settings
+from opentinker.shared.reports import MetricPoint
 from opentinker.shared.subjects import METRIC
 from opentinker.shared.telemetry import REGISTRY, Meters, MetricSource, Reporter
-from opentinker.shared.types import MetricPoint
 from tests.conftest import until
 
 

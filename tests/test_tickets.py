@@ -11,6 +11,7 @@ from nats.js.api import DiscardPolicy
 from opentinker.services.scheduler.clearing import Clearing
 from opentinker.services.scheduler.tickets import JUDGED_FROM, TicketIssuer, ticket_seed
 from opentinker.shared.admission import Admission
+from opentinker.shared.script import UNFENCED
 from opentinker.shared.service import Context
 from opentinker.shared.store import Store
 from opentinker.shared.subjects import GROUP, GROUPS, SCORE, SCORES, TICKET, TICKETS, WAKE
@@ -214,7 +215,7 @@ async def test_messages_and_consumers_of_an_ended_job_are_removed_once_its_worke
     worker = WorkerInfo(id="rollout-9", incarnation="i", pool=Pool.ROLLOUT, host="here", pid=1, job=job)
     await store.beat(worker, 60.0)
     await store.transition(job, JobState.SUCCEEDED)
-    clearing = Clearing(ctx)
+    clearing = Clearing(ctx, UNFENCED)
     await clearing.look()
     assert await tickets(ctx, job) != []
     await store.leave(worker)
@@ -234,7 +235,7 @@ async def test_messages_that_arrive_after_the_clearing_are_swept(ctx: Context, s
     """A ticket on its way; a group that reference-forward was scoring when its job was cancelled."""
     alive, over = await running_job(store, "j-alive"), await running_job(store, "j-late")
     await store.transition(over, JobState.CANCELLED)
-    clearing = Clearing(ctx)
+    clearing = Clearing(ctx, UNFENCED)
     await clearing.look()
     for job in (alive, over):
         await ctx.bus.publish(TICKET, make_ticket(job=job), f"{job}/0", job=job)

@@ -72,9 +72,7 @@ async def test_nothing_is_generated_before_the_first_version() -> None:
 async def test_a_swap_inside_a_generation_gives_two_spans() -> None:
     toy = await ready(engine(skill=1.0, seconds_per_token=0.05, swap_seconds=0.05))
     begun = asyncio.Event()
-    running = asyncio.create_task(
-        toy.generate("a", [10] * 20, Sampling(max_tokens=40), lambda ids, logprobs: begun.set())
-    )
+    running = asyncio.create_task(toy.generate("a", [10] * 20, Sampling(max_tokens=40), lambda *_: begun.set()))
     await soon(begun.wait())
     seconds = await toy.receive(simulated("receive", V1))
     done = await running

@@ -9,6 +9,7 @@ import threading
 from collections.abc import AsyncIterator, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -20,6 +21,7 @@ from opentinker.services.trainer.learner import NonFinite, SimulatedLearner
 from opentinker.services.trainer.loop import TrainerJob
 from opentinker.shared import codec
 from opentinker.shared.admission import Admission
+from opentinker.shared.config import Settings
 from opentinker.shared.errors import JobFailed
 from opentinker.shared.leasing import LeasedWorker
 from opentinker.shared.manifest import Manifest, start_of
@@ -534,7 +536,9 @@ async def test_a_learner_is_closed_however_often_its_job_is_cancelled_while_no_t
     monkeypatch.setattr(service, "make_learner", Closes)
     spec = make_spec(train={"learner": "simulated", "steps": 1})
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
-    task = asyncio.create_task(service.work(None, None, spec))  # type: ignore[arg-type]
+    lease = Lease(job=JOB, worker="w", incarnation="i", epoch=1, pool=Pool.TRAINER)
+    worker: Any = SimpleNamespace(ctx=SimpleNamespace(settings=Settings()), leftovers=[])
+    task = asyncio.create_task(service.work(worker, lease, spec))
     await soon(running.wait())
     busy = asyncio.create_task(asyncio.to_thread(free.wait, WAIT_S))
     for _ in range(3):

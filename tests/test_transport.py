@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -14,10 +15,12 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
+import structlog
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from opentinker.shared.nn import transport
 from opentinker.shared.nn.transport import (
     Snapshot,
     TransportError,
@@ -309,3 +312,23 @@ def test_a_transfer_that_is_given_up_ends_for_everyone_and_lets_go_of_the_memory
     assert staged[1].data_ptr() != memory[1]
     left = [thread for thread in threading.enumerate() if thread.name == "weights-lost"]
     assert not any(thread.daemon for thread in left)  # a process that ends before such a thread does would abort
+
+
+def test_the_meeting_point_listens_on_the_address_it_is_told_and_no_other() -> None:
+    store, port = host_store(LOOPBACK, 1, WAIT_S)
+    socket.create_connection((LOOPBACK, port), WAIT_S).close()
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.2", port), WAIT_S)
+    store.set("still", "there")
+
+
+def test_an_address_that_is_not_of_this_machine_is_listened_for_on_all() -> None:
+    """Behind an address translation: others, and the store itself, come back to this machine by it."""
+    with structlog.testing.capture_logs() as said, transport._listen("192.0.2.1") as listener:
+        socket.create_connection(("127.0.0.2", listener.getsockname()[1]), WAIT_S).close()
+    assert [line["event"] for line in said] == ["listens_on_all_addresses"]
+
+
+def test_a_name_that_nobody_knows_is_a_clear_error() -> None:
+    with pytest.raises(TransportError, match="cannot listen for rollout workers on no-such-host"):
+        host_store("no-such-host.invalid", 1, WAIT_S)

@@ -121,6 +121,16 @@ async def test_usage_is_served_by_job_day_and_key(client: AsyncClient, ctx: Cont
     assert (key["jobs"], key["bytes_stored"]) == (2, 12)
 
 
+async def test_bytes_of_several_tenants_are_read_at_once(store: Store, job: str) -> None:
+    index, (one, two) = ArtifactIndex(store.redis), (f"t-{job}-{n}" for n in range(2))
+    for owner, left, size in ((one, job, 5), (one, f"{job}x", 7), (two, f"{job}y", 3)):
+        await index.add(owner, left, Kept(path="logs.jsonl", bytes=size, created=0.0))
+    found = await index.stored_by([two, "t-nobody", one])
+    assert found == {two: {f"{job}y": 3}, "t-nobody": {}, one: {f"{job}x": 7, job: 5}}
+    assert list(found[one]) == [f"{job}x", job] and found[one] == await index.stored(one)
+    assert await index.stored_by([]) == {}
+
+
 async def test_wrong_questions_about_usage_are_refused(http: Http) -> None:
     for query in ("by=year", "by=day&from=2026-02-31", "by=day&from=2026-01-02&to=2026-01-01", "limit=0"):
         assert (await http("GET", f"/v1/usage?{query}"))[0] == 422

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import sys
 import time
 from asyncio import events
@@ -37,7 +38,7 @@ def watched(handle: Any) -> None:
 async def life() -> None:
     # what is done once, when it starts, holds up nobody
     asyncio.get_running_loop().call_later(3.0, lambda: worst.update(watching=True))
-    await service.run("scheduler", serve, load_settings())
+    await service.run("scheduler", serve, load_settings(), os.environ)
 
 
 if __name__ == "__main__":
