@@ -5,7 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Iterator
-from typing import Any
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, is_typeddict
 from unittest.mock import MagicMock
 
 from mkdocs.config.defaults import MkDocsConfig
@@ -13,12 +14,14 @@ from mkdocs.structure.files import File, Files
 
 from opentinker.services.scheduler.api import Api
 from opentinker.services.scheduler.openapi import document
+from opentinker.shared import answers as types_of_answers
 from opentinker.shared.config import Settings
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     files.append(File.generated(config, "api/cli.md", content=_command_line()))
     files.append(File.generated(config, "api/http.md", content="\n".join(_http())))
+    files.append(File.generated(config, "api/settings.md", content="\n".join(_settings())))
     return files
 
 
@@ -28,9 +31,38 @@ def _command_line() -> str:
     return made.replace("# `opentinker`", "# Command line", 1)
 
 
+def _settings() -> Iterator[str]:
+    yield "# Settings of services\n"
+    yield (
+        "Of every service, by environment variable (`OPENTINKER_` and the name in capitals) or in the TOML file that "
+        "`OPENTINKER_CONFIG` names; the variable wins. Unknown names and bad values are refused at the start.\n"
+    )
+    yield "| setting | type | default | |\n| --- | --- | --- | --- |"
+    for name, field in Settings.model_fields.items():
+        default = "" if field.default in (None, "", [], {}) else f"`{field.default}`"
+        told = " ".join((field.description or "").split()).replace("|", "\\|")
+        yield f"| `{name}` | {_kind(field.annotation)} | {default} | {told} |"
+    yield ""
+
+
+def _kind(annotation: Any) -> str:
+    """In words that a table can hold."""
+    parts = get_args(annotation)
+    if get_origin(annotation) is Annotated:
+        return _kind(parts[0])
+    if get_origin(annotation) is Literal:
+        return ", ".join(f"`{part}`" for part in parts)
+    if get_origin(annotation) in (Union, UnionType):
+        return " or ".join(_kind(part) for part in parts if part is not NoneType)
+    if parts:
+        return f"{annotation.__origin__.__name__} of {', '.join(_kind(part) for part in parts)}"
+    return str(annotation.__name__)
+
+
 def _http() -> Iterator[str]:
     """Of the route table, which needs nothing that runs."""
     everything: dict[str, Any] = document(Api(MagicMock(settings=Settings()), *(MagicMock() for _ in range(3))).routes)
+    schemas = everything["components"]["schemas"]
     yield "# HTTP API\n"
     yield "Made of the route table that is served; `/openapi.json` of any server is the same for programs.\n"
     for path, methods in everything["paths"].items():
@@ -43,5 +75,60 @@ def _http() -> Iterator[str]:
                 for one in parameters:
                     yield f"| `{one['name']}` | {one['in']} | {one.get('description', '')} |"
                 yield ""
-            answers = ", ".join(f"{status}" for status in operation["responses"])
+            yield from _body(operation.get("requestBody"), schemas)
+            answers = ", ".join(f"{status}{_media(answer)}" for status, answer in operation["responses"].items())
             yield f"Answers: {answers}.\n"
+    yield "## Types of answers\n"
+    yield "In Python: `opentinker.client.answers`. What may be missing, and what may be null, says so.\n"
+    for name in sorted(name for name in schemas if is_typeddict(getattr(types_of_answers, name, None))):
+        yield f"### {name}\n\n{schemas[name]['description']}\n\n| field | | |\n| --- | --- | --- |"
+        needed = schemas[name].get("required", [])
+        for field, says in schemas[name]["properties"].items():
+            there = _type(says) + ("" if field in needed else ", may be missing")
+            yield f"| `{field}` | {there} | {says.get('description', '')} |"
+        yield ""
+
+
+def _body(body: dict[str, Any] | None, schemas: dict[str, Any]) -> Iterator[str]:
+    """What a request brings: a job, an object with these fields, or another media type."""
+    for media, content in (body or {"content": {}})["content"].items():
+        name = str(content.get("schema", {}).get("$ref", "")).rpartition("/")[2]
+        if name == "JobSpec":
+            yield "Body: a job, as in [the job spec](../job-spec.md), in JSON.\n"
+        elif name:
+            yield f"Body, `{media}`:\n\n| field | | |\n| --- | --- | --- |"
+            needed = schemas[name].get("required", [])
+            for field, says in schemas[name]["properties"].items():
+                meaning = " ".join(says.get("description", "").split()).replace("|", "\\|")
+                yield f"| `{field}` | {'needed' if field in needed else ''} | {meaning} |"
+            yield ""
+        else:
+            yield f"Body: `{media}`.\n"
+
+
+def _type(schema: dict[str, Any]) -> str:
+    """In words; types of answers have a section of their own."""
+    if "$ref" in schema:
+        name = schema["$ref"].rpartition("/")[2]
+        return f"[{name}](#{name.lower()})"
+    if "enum" in schema:
+        return ", ".join(f"`{value}`" for value in schema["enum"])
+    if "anyOf" in schema:
+        return " or ".join(_type(one) for one in schema["anyOf"])
+    if schema.get("type") == "array":
+        return f"list of {_type(schema['items'])}" if schema.get("items") else "list"
+    if schema.get("type") == "object":
+        held = schema.get("additionalProperties")
+        return f"object of {_type(held)}" if isinstance(held, dict) and held else "object"
+    return str(schema.get("type", "anything"))
+
+
+def _media(answer: dict[str, Any]) -> str:
+    """Of an answer that is not a problem: another media type than JSON, or the type of what is in it."""
+    content = answer.get("content", {})
+    found = [f"`{media}`" for media in content if "json" not in media]
+    found += [
+        _type(says["schema"]) for media, says in content.items() if media == "application/json" and "schema" in says
+    ]
+    found = [one for one in found if "OpenAIError" not in one]
+    return f" ({', '.join(found)})" if found else ""
