@@ -125,7 +125,7 @@ async def test_events_go_on_where_they_were_when_the_server_restarts(ctx: Contex
 
             following = asyncio.create_task(follow())
             await store.update(job, event="first")
-            await until(lambda: any(e["event"] == "first" for e in seen))
+            await until(lambda: {"waiting", "first"} <= {e["event"] for e in seen})
         await store.update(job, event="while_away")
         async with scheduler(fixed):
             await client.cancel(job)

@@ -7,6 +7,7 @@ import base64
 import gzip
 import hashlib
 import io
+import re
 import tarfile
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -19,6 +20,7 @@ from opentinker.services.scheduler import limits, problems
 from opentinker.services.scheduler.limits import HEADERS, Buckets
 from opentinker.shared.config import Settings
 from opentinker.shared.service import Context
+from opentinker.shared.waiting import rest
 from tests.api import OPERATOR, bearing, new_key_of
 from tests.conftest import soon, until
 from tests.scheduling import scheduler
@@ -99,6 +101,7 @@ async def test_wrong_keys_of_an_address_are_no_longer_looked_at_and_right_ones_a
 ) -> None:
     monkeypatch.setattr(limits, "WRONG_BURST", 20.0)
     monkeypatch.setattr(limits, "WRONG_PER_S", 0.001)
+    monkeypatch.setattr(limits, "GUESS_S", 0.5)
     good = bearing(await new_key_of(ctx.store))
     async with served(ctx) as (session, url, _):
         assert (await session.get(f"{url}/v1/jobs", headers=good)).status == 200
@@ -108,6 +111,29 @@ async def test_wrong_keys_of_an_address_are_no_longer_looked_at_and_right_ones_a
             seen.append((await session.get(f"{url}/v1/jobs", headers=wrong)).status)
         assert seen == 20 * [401] + [429]
         assert (await session.get(f"{url}/v1/jobs", headers=good)).status == 200
+
+
+async def test_a_flood_of_wrong_keys_is_not_read_while_its_guesses_wait(
+    ctx: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "WRONG_BURST", 1.0)
+    monkeypatch.setattr(limits, "WRONG_PER_S", 0.001)
+    monkeypatch.setattr(limits, "GUESS_S", 0.2)
+    handled = []
+
+    async def noted(seconds: float) -> None:
+        handled.append(seconds)
+        await rest(seconds)
+
+    monkeypatch.setattr(limits, "rest", noted)
+    async with served(ctx) as (_, _, raw):
+        guess = b"GET /v1/jobs HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer wrong\r\n"
+        reader, writer = await raw.open()
+        writer.write((guess + b"\r\n") * 3 + guess + b"Connection: close\r\n\r\n")
+        answers = await soon(reader.read(-1))
+        writer.close()
+        assert re.findall(rb"HTTP/1\.1 (\d+)", answers) == [b"401", b"429", b"429", b"429"]
+        assert handled == 3 * [0.2], "one after another, however many were sent at once"
 
 
 # --- odd requests ---------------------------------------------------------------------------------------------------

@@ -30,6 +30,7 @@ from opentinker.services.scheduler.problems import OPENAI, Handler, TooMany
 from opentinker.shared.config import Settings
 from opentinker.shared.errors import SpecError
 from opentinker.shared.telemetry import REGISTRY
+from opentinker.shared.waiting import rest
 
 log = structlog.get_logger()
 
@@ -37,6 +38,9 @@ BURST_S = 2.0
 """A bucket holds what flows into it in so many seconds."""
 WRONG_PER_S, WRONG_BURST = 100.0, 1000.0
 """Answers 401 per address. Beyond, only keys that were right a moment ago are looked at."""
+GUESS_S = 5.0
+"""Whoever shows another one then is answered so late. Until then nothing more of that connection is read, so that a
+flood of guesses, however fast it is sent, takes next to nothing of the time of others."""
 TRUSTED_S = 60.0
 MOST_ASKERS = 20_000
 """The longest unseen are forgotten."""
@@ -113,6 +117,7 @@ class Guard:
         if wait_s := self._requests.take(key or address, now):
             raise TooMany("requests", wait_s)
         if not self._is_trusted(key, now) and (wait_s := self._wrong.wait_s(address, now)):
+            await rest(GUESS_S)
             raise TooMany("wrong keys", wait_s)
         try:
             response = await self._asked(request, handler)

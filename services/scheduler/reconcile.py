@@ -48,7 +48,7 @@ from opentinker.shared.waiting import rest, set_within
 log = structlog.get_logger()
 
 LOOK_S = 0.5
-REST = 2.0
+REST = 4.0
 """Times what a look took, that nothing wakes the next one."""
 MAX_RESTARTS = 5
 """Trainers in a row that may be lost without a new step; the next loss fails the job. As many rollout workers, and one

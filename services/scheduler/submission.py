@@ -59,10 +59,7 @@ async def submit(
     if spec is None or mistakes:
         raise SpecError(mistakes)
     plain = spec.model_dump(mode="json")
-    for part in _with_bases(plain):
-        part["base"] = await asyncio.to_thread(_resolved, part["base"])
-    if spec.data is not None:
-        plain["data"] |= await asyncio.to_thread(absolute, spec.data)
+    await asyncio.to_thread(_make_absolute, plain, spec)
     if spec.kind == "inference":
         plain["serving"]["idle_s"] = kept_idle_s(spec, ctx.settings)
     asked = found.asked
@@ -135,19 +132,36 @@ async def look_at(ctx: Context, data: Any, spec: JobSpec | None, tenant: str, mi
     if wrong_places := await reserved.mistakes_in(ctx, data, tenant):  # nobody looks at what is there
         mistakes += wrong_places
         return Found()
-    asked = await environment.examine(ctx, data, spec, tenant, mistakes)
+    asked, files, (wrong_start, chosen) = await asyncio.gather(
+        environment.examine(ctx, data, spec, tenant, mistakes),
+        asyncio.to_thread(_check_files, data, spec),
+        _check_start(ctx, _start(data, spec), spec, tenant),
+    )
+    wrong_adapters, beside = await adapters.look_at(ctx, data, spec, files.base, tenant)
+    mistakes += _check_priority(ctx, spec, tenant)
+    mistakes += asked.mistakes + files.model + wrong_start + wrong_adapters + files.frozen + files.data
+    return Found(asked, chosen, beside)
+
+
+class Files(NamedTuple):
+    """Of what a spec names on this machine: where the base model is, and the mistakes in each."""
+
+    base: str
+    model: Mistakes
+    frozen: Mistakes
+    data: Mistakes
+
+
+def _check_files(data: Any, spec: JobSpec | None) -> Files:
+    """Blocking."""
     base = _base(data, spec)
     model, weights = (None, False) if spec is None else (spec.model, loads_weights(spec))
-    wrong_model = [] if base is None else await asyncio.to_thread(_check_model, base, model, weights)
-    wrong_start, chosen = await _check_start(ctx, _start(data, spec), spec, tenant)
-    resolved = "" if spec is None else await asyncio.to_thread(_resolved, spec.model.base)
-    wrong_adapters, beside = await adapters.look_at(ctx, data, spec, resolved, tenant)
-    wrong_frozen = await asyncio.to_thread(_check_frozen, data)
-    mistakes += _check_priority(ctx, spec, tenant)
-    mistakes += asked.mistakes + wrong_model + wrong_start + wrong_adapters + wrong_frozen
-    if spec is not None and spec.data is not None:
-        mistakes += await asyncio.to_thread(check_data, spec.data, spec.kind)
-    return Found(asked, chosen, beside)
+    return Files(
+        "" if spec is None else _resolved(spec.model.base),
+        [] if base is None else _check_model(base, model, weights),
+        _check_frozen(data),
+        [] if spec is None or spec.data is None else check_data(spec.data, spec.kind),
+    )
 
 
 def _started(plain: dict[str, Any], chosen: starting.Chosen) -> dict[str, Any]:
@@ -159,10 +173,13 @@ def _started(plain: dict[str, Any], chosen: starting.Chosen) -> dict[str, Any]:
     return {"model": model, "start": {**plain["start"], "from": chosen.name}}
 
 
-def _with_bases(plain: dict[str, Any]) -> list[dict[str, Any]]:
-    """The parts of a stored spec that name a model."""
+def _make_absolute(plain: dict[str, Any], spec: JobSpec) -> None:
+    """Blocking. The paths in a stored spec, of models and of data."""
     named = (plain["model"], plain.get("teacher"), plain.get("value_model"), *plain.get("reward_models", []))
-    return [part for part in named if part is not None]
+    for part in filter(None, named):
+        part["base"] = _resolved(part["base"])
+    if spec.data is not None:
+        plain["data"] |= absolute(spec.data)
 
 
 def _hash(spec: JobSpec) -> str:
