@@ -9,6 +9,7 @@ import hashlib
 import io
 import re
 import tarfile
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from urllib.parse import urlsplit
@@ -63,6 +64,13 @@ async def served(ctx: Context) -> AsyncIterator[tuple[aiohttp.ClientSession, str
 # --- rates ----------------------------------------------------------------------------------------------------------
 
 
+def test_who_owes_gets_a_token_of_their_own_or_none() -> None:
+    buckets = Buckets(per_s=10.0, burst=1.0)
+    assert buckets.take("a", 0.0) == 0.0
+    assert [round(buckets.owe("a", 0.0, 0.25), 6) for _ in range(4)] == [0.1, 0.2, 0.3, 0.3], "the last two take none"
+    assert round(buckets.wait_s("a", 0.2), 6) == 0.1 and buckets.owe("b", 0.2, 0.25) == 0.0
+
+
 def test_a_bucket_gives_what_flows_in_and_no_more() -> None:
     buckets = Buckets(per_s=10.0, burst=20.0)
     assert [buckets.take("a", 0.0) for _ in range(20)] == [0.0] * 20
@@ -101,7 +109,7 @@ async def test_wrong_keys_of_an_address_are_no_longer_looked_at_and_right_ones_a
 ) -> None:
     monkeypatch.setattr(limits, "WRONG_BURST", 20.0)
     monkeypatch.setattr(limits, "WRONG_PER_S", 0.001)
-    monkeypatch.setattr(limits, "GUESS_S", 0.5)
+    monkeypatch.setattr(limits, "LINE_S", 0.5)
     good = bearing(await new_key_of(ctx.store))
     async with served(ctx) as (session, url, _):
         assert (await session.get(f"{url}/v1/jobs", headers=good)).status == 200
@@ -118,7 +126,7 @@ async def test_a_flood_of_wrong_keys_is_not_read_while_its_guesses_wait(
 ) -> None:
     monkeypatch.setattr(limits, "WRONG_BURST", 1.0)
     monkeypatch.setattr(limits, "WRONG_PER_S", 0.001)
-    monkeypatch.setattr(limits, "GUESS_S", 0.2)
+    monkeypatch.setattr(limits, "LINE_S", 0.2)
     handled = []
 
     async def noted(seconds: float) -> None:
@@ -134,6 +142,25 @@ async def test_a_flood_of_wrong_keys_is_not_read_while_its_guesses_wait(
         writer.close()
         assert re.findall(rb"HTTP/1\.1 (\d+)", answers) == [b"401", b"429", b"429", b"429"]
         assert handled == 3 * [0.2], "one after another, however many were sent at once"
+
+
+async def test_a_new_key_waits_in_line_behind_guesses_of_its_address_and_is_answered(
+    ctx: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "WRONG_BURST", 1.0)
+    monkeypatch.setattr(limits, "WRONG_PER_S", 20.0)
+    good = bearing(await new_key_of(ctx.store))
+    async with served(ctx) as (session, url, _):
+        ended: list[int] = []
+
+        async def ask(headers: dict[str, str]) -> None:
+            ended.append((await session.get(f"{url}/v1/jobs", headers=headers)).status)
+
+        guesses = [ask({"Authorization": f"Bearer wrong-{n}"}) for n in range(10)]
+        began = time.monotonic()
+        await asyncio.gather(*guesses, ask(good))
+        assert sorted(ended) == [200, *10 * [401]]
+        assert time.monotonic() - began > 9 / 20, "none of them jumps the line"
 
 
 # --- odd requests ---------------------------------------------------------------------------------------------------

@@ -36,11 +36,11 @@ log = structlog.get_logger()
 
 BURST_S = 2.0
 """A bucket holds what flows into it in so many seconds."""
-WRONG_PER_S, WRONG_BURST = 100.0, 1000.0
-"""Answers 401 per address. Beyond, only keys that were right a moment ago are looked at."""
-GUESS_S = 5.0
-"""Whoever shows another one then is answered so late. Until then nothing more of that connection is read, so that a
-flood of guesses, however fast it is sent, takes next to nothing of the time of others."""
+WRONG_PER_S, WRONG_BURST = 100.0, 100.0
+"""Answers 401 per address. Beyond, keys wait in line to be looked at, but for those that were right a moment ago."""
+LINE_S = 5.0
+"""No longer than this; who would have to is told so (429) after it. Nothing more of that connection is read meanwhile:
+a flood of guesses, however fast it is sent, takes next to nothing of the time of others."""
 TRUSTED_S = 60.0
 MOST_ASKERS = 20_000
 """The longest unseen are forgotten."""
@@ -87,11 +87,22 @@ class Buckets:
         """A token, or what `wait_s` says, and then nothing is taken."""
         level = self._level(asker, now)
         enough = level >= 1.0
-        self._left[asker] = (level - 1.0 if enough else level, now)
+        self._put(asker, level - 1.0 if enough else level, now)
+        return 0.0 if enough else (1.0 - level) / self._per_s
+
+    def owe(self, asker: str, now: float, most_s: float) -> float:
+        """Seconds until there is a token that nobody else waits for; it is the asker's if they are at most `most_s`."""
+        level = self._level(asker, now)
+        wait_s = max(0.0, (1.0 - level) / self._per_s)
+        if wait_s <= most_s:
+            self._put(asker, level - 1.0, now)
+        return wait_s
+
+    def _put(self, asker: str, level: float, now: float) -> None:
+        self._left[asker] = (level, now)
         self._left.move_to_end(asker)
         while len(self._left) > self._most:
             self._left.popitem(last=False)
-        return 0.0 if enough else (1.0 - level) / self._per_s
 
     def _level(self, asker: str, now: float) -> float:
         left, at = self._left.get(asker, (self._burst, now))
@@ -116,14 +127,18 @@ class Guard:
         now, address, key = time.monotonic(), request.remote or "", _key(request)
         if wait_s := self._requests.take(key or address, now):
             raise TooMany("requests", wait_s)
-        if not self._is_trusted(key, now) and (wait_s := self._wrong.wait_s(address, now)):
-            await rest(GUESS_S)
-            raise TooMany("wrong keys", wait_s)
+        in_line = not self._is_trusted(key, now) and self._wrong.wait_s(address, now) > 0
+        if in_line:
+            wait_s = self._wrong.owe(address, now, LINE_S)
+            await rest(min(wait_s, LINE_S))
+            if wait_s > LINE_S:
+                raise TooMany("wrong keys", wait_s - LINE_S)
         try:
             response = await self._asked(request, handler)
         except web.HTTPUnauthorized:
             self._trusted.pop(key, None)
-            self._wrong.take(address, now)
+            if not in_line:
+                self._wrong.take(address, now)
             raise
         if key:
             self._trust(key, now)
