@@ -181,7 +181,8 @@ class Settings(BaseModel):
     idle_exit_s: Annotated[float, Field(gt=0)] | None = None
     """A trainer or rollout worker that no job had for so long ends. For those whom a launcher starts again."""
     advertise_host: str = "127.0.0.1"
-    """Address under which other processes reach this one (the trainer's weight group)."""
+    """Address under which other processes reach this one (the trainer's weight group). It is listened on alone, but for
+    names that others may know by another address of this machine: those of several, or of 127.0.1.1."""
     swap_timeout_s: Annotated[float, Field(gt=0)] = 8.0
     """For each phase of a weight swap: joining the group, the transfer, and what the engine does with it (pause, load,
     resume); the last two may take the time for their bytes at 50 MB/s on top. A rollout worker that takes longer is

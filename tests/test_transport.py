@@ -329,6 +329,33 @@ def test_an_address_that_is_not_of_this_machine_is_listened_for_on_all() -> None
     assert [line["event"] for line in said] == ["listens_on_all_addresses"]
 
 
+@pytest.mark.parametrize(
+    ("known_as", "reached"),
+    [
+        (["127.0.1.1"], ["127.0.0.2", "127.0.1.1"]),  # as Debian names itself
+        (["127.0.0.2", "127.0.0.3"], ["127.0.0.2", "127.0.0.3"]),  # a container in two networks
+    ],
+)
+def test_a_name_that_others_may_resolve_otherwise_is_listened_for_on_all(
+    monkeypatch: pytest.MonkeyPatch, known_as: list[str], reached: list[str]
+) -> None:
+    def getaddrinfo(host: str, port: int, type: int) -> list[object]:
+        assert (host, port, type) == ("here", 0, socket.SOCK_STREAM)
+        return [(socket.AF_INET, type, 6, "", (address, 0)) for address in known_as]
+
+    with monkeypatch.context() as patched:
+        patched.setattr(socket, "getaddrinfo", getaddrinfo)
+        listener = transport._listen("here")
+    with listener:
+        for address in reached:
+            socket.create_connection((address, listener.getsockname()[1]), WAIT_S).close()
+
+
+def test_localhost_is_this_machine_alone() -> None:
+    with transport._listen("localhost") as listener:
+        assert listener.getsockname()[0] in ("127.0.0.1", "::1")
+
+
 def test_a_name_that_nobody_knows_is_a_clear_error() -> None:
     with pytest.raises(TransportError, match="cannot listen for rollout workers on no-such-host"):
         host_store("no-such-host.invalid", 1, WAIT_S)

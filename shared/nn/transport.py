@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import errno
+import ipaddress
 import math
 import socket
 import threading
@@ -36,6 +37,7 @@ SLOWEST_LINK = 50e6
 GIVEN_UP = "given-up"
 """Key of a group's store: why the group is of no use any more. Whoever waits looks for it: gloo itself does not wake a
 member that is in the middle of a message when the connection ends."""
+BACKLOG = 1024
 LOOK_S = 0.1
 ARRIVAL_LOOK_S = 0.02
 STRIDE = 0x9E3779B97F4A7C15
@@ -175,22 +177,20 @@ def host_store(address: str, world: int, timeout_s: float) -> tuple[dist.TCPStor
 
 
 def _listen(address: str) -> socket.socket:
-    """Where the address is not of this machine, as behind an address translation, on all that it has."""
-    family, *_, where = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    try:
+    """On that address; on all of this machine where others may know it by another: a name of several addresses, or of
+    one that is for us alone (127.0.1.1), and an address that is not of this machine, as behind a translation."""
+    infos = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)
+    (family, where), *others = dict.fromkeys((family, where) for family, *_, where in infos)
+    if address in (where[0], "localhost") or not (others or ipaddress.ip_address(where[0]).is_loopback):
         try:
-            listener.bind(where)
+            return socket.create_server(where, family=family, backlog=BACKLOG)
         except OSError as error:
             if error.errno != errno.EADDRNOTAVAIL:
                 raise
-            log.warning("listens_on_all_addresses", advertise_host=address, reason="it is not one of this machine")
-            listener.bind(("", 0))
-        listener.listen(1024)
-    except OSError:
-        listener.close()
-        raise
-    return listener
+    log.warning("listens_on_all_addresses", advertise_host=address, known_as=sorted({info[4][0] for info in infos}))
+    if socket.has_dualstack_ipv6():
+        return socket.create_server(("", 0), family=socket.AF_INET6, backlog=BACKLOG, dualstack_ipv6=True)
+    return socket.create_server(("", 0), backlog=BACKLOG)
 
 
 def give_up(store: dist.TCPStore, why: str) -> None:
