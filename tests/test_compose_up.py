@@ -148,7 +148,12 @@ async def _trains_while_all_are_harmed(project: Project, client: AsyncClient, tm
     async def has_checkpoint() -> bool:
         return bool(await client.checkpoints(job))
 
+    async def all_is_kept() -> bool:
+        return (await client.checkpoints(job))[-1]["step"] == (await client.job(job))["step"]
+
     await until(has_checkpoint, LONG_S)
+    await client.pause(job)
+    await until(all_is_kept, LONG_S)
     await client.cancel(job)
     record = await client.wait(job, LONG_S)
     assert record["state"] == "cancelled", record["reason"]
