@@ -101,6 +101,9 @@ class Settings(BaseModel):
     """Address on which the scheduler's API listens."""
     http_port: Annotated[int, Field(ge=0, le=65535)] = 8080
     """Of the scheduler's API."""
+    http_origins: list[str] = []
+    """Pages of other sites, `https://HOST[:PORT]`, that may ask the API, with a key that somebody gives them; in an
+    environment variable, with commas. `opentinker up` and `opentinker access` let them use NATS' listener too."""
     auth: bool = True
     """Whether the API asks for keys. Without them whoever reaches it is an operator: http_host must be this machine
     alone, and pages of other sites are refused."""
@@ -268,7 +271,16 @@ class Settings(BaseModel):
                 "open_to_all", "http_host = {host} is for other machines too: there auth = false is refused",
                 {"host": self.http_host},
             )  # fmt: skip
+        if self.http_origins and not self.auth:
+            raise PydanticCustomError("open_to_pages", "http_origins = {pages} would be operators: auth = false",
+                                      {"pages": ", ".join(self.http_origins)})  # fmt: skip
         return self
+
+    @property
+    def stream_origins(self) -> tuple[str, ...]:
+        """All pages that may use a NATS listener of other machines; none: every page may."""
+        named = self.nats_websocket_origins
+        return (*named, *self.http_origins) if named else ()
 
     @model_validator(mode="after")
     def _streams_are_whole(self) -> Settings:
@@ -308,7 +320,7 @@ class Settings(BaseModel):
             found += [os.environ.get(name, "") for name in AWS[1:]]  # only the scheduler's process must have them
         return [secret for secret in found if secret]
 
-    @field_validator("nats_websocket_origins", mode="before")
+    @field_validator("nats_websocket_origins", "http_origins", mode="before")
     @classmethod
     def _origins(cls, given: object) -> object:
         texts = [part.strip() for part in given.split(",") if part.strip()] if isinstance(given, str) else given

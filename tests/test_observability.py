@@ -9,6 +9,7 @@ import re
 import sys
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from opentinker.access import Access, WebSocket
 from opentinker.embedded import nats_binary
 from opentinker.services.env_worker import worker as _env_worker  # noqa: F401 - what they count is in the registry
 from opentinker.services.scheduler import api as _api  # noqa: F401
-from opentinker.shared import asyncapi
+from opentinker.shared import asyncapi, stream_credentials
 from opentinker.shared.bus import Bus
 from opentinker.shared.config import Settings
 from opentinker.shared.reports import LogLine, MetricPoint, Segment, TimelinePart
@@ -42,6 +43,8 @@ from tests.scheduling import scheduler
 from tests.test_dashboard import CHROMIUM
 
 EXAMPLES = ROOT / "examples" / "subscribers"
+API = "http://127.0.0.1:8080"
+"""Which the page asks until somebody writes another one into it."""
 SPECIFICATION = ROOT / "dashboard" / "node_modules" / "@asyncapi" / "specs" / "schemas" / "3.0.0.json"
 OBSERVABILITY = ROOT / "deploy" / "observability"
 
@@ -111,11 +114,38 @@ def listened(tmp_path: Path) -> Iterator[tuple[Server, Access]]:
     server.kill()
 
 
+@dataclass
+class Lab:
+    """Somebody's site, with the page in it: `api` is the address that they have written into it."""
+
+    origin: str = ""
+    api: str = ""
+
+    async def page(self, _: web.Request) -> web.Response:
+        text = (EXAMPLES / "live.html").read_text()
+        assert text.count(API) == 1
+        return web.Response(text=text.replace(API, self.api), content_type="text/html")
+
+
+@pytest.fixture
+async def lab() -> AsyncIterator[Lab]:
+    lab, app = Lab(), web.Application()
+    app.add_routes([web.get("/live.html", lab.page)])
+    runner = web.AppRunner(app)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        lab.origin = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        yield lab
+    finally:
+        await runner.cleanup()
+
+
 @pytest.fixture
 async def site(
-    listened: tuple[Server, Access], valkey_server: Server, store: Store, tmp_path: Path
+    listened: tuple[Server, Access], valkey_server: Server, store: Store, tmp_path: Path, lab: Lab
 ) -> AsyncIterator[tuple[str, Bus]]:
-    """URL of a scheduler, and its bus."""
+    """URL of a scheduler, whom pages of the lab may ask, and its bus."""
     import structlog
 
     server, access = listened
@@ -128,6 +158,7 @@ async def site(
         redis_url=valkey_server.url,
         data_dir=tmp_path / "data",
         http_port=0,
+        http_origins=[lab.origin],
         admin_key_file=OPERATOR_FILE,
     )
     async with Bus.connect(server.url, "s", SCHEDULER, access.password("nats", SCHEDULER)) as bus:
@@ -135,7 +166,12 @@ async def site(
         log = structlog.get_logger()
         ctx = Context(service=SCHEDULER, worker="s-0", settings=settings, bus=bus, store=store, log=log)
         async with scheduler(ctx) as url:
+            lab.api = url
             yield url, bus
+
+
+def logins() -> float:
+    return REGISTRY.get_sample_value("opentinker_stream_logins_total", {"let_in": "yes"}) or 0.0
 
 
 async def submitted(url: str) -> str:
@@ -169,11 +205,16 @@ async def talking(bus: Bus, job: str) -> AsyncIterator[None]:
 def test_the_subscribers_are_short() -> None:
     for file in EXAMPLES.iterdir():
         if file.is_file():
-            assert len(file.read_text().splitlines()) <= 30, file.name
+            assert len(file.read_text().splitlines()) <= 22, file.name
 
 
-async def test_the_subscriber_in_python_prints_what_happens(site: tuple[str, Bus]) -> None:
+async def test_the_subscriber_in_python_prints_what_happens(
+    site: tuple[str, Bus], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And goes on when its credential is over."""
+    monkeypatch.setattr(stream_credentials, "LIFE_S", 4.0)
     url, bus = site
+    before = logins()
     job = await submitted(url)
     environment = {**os.environ, "OPENTINKER_API_KEY": OPERATOR}
     process = await asyncio.create_subprocess_exec(
@@ -184,6 +225,9 @@ async def test_the_subscriber_in_python_prints_what_happens(site: tuple[str, Bus
         async with talking(bus, job):
             while not (line := await soon(process.stdout.readline())).startswith(b"metric."):
                 assert line, "it has ended"
+            while logins() < before + 2:
+                assert await soon(process.stdout.readline()), "it has ended"
+            assert await soon(process.stdout.readline())
         subject, _, said = line.decode().partition(" ")
         assert subject == f"metric.{job}.trainer" and orjson.loads(said)["values"] == {"loss": 0.25}
     finally:
@@ -191,32 +235,10 @@ async def test_the_subscriber_in_python_prints_what_happens(site: tuple[str, Bus
         await process.wait()
 
 
-@asynccontextmanager
-async def beside(api: str) -> AsyncIterator[str]:
-    """The page and the API on one origin, as behind a proxy."""
-
-    async def page(_: web.Request) -> web.FileResponse:
-        return web.FileResponse(EXAMPLES / "live.html")
-
-    async def passed_on(request: web.Request) -> web.Response:
-        headers = {"Authorization": request.headers["Authorization"]}
-        async with aiohttp.ClientSession() as session, session.post(api + request.path, headers=headers) as answer:
-            return web.Response(body=await answer.read(), status=answer.status, content_type=answer.content_type)
-
-    app = web.Application()
-    app.add_routes([web.get("/live.html", page), web.post("/v1/{rest:.+}", passed_on)])
-    runner = web.AppRunner(app)
-    await runner.setup()
-    try:
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
-    finally:
-        await runner.cleanup()
-
-
 @pytest.mark.slow
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine: make browser (as root, on Debian)")
-async def test_the_subscriber_in_a_browser_shows_what_happens(site: tuple[str, Bus]) -> None:
+async def test_the_subscriber_in_a_browser_shows_what_happens(site: tuple[str, Bus], lab: Lab) -> None:
+    """The page of a site of its own, without a proxy."""
     from playwright.async_api import async_playwright
 
     url, bus = site
@@ -226,11 +248,11 @@ async def test_the_subscriber_in_a_browser_shows_what_happens(site: tuple[str, B
         browser = await playwright.chromium.launch(executable_path=CHROMIUM, args=options)
         page = await browser.new_page()
         page.on("dialog", lambda dialog: asyncio.ensure_future(dialog.accept(OPERATOR)))
-        async with talking(bus, job), beside(url) as origin:
-            await page.goto(f"{origin}/live.html#JOB={job}")
+        async with talking(bus, job):
+            await page.goto(f"{lab.origin}/live.html#{job}")
 
             async def shown() -> list[dict[str, Any]]:
-                lines = (await page.inner_text("#said")).splitlines()
+                lines = (await page.inner_text("pre")).splitlines()
                 return [orjson.loads(line) for line in lines]
 
             async def some() -> bool:

@@ -17,6 +17,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from opentinker.services.scheduler.artifact_routes import artifact_routes
 from opentinker.services.scheduler.audit import Audit
+from opentinker.services.scheduler.cross_origin import CrossOrigin
 from opentinker.services.scheduler.environments_api import EnvironmentsApi
 from opentinker.services.scheduler.gate import Gate, say_open
 from opentinker.services.scheduler.gateway import Gateway
@@ -187,11 +188,12 @@ class Api:
         free = {r.path for r in self.routes if r.action is Action.FREE}
         audit = Audit(self.ctx)
         guard = Guard(self.ctx.settings, free, known)
+        pages = CrossOrigin(self.ctx.settings.http_origins, self.routes)
+        before = [audit.over(self.routes), problems, guard.guard, pages.preflight]
         app = web.Application(
-            middlewares=[audit.over(self.routes), problems, guard.guard, self.gate.before(self.routes), audit.begins],
-            client_max_size=BODY_LIMIT,
+            middlewares=[*before, self.gate.before(self.routes), audit.begins], client_max_size=BODY_LIMIT
         )
-        app.on_response_prepare.append(begins)
+        app.on_response_prepare.extend((begins, pages.allow))
         if not self.ctx.settings.auth:
             app.on_response_prepare.append(say_open)
         app.on_shutdown.append(self._let_go)

@@ -280,13 +280,14 @@ async def _announce(supervisor: Supervisor) -> None:
 
 
 def page_origins(host: str, port: int) -> tuple[str, ...]:
-    """Pages that may connect to NATS: those of the API, and those of `nats_websocket_origins`. Where the API is for
-    other machines, they know this one by names that we do not: there what the setting says is all, and nothing means
-    every page."""
-    named = tuple(load_settings().nats_websocket_origins)
+    """Pages that may connect to NATS: those of the API, and those of `nats_websocket_origins` and `http_origins`. Where
+    the API is for other machines, they know this one by names that we do not: there what the first setting says, with
+    the other one, is all, and nothing means every page."""
+    settings = load_settings()
     if host not in LOOPBACK_HOSTS:
-        return named
-    return (*(f"http://{name}:{port}" for name in ("127.0.0.1", "localhost", "[::1]")), *named)
+        return settings.stream_origins
+    own = (f"http://{name}:{port}" for name in ("127.0.0.1", "localhost", "[::1]"))
+    return (*own, *settings.nats_websocket_origins, *settings.http_origins)
 
 
 def api_url(host: str, port: int) -> str:

@@ -141,7 +141,7 @@ def access(
     from opentinker.embedded import shipped_conf
     from opentinker.shared.config import load_settings
 
-    origins = tuple(load_settings().nats_websocket_origins)
+    origins = load_settings().stream_origins
     websocket = None if websocket_port is None else WebSocket(websocket_port, websocket_host, origins)
     made = Access(folder, shipped_conf("nats.conf"), websocket)
     if secrets is not None:
