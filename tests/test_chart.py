@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -11,14 +12,17 @@ from typing import Any
 
 import jsonschema
 import kubernetes_validate
+import promql_parser
 import pytest
 import yaml
 
 from opentinker.access import Access
 from opentinker.embedded import shipped_conf
+from opentinker.services.env_worker.worker import LOAD, WAITING
 from opentinker.services.scheduler.launch_kubernetes import KubernetesLauncher
 from opentinker.shared.config import PREFIX, Settings
 from opentinker.shared.subjects import SERVICES
+from opentinker.shared.telemetry import REGISTRY
 from opentinker.shared.types import Pool
 from tests.kubernetes_api import TOKEN, kubernetes
 
@@ -34,6 +38,11 @@ EVERYTHING = {
     "images": {"pullSecrets": ["registry"], "tag": "1.2.3"},
     "data": {"existingClaim": "shared"},
     "models": {"existingClaim": "models"},
+    "hub": {
+        "endpoint": "https://hub.infra",
+        "cache": {"existingClaim": "hub-cache"},
+        "token": {"secret": "hub", "key": "hf"},
+    },
     "settings": {"log_level": "debug", "swap_timeout_s": 30},
     "podAnnotations": {"a/b": "c"},
     "trainer": {"gpus": 2, "nodeSelector": {"pool": "gpu"}, "tolerations": [{"key": "gpu", "operator": "Exists"}]},
@@ -49,6 +58,7 @@ EVERYTHING = {
     "networkPolicy": {
         "serversTo": [{"namespaceSelector": {"matchLabels": {"name": "infra"}}}],
         "artifactsTo": [{"ipBlock": {"cidr": "10.9.0.0/16"}}],
+        "hubTo": [{"ipBlock": {"cidr": "10.8.0.0/16"}}],
     },
     "podMonitor": {"enabled": True, "labels": {"release": "prometheus"}},
     "launcher": {"enabled": True, "trainers": 3, "idleSeconds": 120},
@@ -144,7 +154,7 @@ def test_pods_have_no_rights(plain: Objects, whole: Objects) -> None:
 
 def test_services_are_told_what_they_take(whole: Objects) -> None:
     for name, pod in pods(whole).items():
-        told = environment(pod)
+        told = {one: value for one, value in environment(pod).items() if not one.startswith("HF_")}
         assert all(one.removeprefix(PREFIX).lower() in Settings.model_fields for one in told), name
         module = pod["containers"][0]["command"][-1]
         assert (ROOT / (module.removeprefix("opentinker.").replace(".", "/")) / "__main__.py").is_file()
@@ -182,6 +192,10 @@ def test_the_schema_refuses_what_the_chart_gives_itself() -> None:
             "artifacts.credentials.secret is needed",
         ),
         ({"settings": {"artifacts_url": "/mnt"}}, "artifacts_url"),
+        ({"hub": {"endpoint": "http://hub"}}, "/hub/endpoint"),
+        ({"hub": {"endpoint": "https://hub:8443"}}, "/hub/endpoint"),
+        ({"hub": {"cache": {"size": "50"}}}, "/hub/cache/size"),
+        ({"networkPolicy": {"hubTo": []}}, "networkPolicy.hubTo must name"),
     ],
 )
 def test_wrong_values_are_refused_by_name(values: dict[str, Any], what: str) -> None:
@@ -324,11 +338,12 @@ def test_without_peers_nobody_reaches_the_api() -> None:
 def test_keda_scales_what_has_no_replicas_of_its_own(plain: Objects, whole: Objects) -> None:
     assert plain["Deployment", "rl-env-worker"]["spec"]["replicas"] == 2
     assert "replicas" not in whole["Deployment", "rl-env-worker"]["spec"]
-    trigger = whole["ScaledObject", "rl-env-worker"]["spec"]["triggers"][0]
-    assert "opentinker_env_load{" in trigger["metadata"]["query"]
-    from opentinker.services.env_worker.worker import LOAD
-
-    assert [metric.name for metric in LOAD.describe()] == ["opentinker_env_load"]
+    (trigger,) = whole["ScaledObject", "rl-env-worker"]["spec"]["triggers"]
+    query = trigger["metadata"]["query"]
+    promql_parser.parse(query)
+    (asked,) = re.findall(r'__name__=~"([^"]+)"', query)
+    counted = {family.name for family in REGISTRY.collect() if re.fullmatch(asked, family.name)}
+    assert counted == {LOAD._name, WAITING._name}, "the open sessions, and who waits for one"
 
 
 async def test_the_launcher_starts_the_pods_of_the_chart(whole: Objects, plain: Objects, tmp_path: Path) -> None:
@@ -370,6 +385,57 @@ def test_browsers_reach_nats_only_where_that_is_asked_for(plain: Objects) -> Non
         assert _allows(objects, "nats", "env-worker", 9222, "ingress") == reached
         assert ("OPENTINKER_NATS_ISSUER_FILE" in environment(pods(objects)["rl-scheduler"])) == reached
         assert len(objects["Service", "rl-nats"]["spec"]["ports"]) == 1 + reached
+
+
+COMPUTING = ("trainer", "rollout-worker", "reference-forward")
+CACHE = "/var/cache/huggingface"
+
+
+def to_the_hub(objects: Objects) -> tuple[set[str], list[Any]]:
+    """Who may, and where to."""
+    found = objects.get(("NetworkPolicy", "rl-hub"))
+    if found is None:
+        return set(), []
+    return {one for one in SERVICES if _is(found["spec"]["podSelector"], one)}, found["spec"]["egress"]
+
+
+def test_what_computes_downloads_models_by_default(plain: Objects) -> None:
+    who, (rule,) = to_the_hub(plain)
+    assert who == set(COMPUTING) and rule["ports"] == [{"protocol": "TCP", "port": 443}]
+    assert all({"10.0.0.0/8", "169.254.0.0/16"} <= set(to["ipBlock"]["except"]) for to in rule["to"][:1])
+    for service in SERVICES:
+        pod = pods(plain)[f"rl-{service}"]
+        told = {name: value for name, value in environment(pod).items() if name.startswith("HF_")}
+        places = {one["name"]: one["mountPath"] for one in pod["containers"][0]["volumeMounts"]}
+        volumes = {one["name"]: one for one in pod["volumes"]}
+        if service in COMPUTING:
+            assert told == {"HF_HOME": CACHE} and places["hub"] == CACHE
+            assert volumes["hub"]["emptyDir"] == {"sizeLimit": "50Gi"} and "hub-token" not in volumes
+        else:
+            assert told == {} and "hub" not in volumes
+
+
+def test_a_hub_of_ones_own_with_a_token_and_a_shared_cache(whole: Objects) -> None:
+    who, (rule,) = to_the_hub(whole)
+    assert who == set(COMPUTING) and rule["to"] == [{"ipBlock": {"cidr": "10.8.0.0/16"}}]
+    pod_templates = [yaml.safe_load(text)["spec"] for text in whole["ConfigMap", "rl-pods"]["data"].values()]
+    for pod in [*(pods(whole)[f"rl-{service}"] for service in COMPUTING), *pod_templates]:
+        told = environment(pod)
+        assert (told["HF_ENDPOINT"], told["HF_HOME"]) == ("https://hub.infra", CACHE)
+        volumes = {one["name"]: one for one in pod["volumes"]}
+        assert volumes["hub"]["persistentVolumeClaim"] == {"claimName": "hub-cache"}
+        assert volumes["hub-token"]["secret"]["items"] == [{"key": "hf", "path": "token"}]
+        (mount,) = [one for one in pod["containers"][0]["volumeMounts"] if one["name"] == "hub-token"]
+        assert mount["readOnly"] and told["HF_TOKEN_PATH"] == f"{mount['mountPath']}/token"
+    for service in ("scheduler", "env-worker"):
+        assert "hub-token" not in {one["name"] for one in pods(whole)[f"rl-{service}"]["volumes"]}
+
+
+def test_without_a_hub_nothing_is_tried() -> None:
+    objects = rendered({"hub": {"enabled": False}})
+    assert to_the_hub(objects) == (set(), [])
+    for service in COMPUTING:
+        assert environment(pods(objects)[f"rl-{service}"])["HF_HUB_OFFLINE"] == "1"
 
 
 def test_gpus_are_limits(whole: Objects) -> None:

@@ -28,6 +28,7 @@ from opentinker.shared import codec
 from opentinker.shared.errors import SpecError
 from opentinker.shared.replies import OBSERVATION_BYTES, PROMPT_IDS, sound
 from opentinker.shared.sessions import OPEN, CloseSession, EnvCheck, OpenSession, SessionReply, StepSession
+from opentinker.shared.telemetry import REGISTRY
 from opentinker.shared.types import Ending, Message, StopReason
 from tests import env_samples
 from tests.conftest import soon, until
@@ -179,6 +180,7 @@ async def test_who_stands_in_line_gets_places_in_turn(sessions: Sessions) -> Non
         await in_line(sessions, len(waiting))
     again = asyncio.create_task(sessions.open(patient("b")))
     await in_line(sessions, 4)
+    assert REGISTRY.get_sample_value("opentinker_env_waiting") == 4
     assert (await sessions.open(patient("late", 0.01))).busy, "it does not wait for ever"
     await sessions.close(CloseSession(session="0"))
     assert not (await waiting[0]).busy

@@ -38,6 +38,7 @@ log = structlog.get_logger()
 ACTIVE = Gauge("opentinker_env_sessions", "Sessions now open", registry=REGISTRY)
 STEPS = Counter("opentinker_env_steps", "Turns played", registry=REGISTRY)
 LOAD = Gauge("opentinker_env_load", "What the open sessions cost together: env_sessions at most", registry=REGISTRY)
+WAITING = Gauge("opentinker_env_waiting", "Episodes in line for a place at a full worker", registry=REGISTRY)
 ENDED = Counter("opentinker_env_endings", "Sessions ended, by reason", ["reason"], registry=REGISTRY)
 
 
@@ -85,6 +86,7 @@ class Sessions:
         self._ended: deque[tuple[float, Session]] = deque()
         self._line: deque[tuple[OpenSession, float, asyncio.Future[Session | None]]] = deque()
         """Who waits for a place, when the episode's time is over, and the session that it gets."""
+        WAITING.set_function(self._line.__len__)
         self._closing: set[asyncio.Task[None]] = set()
         self._idle = asyncio.Event()
         self._idle.set()

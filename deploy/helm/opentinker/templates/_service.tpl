@@ -119,6 +119,24 @@ spec:
           value: /run/opentinker/access/issuer
         {{- end }}
         {{- end }}
+        {{- if .compute }}
+        - name: HF_HOME
+          value: /var/cache/huggingface
+        {{- with $root.Values.hub }}
+        {{- if not .enabled }}
+        - name: HF_HUB_OFFLINE
+          value: "1"
+        {{- end }}
+        {{- with .endpoint }}
+        - name: HF_ENDPOINT
+          value: {{ . | quote }}
+        {{- end }}
+        {{- if .token.secret }}
+        - name: HF_TOKEN_PATH
+          value: /run/opentinker/hub/token
+        {{- end }}
+        {{- end }}
+        {{- end }}
         {{- include "opentinker.settings" (dict "root" $root "values" .values) | nindent 8 }}
       ports:
         - {name: health, containerPort: 9100}
@@ -165,6 +183,10 @@ spec:
         - {name: tmp, mountPath: /tmp}
         {{- if .compute }}
         - {name: shm, mountPath: /dev/shm}
+        - {name: hub, mountPath: /var/cache/huggingface}
+        {{- if $root.Values.hub.token.secret }}
+        - {name: hub-token, mountPath: /run/opentinker/hub, readOnly: true}
+        {{- end }}
         {{- end }}
         {{- if $root.Values.models.existingClaim }}
         - {name: models, mountPath: /models, readOnly: true}
@@ -208,6 +230,24 @@ spec:
     {{- if .compute }}
     - name: shm
       emptyDir: {medium: Memory, sizeLimit: {{ $root.Values.sharedMemory }}}
+    - name: hub
+      {{- with $root.Values.hub.cache }}
+      {{- if .existingClaim }}
+      persistentVolumeClaim: {claimName: {{ .existingClaim }}}
+      {{- else }}
+      emptyDir: {sizeLimit: {{ .size }}}
+      {{- end }}
+      {{- end }}
+    {{- with $root.Values.hub.token }}
+    {{- if .secret }}
+    - name: hub-token
+      secret:
+        secretName: {{ .secret }}
+        defaultMode: 0440
+        items:
+          - {key: {{ .key }}, path: token}
+    {{- end }}
+    {{- end }}
     {{- end }}
     {{- if $root.Values.models.existingClaim }}
     - name: models
