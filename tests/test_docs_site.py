@@ -29,8 +29,6 @@ def blocks(page: Path, *languages: str) -> list[str]:
 def test_code_of_every_page_is_code(page: Path) -> None:
     for code in blocks(page, "python"):
         ast.parse(code)
-    for table in blocks(page, "toml"):
-        tomllib.loads(table)
     known = commands()
     for script in blocks(page, "sh", "bash"):
         typed = re.findall(r"^(?:[A-Z_]+=\S+ )*opentinker ([\w-]+)", script, re.MULTILINE)

@@ -1,0 +1,129 @@
+"""Every TOML block of the documentation is what it looks like: a job that would be accepted, a part of one, what a
+package says of itself, or settings of the services. A block with a `name` of its own is whole; others are laid over the
+least job.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import tomllib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from opentinker.envs.adapters.library import installed
+from opentinker.envs.registry import check
+from opentinker.shared import uploads
+from opentinker.shared.config import Settings
+from opentinker.shared.egress import LOOPBACK, VARIABLE
+from opentinker.shared.errors import SpecError
+from opentinker.shared.spec import JobSpec, parse_spec
+from tests.cluster import ROOT
+from tests.test_docs_site import PAGES, TUTORIAL, blocks
+
+BLOCKS = [
+    pytest.param(text, id=f"{page.relative_to(ROOT)}-{number}")
+    for page in [*PAGES, ROOT / "CONTRIBUTING.md"]
+    for number, text in enumerate(blocks(page, "toml"))
+]
+LEAST: dict[str, dict[str, Any]] = {
+    "rl": {"environment": {"name": "bandit"}, "train": {"steps": 1}},
+    "inference": {},
+}
+FILES = {
+    "rows.jsonl": '{"prompt": "2+2?", "reward_spec": {"ground_truth": "4"}}\n',
+    "problems.jsonl": '{"problem": "2+2?", "answer": "4"}\n' * 20,
+    "parity.py": "",
+    "requirements.lock": "",
+}
+"""That pages speak of as the reader's own."""
+OTHER_MACHINES = {"gem", "miniwob", "openenv"}
+"""Environments whose library, browser or server is elsewhere."""
+
+
+@pytest.fixture
+def readers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The directory of somebody who has done what the pages say."""
+    for name, text in FILES.items():
+        (tmp_path / name).write_text(text)
+    (tmp_path / "largest.py").write_text(blocks(TUTORIAL, "python")[0])
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv(VARIABLE, ",".join([*LOOPBACK, "10.0.0.0/8"]))
+    which = shutil.which
+    monkeypatch.setattr(shutil, "which", lambda name: name if name.startswith("/opt/") else which(name))
+    yield tmp_path
+    sys.modules.pop("largest", None)
+
+
+def over(least: Mapping[str, Any], part: Mapping[str, Any]) -> dict[str, Any]:
+    """What `part` says goes before, table by table."""
+    both = {
+        name for name in least.keys() & part.keys() if isinstance(least[name], dict) and isinstance(part[name], dict)
+    }
+    return {**least, **part, **{name: over(least[name], part[name]) for name in both}}
+
+
+def accepted(told: dict[str, Any], folder: Path) -> str:
+    """What it is. Raises SpecError, ValidationError: it is wrong."""
+    if told.keys() <= Settings.model_fields.keys():
+        Settings.model_validate(told)
+        return "settings"
+    if "class" in told:
+        assert told.keys() <= uploads.KEYS
+        assert uploads.read_package(folder).name == told["name"]
+        return "package"
+    kind = told.get("kind", "inference" if "serving" in told else "rl")
+    whole = told if "name" in told else over({"name": "x", "kind": kind, "model": {"base": "m"}, **LEAST[kind]}, told)
+    spec = parse_spec(whole)
+    if "environment" in told:
+        _environment_is_right(spec)
+    return "job" if whole is told else "part"
+
+
+def _environment_is_right(spec: JobSpec) -> None:
+    """Its config, and what evaluations lay over that."""
+    name, config = spec.environment.name, spec.environment.config
+    elsewhere = name in OTHER_MACHINES or (name == "alfworld" and not installed("alfworld"))
+    check(name, config, modules=True, elsewhere=elsewhere)
+    if spec.validation is not None and spec.validation.config:
+        check(name, {**config, **spec.validation.config}, modules=True, elsewhere=elsewhere)
+
+
+@pytest.mark.parametrize("text", BLOCKS)
+def test_every_block_would_be_accepted(text: str, readers: Path) -> None:
+    (readers / uploads.DESCRIPTION).write_text(text)
+    accepted(tomllib.loads(text), readers)
+
+
+def test_there_are_blocks_of_every_kind_and_none_could_be_two(readers: Path) -> None:
+    assert not Settings.model_fields.keys() & JobSpec.model_fields.keys()
+    found = []
+    for block in BLOCKS:
+        text = str(block.values[0])
+        (readers / uploads.DESCRIPTION).write_text(text)
+        found.append(accepted(tomllib.loads(text), readers))
+    assert set(found) == {"settings", "package", "job", "part"}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[train]\nsteps = 0",
+        "[rollout]\nmax_turn = 2",
+        'name = "x"\nmodel = { base = "m" }',
+        '[environment]\nname = "gomoku"\nconfig = { sizes = 3 }',
+        '[environment]\nname = "gomoku"\n[validation]\nevery = 1\nconfig = { sizes = 3 }',
+        '[tenants."*"]\nrunning_job = 4',
+        'class = "parity:Parity"\nname = "Not A Name"',
+    ],
+)
+def test_a_wrong_block_would_be_found(text: str, readers: Path) -> None:
+    (readers / uploads.DESCRIPTION).write_text(text)
+    with pytest.raises((SpecError, ValidationError)):
+        accepted(tomllib.loads(text), readers)
