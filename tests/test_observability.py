@@ -25,7 +25,7 @@ from aiohttp import web
 from opentinker.access import Access, WebSocket
 from opentinker.embedded import nats_binary
 from opentinker.services.env_worker import worker as _env_worker  # noqa: F401 - what they count is in the registry
-from opentinker.services.scheduler import api as _api  # noqa: F401
+from opentinker.services.scheduler import service as _scheduler  # noqa: F401
 from opentinker.shared import asyncapi, stream_credentials
 from opentinker.shared.bus import Bus
 from opentinker.shared.config import Settings
@@ -34,7 +34,7 @@ from opentinker.shared.rights import TABLE
 from opentinker.shared.service import Context
 from opentinker.shared.store import Store
 from opentinker.shared.subjects import METRIC, SCHEDULER, Subject
-from opentinker.shared.telemetry import REGISTRY
+from opentinker.shared.telemetry import LAST, REGISTRY
 from opentinker.shared.waiting import rest
 from tests.api import OPERATOR, OPERATOR_FILE, Http, bearing
 from tests.cluster import ROOT, undocumented
@@ -280,6 +280,30 @@ def test_every_metric_of_a_panel_exists() -> None:
     assert families == {"workers/", "jobs/"} and undocumented(f"{family}X" for family in families) == []
     places = [tuple(panel["gridPos"][side] for side in "xy") for panel in board["panels"]]
     assert len(set(places)) == len(places) and len({panel["id"] for panel in board["panels"]}) == len(places)
+
+
+def labels_of(name: str) -> set[str]:
+    """That a metric of ours has, and those that Prometheus gives every series of a process."""
+    (found,) = [collector for collector, names in REGISTRY._collector_to_names.items() if name in names]
+    return {*getattr(found, "_labelnames", ()), "instance", "service"} | ({"le"} if name.endswith("_bucket") else set())
+
+
+def test_every_label_of_a_panel_exists() -> None:
+    """Also its values, where a panel names one: a counter of something rare is there before it has happened."""
+    board = orjson.loads((OBSERVABILITY / "grafana" / "dashboards" / "opentinker.json").read_bytes())
+    for target in [target for panel in board["panels"] for target in panel.get("targets", [])]:
+        left: set[str] = set()
+        for name, asked in re.findall(r"(opentinker_\w+)(?:\{([^}]*)\})?", target["expr"]):
+            labels = labels_of(name)
+            left |= labels
+            matchers = dict(re.findall(r'(\w+)=~?"([^"]*)"', asked))
+            assert matchers.keys() <= labels, target["expr"]
+            if name != LAST._name and matchers:
+                assert REGISTRY.get_sample_value(name, matchers) is not None, target["expr"]
+        kept = [set(group.split(", ")) for group in re.findall(r"by \(([^)]*)\)", target["expr"])]
+        assert all(group <= left for group in kept), target["expr"]
+        shown = set(re.findall(r"\{\{(\w+)\}\}", target.get("legendFormat", "")))
+        assert shown <= (kept[0] if kept else left), target["legendFormat"]
 
 
 def test_prometheus_understands_every_query() -> None:

@@ -30,6 +30,8 @@ from opentinker.shared.telemetry import REGISTRY
 
 log = structlog.get_logger()
 LINES = Counter("opentinker_audit_lines", "Lines of the audit log", ["written"], registry=REGISTRY)
+for _written in ("yes", "no"):
+    LINES.labels(_written)  # from zero on: Prometheus sees no rate in a series that begins with its first event
 
 WATCHED = frozenset(
     (

@@ -42,6 +42,8 @@ SUBSCRIPTIONS = 32
 ACCOUNT = "$G"
 """Where all users of a nats-server without accounts are."""
 SEEN = Counter("opentinker_stream_logins", "Who asked to hear streams of jobs", ["let_in"], registry=REGISTRY)
+for _let_in in ("yes", "no", "unanswered"):
+    SEEN.labels(_let_in)  # from zero on: Prometheus sees no rate in a series that begins with its first event
 
 
 class _Server(msgspec.Struct):
