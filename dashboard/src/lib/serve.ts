@@ -26,6 +26,11 @@ export function inferenceSpec(job: JobDetail, step: number): Json {
   };
 }
 
+/** Whether its checkpoints are adapters, which need their base model beside them. */
+export function savesAdapters(job: JobDetail): boolean {
+  return Boolean(table(table(job.spec)["model"])["lora"]);
+}
+
 /** What may be asked of an inference job beside its own model. */
 export function adaptersOf(job: JobDetail): string[] {
   const listed = table(table(job.spec)["serving"])["adapters"];

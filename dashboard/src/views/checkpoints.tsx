@@ -4,7 +4,7 @@ import type { JSX } from "preact";
 import { useRef, useState } from "preact/hooks";
 import { go, useAsked, useDoing, useMay } from "../hooks.ts";
 import { ask, fetched, job as path, key, onceKey } from "../lib/api.ts";
-import { inferenceSpec } from "../lib/serve.ts";
+import { inferenceSpec, savesAdapters } from "../lib/serve.ts";
 import type { Checkpoint, Job, JobDetail } from "../lib/types.ts";
 import { bytes, moment, save } from "../lib/words.ts";
 import { Empty, Said } from "../parts.tsx";
@@ -78,10 +78,29 @@ export function Checkpoints({ job }: { job: JobDetail }): JSX.Element {
           ))}
         </tbody>
       </table>
-      <p class="dim">
-        With everything that a trainer needs: <code>opentinker download {job.id} DIR</code>
-      </p>
+      {downloads && <OnTheCommandLine job={job} />}
     </>
+  );
+}
+
+/** What `opentinker download` brings, which is what the button does: no optimizer. */
+function OnTheCommandLine({ job }: { job: JobDetail }): JSX.Element {
+  const line = `opentinker download ${job.id} DIR`;
+  return (
+    <p class="dim">
+      {savesAdapters(job) ? (
+        <>
+          The newest adapter and its tokenizer, without the base model: <code>{line}</code>; put into the base, as a model of its own:{" "}
+          <code>{line} --merge</code>.
+        </>
+      ) : (
+        <>
+          The newest model and its tokenizer: <code>{line}</code>.
+        </>
+      )}{" "}
+      Another one: <code>--step</code>. With the optimizer's state, in Python:{" "}
+      <code>{`opentinker.Client().download("${job.id}", "DIR", everything=True)`}</code>
+    </p>
   );
 }
 
