@@ -8,6 +8,7 @@ an object store. Without an engine all of it is skipped.
 from __future__ import annotations
 
 import os
+import re
 import time
 import tomllib
 from collections.abc import AsyncIterator
@@ -265,7 +266,10 @@ async def _keeps_objects(project: Project, client: AsyncClient, tmp_path: Path) 
         async def is_kept() -> bool:
             async with aiohttp.ClientSession() as session, session.get(f"{url}/artifacts?list-type=2") as answer:
                 text = await answer.text()
-            return f"{job}/checkpoints/step-000002/model.safetensors" in text and f"{job}/logs.jsonl" in text
+            return (
+                bool(re.search(rf"{job}/checkpoints/step-000002[^/]*/model.safetensors<", text))
+                and f"{job}/logs.jsonl" in text
+            )
 
         await until(is_kept, LONG_S)
         model = await client.download(job, tmp_path / "from-s3")
