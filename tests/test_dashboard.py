@@ -295,7 +295,7 @@ async def test_words_of_others_stay_words(opened: Open, http: Http, ctx: Context
     assert status == 201, body
     job = body["id"]
     home = ctx.settings.data_dir / "jobs" / job
-    episode = {
+    episode: dict[str, Any] = {
         **{"step": 1, "group": 7, "sample": 0, "environment": PAYLOAD, "worker": PAYLOAD, "versions": ["1.0"]},
         **{"reward": 1.0, "rewards": {"": 1.0}, "components": {}, "scores": {PAYLOAD: 1.0}, "metrics": {PAYLOAD: 0.5}},
         **{"ending": "env_done", "stops": ["eos"], "tokens": 2, "turns": 1, "seconds": 0.1},
@@ -311,6 +311,17 @@ async def test_words_of_others_stay_words(opened: Open, http: Http, ctx: Context
     }
     (home / "rollouts").mkdir(parents=True)
     (home / "rollouts" / "step-000001.jsonl").write_bytes(orjson.dumps(episode) + b"\n")
+    (seen,) = episode["views"]
+    exam: dict[str, Any] = {
+        "index": 0,
+        "reward": 1.0,
+        "metrics": {PAYLOAD: 0.5},
+        "ending": "env_done",
+        "messages": seen["messages"],
+    }
+    exam["views"] = [{"seat": PAYLOAD, "stream": "", "tokens": seen["tokens"] | {"advantages": None}}]
+    (home / "transcripts").mkdir()
+    (home / "transcripts" / "step-000001.jsonl").write_bytes(orjson.dumps(exam) + b"\n")
     await store.update(job, event="note", detail={"words": PAYLOAD})
     line = LogLine(
         job=job,
@@ -335,6 +346,13 @@ async def test_words_of_others_stay_words(opened: Open, http: Http, ctx: Context
         await tab.page.get_by_role("button", name=colour, exact=True).click()
         await expect(tab.page.locator(".tokens span")).to_have_text(PAYLOAD)
     assert PAYLOAD in str(await tab.page.locator(".tokens span").get_attribute("title"))
+    await tab.page.get_by_role("button", name="evaluations", exact=True).click()
+    for colour in ("mask", "logprob", "version"):
+        await tab.page.get_by_role("button", name=colour, exact=True).click()
+        await expect(tab.page.locator(".tokens span")).to_have_text(PAYLOAD)
+    await expect(tab.page.get_by_role("button", name="advantage", exact=True)).to_have_count(0)
+    await tab.page.get_by_role("button", name="words", exact=True).click()
+    await expect(tab.page.locator(".talk .words")).to_have_text(PAYLOAD)
     await tab.go("jobs", job, "config")
     await expect(tab.page.locator(".config tr", has_text="rollout.stop")).to_contain_text("<script>")
     for view in ("curves", "checkpoints"):
