@@ -180,6 +180,29 @@ class Said(TypedDict):
     content: str
 
 
+class Tokens(TypedDict):
+    """The first tokens of an episode, column by column."""
+
+    text: list[str]
+    ids: list[int]
+    mask: list[int]
+    """1: sampled by the policy."""
+    logprobs: list[float]
+    """Of the distribution that was sampled from."""
+    advantages: list[float] | None
+    versions: list[list[Any]]
+    """[first token, the one after the last, weights]."""
+    left_out: int
+
+
+class SeenTokens(TypedDict):
+    """What one seat saw of an episode of an evaluation, in one of its contexts."""
+
+    seat: str
+    stream: str
+    tokens: Tokens
+
+
 class Transcript(TypedDict):
     """An episode of an evaluation."""
 
@@ -194,6 +217,8 @@ class Transcript(TypedDict):
     metrics: dict[str, float]
     ending: str
     messages: list[Said]
+    views: NotRequired[list[SeenTokens]]
+    """The same token by token; of those that were kept before there were any, none."""
 
 
 class Transcripts(TypedDict):
@@ -202,21 +227,6 @@ class Transcripts(TypedDict):
     steps: list[int]
     step: int | None
     transcripts: list[Transcript]
-
-
-class Tokens(TypedDict):
-    """The first tokens of an episode, column by column."""
-
-    text: list[str]
-    ids: list[int]
-    mask: list[int]
-    """1: sampled by the policy."""
-    logprobs: list[float]
-    """Of the distribution that was sampled from."""
-    advantages: list[float] | None
-    versions: list[list[Any]]
-    """[first token, the one after the last, weights]."""
-    left_out: int
 
 
 class View(TypedDict):

@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import orjson
 import structlog
 
@@ -51,6 +52,7 @@ def transcript_of(result: ExamResult, plan: EvaluationSpec) -> dict[str, Any]:
         "metrics": result.metrics,
         "ending": result.ending,
         "messages": [{"role": m.role, "content": m.text} for m in result.messages],
+        "views": msgspec.to_builtins(result.views),
     }
 
 

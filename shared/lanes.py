@@ -3,7 +3,8 @@
     with lanes.busy("generation", "rollout"): ...   --once a second--> TIMELINE: a few segments, whatever happened
 
 Lanes: `generation`, `env`, `reference`, `training`, `swap`. Many may be busy on one lane at a time (episodes of a
-rollout worker): together they are one segment, and `level` says how many they were on average. Nothing waits for this.
+rollout worker, sessions of an env worker): together they are one segment, and `level` says how many they were on
+average. Nothing waits for this.
 """
 
 from __future__ import annotations
@@ -23,15 +24,18 @@ from opentinker.shared.waiting import rest
 
 REPORT_S = 1.0
 GLUE_S = 0.02
-"""A gap that is no longer is none."""
 MOST = 100
 """Segments a second of one worker and job; the longest stay, the others are counted."""
 FORGET_S = 60.0
 
 
-@dataclass
+Key = tuple[str, str, str]
+"""Lane, kind, version."""
+
+
+@dataclass(slots=True)
 class _Open:
-    """Something is going on there since `start`; `area`: seconds times how many, up to `seen`."""
+    """Something is going on there since `start`, or was a moment ago; `area`: seconds times how many, up to `seen`."""
 
     start: float
     seen: float
@@ -39,38 +43,61 @@ class _Open:
     area: float = 0.0
 
     def upto(self, now: float) -> None:
-        now = max(now, self.seen)
-        self.area += self.count * (now - self.seen)
-        self.seen = now
+        if now > self.seen:
+            self.area += self.count * (now - self.seen)
+            self.seen = now
 
 
 class Lanes:
-    """Of one worker, for one job. `clock`: Unix seconds."""
+    """Of one worker, for one job. `clock`: Unix seconds; `glue_s`: a gap that is no longer is none."""
 
-    def __init__(self, bus: Bus, job: str, worker: str, clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self, bus: Bus, job: str, worker: str, clock: Callable[[], float] = time.time, *, glue_s: float = GLUE_S
+    ) -> None:
         self._bus, self._job, self._worker, self._clock = bus, job, worker, clock
+        self._glue_s = glue_s
         self._incarnation = uuid.uuid4().hex[:8]
         self._seq = 0
-        self._open: dict[tuple[str, str, str], _Open] = {}
+        self._open: dict[Key, _Open] = {}
         self._closed: list[Segment] = []
         self._version = ""
         self.heard = clock()
-        """When there was something last."""
+        """When there was something to report last."""
 
     @contextmanager
     def busy(self, lane: str, kind: str, version: str | None = None) -> Iterator[None]:
         """`version`: of weights, default: those that are in use."""
-        key = (lane, kind, self._version if version is None else version)
-        self._change(key, 1)
+        key = self.begin(lane, kind, version)
         try:
             yield
         finally:
-            now_named = key if key in self._open else (lane, kind, self._version)
-            self._change(now_named, -1)
+            self.end(key)
+
+    def begin(self, lane: str, kind: str, version: str | None = None) -> Key:
+        """As `busy`, up to `end` of what this returns."""
+        key = (lane, kind, self._version if version is None else version)
+        now = self._clock()
+        found = self._open.get(key)
+        if found is not None and not found.count and now - found.seen > self._glue_s:
+            self._close(key, found)
+            found = None
+        if found is None:
+            found = self._open[key] = _Open(now, now)
+        found.upto(now)
+        found.count += 1
+        return key
+
+    def end(self, key: Key) -> None:
+        found = self._open.get(key) or self._open[key[0], key[1], self._version]
+        found.upto(self._clock())
+        found.count -= 1
+
+    @property
+    def goes_on(self) -> bool:
+        return any(lane.count for lane in self._open.values())
 
     def note(self, lane: str, kind: str, start: float, end: float, *, version: str = "", level: float = 1.0) -> None:
         """What is known only afterwards."""
-        self.heard = self._clock()
         segment = Segment(lane=lane, kind=kind, start=start, end=max(start, end), version=version, level=level)
         self._closed.append(segment)
 
@@ -79,8 +106,9 @@ class Lanes:
         before, self._version = self._version, version
         for key in [key for key in self._open if key[2] == before and before != version]:
             lane = self._open.pop(key)
-            now = self._end(key, lane)
-            self._open[key[0], key[1], version] = _Open(now, now, lane.count)
+            now = self._close(key, lane)
+            if lane.count:
+                self._open[key[0], key[1], version] = _Open(now, now, lane.count)
 
     async def run(self) -> None:
         while True:
@@ -89,12 +117,15 @@ class Lanes:
 
     async def report(self) -> None:
         """What has happened since the last time; of what goes on, the part up to now."""
-        for key, lane in self._open.items():
-            now = self._end(key, lane)
+        for key, lane in list(self._open.items()):
+            now = self._close(key, lane)
             lane.start, lane.area = now, 0.0
+            if not lane.count:
+                del self._open[key]
         if not self._closed:
             return
-        found, self._closed = glued(self._closed), []
+        self.heard = self._clock()
+        found, self._closed = glued(self._closed, self._glue_s), []
         longest = sorted(found, key=lambda segment: segment.start - segment.end)[:MOST]
         part = TimelinePart(
             job=self._job,
@@ -107,18 +138,10 @@ class Lanes:
         self._seq += 1
         await self._bus.emit(TIMELINE, part, job=self._job, worker=self._worker)
 
-    def _change(self, key: tuple[str, str, str], by: int) -> None:
-        now = self.heard = self._clock()
-        lane = self._open.get(key)
-        if lane is None:
-            lane = self._open[key] = _Open(now, now)
-        lane.upto(now)
-        lane.count += by
-        if lane.count <= 0:
-            self._end(key, self._open.pop(key))
-
-    def _end(self, key: tuple[str, str, str], lane: _Open) -> float:
-        lane.upto(self._clock())
+    def _close(self, key: Key, lane: _Open) -> float:
+        """Up to when."""
+        if lane.count:
+            lane.upto(self._clock())
         length = lane.seen - lane.start
         if length > 0:
             name, kind, version = key
@@ -133,26 +156,30 @@ class Lanes:
 class LanesByJob:
     """Of a worker that works for many jobs at a time."""
 
-    def __init__(self, bus: Bus, worker: str) -> None:
-        self._bus, self._worker = bus, worker
+    def __init__(self, bus: Bus, worker: str, *, glue_s: float = GLUE_S) -> None:
+        self._bus, self._worker, self._glue_s = bus, worker, glue_s
         self._jobs: dict[str, Lanes] = {}
 
     def of(self, job: str) -> Lanes:
         lanes = self._jobs.get(job)
         if lanes is None:
-            lanes = self._jobs[job] = Lanes(self._bus, job, self._worker)
+            lanes = self._jobs[job] = Lanes(self._bus, job, self._worker, glue_s=self._glue_s)
         return lanes
 
     async def run(self) -> None:
         while True:
             await rest(REPORT_S)
-            for job, lanes in list(self._jobs.items()):
-                await lanes.report()
-                if time.time() - lanes.heard > FORGET_S:
-                    del self._jobs[job]
+            await self.report()
+
+    async def report(self) -> None:
+        """Each job its own."""
+        for job, lanes in list(self._jobs.items()):
+            await lanes.report()
+            if not lanes.goes_on and time.time() - lanes.heard > FORGET_S:
+                del self._jobs[job]
 
 
-def glued(segments: list[Segment]) -> list[Segment]:
+def glued(segments: list[Segment], glue_s: float = GLUE_S) -> list[Segment]:
     """Neighbours that nothing parts are one."""
     found: list[Segment] = []
     for segment in sorted(segments, key=lambda s: (s.lane, s.kind, s.version, s.start)):
@@ -160,7 +187,7 @@ def glued(segments: list[Segment]) -> list[Segment]:
         same = last is not None and (last.lane, last.kind, last.version) == (
             *(segment.lane, segment.kind, segment.version),
         )
-        if last is None or not same or segment.start - last.end > GLUE_S:
+        if last is None or not same or segment.start - last.end > glue_s:
             found.append(segment)
             continue
         end = max(last.end, segment.end)

@@ -94,7 +94,7 @@ leads) twice; ids are those of the log."""
 ROLLOUTS = Subject("rollouts.{job}", reports.KeptStep, json=True, by=(TRAINER,), shown="rollouts")
 """Trainer -> dashboards: episodes that a step was trained on can be read now. Live alone; the words are in files."""
 TIMELINE = Subject(
-    "timeline.{job}.{worker}", reports.TimelinePart, json=True, by=(TRAINER, ROLLOUT, REFERENCE), shown="timeline"
+    "timeline.{job}.{worker}", reports.TimelinePart, json=True, by=(TRAINER, ROLLOUT, REFERENCE, ENV), shown="timeline"
 )
 """Who works for a job -> dashboards: what it was busy with, at most once a second. Live and as history."""
 WAKE = Subject("wake.{who}", dict, json=True, by=(SCHEDULER, TRAINER, ROLLOUT), to=(SCHEDULER, TRAINER, ROLLOUT))

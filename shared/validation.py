@@ -7,6 +7,7 @@ import hashlib
 
 import msgspec
 
+from opentinker.shared.kept_tokens import KeptTokens
 from opentinker.shared.types import Ending, Message, StopReason, WeightVersion
 
 
@@ -20,6 +21,14 @@ class Exam(msgspec.Struct, frozen=True, kw_only=True):
     """Which of the evaluation's episodes; `samples` neighbours have the same start state."""
     seed: int
     """Of the start state, see `exam_seed`."""
+
+
+class ExamView(msgspec.Struct, frozen=True, kw_only=True):
+    """What one seat saw of an episode in one of its contexts, token by token."""
+
+    seat: str
+    stream: str
+    tokens: KeptTokens
 
 
 class ExamResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -49,6 +58,8 @@ class ExamResult(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float = 0.0
     messages: list[Message] = []
     """What was said, word by word, where it is to be kept."""
+    views: list[ExamView] = []
+    """The same token by token, of the first of those."""
 
 
 class Seen(msgspec.Struct, frozen=True, kw_only=True):

@@ -13,6 +13,7 @@ import orjson
 import pytest
 
 from opentinker.client import AsyncClient, answers
+from opentinker.services.rollout_worker.examiner import views_of
 from opentinker.services.trainer.told import Told
 from opentinker.shared.evaluations import transcript_of
 from opentinker.shared.service import Context
@@ -117,10 +118,13 @@ async def test_what_jobs_leave_and_cost_is_what_its_types_say(client: AsyncClien
     (home / "transcripts").mkdir()
     exam = ExamResult(job=job, version=V, index=1, worker="w", ending=Ending.ENV_DONE, seats={"a": 1.0, "b": 0.0})
     exam = msgspec.structs.replace(exam, metrics={"exact": 1.0}, messages=[Message(role="user", content="2+2=")])
+    exam = msgspec.structs.replace(exam, views=views_of(views))
     lines = [transcript_of(exam, EvaluationSpec(samples=samples, temperature=1.0)) for samples in (1, 2)]
     written = b"".join(orjson.dumps(line) + b"\n" for line in lines)
     await asyncio.to_thread((home / "transcripts" / "step-000004.jsonl").write_bytes, written)
-    fits(await client.transcripts(job), answers.Transcripts)
+    seen = await client.transcripts(job)
+    fits(seen, answers.Transcripts)
+    assert seen["transcripts"][0]["views"][0]["tokens"]["text"] == ["x"] * 6
 
     await Usage(store.redis).count(job, "a", {"cpu_s": 1.5})
     for by in ("job", "day", "key"):

@@ -259,6 +259,25 @@ async def test_what_a_worker_did_while_its_messages_were_lost_is_not_known(opene
     await expect(tab.page.locator(".chosen")).to_contain_text("training of trainer-0: step 800 ms")
 
 
+async def test_many_env_workers_are_one_lane_until_it_is_opened(opened: Open, http: Http, bus: Bus) -> None:
+    job = await http.job()
+    for number in range(8):
+        segments = [Segment(lane="env", kind="turn", start=1000.0 + number, end=1004.0 + number, level=2.0)]
+        part = TimelinePart(job=job, worker=f"env-{number}", incarnation="one", seq=0, segments=segments)
+        await bus.emit(TIMELINE, part, job=job, worker=f"env-{number}")
+    tab = await opened(http.url)
+    await tab.go("jobs", job, "timeline")
+    rows, fold = tab.page.locator(".timeline li"), tab.page.get_by_role("button", name="env: each worker for itself")
+    await expect(rows).to_have_text(re.compile(r"env 8 workers\d+%"))
+    await tab.page.locator(".timeline canvas").press("ArrowLeft")
+    await expect(tab.page.locator(".chosen")).to_contain_text(re.compile(r"env of 8 workers: turn \d+ ms, \d\.\d at"))
+    await fold.click()
+    await expect(rows).to_have_count(8)
+    await expect(rows.last).to_contain_text("env-7")
+    await fold.click()
+    await expect(rows).to_have_count(1)
+
+
 async def test_two_runs_are_compared(opened: Open, http: Http, bus: Bus) -> None:
     jobs = [await http.job(), await http.job()]
     for job, mean in zip(jobs, (0.25, 0.75), strict=True):
@@ -276,7 +295,7 @@ async def test_words_of_others_stay_words(opened: Open, http: Http, ctx: Context
     assert status == 201, body
     job = body["id"]
     home = ctx.settings.data_dir / "jobs" / job
-    episode = {
+    episode: dict[str, Any] = {
         **{"step": 1, "group": 7, "sample": 0, "environment": PAYLOAD, "worker": PAYLOAD, "versions": ["1.0"]},
         **{"reward": 1.0, "rewards": {"": 1.0}, "components": {}, "scores": {PAYLOAD: 1.0}, "metrics": {PAYLOAD: 0.5}},
         **{"ending": "env_done", "stops": ["eos"], "tokens": 2, "turns": 1, "seconds": 0.1},
@@ -292,6 +311,17 @@ async def test_words_of_others_stay_words(opened: Open, http: Http, ctx: Context
     }
     (home / "rollouts").mkdir(parents=True)
     (home / "rollouts" / "step-000001.jsonl").write_bytes(orjson.dumps(episode) + b"\n")
+    (seen,) = episode["views"]
+    exam: dict[str, Any] = {
+        "index": 0,
+        "reward": 1.0,
+        "metrics": {PAYLOAD: 0.5},
+        "ending": "env_done",
+        "messages": seen["messages"],
+    }
+    exam["views"] = [{"seat": PAYLOAD, "stream": "", "tokens": seen["tokens"] | {"advantages": None}}]
+    (home / "transcripts").mkdir()
+    (home / "transcripts" / "step-000001.jsonl").write_bytes(orjson.dumps(exam) + b"\n")
     await store.update(job, event="note", detail={"words": PAYLOAD})
     line = LogLine(
         job=job,
@@ -316,6 +346,13 @@ async def test_words_of_others_stay_words(opened: Open, http: Http, ctx: Context
         await tab.page.get_by_role("button", name=colour, exact=True).click()
         await expect(tab.page.locator(".tokens span")).to_have_text(PAYLOAD)
     assert PAYLOAD in str(await tab.page.locator(".tokens span").get_attribute("title"))
+    await tab.page.get_by_role("button", name="evaluations", exact=True).click()
+    for colour in ("mask", "logprob", "version"):
+        await tab.page.get_by_role("button", name=colour, exact=True).click()
+        await expect(tab.page.locator(".tokens span")).to_have_text(PAYLOAD)
+    await expect(tab.page.get_by_role("button", name="advantage", exact=True)).to_have_count(0)
+    await tab.page.get_by_role("button", name="words", exact=True).click()
+    await expect(tab.page.locator(".talk .words")).to_have_text(PAYLOAD)
     await tab.go("jobs", job, "config")
     await expect(tab.page.locator(".config tr", has_text="rollout.stop")).to_contain_text("<script>")
     for view in ("curves", "checkpoints"):
@@ -452,6 +489,8 @@ async def of_its_pipeline(tab: Tab, job: str) -> None:
     await tab.go("jobs", job, "timeline")
     for lane in ("training", "generation", "swap"):
         await expect(tab.page.locator(f'[data-lane="{lane}"]').first).to_contain_text("%", timeout=WAIT_S * 1000)
+    played = tab.page.locator('[data-lane="env"]').filter(has_text="env_worker-0")
+    await expect(played).to_contain_text("%", timeout=WAIT_S * 1000)
     await tab.page.locator(".timeline canvas").press("ArrowLeft")
     await expect(tab.page.locator(".timeline .chosen")).to_contain_text(re.compile(r"of [a-z]+-0: [a-z]+ \d+ ms"))
     await tab.go("jobs", job, "episodes")

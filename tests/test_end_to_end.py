@@ -165,7 +165,7 @@ async def test_job_runs_from_submission_to_download(shared: System, tmp_path: Pa
         made = {s["version"] for s in segments if (s["lane"], s["kind"]) == ("training", "step")}
         return made == {f"1.{step}" for step in range(1, 11)} and kinds >= {
             *(("generation", "rollout"), ("env", "rollout"), ("training", "wait"), ("training", "checkpoint")),
-            ("swap", "publish"),
+            *(("swap", "publish"), ("env", "open"), ("env", "turn")),
         }
 
     await until(all_shown)

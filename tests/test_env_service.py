@@ -7,7 +7,9 @@ import os
 import signal
 import subprocess
 import sys
+import uuid
 from collections.abc import AsyncIterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +20,10 @@ from hypothesis import strategies as st
 from opentinker.envs.registry import BUILT_IN
 from opentinker.shared.bus import Bus
 from opentinker.shared.env_client import EnvClient
+from opentinker.shared.reports import TimelinePart
 from opentinker.shared.sessions import EnvCheck, SessionReply, StepSession, owner_of
 from opentinker.shared.store import Store
-from opentinker.shared.subjects import ENV_CHECK, ENV_CLOSE, ENV_OPEN, ENV_STEP
+from opentinker.shared.subjects import ENV_CHECK, ENV_CLOSE, ENV_OPEN, ENV_STEP, TIMELINE
 from opentinker.shared.types import Ending, Pool, StopReason, ToolCall, WorkerInfo
 from tests.cluster import PYTHONPATH
 from tests.conftest import WAIT_S, Server, start_nats, until
@@ -377,6 +380,47 @@ async def test_worker_tells_what_it_is(workers: Workers, client: EnvClient) -> N
     assert info is not None
     assert (info.pool, info.status) == (Pool.ENV, "ready")
     assert info.detail["environments"] == sorted(BUILT_IN)
+
+
+SHARED = 32
+"""So many sessions and none of them on the one of two workers: that does not happen."""
+
+
+async def test_workers_say_what_they_play_for_each_job_on_its_own_subject(
+    workers: Workers, client: EnvClient, bus: Bus
+) -> None:
+    await asyncio.gather(workers.start("env-0"), workers.start("env-1"))
+    jobs = [f"j-{uuid.uuid4().hex[:10]}" for _ in range(2)]
+    heard: dict[str, list[TimelinePart]] = {job: [] for job in jobs}
+
+    async def hear(part: TimelinePart, job: str) -> None:
+        heard[job].append(part)
+
+    for job in jobs:
+        await bus.listen(TIMELINE, partial(hear, job=job), job=job, worker="*")
+    await bus.flush()
+
+    async def play(job: str, name: str) -> None:
+        reply = await client.open(**opening(name, "tests.env_samples:Counting", turns=20) | {"job": job})
+        for turn in range(20):
+            assert (await client.step(*guess(reply, name, turn))).failure is None
+
+    await asyncio.gather(*(play(job, f"{job}-{number}") for job in jobs for number in range(SHARED)))
+    for name in ("env-0", "env-1"):
+        workers.signal(name, signal.SIGTERM)
+        assert await workers.end(name) == 0  # the last part comes before the end
+    await bus.flush()
+    for job in jobs:
+        parts = heard[job]
+        assert {(part.job, part.worker) for part in parts} == {(job, "env-0"), (job, "env-1")}
+        for worker in ("env-0", "env-1"):
+            own = [part for part in parts if part.worker == worker]
+            assert [part.seq for part in own] == list(range(len(own)))
+            segments = [segment for part in own for segment in part.segments]
+            assert {(one.lane, one.kind) for one in segments} == {("env", "open"), ("env", "turn")}
+            turns = [one for one in segments if one.kind == "turn"]
+            assert 0 < sum(one.end - one.start for one in turns) < 60 and max(one.level for one in turns) <= SHARED
+        assert [part for _, part in await bus.history(TIMELINE, 0, 1000, job=job, worker="*")] == parts
 
 
 async def test_episodes_of_a_rollout_worker_that_is_gone_are_ended(workers: Workers, bus: Bus, store: Store) -> None:

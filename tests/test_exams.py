@@ -23,7 +23,7 @@ from opentinker.shared.types import Ending, Message, WeightVersion
 from opentinker.shared.validation import Exam, ExamResult
 from tests.cluster import toy_cluster, undocumented
 from tests.conftest import soon, until
-from tests.factories import make_spec
+from tests.factories import make_spec, make_trajectory
 from tests.scheduling import running
 from tests.test_rollout_worker import Bench, Mortal
 
@@ -80,6 +80,11 @@ async def test_exam_waits_for_its_version_and_is_dropped_when_it_is_past(exams: 
         (0, [V(1, 0)], Ending.ENV_DONE),
         (1, [V(1, 1)], Ending.ENV_DONE),
     ]
+    (view,) = exams.results[0].views
+    tokens = view.tokens
+    assert len(tokens.text) == len(tokens.ids) == len(tokens.mask) == len(tokens.logprobs)
+    assert sum(tokens.mask) == exams.results[0].tokens > 0 and tokens.left_out == 0 and tokens.advantages is None
+    assert [version for *_, version in tokens.versions] == ["1.0"] and exams.results[1].views == []
     first, second = (r.messages for r in exams.results)
     assert [m.role for m in first] == ["user", "assistant"] and first[0].content == "7=" and second == []
     ledger = await exams.admission.ledger()
@@ -153,6 +158,16 @@ async def test_episode_that_always_fails_is_a_result_with_its_reason(exams: Exam
         await until(lambda: len(exams.results) == 1)
     await serving.unsubscribe()
     assert (exams.results[0].ending, exams.results[0].error) == (Ending.ENGINE_ERROR, "out of luck")
+
+
+def test_tokens_of_an_episode_in_many_contexts_are_the_first_so_many_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(examiner, "TOKENS", 8)
+    kept = [make_trajectory(stream=name, pieces=["p", "q", "r", "x", "y"]) for name in "abc"]
+    views = examiner.views_of([make_trajectory(stream="none"), *kept])
+    assert [(one.stream, one.tokens.text, one.tokens.left_out) for one in views] == [
+        ("a", ["p", "q", "r", "x", "y"], 1),
+        ("b", ["p", "q", "r"], 3),
+    ]
 
 
 def test_transcript_of_a_long_episode_is_cut_and_says_so() -> None:

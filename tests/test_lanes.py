@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 import uuid
 from itertools import pairwise
@@ -11,14 +12,17 @@ import msgspec
 import pytest
 
 from opentinker.client import AsyncClient
+from opentinker.services.env_worker.resolver import Resolver
+from opentinker.services.env_worker.worker import Sessions
 from opentinker.services.rollout_worker.render import Renderer
 from opentinker.shared.bus import Bus
 from opentinker.shared.lanes import GLUE_S, MOST, Lanes, LanesByJob, glued
 from opentinker.shared.reports import JobEvent, Segment, TimelinePart
 from opentinker.shared.service import Context
+from opentinker.shared.sessions import CloseSession, OpenSession, StepSession
 from opentinker.shared.store import Store
 from opentinker.shared.subjects import EVENT, TIMELINE
-from opentinker.shared.types import JobState
+from opentinker.shared.types import JobState, StopReason
 from tests.api import SPEC
 from tests.conftest import until
 from tests.scheduling import running
@@ -125,6 +129,39 @@ async def test_short_gaps_are_none_and_the_shortest_segments_are_left_out_when_t
     assert len(msgspec.json.encode(part)) < 20_000
 
 
+async def test_turns_with_short_gaps_between_them_are_one_segment_before_anybody_asks(heard: Heard) -> None:
+    clock = Clock()
+    lanes = Lanes(heard, "j", "w", clock, glue_s=0.25)  # type: ignore[arg-type]
+    for gap in (0.25, 0.125, 0.5, 0.125, 0.0):
+        with lanes.busy("env", "turn"), lanes.busy("env", "turn"):
+            clock.now += 0.125
+        clock.now += gap
+    assert not lanes.goes_on
+    await lanes.report()
+    assert heard.segments == [
+        ("env", "turn", 100.0, 100.75, "", 1.0),
+        ("env", "turn", 101.25, 101.625, "", round(4 / 3, 6)),
+    ]
+    clock.now += 0.125  # nothing of what was told is told again, and no gap is glued over
+    with lanes.busy("env", "turn"):
+        clock.now += 0.125
+    await lanes.report()
+    assert heard.segments[2:] == [("env", "turn", 101.75, 101.875, "", 1.0)]
+
+
+async def test_new_weights_do_not_carry_on_what_is_over(heard: Heard) -> None:
+    clock = Clock()
+    lanes = lanes_of(heard, clock)
+    with lanes.busy("generation", "rollout"):
+        clock.now += 1.0
+    lanes.use("1.1")
+    clock.now += GLUE_S / 2
+    with lanes.busy("generation", "rollout"):
+        clock.now += 1.0
+    await lanes.report()
+    assert [(s[4], s[5]) for s in heard.segments] == [("", 1.0), ("1.1", 1.0)]
+
+
 def test_gluing_keeps_the_area_under_the_level() -> None:
     noise = random.Random(7)
     for _ in range(200):
@@ -158,6 +195,81 @@ async def test_a_worker_of_many_jobs_tells_each_its_own(bus: Bus) -> None:
     assert [part.job for part in heard] == [job] and heard[0].segments[0].level == 3
     kept = await bus.history(TIMELINE, 0, 10, job=job, worker="*")
     assert [part for _, part in kept] == heard
+
+
+async def test_a_job_is_not_forgotten_while_something_of_it_goes_on(
+    heard: Heard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("opentinker.shared.lanes.FORGET_S", -1.0)
+    lanes = LanesByJob(heard, "env-0")  # type: ignore[arg-type]
+    key = lanes.of("j").begin("env", "turn")
+    first = lanes.of("j")
+    await lanes.report()
+    assert lanes.of("j") is first
+    first.end(key)
+    await lanes.report()
+    assert lanes.of("j") is not first
+
+
+COUNTING, MISBEHAVING = "tests.env_samples:Counting", "tests.env_samples:Misbehaving"
+
+
+def opening(job: str, session: str, environment: str = COUNTING, **config: Any) -> OpenSession:
+    return OpenSession(
+        job=job,
+        session=session,
+        environment=environment,
+        config=config,
+        row=0,
+        seed=0,
+        deadline_s=60,
+        answer_within_s=60,
+    )
+
+
+def step(session: str, turn: int = 0) -> StepSession:
+    return StepSession(session=session, turn=turn, text="x", stop=StopReason.EOS)
+
+
+async def test_sessions_of_an_env_worker_are_a_segment_per_job_and_kind(heard: Heard) -> None:
+    lanes = LanesByJob(heard, "env-0", glue_s=60.0)  # type: ignore[arg-type]
+    sessions = Sessions("w", limit=64, resolver=Resolver(modules=True), lanes=lanes)
+    names = [f"s{number}" for number in range(32)]
+    await asyncio.gather(*(sessions.open(opening("one", name, turns=5)) for name in names))
+    await asyncio.gather(*(sessions.open(opening("two", name + "-", turns=5)) for name in names[:2]))
+    for turn in range(5):
+        await asyncio.gather(*(sessions.step(step(name, turn)) for name in names))
+    await lanes.report()
+    assert sessions.active == 2
+    assert {part.job: [(s.lane, s.kind) for s in part.segments] for part in heard.parts} == {
+        "one": [("env", "open"), ("env", "turn")],
+        "two": [("env", "open")],
+    }
+    (_, turns), _ = (part.segments for part in heard.parts)
+    assert 0 < turns.level <= 32
+    await sessions.drain(0.01)
+
+
+async def test_a_turn_that_hangs_is_seen_to_go_on_until_its_session_is_closed(heard: Heard) -> None:
+    lanes = LanesByJob(heard, "env-0")  # type: ignore[arg-type]
+    sessions = Sessions("w", limit=64, resolver=Resolver(modules=True), lanes=lanes)
+    for name in ("a", "b"):
+        await sessions.open(opening("j", name, MISBEHAVING, how="hang"))
+    await lanes.report()
+    heard.parts.clear()
+    hanging = [asyncio.create_task(sessions.step(step(name))) for name in ("a", "b")]
+    await until(lambda: lanes.of("j").goes_on)
+    for _ in range(2):
+        await asyncio.sleep(0.01)
+        await lanes.report()
+    (first,), (second,) = (part.segments for part in heard.parts)
+    assert second.start == first.end and second.kind == "turn" and round(second.level, 6) == 2
+    await sessions.close(CloseSession(session="a"))
+    assert lanes.of("j").goes_on
+    await sessions.close(CloseSession(session="b"))
+    await until(lambda: not lanes.of("j").goes_on)
+    await asyncio.gather(*hanging)
+    await sessions.drain(0.01)
 
 
 async def test_the_timeline_is_served_page_by_page_and_by_its_last_seconds(client: AsyncClient, ctx: Context) -> None:

@@ -21,7 +21,7 @@ const LEAST_LOGPROB = 6;
 const PALETTE = ["--c1", "--c2", "--c3", "--c4", "--c5", "--c6", "--c7", "--c8"];
 const LEGENDS: Record<Colour, string> = {
   words: "",
-  mask: "coloured: sampled by the policy, and trained on",
+  mask: "coloured: sampled by the policy",
   logprob: "the redder, the less likely it was; untouched: certain, or not sampled",
   advantage: "green: reinforced; red: discouraged",
   version: "a colour per version of the weights",

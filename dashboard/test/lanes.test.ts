@@ -25,10 +25,15 @@ test("a part counts once, and its segments lie in the order of their start", () 
 });
 
 test("a share is of the window, counts what overlaps once, and waiting is no work", () => {
-  const row = { worker: "w", lane: "training", segments: [segment(0, 4), segment(2, 5), segment(5, 9, "wait"), segment(9, 12)] };
+  const row = { worker: "w", lane: "training", group: "training", segments: [segment(0, 4), segment(2, 5), segment(5, 9, "wait"), segment(9, 12)] };
   assert.equal(busyShare(row, 0, 10), 0.6);
   assert.equal(busyShare(row, 5, 9), 0);
   assert.deepEqual(within(row, 4.5, 5.5).map((one) => one.kind), ["step", "wait"]);
+});
+
+test("short gaps that a segment glues over are not counted as busy", () => {
+  const row = { worker: "w", lane: "env", group: "play", segments: [{ ...segment(0, 4, "turn", "env"), level: 0.25 }, { ...segment(6, 8, "turn", "env"), level: 7 }] };
+  assert.equal(busyShare(row, 0, 10), 0.3);
 });
 
 test("a message that is missing is a hole between its neighbours, and no idle time", () => {
@@ -59,9 +64,9 @@ test("a missing message that comes after all leaves no hole", () => {
 
 test("arrow keys choose among what the window shows", () => {
   const rows = [
-    { worker: "t", lane: "training", segments: [segment(0, 1), segment(2, 3), segment(4, 5), segment(90, 91)] },
-    { worker: "t", lane: "swap", segments: [segment(95, 96)] },
-    { worker: "r", lane: "generation", segments: [segment(0, 2.4), segment(2.45, 5)] },
+    { worker: "t", lane: "training", group: "training", segments: [segment(0, 1), segment(2, 3), segment(4, 5), segment(90, 91)] },
+    { worker: "t", lane: "swap", group: "swap", segments: [segment(95, 96)] },
+    { worker: "r", lane: "generation", group: "generation", segments: [segment(0, 2.4), segment(2.45, 5)] },
   ];
   const [training, , generation] = rows;
   let picked = stepped(rows, 0, 10, null, "ArrowLeft");

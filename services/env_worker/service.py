@@ -1,9 +1,9 @@
 """Wiring of an env worker: subjects -> Sessions, heartbeat, drain.
 
 Consumes opens (shared between all env workers by a queue group), steps and closes (addressed to this process) and
-checks; produces replies, and METRIC once a second; woken by messages. On SIGTERM it takes no more opens and lets the
-running sessions finish within `drain_s`; whoever still has one then finds nobody at the address and plays the episode
-elsewhere.
+checks; produces replies, METRIC and TIMELINE once a second; woken by messages. On SIGTERM it takes no more opens and
+lets the running sessions finish within `drain_s`; whoever still has one then finds nobody at the address and plays the
+episode elsewhere.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from opentinker.services.env_worker.watchdog import watch
 from opentinker.services.env_worker.worker import Sessions
 from opentinker.shared.egress import Egress
 from opentinker.shared.errors import SpecError
+from opentinker.shared.lanes import LanesByJob
 from opentinker.shared.service import Context, first_failure
 from opentinker.shared.sessions import REMOTE, EnvCheck, EnvCheckReply
 from opentinker.shared.subjects import ENV_CHECK, ENV_CLOSE, ENV_OPEN, ENV_STEP, SANDBOX_CHECK, SANDBOX_OPEN
@@ -35,6 +36,9 @@ from opentinker.shared.waiting import rest
 QUEUE = "env"
 BLOCKED_TTLS = 2
 """An environment that holds the event loop for so many times `worker_ttl_s` ends the process."""
+
+GLUE_S = 0.05
+"""Of its lanes: between turns of many sessions there are many short gaps, and there are many env workers."""
 
 
 async def serve(ctx: Context) -> None:
@@ -58,8 +62,14 @@ async def serve(ctx: Context) -> None:
     )
     resolver = Resolver(modules=settings.env_modules)
     shop = Shop(settings)
+    lanes = LanesByJob(ctx.bus, ctx.worker, glue_s=GLUE_S)
     sessions = Sessions(
-        f"{info.id}-{info.incarnation}", limit=settings.env_sessions, resolver=resolver, host=host, shop=shop
+        f"{info.id}-{info.incarnation}",
+        limit=settings.env_sessions,
+        resolver=resolver,
+        host=host,
+        shop=shop,
+        lanes=lanes,
     )
     try:
         await first_failure(
@@ -68,10 +78,12 @@ async def serve(ctx: Context) -> None:
                 "serve": _serve(ctx, sessions, resolver, host, sandboxes, shop),
                 "owners": _look_after_owners(ctx, sessions),
                 "report": Reporter(ctx.bus, ctx.worker, sessions.meters).run(),
+                "timeline": lanes.run(),
                 "watchdog": watch(BLOCKED_TTLS * settings.worker_ttl_s),
             }
         )
     finally:
+        await lanes.report()
         await host.close()
         await shop.close()
         await sandboxes.close()

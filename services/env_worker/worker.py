@@ -23,6 +23,7 @@ from opentinker.services.env_worker.player import LocalPlayer, Player, contain
 from opentinker.services.env_worker.resolver import Resolver
 from opentinker.services.env_worker.tools.player import ToolPlayer
 from opentinker.services.env_worker.tools.shop import Shop
+from opentinker.shared.lanes import LanesByJob
 from opentinker.shared.replies import failure
 from opentinker.shared.sessions import OPEN, CloseSession, OpenSession, SessionReply, StepSession
 from opentinker.shared.telemetry import REGISTRY, Meters
@@ -67,10 +68,17 @@ class Session:
 
 class Sessions:
     """`worker` is the address that steps are sent to; `limit` sessions of cost 1 at once. More stand in line, as long
-    as each says, and are then answered `busy`."""
+    as each says, and are then answered `busy`. `lanes`: on which it is said what is played, if anybody hears it."""
 
     def __init__(
-        self, worker: str, *, limit: int, resolver: Resolver, host: Host | None = None, shop: Shop | None = None
+        self,
+        worker: str,
+        *,
+        limit: int,
+        resolver: Resolver,
+        host: Host | None = None,
+        shop: Shop | None = None,
+        lanes: LanesByJob | None = None,
     ) -> None:
         self.worker = worker
         self.limit = limit
@@ -82,6 +90,7 @@ class Sessions:
         self._resolver = resolver
         self._host = host
         self._shop = shop
+        self._lanes = lanes
         self._sessions: dict[str, Session] = {}
         self._ended: deque[tuple[float, Session]] = deque()
         self._line: deque[tuple[OpenSession, float, asyncio.Future[Session | None]]] = deque()
@@ -138,7 +147,7 @@ class Sessions:
         LOAD.set(self.load)
         self.meters.of(request.job).gauges["env/sessions"] += 1
         session.timer = loop.call_later(min(max(0.0, request.deadline_s), LONGEST_S), self._expire, session)
-        self._play(session, contain(self.worker, self._begin(session)))
+        self._play(session, "open", contain(self.worker, self._begin(session)))
         return session
 
     async def step(self, request: StepSession) -> SessionReply:
@@ -159,7 +168,7 @@ class Sessions:
         session.answer = asyncio.get_running_loop().create_future()
         STEPS.inc()
         self.meters.of(session.request.job).counts["env/steps"] += 1
-        self._play(session, session.player.step(request))
+        self._play(session, "turn", session.player.step(request))
         return await asyncio.shield(session.answer)
 
     async def close(self, request: CloseSession) -> SessionReply:
@@ -239,9 +248,13 @@ class Sessions:
             self._call_up()
         return True
 
-    def _play(self, session: Session, call: Coroutine[Any, Any, SessionReply]) -> None:
+    def _play(self, session: Session, kind: str, call: Coroutine[Any, Any, SessionReply]) -> None:
         session.task = asyncio.get_running_loop().create_task(call, name=session.title)
         session.task.add_done_callback(lambda task: self._played(session, task))
+        if self._lanes is not None:
+            lanes = self._lanes.of(session.request.job)
+            key = lanes.begin("env", kind)
+            session.task.add_done_callback(lambda _: lanes.end(key))
 
     def _played(self, session: Session, task: asyncio.Task[SessionReply]) -> None:
         if session.answer.done():  # the deadline or a close came first

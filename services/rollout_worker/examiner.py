@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from collections.abc import Sequence
 from contextlib import nullcontext
 
 import structlog
@@ -15,14 +16,15 @@ import structlog
 from opentinker.services.rollout_worker.engine import Engine
 from opentinker.services.rollout_worker.episode import Busy, Episode, EpisodeFailed, Sessions
 from opentinker.services.rollout_worker.render import Renderer
-from opentinker.services.rollout_worker.transcripts import shortened
+from opentinker.services.rollout_worker.transcripts import TOKENS, shortened
 from opentinker.shared.bus import Bus, Delivery, NoReply
+from opentinker.shared.kept_tokens import tokens_of
 from opentinker.shared.spec import JobSpec
 from opentinker.shared.spec.validation import exam_of, validation_episodes
 from opentinker.shared.subjects import EXAM, EXAM_RESULT
-from opentinker.shared.trajectories import totals
+from opentinker.shared.trajectories import Trajectory, totals
 from opentinker.shared.types import Ending, Ticket, WeightVersion
-from opentinker.shared.validation import Exam, ExamResult
+from opentinker.shared.validation import Exam, ExamResult, ExamView
 from opentinker.shared.waiting import hand_on, put_down, rest, set_within
 
 log = structlog.get_logger()
@@ -34,6 +36,8 @@ MAX_DELIVERIES = 10
 not the version yet gave it back, and count too."""
 TRANSCRIPT_CHARACTERS = 100_000
 """Of all messages of a kept episode: they travel in one message of the bus."""
+TOKEN_BY_TOKEN = 64
+"""So many of the kept episodes, at most, are kept token by token too."""
 ASK_S = 5.0
 AGAIN_S = 0.2
 
@@ -145,6 +149,7 @@ class Examiner:
         ticket = Ticket(job=self.job, seq=state, row=state, seed=exam.seed, group_size=self.samples)
         for tries_left in range(self.spec.rollout.retries, -1, -1):
             episode = Episode(self.spec, ticket, sample, self.engine, self.renderer, self.sessions, self._busy)
+            episode.is_kept = exam.index < min(self.kept, TOKEN_BY_TOKEN)
             try:
                 with structlog.contextvars.bound_contextvars(exam=exam.index, episode=episode.session):
                     return await self._result(exam, episode)
@@ -174,6 +179,7 @@ class Examiner:
             stops=[turn.stop for t in trajectories for turn in t.turns],
             seconds=trajectories[0].seconds,
             messages=shortened(episode.said, TRANSCRIPT_CHARACTERS) if exam.index < self.kept else [],
+            views=views_of(trajectories),
         )
 
     def _failed(self, exam: Exam, ending: Ending, error: str) -> ExamResult:
@@ -194,3 +200,15 @@ class Examiner:
                 return
             except NoReply:
                 await rest(AGAIN_S)
+
+
+def views_of(trajectories: Sequence[Trajectory]) -> list[ExamView]:
+    """The first TOKENS tokens of an episode, over all its contexts: they travel in one message of the bus."""
+    views: list[ExamView] = []
+    room = TOKENS
+    for one in trajectories:
+        pieces = (one.pieces or [])[:room]
+        if pieces:
+            views.append(ExamView(seat=one.seat, stream=one.stream, tokens=tokens_of(one, pieces)))
+            room -= len(pieces)
+    return views

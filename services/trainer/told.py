@@ -16,12 +16,13 @@ from itertools import repeat
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+import msgspec
 import orjson
 import structlog
 
 from opentinker.services.trainer.advantages import F64
 from opentinker.services.trainer.distributions import Histogram
+from opentinker.shared.kept_tokens import tokens_of
 from opentinker.shared.manifest import name_of
 from opentinker.shared.reports import KeptEpisode
 from opentinker.shared.step_log import StepLog
@@ -131,26 +132,10 @@ def _episode(group: Group, index: int, pairs: list[View]) -> dict[str, Any]:
                 "stream": view.stream,
                 "reward": view.reward,
                 "messages": [{"role": said.role, "content": said.text} for said in view.transcript or []],
-                "tokens": None if view.pieces is None else _tokens(view, view.pieces, advantages),
+                "tokens": None
+                if view.pieces is None
+                else msgspec.to_builtins(tokens_of(view, view.pieces, advantages)),
             }
             for view, advantages in pairs
         ],
-    }
-
-
-def _tokens(view: Trajectory, pieces: list[str], advantages: F64 | None) -> dict[str, Any]:
-    """Columns of the first tokens, one by one."""
-    kept = len(pieces)
-    spread = None
-    if advantages is not None:
-        spread = np.zeros(len(view.mask))
-        spread[view.mask.astype(bool)] = advantages
-    return {
-        "text": pieces,
-        "ids": view.ids[:kept].tolist(),
-        "mask": view.mask[:kept].tolist(),
-        "logprobs": view.logprobs[:kept].astype(np.float64).round(4).tolist(),
-        "advantages": None if spread is None else spread[:kept].round(4).tolist(),
-        "versions": [[span.start, min(span.end, kept), str(span.version)] for span in view.spans if span.start < kept],
-        "left_out": len(view.mask) - kept,
     }

@@ -24,8 +24,12 @@ export interface Part {
 export interface Row {
   worker: string;
   lane: string;
+  /** Rows of one do the same: a lane's, but that of environments is two, those who play them and those who wait. */
+  group: string;
   /** By their start. */
   segments: Segment[];
+  /** The rows that it stands for. */
+  of?: Row[];
 }
 
 /** Of this time of a worker messages are missing: what it did nobody can say. */
@@ -41,7 +45,9 @@ export interface Picked {
   segment: Segment;
 }
 
-const ORDER = ["training", "generation", "env", "reference", "swap"];
+const ORDER = ["training", "generation", "env", "play", "reference", "swap"];
+/** What env workers do, on the lane on which rollout workers say that they wait for it. */
+const PLAY = new Set(["open", "turn"]);
 const KEEP_S = 3600;
 /** What is no work, though something goes on. */
 const IDLE = new Set(["wait"]);
@@ -67,7 +73,7 @@ export class Lanes {
     this.partsOf(part.worker, part.incarnation).set(part.seq, part.segments);
     this.leftOut += part.left_out;
     for (const segment of part.segments) {
-      const { segments } = this.row(part.worker, segment.lane);
+      const { segments } = this.row(part.worker, segment);
       let at = segments.length;
       while (at > 0 && segments[at - 1]!.start > segment.start) at -= 1;
       segments.splice(at, 0, segment);
@@ -129,18 +135,21 @@ export class Lanes {
     return parts;
   }
 
-  private row(worker: string, lane: string): Row {
+  private row(worker: string, { lane, kind }: Segment): Row {
     let row = this.rows.find((one) => one.worker === worker && one.lane === lane);
     if (!row) {
-      this.rows.push((row = { worker, lane, segments: [] }));
-      this.rows.sort((a, b) => place(a) - place(b) || a.worker.localeCompare(b.worker));
+      this.rows.push((row = { worker, lane, group: lane === "env" && PLAY.has(kind) ? "play" : lane, segments: [] }));
+      this.rows.sort((a, b) => place(a) - place(b) || a.group.localeCompare(b.group) || natural.compare(a.worker, b.worker));
     }
     return row;
   }
 }
 
+/** Of names with numbers in them. */
+const natural = new Intl.Collator("en", { numeric: true });
+
 function place(row: Row): number {
-  const at = ORDER.indexOf(row.lane);
+  const at = ORDER.indexOf(row.group);
   return at < 0 ? ORDER.length : at;
 }
 
@@ -149,9 +158,27 @@ export function within(row: Row, from: number, to: number): Segment[] {
   return row.segments.filter((one) => one.end > from && one.start < to);
 }
 
-/** Share of what is known of the window in which something was done, however many at a time; waiting is nothing. Null:
- * nothing is known of it. */
+/** Whether it is of this worker, or stands for it too. */
+export function isOf(row: Row, worker: string): boolean {
+  return row.of ? row.of.some((one) => one.worker === worker) : row.worker === worker;
+}
+
+export function isSame(a: Picked | null, b: Picked | null): boolean {
+  return (
+    a?.row.group === b?.row.group &&
+    a?.row.worker === b?.row.worker &&
+    a?.segment.start === b?.segment.start &&
+    a?.segment.kind === b?.segment.kind
+  );
+}
+
+/** Share of what is known of the window in which something was done, however many at a time, and less where it was less
+ * than one on average; waiting is nothing. Of many workers the mean. Null: nothing is known of it. */
 export function busyShare(row: Row, from: number, to: number, holes: Hole[] = []): number | null {
+  if (row.of) {
+    const known = row.of.map((one) => busyShare(one, from, to, holes)).filter((one) => one !== null);
+    return known.length ? known.reduce((a, b) => a + b) / known.length : null;
+  }
   let busy = 0;
   let upTo = from;
   for (const one of within(row, from, to)) {
@@ -159,7 +186,7 @@ export function busyShare(row: Row, from: number, to: number, holes: Hole[] = []
     const start = Math.max(one.start, upTo);
     const end = Math.min(one.end, to);
     if (end > start) {
-      busy += end - start;
+      busy += (end - start) * Math.min(1, one.level);
       upTo = end;
     }
   }
@@ -183,14 +210,15 @@ export function nearest(row: Row, time: number, reach: number): Segment | null {
 /** Where an arrow key leads from what is chosen, among what the window shows; the newest one if nothing of it is. */
 export function stepped(rows: Row[], from: number, to: number, picked: Picked | null, key: string): Picked | null {
   const shown = rows.map((row) => ({ row, segments: within(row, from, to) })).filter((one) => one.segments.length > 0);
-  const at = shown.findIndex((one) => one.row === picked?.row);
+  const at = picked ? shown.findIndex(({ row }) => row.group === picked.row.group && row.worker === picked.row.worker) : -1;
   const here = shown[at];
-  if (!picked || !here || !here.segments.includes(picked.segment)) {
+  const place = here && picked ? here.segments.findIndex((segment) => isSame({ row: here.row, segment }, picked)) : -1;
+  if (!picked || !here || place < 0) {
     const first = here ?? shown[0];
     return first ? { row: first.row, segment: first.segments.at(-1)! } : null;
   }
   if (key === "ArrowLeft" || key === "ArrowRight") {
-    const next = here.segments[here.segments.indexOf(picked.segment) + (key === "ArrowLeft" ? -1 : 1)];
+    const next = here.segments[place + (key === "ArrowLeft" ? -1 : 1)];
     return next ? { row: here.row, segment: next } : picked;
   }
   const beside = shown[at + (key === "ArrowUp" ? -1 : 1)];

@@ -47,6 +47,8 @@ interface Exam {
   metrics: Record<string, number>;
   ending: string;
   messages: Message[];
+  /** Of old ones, and beyond the first few: none. */
+  views?: { seat: string; stream: string; tokens: Tokens }[];
 }
 
 interface Answer {
@@ -59,7 +61,11 @@ interface Answer {
 type Kind = "rollouts" | "transcripts";
 const HEARD: Beside[] = ["rollouts"];
 const KINDS: Record<Kind, string> = { rollouts: "training", transcripts: "evaluations" };
-const COLOURS: Colour[] = ["words", "mask", "logprob", "advantage", "version"];
+/** Nothing is trained on evaluations. */
+const COLOURS: Record<Kind, Colour[]> = {
+  rollouts: ["words", "mask", "logprob", "advantage", "version"],
+  transcripts: ["words", "mask", "logprob", "version"],
+};
 
 export function Episodes({ job, follow }: { job: JobDetail; follow: Follow | null }): JSX.Element {
   const [kind, setKind] = useState<Kind>(job.kind === "eval" ? "transcripts" : "rollouts");
@@ -68,6 +74,7 @@ export function Episodes({ job, follow }: { job: JobDetail; follow: Follow | nul
   const query = step === null ? "" : `?step=${step}`;
   const { value, problem, again } = useAsked<Answer>(path(job.id, `/${kind}${query}`), step === null ? 4 : 0);
   useHeard(step === null ? follow : null, HEARD, again);
+  const shown = COLOURS[kind].includes(colour) ? colour : "words";
   const steps = value?.steps ?? [];
   const at = steps.indexOf(value?.step ?? -1);
   return (
@@ -107,18 +114,14 @@ export function Episodes({ job, follow }: { job: JobDetail; follow: Follow | nul
           <input type="checkbox" checked={step === null} onChange={(event) => setStep(event.currentTarget.checked ? null : (value?.step ?? null))} /> follow
           the newest
         </label>
-        {kind === "rollouts" && (
-          <>
-            <span class="choice" role="group" aria-label="Colour tokens by">
-              {COLOURS.map((one) => (
-                <button key={one} aria-pressed={one === colour} onClick={() => setColour(one)}>
-                  {one}
-                </button>
-              ))}
-            </span>
-            <Legend colour={colour} />
-          </>
-        )}
+        <span class="choice" role="group" aria-label="Colour tokens by">
+          {COLOURS[kind].map((one) => (
+            <button key={one} aria-pressed={one === shown} onClick={() => setColour(one)}>
+              {one}
+            </button>
+          ))}
+        </span>
+        <Legend colour={shown} />
       </div>
       <Said problem={problem} />
       {!value && !problem && <Empty>…</Empty>}
@@ -126,10 +129,10 @@ export function Episodes({ job, follow }: { job: JobDetail; follow: Follow | nul
         <Empty>{kind === "rollouts" ? "None is kept yet (rollout.transcripts of each step)." : "No evaluation yet ([validation] in the spec)."}</Empty>
       )}
       {groups(value?.rollouts ?? []).map(([group, episodes]) => (
-        <Group key={group} number={group} episodes={episodes} colour={colour} />
+        <Group key={group} number={group} episodes={episodes} colour={shown} />
       ))}
       {(value?.transcripts ?? []).map((one) => (
-        <ExamCard key={one.index} exam={one} />
+        <ExamCard key={one.index} exam={one} colour={shown} />
       ))}
     </>
   );
@@ -208,21 +211,37 @@ function EpisodeCard({ episode, colour }: { episode: Episode; colour: Colour }):
             </h3>
           )}
           {colour !== "words" && view.tokens ? <TokenText tokens={view.tokens} colour={colour} /> : <Talk messages={view.messages} />}
-          {colour !== "words" && !view.tokens && <small class="dim">The tokens of this one were not kept.</small>}
+          {colour !== "words" && !view.tokens && <NotKept />}
         </div>
       ))}
     </article>
   );
 }
 
-function ExamCard({ exam }: { exam: Exam }): JSX.Element {
+function NotKept(): JSX.Element {
+  return <small class="dim">The tokens of this one were not kept.</small>;
+}
+
+function ExamCard({ exam, colour }: { exam: Exam; colour: Colour }): JSX.Element {
+  const views = (colour !== "words" && exam.views) || [];
   return (
     <section class="card group">
       <article>
         <Facts
           of={[["Episode", String(exam.index)], ["Reward", <b key="r">{short(exam.reward)}</b>], ["Ending", exam.ending], ...pairs(exam.metrics)]}
         />
-        <Talk messages={exam.messages} />
+        {views.map((view) => (
+          <div key={`${view.seat}/${view.stream}`}>
+            {views.length > 1 && (
+              <h3>
+                {view.seat || "player"} {view.stream}
+              </h3>
+            )}
+            <TokenText tokens={view.tokens} colour={colour} />
+          </div>
+        ))}
+        {views.length === 0 && <Talk messages={exam.messages} />}
+        {colour !== "words" && views.length === 0 && <NotKept />}
       </article>
     </section>
   );

@@ -5,7 +5,8 @@ import { useEffect, useReducer, useRef, useState } from "preact/hooks";
 import { ask, job as path } from "../lib/api.ts";
 import type { Follow } from "../lib/follow.ts";
 import { sizeOf } from "../lib/join.ts";
-import { busyShare, Lanes, lookBack, nearest, stepped, within, type Hole, type Part, type Picked, type Row, type Segment } from "../lib/lanes.ts";
+import { folded, large } from "../lib/fold.ts";
+import { busyShare, isOf, isSame, Lanes, lookBack, nearest, stepped, within, type Hole, type Part, type Picked, type Row, type Segment } from "../lib/lanes.ts";
 import { Refill } from "../lib/refill.ts";
 import { FINAL, type JobDetail } from "../lib/types.ts";
 import { clock, duration } from "../lib/words.ts";
@@ -23,6 +24,8 @@ const KEYS = ["ArrowLeft", "ArrowRight", "ArrowUp", "ArrowDown"];
 const KINDS: [string, string, string][] = [
   ["rollout", "--c1", "rollout"],
   ["evaluation", "--c6", "evaluation"],
+  ["open", "--c10", "environment opens"],
+  ["turn", "--c9", "environment's turn"],
   ["step", "--c3", "training step"],
   ["wait", "--bad", "trainer waits"],
   ["checkpoint", "--c8", "checkpoint"],
@@ -99,18 +102,20 @@ function Rows({ lanes, from, to }: { lanes: Lanes; from: number; to: number }): 
   const canvas = useRef<HTMLCanvasElement>(null);
   const [hover, setHover] = useState<{ x: number; row: number } | null>(null);
   const [picked, setPicked] = useState<Picked | null>(null);
+  const [open, setOpen] = useState<ReadonlySet<string>>(new Set());
   const theme = useTheme();
   const holes = lanes.holes();
+  const rows = folded(lanes.rows, open, from, to);
   useEffect(() => {
-    if (canvas.current) draw(canvas.current, lanes.rows, from, to, holes, picked);
+    if (canvas.current) draw(canvas.current, rows, from, to, holes, picked);
   });
   const timeAt = (x: number): number => from + (x / canvas.current!.clientWidth) * (to - from);
   const at = hover && canvas.current ? timeAt(hover.x) : null;
-  const row = hover ? lanes.rows[hover.row] : undefined;
+  const row = hover ? rows[hover.row] : undefined;
   const found = row && at !== null ? within(row, at, at + 1e-6) : [];
-  const unknown = row && at !== null && holes.some((one) => one.worker === row.worker && one.from <= at && at < one.to);
+  const unknown = row && at !== null && holes.some((one) => isOf(row, one.worker) && one.from <= at && at < one.to);
   const pick = (event: MouseEvent): void => {
-    const touched = lanes.rows[Math.floor(event.offsetY / ROW)];
+    const touched = rows[Math.floor(event.offsetY / ROW)];
     const reach = timeAt(NEAR) - from;
     const segment = touched ? nearest(touched, timeAt(event.offsetX), reach) : null;
     setPicked(touched && segment ? { row: touched, segment } : null);
@@ -119,27 +124,18 @@ function Rows({ lanes, from, to }: { lanes: Lanes; from: number; to: number }): 
     if (event.key === "Escape") setPicked(null);
     if (!KEYS.includes(event.key)) return;
     event.preventDefault();
-    setPicked(stepped(lanes.rows, from, to, picked, event.key));
+    setPicked(stepped(rows, from, to, picked, event.key));
   };
   return (
     <section class="card timeline" data-theme-seen={theme}>
       <div class="lanes">
-        <ul>
-          {lanes.rows.map((one) => (
-            <li key={one.worker + one.lane} data-lane={one.lane}>
-              <b>{one.lane}</b> <small class="dim">{one.worker}</small>
-              <span class="share" title="Share of what is known of this window in which it does something">
-                {percent(busyShare(one, from, to, holes))}
-              </span>
-            </li>
-          ))}
-        </ul>
+        <Names rows={rows} foldable={large(lanes.rows)} open={open} choose={setOpen} share={(one) => busyShare(one, from, to, holes)} />
         <canvas
           ref={canvas}
           role="application"
           tabIndex={0}
           aria-label="What each worker did; the shares beside the names say how busy it was. Arrow keys go from segment to segment."
-          style={{ height: `${lanes.rows.length * ROW}px` }}
+          style={{ height: `${rows.length * ROW}px` }}
           onMouseMove={(event) => setHover({ x: event.offsetX, row: Math.floor(event.offsetY / ROW) })}
           onMouseLeave={() => setHover(null)}
           onClick={pick}
@@ -161,6 +157,40 @@ function Rows({ lanes, from, to }: { lanes: Lanes; from: number; to: number }): 
         )}
       </p>
     </section>
+  );
+}
+
+interface Foldable {
+  rows: Row[];
+  foldable: Set<string>;
+  open: ReadonlySet<string>;
+  choose: (open: ReadonlySet<string>) => void;
+  share: (row: Row) => number | null;
+}
+
+/** Beside each row what it is; a button before the first one of many folds them, and opens them again. */
+function Names({ rows, foldable, open, choose, share }: Foldable): JSX.Element {
+  const turn = (group: string): void => {
+    const next = new Set(open);
+    if (!next.delete(group)) next.add(group);
+    choose(next);
+  };
+  return (
+    <ul>
+      {rows.map((one, i) => (
+        <li key={one.worker + one.group} data-lane={one.lane}>
+          {foldable.has(one.group) && rows[i - 1]?.group !== one.group && (
+            <button class="fold" aria-expanded={!one.of} aria-label={`${one.lane}: each worker for itself`} onClick={() => turn(one.group)}>
+              {one.of ? "▸" : "▾"}
+            </button>
+          )}
+          <b>{one.lane}</b> <small class="dim">{one.worker}</small>
+          <span class="share" title="Share of what is known of this window in which it does something">
+            {percent(share(one))}
+          </span>
+        </li>
+      ))}
+    </ul>
   );
 }
 
@@ -198,8 +228,8 @@ function draw(canvas: HTMLCanvasElement, rows: Row[], from: number, to: number, 
     pen.fillStyle = colour("--line");
     pen.fillRect(0, top + tall, width, 1);
     pen.strokeStyle = colour("--warn");
-    for (const one of holes) if (one.worker === row.worker && one.to > from && one.from < to) hatch(pen, across(one.from), across(one.to), top, tall);
-    const shown = within(row, from, to);
+    for (const one of holes) if (isOf(row, one.worker) && one.to > from && one.from < to) hatch(pen, across(one.from), across(one.to), top, tall);
+    const shown = within(row, from, to).sort((a, b) => b.level - a.level); // none hides another
     const most = Math.max(1, ...shown.map((one) => one.level));
     for (const one of shown) {
       const left = across(one.start);
@@ -208,7 +238,7 @@ function draw(canvas: HTMLCanvasElement, rows: Row[], from: number, to: number, 
       pen.globalAlpha = one.kind === "wait" ? 0.45 : 0.9;
       pen.fillStyle = colour(COLOUR.get(one.kind) ?? "--dim");
       pen.fillRect(left, top + tall - high, wide, high);
-      if (one !== picked?.segment) continue;
+      if (!isSame(picked, { row, segment: one })) continue;
       pen.globalAlpha = 1;
       pen.strokeStyle = colour("--ink");
       pen.lineWidth = 2;
