@@ -36,13 +36,19 @@ from opentinker.knowing import READ_S, KnowingCalls, KnowingSync
 from opentinker.patience import Waiting
 from opentinker.pushing import EnvironmentCalls
 from opentinker.shared.answers import (
+    Environment,
+    EnvironmentSummary,
     Event,
     Events,
+    Failures,
     Job,
     Jobs,
     JobSummary,
     MetricPoint,
     Metrics,
+    PushedEnvironment,
+    Queue,
+    Queues,
     Transcripts,
     Worker,
     Workers,
@@ -131,9 +137,9 @@ class AsyncClient(EnvironmentCalls, FetchingCalls, GrantingCalls, InferenceCalls
         """A paused job waits in the queue again, and goes on from its checkpoint."""
         return cast(JobSummary, await self._http.json("POST", _of(id, "/resume")))
 
-    async def failures(self, id: str, limit: int = 100) -> Json:
+    async def failures(self, id: str, limit: int = 100) -> Failures:
         """`failures`: the newest groups that failed for good, newest first; `counts`: of all of them, by reason."""
-        return await self._http.json("GET", _of(id, "/failures"), {"limit": str(limit)})
+        return cast(Failures, await self._http.json("GET", _of(id, "/failures"), {"limit": str(limit)}))
 
     async def wait(self, id: str, timeout_s: float | None = None, *, cancel_on_interrupt: bool = False) -> Job:
         """The job in its final state. Raises TimeoutError; the job goes on.
@@ -218,8 +224,8 @@ class AsyncClient(EnvironmentCalls, FetchingCalls, GrantingCalls, InferenceCalls
     async def workers(self) -> list[Worker]:
         return cast(Workers, await self._http.json("GET", "/v1/workers"))["workers"]
 
-    async def queues(self) -> list[Json]:
-        return list((await self._http.json("GET", "/v1/queues"))["queues"])
+    async def queues(self) -> list[Queue]:
+        return cast(Queues, await self._http.json("GET", "/v1/queues"))["queues"]
 
 
 _FINAL = {state.value for state in JobState if state.final}
@@ -297,7 +303,7 @@ class Client(FetchingSync, GrantingSync, KnowingSync):
     def resume(self, id: str) -> JobSummary:
         return self._call(self._core.resume(id))
 
-    def failures(self, id: str, limit: int = 100) -> Json:
+    def failures(self, id: str, limit: int = 100) -> Failures:
         return self._call(self._core.failures(id, limit))
 
     def complete(self, id: str) -> JobSummary:
@@ -331,13 +337,13 @@ class Client(FetchingSync, GrantingSync, KnowingSync):
     def transcripts(self, id: str, step: int | None = None) -> Transcripts:
         return self._call(self._core.transcripts(id, step))
 
-    def push_environment(self, directory: str | Path, name: str | None = None) -> Json:
+    def push_environment(self, directory: str | Path, name: str | None = None) -> PushedEnvironment:
         return self._call(self._core.push_environment(directory, name))
 
-    def environments(self) -> list[Json]:
+    def environments(self) -> list[EnvironmentSummary]:
         return self._call(self._core.environments())
 
-    def environment(self, name: str) -> Json:
+    def environment(self, name: str) -> Environment:
         return self._call(self._core.environment(name))
 
     def delete_environment(self, name: str, version: int | None = None) -> list[int]:
@@ -346,7 +352,7 @@ class Client(FetchingSync, GrantingSync, KnowingSync):
     def workers(self) -> list[Worker]:
         return self._call(self._core.workers())
 
-    def queues(self) -> list[Json]:
+    def queues(self) -> list[Queue]:
         return self._call(self._core.queues())
 
     def _call(self, coroutine: Coroutine[Any, Any, T]) -> T:
