@@ -31,7 +31,7 @@ from opentinker.asking import InferenceCalls
 from opentinker.fetching import FetchingCalls, FetchingSync
 from opentinker.given import plain, started
 from opentinker.granting import GrantingCalls, GrantingSync
-from opentinker.http import AGAIN_S, ApiConflict, ApiError, ApiNotFound, Http, Json
+from opentinker.http import ApiConflict, ApiError, ApiNotFound, Http, Json
 from opentinker.knowing import READ_S, KnowingCalls, KnowingSync
 from opentinker.patience import Waiting
 from opentinker.pushing import EnvironmentCalls
@@ -177,14 +177,18 @@ class AsyncClient(EnvironmentCalls, FetchingCalls, GrantingCalls, InferenceCalls
                 query = {"after": after}
                 async with self._http.open(_of(id, "/events"), query, read_s=READ_S, waiting=waiting) as response:
                     async for event in _server_sent(response, waiting):
+                        if _place(event["id"]) <= _place(after):
+                            waiting.heard()
+                            continue
+                        waiting.answered()
                         after, news = event["id"], True
                         yield event
                         if event.get("state") in _FINAL:
                             return
-                waiting.answered()
+                    waiting.heard()
                 if not news and JobState((await self.job(id))["state"]).final:
                     return
-                await asyncio.sleep(AGAIN_S)
+                await self._http.on_end(waiting)
             except (aiohttp.ClientError, TimeoutError) as error:
                 await self._http.stand_by(waiting, error)
 
@@ -238,9 +242,15 @@ def _of(id: str, rest: str = "") -> str:
 async def _server_sent(response: aiohttp.ClientResponse, waiting: Waiting) -> AsyncIterator[Event]:
     """The data of each event; ours are one line of JSON that holds id and name too."""
     async for line in response.content:
-        waiting.answered()
         if line.startswith(b"data:"):
             yield orjson.loads(line[5:])
+        else:
+            waiting.heard()
+
+
+def _place(event: str) -> tuple[int, ...]:
+    """Of an event in its log, by its id: MILLISECONDS-COUNT."""
+    return tuple(map(int, event.split("-")))
 
 
 class Client(FetchingSync, GrantingSync, KnowingSync):

@@ -13,7 +13,7 @@ import aiohttp
 import orjson
 
 from opentinker.given import plain
-from opentinker.http import AGAIN_S, Http
+from opentinker.http import Http
 from opentinker.shared.answers import (
     Distribution,
     Distributions,
@@ -62,15 +62,17 @@ class KnowingCalls:
                 asked = {**query, "after": str(after)}
                 async with self._http.open(_of(id, "/logs"), asked, read_s=READ_S, waiting=waiting) as response:
                     async for raw in response.content:
+                        line: LogLine | None = orjson.loads(raw[5:]) if raw.startswith(b"data:") else None
+                        if line is None or line["cursor"] <= after:
+                            waiting.heard()
+                            continue
                         waiting.answered()
-                        if raw.startswith(b"data:"):
-                            line: LogLine = orjson.loads(raw[5:])
-                            after, query["last"] = line["cursor"], "0"
-                            yield line
-                waiting.answered()
+                        after, query["last"] = line["cursor"], "0"
+                        yield line
+                    waiting.heard()
                 if not await self._goes_on(id):
                     return
-                await asyncio.sleep(AGAIN_S)
+                await self._http.on_end(waiting)
             except (aiohttp.ClientError, TimeoutError) as error:
                 await self._http.stand_by(waiting, error)
 
