@@ -9,10 +9,11 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import orjson
 
+from opentinker.shared.answers import Check
 from opentinker.shared.dataset import Source, open_rows, sources
 from opentinker.shared.errors import OpenTinkerError
 from opentinker.shared.model_files import code_in, pickled_in, unloadable
@@ -25,14 +26,12 @@ from opentinker.shared.types import Message
 if TYPE_CHECKING:
     from opentinker.shared.light_tokenizer import LightTokenizer
 
-Check = dict[str, str]
 NOT_LOOKED_AT = "not looked at: "
 ROWS = 1000
 """So many of a data set are looked at."""
 
 
-def check(what: str, found: str, result: str = "ok", hint: str = "") -> Check:
-    """`result`: ok, note or bad."""
+def check(what: str, found: str, result: Literal["ok", "note", "bad"] = "ok", hint: str = "") -> Check:
     return {"what": what, "found": found, "result": result, "hint": hint}
 
 

@@ -15,6 +15,7 @@ import aiohttp
 import msgspec
 import orjson
 
+from opentinker.shared import answers
 from opentinker.shared.authority import Action, Role
 from opentinker.shared.keys import Keys, new_key, write_key
 from opentinker.shared.manifest import Manifest
@@ -29,6 +30,16 @@ write_key(OPERATOR_FILE, OPERATOR)
 atexit.register(shutil.rmtree, OPERATOR_FILE.parent, ignore_errors=True)
 
 SPEC = make_spec(model__base="some/model").model_dump(mode="json")
+
+
+OPEN = (answers.Event, answers.Events, answers.Failure, answers.Failures)
+"""What else belongs to these has no end."""
+
+
+def fits(answer: Any, kind: Any) -> None:
+    """What the type names is there as it says, and there is nothing that it does not name."""
+    found = msgspec.convert(answer, kind)
+    assert found == answer or kind in OPEN
 
 
 def bearing(key: str = OPERATOR) -> dict[str, str]:

@@ -1,8 +1,10 @@
-"""What the client returns is what its types say: answers of a scheduler are held against shared/answers.py."""
+"""What the client returns is what its types say: answers of a scheduler are held against shared/answers."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+from pathlib import Path
 from typing import Any, get_args
 from unittest.mock import MagicMock
 
@@ -12,31 +14,32 @@ import numpy as np
 import orjson
 import pytest
 
-from opentinker.client import AsyncClient, answers
+from opentinker.client import ApiConflict, AsyncClient, answers
+from opentinker.envs.base import Environment
 from opentinker.services.rollout_worker.examiner import views_of
+from opentinker.services.trainer.distributions import distributions, ratio_counts
 from opentinker.services.trainer.told import Told
+from opentinker.serving import AsyncServing
 from opentinker.shared.evaluations import transcript_of
+from opentinker.shared.reports import LogLine, Segment, TimelinePart
 from opentinker.shared.service import Context
 from opentinker.shared.spec import EvaluationSpec
 from opentinker.shared.store import Store
+from opentinker.shared.subjects import LOG, TIMELINE
 from opentinker.shared.telemetry import MetricSource
 from opentinker.shared.types import Ending, Gpu, JobState, Message, WeightVersion
 from opentinker.shared.usage import Usage
 from opentinker.shared.validation import ExamResult
-from tests.api import SPEC, bearing, write_checkpoint
+from tests.api import SPEC, bearing, fits, write_checkpoint
 from tests.conftest import until
-from tests.factories import group_of, make_trajectory
+from tests.factories import group_of, make_group, make_trajectory
 from tests.row_samples import row_spec
-from tests.scheduling import Workers
+from tests.scheduling import Workers, scheduler
 from tests.test_told import talk
+from tests.upload_samples import package
 
 INFERENCE = {"name": "chat", "kind": "inference", "model": {"base": "some/model"}}
 V = WeightVersion(1, 4)
-
-
-def fits(answer: Any, kind: Any) -> None:
-    """What the type names is there as it says, and there is nothing that it does not name."""
-    assert msgspec.convert(answer, kind) == answer
 
 
 async def known(url: str, path: str, method: str = "GET") -> Any:
@@ -87,7 +90,7 @@ async def test_jobs_and_workers_are_what_their_types_say(client: AsyncClient, ct
     events = await client.event_log(job)
     assert {"queued", "paused", "failed"} <= {event["event"] for event in events}
     for event in [*events, *[event async for event in client.events(job)]]:
-        msgspec.convert(event, answers.Event)  # what else belongs to it has no end
+        fits(event, answers.Event)
 
 
 async def _points(client: AsyncClient, job: str) -> bool:
@@ -99,8 +102,11 @@ async def test_what_jobs_leave_and_cost_is_what_its_types_say(client: AsyncClien
     home = ctx.settings.data_dir / "jobs" / job
     write_checkpoint(ctx, job, 4, {"model.safetensors": b"w", "trainer/state.json": b"{}"})
     fits(await client.checkpoints(job), list[answers.Checkpoint])
-    await client.publish(f"{job}@4", "best")
+    fits(await client.publish(f"{job}@4", "best"), answers.Publication)
+    fits(await client.published(), list[answers.Publication])
     fits(await client.job(job), answers.Job)
+    fits(await client.artifacts(job), list[answers.Artifact])
+    fits(await client.unpublish("best"), answers.Publication)
 
     fits(await client.rollouts(job), answers.Rollouts)
     fits(await client.transcripts(job), answers.Transcripts)
@@ -131,6 +137,94 @@ async def test_what_jobs_leave_and_cost_is_what_its_types_say(client: AsyncClien
         used = await client.usage(by)
         fits(used, answers.Usage)
         assert used["usage"]
+    fits(await client.cancel(job), answers.JobSummary)
+    gone: list[answers.DeletedArtifacts] = []
+
+    async def put_away() -> bool:
+        """A job that has just ended is still being put away."""
+        with contextlib.suppress(ApiConflict):
+            gone.append(await client.delete_artifacts(job))
+        return bool(gone)
+
+    await until(put_away)
+    fits(gone, list[answers.DeletedArtifacts])
+    assert gone[0]["steps"] == [4]
+
+
+async def test_what_a_job_says_is_what_its_types_say(client: AsyncClient, ctx: Context, store: Store) -> None:
+    job = (await client.submit(SPEC))["id"]
+    about = {"group": 3, "reason": "env_error", "error": "no such digit"}
+    await store.update(job, event="group_failed", failure=True, detail=about)
+    await store.update(
+        job, event="exam_failed", failure=True, detail={"episode": 1, "reason": "env_error", "error": ""}
+    )
+    failures = await client.failures(job)
+    fits(failures, answers.Failures)
+    assert [failure["event"] for failure in failures["failures"]] == ["exam_failed", "group_failed"]
+
+    line = LogLine(job=job, service="trainer", worker="trainer-0", level="info", time=1.0, event="x", fields={"a": [1]})
+    await ctx.bus.emit(LOG, line, job=job, level="info")
+    segments = [Segment(lane="training", kind="step", start=1.0, end=2.0)]
+    part = TimelinePart(job=job, worker="trainer-0", incarnation="i", seq=0, segments=segments)
+    await ctx.bus.emit(TIMELINE, part, job=job, worker="trainer-0")
+    await until(lambda: _both(client, job))
+    page = await known(client.url, f"/v1/jobs/{job}/logs?format=json")
+    fits(page, answers.LogLines)
+    assert "x" in {one["event"] for one in page["lines"]}
+    fits(await anext(client.logs(job)), answers.LogLine)
+    fits(await known(client.url, f"/v1/jobs/{job}/timeline"), answers.Timeline)
+
+    batch = [make_group()]
+    told = Told(ctx.settings.data_dir / "jobs" / job, 1, MagicMock())
+    await told.step(V, 5.0, batch, distributions(batch, V, ratio_counts(np.ones(3))))
+    await told.step(WeightVersion(1, 5), 6.0, batch, distributions(batch, V, {}))
+    found = await client.distributions(job, limit=2)
+    fits(found, list[answers.Distribution])
+    assert ["ratio" in one for one in found] == [True, False]
+    listed = await known(client.url, f"/v1/jobs/{job}/artifacts")
+    fits(listed, answers.Artifacts)
+    assert listed["artifacts"][0]["kind"] == "metrics"
+
+
+async def _both(client: AsyncClient, job: str) -> bool:
+    return bool(await client.log_lines(job)) and bool(await client.timeline(job))
+
+
+async def test_what_a_page_hears_with_is_what_its_type_says(ctx: Context) -> None:
+    settings = ctx.settings.model_copy(update={"nats_websocket_url": "ws://0.0.0.0:4223"})
+    async with scheduler(Context(**{**vars(ctx), "settings": settings})) as url, AsyncClient(url) as client:
+        given = await client.stream_credentials((await client.submit(SPEC))["id"])
+    fits(given, answers.StreamCredentials)
+    assert given["subjects"] and given["subjects"].keys() == given["history"].keys()
+
+
+async def test_environments_are_what_their_types_say(client: AsyncClient, tmp_path: Path) -> None:
+    pushed = await client.push_environment(package(tmp_path / "package"))
+    fits(pushed, answers.PushedEnvironment)
+    fits(await client.environments(), list[answers.EnvironmentSummary])
+    fits(await client.environment("small"), answers.Environment)
+    assert await client.delete_environment("small") == [1]
+    async with AsyncServing(Environment, name="count", url=client.url, on_wait=lambda _: None, drain_s=0.0):
+        served = await _served(client)
+        fits(served, answers.ServedEnvironments)
+        assert served["served"][0]["processes"] == 1
+
+
+async def _served(client: AsyncClient) -> Any:
+    """When it has been heard of."""
+
+    async def there() -> bool:
+        return bool((await known(client.url, "/v1/served"))["served"])
+
+    await until(there)
+    return await known(client.url, "/v1/served")
+
+
+async def test_a_spec_that_is_looked_at_is_answered_as_its_type_says(client: AsyncClient) -> None:
+    good, bad = await client.validate(SPEC), await client.validate({**SPEC, "name": "X Y"})
+    fits(good, answers.Validation)
+    fits(bad, answers.Validation)
+    assert good["checks"] and bad["mistakes"][0]["field"] == "name"
 
 
 async def test_keys_are_what_their_types_say(client: AsyncClient) -> None:
@@ -140,6 +234,8 @@ async def test_keys_are_what_their_types_say(client: AsyncClient) -> None:
     fits(await client.revoke_key(made["id"]), answers.Key)
     fits(await client.keys(), list[answers.Key])
     fits(await client.whoami(), answers.WhoAmI)
+    assert await client.tenants()
+    fits(await client.tenants(), list[answers.Tenant])
 
 
 def test_states_are_those_of_jobs() -> None:
@@ -160,3 +256,17 @@ async def test_the_openapi_document_tells_the_fields_of_answers(client: AsyncCli
     assert {"id", "state", "ledger"} <= set(schemas["Job"]["required"]) and "result" not in schemas["Job"]["required"]
     assert schemas["Job"]["properties"]["kind"]["description"] == "rl, sft, dpo, inference or eval."
     assert schemas["Ledger"]["properties"]["balanced"]["description"]
+    assert schemas["PushedEnvironment"]["properties"]["class"]["description"] == "`module:Class`."
+
+
+async def test_every_answer_in_json_has_a_type(client: AsyncClient) -> None:
+    document = await known(client.url, "/openapi.json")
+    told = {
+        f"{method} {path}": answer["content"]["application/json"]
+        for path, methods in document["paths"].items()
+        for method, operation in methods.items()
+        for status, answer in operation["responses"].items()
+        if status.startswith("2") and "application/json" in answer["content"]
+    }
+    untold = {what for what, answer in told.items() if not answer and "/v1/jobs/{id}/v1/" not in what}
+    assert len(told) > 40 and untold == {"get /openapi.json"}

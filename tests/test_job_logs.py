@@ -6,14 +6,13 @@ import asyncio
 import io
 import uuid
 from collections.abc import AsyncGenerator, Iterator
-from typing import Any
 
 import pytest
 import structlog
 
 from opentinker import AsyncClient
 from opentinker.cli.logs import format_job_line, grave
-from opentinker.shared import telemetry
+from opentinker.shared import answers, telemetry
 from opentinker.shared.bus import Bus
 from opentinker.shared.config import Settings
 from opentinker.shared.job_logs import JobLogs
@@ -181,7 +180,7 @@ async def test_the_log_is_live_goes_on_where_it_was_and_ends_with_the_job(
     await until(lambda: _count(ctx.bus, job, 3))
     await store.transition(job, JobState.CANCELLED)
 
-    async def rest(of: AsyncGenerator[dict[str, Any], None]) -> list[str]:
+    async def rest(of: AsyncGenerator[answers.LogLine, None]) -> list[str]:
         return [line["event"] async for line in of]
 
     assert await soon(rest(heard)) == ["three"] and await soon(rest(resumed)) == ["three"]

@@ -33,7 +33,7 @@ from opentinker.shared.keys import Keys, new_key, parse
 from opentinker.shared.service import Context
 from opentinker.shared.spec import JobSpec
 from opentinker.shared.store import Store
-from tests.api import SPEC, Http, bearing, new_key_of, write_checkpoint
+from tests.api import SPEC, Http, bearing, fits, new_key_of, write_checkpoint
 from tests.cluster import ROOT
 from tests.conftest import Figure
 from tests.scheduling import scheduler
@@ -271,6 +271,8 @@ async def test_every_route_answers_whom_it_should_and_nobody_else(site: Site, st
             status, body = await site.http(route.method, path, headers=headers, **request)
             answers[whose] = (status, said(body, things))
             cells += 1
+            if route.answer is not None and status == route.status:
+                fits(body, route.answer)
             if others := seen(site, who, route, things, body):
                 wrong.append(f"{route.method} {path} ({whose}): shows {others}")
         wrong += [f"{route.method} {route.path}: {why}" for why in judged(who, route, answers)]

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import orjson
 import pytest
 
 from opentinker import ApiError, AsyncClient, Client, patience
@@ -129,10 +130,77 @@ async def test_a_stream_that_always_breaks_off_is_given_up(name: str, tmp_path: 
     server = await asyncio.start_server(hear, "127.0.0.1", 0)
     url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
     async with AsyncClient(url, wait_s=0.5, on_wait=notes.append) as client:
-        with pytest.raises(ApiError, match=f"cannot reach {url}"):
+        with pytest.raises(ApiError, match=f"the stream from {url} breaks off each time before anything new comes"):
             await soon(CALLS[name](client, tmp_path))
     server.close()
     assert len(asked) > 1 and len(notes) == 1 and notes[0].startswith(f"waiting for {url} (")
+
+
+def said(name: str, number: int) -> bytes:
+    """A line of the stream of events, or of logs."""
+    event = {"event": "x", "id": f"{number}-0"} if name == "events" else {"event": "x", "cursor": number}
+    return b"data: " + orjson.dumps(event) + b"\n\n"
+
+
+@asynccontextmanager
+async def breaking(streams: Callable[[int], bytes], *, ends: bool = False) -> AsyncIterator[tuple[str, list[str]]]:
+    """A server that says this on the first, second, ... stream, and breaks it off, or `ends` it. Its job goes on until
+    nothing is said: its URL, and the streams that were asked for."""
+    asked: list[str] = []
+
+    async def hear(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        path = (await reader.readuntil(b"\r\n\r\n")).split()[1].decode()
+        said, body = streams(len(asked)), b""
+        if "/events" in path or "/logs" in path:
+            asked.append(path)
+            body = HEADERS + (b"%x\r\n%b\r\n" % (len(said), said) if said else b"")
+            body += b"0\r\n\r\n" if ends or not said else b""
+        else:
+            job = orjson.dumps({"state": "running" if said else "failed", "finished": None if said else 1.0})
+            body = b"HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Length: %d\r\n\r\n%b" % (len(job), job)
+        writer.write(body)
+        await writer.drain()
+        writer.close()
+
+    server = await asyncio.start_server(hear, "127.0.0.1", 0)
+    try:
+        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", asked
+    finally:
+        server.close()
+
+
+@pytest.mark.parametrize("ends", [False, True])
+@pytest.mark.parametrize("line", [b"", b": nothing new\n\n"], ids=["the_same", "nothing_new"])
+@pytest.mark.parametrize("name", ["events", "logs"])
+async def test_a_stream_that_breaks_off_each_time_after_a_line_that_is_not_new_is_given_up(
+    name: str, line: bytes, ends: bool, tmp_path: Path
+) -> None:
+    line = line or said(name, 7)
+    async with (
+        breaking(lambda _: line, ends=ends) as (url, asked),
+        AsyncClient(url, wait_s=0.5, on_wait=lambda _: None) as client,
+    ):
+        following = client.events(JOB) if name == "events" else client.logs(JOB)
+        seen = []
+        with pytest.raises(ApiError, match=f"the stream from {url} breaks off each time"):
+            async for one in following:
+                seen.append(one["event"])
+    assert len(asked) > 2 and len(seen) == (1 if b"data" in line else 0), "it is said once"
+
+
+@pytest.mark.parametrize("name", ["events", "logs"])
+async def test_a_stream_that_breaks_off_with_something_new_each_time_is_followed(name: str, tmp_path: Path) -> None:
+    """However long that takes, and whether or not it repeats itself: a server that is started again and again."""
+    lines = [said(name, max(1, number - 1)) + said(name, number) for number in range(1, 8)]
+    async with (
+        breaking(lambda number: lines[number] if number < len(lines) else b"") as (url, asked),
+        AsyncClient(url, wait_s=0.5, on_wait=lambda _: None) as client,
+    ):
+        following = client.events(JOB) if name == "events" else client.logs(JOB)
+        seen: list[Any] = [one async for one in following]
+    numbers = [int(one["id"].removesuffix("-0")) if name == "events" else one["cursor"] for one in seen]
+    assert numbers == list(range(1, 8))
+    assert [path.partition("after=")[2].split("&")[0].split("-")[0] for path in asked] == list("01234567")
 
 
 async def test_a_quiet_stream_that_breaks_off_is_opened_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

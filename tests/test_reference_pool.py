@@ -150,6 +150,46 @@ async def test_a_model_too_large_fails_its_job_and_others_go_on(bus: Bus, store:
         assert 0 < service.residence.used_bytes <= 5_000_000
 
 
+class Held(Scorer):
+    """Loads the first model when it may."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.may = threading.Event()
+        self.loaded: list[str] = []
+
+    def load(self, key: ModelKey) -> Any:
+        self.loaded.append(key.dtype)
+        assert self.may.wait(WAIT_S)
+        return super().load(key)
+
+
+async def test_no_model_is_loaded_for_a_job_that_ended_while_it_waited(bus: Bus, store: Store, tiny: Path) -> None:
+    scorer = Held()
+    first = await add_job(store, str(tiny))
+    ended = await add_job(store, str(tiny), dtype="bfloat16")
+    async with running(bus, store, make_scorer=lambda: scorer) as service:
+        try:
+            await send(bus, *of_job(first, 1))
+            await until(lambda: scorer.loaded)
+            await send(bus, *of_job(ended, 1))
+            await until(lambda: len(service.desk.queues) == 2)
+            await store.transition(ended, JobState.CANCELLED)
+        finally:
+            scorer.may.set()
+        await passed(bus, first, 1)
+        await until(lambda: not service.desk.hand)
+        assert scorer.loaded == ["float32"] and service.residence.loads == 1
+        await until(lambda: _empty(bus, ended))
+        again = await add_job(store, str(tiny), dtype="bfloat16")
+        await send(bus, *of_job(again, 1))
+        await passed(bus, again, 1)
+
+
+async def _empty(bus: Bus, job: str) -> bool:
+    return not await bus.count("SCORES", SCORE.at(job=job))
+
+
 class Watching(Scorer):
     """Counts, whenever it loads a model, those of before that are still in memory."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from opentinker.cli.specs import _looked_at
 from opentinker.services.scheduler import validating
 from opentinker.services.scheduler.submission import submit
 from opentinker.shared import light_tokenizer, spec_checks
+from opentinker.shared.answers import Check, Validation
 from opentinker.shared.bus import Bus
 from opentinker.shared.config import TenantLimits
 from opentinker.shared.light_tokenizer import LightTokenizer
@@ -26,13 +28,14 @@ from opentinker.shared.spec import JobSpec
 from opentinker.shared.store import Store
 from opentinker.shared.subjects import ENV_CHECK, ENV_CLOSE, ENV_OPEN, ENV_STEP
 from opentinker.shared.types import Ending, Message
+from tests.api import fits
 from tests.conftest import Server
 from tests.factories import make_spec, safetensors
 from tests.scheduling import Workers
 from tests.test_cli import opentinker
 
 
-def results(checks: list[dict[str, Any]]) -> dict[str, str]:
+def results(checks: Sequence[Check]) -> dict[str, str]:
     return {check["what"]: check["result"] for check in checks}
 
 
@@ -156,7 +159,7 @@ def test_rows_are_looked_at_where_the_trainer_reads_them(tmp_path: Path, monkeyp
     held = tmp_path / "held.jsonl"
     held.write_bytes(orjson.dumps({"prompt": "a", "completion": "b"}) + b"\n")
 
-    def looked_at(here: bool, **data: Any) -> tuple[list[dict[str, str]], list[tuple[Any, ...]]]:
+    def looked_at(here: bool, **data: Any) -> tuple[list[Check], list[tuple[Any, ...]]]:
         opened: list[tuple[Any, ...]] = []
 
         def rows(*asked: Any) -> list[tuple[str, dict[str, str]]]:
@@ -283,6 +286,7 @@ async def test_a_server_plays_an_episode_and_counts_its_workers(client: AsyncCli
     await workers.start("trainer-0", "env-0")
     spec = make_spec(model__base="some/model").model_dump(mode="json")
     found = await client.validate(spec)
+    fits(found, Validation)
     assert found["valid"] and found["mistakes"] == [] and found["messages"] == [{"role": "user", "content": "7="}]
     assert results(found["checks"]) == {
         "spec": "ok", "episode": "ok", "model": "note", "prompt": "note", "trainer workers": "ok",

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import os
 import socket
 import time
@@ -235,11 +236,16 @@ class ReferenceForward:
         scorer = await self._get_scorer()
         size = await asyncio.to_thread(scorer.size, key)
         self.residence.check(key, size)
-        evicted = self.residence.evictions
-        while not self.residence.make_room(size, self.desk.queues):
-            await set_within(self._bell.listen(), 0.1)
+        evicted, looked_at = self.residence.evictions, -math.inf
+        while True:
+            if time.monotonic() - looked_at >= LOOK_S:
+                await self._drop_ended(key)
+                looked_at = time.monotonic()
             if key not in self.desk.queues:
                 return
+            if self.residence.make_room(size, self.desk.queues):
+                break
+            await set_within(self._bell.listen(), 0.1)
         if self.residence.evictions > evicted:
             await asyncio.to_thread(scorer.collect)
         began = time.monotonic()
@@ -248,6 +254,20 @@ class ReferenceForward:
         self.residence.put(key, model, size, seconds)
         self.log.info("model_loaded", model=key.base, dtype=key.dtype, bytes=size, seconds=round(seconds, 3))
         self._measure()
+
+    async def _drop_ended(self, key: ModelKey) -> None:
+        """Groups that wait for a model and whose job ended meanwhile: nothing is loaded for these. One whose
+        acknowledgement is lost comes again, and goes as it comes."""
+        for job in self.desk.waiting_for(key):
+            try:
+                if not (await self.ctx.store.job(job)).state.final:
+                    continue
+            except NotFound:
+                pass
+            for work in self.desk.drop({job}):
+                self.log.info("group_of_ended_job_dropped", job=job, group=work.group.seq)
+                await work.delivery.ack()
+                self.desk.put_away(work)
 
     async def _get_scorer(self) -> Scorer:
         async with self._making:

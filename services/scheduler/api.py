@@ -70,9 +70,15 @@ class Api:
                 201,
                 (NAME,),
                 takes="application/x-tar",
+                answer=answers.PushedEnvironment,
             ),
             Route(
-                "GET", env, environments.list, Action.ENVIRONMENTS_READ, "Your environments, with their newest versions"
+                "GET",
+                env,
+                environments.list,
+                Action.ENVIRONMENTS_READ,
+                "Your environments, with their newest versions",
+                answer=answers.Environments,
             ),
             Route(
                 "GET",
@@ -80,6 +86,7 @@ class Api:
                 environments.get,
                 Action.ENVIRONMENTS_READ,
                 "One environment: its versions, oldest first",
+                answer=answers.Environment,
             ),
             Route(
                 "DELETE",
@@ -89,8 +96,16 @@ class Api:
                 "Delete an environment",
                 200,
                 (VERSION,),
+                answer=answers.DeletedEnvironment,
             ),
-            Route("GET", "/v1/served", gateway.list, Action.ENVIRONMENTS_READ, "Environments that their users serve"),
+            Route(
+                "GET",
+                "/v1/served",
+                gateway.list,
+                Action.ENVIRONMENTS_READ,
+                "Environments that their users serve",
+                answer=answers.ServedEnvironments,
+            ),
             Route(
                 "GET",
                 "/v1/served/{name}",
@@ -145,7 +160,14 @@ class Api:
                 "Whose key this is, and what it may",
                 answer=answers.WhoAmI,
             ),
-            Route("GET", "/v1/tenants", keys.tenants, Action.SERVER_READ, "Tenants that have had a key"),
+            Route(
+                "GET",
+                "/v1/tenants",
+                keys.tenants,
+                Action.SERVER_READ,
+                "Tenants that have had a key",
+                answer=answers.Tenants,
+            ),
             Route(
                 "GET",
                 "/v1/usage",
@@ -163,6 +185,7 @@ class Api:
                 Action.JOBS_WRITE,
                 "Look at a spec as if it were submitted, play an episode of it, and submit nothing",
                 body=JobSpec,
+                answer=answers.Validation,
             ),
             Route(
                 "GET",
@@ -172,9 +195,16 @@ class Api:
                 "Live workers and what they are leased to",
                 answer=answers.Workers,
             ),
-            Route("GET", "/v1/queues", self.queues, Action.SERVER_READ, "Depth of every message stream"),
-            Route("GET", "/healthz", self.healthz, Action.FREE, "The process turns"),
-            Route("GET", "/readyz", self.readyz, Action.FREE, "The process can work"),
+            Route(
+                "GET",
+                "/v1/queues",
+                self.queues,
+                Action.SERVER_READ,
+                "Depth of every message stream",
+                answer=answers.Queues,
+            ),
+            Route("GET", "/healthz", self.healthz, Action.FREE, "The process turns", answer=answers.Health),
+            Route("GET", "/readyz", self.readyz, Action.FREE, "The process can work", answer=answers.Readiness),
             Route("GET", "/metrics", self.prometheus, Action.SERVER_READ, "Prometheus text", content="text/plain"),
             Route("GET", "/openapi.json", self.openapi, Action.ABOUT, "This document"),
             Route("GET", "/", page.index, Action.FREE, "The dashboard", content="text/html"),
@@ -216,7 +246,7 @@ class Api:
         )
 
     async def queues(self, _: web.Request) -> web.Response:
-        queues = []
+        queues: list[answers.Queue] = []
         for stream in STREAMS:
             assert stream.name is not None
             info = await self.ctx.bus.js.stream_info(stream.name, subjects_filter=">")

@@ -6,7 +6,7 @@ from opentinker.services.scheduler.artifacts_api import ArtifactsApi
 from opentinker.services.scheduler.jobs_api import JobsApi
 from opentinker.services.scheduler.openapi import Parameter, Route
 from opentinker.services.scheduler.publishing_api import NewPublication, PublishingApi
-from opentinker.shared.answers import Checkpoints
+from opentinker.shared import answers
 from opentinker.shared.authority import Action
 
 ALL = Parameter("all", "query", "`1`: with optimizer and random state, to resume elsewhere.")
@@ -25,7 +25,7 @@ def artifact_routes(jobs: JobsApi) -> list[Route]:
             artifacts.checkpoints,
             Action.JOBS_READ,
             "Committed checkpoints, oldest first",
-            answer=Checkpoints,
+            answer=answers.Checkpoints,
         ),
         Route(
             "GET",
@@ -37,7 +37,14 @@ def artifact_routes(jobs: JobsApi) -> list[Route]:
             (ALL, RANGE, IF_RANGE),
             content="application/x-tar",
         ),
-        Route("GET", get + "/artifacts", artifacts.list, Action.JOBS_READ, "All files that the job has left so far"),
+        Route(
+            "GET",
+            get + "/artifacts",
+            artifacts.list,
+            Action.JOBS_READ,
+            "All files that the job has left so far",
+            answer=answers.Artifacts,
+        ),
         Route(
             "GET",
             get + "/artifacts/download",
@@ -54,6 +61,7 @@ def artifact_routes(jobs: JobsApi) -> list[Route]:
             publishing.delete_checkpoint,
             Action.CHECKPOINTS_WRITE,
             "Delete a checkpoint that is neither published nor in use",
+            answer=answers.DeletedArtifacts,
         ),
         Route(
             "DELETE",
@@ -61,6 +69,7 @@ def artifact_routes(jobs: JobsApi) -> list[Route]:
             publishing.delete_all,
             Action.CHECKPOINTS_WRITE,
             "Delete all that a job left which is over",
+            answer=answers.DeletedArtifacts,
         ),
         Route(
             "POST",
@@ -70,14 +79,30 @@ def artifact_routes(jobs: JobsApi) -> list[Route]:
             "Give a checkpoint a name within the tenant; it stays while it has one",
             201,
             body=NewPublication,
+            answer=answers.Publication,
         ),
-        Route("GET", "/v1/published", publishing.list, Action.CHECKPOINTS_READ, "Published checkpoints, by name"),
-        Route("GET", "/v1/published/{name}", publishing.get, Action.CHECKPOINTS_READ, "Which checkpoint has the name"),
+        Route(
+            "GET",
+            "/v1/published",
+            publishing.list,
+            Action.CHECKPOINTS_READ,
+            "Published checkpoints, by name",
+            answer=answers.Publications,
+        ),
+        Route(
+            "GET",
+            "/v1/published/{name}",
+            publishing.get,
+            Action.CHECKPOINTS_READ,
+            "Which checkpoint has the name",
+            answer=answers.Publication,
+        ),
         Route(
             "DELETE",
             "/v1/published/{name}",
             publishing.unpublish,
             Action.CHECKPOINTS_WRITE,
             "Take the name from the checkpoint",
+            answer=answers.Publication,
         ),
     ]

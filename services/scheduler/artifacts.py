@@ -16,13 +16,13 @@ import shutil
 import time
 import uuid
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
 from opentinker.services.scheduler import checkpoints
 from opentinker.services.scheduler.checkpoints import Held
 from opentinker.services.scheduler.stores import ArtifactStore, DirectoryStore, Opened, inside, store_of
+from opentinker.shared.answers.artifacts import Artifact, Kind
 from opentinker.shared.artifacts import CHECKPOINTS, ArtifactIndex
 from opentinker.shared.errors import NotFound
 from opentinker.shared.manifest import ADAPTER, MANIFEST, TRAINER_STATE
@@ -64,8 +64,8 @@ class Artifacts:
             found[manifest.step] = Held(manifest, self.workshop, prefix, metric, here=True)
         return sorted(found.values(), key=lambda held: held.manifest.age)
 
-    async def listed(self, job: JobRecord) -> list[dict[str, Any]]:
-        """Every file: path, kind, bytes, sha256 (where it is known without reading), created."""
+    async def listed(self, job: JobRecord) -> list[Artifact]:
+        """Every file that there is."""
         kept = await self.index.of(job.id)
         found = [
             _entry(f"{CHECKPOINTS}/{held.manifest.name}/{name}", file.bytes, file.sha256, held.manifest.created)
@@ -76,7 +76,7 @@ class Artifacts:
         found += [_entry(path, file.bytes, file.sha256, file.created) for path, file in files.items()]
         live = await asyncio.to_thread(live_files, self.home(job))
         found += [_entry(path, s.st_size, "", s.st_mtime) for path, s in live.items() if path not in files]
-        return sorted(found, key=lambda entry: str(entry["path"]))
+        return sorted(found, key=lambda entry: entry["path"])
 
     async def open(self, job: JobRecord, path: str) -> tuple[Opened, str]:
         """A file of the list, and its SHA-256. Raises NotFound."""
@@ -148,15 +148,14 @@ def live_files(home: Path) -> dict[str, os.stat_result]:
     return found
 
 
-def kind_of(path: str) -> str:
-    """checkpoint, adapter, state (of a trainer, to resume), metrics, transcripts, log"""
+def kind_of(path: str) -> Kind:
     if path.startswith(f"{CHECKPOINTS}/"):
         name = path.split("/", 2)[2]
         return "state" if name.startswith(TRAINER_STATE) else "adapter" if name == ADAPTER else "checkpoint"
     return "metrics" if path in METRICS else "log" if path in (LOG, EVENTS) else "transcripts"
 
 
-def _entry(path: str, size: int, sha256: str, created: float) -> dict[str, Any]:
+def _entry(path: str, size: int, sha256: str, created: float) -> Artifact:
     return {"path": path, "kind": kind_of(path), "bytes": size, "sha256": sha256, "created": created}
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from opentinker.services.scheduler.allowances import Used
+from opentinker.services.scheduler.fitting import Stock
 from opentinker.services.scheduler.placing import LEASED, Job
 from opentinker.shared.config import TenantLimits
 from opentinker.shared.types import Pool
@@ -57,3 +59,36 @@ class Begun:
 
     def holds(self, pool: Pool) -> list[str]:
         return self.own[pool] + self.lent if pool == Pool.ROLLOUT else self.own[pool]
+
+
+@dataclass(slots=True, eq=False)
+class Reserve:
+    """What is kept for a job that waits for long and cannot start soon."""
+
+    job: Job
+    free: dict[Pool, list[str]] = field(default_factory=_nobody)
+    """They may be lent meanwhile."""
+    coming: dict[Pool, list[str]] = field(default_factory=_nobody)
+    owed: list[str] = field(default_factory=list)
+    """Rollout workers that are lent now, and would be its when they come back: they stay where they are."""
+    lacks: dict[Pool, int] = field(default_factory=_none)
+    """What it needs beyond all that."""
+
+    def holds(self, pool: Pool) -> list[str]:
+        return self.free[pool] + self.coming[pool] + (self.owed if pool == Pool.ROLLOUT else [])
+
+    def let_go(self, given: Mapping[Pool, Sequence[str]], free: Stock, coming: Stock) -> int:
+        """They are kept no longer; returns how many of them are lent."""
+        lent = 0
+        for pool, workers in given.items():
+            self.lacks[pool] += len(workers)
+            for worker in workers:
+                for place, stock in ((self.free[pool], free), (self.coming[pool], coming)):
+                    if worker in place:
+                        place.remove(worker)
+                        stock.put(pool, worker)
+                        break
+                else:
+                    self.owed.remove(worker)
+                    lent += 1
+        return lent

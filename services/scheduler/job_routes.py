@@ -166,6 +166,7 @@ def job_routes(jobs: JobsApi, inference: InferenceApi) -> list[Route]:
             Action.JOBS_READ,
             "A token to hear the job live on NATS, for a while; shows it, once",
             201,
+            answer=answers.StreamCredentials,
         ),
         Route(
             "GET",
@@ -175,6 +176,7 @@ def job_routes(jobs: JobsApi, inference: InferenceApi) -> list[Route]:
             "What all services said about the job",
             200,
             (AFTER_LINE, LEVEL, LAST, LIMIT, FORMAT),
+            answer=answers.LogLines,
         ),
         Route(
             "GET",
@@ -194,6 +196,7 @@ def job_routes(jobs: JobsApi, inference: InferenceApi) -> list[Route]:
             "How a step's rewards, lengths, turns, staleness and importance ratios are spread",
             200,
             (TRAINED, AFTER_STEP, STEPS),
+            answer=answers.Distributions,
         ),
         Route(
             "GET",
@@ -203,6 +206,7 @@ def job_routes(jobs: JobsApi, inference: InferenceApi) -> list[Route]:
             "What its workers were busy with, second by second",
             200,
             (AFTER_PART, LAST_S, LIMIT),
+            answer=answers.Timeline,
         ),
         Route(
             "GET",
@@ -212,5 +216,6 @@ def job_routes(jobs: JobsApi, inference: InferenceApi) -> list[Route]:
             "Groups that failed for good",
             200,
             (LIMIT_FAILURES,),
+            answer=answers.Failures,
         ),
     ]

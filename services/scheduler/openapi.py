@@ -46,7 +46,7 @@ class Route:
     takes: str = ""
     """Media type of a body that is not JSON."""
     answer: Any = None
-    """One of `shared/answers.py`, where its fields are told."""
+    """One of `shared/answers`, where its fields are told."""
 
 
 def document(routes: Sequence[Route]) -> dict[str, Any]:
@@ -54,7 +54,9 @@ def document(routes: Sequence[Route]) -> dict[str, Any]:
     for body in (route.body for route in routes if route.body is not None):
         schema = body.model_json_schema(ref_template=_SCHEMAS + "{model}")
         schemas |= {**schema.pop("$defs", {}), body.__name__: schema}
-    schemas |= _answers([route.answer for route in routes if route.answer is not None])
+    told = _answers([route.answer for route in routes if route.answer is not None])
+    assert not schemas.keys() & told.keys(), "a body and an answer of the same name"
+    schemas |= told
     paths: dict[str, dict[str, Any]] = {}
     for route in routes:
         paths.setdefault(route.path, {})[route.method.lower()] = _operation(route)

@@ -14,7 +14,9 @@
      first, as few as do, and only after it waited for `preempt_after_s` and they ran for `min_run_s`. A job is never
      interrupted for one of its own priority, so no two interrupt each other in turns;
    - it waited for `reserve_after_s`: the first such job in the order above has what is free and what becomes free kept
-     for it, up to its need. Small jobs that keep coming cannot starve a large one; until then they fill the gaps.
+     for it, up to its need. Small jobs that keep coming cannot starve a large one; until then they fill the gaps. One
+     behind it that may interrupt others has of this what it could interrupt them for, as far as who waits longer can
+     interrupt them instead when its time comes.
 3. Rollout workers that are left over are lent to jobs that may have more than they need (`AddWorker`), to the tenant
    that holds least first, and are taken back at a group boundary when another job can start with them.
 
@@ -29,11 +31,11 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import groupby
+from itertools import groupby, takewhile
 
 from opentinker.services.scheduler.allowances import Used, over_quota, used_up
 from opentinker.services.scheduler.fitting import Fitting, Stock
-from opentinker.services.scheduler.holdings import Begun, Tenant
+from opentinker.services.scheduler.holdings import Begun, Reserve, Tenant
 from opentinker.services.scheduler.lacking import called, in_words, joined, missing, named, next_try, too_few
 from opentinker.services.scheduler.placing import (
     ANYBODY,
@@ -76,11 +78,7 @@ class _Planning:
         self.alive, self.free = Stock(fitting, view.alive), Stock(fitting, view.free)
         self.coming = Stock(fitting, view.coming)
         """Workers that will be free soon, and are nobody's yet."""
-        self.kept: list[str] = []
-        """Rollout workers kept for `kept_for`, which cannot start soon: they may be lent meanwhile."""
-        self.kept_for: Job | None = None
-        self.owed: set[str] = set()
-        """Rollout workers that are lent now, and would be its when they come back: they stay where they are."""
+        self.reserve: Reserve | None = None
         self.tenants: dict[str, Tenant] = {}
         self.begun: dict[str, Begun] = {}
         """By rank."""
@@ -287,36 +285,43 @@ class _Planning:
             return
         short = missing(job.needs, self.free.count(job))
         if not short:
-            chosen = tuple(worker for pool, n in job.needs.items() for worker in self.free.take(job, pool, n))
-            self._return_own(job, tenant)
-            self.decisions.append(Start(job.id, chosen))
-            self.begun[job.id] = one = Begun(job, tenant)
-            one.has.update(job.needs)
-            self._count(one)
-            self.waiting[job.id] = ""
+            self._begin(job, tenant)
             return
-        kept = (
-            f"what is free is kept for {named(self.kept_for, job.tenant)}, which waits longer" if self.kept_for else ""
-        )
+        other = self.reserve and named(self.reserve.job, job.tenant)
+        kept = f"what is free is kept for {other}, which waits longer" if other else ""
         self.waiting[job.id] = joined(in_words(short, self._alive(job), gpus=job.gpus), kept)
         soon = self._make_room(job, missing(short, self.coming.count(job)))
-        if soon or (not self.kept_for and self.now - job.since >= self.rules.reserve_after_s):
+        if soon and not missing(job.needs, self.free.count(job)):
+            self._begin(job, tenant)
+        elif soon or (not self.reserve and self.now - job.since >= self.rules.reserve_after_s):
             self._keep(job, tenant, soon=soon)
+
+    def _begin(self, job: Job, tenant: Tenant) -> None:
+        chosen = tuple(worker for pool, n in job.needs.items() for worker in self.free.take(job, pool, n))
+        self._return_own(job, tenant)
+        self.decisions.append(Start(job.id, chosen))
+        self.begun[job.id] = one = Begun(job, tenant)
+        one.has.update(job.needs)
+        self._count(one)
+        self.waiting[job.id] = ""
 
     def _keep(self, job: Job, tenant: Tenant, *, soon: bool) -> None:
         """What is free, and what comes, up to its need, is for this job and nobody behind it."""
+        reserve = Reserve(job)
         for pool, needed in job.needs.items():
-            aside = self.free.take(job, pool, needed)
-            rest = needed - len(aside)
-            rest -= len(self.coming.take(job, pool, rest))
+            reserve.free[pool] = self.free.take(job, pool, needed)
+            rest = needed - len(reserve.free[pool])
+            reserve.coming[pool] = self.coming.take(job, pool, rest)
+            rest -= len(reserve.coming[pool])
             if not soon and pool == Pool.ROLLOUT:
-                self.kept = aside
                 lent = [worker for one in self.lenders for worker in self._spared(one, job)]
-                self.owed.update(self.fitting.least_first(lent)[:rest])
+                reserve.owed = self.fitting.least_first(lent)[:rest]
+                rest -= len(reserve.owed)
+            reserve.lacks[pool] = rest
         tenant.promised_jobs += 1
         tenant.promised_workers += sum(job.needs.values())
         if not soon:
-            self.kept_for = job
+            self.reserve = reserve
 
     def _make_room(self, job: Job, short: dict[Pool, int]) -> bool:
         """True if what others can do without and what jobs of lower priority hold covers what is short; then it is
@@ -325,9 +330,15 @@ class _Planning:
         if Pool.ROLLOUT in short:
             lent = sum(len(self._spared(one, job)) for one in self.lenders)
             back = min(lent, short[Pool.ROLLOUT])
-        victims = self._victims(job, missing(short, {Pool.TRAINER: 0, Pool.ROLLOUT: back}))
+        left = missing(short, {Pool.TRAINER: 0, Pool.ROLLOUT: back})
+        victims = self._victims(job, left)
         if victims is None:
             return False
+        if victims and self.reserve:
+            given = self._given(self.reserve, job, left)
+            victims = self._victims(job, missing(left, {pool: len(workers) for pool, workers in given.items()}))
+            assert victims is not None, "fewer do where more do"
+            back += self.reserve.let_go(given, self.free, self.coming)
         for other in victims:
             self.decisions.append(Preempt(other.job.id, job.id))
             self._goes(other)
@@ -338,7 +349,8 @@ class _Planning:
 
     def _spared(self, one: Begun, job: Job) -> Sequence[str]:
         """What this one can do without and is not owed to another that waits longer."""
-        return [worker for worker in self.fitting.those(one.lent, job, Pool.ROLLOUT) if worker not in self.owed]
+        owed = self.reserve.owed if self.reserve else ()
+        return [worker for worker in self.fitting.those(one.lent, job, Pool.ROLLOUT) if worker not in owed]
 
     def _take_back(self, lenders: Iterable[Begun], count: int, wanted_by: Job, *, any_worker: bool = False) -> None:
         """From the lowest priority, the tenant that has most, the youngest job; `any_worker`: also what does not suit
@@ -363,6 +375,23 @@ class _Planning:
             own = [one for one in self.lenders if one.tenant is tenant]
             self._take_back(own, wanted - most, job, any_worker=True)
 
+    def _given(self, reserve: Reserve, job: Job, short: Mapping[Pool, int]) -> dict[Pool, Sequence[str]]:
+        """What this one has of what is kept, in the place of what it could interrupt others for: that would be kept
+        too, and it would interrupt others again and again."""
+        return {
+            pool: self.fitting.those(reserve.holds(pool), job, pool)[:n] if self._can_spare(reserve, pool, n) else ()
+            for pool, n in {**dict.fromkeys(LEASED, 0), **short}.items()
+        }
+
+    def _can_spare(self, reserve: Reserve, pool: Pool, count: int) -> bool:
+        """Whether who waits longer can interrupt others for so many, beside those that it lacks."""
+        job = reserve.job
+        if pool not in job.needs:
+            return True
+        lower = takewhile(lambda other: other.job.priority < job.priority, self._interruptible())
+        held = sum(len(self.fitting.those(other.own[pool], job, pool)) for other in lower)
+        return held >= reserve.lacks[pool] + count
+
     def _victims(self, job: Job, short: dict[Pool, int]) -> list[Begun] | None:
         """As few as hold, as their minimum, what is short; None if all that may be interrupted do not."""
         if not short:
@@ -370,8 +399,13 @@ class _Planning:
         if self.now - job.since < self.rules.preempt_after_s:
             return None
 
+        reserve = self.reserve
+        not_spared = {pool for pool, n in short.items() if reserve and not self._can_spare(reserve, pool, n)}
+
         def own(other: Begun, pool: Pool) -> int:
-            return len(self.fitting.those(other.own[pool], job, pool))
+            found = self.fitting.those(other.own[pool], job, pool)
+            kept = self.fitting.those(found, reserve.job, pool) if reserve and pool in not_spared else ()
+            return len(found) - len(kept)
 
         chosen: list[Begun] = []
         left = short
@@ -401,7 +435,8 @@ class _Planning:
     # --- what is left over ---------------------------------------------------------------------------------------
 
     def _lend(self) -> None:
-        left_over = self.fitting.least_first([*self.free.all(Pool.ROLLOUT), *self.kept])
+        kept = self.reserve.free[Pool.ROLLOUT] if self.reserve else []
+        left_over = self.fitting.least_first([*self.free.all(Pool.ROLLOUT), *kept])
         if not left_over:
             return
         gave = {decision.job for decision in self.decisions if isinstance(decision, Preempt | Requeue | TakeBack)}

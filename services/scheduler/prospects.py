@@ -13,11 +13,12 @@ from opentinker.services.scheduler.fitting import ANY, described
 from opentinker.services.scheduler.lacking import with_gpus
 from opentinker.services.scheduler.placing import ANYBODY, UNLIMITED, Start
 from opentinker.services.scheduler.settled import rules_of, used_today
+from opentinker.shared.answers import Check
 from opentinker.shared.service import Context
 from opentinker.shared.sessions import SERVED
 from opentinker.shared.spec import JobSpec
 from opentinker.shared.spec.frozen import is_scored
-from opentinker.shared.spec_checks import Check, check
+from opentinker.shared.spec_checks import check
 from opentinker.shared.types import JobRecord, JobState, Pool, WorkerInfo
 
 CANDIDATE = "(this job)"

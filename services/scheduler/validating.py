@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import uuid
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 from aiohttp import web
 
@@ -18,12 +18,13 @@ from opentinker.services.scheduler.gate import tenant_of
 from opentinker.services.scheduler.problems import json_response, read_json
 from opentinker.services.scheduler.submission import Mistakes, kept_idle_s, look_at
 from opentinker.shared import spec_checks
+from opentinker.shared.answers import Check, Mistake, Said, Validation
 from opentinker.shared.env_client import EnvClient
 from opentinker.shared.errors import SpecError
 from opentinker.shared.service import Context
 from opentinker.shared.sessions import Policy, SessionReply, StepSession
 from opentinker.shared.spec import JobSpec, parse_spec
-from opentinker.shared.spec_checks import NOT_LOOKED_AT, Check, check
+from opentinker.shared.spec_checks import NOT_LOOKED_AT, check
 from opentinker.shared.types import StopReason
 
 EPISODE_S = 30.0
@@ -43,9 +44,7 @@ class Validating:
         return json_response(await report_on(self.ctx, await read_json(request), tenant_of(request)))
 
 
-async def report_on(ctx: Context, data: Any, tenant: str) -> dict[str, Any]:
-    """`valid`, `mistakes` as of a submission, `checks` (what, found, result: ok | note | bad, hint), `messages` of the
-    environment's first turn."""
+async def report_on(ctx: Context, data: Any, tenant: str) -> Validation:
     mistakes: Mistakes = []
     spec: JobSpec | None = None
     try:
@@ -54,9 +53,9 @@ async def report_on(ctx: Context, data: Any, tenant: str) -> dict[str, Any]:
         mistakes += error.mistakes
     asked, *_ = await look_at(ctx, data, spec, tenant, mistakes)
     if spec is None or mistakes:
-        return {"valid": False, "mistakes": mistakes, "checks": [], "messages": []}
+        return {"valid": False, "mistakes": cast(list[Mistake], mistakes), "checks": [], "messages": []}
     checks: list[Check] = [check("spec", f"{spec.name}, of kind {spec.kind}")]
-    messages: list[dict[str, str]] = []
+    messages: list[Said] = []
     if spec.environment.name:
         if asked.answered:
             name = asked.check.name if asked.check is not None else spec.environment.name
@@ -85,11 +84,11 @@ def _kept(idle_s: float | None, *, own: bool) -> Check:
     return check("kept", f"until nobody has asked it anything for {idle_s:g} s ({whose})")
 
 
-async def _episode(ctx: Context, spec: JobSpec, name: str, tenant: str) -> tuple[Check, list[dict[str, str]]]:
+async def _episode(ctx: Context, spec: JobSpec, name: str, tenant: str) -> tuple[Check, list[Said]]:
     """The first start state, a few turns of it, whatever is said."""
     client, session = EnvClient(ctx.bus, tenant=tenant), f"validate-{uuid.uuid4().hex}"
     policy = Policy(model=spec.model.base, context_length=spec.rollout.context_length or 0)
-    messages: list[dict[str, str]] = []
+    messages: list[Said] = []
     worker, turns, rewards = "", 0, 0.0
     try:
         async with asyncio.timeout(EPISODE_S):

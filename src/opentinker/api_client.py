@@ -31,18 +31,24 @@ from opentinker.asking import InferenceCalls
 from opentinker.fetching import FetchingCalls, FetchingSync
 from opentinker.given import plain, started
 from opentinker.granting import GrantingCalls, GrantingSync
-from opentinker.http import AGAIN_S, ApiConflict, ApiError, ApiNotFound, Http, Json
+from opentinker.http import ApiConflict, ApiError, ApiNotFound, Http, Json
 from opentinker.knowing import READ_S, KnowingCalls, KnowingSync
 from opentinker.patience import Waiting
 from opentinker.pushing import EnvironmentCalls
 from opentinker.shared.answers import (
+    Environment,
+    EnvironmentSummary,
     Event,
     Events,
+    Failures,
     Job,
     Jobs,
     JobSummary,
     MetricPoint,
     Metrics,
+    PushedEnvironment,
+    Queue,
+    Queues,
     Transcripts,
     Worker,
     Workers,
@@ -131,9 +137,9 @@ class AsyncClient(EnvironmentCalls, FetchingCalls, GrantingCalls, InferenceCalls
         """A paused job waits in the queue again, and goes on from its checkpoint."""
         return cast(JobSummary, await self._http.json("POST", _of(id, "/resume")))
 
-    async def failures(self, id: str, limit: int = 100) -> Json:
+    async def failures(self, id: str, limit: int = 100) -> Failures:
         """`failures`: the newest groups that failed for good, newest first; `counts`: of all of them, by reason."""
-        return await self._http.json("GET", _of(id, "/failures"), {"limit": str(limit)})
+        return cast(Failures, await self._http.json("GET", _of(id, "/failures"), {"limit": str(limit)}))
 
     async def wait(self, id: str, timeout_s: float | None = None, *, cancel_on_interrupt: bool = False) -> Job:
         """The job in its final state. Raises TimeoutError; the job goes on.
@@ -171,14 +177,18 @@ class AsyncClient(EnvironmentCalls, FetchingCalls, GrantingCalls, InferenceCalls
                 query = {"after": after}
                 async with self._http.open(_of(id, "/events"), query, read_s=READ_S, waiting=waiting) as response:
                     async for event in _server_sent(response, waiting):
+                        if _place(event["id"]) <= _place(after):
+                            waiting.heard()
+                            continue
+                        waiting.answered()
                         after, news = event["id"], True
                         yield event
                         if event.get("state") in _FINAL:
                             return
-                waiting.answered()
+                    waiting.heard()
                 if not news and JobState((await self.job(id))["state"]).final:
                     return
-                await asyncio.sleep(AGAIN_S)
+                await self._http.on_end(waiting)
             except (aiohttp.ClientError, TimeoutError) as error:
                 await self._http.stand_by(waiting, error)
 
@@ -218,8 +228,8 @@ class AsyncClient(EnvironmentCalls, FetchingCalls, GrantingCalls, InferenceCalls
     async def workers(self) -> list[Worker]:
         return cast(Workers, await self._http.json("GET", "/v1/workers"))["workers"]
 
-    async def queues(self) -> list[Json]:
-        return list((await self._http.json("GET", "/v1/queues"))["queues"])
+    async def queues(self) -> list[Queue]:
+        return cast(Queues, await self._http.json("GET", "/v1/queues"))["queues"]
 
 
 _FINAL = {state.value for state in JobState if state.final}
@@ -232,9 +242,15 @@ def _of(id: str, rest: str = "") -> str:
 async def _server_sent(response: aiohttp.ClientResponse, waiting: Waiting) -> AsyncIterator[Event]:
     """The data of each event; ours are one line of JSON that holds id and name too."""
     async for line in response.content:
-        waiting.answered()
         if line.startswith(b"data:"):
             yield orjson.loads(line[5:])
+        else:
+            waiting.heard()
+
+
+def _place(event: str) -> tuple[int, ...]:
+    """Of an event in its log, by its id: MILLISECONDS-COUNT."""
+    return tuple(map(int, event.split("-")))
 
 
 class Client(FetchingSync, GrantingSync, KnowingSync):
@@ -297,7 +313,7 @@ class Client(FetchingSync, GrantingSync, KnowingSync):
     def resume(self, id: str) -> JobSummary:
         return self._call(self._core.resume(id))
 
-    def failures(self, id: str, limit: int = 100) -> Json:
+    def failures(self, id: str, limit: int = 100) -> Failures:
         return self._call(self._core.failures(id, limit))
 
     def complete(self, id: str) -> JobSummary:
@@ -331,13 +347,13 @@ class Client(FetchingSync, GrantingSync, KnowingSync):
     def transcripts(self, id: str, step: int | None = None) -> Transcripts:
         return self._call(self._core.transcripts(id, step))
 
-    def push_environment(self, directory: str | Path, name: str | None = None) -> Json:
+    def push_environment(self, directory: str | Path, name: str | None = None) -> PushedEnvironment:
         return self._call(self._core.push_environment(directory, name))
 
-    def environments(self) -> list[Json]:
+    def environments(self) -> list[EnvironmentSummary]:
         return self._call(self._core.environments())
 
-    def environment(self, name: str) -> Json:
+    def environment(self, name: str) -> Environment:
         return self._call(self._core.environment(name))
 
     def delete_environment(self, name: str, version: int | None = None) -> list[int]:
@@ -346,7 +362,7 @@ class Client(FetchingSync, GrantingSync, KnowingSync):
     def workers(self) -> list[Worker]:
         return self._call(self._core.workers())
 
-    def queues(self) -> list[Json]:
+    def queues(self) -> list[Queue]:
         return self._call(self._core.queues())
 
     def _call(self, coroutine: Coroutine[Any, Any, T]) -> T:

@@ -22,8 +22,16 @@ import orjson
 
 from opentinker.archive import unpack
 from opentinker.given import empty_place
-from opentinker.http import ApiError, Http, Json
-from opentinker.shared.answers import Checkpoint, Checkpoints
+from opentinker.http import ApiError, Http
+from opentinker.shared.answers import (
+    Artifact,
+    Artifacts,
+    Checkpoint,
+    Checkpoints,
+    DeletedArtifacts,
+    Publication,
+    Publications,
+)
 from opentinker.shared.manifest import ADAPTER, instead
 
 T = TypeVar("T")
@@ -37,40 +45,41 @@ class FetchingCalls:
 
     _http: Http
 
-    async def publish(self, checkpoint: str, name: str) -> Json:
+    async def publish(self, checkpoint: str, name: str) -> Publication:
         """Give JOB@STEP or JOB@latest a name for [start], inference jobs and downloads. Raises ApiConflict if another
         checkpoint of the tenant has it. `latest` is asked once: it may be another step the second time."""
         body = orjson.dumps({"name": name, "checkpoint": checkpoint})
         headers = {"Content-Type": "application/json"}
         again = not checkpoint.endswith("@latest")
-        return await self._http.json("POST", "/v1/published", body=body, headers=headers, again=again)
+        made = await self._http.json("POST", "/v1/published", body=body, headers=headers, again=again)
+        return cast(Publication, made)
 
-    async def unpublish(self, name: str) -> Json:
-        return await self._http.json("DELETE", f"/v1/published/{quote(name, safe='')}", again=False)
+    async def unpublish(self, name: str) -> Publication:
+        return cast(Publication, await self._http.json("DELETE", _publication(name), again=False))
 
-    async def published(self) -> list[Json]:
+    async def published(self) -> list[Publication]:
         """`name`, `checkpoint`, `bytes`, `created`, `key`; by name."""
-        return list((await self._http.json("GET", "/v1/published"))["published"])
+        return cast(Publications, await self._http.json("GET", "/v1/published"))["published"]
 
-    async def delete_artifacts(self, id: str, step: int | None = None) -> Json:
+    async def delete_artifacts(self, id: str, step: int | None = None) -> DeletedArtifacts:
         """One checkpoint, or all that a job left which is over. Raises ApiConflict for what is published or in use."""
         path = "/artifacts" if step is None else f"/checkpoints/{step}"
-        return await self._http.json("DELETE", _of(id, path), again=False)
+        return cast(DeletedArtifacts, await self._http.json("DELETE", _of(id, path), again=False))
 
     async def _named(self, id: str, step: int | None) -> tuple[str, int | None]:
         """A published name in the place of a job's id."""
         if _JOB.fullmatch(id) or step is not None:
             return id, step
-        found = await self._http.json("GET", f"/v1/published/{quote(id, safe='')}")
+        found = cast(Publication, await self._http.json("GET", _publication(id)))
         return found["job"], found["step"]
 
     async def checkpoints(self, id: str) -> list[Checkpoint]:
         """Oldest first."""
         return cast(Checkpoints, await self._http.json("GET", _of(id, "/checkpoints")))["checkpoints"]
 
-    async def artifacts(self, id: str) -> list[Json]:
+    async def artifacts(self, id: str) -> list[Artifact]:
         """Every file that a job has left so far: `path`, `kind`, `bytes`, `created`, and `sha256` where it is known."""
-        return list((await self._http.json("GET", _of(id, "/artifacts")))["artifacts"])
+        return cast(Artifacts, await self._http.json("GET", _of(id, "/artifacts")))["artifacts"]
 
     async def download_artifacts(
         self, id: str, directory: str | Path, paths: Sequence[str] | None = None
@@ -256,6 +265,10 @@ def _place(directory: str | Path, path: str) -> Path:
     return target
 
 
+def _publication(name: str) -> str:
+    return f"/v1/published/{quote(name, safe='')}"
+
+
 def _of(id: str, rest: str = "") -> str:
     return f"/v1/jobs/{quote(id, safe='')}{rest}"
 
@@ -268,22 +281,22 @@ class FetchingSync(ABC):
     @abstractmethod
     def _call(self, coroutine: Coroutine[Any, Any, T]) -> T: ...
 
-    def publish(self, checkpoint: str, name: str) -> Json:
+    def publish(self, checkpoint: str, name: str) -> Publication:
         return self._call(self._core.publish(checkpoint, name))
 
-    def unpublish(self, name: str) -> Json:
+    def unpublish(self, name: str) -> Publication:
         return self._call(self._core.unpublish(name))
 
-    def published(self) -> list[Json]:
+    def published(self) -> list[Publication]:
         return self._call(self._core.published())
 
-    def delete_artifacts(self, id: str, step: int | None = None) -> Json:
+    def delete_artifacts(self, id: str, step: int | None = None) -> DeletedArtifacts:
         return self._call(self._core.delete_artifacts(id, step))
 
     def checkpoints(self, id: str) -> list[Checkpoint]:
         return self._call(self._core.checkpoints(id))
 
-    def artifacts(self, id: str) -> list[Json]:
+    def artifacts(self, id: str) -> list[Artifact]:
         return self._call(self._core.artifacts(id))
 
     def download_artifacts(self, id: str, directory: str | Path, paths: Sequence[str] | None = None) -> list[Path]:

@@ -9,8 +9,8 @@ from urllib.parse import quote
 
 import orjson
 
-from opentinker.http import Http, Json
-from opentinker.shared.answers import Key, Keys, MadeKey, WhoAmI
+from opentinker.http import Http
+from opentinker.shared.answers import Key, Keys, MadeKey, Tenant, Tenants, WhoAmI
 
 T = TypeVar("T")
 
@@ -55,8 +55,8 @@ class GrantingCalls:
         `off` where a server asks nobody for one."""
         return cast(WhoAmI, await self._http.json("GET", "/v1/whoami"))
 
-    async def tenants(self) -> list[Json]:
-        return list((await self._http.json("GET", "/v1/tenants"))["tenants"])
+    async def tenants(self) -> list[Tenant]:
+        return cast(Tenants, await self._http.json("GET", "/v1/tenants"))["tenants"]
 
 
 _JSON = {"Content-Type": "application/json"}
@@ -99,5 +99,5 @@ class GrantingSync(ABC):
     def whoami(self) -> WhoAmI:
         return self._call(self._core.whoami())
 
-    def tenants(self) -> list[Json]:
+    def tenants(self) -> list[Tenant]:
         return self._call(self._core.tenants())

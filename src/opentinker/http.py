@@ -201,7 +201,7 @@ class Http:
         waiting: Waiting | None = None,
     ) -> AsyncIterator[aiohttp.ClientResponse]:
         """A response to be read as it comes, of a GET, or with a `body` of JSON of a POST. `waiting`: of whoever opens
-        it again where it breaks off, and says what has come (`answered`): an open stream alone is no answer."""
+        it again where it breaks off, and says what came (`answered`, `heard`): an open stream alone is no answer."""
         waiting = waiting or self.waiting()
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S, sock_read=read_s)
         method, data = ("GET", None) if body is None else ("POST", io.BytesIO(body))
@@ -245,9 +245,16 @@ class Http:
     async def stand_by(self, waiting: Waiting, error: Exception) -> None:
         """A stream has broken off, or could not be opened: a pause, or ApiError where `wait_s` is over."""
         if waiting.away_s > self.wait_s:
-            raise self.unreachable(error) from None
+            raise (self._cut_off(error) if waiting.cut_off else self.unreachable(error)) from None
         waiting.failed(error)
         await asyncio.sleep(AGAIN_S * (0.5 + random.random()))
+
+    async def on_end(self, waiting: Waiting) -> None:
+        """A stream has ended, and what it is about has not: as `stand_by`, unless it has answered."""
+        if waiting.away_s:
+            await self.stand_by(waiting, aiohttp.ClientPayloadError("the stream ended too early"))
+        else:
+            await asyncio.sleep(AGAIN_S * (0.5 + random.random()))
 
     def waiting(self) -> Waiting:
         return Waiting(self.url, self.tell)
@@ -255,6 +262,12 @@ class Http:
     def tell(self, sentence: str) -> None:
         """Whoever waits should know what for."""
         self._on_wait(sentence)
+
+    def _cut_off(self, error: Exception) -> ApiError:
+        return ApiError(
+            f"the stream from {self.url} breaks off each time before anything new comes: {why(error)}. "
+            "Does a proxy before the server cut streams off?"
+        )
 
     def unreachable(self, error: Exception) -> ApiError:
         return ApiError(f"cannot reach {self.url}: {why(error)}. Is `opentinker up` running there?")

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from opentinker.shared.answers import Check
 from opentinker.shared.spec import JobSpec
-from opentinker.shared.spec_checks import Check, check, model, prompt, rows
+from opentinker.shared.spec_checks import check, model, prompt, rows
 from opentinker.shared.types import Message
 
 TURNS = 4

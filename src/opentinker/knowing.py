@@ -13,8 +13,19 @@ import aiohttp
 import orjson
 
 from opentinker.given import plain
-from opentinker.http import AGAIN_S, Http, Json
-from opentinker.shared.answers import Rollouts, Usage
+from opentinker.http import Http
+from opentinker.shared.answers import (
+    Distribution,
+    Distributions,
+    LogLine,
+    LogLines,
+    Rollouts,
+    StreamCredentials,
+    Timeline,
+    TimelinePart,
+    Usage,
+    Validation,
+)
 from opentinker.shared.spec import JobSpec
 
 T = TypeVar("T")
@@ -28,19 +39,21 @@ class KnowingCalls:
 
     _http: Http
 
-    async def log_lines(self, id: str, after: int = 0, *, level: str = "debug", last: int = 0) -> list[Json]:
+    async def log_lines(self, id: str, after: int = 0, *, level: str = "debug", last: int = 0) -> list[LogLine]:
         """What there is now, of this level and graver, oldest first; `last` gives only so many. Each line has `cursor`,
         `time`, `level`, `service`, `worker`, `event`, `fields` and `trace`."""
-        lines: list[Json] = []
+        lines: list[LogLine] = []
         query = {"format": "json", "level": level, "last": str(last)}
         while True:
-            page = await self._http.json("GET", _of(id, "/logs"), {**query, "after": str(after)})
+            page = cast(LogLines, await self._http.json("GET", _of(id, "/logs"), {**query, "after": str(after)}))
             lines += page["lines"]
             after = page["cursor"]
             if not page["more"]:
                 return lines
 
-    async def logs(self, id: str, after: int = 0, *, level: str = "debug", last: int = 0) -> AsyncGenerator[Json, None]:
+    async def logs(
+        self, id: str, after: int = 0, *, level: str = "debug", last: int = 0
+    ) -> AsyncGenerator[LogLine, None]:
         """Lines as they come, until the job is over and silent. Reconnects by itself and goes on where it was."""
         waiting = self._http.waiting()
         query = {"level": level, "last": str(last)}
@@ -49,15 +62,17 @@ class KnowingCalls:
                 asked = {**query, "after": str(after)}
                 async with self._http.open(_of(id, "/logs"), asked, read_s=READ_S, waiting=waiting) as response:
                     async for raw in response.content:
+                        line: LogLine | None = orjson.loads(raw[5:]) if raw.startswith(b"data:") else None
+                        if line is None or line["cursor"] <= after:
+                            waiting.heard()
+                            continue
                         waiting.answered()
-                        if raw.startswith(b"data:"):
-                            line: Json = orjson.loads(raw[5:])
-                            after, query["last"] = line["cursor"], "0"
-                            yield line
-                waiting.answered()
+                        after, query["last"] = line["cursor"], "0"
+                        yield line
+                    waiting.heard()
                 if not await self._goes_on(id):
                     return
-                await asyncio.sleep(AGAIN_S)
+                await self._http.on_end(waiting)
             except (aiohttp.ClientError, TimeoutError) as error:
                 await self._http.stand_by(waiting, error)
 
@@ -66,34 +81,39 @@ class KnowingCalls:
         query = {} if step is None else {"step": str(step)}
         return cast(Rollouts, await self._http.json("GET", _of(id, "/rollouts"), query))
 
-    async def distributions(self, id: str, step: int | None = None, *, after: int = 0, limit: int = 1) -> list[Json]:
+    async def distributions(
+        self, id: str, step: int | None = None, *, after: int = 0, limit: int = 1
+    ) -> list[Distribution]:
         """Histograms of a step, or of the newest `limit` steps above `after`, oldest first: `step`, and by name `edges`
         and `counts`, of which there is one more (below the first edge, ..., from the last one on)."""
         query = {"after": str(after), "limit": str(limit)} if step is None else {"step": str(step)}
-        return list((await self._http.json("GET", _of(id, "/distributions"), query))["distributions"])
+        return cast(Distributions, await self._http.json("GET", _of(id, "/distributions"), query))["distributions"]
 
-    async def timeline(self, id: str, after: int = 0, *, last_s: int = 0) -> list[Json]:
+    async def timeline(self, id: str, after: int = 0, *, last_s: int = 0) -> list[TimelinePart]:
         """What the job's workers were busy with: a part per worker and second, oldest first, with its `segments`
         (`lane`, `kind`, `start`, `end`, `version`, `level`) and `cursor`; `last_s`: of the last so many seconds."""
-        parts: list[Json] = []
+        parts: list[TimelinePart] = []
         query = {"last_s": str(last_s)} if last_s else {}
         while True:
-            page = await self._http.json("GET", _of(id, "/timeline"), {**query, "after": str(after)})
+            asked = {**query, "after": str(after)}
+            page = cast(Timeline, await self._http.json("GET", _of(id, "/timeline"), asked))
             parts += page["timeline"]
             after, query = page["cursor"], {}
             if not page["more"]:
                 return parts
 
-    async def stream_credentials(self, id: str) -> Json:
+    async def stream_credentials(self, id: str) -> StreamCredentials:
         """Where and how the job is heard live on NATS, for a while: `servers`, `token`, `subjects`, `expires_at`..."""
-        return await self._http.json("POST", _of(id, "/stream-credentials"), again=False)
+        return cast(StreamCredentials, await self._http.json("POST", _of(id, "/stream-credentials"), again=False))
 
-    async def validate(self, spec: Mapping[str, Any] | JobSpec | str | Path) -> Json:
+    async def validate(self, spec: Mapping[str, Any] | JobSpec | str | Path) -> Validation:
         """A spec looked at by the server as if it were submitted: `valid`, `mistakes`, `checks` (what, found, result:
         ok, note or bad, hint), `messages` of an episode's beginning. A mistake raises nothing."""
         data = await asyncio.to_thread(plain, spec)
         headers = {"Content-Type": "application/json"}
-        return await self._http.json("POST", "/v1/validate", body=orjson.dumps(data), headers=headers, timeout_s=90.0)
+        body = orjson.dumps(data)
+        found = await self._http.json("POST", "/v1/validate", body=body, headers=headers, timeout_s=90.0)
+        return cast(Validation, found)
 
     async def usage(
         self,
@@ -128,24 +148,24 @@ class KnowingSync(ABC):
     def _call(self, coroutine: Coroutine[Any, Any, T]) -> T: ...
 
     @abstractmethod
-    def _iterate(self, items: AsyncGenerator[Json, None]) -> Iterator[Json]: ...
+    def _iterate(self, items: AsyncGenerator[T, None]) -> Iterator[T]: ...
 
-    def log_lines(self, id: str, after: int = 0, *, level: str = "debug", last: int = 0) -> list[Json]:
+    def log_lines(self, id: str, after: int = 0, *, level: str = "debug", last: int = 0) -> list[LogLine]:
         return self._call(self._core.log_lines(id, after, level=level, last=last))
 
-    def logs(self, id: str, after: int = 0, *, level: str = "debug", last: int = 0) -> Iterator[Json]:
+    def logs(self, id: str, after: int = 0, *, level: str = "debug", last: int = 0) -> Iterator[LogLine]:
         return self._iterate(self._core.logs(id, after, level=level, last=last))
 
     def rollouts(self, id: str, step: int | None = None) -> Rollouts:
         return self._call(self._core.rollouts(id, step))
 
-    def distributions(self, id: str, step: int | None = None, *, after: int = 0, limit: int = 1) -> list[Json]:
+    def distributions(self, id: str, step: int | None = None, *, after: int = 0, limit: int = 1) -> list[Distribution]:
         return self._call(self._core.distributions(id, step, after=after, limit=limit))
 
-    def timeline(self, id: str, after: int = 0, *, last_s: int = 0) -> list[Json]:
+    def timeline(self, id: str, after: int = 0, *, last_s: int = 0) -> list[TimelinePart]:
         return self._call(self._core.timeline(id, after, last_s=last_s))
 
-    def stream_credentials(self, id: str) -> Json:
+    def stream_credentials(self, id: str) -> StreamCredentials:
         return self._call(self._core.stream_credentials(id))
 
     def usage(
@@ -159,5 +179,5 @@ class KnowingSync(ABC):
     ) -> Usage:
         return self._call(self._core.usage(by, job=job, first=first, last=last, limit=limit))
 
-    def validate(self, spec: Mapping[str, Any] | JobSpec | str | Path) -> Json:
+    def validate(self, spec: Mapping[str, Any] | JobSpec | str | Path) -> Validation:
         return self._call(self._core.validate(spec))

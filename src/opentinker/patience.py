@@ -26,16 +26,24 @@ class Waiting:
         self._url, self._tell = url, tell
         self._told = False
         self._since: float | None = None
+        self._stands: float | None = None
+        """Since when the stream that was opened last does, or did."""
 
     @property
     def away_s(self) -> float:
         """Since the first try after the last answer."""
         return 0.0 if self._since is None else time.monotonic() - self._since
 
+    @property
+    def cut_off(self) -> bool:
+        """The last try opened a stream, and was not given up for its silence."""
+        return self._stands is not None
+
     @contextmanager
     def for_answer(self) -> Iterator[None]:
         """Around a try, which ends with its answer."""
         self._since = time.monotonic() if self._since is None else self._since
+        self._stands = None
         timer = asyncio.get_running_loop().call_later(WORD_S, self._say, f"no answer for {WORD_S:g} s")
         try:
             yield
@@ -45,19 +53,25 @@ class Waiting:
     @contextmanager
     def standing(self) -> Iterator[None]:
         """Around an open stream: as long as it stands nobody is waited for, unless it says nothing until it breaks."""
-        began, silent = time.monotonic(), False
+        self._stands = began = time.monotonic()
         try:
             yield
         except TimeoutError:
-            silent = True
+            self._stands = None
             raise
         finally:
-            if self._since is not None and not silent:
+            if self._since is not None and self._stands is not None:
                 self._since += time.monotonic() - began
 
     def answered(self) -> None:
-        """Something came that was asked for: of a stream a line of it, or its proper end."""
+        """Something new came that was asked for."""
         self._told, self._since = False, None
+
+    def heard(self) -> None:
+        """Of an open stream: a line that brings nothing new, or its end. That is an answer if it has stood for a while:
+        a server that breaks off after one line, each time, has not given any."""
+        if self._stands is not None and time.monotonic() - self._stands >= WORD_S:
+            self.answered()
 
     def failed(self, reason: Exception | str) -> None:
         self._say(reason if isinstance(reason, str) else why(reason))

@@ -11,9 +11,17 @@ import os
 import tarfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import cast
 from urllib.parse import quote
 
-from opentinker.http import ApiError, Http, Json
+from opentinker.http import ApiError, Http
+from opentinker.shared.answers import (
+    DeletedEnvironment,
+    Environment,
+    Environments,
+    EnvironmentSummary,
+    PushedEnvironment,
+)
 
 LEFT_OUT = (".*", "__pycache__", "*.pyc", "venv", "node_modules", "*.egg-info", "build", "dist")
 """Names of files and directories that are not sent."""
@@ -27,26 +35,27 @@ class EnvironmentCalls:
 
     _http: Http
 
-    async def push_environment(self, directory: str | Path, name: str | None = None) -> Json:
+    async def push_environment(self, directory: str | Path, name: str | None = None) -> PushedEnvironment:
         """A directory with environment.toml (or pyproject.toml), code and a lock. The answer's `environment` is its
         exact name in a spec. Raises ApiError with every mistake."""
         body = await asyncio.to_thread(pack, directory)
         digest = base64.b64encode(hashlib.sha256(body).digest()).decode()
         headers = {"Content-Type": "application/x-tar", "Content-Digest": f"sha-256=:{digest}:"}
         query = {"name": name} if name else {}
-        return await self._http.json("POST", ENVIRONMENTS, query, body=body, headers=headers, timeout_s=PUSH_S)
+        made = await self._http.json("POST", ENVIRONMENTS, query, body=body, headers=headers, timeout_s=PUSH_S)
+        return cast(PushedEnvironment, made)
 
-    async def environments(self) -> list[Json]:
-        return list((await self._http.json("GET", ENVIRONMENTS))["environments"])
+    async def environments(self) -> list[EnvironmentSummary]:
+        return cast(Environments, await self._http.json("GET", ENVIRONMENTS))["environments"]
 
-    async def environment(self, name: str) -> Json:
-        return await self._http.json("GET", f"{ENVIRONMENTS}/{quote(name, safe='')}")
+    async def environment(self, name: str) -> Environment:
+        return cast(Environment, await self._http.json("GET", f"{ENVIRONMENTS}/{quote(name, safe='')}"))
 
     async def delete_environment(self, name: str, version: int | None = None) -> list[int]:
         """The versions that are gone: one, or all of them. Asked once: the second time there would be none."""
         query = {} if version is None else {"version": str(version)}
         answer = await self._http.json("DELETE", f"{ENVIRONMENTS}/{quote(name, safe='')}", query, again=False)
-        return list(answer["deleted"])
+        return cast(DeletedEnvironment, answer)["deleted"]
 
 
 def pack(place: str | Path) -> bytes:

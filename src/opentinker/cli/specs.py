@@ -13,6 +13,7 @@ from opentinker.cli.common import AsJson, Url, client, print_json, print_table, 
 from opentinker.shared.errors import SpecError
 
 if TYPE_CHECKING:
+    from opentinker.shared.answers import Check
     from opentinker.shared.spec import JobSpec
 
 SpecFile = Annotated[Path, typer.Argument(metavar="JOB.toml", help="The job spec, TOML or JSON.")]
@@ -125,19 +126,20 @@ def _looked_at(data: dict[str, Any], spec: JobSpec, server: str | None) -> dict[
 
     import_from_here()
     if server is None:
-        checks: list[dict[str, Any]] = [*asyncio.run(inspecting.inspect(spec))]
+        checks = asyncio.run(inspecting.inspect(spec))
         return {"valid": not _any_bad(checks), "mistakes": [], "checks": checks, "server": None}
     with client(server) as api:
         found = api.validate(data)
-    messages = [Message(role=said["role"], content=said["content"]) for said in found.pop("messages")]
+    messages = [Message(role=said["role"], content=said["content"]) for said in found["messages"]]
     checks = [
         prompt(spec, messages) if check["what"] == "prompt" and check["found"].startswith(NOT_LOOKED_AT) else check
         for check in found["checks"]
     ]
-    return {**found, "checks": checks, "valid": found["valid"] and not _any_bad(checks), "server": server}
+    valid = found["valid"] and not _any_bad(checks)
+    return {"valid": valid, "mistakes": found["mistakes"], "checks": checks, "server": server}
 
 
-def _any_bad(checks: list[dict[str, Any]]) -> bool:
+def _any_bad(checks: list[Check]) -> bool:
     return any(check["result"] == "bad" for check in checks)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import typer
 
 from opentinker.cli.common import DATA_DIR, AsJson, DataDir, Url, as_typed, client, print_json, print_table, say
-from opentinker.shared.answers import Worker
+from opentinker.shared.answers import Queue, Worker
 from opentinker.shared.errors import OpenTinkerError
 
 JOBS = 500
@@ -53,7 +53,7 @@ def cluster(server: str) -> dict[str, Any]:
         with client(server) as api:
             jobs = api.jobs(JOBS)
             workers: list[Worker] | None = None
-            queues: list[dict[str, Any]] | None = None
+            queues: list[Queue] | None = None
             try:
                 workers, queues = api.workers(), api.queues()
             except ApiError as error:

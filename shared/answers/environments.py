@@ -1,0 +1,81 @@
+"""Environments that were pushed, and those that their users serve."""
+
+from typing import Annotated, TypedDict
+
+import msgspec
+
+_Class = TypedDict("_Class", {"class": Annotated[str, msgspec.Meta(description="`module:Class`.")]})
+"""A field that Python's syntax has no place for."""
+
+
+class EnvironmentVersion(_Class):
+    """A package that was pushed."""
+
+    version: int
+    digest: str
+    """Of what is in it."""
+    pushed: float
+    lock: str
+    """The file that says what it needs."""
+    files: int
+    bytes: int
+
+
+class PushedEnvironment(EnvironmentVersion):
+    """Of a push."""
+
+    name: str
+    environment: str
+    """Its exact name in a spec."""
+    new: bool
+    """False: the newest version is the same."""
+    checked: bool
+    """False: no env worker has tried it yet."""
+
+
+class EnvironmentSummary(EnvironmentVersion):
+    """An environment, with its newest version."""
+
+    name: str
+    versions: int
+
+
+class Environments(TypedDict):
+    """All of the tenant."""
+
+    environments: list[EnvironmentSummary]
+
+
+class Environment(TypedDict):
+    """One of them."""
+
+    name: str
+    versions: list[EnvironmentVersion]
+    """Oldest first."""
+
+
+class DeletedEnvironment(TypedDict):
+    """What is gone."""
+
+    name: str
+    deleted: list[int]
+    """Versions."""
+
+
+class ServedEnvironment(TypedDict):
+    """One that its user serves."""
+
+    environment: str
+    """Its name in a spec."""
+    processes: int
+    """That are connected."""
+    sessions: int
+    capacity: int
+    """Sessions that they take together."""
+    classes: list[str]
+
+
+class ServedEnvironments(TypedDict):
+    """Of all schedulers, by name."""
+
+    served: list[ServedEnvironment]

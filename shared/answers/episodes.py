@@ -1,0 +1,104 @@
+"""Episodes of a job, word by word."""
+
+from typing import Any, NotRequired, TypedDict
+
+
+class Said(TypedDict):
+    """A message of an episode, as text."""
+
+    role: str
+    content: str
+
+
+class Tokens(TypedDict):
+    """The first tokens of an episode, column by column."""
+
+    text: list[str]
+    ids: list[int]
+    mask: list[int]
+    """1: sampled by the policy."""
+    logprobs: list[float]
+    """Of the distribution that was sampled from."""
+    advantages: list[float] | None
+    versions: list[list[Any]]
+    """[first token, the one after the last, weights]."""
+    left_out: int
+
+
+class SeenTokens(TypedDict):
+    """What one seat saw of an episode of an evaluation, in one of its contexts."""
+
+    seat: str
+    stream: str
+    tokens: Tokens
+
+
+class Transcript(TypedDict):
+    """An episode of an evaluation."""
+
+    index: int
+    state: NotRequired[int]
+    """Which beginning it has, where each is played several times."""
+    sample: NotRequired[int]
+    """Which time it is."""
+    reward: float
+    seats: NotRequired[dict[str, float]]
+    """Rewards, where several play."""
+    metrics: dict[str, float]
+    ending: str
+    messages: list[Said]
+    views: NotRequired[list[SeenTokens]]
+    """The same token by token; of those that were kept before there were any, none."""
+
+
+class Transcripts(TypedDict):
+    """Of one step; `steps`: of which there are some."""
+
+    steps: list[int]
+    step: int | None
+    transcripts: list[Transcript]
+
+
+class View(TypedDict):
+    """What one seat saw of an episode."""
+
+    seat: str
+    stream: str
+    """Which of the seat's contexts."""
+    reward: float
+    messages: list[Said]
+    tokens: Tokens | None
+
+
+class Rollout(TypedDict):
+    """A training episode."""
+
+    step: int
+    group: int
+    sample: int
+    environment: str
+    worker: str
+    versions: list[str]
+    """Weights that sampled it, EPOCH.STEP."""
+    reward: float
+    rewards: dict[str, float]
+    """By seat."""
+    group_rewards: dict[str, list[float]]
+    """By seat, of each sample."""
+    components: dict[str, float]
+    scores: dict[str, float]
+    metrics: dict[str, float]
+    ending: str
+    stops: list[str]
+    tokens: int
+    turns: int
+    seconds: float
+    views: list[View]
+
+
+class Rollouts(TypedDict):
+    """Of one step; `steps`: of which there are some."""
+
+    steps: list[int]
+    step: int | None
+    rollouts: list[Rollout]

@@ -1,0 +1,60 @@
+"""Keys of the API and their tenants."""
+
+from typing import Literal, TypedDict
+
+
+class Key(TypedDict):
+    """An API key, without its secret."""
+
+    id: str
+    tenant: str
+    role: str
+    scopes: list[str]
+    name: str
+    state: str
+    """live, expired or revoked."""
+    created: float
+    created_by: str
+    expires: float | None
+    last_used: float | None
+    previous_valid_until: float | None
+    """Of the secret before it, after a rotation."""
+
+
+class MadeKey(Key):
+    """The only answer that has the secret."""
+
+    key: str
+
+
+class Keys(TypedDict):
+    """Oldest first."""
+
+    keys: list[Key]
+
+
+class WhoAmI(TypedDict):
+    """Of the key that asks."""
+
+    auth: Literal["on", "off"]
+    """Off: the server asks nobody for a key."""
+    tenant: str
+    role: str
+    scopes: list[str]
+    key: str | None
+    """Its id."""
+    name: str
+    expires: float | None
+
+
+class Tenant(TypedDict):
+    """One that has had a key."""
+
+    name: str
+    since: float
+
+
+class Tenants(TypedDict):
+    """All of them."""
+
+    tenants: list[Tenant]
