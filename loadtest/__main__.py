@@ -19,9 +19,11 @@ from pathlib import Path
 
 import orjson
 
+from loadtest._jobs import Options
 from loadtest._machine import Others
 from loadtest._report import BASELINES, Report, lines, ratios, write
-from loadtest._scenarios import OWN, SCENARIOS, Options
+from loadtest._scenarios import OWN, SCENARIOS
+from opentinker.client import ApiError
 
 SHOWN = ("seconds", "rate", "jobs", "seed")
 
@@ -50,9 +52,9 @@ def options(arguments: list[str] | None = None) -> argparse.Namespace:
     for name, most in (("seconds", 600.0), ("rate", 1000.0), ("jobs", 1000)):
         if not 0 < getattr(found, name) <= most:
             parser.error(f"--{name} must be above 0 and at most {most:g}")
-    alone = [name for name in found.scenarios if name in OWN]
+    alone = [f"{name}: {OWN[name]}" for name in found.scenarios if name in OWN]
     if found.url is not None and alone:
-        parser.error(f"{', '.join(alone)}: starts and ends processes, so leave --url out")
+        parser.error(f"{'; '.join(alone)}. Leave --url out")
     return found
 
 
@@ -60,7 +62,10 @@ async def run(name: str, chosen: argparse.Namespace) -> Report:
     asked = {field: getattr(chosen, field) for field in SHOWN}
     report = Report(name, asked)
     others, began = Others(), time.perf_counter()
-    await SCENARIOS[name](Options(url=chosen.url, **asked), report)
+    try:
+        await SCENARIOS[name](Options(url=chosen.url, **asked), report)
+    except ApiError as error:
+        raise SystemExit(f"{name}: {error}") from None
     report.foreign = others.stop()
     report.seconds = time.perf_counter() - began
     return report

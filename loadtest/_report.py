@@ -58,6 +58,8 @@ class Report:
     checks: list[tuple[str, bool, str]] = field(default_factory=list)
     """What must hold, whether it does, what was seen."""
     aims: list[Aim] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    """What was not measured, and why."""
     foreign: float = 0.0
     """Cores that others used meanwhile."""
     seconds: float = 0.0
@@ -72,6 +74,9 @@ class Report:
         """Also a figure, to be compared."""
         self.aims.append(Aim(what, limit, unit, seen, better))
         self.figure(what, seen, unit, better)
+
+    def note(self, what: str) -> None:
+        self.notes.append(what)
 
     def latency(self, name: str) -> Latencies:
         return self.latencies.setdefault(name, Latencies())
@@ -99,6 +104,7 @@ class Report:
             "stages": {name: one.summary() for name, one in self.stages.items()},
             "errors": {name: dict(one.errors) for name, one in self.latencies.items() if one.errors},
             "aims": [aim.data() for aim in self.aims],
+            "not_measured": self.notes,
             "checks": [{"what": what, "good": good, "seen": seen} for what, good, seen in self.checks],
         }  # fmt: skip
 
@@ -172,6 +178,7 @@ def lines(data: dict[str, Any], worse: dict[str, float]) -> list[str]:
     for name, errors in data["errors"].items():
         out += ["", *(f"- {name}: {count} x {error}" for error, count in errors.items())]
     out += ["", *(f"- {'met' if c['good'] else 'MISSED'}: {c['what']} (seen: {c['seen']})" for c in data["checks"])]
+    out += [f"- not measured: {note}" for note in data["not_measured"]]
     return out
 
 

@@ -24,11 +24,12 @@ from typing import Any
 import aiohttp
 import orjson
 
+from loadtest._jobs import steps_of
 from loadtest._open_loop import Latencies, arrivals, open_loop
 from loadtest._report import Report
 from loadtest._target import ROOT, Target, target
 from opentinker.client import AsyncClient
-from opentinker.shared.answers import MetricPoint, Worker
+from opentinker.shared.answers import Worker
 from tests.cluster import toy_model
 
 SUBMIT_P99_S, READ_P99_S, WORSE = 0.150, 0.050, 2.0
@@ -38,6 +39,7 @@ ROUNDS = 3
 LOOK_S = 0.02
 STATE_S = 120.0
 """A job gets into the state that is looked at within this time: torch is imported meanwhile."""
+SESSIONS = "opentinker_env_sessions"
 STRETCHED = 2.0
 """A step around a restart may take so many times the median: its seconds are simulated, so more is a disturbance."""
 LOST = ("trainer_lost", "rollout_worker_lost", "requeued", "preempted")
@@ -95,15 +97,30 @@ class Site:
 
         return await until(there, f"{job} is {state}")
 
-    async def free(self, job: str | None = None) -> float:
-        """No worker has a lease of the job (or of any), and none works for it."""
+    async def free(self, job: str) -> float:
+        """No worker has a lease of the job, none works for it, and env workers have no session. Where another job has
+        workers, sessions are its own: env workers do not tell them apart."""
 
         async def all_free() -> bool:
-            held = {worker["job"] for worker in await self.workers()}
-            held |= {worker["lease"]["job"] for worker in await self.workers() if worker["lease"]}
-            return job not in held if job is not None else held <= {None}
+            workers = await self.workers()
+            held = {worker["job"] for worker in workers if worker["job"]}
+            held |= {worker["lease"]["job"] for worker in workers if worker["lease"]}
+            if held:
+                return job not in held
+            return await self.sessions() == 0
 
-        return await until(all_free, "no worker has it")
+        return await until(all_free, "no worker has it, and no session is open")
+
+    async def sessions(self) -> int:
+        """Open on all env workers, as they tell it themselves: a heartbeat would be up to a second old."""
+        found = 0
+        async with aiohttp.ClientSession() as session:
+            for name, url in self.at.urls.items():
+                if name.startswith("env-"):
+                    async with session.get(f"{url}/metrics") as answer:
+                        lines = (await answer.text()).splitlines()
+                    found += int(float(next(line.split()[1] for line in lines if line.startswith(f"{SESSIONS} "))))
+        return found
 
     async def idle(self) -> float:
         """Every worker beats and waits for a job."""
@@ -156,7 +173,7 @@ async def restarts(site: Site) -> None:
         step = (await site.client.job(job))["step"]
         await until(partial(_stepped, site, job, step + 8), "eight more steps")
     after = {worker["id"]: worker["incarnation"] for worker in await site.workers()}
-    points = await _points(site, job)
+    points = await steps_of(site.client, job)
     events = [line["event"] for line in await site.client.event_log(job)]
     await site.client.cancel(job)
     times = [float(point["time"]) for point in points]
@@ -195,13 +212,8 @@ async def _stepped(site: Site, job: str, step: int) -> bool:
     return int((await site.client.job(job))["step"]) >= step
 
 
-async def _points(site: Site, job: str) -> list[MetricPoint]:
-    """The trainer's, one a step."""
-    points, after = [], 0
-    while page := await site.client.metrics(job, after):
-        points += [point for point in page if "train_seconds" in point["values"]]
-        after = page[-1]["cursor"]
-    return points
+async def _plays(site: Site) -> bool:
+    return await site.sessions() > 0
 
 
 # --- cancels ----------------------------------------------------------------------------------------------------------
@@ -256,6 +268,7 @@ def _reads(pid: int, file: Path) -> bool:
 async def running(site: Site) -> AsyncIterator[str]:
     job = await site.submit(training(site.at.model))
     await until(lambda: _stepped(site, job, 2), "two steps")
+    await until(lambda: _plays(site), "episodes that are being played")
     yield job
 
 
@@ -272,6 +285,7 @@ async def evaluating(site: Site) -> AsyncIterator[str]:
     spec = training(site.at.model, kind="eval", evaluation={"episodes": 5000})
     job = await site.submit({name: part for name, part in spec.items() if name not in ("algorithm", "train")})
     await until(lambda: _stepped(site, job, 8), "eight episodes")
+    await until(lambda: _plays(site), "episodes that are being played")
     yield job
 
 
@@ -316,8 +330,10 @@ async def cancels(site: Site, states: Mapping[str, tuple[Enter, int]]) -> None:
     for state, (enter, rounds) in states.items():
         taken = site.report.stages.setdefault(f"cancel, {state}: until nothing is held", Latencies())
         again = site.report.stages.setdefault(f"cancel, {state}: until all workers take jobs", Latencies())
+        opened = 0
         for _ in range(rounds):
             async with enter(site) as job:
+                opened = max(opened, await site.sessions())
                 began = time.perf_counter()
                 await site.client.cancel(job)
                 taken.seconds.append(await site.free(job) - began)
@@ -325,6 +341,7 @@ async def cancels(site: Site, states: Mapping[str, tuple[Enter, int]]) -> None:
             assert await site.state(job) == "cancelled"
         worst = max(worst, *taken.seconds)
         site.report.figure(f"cancel, {state}", max(taken.seconds), "s", "less")
+        site.report.figure(f"sessions open at the cancel, {state}, at most", opened, "")
     site.report.aim("cancel in any state, until nothing is held", worst, CANCEL_S, "s")
 
 

@@ -11,6 +11,7 @@ import sys
 import tempfile
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 from opentinker.client import AsyncClient
@@ -37,8 +38,15 @@ class Target:
     @property
     def pids(self) -> dict[str, int]:
         """Of our own processes by name; none of somebody else's."""
-        children = read_state(self.data_dir).get("children", {}) if self.data_dir else {}
-        return {name: child["pid"] for name, child in children.items() if child.get("pid")}
+        return {name: child["pid"] for name, child in self._children().items() if child.get("pid")}
+
+    @property
+    def urls(self) -> dict[str, str]:
+        """Of these, where each answers /metrics."""
+        return {name: child["url"] for name, child in self._children().items() if child.get("url")}
+
+    def _children(self) -> dict[str, Any]:
+        return dict(read_state(self.data_dir).get("children", {})) if self.data_dir else {}
 
 
 @contextlib.asynccontextmanager

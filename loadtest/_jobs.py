@@ -1,0 +1,110 @@
+"""The jobs that scenarios submit, and what is read of them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+from loadtest._report import Report
+from loadtest._target import Target
+from opentinker.client import ApiConflict, AsyncClient
+from opentinker.shared.answers import MetricPoint
+
+SLEEPER = "loadtest._environments:Sleeper"
+END_S = 180.0
+"""A job ends within this time after the loaded phase."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    seconds: float = 20.0
+    rate: float = 50.0
+    """Requests a second."""
+    jobs: int = 24
+    seed: int = 0
+    url: str | None = None
+    """Of a server that runs already; None: one is started."""
+
+
+def job_of(
+    at: Target, *, steps: int = 100_000, gen_s: float = 0.2, train_s: float = 0.2, staleness: int = 2, **parts: Any
+) -> dict[str, Any]:
+    """8 groups of 4 a batch, of 5 tokens a turn; `gen_s` is how long a turn takes."""
+    return {
+        "name": "load",
+        "model": {"base": str(at.model)},
+        "environment": {"name": "copy_digits", "config": {"digits": 4}},
+        "algorithm": {"group_size": 4, "groups_per_batch": 8, "max_staleness": staleness},
+        "train": {
+            "learner": "simulated", "simulated_step_s": train_s, "steps": steps, "checkpoint_every": 1000
+        },
+        **parts,
+        "rollout": {
+            "engine": "toy",
+            "toy": {"seconds_per_token": gen_s / 5, "swap_seconds": 0.02, "skill": 1.0},
+            "max_tokens": 5,
+            "max_concurrent_groups": 8,
+            **parts.get("rollout", {}),
+        },
+    }  # fmt: skip
+
+
+@contextlib.asynccontextmanager
+async def training(at: Target, spec: dict[str, Any], steps: int) -> AsyncIterator[str]:
+    """A job that has done so many steps. It is cancelled in the end, whatever happens: the server may be another's."""
+    job = (await at.client.submit(spec))["id"]
+    try:
+        await until_step(at.client, job, steps)
+        yield job
+    finally:
+        with contextlib.suppress(ApiConflict):  # it has failed
+            await at.client.cancel(job)
+
+
+async def steps_of(client: AsyncClient, job: str) -> list[MetricPoint]:
+    """The trainer's points so far, in order."""
+    points, after = [], 0
+    while page := await client.metrics(job, after):
+        points += [point for point in page if "train_seconds" in point["values"]]
+        after = page[-1]["cursor"]
+    return points
+
+
+async def until_step(client: AsyncClient, job: str, step: int, timeout_s: float = END_S) -> None:
+    async with asyncio.timeout(timeout_s):
+        while True:
+            seen = await client.job(job)
+            if seen["step"] >= step:
+                return
+            assert seen["state"] not in ("failed", "cancelled"), seen["reason"]
+            await asyncio.sleep(0.05)
+
+
+async def life(client: AsyncClient, report: Report, job: str) -> None:
+    """Stages of a job that is over, by its events."""
+    began: dict[str, float] = {}
+    for line in await client.event_log(job):
+        began.setdefault(str(line.get("state", line["event"])), float(line["time"]))
+    first = next(iter(await steps_of(client, job)), None)
+    if first is not None:
+        began["first step"] = float(first["time"])
+    path = ["queued", "starting", "running", "first step", "succeeded"]
+    for before, after in itertools.pairwise(path):
+        if before in began and after in began:
+            report.stage(f"job: {before} to {after}", max(0.0, began[after] - began[before]))
+
+
+def reader(client: AsyncClient, job: str) -> Callable[[int], Awaitable[object]]:
+    """What somebody does who looks at a job, one request a call."""
+    calls: list[Callable[[], Awaitable[object]]] = [
+        lambda: client.job(job),
+        lambda: client.metrics(job),
+        lambda: client.jobs(20),
+        lambda: client.event_log(job),
+        client.workers,
+    ]
+    return lambda number: calls[number % len(calls)]()
