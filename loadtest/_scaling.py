@@ -20,8 +20,9 @@ from opentinker.shared.answers import MetricPoint, Worker
 
 BAND = (0.75, 1.25)
 """Measured throughput over that of the prediction."""
-NEAR_VERSIONS, NEAR_SHARE = 0.5, 0.15
-"""So far may measured staleness, and the share of the time in which the trainer waits, be from the prediction."""
+NEAR_VERSIONS, NEAR_SHARE = 0.75, 0.15
+"""So far may measured staleness, and the share of the time in which the trainer waits, be from the prediction. Where generation
+and training take the same time, chance says whether a group begins before a swap or after it: half a version."""
 LINEAR = 0.9
 """Of the ideal throughput of four env workers."""
 STEADY = {1: 0.2, 2: 0.6}
@@ -87,16 +88,17 @@ async def ready(client: AsyncClient, pool: str, many: int = 1) -> list[Worker]:
     raise TimeoutError(f"not within {START_S:g} s: {many} workers of the pool {pool}")
 
 
-def held_by(env_workers: list[Worker]) -> int:
-    """Sessions at once, by what they say."""
-    return sum(int(worker["detail"]["capacity"]) for worker in env_workers)
+def pools_of(rollout_workers: int, env_workers: list[Worker]) -> Pools:
+    """By what they say themselves of how many sessions they hold."""
+    sessions = statistics.mean(worker["detail"]["capacity"] for worker in env_workers)
+    return Pools(rollout_workers=rollout_workers, env_workers=len(env_workers), sessions=int(sessions))
 
 
 async def steady(options: Options, report: Report) -> None:
     """A job that trains all the time, on one rollout worker and then on two, and `rate` reads a second."""
     reads, cases = report.latency("reads"), 0
     async with target(options.url, rollout_workers=max(STEADY)) as at:
-        sessions = held_by(await ready(at.client, "env"))
+        env_workers = await ready(at.client, "env")
         there = len(await ready(at.client, "rollout", max(STEADY) if options.url is None else 1))
         for many, gen_s in STEADY.items():
             of = f"{many} rollout worker{'s' if many > 1 else ''}"
@@ -110,8 +112,7 @@ async def steady(options: Options, report: Report) -> None:
                 seen = pace(report, await steps_of(at.client, job), since, of)
             cases += 1
             report.figure(f"steps per second, {of}", 1 / seen.step_s, "1/s", "more")
-            pools = Pools(rollout_workers=many, env_workers=1, sessions=sessions)
-            compare(report, seen, replace(WORK, token_s=gen_s / WORK.tokens), pools, of)
+            compare(report, seen, replace(WORK, token_s=gen_s / WORK.tokens), pools_of(many, env_workers), of)
     report.figure("reads per second", len(reads.seconds) / options.seconds / cases, "1/s")
     report.check("no read fails", not reads.errors, reads.errors)
 
@@ -159,5 +160,5 @@ async def _slow(
         seen = pace(report, await steps_of(at.client, job), since, of)
     rate = work.group_size * GROUPS / seen.step_s
     report.figure(f"trajectories per second, {of}", rate, "1/s", "more")
-    compare(report, seen, work, Pools(rollout_workers=1, env_workers=1, sessions=held_by(there)), of)
+    compare(report, seen, work, pools_of(1, there), of)
     return rate

@@ -58,17 +58,29 @@ def test_sessions_and_calls_bound_episodes() -> None:
     per_worker = 4 / 0.5  # an episode opens and calls once
     for workers in (1, 2, 4):
         found = predict(waits, replace(pools, env_workers=workers))
-        assert found.trajectories_per_s == pytest.approx(per_worker * workers, rel=0.02)
-        assert found.sessions_used == pytest.approx(1.0, rel=0.02)
+        # chance picks the worker, and one whose line has run empty waits while others are asked
+        least = 0.98 if workers == 1 else 0.85
+        assert least < found.trajectories_per_s / (per_worker * workers) < 1.02
+        assert least < found.sessions_used < 1.02
     blocking = predict(waits, replace(pools, sessions=16, calls=1))
     assert blocking.trajectories_per_s == pytest.approx(1 / 0.5, rel=0.02)
 
 
+def test_lag_is_that_of_the_oldest_token_and_not_of_the_wait_for_a_session() -> None:
+    """16 groups are under way and one batch of them is played: the others have no token yet, and so no age."""
+    waits = replace(WORK, groups_per_batch=4, token_s=0.001, env_s=0.1, train_s=0.0, max_staleness=4, turns=2)
+    waits = replace(waits, concurrent_groups=16, swap_s=0.02)
+    one = predict(waits, replace(ONE, sessions=4))
+    assert one.staleness < 0.25
+    four = predict(waits, replace(ONE, sessions=4, env_workers=4))  # of a group, some get a session long before others
+    assert one.staleness < four.staleness < 3.0
+
+
 def test_as_many_env_workers_as_change_something() -> None:
     waits = replace(WORK, env_s=0.25, token_s=0.01, train_s=1.0, max_staleness=4)
-    # 32 episodes a second of 0.25 + 0.05 + 0.25 s: 17.6 sessions, so 5 workers of 4
+    # 32 episodes a second of 0.25 + 0.05 + 0.25 s: 17.6 sessions, so 5 workers of 4 if all were asked alike
     count, found = enough_env_workers(waits, replace(ONE, sessions=4))
-    assert count == 5 and found.step_s == pytest.approx(1.0, rel=0.03)
+    assert 5 <= count <= 7 and found.step_s == pytest.approx(1.0, rel=0.03)
     assert predict(waits, replace(ONE, sessions=4, env_workers=count - 1)).step_s > found.step_s * 1.03
 
 
@@ -126,8 +138,8 @@ def test_plan_says_how_many_env_workers_and_what_limits() -> None:
     found = orjson.loads(told.output)
     assert found["work"]["groups_per_batch"] == 8 and found["work"]["tokens"] == 6
     assert [row["rollout_workers"] for row in found["plans"]] == [2]
-    # 128 episodes of 0.46 s a second: 59 sessions
-    assert all(7 <= row["env_workers"] <= 10 and row["limited_by"] == "training" for row in found["plans"])
+    # 128 episodes of 0.46 s a second: 59 sessions; more, for chance sends many episodes of a group to one worker
+    assert all(8 <= row["env_workers"] <= 20 and row["limited_by"] == "training" for row in found["plans"])
     table = plan("--token-ms=10", "--env-ms=200", "--train-s=1", "--rollout-workers=1")
     assert table.exit_code == 0 and "env workers" in table.output and "training" in table.output
 

@@ -3,7 +3,7 @@
 tickets -> groups of episodes (generate, ask the environment, ...) -> batches -> steps -> weights that are swapped in
 
 A ticket is issued by the law of shared/admission.py, a rollout worker plays so many groups at once as the job says, an
-episode holds a session of an env worker from its beginning to its end, the trainer takes whole batches in the order in
+episode holds a session of an env worker, which chance picks, from its beginning to its end, the trainer takes whole batches in the order in
 which groups come, and every rollout worker stands still for a swap. An engine shares its tokens a second evenly
 between its sequences, none of which is faster than it would be alone. What is left out: retries, oversampling,
 reference models, validation, and the seconds in which workers start. `python -m loadtest steady slow-env` prints what
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import heapq
 import math
+from collections import defaultdict
 from collections.abc import Generator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -28,6 +29,8 @@ EPISODE_TURNS = 10_000
 SAME = 0.03
 """A step is as short as it gets if it is longer by less than this share."""
 MOST_ENV_WORKERS = 4096
+IN_LINE_S = 2.0
+"""For so long a full env worker keeps an episode in line: shared/env_client.py."""
 EVEN = 1e-3
 """A spread below which all turns are of one length."""
 
@@ -82,7 +85,7 @@ class Prediction:
     sessions_used: float
     """Of all sessions of all env workers."""
     staleness: float
-    """Versions between the start of a group and the step that trains on it."""
+    """Versions that the oldest token of an episode is behind the step that trains on it."""
 
 
 class _Engine:
@@ -94,6 +97,8 @@ class _Engine:
         self._done = self._since = self.busy_s = 0.0
         self._paused = False
         self._round = self._number = 0
+        self.version = 0
+        """Of the weights that the next token is sampled from."""
 
     def generate(self, tokens: float) -> simpy.Event:
         self._advance()
@@ -103,9 +108,10 @@ class _Engine:
         self._schedule()
         return event
 
-    def swap(self, seconds: float) -> Generator[simpy.Event, Any, None]:
+    def swap(self, version: int, seconds: float) -> Generator[simpy.Event, Any, None]:
         self._advance()
         self._paused = True
+        self.version = max(self.version, version)
         self._schedule()
         yield self._env.timeout(seconds)
         self._advance()
@@ -140,13 +146,19 @@ class _Engine:
         self._schedule()
 
 
+class _EnvWorker:
+    def __init__(self, env: simpy.Environment, pools: Pools) -> None:
+        self.sessions = simpy.Resource(env, pools.sessions)
+        self.calls = None if pools.calls is None else simpy.Resource(env, pools.calls)
+
+
 class _Pipeline:
     def __init__(self, work: Work, pools: Pools, seed: int) -> None:
         self.work, self.pools = work, pools
         self.env = simpy.Environment()
         self.engines = [_Engine(self.env, work) for _ in range(pools.rollout_workers)]
-        self.sessions = simpy.Resource(self.env, pools.env_workers * pools.sessions)
-        self.calls = None if pools.calls is None else simpy.Resource(self.env, pools.env_workers * pools.calls)
+        self.workers: defaultdict[int, _EnvWorker] = defaultdict(lambda: _EnvWorker(self.env, pools))
+        """Those that any episode has asked, by number."""
         self.tickets, self.groups = simpy.Store(self.env), simpy.Store(self.env)
         self.random = np.random.default_rng(seed)
         self.issued = self.trained = self.served = 0
@@ -171,7 +183,7 @@ class _Pipeline:
             tokens_per_s=(self.tokens - tokens) / seconds,
             trainer_waits=(self.waited_s - waited) / seconds,
             engines_busy=(sum(engine.busy_s for engine in self.engines) - busy) / seconds / len(self.engines),
-            sessions_used=(self.session_s - sessions) / seconds / self.sessions.capacity,
+            sessions_used=(self.session_s - sessions) / seconds / (self.pools.env_workers * self.pools.sessions),
             staleness=float(np.mean(self.staleness)),
         )
 
@@ -185,22 +197,36 @@ class _Pipeline:
     def _slot(self, engine: _Engine) -> Generator[simpy.Event, Any, None]:
         while True:
             yield self.tickets.get()
-            version = self.served
-            yield self.env.all_of([self.env.process(self._episode(engine)) for _ in range(self.work.group_size)])
-            yield self.groups.put(version)
+            episodes = [self.env.process(self._episode(engine)) for _ in range(self.work.group_size)]
+            yield self.env.all_of(episodes)
+            yield self.groups.put([episode.value for episode in episodes])
 
-    def _episode(self, engine: _Engine) -> Generator[simpy.Event, Any, None]:
-        turns = int(self.work.turns + self.random.random())
-        with self.sessions.request() as place:
-            yield place
-            began = self.env.now
-            yield from self._call()
-            for _ in range(max(1, turns)):
-                tokens = self._length()
-                yield engine.generate(tokens)
-                self.tokens += tokens
-                yield from self._call()
-            self.session_s += self.env.now - began
+    def _episode(self, engine: _Engine) -> Generator[simpy.Event, Any, int]:
+        """Gives the version of its oldest token."""
+        turns = max(1, int(self.work.turns + self.random.random()))
+        worker, place = yield from self._session()
+        began = self.env.now
+        yield from self._call(worker)
+        oldest = engine.version
+        for _ in range(turns):
+            tokens = self._length()
+            yield engine.generate(tokens)
+            self.tokens += tokens
+            yield from self._call(worker)
+        self.session_s += self.env.now - began
+        worker.sessions.release(place)
+        return oldest
+
+    def _session(self) -> Generator[simpy.Event, Any, tuple[_EnvWorker, simpy.resources.resource.Request]]:
+        """A place at an env worker that chance picks; whoever stands in its line for too long asks another."""
+        while True:
+            worker = self.workers[int(self.random.integers(self.pools.env_workers))]
+            place = worker.sessions.request()
+            if not place.triggered:
+                yield place if self.pools.env_workers == 1 else place | self.env.timeout(IN_LINE_S)
+            if place.triggered:
+                return worker, place
+            place.cancel()
 
     def _length(self) -> float:
         if self.work.spread < EVEN:
@@ -208,11 +234,11 @@ class _Pipeline:
         shape = self.work.spread**-2
         return float(self.random.gamma(shape, self.work.tokens / shape))
 
-    def _call(self) -> Generator[simpy.Event, Any, None]:
-        if self.calls is None:
+    def _call(self, worker: _EnvWorker) -> Generator[simpy.Event, Any, None]:
+        if worker.calls is None:
             yield self.env.timeout(self.work.env_s)
             return
-        with self.calls.request() as place:
+        with worker.calls.request() as place:
             yield place
             yield self.env.timeout(self.work.env_s)
 
@@ -221,11 +247,11 @@ class _Pipeline:
             began = self.env.now
             taken = 0
             while taken < self.work.groups_per_batch:
-                version = yield self.groups.get()
-                if self.trained - version > self.work.max_staleness:  # dropped, and another one is played in its place
+                versions = yield self.groups.get()
+                if self.trained - min(versions) > self.work.max_staleness:  # dropped, and another is played for it
                     yield self.tickets.put(None)
                     continue
-                self.staleness.append(self.trained - version)
+                self.staleness += [self.trained - version for version in versions]
                 taken += 1
             self.waited_s += self.env.now - began
             yield self.env.timeout(self.work.train_s)
@@ -233,7 +259,7 @@ class _Pipeline:
             self.env.process(self._serve(self.trained))
 
     def _serve(self, version: int) -> Generator[simpy.Event, Any, None]:
-        yield self.env.all_of([self.env.process(engine.swap(self.work.swap_s)) for engine in self.engines])
+        yield self.env.all_of([self.env.process(engine.swap(version, self.work.swap_s)) for engine in self.engines])
         self.served = max(self.served, version)
         self._issue()
 
@@ -250,8 +276,9 @@ def enough_env_workers(work: Work, pools: Pools) -> tuple[int, Prediction]:
     """The fewest env workers with which a step is as short as with any number of them (within SAME), and what it is
     like then. `pools.env_workers` is not looked at."""
     most = MOST_ENV_WORKERS
-    at_best = predict(work, replace(pools, env_workers=most)).step_s * (1 + SAME)
-    count, below = 1, 0
+    best = predict(work, replace(pools, env_workers=most))
+    at_best = best.step_s * (1 + SAME)
+    count, below = max(1, int(best.sessions_used * most / 2)), 0  # with half of the sessions that are in use at best
     while (found := predict(work, replace(pools, env_workers=count))).step_s > at_best:
         below, count = count, min(2 * count, most)
     good = found
