@@ -99,7 +99,7 @@ def polls(pages: int, seconds: float, seed: int, asks: Sequence[float]) -> list[
     due: list[tuple[float, int]] = []
     for number, every_s in enumerate(asks):
         for first in random.uniform(0.0, every_s, pages):
-            due += [(float(time), number) for time in np.arange(first, seconds, every_s)]
+            due += [(float(when), number) for when in np.arange(first, seconds, every_s)]
     return sorted(due)
 
 
@@ -138,9 +138,10 @@ async def dashboards(options: Options, report: Report) -> None:
         await asyncio.sleep(options.seconds)
         alone = statistics.median(_gaps(await steps_of(at.client, job), since, time.time()))
         async with audience(at.client, job, WATCHING) as watching:
-            since, before = time.time(), replace(watching)
+            since, before, cpu_s = time.time(), replace(watching), time.process_time()
             await look(at.client, job, options.seconds, options.seed, asked)
             seconds = time.time() - since
+            report.figure("cores that the pages themselves use here", (time.process_time() - cpu_s) / seconds, "")
             watched = statistics.median(_gaps(await steps_of(at.client, job), since, since + seconds))
             heard, messages = watching.heard - before.heard, watching.messages - before.messages
             if options.url is None:

@@ -21,8 +21,8 @@ from opentinker.shared.answers import MetricPoint, Worker
 BAND = (0.75, 1.25)
 """Measured throughput over that of the prediction."""
 NEAR_VERSIONS, NEAR_SHARE = 0.75, 0.15
-"""So far may measured staleness, and the share of the time in which the trainer waits, be from the prediction. Where generation
-and training take the same time, chance says whether a group begins before a swap or after it: half a version."""
+"""So far may measured staleness, and the share of the time in which the trainer waits, be from the prediction. Where
+generation and training take the same time, chance says whether groups begin before a swap: that is half a version."""
 LINEAR = 0.9
 """Of the ideal throughput of four env workers."""
 STEADY = {1: 0.2, 2: 0.6}

@@ -10,12 +10,15 @@ import numpy as np
 import orjson
 import pytest
 
-from loadtest import _service
+from loadtest import _dashboards, _service
 from loadtest.__main__ import compared, options, run
+from loadtest._dashboards import polls
 from loadtest._open_loop import Latencies, arrivals, open_loop
 from loadtest._report import Report, lines, ratios, write
+from loadtest._scaling import SLEEP_S, WORK, Pace, compare
 from loadtest._service import STATE_S
 from loadtest._target import target
+from opentinker.capacity import Pools, predict
 
 
 def test_arrivals_are_drawn_beforehand_and_come_at_their_rate() -> None:
@@ -106,11 +109,50 @@ def test_a_number_beyond_the_tolerance_is_a_miss(tmp_path: Path, monkeypatch: py
 
 
 @pytest.mark.parametrize(
+    ("factor", "versions", "share", "missed"),
+    [
+        (1.0, 0.0, 0.0, []),
+        (1.2, 0.5, 0.1, []),
+        (1.5, 0.0, 0.0, ["throughput"]),
+        (0.7, 0.0, 0.0, ["throughput"]),
+        (1.0, 1.0, -0.2, ["staleness", "share"]),
+    ],
+)
+def test_what_is_far_from_the_prediction_is_a_miss(
+    factor: float, versions: float, share: float, missed: list[str]
+) -> None:
+    pools = Pools(rollout_workers=2, env_workers=1, sessions=512)
+    foreseen = predict(WORK, pools)
+    seen = Pace(foreseen.step_s * factor, foreseen.staleness + versions, foreseen.trainer_waits + share)
+    made = Report("steady", {})
+    compare(made, seen, WORK, pools, "2 rollout workers")
+    assert [what.split()[0] for what, good, _ in made.checks if not good] == missed
+    assert made.good == (not missed)
+    assert made.figures["throughput over the prediction, 2 rollout workers"].value == pytest.approx(1 / factor)
+
+
+def test_what_is_not_measured_is_said() -> None:
+    made = report(1.0, 10.0)
+    made.note("2 rollout workers: the server has 1")
+    assert lines(made.data(), {})[-1] == "- not measured: 2 rollout workers: the server has 1"
+    assert made.data()["not_measured"] == ["2 rollout workers: the server has 1"]
+
+
+def test_every_page_polls_at_its_own_pace() -> None:
+    due = polls(200, 20.0, 0, [2.0, 10.0, 60.0])
+    assert due == sorted(due) == polls(200, 20.0, 0, [2.0, 10.0, 60.0])
+    counts = [sum(number == which for _, number in due) for which in range(3)]
+    assert counts[:2] == [200 * 10, 200 * 2] and 0 < counts[2] < 200
+    assert sum(when < 1.0 for when, number in due if number == 0) == pytest.approx(100, abs=30)
+
+
+@pytest.mark.parametrize(
     ("arguments", "words"),
     [
         (["nothing"], "no such scenario: nothing"),
         (["steady", "--rate", "0"], "--rate must be above 0"),
-        (["dead-worker", "--url", "http://127.0.0.1:1"], "starts and ends processes"),
+        (["dead-worker", "--url", "http://127.0.0.1:1"], "dead-worker: it kills processes of the service"),
+        (["steady", "service", "--url", "http://127.0.0.1:1"], "service: it kills processes of the service"),
     ],
 )
 def test_options_that_cannot_be_are_refused(
@@ -136,6 +178,28 @@ async def test_scenarios_run_against_a_service_of_their_own(scenario: str) -> No
 
 
 @pytest.mark.slow
+async def test_a_server_that_runs_already_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not how fast it is. It needs no module of ours, its jobs are left cancelled, and what is left out is said."""
+    monkeypatch.setattr(_dashboards, "WATCHING", 4)
+    async with target(None, env_workers=2, ENV_MODULES="false") as at:
+        monkeypatch.setenv("OPENTINKER_API_KEY", at.key or "")
+        found = {}
+        for name in ("steady", "slow-env", "dashboards"):
+            chosen = options([name, "--url", at.url, "--seconds", "3", "--rate", "5"])
+            found[name] = await run(name, chosen)
+        states = [job["state"] for job in await at.client.jobs()]
+    assert states == ["cancelled"] * 3
+    assert found["steady"].notes == ["2 rollout workers: the server has 1"]
+    assert "throughput over the prediction, 1 rollout worker" in found["steady"].figures
+    slow = found["slow-env"]
+    assert slow.notes and "throughput over the prediction, 2 env workers" in slow.figures
+    assert min(slow.stages["step: whole, 2 env workers"].seconds) > SLEEP_S  # its environment was waited for
+    pages = found["dashboards"]
+    assert pages.notes and len(pages.latencies["polls of pages"].seconds) >= 4
+    assert [what for what, good, _ in pages.checks if not good and what.startswith(("no poll", "nobody"))] == []
+
+
+@pytest.mark.slow
 async def test_what_is_promised_is_measured_on_a_real_service(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Not how long it takes: this machine is not quiet. What must hold besides does."""
     monkeypatch.setattr(_service, "ROUNDS", 1)
@@ -143,7 +207,9 @@ async def test_what_is_promised_is_measured_on_a_real_service(monkeypatch: pytes
     async with target(None) as at:
         site = _service.Site(at, found, tmp_path)
         await _service.submissions(site, 1.0, 0)
-        await _service.cancels(site, {"queued": (_service.queued, 1), "inference": (_service.serving, 1)})
+        await _service.cancels(
+            site, {name: (_service.STATES[name][0], 1) for name in ("queued", "running", "inference")}
+        )
         await _service.handovers(site)
         await _service.restarts(site)
     assert [aim.what for aim in found.aims] == [
@@ -153,4 +219,5 @@ async def test_what_is_promised_is_measured_on_a_real_service(monkeypatch: pytes
         "scheduler killed and started again, until its first correct answer",
     ]
     assert all(0 < aim.seen < STATE_S for aim in found.aims)
+    assert found.figures["sessions open at the cancel, running, at most"].value > 0
     assert [what for what, good, _ in found.checks if not good and "as long" not in what] == []

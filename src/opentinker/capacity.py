@@ -3,11 +3,11 @@
 tickets -> groups of episodes (generate, ask the environment, ...) -> batches -> steps -> weights that are swapped in
 
 A ticket is issued by the law of shared/admission.py, a rollout worker plays so many groups at once as the job says, an
-episode holds a session of an env worker, which chance picks, from its beginning to its end, the trainer takes whole batches in the order in
-which groups come, and every rollout worker stands still for a swap. An engine shares its tokens a second evenly
-between its sequences, none of which is faster than it would be alone. What is left out: retries, oversampling,
-reference models, validation, and the seconds in which workers start. `python -m loadtest steady slow-env` prints what
-real runs took over what it predicts.
+episode holds a session from its beginning to its end, of an env worker that chance picks, and stands in its line for a
+while if it is full (shared/env_client.py), the trainer takes whole batches in the order in which groups come, and every
+rollout worker stands still for a swap. An engine shares its tokens a second evenly between its sequences, none of which
+is faster than it would be alone. What is left out: retries, oversampling, reference models, validation, and the seconds
+in which workers start. `python -m loadtest steady slow-env` checks it against real runs.
 """
 
 from __future__ import annotations
