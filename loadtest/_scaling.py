@@ -20,7 +20,7 @@ from opentinker.shared.answers import MetricPoint, Worker
 
 BAND = (0.75, 1.25)
 """Measured throughput over that of the prediction."""
-NEAR_VERSIONS, NEAR_SHARE = 0.75, 0.15
+NEAR_VERSIONS, NEAR_SHARE = 0.75, 0.2
 """So far may measured staleness, and the share of the time in which the trainer waits, be from the prediction. Where
 generation and training take the same time, chance says whether groups begin before a swap: that is half a version."""
 LINEAR = 0.9
