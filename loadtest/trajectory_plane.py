@@ -19,7 +19,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -29,45 +28,16 @@ from typing import Any
 import numpy as np
 import uvloop
 
+from loadtest._groups import GROUP_SIZE, JOB, TOKENS, make_group
 from loadtest._machine import Meter, met
 from opentinker.embedded import nats_binary
 from opentinker.processes import free_port
 from opentinker.shared.bus import Bus
 from opentinker.shared.subjects import GROUP
-from opentinker.shared.trajectories import Group, Span, Trajectory, Turn
-from opentinker.shared.types import Ending, StopReason, WeightVersion
+from opentinker.shared.trajectories import Group
 from tests.conftest import nats_conf
 
-JOB, GROUP_SIZE, TOKENS, PROMPT = "load", 8, 512, 128
 TARGETS = {"default": 20_000, "always": 5_000}
-
-
-def make_group(tokens: Sequence[int] = (TOKENS,) * GROUP_SIZE, job: str = JOB) -> Group:
-    """Of a trajectory for each count of tokens."""
-    dice = np.random.default_rng(0)
-    return Group(
-        job=job,
-        seq=0,
-        environment="load",
-        worker="load",
-        trajectories=[_trajectory(index, length, dice) for index, length in enumerate(tokens)],
-    )
-
-
-def _trajectory(index: int, length: int, dice: np.random.Generator) -> Trajectory:
-    mask = np.ones(length, dtype="u1")
-    mask[:PROMPT] = 0
-    return Trajectory(
-        index=index,
-        attempt="a",
-        ids_T=dice.integers(0, 150_000, length).astype("<i4").tobytes(),
-        mask_T=mask.tobytes(),
-        logprobs_T=(-dice.random(length) * mask).astype("<f4").tobytes(),
-        spans=[Span(PROMPT, length, WeightVersion(1, 0))],
-        turns=[Turn(start=PROMPT, end=length, stop=StopReason.EOS, reward=1.0)],
-        ending=Ending.ENV_DONE,
-        reward=1.0,
-    )
 
 
 @dataclass

@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import orjson
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
 import opentinker.leash
 from opentinker.access import Access, WebSocket
@@ -36,6 +35,7 @@ from opentinker.shared.store import Store
 from opentinker.up import SERVICE_OF
 from tests.conftest import nats_conf, until
 from tests.listening import living
+from tests.toys import toy_model as toy_model  # noqa: PLC0414 - tests import it from here too
 
 ROOT = Path(__file__).resolve().parent.parent
 PYTHONPATH = f"{ROOT / 'src'}{os.pathsep}{ROOT}"
@@ -317,22 +317,6 @@ def undocumented(names: Iterable[str]) -> list[str]:
     patterns = [re.sub("[A-Z]+", ".+", name) for row in rows for name in re.findall("`(.+?)`", row) if name != "METRIC"]
     known = re.compile("|".join(f"({pattern})(_per_s)?" for pattern in patterns))
     return sorted(name for name in names if not known.fullmatch(name))
-
-
-def toy_model(directory: Path) -> Path:
-    """A model directory without weights: a character tokenizer is all that the toy engine needs."""
-    directory.mkdir(parents=True)
-    characters = ["<eos>", "<unk>", *"0123456789abcdefghijklmnopqrstuvwxyz =?.,:"]
-    core = Tokenizer(models.WordLevel({c: i for i, c in enumerate(characters)}, unk_token="<unk>"))
-    core.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
-    core.decoder = decoders.Fuse()
-    core.add_special_tokens(["<eos>", "<unk>"])
-    core.save(str(directory / "tokenizer.json"))
-    template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
-    config = {"eos_token": "<eos>", "unk_token": "<unk>", "chat_template": template}
-    (directory / "tokenizer_config.json").write_bytes(orjson.dumps(config))
-    (directory / "config.json").write_bytes(orjson.dumps({"model_type": "qwen3"}))
-    return directory
 
 
 @contextlib.asynccontextmanager

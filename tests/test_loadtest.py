@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import math
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +20,7 @@ from loadtest._open_loop import Latencies, arrivals, open_loop
 from loadtest._report import Report, lines, ratios, write
 from loadtest._scaling import SLEEP_S, WORK, Pace, compare
 from loadtest._service import STATE_S
-from loadtest._target import target
+from loadtest._target import ROOT, target
 from opentinker.capacity import Pools, predict
 
 
@@ -115,7 +118,7 @@ def test_a_number_beyond_the_tolerance_is_a_miss(tmp_path: Path, monkeypatch: py
         (1.2, 0.5, 0.1, []),
         (1.5, 0.0, 0.0, ["throughput"]),
         (0.7, 0.0, 0.0, ["throughput"]),
-        (1.0, 1.0, -0.2, ["staleness", "share"]),
+        (1.0, 1.0, -0.25, ["staleness", "share"]),
     ],
 )
 def test_what_is_far_from_the_prediction_is_a_miss(
@@ -161,6 +164,14 @@ def test_options_that_cannot_be_are_refused(
     with pytest.raises(SystemExit):
         options(arguments)
     assert words in capsys.readouterr().err
+
+
+def test_the_key_of_whoever_loads_a_server_is_sent_and_no_other() -> None:
+    """Importing conftest.py would put that of the tests in its place."""
+    code = "import os, loadtest.__main__; print(os.environ['OPENTINKER_API_KEY'])"
+    environ = os.environ | {"OPENTINKER_API_KEY": "theirs", "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"}
+    done = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "theirs"
 
 
 async def test_only_this_machine_is_loaded() -> None:

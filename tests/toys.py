@@ -1,0 +1,25 @@
+"""Models that toy engines take. The load test uses them too, so nothing here imports conftest.py, which sets the tests'
+own API key for the whole process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import orjson
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+
+
+def toy_model(directory: Path) -> Path:
+    """A model directory without weights: a character tokenizer is all that the toy engine needs."""
+    directory.mkdir(parents=True)
+    characters = ["<eos>", "<unk>", *"0123456789abcdefghijklmnopqrstuvwxyz =?.,:"]
+    core = Tokenizer(models.WordLevel({c: i for i, c in enumerate(characters)}, unk_token="<unk>"))
+    core.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
+    core.decoder = decoders.Fuse()
+    core.add_special_tokens(["<eos>", "<unk>"])
+    core.save(str(directory / "tokenizer.json"))
+    template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    config = {"eos_token": "<eos>", "unk_token": "<unk>", "chat_template": template}
+    (directory / "tokenizer_config.json").write_bytes(orjson.dumps(config))
+    (directory / "config.json").write_bytes(orjson.dumps({"model_type": "qwen3"}))
+    return directory
