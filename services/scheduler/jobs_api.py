@@ -18,6 +18,7 @@ from opentinker.services.scheduler.artifacts import Artifacts
 from opentinker.services.scheduler.cluster import Cluster
 from opentinker.services.scheduler.gate import may_see, principal_of, tenant_of
 from opentinker.services.scheduler.problems import integer, json_response, read_json
+from opentinker.services.scheduler.recent import Recent
 from opentinker.services.scheduler.retention import Rule
 from opentinker.services.scheduler.submission import submit
 from opentinker.shared.admission import Admission
@@ -32,6 +33,8 @@ JOB_ID = re.compile(r"j-[a-z0-9]{10}")
 EVENT_ID = re.compile(r"[0-9]{1,15}(-[0-9]{1,15})?")
 IDEMPOTENCY_KEY = re.compile(r"[\x21-\x7e]{1,200}")
 LOOK_S = 1.0
+FRESH_S = 0.5
+"""So old may the last metrics of a job be."""
 COMMENT_S = 10.0
 """An idle event stream says something so often, so that proxies keep it and a dead client is noticed."""
 POINTS = 1000
@@ -50,6 +53,8 @@ class JobsApi:
     def __init__(self, ctx: Context) -> None:
         self.ctx, self.store, self.bus = ctx, ctx.store, ctx.bus
         self.artifacts = Artifacts(ctx)
+        self._points = Recent(self._last_metrics, FRESH_S)
+        """Every page that shows a job asks for them every two seconds."""
 
     async def found(self, request: web.Request) -> JobRecord:
         """Raises NotFound; a job of another tenant looks like one that does not exist."""
@@ -111,7 +116,7 @@ class JobsApi:
                 "spec": job.spec,
                 "ledger": {**msgspec.to_builtins(ledger), "version": str(ledger.version), "balanced": ledger.balanced},
                 "workers": workers,
-                "metrics": await self._last_metrics(job.id),
+                "metrics": await self._points.get(job.id),
                 **({"result": orjson.loads(job.result)} if job.result else {}),
                 "artifacts": await self._kept(job),
             }

@@ -1,0 +1,61 @@
+"""What many ask for at the same time is looked up once."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from opentinker.services.scheduler.recent import Recent
+from tests.conftest import until
+
+
+class Source:
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+        self.may_answer = asyncio.Event()
+        self.fault: Exception | None = None
+
+    async def look(self, key: str) -> int:
+        self.asked.append(key)
+        await self.may_answer.wait()
+        if self.fault is not None:
+            raise self.fault
+        return len(self.asked)
+
+
+async def test_who_asks_meanwhile_and_soon_after_gets_the_same() -> None:
+    source = Source()
+    recent = Recent(source.look, 60.0)
+    together = [asyncio.create_task(recent.get("a")) for _ in range(5)]
+    other = asyncio.create_task(recent.get("b"))
+    await until(lambda: len(source.asked) == 2)
+    together[0].cancel()  # the others go on
+    source.may_answer.set()
+    assert await asyncio.gather(*together[1:], other) == [*4 * [2], 2]
+    assert await recent.get("a") == 2 and source.asked == ["a", "b"]
+
+
+async def test_what_is_old_is_looked_up_again_and_forgotten() -> None:
+    source = Source()
+    source.may_answer.set()
+    recent = Recent(source.look, 0.0)
+    assert await recent.get("a") == 1
+    await asyncio.sleep(0.001)
+    assert await recent.get("b") == 2 and list(recent._said) == ["b"]
+    await asyncio.sleep(0.001)
+    assert await recent.get("a") == 3
+
+
+async def test_a_fault_is_for_who_waits_and_is_not_kept() -> None:
+    source = Source()
+    source.fault = OSError("away")
+    recent = Recent(source.look, 60.0)
+    waiting = [asyncio.create_task(recent.get("a")) for _ in range(2)]
+    await until(lambda: source.asked == ["a"])
+    source.may_answer.set()
+    for one in waiting:
+        with pytest.raises(OSError, match="away"):
+            await one
+    source.fault = None
+    assert await recent.get("a") == 2
