@@ -45,7 +45,7 @@ HEARS = ("metrics", "logs", "events", "rollouts", "timeline")
 KEYS_S = 60.0
 Ask = Callable[[AsyncClient, str], Awaitable[object]]
 POLLS: tuple[tuple[float, Ask], ...] = (
-    (2.0, lambda client, job: client.job(job)),
+    (5.0, lambda client, job: client.job(job)),
     (10.0, lambda client, _: client.jobs(200)),
     (KEYS_S, lambda client, _: client.keys()),
 )

@@ -2,9 +2,9 @@
 
 import type { JSX } from "preact";
 import { useEffect } from "preact/hooks";
-import { go, useAsked, useDoing, useFollow, useKeyNames, useMay, useNow } from "../hooks.ts";
+import { go, useAsked, useDoing, useFollow, useHeard, useKeyNames, useMay, useNow } from "../hooks.ts";
 import { ask, job as path } from "../lib/api.ts";
-import type { Follow } from "../lib/follow.ts";
+import type { Beside, Follow } from "../lib/follow.ts";
 import { sizeOf } from "../lib/join.ts";
 import { secondsLeft } from "../lib/pace.ts";
 import { FINAL, type JobDetail } from "../lib/types.ts";
@@ -20,10 +20,13 @@ import { Timeline } from "./timeline.tsx";
 
 const PACE = 20;
 const MOST_RESULTS = 12;
+const HEAD_S = 5;
+const TELLS: Beside[] = ["events"];
 
 export function JobView({ id, part }: { id: string; part: string }): JSX.Element {
-  const { value: job, problem, again } = useAsked<JobDetail>(path(id), 2);
+  const { value: job, problem, again } = useAsked<JobDetail>(path(id), HEAD_S);
   const follow = useFollow(job ? id : null);
+  useHeard(follow, TELLS, again);
   const over = job ? FINAL.includes(job.state) : false;
   useEffect(() => {
     if (over) follow?.end();
