@@ -64,7 +64,7 @@ async def run(name: str, chosen: argparse.Namespace) -> Report:
     others, began = Others(), time.perf_counter()
     try:
         await SCENARIOS[name](Options(url=chosen.url, **asked), report)
-    except ApiError as error:
+    except (ApiError, TimeoutError) as error:
         raise SystemExit(f"{name}: {error}") from None
     report.foreign = others.stop()
     report.seconds = time.perf_counter() - began

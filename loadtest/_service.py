@@ -24,7 +24,7 @@ from typing import Any
 import aiohttp
 import orjson
 
-from loadtest._jobs import steps_of
+from loadtest._jobs import SLEEPER, steps_of
 from loadtest._open_loop import Latencies, arrivals, open_loop
 from loadtest._report import Report
 from loadtest._target import ROOT, Target, target
@@ -42,6 +42,7 @@ STATE_S = 120.0
 SESSIONS = "opentinker_env_sessions"
 STRETCHED = 2.0
 """A step around a restart may take so many times the median: its seconds are simulated, so more is a disturbance."""
+LONG = {"name": SLEEPER, "config": {"sleep_s": 4 * CANCEL_S, "turns": 2}}
 LOST = ("trainer_lost", "rollout_worker_lost", "requeued", "preempted")
 
 
@@ -266,8 +267,9 @@ def _reads(pid: int, file: Path) -> bool:
 
 @asynccontextmanager
 async def running(site: Site) -> AsyncIterator[str]:
-    job = await site.submit(training(site.at.model))
-    await until(lambda: _stepped(site, job, 2), "two steps")
+    """Its episodes are longer than a cancel may take: none is over by itself meanwhile."""
+    job = await site.submit(training(site.at.model, environment=LONG))
+    await site.reaches(job, "running")
     await until(lambda: _plays(site), "episodes that are being played")
     yield job
 
@@ -282,9 +284,8 @@ async def paused(site: Site) -> AsyncIterator[str]:
 
 @asynccontextmanager
 async def evaluating(site: Site) -> AsyncIterator[str]:
-    spec = training(site.at.model, kind="eval", evaluation={"episodes": 5000})
+    spec = training(site.at.model, kind="eval", evaluation={"episodes": 5000}, environment=LONG)
     job = await site.submit({name: part for name, part in spec.items() if name not in ("algorithm", "train")})
-    await until(lambda: _stepped(site, job, 8), "eight episodes")
     await until(lambda: _plays(site), "episodes that are being played")
     yield job
 

@@ -36,6 +36,9 @@ from opentinker.shared.types import Ending, StopReason
 
 log = structlog.get_logger()
 UNKNOWN = Policy()
+OPENING_S = 2.5
+"""An open that takes longer is told of: a caller who gives up knows by then where to close it, and a cancelled job's are
+gone within its 5 s."""
 IN_LINE_S = 2.0
 """At one full env worker, before another is asked: a place there is taken the moment it is free."""
 
@@ -90,7 +93,7 @@ class EnvClient:
                 deadline_s=deadline - now,
                 tools=tools or [],
                 tool_turns=tool_turns,
-                answer_within_s=0.5 * self._ask_s,
+                answer_within_s=min(OPENING_S, 0.5 * self._ask_s),
                 room_within_s=min(IN_LINE_S, 0.25 * self._ask_s, 0.5 * (give_up - now)),
                 policy=policy,
                 owner=self._owner,

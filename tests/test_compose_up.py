@@ -150,7 +150,8 @@ async def _trains_while_all_are_harmed(project: Project, client: AsyncClient, tm
         return bool(await client.checkpoints(job))
 
     async def all_is_kept() -> bool:
-        return (await client.checkpoints(job))[-1]["step"] == (await client.job(job))["step"]
+        record = await client.job(job)
+        return not record["workers"] and (await client.checkpoints(job))[-1]["step"] == record["step"]
 
     await until(has_checkpoint, LONG_S)
     await client.pause(job)

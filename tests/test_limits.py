@@ -121,9 +121,7 @@ async def test_wrong_keys_of_an_address_are_no_longer_looked_at_and_right_ones_a
         assert (await session.get(f"{url}/v1/jobs", headers=good)).status == 200
 
 
-async def test_a_flood_of_wrong_keys_is_not_read_while_its_guesses_wait(
-    ctx: Context, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_guesses_of_a_connection_wait_one_after_another(ctx: Context, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "WRONG_BURST", 1.0)
     monkeypatch.setattr(limits, "WRONG_PER_S", 0.001)
     monkeypatch.setattr(limits, "LINE_S", 0.2)
@@ -160,7 +158,7 @@ async def test_a_new_key_waits_in_line_behind_guesses_of_its_address_and_is_answ
         began = time.monotonic()
         await asyncio.gather(*guesses, ask(good))
         assert sorted(ended) == [200, *10 * [401]]
-        assert time.monotonic() - began > 9 / 20, "none of them jumps the line"
+        assert time.monotonic() - began > 9.5 / 20, "none of them jumps the line"
 
 
 # --- odd requests ---------------------------------------------------------------------------------------------------

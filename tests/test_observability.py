@@ -212,7 +212,7 @@ async def test_the_subscriber_in_python_prints_what_happens(
     site: tuple[str, Bus], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And goes on when its credential is over."""
-    monkeypatch.setattr(stream_credentials, "LIFE_S", 4.0)
+    monkeypatch.setattr(stream_credentials, "LIFE_S", 2.0)
     url, bus = site
     before = logins()
     job = await submitted(url)

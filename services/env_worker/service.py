@@ -83,11 +83,13 @@ async def serve(ctx: Context) -> None:
             }
         )
     finally:
-        await lanes.report()
-        await host.close()
-        await shop.close()
-        await sandboxes.close()
-        await ctx.store.leave(info)
+        try:
+            await lanes.report()
+        finally:
+            await host.close()
+            await shop.close()
+            await sandboxes.close()
+            await ctx.store.leave(info)
 
 
 async def _serve(

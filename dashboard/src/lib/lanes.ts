@@ -116,13 +116,14 @@ export class Lanes {
     return Math.max(0, ...this.rows.map((row) => Math.max(0, ...row.segments.slice(-20).map((one) => one.end))));
   }
 
-  /** Lets go of what is older than an hour. */
+  /** Lets go of what is older than an hour, and of workers that have done nothing since. */
   forget(now: number): void {
     for (const row of this.rows) {
       let old = 0;
       while (old < row.segments.length && row.segments[old]!.end < now - KEEP_S) old += 1;
       if (old) row.segments.splice(0, old);
     }
+    this.rows.splice(0, this.rows.length, ...this.rows.filter((row) => row.segments.length > 0));
     for (const parts of this.parts.values()) {
       for (const [seq, segments] of parts) if (segments.every((one) => one.end < now - KEEP_S)) parts.delete(seq);
     }

@@ -199,7 +199,7 @@ function percent(share: number | null): string {
 }
 
 function said(one: Segment): string {
-  const level = one.level !== 1 ? `, ${one.level.toFixed(1)} at a time` : "";
+  const level = one.level !== 1 ? `, ${one.level.toFixed(one.level < 1 ? 2 : 1)} at a time` : "";
   return `${one.kind} ${((one.end - one.start) * 1000).toFixed(0)} ms${one.version ? `, weights ${one.version}` : ""}${level}`;
 }
 
