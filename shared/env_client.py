@@ -37,8 +37,8 @@ from opentinker.shared.types import Ending, StopReason
 log = structlog.get_logger()
 UNKNOWN = Policy()
 OPENING_S = 2.5
-"""An open that takes longer is told of: a caller who gives up knows by then where to close it, and a cancelled job's are
-gone within its 5 s."""
+"""An open that takes longer is told of: a caller who gives up knows by then where to close it, and those of a cancelled
+job are gone within its 5 s."""
 IN_LINE_S = 2.0
 """At one full env worker, before another is asked: a place there is taken the moment it is free."""
 
