@@ -10,7 +10,7 @@ import io
 import re
 import tarfile
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from urllib.parse import urlsplit
 
@@ -20,6 +20,7 @@ import pytest
 from opentinker.services.scheduler import limits, problems
 from opentinker.services.scheduler.limits import HEADERS, Buckets
 from opentinker.shared.config import Settings
+from opentinker.shared.keys import Key, Keys, new_key, parse
 from opentinker.shared.service import Context
 from opentinker.shared.waiting import rest
 from tests.api import OPERATOR, bearing, new_key_of
@@ -64,11 +65,13 @@ async def served(ctx: Context) -> AsyncIterator[tuple[aiohttp.ClientSession, str
 # --- rates ----------------------------------------------------------------------------------------------------------
 
 
-def test_who_owes_gets_a_token_of_their_own_or_none() -> None:
+def test_who_owes_waits_for_a_token_of_their_own() -> None:
     buckets = Buckets(per_s=10.0, burst=1.0)
-    assert buckets.take("a", 0.0) == 0.0
-    assert [round(buckets.owe("a", 0.0, 0.25), 6) for _ in range(4)] == [0.1, 0.2, 0.3, 0.3], "the last two take none"
-    assert round(buckets.wait_s("a", 0.2), 6) == 0.1 and buckets.owe("b", 0.2, 0.25) == 0.0
+    assert [round(buckets.owe("a", 0.0), 6) for _ in range(4)] == [0.0, 0.1, 0.2, 0.3]
+    buckets.give_back("a")
+    assert round(buckets.wait_s("a", 0.2), 6) == 0.1 and buckets.owe("b", 0.2) == 0.0
+    buckets.give_back("b")
+    assert [buckets.owe("b", 0.2), round(buckets.owe("b", 0.2), 6)] == [0.0, 0.1], "no more than there was"
 
 
 def test_a_bucket_gives_what_flows_in_and_no_more() -> None:
@@ -104,31 +107,44 @@ async def test_too_many_requests_of_one_asker_wait_and_others_do_not(ctx: Contex
         assert other.status == 200
 
 
-async def test_wrong_keys_of_an_address_are_no_longer_looked_at_and_right_ones_are(
+async def test_of_one_address_only_so_many_wrong_keys_are_in_line(
     ctx: Context, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(limits, "WRONG_BURST", 20.0)
     monkeypatch.setattr(limits, "WRONG_PER_S", 0.001)
-    monkeypatch.setattr(limits, "LINE_S", 0.5)
-    good = bearing(await new_key_of(ctx.store))
+    monkeypatch.setattr(limits, "MOST_IN_LINE", 3)
+    good, late = bearing(await new_key_of(ctx.store)), bearing(await new_key_of(ctx.store))
     async with served(ctx) as (session, url, _):
-        assert (await session.get(f"{url}/v1/jobs", headers=good)).status == 200
-        seen: list[int] = []
-        while len(seen) < 100 and 429 not in seen:
-            wrong = {"Authorization": f"Bearer wrong-{len(seen)}"}
-            seen.append((await session.get(f"{url}/v1/jobs", headers=wrong)).status)
-        assert seen == 20 * [401] + [429]
-        assert (await session.get(f"{url}/v1/jobs", headers=good)).status == 200
+
+        async def ask(headers: dict[str, str]) -> int:
+            async with session.get(f"{url}/v1/jobs", headers=headers) as answer:
+                return answer.status
+
+        assert await ask(good) == 200
+        wrong = [{"Authorization": f"Bearer wrong-{n}"} for n in range(24)]
+        assert await asyncio.gather(*map(ask, wrong[:20])) == 20 * [401]
+        waiting = [asyncio.create_task(ask(one)) for one in wrong[20:23]]
+        await until(lambda: _is_full(ask, wrong[23]))
+        assert await ask(late) == 429, "it was not seen before: it might be a guess"
+        assert await ask(good) == 200 and not any(one.done() for one in waiting)
+        for one in waiting:
+            one.cancel()
+
+
+async def _is_full(ask: Callable[[dict[str, str]], Awaitable[int]], wrong: dict[str, str]) -> bool:
+    try:
+        return await asyncio.wait_for(ask(wrong), 0.5) == 429
+    except TimeoutError:
+        return False
 
 
 async def test_guesses_of_a_connection_wait_one_after_another(ctx: Context, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "WRONG_BURST", 1.0)
-    monkeypatch.setattr(limits, "WRONG_PER_S", 0.001)
-    monkeypatch.setattr(limits, "LINE_S", 0.2)
-    handled = []
+    monkeypatch.setattr(limits, "WRONG_PER_S", 20.0)
+    waited = []
 
     async def noted(seconds: float) -> None:
-        handled.append(seconds)
+        waited.append(seconds)
         await rest(seconds)
 
     monkeypatch.setattr(limits, "rest", noted)
@@ -138,8 +154,8 @@ async def test_guesses_of_a_connection_wait_one_after_another(ctx: Context, monk
         writer.write((guess + b"\r\n") * 3 + guess + b"Connection: close\r\n\r\n")
         answers = await soon(reader.read(-1))
         writer.close()
-        assert re.findall(rb"HTTP/1\.1 (\d+)", answers) == [b"401", b"429", b"429", b"429"]
-        assert handled == 3 * [0.2], "one after another, however many were sent at once"
+        assert re.findall(rb"HTTP/1\.1 (\d+)", answers) == 4 * [b"401"]
+        assert len(waited) == 3 and max(waited) <= 1 / 20, "one after another, however many were sent at once"
 
 
 async def test_a_new_key_waits_in_line_behind_guesses_of_its_address_and_is_answered(
@@ -159,6 +175,50 @@ async def test_a_new_key_waits_in_line_behind_guesses_of_its_address_and_is_answ
         await asyncio.gather(*guesses, ask(good))
         assert sorted(ended) == [200, *10 * [401]]
         assert time.monotonic() - began > 9.5 / 20, "none of them jumps the line"
+
+
+async def test_who_hangs_up_in_line_is_not_looked_up(ctx: Context, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "WRONG_BURST", 1.0)
+    monkeypatch.setattr(limits, "WRONG_PER_S", 10.0)
+    found: list[str] = []
+    find = Keys.find
+
+    async def noted(self: Keys, id: str) -> Key | None:
+        found.append(id)
+        return await find(self, id)
+
+    monkeypatch.setattr(Keys, "find", noted)
+    unknown = [new_key("local") for _ in range(3)]
+    async with served(ctx) as (session, url, raw):
+        answer = await session.get(f"{url}/v1/jobs", headers={"Authorization": f"Bearer {unknown[0]}"})
+        assert answer.status == 401
+        _, writer = await raw.open()
+        writer.write(f"GET /v1/jobs HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {unknown[1]}\r\n\r\n".encode())
+        await writer.drain()
+        writer.close()
+        answer = await session.get(f"{url}/v1/jobs", headers={"Authorization": f"Bearer {unknown[2]}"})
+        assert answer.status == 401
+    ids = [parsed[1] for key in unknown if (parsed := parse(key))]
+    assert [id for id in found if id in ids] == [ids[0], ids[2]]
+
+
+@pytest.mark.parametrize("method", ["GET", "OPTIONS"])
+async def test_a_guess_is_not_believed_for_an_answer_that_asks_for_no_key(
+    ctx: Context, change: Callable[..., None], monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    monkeypatch.setattr(limits, "WRONG_BURST", 1.0)
+    monkeypatch.setattr(limits, "WRONG_PER_S", 20.0)
+    change(http_origins=["https://page.example"])
+    asks = {"Origin": "https://page.example", "Access-Control-Request-Method": "GET"} if method == "OPTIONS" else {}
+    async with served(ctx) as (session, url, _):
+        guesses = [{"Authorization": f"Bearer wrong-{n}"} for n in range(10)]
+        path = "/v1/jobs" if method == "OPTIONS" else "/page/x.js"
+        for guess in guesses:
+            assert (await session.request(method, url + path, headers=guess | asks)).status in (204, 404)
+        began = time.monotonic()
+        for guess in guesses:
+            assert (await session.get(f"{url}/v1/jobs", headers=guess)).status == 401
+        assert time.monotonic() - began > 8 / 20
 
 
 # --- odd requests ---------------------------------------------------------------------------------------------------

@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 import structlog
+from redis.exceptions import RedisError
 
 from opentinker.services.reference_forward.desk import AHEAD, Desk, Work
 from opentinker.services.reference_forward.needs import ModelKey, needs
@@ -264,6 +265,8 @@ class ReferenceForward:
                     continue
             except NotFound:
                 pass
+            except (RedisError, OSError):  # asked again soon; it says nothing of the model
+                return
             for work in self.desk.drop({job}):
                 self.log.info("group_of_ended_job_dropped", job=job, group=work.group.seq)
                 await work.delivery.ack()

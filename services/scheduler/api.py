@@ -219,7 +219,7 @@ class Api:
         audit = Audit(self.ctx)
         guard = Guard(self.ctx.settings, free, known)
         pages = CrossOrigin(self.ctx.settings.http_origins, self.routes)
-        before = [audit.over(self.routes), problems, guard.guard, pages.preflight]
+        before = [audit.over(self.routes), problems, pages.preflight, guard.guard]
         app = web.Application(
             middlewares=[*before, self.gate.before(self.routes), audit.begins], client_max_size=BODY_LIMIT
         )

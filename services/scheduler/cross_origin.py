@@ -1,6 +1,6 @@
 """Pages of other sites that the operator has named (`http_origins`): their browsers let them ask, with a key, and read.
 
-    preflight  the middleware before the gate: consumes a browser's question whether such a page may ask; answers it
+    preflight  the middleware before the limits: consumes a browser's question whether such a page may ask; answers it
     allow      a response is about to go out: says so there too
 
 Of all other pages nothing is said, and browsers keep our answers from them. A page has no rights here but those of the
@@ -16,7 +16,7 @@ from aiohttp import web
 from opentinker.services.scheduler.openapi import Route
 from opentinker.services.scheduler.problems import Handler
 
-TAKEN = "Authorization, Content-Digest, Content-Type, Idempotency-Key, If-Range, Last-Event-ID, Range"
+TAKEN = "Authorization, Content-Digest, Content-Type, Idempotency-Key, If-Range, Last-Event-ID, Range, traceparent, tracestate"
 SHOWN = "Content-Digest, Content-Range, ETag, Location, Retry-After, X-OpenTinker-Auth"
 KNOWN_S = 600
 """A browser asks again after so long."""

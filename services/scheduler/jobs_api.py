@@ -116,7 +116,7 @@ class JobsApi:
                 "spec": job.spec,
                 "ledger": {**msgspec.to_builtins(ledger), "version": str(ledger.version), "balanced": ledger.balanced},
                 "workers": workers,
-                "metrics": await self._points.get(job.id),
+                "metrics": await (self._last_metrics(job.id) if job.state.final else self._points.get(job.id)),
                 **({"result": orjson.loads(job.result)} if job.result else {}),
                 "artifacts": await self._kept(job),
             }

@@ -26,7 +26,8 @@ from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 from prometheus_client import Counter as Total
 
-from opentinker.services.scheduler.problems import OPENAI, Handler, TooMany
+from opentinker.services.scheduler.gate import PRINCIPAL
+from opentinker.services.scheduler.problems import OPENAI, STARTED, Handler, TooMany
 from opentinker.shared.config import Settings
 from opentinker.shared.errors import SpecError
 from opentinker.shared.telemetry import REGISTRY
@@ -37,10 +38,10 @@ log = structlog.get_logger()
 BURST_S = 2.0
 """A bucket holds what flows into it in so many seconds."""
 WRONG_PER_S, WRONG_BURST = 100.0, 100.0
-"""Answers 401 per address. Beyond, keys wait in line to be looked at, but for those that were right a moment ago."""
-LINE_S = 5.0
-"""No longer than this; who would have to is told so (429) after it. Nothing more of that connection is read meanwhile:
-a flood of guesses, however fast it is sent, takes next to nothing of the time of others."""
+"""Keys of one address that are looked at, but for those that were right a moment ago. More wait in line; nothing more of
+their connections is read meanwhile, so a flood of guesses takes next to nothing of the time of others."""
+MOST_IN_LINE, MOST_IN_LINES = 64, 1024
+"""Of one address, and of all: each holds what was sent. The next one is told to come again."""
 TRUSTED_S = 60.0
 MOST_ASKERS = 20_000
 """The longest unseen are forgotten."""
@@ -90,13 +91,16 @@ class Buckets:
         self._put(asker, level - 1.0 if enough else level, now)
         return 0.0 if enough else (1.0 - level) / self._per_s
 
-    def owe(self, asker: str, now: float, most_s: float) -> float:
-        """Seconds until there is a token that nobody else waits for; it is the asker's if they are at most `most_s`."""
+    def owe(self, asker: str, now: float) -> float:
+        """Takes a token, even if there is none. Seconds until it is there."""
         level = self._level(asker, now)
-        wait_s = max(0.0, (1.0 - level) / self._per_s)
-        if wait_s <= most_s:
-            self._put(asker, level - 1.0, now)
-        return wait_s
+        self._put(asker, level - 1.0, now)
+        return max(0.0, (1.0 - level) / self._per_s)
+
+    def give_back(self, asker: str) -> None:
+        if asker in self._left:
+            left, at = self._left[asker]
+            self._left[asker] = left + 1.0, at
 
     def _put(self, asker: str, level: float, now: float) -> None:
         self._left[asker] = (level, now)
@@ -114,7 +118,10 @@ class Guard:
 
     def __init__(self, settings: Settings, free: Collection[str], known: Mapping[tuple[str, str], set[str]]) -> None:
         self._requests = Buckets(settings.http_rate, max(1.0, BURST_S * settings.http_rate))
+        self._asks = settings.auth
         self._wrong = Buckets(WRONG_PER_S, WRONG_BURST)
+        self._in_line: Counter[str] = Counter()
+        self._in_lines = 0
         self._free, self._known = frozenset(free), known
         self._trusted: OrderedDict[str, float] = OrderedDict()
         """Keys (as digests) that were right, and when."""
@@ -122,27 +129,46 @@ class Guard:
     @web.middleware
     async def guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         _refuse_odd(request)
-        if request.path in self._free:
+        resource = request.match_info.route.resource
+        if resource is not None and resource.canonical in self._free:
             return await handler(request)
         now, address, key = time.monotonic(), request.remote or "", _key(request)
         if wait_s := self._requests.take(key or address, now):
             raise TooMany("requests", wait_s)
-        in_line = not self._is_trusted(key, now) and self._wrong.wait_s(address, now) > 0
-        if in_line:
-            wait_s = self._wrong.owe(address, now, LINE_S)
-            await rest(min(wait_s, LINE_S))
-            if wait_s > LINE_S:
-                raise TooMany("wrong keys", wait_s - LINE_S)
+        stood = self._asks and not self._is_trusted(key, now)
+        if stood:
+            await self._stand_in_line(request, address)
         try:
-            response = await self._asked(request, handler)
+            return await self._asked(request, handler)
         except web.HTTPUnauthorized:
             self._trusted.pop(key, None)
-            if not in_line:
-                self._wrong.take(address, now)
             raise
-        if key:
-            self._trust(key, now)
-        return response
+        finally:
+            if PRINCIPAL in request:  # the key was looked at, and is right
+                if stood:
+                    self._wrong.give_back(address)
+                if key:
+                    self._trust(key, now)
+
+    async def _stand_in_line(self, request: web.Request, address: str) -> None:
+        """Raises TooMany, also if whoever asked has hung up meanwhile."""
+        if self._in_line[address] >= MOST_IN_LINE or self._in_lines >= MOST_IN_LINES:
+            raise TooMany("wrong keys", self._wrong.wait_s(address, time.monotonic()))
+        wait_s = self._wrong.owe(address, time.monotonic())
+        if not wait_s:
+            return
+        self._in_line[address] += 1
+        self._in_lines += 1
+        try:
+            await rest(wait_s)
+        finally:
+            self._in_lines -= 1
+            self._in_line[address] -= 1
+            if not self._in_line[address]:
+                del self._in_line[address]
+        if request.transport is None:
+            raise TooMany("wrong keys", wait_s)
+        request[STARTED] = time.monotonic()  # of the answer
 
     async def _asked(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Raises SpecError for a parameter that the route would not look at."""

@@ -132,11 +132,14 @@ async def look_at(ctx: Context, data: Any, spec: JobSpec | None, tenant: str, mi
     if wrong_places := await reserved.mistakes_in(ctx, data, tenant):  # nobody looks at what is there
         mistakes += wrong_places
         return Found()
-    asked, files, (wrong_start, chosen) = await asyncio.gather(
-        environment.examine(ctx, data, spec, tenant, mistakes),
-        asyncio.to_thread(_check_files, data, spec),
-        _check_start(ctx, _start(data, spec), spec, tenant),
-    )
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            asking = tasks.create_task(environment.examine(ctx, data, spec, tenant, mistakes))
+            looking = tasks.create_task(asyncio.to_thread(_check_files, data, spec))
+            starts = tasks.create_task(_check_start(ctx, _start(data, spec), spec, tenant))
+    except ExceptionGroup as errors:
+        raise errors.exceptions[0] from None
+    asked, files, (wrong_start, chosen) = asking.result(), looking.result(), starts.result()
     wrong_adapters, beside = await adapters.look_at(ctx, data, spec, files.base, tenant)
     mistakes += _check_priority(ctx, spec, tenant)
     mistakes += asked.mistakes + files.model + wrong_start + wrong_adapters + files.frozen + files.data

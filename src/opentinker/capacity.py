@@ -31,6 +31,8 @@ SAME = 0.03
 MOST_ENV_WORKERS = 4096
 IN_LINE_S = 2.0
 """For so long a full env worker keeps an episode in line: shared/env_client.py."""
+IN_LINE_SHARE = 0.1
+"""Of an environment's time for a turn, if that is longer: asking about more often changes nothing and takes long."""
 EVEN = 1e-3
 """A spread below which all turns are of one length."""
 
@@ -219,11 +221,12 @@ class _Pipeline:
 
     def _session(self) -> Generator[simpy.Event, Any, tuple[_EnvWorker, simpy.resources.resource.Request]]:
         """A place at an env worker that chance picks; whoever stands in its line for too long asks another."""
+        in_line_s = max(IN_LINE_S, IN_LINE_SHARE * self.work.env_s)
         while True:
             worker = self.workers[int(self.random.integers(self.pools.env_workers))]
             place = worker.sessions.request()
             if not place.triggered:
-                yield place if self.pools.env_workers == 1 else place | self.env.timeout(IN_LINE_S)
+                yield place if self.pools.env_workers == 1 else place | self.env.timeout(in_line_s)
             if place.triggered:
                 return worker, place
             place.cancel()
