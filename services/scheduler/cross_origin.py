@@ -16,7 +16,10 @@ from aiohttp import web
 from opentinker.services.scheduler.openapi import Route
 from opentinker.services.scheduler.problems import Handler
 
-TAKEN = "Authorization, Content-Digest, Content-Type, Idempotency-Key, If-Range, Last-Event-ID, Range, traceparent, tracestate"
+TAKEN = (
+    "Authorization, Content-Digest, Content-Type, Idempotency-Key, If-Range, Last-Event-ID, Range, "
+    "traceparent, tracestate"
+)
 SHOWN = "Content-Digest, Content-Range, ETag, Location, Retry-After, X-OpenTinker-Auth"
 KNOWN_S = 600
 """A browser asks again after so long."""

@@ -38,7 +38,7 @@ log = structlog.get_logger()
 BURST_S = 2.0
 """A bucket holds what flows into it in so many seconds."""
 WRONG_PER_S, WRONG_BURST = 100.0, 100.0
-"""Keys of one address that are looked at, but for those that were right a moment ago. More wait in line; nothing more of
+"""Keys of one address that are looked at, but for those that were just right. More wait in line; nothing more of
 their connections is read meanwhile, so a flood of guesses takes next to nothing of the time of others."""
 MOST_IN_LINE, MOST_IN_LINES = 64, 1024
 """Of one address, and of all: each holds what was sent. The next one is told to come again."""
