@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from opentinker.envs.adapters.library import installed
 from opentinker.envs.registry import check
 from opentinker.shared import uploads
 from opentinker.shared.config import Settings
@@ -41,8 +40,8 @@ FILES = {
     "requirements.lock": "",
 }
 """That pages speak of as the reader's own."""
-OTHER_MACHINES = {"gem", "miniwob", "openenv"}
-"""Environments whose library, browser or server is elsewhere."""
+OTHER_MACHINES = {"alfworld", "gem", "miniwob", "openenv"}
+"""Environments whose library, games, browser or server is elsewhere."""
 
 
 @pytest.fixture
@@ -89,7 +88,7 @@ def accepted(told: dict[str, Any], folder: Path) -> str:
 def _environment_is_right(spec: JobSpec) -> None:
     """Its config, and what evaluations lay over that."""
     name, config = spec.environment.name, spec.environment.config
-    elsewhere = name in OTHER_MACHINES or (name == "alfworld" and not installed("alfworld"))
+    elsewhere = name in OTHER_MACHINES
     check(name, config, modules=True, elsewhere=elsewhere)
     if spec.validation is not None and spec.validation.config:
         check(name, {**config, **spec.validation.config}, modules=True, elsewhere=elsewhere)
