@@ -22,7 +22,7 @@ FOLDER = ROOT / "docs" / "images"
 SIZE: ViewportSize = {"width": 1180, "height": 800}
 PARTS = ("curves", "timeline", "episodes")
 NAMES = {"curves": "job"}
-STEPS = 60
+STEPS = 120
 LONG_S = 600.0
 DRAWN_S = 3.0
 
@@ -36,6 +36,8 @@ async def take(url: str, key: str, job: str) -> None:
         await page.keyboard.press("Enter")
         for part in PARTS:
             await page.goto(f"{url}/#/jobs/{job}/{part}")
+            if part == "episodes":
+                await page.get_by_role("button", name="logprob").click()
             await asyncio.sleep(DRAWN_S)
             await page.screenshot(path=FOLDER / f"dashboard-{NAMES.get(part, part)}.png")
         await browser.close()
