@@ -1,4 +1,4 @@
-# The whole menu: setup dashboard browser games helm run test compose-test simulation check load learning docs locks clean.
+# The whole menu: setup dashboard browser games helm run test test-nightly compose-test simulation check load learning docs locks clean.
 # A clean machine needs python3 (3.11 to 3.13) with pip and venv.
 
 PYTHON ?= python3
@@ -14,7 +14,7 @@ MODULES  := dashboard/node_modules/.package-lock.json
 SERVED   := services/scheduler
 PAGE     := $(SERVED)/page/index.html
 
-.PHONY: setup dashboard browser games helm run run-gsm8k test compose-test simulation check load learning docs locks clean
+.PHONY: setup dashboard browser games helm run run-gsm8k test test-nightly compose-test simulation check load learning docs locks clean
 
 setup: $(STAMP)
 	@$(MAKE) --no-print-directory dashboard || echo "The dashboard is not built, for the reason above; all else works without it. Again: make dashboard"
@@ -81,6 +81,10 @@ helm: setup
 JOBS ?= 2
 test: setup browser games helm
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
+
+# What is too long to guard a merge: fuzzing, power cuts, hostile environments, soaks. Run it before a release.
+test-nightly: setup browser games helm
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -m nightly
 
 # docker-compose.yml on this machine's Docker: images are built, jobs run while containers are added and killed. Without
 # an engine, or compose, it is skipped. It keeps to a project, ports and volumes of its own, and removes them.
