@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from opentinker.shared.reasons import error_tail
 from opentinker.shared.sessions import SessionReply
 from opentinker.shared.types import Ending, Message, Tool
 
@@ -44,8 +45,8 @@ def sound(reply: SessionReply, worker: str, *, player: bool = True) -> SessionRe
 
 
 def failure(worker: str, ending: Ending, error: str) -> SessionReply:
-    """`error` is cut to its end, where a traceback says what happened, and made fit to be sent."""
-    text = error[-ERROR_CHARACTERS:].encode(errors="replace").decode()
+    """`error` is cut to its end, after its sentence, and made fit to be sent."""
+    text = error_tail(error, ERROR_CHARACTERS).encode(errors="replace").decode()
     return SessionReply(worker=worker, failure=ending, error=text)
 
 

@@ -21,6 +21,7 @@ from tests.factories import make_group, make_ticket
 from tests.scheduling import context, kinds, new_job, running
 
 G, BATCH, ETA = 2, 2, 1
+FRAMED = "LookupError: \n******\n  Resource 'words' not found.\n******"
 
 
 async def restored(store: Store, job: str, steps: int = 100) -> Admission:
@@ -170,7 +171,7 @@ async def test_job_that_only_fails_is_stopped_with_the_reasons(ctx: Context, sto
     await restored(store, job)
     issuer = TicketIssuer(ctx)
     await fail_groups(ctx, issuer, job, 4, Ending.ENV_TIMEOUT)
-    await store.update(job, event="group_failed", detail={"error": "ZeroDivisionError: division by zero"})
+    await store.update(job, event="group_failed", detail={"error": FRAMED})
     await fail_groups(ctx, issuer, job, JUDGED_FROM - 5, Ending.ENV_ERROR)
     assert (await store.job(job)).state == JobState.RUNNING
     await fail_groups(ctx, issuer, job, 1, Ending.ENV_ERROR)
@@ -179,7 +180,7 @@ async def test_job_that_only_fails_is_stopped_with_the_reasons(ctx: Context, sto
     assert record.state == JobState.FAILED
     assert record.reason == (
         "20 of 20 groups failed (rollout.max_failed_share is 0.5): env_error 16, env_timeout 4; "
-        "last error: ZeroDivisionError: division by zero"
+        "last error: LookupError: Resource 'words' not found."
     )
 
 

@@ -18,6 +18,7 @@ from opentinker.envs.base import Action, BadReply, Environment, Opening, Step, U
 from opentinker.envs.registry import make
 from opentinker.envs.tools import with_tools
 from opentinker.shared.errors import OpenTinkerError
+from opentinker.shared.reasons import error_tail
 from opentinker.shared.replies import (
     ERROR_CHARACTERS,
     NAME_CHARACTERS,
@@ -109,7 +110,7 @@ async def contain(worker: str, call: Awaitable[SessionReply]) -> SessionReply:
 
 def short_traceback(error: BaseException) -> str:
     """The innermost frames and the error itself: enough to find the line."""
-    return "".join(traceback.format_exception(error, limit=-4))[-ERROR_CHARACTERS:].rstrip()
+    return error_tail("".join(traceback.format_exception(error, limit=-4)).rstrip(), ERROR_CHARACTERS)
 
 
 def action_of(request: StepSession) -> Action:

@@ -19,6 +19,7 @@ from opentinker.services.rollout_worker.render import Renderer
 from opentinker.services.rollout_worker.transcripts import TOKENS, shortened
 from opentinker.shared.bus import Bus, Delivery, NoReply
 from opentinker.shared.kept_tokens import tokens_of
+from opentinker.shared.reasons import error_tail
 from opentinker.shared.spec import JobSpec
 from opentinker.shared.spec.validation import exam_of, validation_episodes
 from opentinker.shared.subjects import EXAM, EXAM_RESULT
@@ -189,7 +190,7 @@ class Examiner:
             index=exam.index,
             worker=self.worker,
             ending=ending,
-            error=error[-500:],
+            error=error_tail(error, 500),
         )
 
     async def _hand_in(self, result: ExamResult) -> None:

@@ -31,6 +31,7 @@ from opentinker.shared.bus import Bus, Consumer, Delivery, StreamFull, TooLarge
 from opentinker.shared.errors import JobFailed
 from opentinker.shared.lanes import Lanes
 from opentinker.shared.leasing import LeasedWorker
+from opentinker.shared.reasons import error_sentence, error_tail
 from opentinker.shared.service import first_failure
 from opentinker.shared.spec import JobSpec
 from opentinker.shared.spec.frozen import is_scored
@@ -298,7 +299,7 @@ class RolloutJob:
             return
         if self.spec.train.deterministic and not error.ending.repeats:
             raise JobFailed(
-                f"group {ticket.seq} could not be played ({error.ending}: {error.error[-300:]}), and in a "
+                f"group {ticket.seq} could not be played ({error.ending}: {error_sentence(error.error)}), and in a "
                 "deterministic job no other group may take its place. Raise rollout.retries or "
                 "rollout.episode_timeout_s, or see to the environment"
             )
@@ -308,7 +309,7 @@ class RolloutJob:
             ticket.job,
             event="group_failed",
             failure=True,
-            detail={"group": ticket.seq, "reason": error.ending.value, "error": error.error[-500:]},
+            detail={"group": ticket.seq, "reason": error.ending.value, "error": error_tail(error.error, 500)},
         )
         await self.bus.emit(WAKE, {"job": ticket.job}, who="admission")
 

@@ -25,6 +25,7 @@ from opentinker.services.scheduler.start import read_start
 from opentinker.shared.bus import NoReply, StreamFull
 from opentinker.shared.errors import Conflict, NotFound
 from opentinker.shared.evaluations import Evaluations, exam_at, metrics_of, transcript_of
+from opentinker.shared.reasons import error_sentence
 from opentinker.shared.service import Context
 from opentinker.shared.spec import parse_spec
 from opentinker.shared.step_log import StepLog
@@ -222,7 +223,7 @@ class Evaluation:
 
     def _why(self) -> str:
         last = self._failed[-1]
-        said = "".join(f": {line}" for line in last.error.strip().splitlines()[-1:])
+        said = f": {said}" if (said := error_sentence(last.error)) else ""
         most = self.job.spec["rollout"]["max_failed_share"]
         count = f"{len(self._failed)} of {len(self._results)} episodes failed (rollout.max_failed_share is {most:g})"
         return f"{count}; last: {last.ending}{said}"

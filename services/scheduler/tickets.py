@@ -21,6 +21,7 @@ import structlog
 from opentinker.shared.admission import Admission, Ledger
 from opentinker.shared.bus import NoReply, StreamFull
 from opentinker.shared.errors import Conflict, NotFound
+from opentinker.shared.reasons import error_sentence
 from opentinker.shared.script import UNFENCED
 from opentinker.shared.service import Context
 from opentinker.shared.subjects import TICKET, TICKETS, WAKE
@@ -140,9 +141,8 @@ class TicketIssuer:
         if problem is None:
             return
         last = await self.store.latest_event(job.id, "group_failed")
-        # Of a traceback, the last line says what happened; the event has more of it.
-        said = last["error"].strip().splitlines()[-1:] if last else []
-        reason = problem + "".join(f"; last error: {line}" for line in said)
+        said = error_sentence(last["error"]) if last else ""
+        reason = f"{problem}; last error: {said}" if said else problem
         try:
             await self.store.transition(job.id, JobState.FAILED, allowed=HELD, leader=self.leader, reason=reason)
         except (Conflict, NotFound):

@@ -21,6 +21,7 @@ from opentinker.shared import spec_checks
 from opentinker.shared.answers import Check, Mistake, Said, Validation
 from opentinker.shared.env_client import EnvClient
 from opentinker.shared.errors import SpecError
+from opentinker.shared.reasons import error_sentence
 from opentinker.shared.service import Context
 from opentinker.shared.sessions import Policy, SessionReply, StepSession
 from opentinker.shared.spec import JobSpec, parse_spec
@@ -115,7 +116,7 @@ async def _episode(ctx: Context, spec: JobSpec, name: str, tenant: str) -> tuple
     if worker and not reply.done:
         await client.close(worker=worker, session=session)
     if reply.failure is not None:
-        return _bad(f"{reply.failure} after {turns} turns: {reply.error[-500:]}"), messages
+        return _bad(f"{reply.failure} after {turns} turns: {error_sentence(reply.error)}"), messages
     how = "and is done" if reply.done else "and goes on"
     return check("episode", f"begins with {len(messages)} messages, {turns} turns, reward {rewards:g}, {how}"), messages
 
