@@ -16,6 +16,7 @@ import orjson
 from opentinker.shared.answers import Check
 from opentinker.shared.dataset import Source, open_rows, sources
 from opentinker.shared.errors import OpenTinkerError
+from opentinker.shared.model_families import read_config, unsupported_family
 from opentinker.shared.model_files import code_in, pickled_in, unloadable
 from opentinker.shared.paths import local_path
 from opentinker.shared.rows import RowError, lines, row_of, rows_path
@@ -38,8 +39,12 @@ def check(what: str, found: str, result: Literal["ok", "note", "bad"] = "ok", hi
 def loads_weights(spec: JobSpec) -> bool:
     """Simulated engines and learners need a tokenizer alone."""
     trains = spec.kind not in ("inference", "eval") and spec.train.learner == "torch"
-    generates = spec.kind in ("rl", "inference", "eval") and spec.rollout.engine == "vllm"
-    return trains or generates
+    return trains or is_served(spec)
+
+
+def is_served(spec: JobSpec) -> bool:
+    """vLLM loads its model."""
+    return spec.kind in ("rl", "inference", "eval") and spec.rollout.engine == "vllm"
 
 
 def mistake_in(path: Path, weights: bool) -> str | None:
@@ -62,6 +67,8 @@ def model(spec: JobSpec) -> Check:
         if why := mistake_in(path, weights):
             hint = "model.base must be a directory with config.json and safetensors, or a hub id"
             return check("model", f"{base} {why}", "bad", hint)
+        if weights and (why := unsupported_family(read_config(path), served=is_served(spec))):
+            return check("model", f"{base} {why}", "bad", "docs/environments/images.md says which models see here")
         config = orjson.loads((path / "config.json").read_bytes())
     except (OSError, orjson.JSONDecodeError) as error:
         return check("model", f"{base}: {error}", "bad", "take a whole model directory that this process may read")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
+import shutil
 import signal
 import socket
 import threading
@@ -15,6 +17,7 @@ import torch
 
 from opentinker.services.rollout_worker.engine import Completion, EngineError, EngineLost, Sampling
 from opentinker.shared.errors import JobFailed
+from opentinker.shared.model_families import CPU_HEAD_SIZES
 from opentinker.shared.spec import LoraSpec
 from opentinker.shared.trajectories import Span
 from opentinker.shared.types import SIMULATED, SwapCommand, WeightVersion
@@ -277,17 +280,6 @@ async def test_a_model_with_a_window_that_the_job_may_outgrow_fails_at_start(tmp
         await VllmEngine(str(tmp_path), eos_ids=[EOS]).start()
 
 
-async def test_a_model_that_vllm_cannot_run_fails_at_start(tmp_path: Path) -> None:
-    from opentinker.services.rollout_worker.vllm_engine import VllmEngine
-
-    vllm = VllmEngine(
-        str(build(tmp_path / "odd", tied=False, head_dim=16)), eos_ids=[EOS], context_length=64, max_concurrent=4
-    )
-    with pytest.raises(EngineError, match=r"cannot serve .*odd: a first token"):
-        await vllm.start()
-    await vllm.close()
-
-
 async def test_an_engine_whose_job_is_cancelled_while_it_loads_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its processes and its memory would be nobody's."""
     from opentinker.services.rollout_worker.vllm_engine import VllmEngine
@@ -337,3 +329,32 @@ async def test_one_by_one_logprobs_do_not_depend_on_what_else_is_asked_for(tiny:
         assert len({tuple(c.ids) for c in alone}) > 6, "different seeds sample different tokens"
     finally:
         await engine.close()
+
+
+async def test_a_model_whose_class_lacks_a_module_fails_its_job_and_not_the_worker(
+    untied: Path, tmp_path: Path
+) -> None:
+    from vllm.model_executor.models.registry import ModelRegistry
+
+    from opentinker.services.rollout_worker.vllm_engine import VllmEngine
+
+    ModelRegistry.register_model("LacksAModule", "no_such_torchvision:Sees")
+    model = Path(shutil.copytree(untied, tmp_path / "model"))
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "architectures": ["LacksAModule"]}))
+    vllm = VllmEngine(str(model), eos_ids=[EOS])
+    with pytest.raises(EngineError, match="needs the Python module 'no_such_torchvision'"):
+        await vllm.start()
+    await vllm.close()
+
+
+async def test_attention_heads_without_a_cpu_kernel_are_named_at_once(tmp_path: Path) -> None:
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    from opentinker.services.rollout_worker.vllm_engine import VllmEngine
+
+    assert list(CPU_HEAD_SIZES) == CPUAttentionBackend.get_supported_head_sizes()
+    vllm = VllmEngine(str(build(tmp_path, tied=True, head_dim=16)), eos_ids=[EOS])
+    with pytest.raises(JobFailed, match="has attention heads of 16 dimensions"):
+        await vllm.start()
+    await vllm.close()

@@ -31,8 +31,10 @@ from opentinker.services.rollout_worker.engine import (
     Shown,
     SwapError,
 )
-from opentinker.shared.errors import JobFailed
+from opentinker.shared.errors import JobFailed, OpenTinkerError
+from opentinker.shared.model_families import SEEING, unsupported_family, unsupported_on_cpu
 from opentinker.shared.model_files import code_in, unsafe_weights_in
+from opentinker.shared.reasons import error_sentence
 from opentinker.shared.spec import LoraSpec
 from opentinker.shared.trajectories import Span
 from opentinker.shared.types import SIMULATED, StopReason, SwapCommand, WeightVersion
@@ -66,7 +68,6 @@ from opentinker.services.rollout_worker.vllm_model import (  # noqa: E402
     write_adapter_config,
 )
 from opentinker.shared.nn.models import check_window  # noqa: E402
-from opentinker.shared.nn.sight import FAMILIES  # noqa: E402
 
 log = structlog.get_logger()
 
@@ -142,8 +143,13 @@ class VllmEngine:
             self._adapter_root = Path(await asyncio.to_thread(tempfile.mkdtemp, prefix=prefix))
         try:
             await see_through(self._load())
-        except (ValueError, OSError, RuntimeError, KeyError) as error:
-            raise EngineError(f"vLLM cannot serve {self._model}: {error}") from error
+        except OpenTinkerError:
+            raise
+        except ImportError as error:
+            lacking = f"vLLM's class for it needs the Python module {error.name!r}, which this worker does not have"
+            raise EngineError(lacking if error.name else f"vLLM's class for it cannot be imported: {error}") from error
+        except Exception as error:
+            raise EngineError(f"vLLM says: {error_sentence(str(error)) or type(error).__name__}") from error
         await self._probe()
         vllm_boot.settle_heap()
         log.info("engine_started", model=self._model, seconds=round(time.perf_counter() - started, 2))
@@ -279,6 +285,9 @@ class VllmEngine:
             if why := code_in(Path(self._model)) or unsafe_weights_in(Path(self._model)):
                 raise JobFailed(f"model {self._model!r} {why}")
         config = AutoConfig.from_pretrained(self._model, trust_remote_code=False)
+        plain = config.to_dict()
+        if why := unsupported_family(plain, served=True) or (unsupported_on_cpu(plain) if on_cpu else ""):
+            raise JobFailed(f"model {self._model!r} {why}")
         self.context_length = self.context_length or min(context_limit(config), LONGEST_DEFAULT_CONTEXT)
         check_window(self._model, config, self.context_length)
         arguments: dict[str, Any] = {
@@ -300,7 +309,7 @@ class VllmEngine:
         }
         if self._one_by_one:
             arguments["enable_prefix_caching"] = False  # a cached prefix makes a shorter, differently rounded prefill
-        if config.model_type in FAMILIES:  # images come processed; a tokenizer is asked for all the same
+        if config.model_type in SEEING:  # images come processed; a tokenizer is asked for all the same
             arguments |= {"skip_tokenizer_init": False, "mm_processor_cache_gb": 0, "skip_mm_profiling": on_cpu}
         if self._fp32_head:
             arguments["hf_overrides"] = {"head_dtype": "float32"}
@@ -329,7 +338,7 @@ class VllmEngine:
             async for _ in self._engine().generate(tokens_input([0]), params, "probe"):
                 pass
         except (EngineDeadError, EngineGenerateError) as error:
-            raise EngineError(f"vLLM cannot serve {self._model}: a first token failed; see its log above") from error
+            raise EngineError("vLLM failed to sample a first token; this worker's log says why") from error
 
     # --- generation ----------------------------------------------------------------------------------------------
 

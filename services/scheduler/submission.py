@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import orjson
 from pydantic import ValidationError
 
-from opentinker.services.scheduler import adapters, environment, reserved
+from opentinker.services.scheduler import adapters, environment, model_check, reserved
 from opentinker.services.scheduler import start as starting
 from opentinker.services.scheduler.data_check import absolute, check_data
 from opentinker.shared.config import Settings
@@ -136,12 +136,13 @@ async def look_at(ctx: Context, data: Any, spec: JobSpec | None, tenant: str, mi
         async with asyncio.TaskGroup() as tasks:
             asking = tasks.create_task(environment.examine(ctx, data, spec, tenant, mistakes))
             looking = tasks.create_task(asyncio.to_thread(_check_files, data, spec))
+            families = tasks.create_task(model_check.look_at(ctx, spec))
             starts = tasks.create_task(_check_start(ctx, _start(data, spec), spec, tenant))
     except ExceptionGroup as errors:
         raise errors.exceptions[0] from None
     asked, files, (wrong_start, chosen) = asking.result(), looking.result(), starts.result()
     wrong_adapters, beside = await adapters.look_at(ctx, data, spec, files.base, tenant)
-    mistakes += _check_priority(ctx, spec, tenant)
+    mistakes += _check_priority(ctx, spec, tenant) + families.result()
     mistakes += asked.mistakes + files.model + wrong_start + wrong_adapters + files.frozen + files.data
     return Found(asked, chosen, beside)
 

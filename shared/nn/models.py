@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import (
     AutoConfig,
@@ -27,6 +26,7 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from opentinker.shared.errors import JobFailed
+from opentinker.shared.model_families import unsupported_family
 from opentinker.shared.model_files import code_in, unsafe_weights_in
 from opentinker.shared.nn.attention import PACKED
 from opentinker.shared.nn.forward import SIGHT, token_logprobs, token_values
@@ -63,6 +63,8 @@ def load_model(base: str, dtype: torch.dtype, device: torch.device | str = "cpu"
     path that is no such model, and for an architecture that the packed forward pass cannot compute.
     """
     config = config_of(base)
+    if why := unsupported_family(config.to_dict(), served=False):
+        raise JobFailed(f"model {base!r} {why}")
     model = _from_pretrained(_language_auto(config), base, config, dtype, attn_implementation="sdpa")
     model.to(device).eval()
     if _language_auto(config) is AutoModelForImageTextToText:
@@ -84,7 +86,7 @@ def load_model(base: str, dtype: torch.dtype, device: torch.device | str = "cpu"
 
 
 def _language_auto(config: Any) -> Any:
-    """What loads it. Models that see, but not as we know it, are models of text alone, if they can be."""
+    """What loads it. Models that see, but not as we know it, are models of text alone (`TEXT_OF_SEEING`)."""
     return AutoModelForImageTextToText if config.model_type in FAMILIES else AutoModelForCausalLM
 
 
@@ -164,7 +166,7 @@ def _from_pretrained(auto: Any, base: str, config: Any, dtype: torch.dtype, **op
                 output_loading_info=True,
                 **options,
             )
-    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+    except Exception as error:
         raise JobFailed(f"model {base!r} could not be loaded: {first_line(error)}. {_ADVICE}") from error
     lacking = sorted(info["missing_keys"]) + sorted(str(key) for key in info["mismatched_keys"])
     if lacking:
@@ -182,7 +184,7 @@ def model_bytes(base: str, dtype: torch.dtype, *, head: str = "language") -> int
         with _LOADING, torch.device("meta"):
             auto = _language_auto(config) if head == "language" else HEADS[head]
             empty = auto.from_config(config, dtype=dtype, trust_remote_code=False)
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
+    except Exception as error:
         raise JobFailed(f"model {base!r} could not be measured: {first_line(error)}. {_ADVICE}") from error
     return sum(p.numel() * p.element_size() for p in empty.parameters())
 
@@ -218,7 +220,9 @@ def load_tokenizer(base: str) -> Any:
         if why := code_in(Path(base).expanduser()):
             raise JobFailed(f"model {base!r} {why}")
         return AutoTokenizer.from_pretrained(base, trust_remote_code=False)
-    except (OSError, ValueError, KeyError) as error:
+    except JobFailed:
+        raise
+    except Exception as error:
         raise JobFailed(f"model {base!r} has no usable tokenizer: {first_line(error)}") from error
 
 
@@ -247,7 +251,7 @@ def config_of(base: str) -> Any:
             raise JobFailed(f"model {base!r} {why}")
     try:
         config = AutoConfig.from_pretrained(base, trust_remote_code=False)
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:
         raise JobFailed(
             f"model {base!r} was not found or has no valid config: {first_line(error)}. {_ADVICE}"
         ) from error
