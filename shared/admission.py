@@ -2,7 +2,8 @@
 
 The law (AReaL, arXiv 2505.24298 eq. 3, counted in groups): a group may start only while
     trained + pending + running < (max_staleness + version + 1) * groups_per_batch
-Failed and discarded groups leave the count and so are replaced. A job never starts more than steps * groups_per_batch.
+Failed and discarded groups leave the count and so are replaced. A job never starts more than steps * groups_per_batch,
+has at most MAX_OPEN groups running, and starts none unless it holds workers.
 
 A group's life, one entry per group in `adm:{job}:groups`, changed only by the script below:
     issue -> r --accept--> p --train--> t:<batch>      batch = number of the step it was consumed for (1, 2, ...)
@@ -25,6 +26,10 @@ import orjson
 from opentinker.shared.errors import Fenced
 from opentinker.shared.script import Script
 from opentinker.shared.types import Discard, Ending, WeightVersion
+
+MAX_OPEN = 4096
+"""Groups of one job that run or wait for a rollout worker, whatever the law would allow: each is a ticket in a stream
+that all jobs share."""
 
 # KEYS: adm, groups, job, op (optional). ARGV: operation, epoch (-1: anyone), arguments...
 # The job's epoch rises with the lease, that of `adm` when its trainer restores: who had it before writes nothing more.
@@ -67,12 +72,14 @@ local function restore()
 end
 
 local function issue()
-  -- want
+  -- want, most that may be open
+  local answer = {'ok', num('epoch'), num('step')}
+  local state = redis.call('HGET', J, 'state')
+  if state and state ~= 'starting' and state ~= 'running' then return answer, UNCHANGED end
   local batch = num('batch')
   local busy = num('trained') + num('pending') + num('running')
   local room = math.min((num('eta') + num('step') + 1) * batch, num('total')) - busy
-  local n = math.max(0, math.min(tonumber(ARGV[3]), room))
-  local answer = {'ok', num('epoch'), num('step')}
+  local n = math.max(0, math.min(tonumber(ARGV[3]), room, tonumber(ARGV[4]) - num('running')))
   for _ = 1, n do
     local seq = redis.call('HINCRBY', A, 'next', 1) - 1
     redis.call('HSET', G, seq, 'r')
@@ -124,6 +131,12 @@ local function commit()
   return {'ok'}
 end
 
+local function clear()
+  -- 'total' says how many groups the job may start
+  redis.call('DEL', G); redis.call('HDEL', A, 'total')
+  return {'ok'}
+end
+
 local function version() redis.call('HSET', A, 'step', ARGV[3]); return {'ok'} end
 
 if O then
@@ -133,7 +146,7 @@ end
 local owner = math.max(num('epoch'), tonumber(redis.call('HGET', J, 'epoch') or '0'))
 if epoch >= 0 and epoch < owner then return {'fenced', owner} end
 local does = {restore = restore, issue = issue, accept = finish, fail = finish, train = consume, discard = consume,
-              commit = commit, version = version}
+              commit = commit, clear = clear, version = version}
 local answer, unchanged = does[op]()
 if O and not unchanged then redis.call('SET', O, cjson.encode(answer), 'EX', 120) end
 return answer
@@ -198,8 +211,8 @@ class Admission:
         await self._call("restore", step, max_staleness, groups_per_batch, total, reasons, next_seq, place)
 
     async def issue(self, want: int) -> tuple[WeightVersion, list[int]]:
-        """Take up to `want` new group numbers, as many as the law allows now."""
-        answer = await self._call("issue", want, once=True)
+        """Take up to `want` new group numbers, as many as the law allows now; none for a job that holds no workers."""
+        answer = await self._call("issue", want, MAX_OPEN, once=True)
         return WeightVersion(int(answer[1]), int(answer[2])), [int(seq) for seq in answer[3:]]
 
     async def shift(self) -> int:
@@ -234,8 +247,9 @@ class Admission:
         await self._call("commit", batch)
 
     async def clear(self) -> None:
-        """The job is over and nobody works for it any more: forget its groups. The ledger stays."""
-        await self._redis.delete(self._keys[1])
+        """The job is over and nobody works for it any more: forget its groups, issue none from now on. The ledger
+        stays."""
+        await self._call("clear")
 
     async def is_running(self, seq: int) -> bool:
         """False if the group was stored, failed or forgotten: its ticket came a second time."""

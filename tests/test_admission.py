@@ -23,11 +23,12 @@ from hypothesis.stateful import (
 )
 
 from opentinker.shared import admission as module
-from opentinker.shared.admission import Admission, Ledger
+from opentinker.shared.admission import MAX_OPEN, Admission, Ledger
 from opentinker.shared.errors import Fenced
 from opentinker.shared.store import Store
-from opentinker.shared.types import Discard, Ending, WeightVersion
+from opentinker.shared.types import Discard, Ending, JobState, WeightVersion
 from tests.conftest import Server
+from tests.scheduling import new_job
 
 T = TypeVar("T")
 REASONS = (Ending.ENV_ERROR, Ending.ENV_TIMEOUT)
@@ -414,10 +415,12 @@ async def test_cleared_job_keeps_its_ledger(store: Store) -> None:
     ours = await admission(store, "j")
     await ours.issue(4)
     await ours.accept(0)
+    await ours.fail(1, Ending.ENV_ERROR)
     before = await ours.ledger()
     await ours.clear()
     assert await ours.ledger() == before and before.balanced
     assert await ours.running() == [] and await ours.accept(1) == "unknown"
+    assert (await ours.issue(1))[1] == [], "a cleared job starts nothing, however much room its law leaves"
 
 
 async def test_concurrent_issue_never_exceeds_the_law(store: Store) -> None:
@@ -426,3 +429,22 @@ async def test_concurrent_issue_never_exceeds_the_law(store: Store) -> None:
     seqs = [seq for _, some in got for seq in some]
     assert sorted(seqs) == list(range(8))
     assert (await ours.ledger()).running == 8
+
+
+async def test_open_groups_have_a_bound_whatever_the_law_allows(store: Store) -> None:
+    ours = await admission(store, "j", groups_per_batch=2**31, total=2**40)
+    assert (await ours.issue(MAX_OPEN - 1))[1] == list(range(MAX_OPEN - 1))
+    assert (await ours.issue(64))[1] == [MAX_OPEN - 1]
+    assert (await ours.issue(64))[1] == []
+    await ours.accept(0)
+    await ours.fail(1, Ending.ENV_ERROR)
+    assert (await ours.issue(64))[1] == [MAX_OPEN, MAX_OPEN + 1], "each that ends makes room for another"
+
+
+@pytest.mark.parametrize("state", [JobState.QUEUED, JobState.PAUSED, JobState.CANCELLED])
+async def test_a_job_without_workers_is_issued_nothing(store: Store, state: JobState) -> None:
+    job = await new_job(store, f"j-{state}", JobState.RUNNING)
+    ours = await admission(store, job)
+    assert (await ours.issue(1))[1] == [0]
+    await store.transition(job, state)
+    assert (await ours.issue(1))[1] == []

@@ -316,8 +316,10 @@ async def test_job_shows_ledger_workers_and_last_metrics(http: Http, ctx: Contex
     job = await http.job()
     admission = Admission(store.redis, job)
     await Admission(store.redis, job, 1).restore(step=0, max_staleness=1, groups_per_batch=2, total=10, discarded={})
+    await store.transition(job, JobState.RUNNING)
     _, seqs = await admission.issue(2)
     await admission.accept(seqs[0])
+    await store.transition(job, JobState.QUEUED)
     await store.beat(
         WorkerInfo(id="rollout-7", incarnation="i", pool=Pool.ROLLOUT, host="here", pid=1, job=job, status="ready"), 60
     )

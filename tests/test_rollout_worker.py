@@ -25,7 +25,7 @@ from opentinker.shared.sessions import SessionReply, StepSession
 from opentinker.shared.spec import ToySpec
 from opentinker.shared.store import Store
 from opentinker.shared.subjects import GROUP, GROUPS, TICKET, TICKETS, Subject
-from opentinker.shared.types import Lease, Message, Pool, WeightVersion
+from opentinker.shared.types import JobState, Lease, Message, Pool, WeightVersion
 from tests.conftest import WAIT_S, Server, soon, until
 from tests.factories import make_spec, make_ticket
 from tests.test_episode import Chars
@@ -83,6 +83,7 @@ class Bench:
 
     async def issue(self, groups: int) -> None:
         await self.store.create_job(id=self.job, spec=self.spec.model_dump(mode="json"), tenant="t")
+        await self.store.transition(self.job, JobState.RUNNING)
         await self.admission.restore(step=0, max_staleness=0, groups_per_batch=groups, total=groups, discarded={})
         for seq in (await self.admission.issue(groups))[1]:
             await self.bus.publish(TICKET, make_ticket(job=self.job, seq=seq), f"{self.job}/{seq}", job=self.job)

@@ -320,6 +320,7 @@ async def test_connect_waits_for_a_server_that_comes_later(own_server: Server) -
 async def test_calls_in_flight_succeed_after_a_restart_and_nothing_acked_is_lost(own_server: Server) -> None:
     async with Store.connect(own_server.url, "test") as store:
         await create(store)
+        await store.transition("j", JobState.RUNNING)
         trainer = Admission(store.redis, "j", 1)
         await trainer.restore(step=0, max_staleness=9, groups_per_batch=1000, total=10_000, discarded={})
         issued: list[int] = []

@@ -118,6 +118,41 @@ async def test_numbers_issued_before_a_crash_get_their_tickets(ctx: Context, sto
     assert sorted(t.seq for t in await tickets(ctx, job)) == [0, 1, 2, 3]
 
 
+async def test_a_job_that_wants_absurdly_much_starves_nobody(ctx: Context, store: Store) -> None:
+    huge = await running_job(store, "j-huge", tenant="greedy")
+    await Admission(store.redis, huge, 1).restore(
+        step=0, max_staleness=ETA, groups_per_batch=2**31, total=2**40, discarded={}
+    )
+    job = await running_job(store, "j-small")
+    admission = await restored(store, job)
+    steps = iter(range(1, 100))
+
+    async def train_one() -> None:
+        step = next(steps)
+        await until(lambda: tickets_are_out(step))
+        seqs = (await admission.running())[:BATCH]
+        for seq in seqs:
+            await admission.accept(seq)
+        await admission.train(step, seqs)
+        await admission.set_version(step)
+
+    async def tickets_are_out(step: int) -> bool:
+        return len(await tickets(ctx, job)) >= (ETA + step) * BATCH
+
+    async with running(TicketIssuer(ctx).run()):
+        await until(lambda: tickets(ctx, huge))
+        for _ in range(3):
+            await train_one()
+        await store.transition(huge, JobState.CANCELLED)
+        clearing = Clearing(ctx, UNFENCED)
+        await clearing.look()
+        for _ in range(3):
+            await train_one()
+        assert (await Admission(store.redis, huge).issue(1))[1] == []
+        await clearing.sweep()  # a portion that was on its way when the job was cleared
+        assert await tickets(ctx, huge) == []
+
+
 async def test_claimed_ticket_is_not_stored_again(ctx: Context, store: Store) -> None:
     job = await running_job(store, "j-claimed")
     await restored(store, job)

@@ -1,7 +1,8 @@
 """Admission: room under the staleness law -> tickets.
 
-    ticket loop   consumes the room that `Admission.issue` grants; produces TICKET;
-                  waits for 0.2 s; woken by WAKE "admission" (a group was accepted or failed, a version was served)
+    ticket loop   consumes the room that `Admission.issue` grants; produces TICKET, one portion per job and round;
+                  waits for 0.2 s unless a job has room for more; woken by WAKE "admission" (a group was accepted or
+                  failed, a version was served)
 
 A number is issued in Redis before its ticket is stored in NATS, so a crash in between leaves a running group without
 a ticket. A sweep at start and every few seconds stores what is missing, under the same message id. So it does when the
@@ -32,8 +33,10 @@ log = structlog.get_logger()
 
 LOOK_S = 0.2
 SWEEP_S = 5.0
-AT_ONCE = 256
-"""Tickets issued per call; what is left of the room comes with the next."""
+PORTION = 64
+"""Tickets that a job gets before the next job has its turn."""
+MOST_SWEPT = 256
+"""Lost tickets of a job that one sweep stores again."""
 JUDGED_FROM = 20
 """Groups that must have ended before the share of failed ones is judged."""
 HELD = (JobState.STARTING, JobState.RUNNING)
@@ -67,28 +70,29 @@ class TicketIssuer:
         try:
             while True:
                 self._wake.clear()
-                await self.look()
+                more = await self.look()
                 if time.monotonic() - swept_at >= SWEEP_S:
                     await self.sweep()
                     swept_at = time.monotonic()
-                await set_within(self._wake, LOOK_S)
+                if not more:
+                    await set_within(self._wake, LOOK_S)
         finally:
             await subscription.unsubscribe()
 
     async def _held(self) -> list[JobRecord]:
         return [job for job in await self.store.active_jobs() if job.state.held and job.kind == "rl"]
 
-    async def look(self) -> None:
+    async def look(self) -> bool:
+        """One portion per job. True if a job may have room for more."""
+        more = False
         for job in await self._held():
-            await self._issue(job)
+            more |= await self._issue(job)
             await self._judge(job)
+        return more
 
-    async def _issue(self, job: JobRecord) -> None:
-        admission = Admission(self.store.redis, job.id)
-        while True:
-            _, seqs = await admission.issue(AT_ONCE)
-            if not await self._store(job, seqs) or len(seqs) < AT_ONCE:
-                return
+    async def _issue(self, job: JobRecord) -> bool:
+        _, seqs = await Admission(self.store.redis, job.id).issue(PORTION)
+        return await self._store(job, seqs) and len(seqs) == PORTION
 
     async def _store(self, job: JobRecord, seqs: list[int], again: str = "") -> bool:
         """False if the store is full: the sweep stores what is missing when there is room."""
@@ -125,7 +129,7 @@ class TicketIssuer:
             self._missing.pop(job.id, None)
             return
         stored = {ticket.seq for ticket in await self.bus.stored(TICKET, job=job.id)}
-        missing = set(await admission.running()) - stored
+        missing = set(sorted(set(await admission.running()) - stored)[:MOST_SWEPT])
         if missing:
             stubborn = missing & self._missing.get(job.id, set())
             log.warning("tickets_republished", job=job.id, groups=sorted(missing))
