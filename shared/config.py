@@ -229,7 +229,8 @@ class Settings(BaseModel):
     sandbox_disk_mb: Annotated[int, Field(ge=1)] = 64
     """Of a sandbox's /tmp, which is memory, and of each file in it."""
     sandbox_open_files: Annotated[int, Field(ge=16)] = 256
-    """Of each process in a sandbox."""
+    """Of each process in a sandbox. All processes of one together may have as many sockets, and eight times as many
+    open files."""
     sandbox_first_uid: Annotated[int, Field(ge=1000, lt=2**31)] = 60800
     """Sandboxes of a service that runs as root have user ids of their own, 256 from here on: no real user's."""
     reference_memory_gb: Annotated[float, Field(gt=0)] = 8.0

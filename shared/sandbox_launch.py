@@ -27,6 +27,9 @@ def outside(plan: dict[str, object]) -> None:
     binary, libraries, uid = str(plan["binary"]), str(plan["libraries"]), int(str(plan["uid"]))
     with open("/proc/self/oom_score_adj", "w") as file:  # before anybody else's, if the machine runs out of memory
         file.write("1000")
+    if cgroup := str(plan["cgroup"]):
+        with open(f"{cgroup}/cgroup.procs", "w") as file:
+            file.write("0")
     if uid:
         staged = staging([binary, libraries, *sources.values()])
         binary, libraries = staged[binary], staged[libraries]

@@ -10,17 +10,20 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import json
 import mmap
 import os
 import signal
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 
-CLONE_NEWUSER = 0x10000000
+CLONE_NEWUSER, CLONE_NEWNET = 0x10000000, 0x40000000
+AF_ALG, AF_VSOCK = 38, 40
 MAP_HUGETLB = 0x40000
 Known = dict[str, str]
 """What an attacker may have learned: paths, ports, process ids."""
@@ -112,6 +115,145 @@ def many_files_of_many(known: Known) -> str:
     return many_files(known)
 
 
+def socket_buffers(known: Known) -> str:
+    """Larger ones: memory of the kernel, which no limit of a process counts."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4 << 20)
+        return f"got a buffer of {ours.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)} bytes"
+
+
+def many_sockets(known: Known) -> str:
+    """With full buffers of the usual size: four processes hold 60 MB of the kernel's, and little of their own."""
+    for _ in range(3):
+        if os.fork() == 0:
+            break
+    held = [socket.socketpair() for _ in range(75)]
+    for ours, _ in held:
+        ours.setblocking(False)
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                ours.send(b"x" * 16384)
+    time.sleep(30)
+    return f"filled {len(held)} pairs of sockets"
+
+
+def sockets_in_flight(known: Known) -> str:
+    """Most of them sent to oneself and closed: no process has a descriptor of them."""
+    ours, theirs = socket.socketpair()
+    for _ in range(100):
+        one, other = socket.socketpair()
+        socket.send_fds(ours, [b"x"], [one.fileno(), other.fileno()])
+        one.close()
+        other.close()
+    held = [socket.socketpair() for _ in range(40)]
+    time.sleep(30)
+    return f"hid 200 sockets behind {theirs.fileno()}, beside {len(held)} pairs"
+
+
+def many_descriptors(known: Known) -> str:
+    for _ in range(11):
+        if os.fork() == 0:
+            break
+    held = [os.open("/dev/null", os.O_RDONLY) for _ in range(220)]
+    time.sleep(30)
+    return f"twelve processes opened {len(held)} files each"
+
+
+def descriptors(known: Known) -> str:
+    """All that a process may have, and one more."""
+    held: list[int] = []
+    try:
+        for _ in range(100_000):
+            held.append(os.open("/dev/null", os.O_RDONLY))
+    finally:
+        for one in held:
+            os.close(one)
+    return f"opened {len(held)} files"
+
+
+def pipe_size(known: Known) -> str:
+    reading, writing = os.pipe()
+    try:
+        return f"got {fcntl.fcntl(writing, fcntl.F_SETPIPE_SZ, 1 << 20)} bytes"
+    finally:
+        os.close(reading)
+        os.close(writing)
+
+
+def pages_in_pipes(known: Known) -> str:
+    """A page that is given to a pipe stays when the process has unmapped it, with the huge page that it is part of."""
+    reading, writing = os.pipe()
+    page = ctypes.create_string_buffer(4096)
+    vector = (ctypes.c_void_p * 2)(ctypes.addressof(page), 4096)
+    try:
+        return _called("vmsplice", ctypes.CDLL(None, use_errno=True).vmsplice(writing, vector, 1, 0))
+    finally:
+        os.close(reading)
+        os.close(writing)
+
+
+def vsock(known: Known) -> str:
+    """To the host of a virtual machine: no network namespace confines it."""
+    return _opened(AF_VSOCK, socket.SOCK_STREAM)
+
+
+def netlink(known: Known) -> str:
+    return _opened(socket.AF_NETLINK, socket.SOCK_RAW)
+
+
+def packet(known: Known) -> str:
+    return _opened(socket.AF_PACKET, socket.SOCK_RAW)
+
+
+def kernel_crypto(known: Known) -> str:
+    return _opened(AF_ALG, socket.SOCK_SEQPACKET)
+
+
+def keyring(known: Known) -> str:
+    """A key of the session, in memory of the kernel."""
+    number = {"x86_64": 248, "aarch64": 217}[os.uname().machine]
+    session = ctypes.c_int(-3)
+    libc = ctypes.CDLL(None, use_errno=True)
+    return _called("add_key", libc.syscall(number, b"user", b"opentinker-test", b"x" * 1024, 1024, session))
+
+
+def oom_score(known: Known) -> str:
+    """Not to be the first when the machine runs out of memory."""
+    path = Path("/proc/self/oom_score_adj")
+    path.write_text("0")
+    return f"made it {path.read_text().strip()}"
+
+
+def proc(known: Known) -> str:
+    Path("/proc/self/comm").write_text("innocent")
+    return "wrote into /proc"
+
+
+def settings_of_the_kernel(known: Known) -> str:
+    Path("/proc/sys/kernel/core_pattern").open("a").close()
+    return "opened it for writing"
+
+
+def trace(known: Known) -> str:
+    return _called("ptrace", ctypes.CDLL(None, use_errno=True).ptrace(0, 0, 0, 0))
+
+
+def threads(known: Known) -> str:
+    """Until there are no more."""
+    ended = threading.Event()
+    started = 0
+    try:
+        for _ in range(64):
+            threading.Thread(target=ended.wait).start()
+            started += 1
+    except RuntimeError as error:
+        raise OSError(f"after {started} threads: {error}") from None
+    finally:
+        ended.set()
+    return f"started {started} threads"
+
+
 def network(known: Known) -> str:
     with socket.create_connection(("127.0.0.1", int(known["port"])), 2.0):
         return "reached a server of the machine"
@@ -151,6 +293,10 @@ def mount(known: Known) -> str:
 
 def unshare_user(known: Known) -> str:
     return _called("unshare", ctypes.CDLL(None, use_errno=True).unshare(CLONE_NEWUSER))
+
+
+def unshare_network(known: Known) -> str:
+    return _called("unshare", ctypes.CDLL(None, use_errno=True).unshare(CLONE_NEWNET))
 
 
 def clone_user(known: Known) -> str:
@@ -212,13 +358,21 @@ def _called(name: str, result: int) -> str:
     return f"{name} gave {result}"
 
 
+def _opened(family: int, kind: int) -> str:
+    with socket.socket(family, kind) as one:
+        return f"got socket {one.fileno()} of family {family}"
+
+
 ATTACKS: dict[str, Callable[[Known], str]] = {
     attack.__name__: attack
     for attack in (
         memory, memory_behind_descriptors, shared_memory, shared_anonymous_memory, shared_zeros, huge_pages,
-        semaphores, queues, memory_of_many, forks, disk, many_files, many_files_of_many, network, outside_network,
-        shadow, host_file, other_processes, service_variables, mount, unshare_user, clone_user, become_root, write_usr,
-        write_root, write_interpreter, kill_service, kill_everybody, kill_parent, flood, endless,
+        semaphores, queues, memory_of_many, socket_buffers, many_sockets, sockets_in_flight, many_descriptors,
+        descriptors, pipe_size, pages_in_pipes, vsock, netlink, packet, kernel_crypto, keyring, oom_score, proc,
+        settings_of_the_kernel, trace, threads, forks, disk, many_files, many_files_of_many, network, outside_network,
+        shadow, host_file, other_processes, service_variables, mount, unshare_user, unshare_network, clone_user,
+        become_root, write_usr, write_root, write_interpreter, kill_service, kill_everybody, kill_parent, flood,
+        endless,
     )
 }  # fmt: skip
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import json
 import os
 import re
@@ -15,20 +16,32 @@ import sys
 import sysconfig
 from asyncio.subprocess import PIPE
 from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from opentinker.shared import sandbox as module
-from opentinker.shared import seccomp
+from opentinker.shared import sandbox_cgroup, sandbox_limits, seccomp
 from opentinker.shared.config import Settings
-from opentinker.shared.sandbox import Limits, Sandbox, Sandboxed, Unavailable, own_packages
+from opentinker.shared.renewal import below
+from opentinker.shared.sandbox import Sandbox, Sandboxed, Unavailable, own_packages
+from opentinker.shared.sandbox_cgroup import PREFIX, Cgroups
+from opentinker.shared.sandbox_limits import Limits
 from tests import attacks
 from tests.cluster import PYTHONPATH
 from tests.conftest import soon, until
 
 ATTACKS = Path(attacks.__file__)
-DEADLY = {"kill_everybody", "kill_parent", "memory_of_many", "many_files", "many_files_of_many", "flood", "endless"}
+TOO_MUCH = {
+    "memory_of_many": "MB of memory; at most 512",
+    "many_files": "files in /tmp",
+    "many_files_of_many": "files in /tmp",
+    "many_sockets": "sockets; at most 256 (sandbox_open_files)",
+    "sockets_in_flight": "sockets; at most 256 (sandbox_open_files)",
+    "many_descriptors": "open files; at most 2048",
+}
+DEADLY = {"kill_everybody", "kill_parent", "flood", "endless", *TOO_MUCH}
 """They end their own sandbox, or are ended from outside; the others get an error and their program goes on."""
 
 
@@ -53,6 +66,10 @@ async def ended(running: Sandboxed) -> int:
     if running.process.stdout is not None:
         await soon(running.process.communicate())
     return await soon(running.wait())
+
+
+def processes(running: Sandboxed) -> list[int]:
+    return [running.process.pid, *below(running.process.pid)]
 
 
 async def output(running: Sandboxed) -> str:
@@ -83,17 +100,17 @@ async def test_the_packages_of_the_service_can_be_lent(sandbox: Sandbox) -> None
 async def test_a_program_is_no_user_of_this_machine(sandbox: Sandbox) -> None:
     running = await sandbox.start([sandbox.python, "-I", "-c", "import time; time.sleep(60)"])
     await until(lambda: len(_users(running)) > 2)
-    processes = module._descendants(running.process.pid)
-    assert _users(running) == [running.uid] * len(processes)
+    held = processes(running)
+    assert _users(running) == [running.uid] * len(held)
     assert running.uid != 0
     running.kill("the test is over")
     assert await running.wait() == -signal.SIGKILL
-    await until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in processes))
+    await until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in held))
 
 
 def _users(running: Sandboxed) -> list[int]:
     """Of each of its processes; the first is there before it has changed its user, and is alone then."""
-    return [Path(f"/proc/{pid}").stat().st_uid for pid in module._descendants(running.process.pid)]
+    return [Path(f"/proc/{pid}").stat().st_uid for pid in processes(running)]
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give uids")
@@ -124,10 +141,15 @@ async def test_attacks_that_leave_their_program_running_get_errors(
     assert "Resource temporarily unavailable" in told["forks"]
     assert "No such file" in told["host_file"]
     assert "MemoryError" in told["memory"]
-    for name in ("shared_memory", "semaphores", "queues", "memory_behind_descriptors"):
+    for name in ("shared_memory", "semaphores", "queues", "memory_behind_descriptors", "pages_in_pipes", "keyring"):
         assert "not implemented" in told[name]
     assert "not permitted" in told["shared_anonymous_memory"] and "not permitted" in told["huge_pages"]
     assert "Permission denied: '/dev/zero'" in told["shared_zeros"]
+    assert "not permitted" in told["socket_buffers"] and "not permitted" in told["pipe_size"]
+    for name in ("vsock", "netlink", "packet", "kernel_crypto"):
+        assert "Address family not supported" in told[name]
+    assert "Read-only" in told["oom_score"] and "Read-only" in told["proc"]
+    assert "Too many open files" in told["descriptors"]
 
 
 def test_the_attacks_succeed_where_nothing_holds_them(listening: str, tmp_path: Path) -> None:
@@ -135,7 +157,8 @@ def test_the_attacks_succeed_where_nothing_holds_them(listening: str, tmp_path: 
     secret = tmp_path / "secret"
     secret.write_text("of another tenant")
     names = ["memory_behind_descriptors", "shared_memory", "shared_anonymous_memory", "shared_zeros", "semaphores"]
-    names += ["queues", "forks", "network", "host_file", "other_processes"]
+    names += ["queues", "forks", "network", "host_file", "other_processes", "socket_buffers", "pipe_size", "netlink"]
+    names += ["pages_in_pipes", "oom_score", "proc", "trace", "threads"]
     words = [*names, "service_variables", f"secret={secret}", f"service={os.getpid()}", f"port={listening}"]
     environ = {**os.environ, "OPENTINKER_NATS_URL": "nats://secret"}
     argv = [sys.executable, str(ATTACKS), *words]
@@ -143,18 +166,64 @@ def test_the_attacks_succeed_where_nothing_holds_them(listening: str, tmp_path: 
     assert {came.partition(":")[0] for came in json.loads(done.stdout).values()} == {"SUCCEEDED"}
 
 
-@pytest.mark.parametrize(
-    ("name", "reason"),
-    [
-        ("memory_of_many", "MB of memory; at most 512"),
-        ("many_files", "files in /tmp"),
-        ("many_files_of_many", "files in /tmp"),
-    ],
-)
-async def test_what_processes_hold_together_is_limited_from_outside(sandbox: Sandbox, name: str, reason: str) -> None:
+@pytest.mark.parametrize("name", TOO_MUCH)
+async def test_what_processes_hold_together_is_limited_from_outside(sandbox: Sandbox, name: str) -> None:
+    sandbox.cgroups = None
     running = await attack(sandbox, name)
     await ended(running)
-    assert reason in running.reason
+    assert TOO_MUCH[name] in running.reason
+
+
+@pytest.mark.parametrize("name", ["memory_of_many", "many_sockets"])
+async def test_the_kernel_counts_memory_where_it_may(
+    sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Also its own: no look from outside is needed."""
+    if sandbox.cgroups is None:
+        pytest.skip("no memory cgroup can be made here")
+    monkeypatch.setattr(module, "excess", lambda pid, limits: "")
+    sandbox.limits = replace(sandbox.limits, memory_mb=300 if name == "memory_of_many" else 56, disk_mb=1)
+    monkeypatch.setattr(sandbox_limits, "KERNEL_MB", 1)
+    running = await attack(sandbox, name)
+    await ended(running)
+    assert "MB of memory; at most" in running.reason
+    assert list(sandbox.cgroups.parent.glob(f"{PREFIX}{os.getpid()}-*")) == []
+
+
+async def test_cgroups_of_services_that_were_killed_are_removed() -> None:
+    cgroups = Cgroups.find()
+    if cgroups is None:
+        pytest.skip("no memory cgroup can be made here")
+    left, kept = cgroups.parent / f"{PREFIX}4194305-x", cgroups.parent / f"{PREFIX}{os.getpid()}-x"
+    left.mkdir()
+    kept.mkdir()
+    Cgroups.find()
+    assert (left.exists(), kept.exists()) == (False, True)
+    kept.rmdir()
+
+
+def test_cgroups_of_version_2_are_made_where_the_memory_controller_is_handed_down(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The files are those of the kernel's documentation; a machine with the controller in version 1 has no others."""
+    unit = tmp_path / "system.slice" / "env-worker.service"
+    unit.mkdir(parents=True)
+    told = {
+        "/proc/self/cgroup": ["0::/kubepods/system.slice/env-worker.service"],
+        "/proc/self/mountinfo": [f"30 24 0:26 /kubepods {tmp_path} rw,nosuid - cgroup2 cgroup2 rw,nsdelegate"],
+        str(unit.parent / "cgroup.subtree_control"): ["cpu memory pids"],
+    }
+    monkeypatch.setattr(sandbox_cgroup, "_lines", lambda path: told.get(path, []))
+    assert sandbox_cgroup._places() == [(unit.parent, 2)]
+    cgroup = Cgroups(unit.parent, 2).make(5 << 20)
+    assert cgroup.path.parent == unit.parent
+    assert {file.name: file.read_text() for file in cgroup.path.iterdir()} == {
+        "memory.max": str(5 << 20),
+        "memory.oom.group": "1",
+    }
+    assert not cgroup.exceeded()
+    cgroup.events.write_text("max 7\noom 1\noom_kill 1\n")
+    assert cgroup.exceeded()
 
 
 @pytest.mark.parametrize("name", ["kill_everybody", "kill_parent"])
@@ -174,12 +243,12 @@ async def test_who_kills_everybody_ends_its_own_sandbox_alone(sandbox: Sandbox, 
 @pytest.mark.parametrize("name", ["endless", "flood"])
 async def test_what_never_ends_is_killed_from_outside(sandbox: Sandbox, name: str) -> None:
     running = await attack(sandbox, name)
-    await until(lambda: len(module._descendants(running.process.pid)) > 2)
-    processes = module._descendants(running.process.pid)
+    await until(lambda: len(processes(running)) > 2)
+    held = processes(running)
     running.kill("it took too long")
     assert await ended(running) == -signal.SIGKILL
     assert running.reason == "it took too long"
-    await until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in processes))
+    await until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in held))
 
 
 async def test_a_sandbox_ends_with_the_service() -> None:
@@ -187,10 +256,11 @@ async def test_a_sandbox_ends_with_the_service() -> None:
         "import asyncio, sys\n"
         "from opentinker.shared.config import Settings\n"
         "from opentinker.shared import sandbox as module\n"
+        "from opentinker.shared.renewal import below\n"
         "async def main():\n"
         "    box = await module.Sandbox.open(Settings())\n"
         "    running = await box.start([box.python, '-I', '-c', 'import time; time.sleep(60)'])\n"
-        "    while len(found := module._descendants(running.process.pid)) < 3:\n"
+        "    while len(found := [running.process.pid, *below(running.process.pid)]) < 3:\n"
         "        await asyncio.sleep(0.01)\n"
         "    print(*found, flush=True)\n"
         "    await asyncio.sleep(60)\n"
@@ -221,7 +291,7 @@ AS_USER = (
     "from opentinker.shared.sandbox import Sandbox\n"
     "async def main():\n"
     "    box = await Sandbox.open(Settings(sandbox_memory_mb=512))\n"
-    "    attacks = ['forks', 'unshare_user', 'become_root', 'memory', 'shadow']\n"
+    "    attacks = ['forks', 'unshare_user', 'become_root', 'memory', 'shadow', 'oom_score', 'vsock']\n"
     "    argv = [box.python, '-I', '-S', '/run/attacks.py', *attacks]\n"
     "    running = await box.start(argv, binds={'/run/attacks.py': sys.argv[1]}, stdout=PIPE)\n"
     "    print((await running.process.communicate())[0].decode(), running.uid)\n"
@@ -283,10 +353,11 @@ async def test_limits_are_the_operators(sandbox: Sandbox) -> None:
     assert await output(running) == f"{256 << 20} 9 11 {3 << 20} 33\n"
 
 
-def verdict(machine: str, number: int, flags: int = 0, architecture: int | None = None) -> int:
-    """What the kernel makes of a call: the filter's program, run."""
+def verdict(machine: str, number: int, *arguments: int, architecture: int | None = None) -> int:
+    """What the kernel makes of a call: the filter's program, run. The upper half of every argument is set."""
     audited = seccomp.AUDIT_ARCH[machine] if architecture is None else architecture
-    data = struct.pack("=IIQ6Q", number, audited, 0, 0, 0, 0, 0xFFFFFFFF00000000 | flags, 0, 0)
+    given = [0xFFFFFFFF00000000 | argument for argument in (*arguments, *[0] * (6 - len(arguments)))]
+    data = struct.pack("=IIQ6Q", number, audited, 0, *given)
     steps = list(struct.iter_unpack("=HBBI", seccomp.program(machine)))
     at = held = 0
     while True:
@@ -298,6 +369,8 @@ def verdict(machine: str, number: int, flags: int = 0, architecture: int | None 
             held &= value
         elif code == seccomp.RETURN:
             return int(value)
+        elif code == seccomp.JUMP:
+            at += value
         else:
             tests = {seccomp.EQUAL: held == value, seccomp.AT_LEAST: held >= value}
             at += then if tests.get(code, bool(held & value)) else otherwise
@@ -308,7 +381,8 @@ def test_the_filter_refuses_what_it_lists_and_allows_the_rest(machine: str) -> N
     denied = [number for group in seccomp.DENIED[machine].values() for number in group]
     assert len(set(denied)) == len(denied)
     assert {verdict(machine, number) for number in denied} == {seccomp.ENOSYS}
-    others = set(range(500)) - {*denied, seccomp.MMAP[machine]}
+    judged = {seccomp.MMAP[machine], seccomp.SOCKET[machine], seccomp.SOCKETPAIR[machine]}
+    others = set(range(500)) - {*denied, *judged}
     assert {verdict(machine, number) for number in others} == {seccomp.ALLOW}
     assert verdict(machine, 1, architecture=0x40000003) == seccomp.KILL
     assert verdict(machine, seccomp.X32) == verdict(machine, seccomp.X32 + 29) == seccomp.ENOSYS
@@ -329,7 +403,20 @@ def test_memory_is_mapped_as_a_process_s_own_or_from_files(machine: str) -> None
         (shared | huge, False),
     ):
         expected = seccomp.ALLOW if allowed else seccomp.EPERM
-        assert verdict(machine, seccomp.MMAP[machine], flags) == expected, hex(flags)
+        assert verdict(machine, seccomp.MMAP[machine], 0, 0, 0, flags) == expected, hex(flags)
+
+
+@pytest.mark.parametrize("machine", ["x86_64", "aarch64"])
+def test_sockets_have_three_families_and_buffers_of_one_size(machine: str) -> None:
+    for call in (seccomp.SOCKET[machine], seccomp.SOCKETPAIR[machine]):
+        allowed = {family for family in range(64) if verdict(machine, call, family) == seccomp.ALLOW}
+        assert allowed == {socket.AF_UNIX, socket.AF_INET, socket.AF_INET6}
+        assert verdict(machine, call, 40) == seccomp.EAFNOSUPPORT  # AF_VSOCK
+    options = {n for n in range(100) if verdict(machine, seccomp.SETSOCKOPT[machine], 3, 1, n) == seccomp.EPERM}
+    assert options == {socket.SO_SNDBUF, socket.SO_RCVBUF, socket.SO_RCVLOWAT, 32, 33}
+    assert verdict(machine, seccomp.SETSOCKOPT[machine], 3, socket.IPPROTO_TCP, 7) == seccomp.ALLOW
+    assert verdict(machine, seccomp.FCNTL[machine], 3, fcntl.F_SETPIPE_SZ) == seccomp.EPERM
+    assert verdict(machine, seccomp.FCNTL[machine], 3, fcntl.F_SETFL) == seccomp.ALLOW
 
 
 HEADERS = {
@@ -338,7 +425,8 @@ HEADERS = {
 }
 NAMES = (
     *("shmget", "shmat", "shmctl", "shmdt", "semget", "semop", "semctl", "semtimedop", "msgget", "msgsnd", "msgrcv"),
-    *("msgctl", "mq_open", "memfd_create", "memfd_secret", "ptrace", "keyctl", "bpf", "mount", "io_uring_setup"),
+    *("msgctl", "mq_open", "memfd_create", "memfd_secret", "ptrace", "keyctl", "add_key", "bpf", "mount", "vmsplice"),
+    "io_uring_setup",
 )
 
 
@@ -350,7 +438,8 @@ def test_the_numbers_are_those_of_the_kernels_headers(machine: str) -> None:
     numbers = {name: int(n) for name, n in re.findall(rf"#define {prefix}(\w+)\s+([0-9]+)", header.read_text())}
     denied = {number for group in seccomp.DENIED[machine].values() for number in group}
     assert {name for name in NAMES if numbers[name] not in denied} == set()
-    assert seccomp.MMAP[machine] == numbers["mmap"]
+    for name in ("mmap", "socket", "socketpair", "setsockopt", "fcntl"):
+        assert getattr(seccomp, name.upper())[machine] == numbers[name]
 
 
 def test_a_machine_whose_numbers_nobody_has_written_down_has_no_filter() -> None:
