@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 from importlib import import_module
+from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
@@ -12,6 +13,7 @@ from opentinker.envs.base import ELSEWHERE, Environment
 from opentinker.envs.game import AbstractGame, environment_of
 from opentinker.shared.errors import SpecError
 from opentinker.shared.sessions import is_url
+from opentinker.shared.spec.mistakes import UNKNOWN, WHOLE, mistakes_of, nearest
 
 ADAPTERS = {
     "gem": "opentinker.envs.adapters.gem:Gem",
@@ -89,16 +91,21 @@ def check(
     try:
         return found, found.Config.model_validate(config, context={ELSEWHERE: elsewhere})
     except ValidationError as error:
-        raise SpecError(
-            [
-                {
-                    "field": ".".join(["environment", "config", *map(str, item["loc"])]),
-                    "value": item.get("input"),
-                    "problem": item["msg"].removeprefix("Value error, ") + _allowed(found, item["type"]),
-                }
-                for item in error.errors(include_url=False)
-            ]
-        ) from None
+        mistakes = [mistake for item in error.errors(include_url=False) for mistake in mistakes_of(item, config)]
+        raise SpecError([_of_config(found, mistake) for mistake in mistakes]) from None
+
+
+def _of_config(found: type[Environment], mistake: dict[str, Any]) -> dict[str, Any]:
+    """A mistake in the settings of this environment; an unknown setting with those that it knows."""
+    name = mistake["field"]
+    mistake = {**mistake, "field": "environment.config" if name == WHOLE else f"environment.config.{name}"}
+    if mistake["problem"] != UNKNOWN:
+        return mistake
+    near = nearest(name, list(found.Config.model_fields))
+    meant = {"suggestion": f"environment.config.{near}"} if near else {}
+    asked = f"; did you mean {near}?" if near else ""
+    names = ", ".join(sorted(found.Config.model_fields)) or "no settings at all"
+    return {**mistake, **meant, "problem": f"{UNKNOWN}{asked}; {found.__name__} knows: {names}".replace("?;", "?")}
 
 
 def reach(name: str) -> None:
@@ -139,13 +146,6 @@ def _load(name: str, path: str) -> type[Environment]:
 def _near(name: str) -> str:
     near = difflib.get_close_matches(name.lower().replace("-", "_"), BUILT_IN, n=3, cutoff=0.5)
     return f" (did you mean {' or '.join(near)}?)" if near else ""
-
-
-def _allowed(found: type[Environment], kind: str) -> str:
-    if kind != "extra_forbidden":
-        return ""
-    names = ", ".join(sorted(found.Config.model_fields)) or "no settings at all"
-    return f"; {found.__name__} knows: {names}"
 
 
 def _wrong_name(name: str, problem: str) -> SpecError:

@@ -11,6 +11,7 @@ OpenTinkerError
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 
@@ -19,11 +20,20 @@ class OpenTinkerError(Exception):
 
 
 class SpecError(OpenTinkerError):
-    """`mistakes`: list of {field, value, problem}."""
+    """`mistakes`: list of {field, value, problem}, some with `suggestion`: what to write instead. Those of a file whose
+    text was looked at have `file`, `line` and `column` too."""
 
     def __init__(self, mistakes: list[dict[str, Any]]) -> None:
         self.mistakes = mistakes
-        super().__init__("; ".join(f"{m['field']}={m['value']!r}: {m['problem']}" for m in mistakes))
+        super().__init__("; ".join(map(described, mistakes)))
+
+
+def described(mistake: Mapping[str, Any]) -> str:
+    """`train.lr = -1: must be 0 or more (job.toml:14)`; without the value where that says nothing."""
+    value, problem = mistake["value"], str(mistake["problem"])
+    told = value is None or problem.startswith("unknown setting")
+    where = f" ({mistake['file']}:{mistake['line']})" if "line" in mistake else ""
+    return f"{mistake['field']}{'' if told else f' = {value!r}'}: {problem}{where}"
 
 
 class NotFound(OpenTinkerError):

@@ -198,7 +198,7 @@ def test_seeds_are_such_as_every_library_takes() -> None:
 # --- configs and workers --------------------------------------------------------------------------------------------
 
 WRONG: list[tuple[str, dict[str, Any], str]] = [
-    ("gymnasium", {}, "Field required"),
+    ("gymnasium", {}, "is needed"),
     ("gymnasium", {"id": "FrozenLak-v1"}, "did you mean FrozenLake-v1"),
     ("gymnasium", {"id": "os:Env-v0"}, "no modules are imported"),
     ("gymnasium", {"id": "CartPole-v1", "view": "ansi"}, "cannot be drawn in letters"),

@@ -113,7 +113,7 @@ async def test_every_mistake_is_told_at_once(http: Http, bus: Bus) -> None:
     await bus.serve(ENV_CHECK, check, "env")
     await bus.nc.flush()
     wrong = {
-        "name": "Bad Name",
+        "name": "",
         "model": {"base": "/nowhere/at/all"},
         "environment": {"name": "copy_digits", "config": {"digits": 99}},
         "algorithm": {"group_size": 1},
@@ -278,9 +278,9 @@ async def test_odd_model_paths_are_refused_not_crashed_on(http: Http, base: str)
         (b"[" * 100_000 + b"]" * 100_000, "JSON"),
         (b"[" + b"0," * 200_000 + b"0]", "values"),
         (b"1" * 10_000, "JSON"),
-        (b"[]", "valid dictionary"),
-        (b'"text"', "valid dictionary"),
-        (b"null", "valid dictionary"),
+        (b"[]", "must be a table"),
+        (b'"text"', "must be a table"),
+        (b"null", "must be a table"),
     ],
 )
 async def test_bodies_that_are_no_spec_are_422(http: Http, body: bytes, problem: str) -> None:

@@ -67,10 +67,10 @@ def test_an_inference_job_is_not_run_to_its_end() -> None:
 
 def test_every_mistake_of_a_spec_is_reported_at_once(tmp_path: Path) -> None:
     spec = tmp_path / "job.toml"
-    spec.write_text('name = "X Y"\nfoo = 1\n[model]\n[train]\nsteps = 0\n[environment]\nname = "copy_digits"\n')
+    spec.write_text('name = ""\nfoo = 1\n[model]\n[train]\nsteps = 0\n[environment]\nname = "copy_digits"\n')
     done = opentinker("validate", spec)
     assert done.returncode == 2 and "Traceback" not in done.stderr
-    for field in ("name = 'X Y'", "foo = 1", "model.base", "train.steps = 0"):
+    for field in ("name = ''", "foo: unknown setting (job.toml:2)", "model.base: is needed", "train.steps = 0"):
         assert field in done.stderr
     listed = typed("validate", spec, "--json")
     assert listed.returncode == 2

@@ -87,7 +87,7 @@ async def test_relative_path_that_leads_nowhere_is_no_hub_id(client: AsyncClient
 
 async def test_errors_carry_status_problem_and_mistakes(client: AsyncClient, store: Store) -> None:
     with pytest.raises(ApiError) as wrong:
-        await client.submit({"name": "BAD", "train": {"steps": 0}})
+        await client.submit({"name": "", "train": {"steps": 0}})
     assert wrong.value.status == 422 and wrong.value.problem["title"] == "Invalid job"
     assert {"name", "model", "environment", "train.steps"} == {m["field"] for m in wrong.value.mistakes}
     assert all(m["field"] in str(wrong.value) for m in wrong.value.mistakes)

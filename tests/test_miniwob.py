@@ -137,7 +137,7 @@ def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.parametrize(
     ("config", "problem"),
     [
-        ({}, "Field required"),
+        ({}, "is needed"),
         ({"tasks": []}, "at least 1 item"),
         ({"tasks": ["click-test", "click-buttn"]}, "did you mean click-button"),
         ({"tasks": ["click-test"], "reward": "timed"}, "needs time_limit_s"),

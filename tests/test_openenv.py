@@ -253,7 +253,7 @@ async def test_a_server_that_is_not_there_is_named() -> None:
 @pytest.mark.parametrize(
     ("config", "problem"),
     [
-        ({}, "Field required"),
+        ({}, "is needed"),
         ({"url": "ftp://host/x"}, "is not a URL of the form"),
         ({"url": "ws://me:secret@127.0.0.1:8000"}, "secrets have no place"),
         ({"url": "ws://127.0.0.1:8000/?session_id=4"}, "has a query"),

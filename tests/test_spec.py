@@ -57,7 +57,7 @@ def test_smallest_spec_is_enough() -> None:
 def test_every_mistake_is_reported_at_once() -> None:
     found = mistakes(
         {
-            "name": "Not A Name",
+            "name": "\x1b[31mred",
             "model": {"base": "", "dtype": "int4", "speed": 9},
             "algorithm": {"group_size": 1, "updates_per_batch": 0},
             "rollout": {"temperature": 0, "top_p": 1.5, "stop": [""]},
@@ -83,7 +83,7 @@ def test_every_field_is_documented_and_unknown_ones_are_refused(kind: type[BaseM
 
 
 EDGES: list[tuple[str, Any, Any]] = [
-    ("name", "a" * 63, "a" * 64),
+    ("name", "Größe " + "a" * 194, "a" * 201),
     ("algorithm.group_size", 2, 1),
     ("algorithm.max_staleness", 0, -1),
     ("algorithm.clip_low", 1.0, 1.0001),

@@ -316,9 +316,7 @@ async def test_an_episode_that_fails_makes_the_job_a_bad_one(client: AsyncClient
 
 
 async def test_mistakes_are_those_of_a_submission(client: AsyncClient) -> None:
-    found = await client.validate(
-        {"name": "X Y", "model": {"base": "/no/such"}, "environment": {"name": "copy_digits"}}
-    )
+    found = await client.validate({"name": "", "model": {"base": "/no/such"}, "environment": {"name": "copy_digits"}})
     assert not found["valid"] and {m["field"] for m in found["mistakes"]} >= {"name", "model.base", "train"}
 
 

@@ -128,6 +128,8 @@ class Mistake(TypedDict):
     field: str
     value: Any
     problem: str
+    suggestion: NotRequired[str]
+    """What to write instead: a setting's name, a value or a line of TOML."""
 
 
 class Check(TypedDict):

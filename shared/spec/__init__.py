@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import tomllib
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import orjson
-from pydantic import Field, SerializerFunctionWrapHandler, ValidationError, model_serializer
+from pydantic import SerializerFunctionWrapHandler, ValidationError, model_serializer
 
 from opentinker.shared import algorithms
 from opentinker.shared.errors import SpecError
@@ -25,8 +25,10 @@ from opentinker.shared.spec.frozen import (
     misplaced_critic,
     settle_frozen,
 )
-from opentinker.shared.spec.mistakes import fill, mistakes_of, unused
+from opentinker.shared.spec.mistakes import IS_NEEDED, NO_TABLE, WHOLE, fill, mistakes_of, unused
 from opentinker.shared.spec.model import LoraSpec, ModelSpec
+from opentinker.shared.spec.name import DisplayName
+from opentinker.shared.spec.near import with_suggestions
 from opentinker.shared.spec.part import Part
 from opentinker.shared.spec.ranks import settle_parallel, unused_gpus
 from opentinker.shared.spec.rollout import NO_ENVIRONMENT, EnvironmentSpec, RolloutSpec, ToySpec
@@ -68,7 +70,6 @@ __all__ = [
     "parse_spec",
 ]
 
-NAME = r"^[a-z0-9][a-z0-9_-]{0,62}$"
 SIMULATED_IGNORES = {
     "model": {"lora"},
     "algorithm": set(AlgorithmSpec.model_fields)
@@ -95,13 +96,26 @@ NEEDED: dict[str, tuple[str, ...]] = {
     "inference": (),
     "eval": ("environment",),
 }
+EXAMPLES = {
+    "name": 'name = "first run"',
+    "model": 'model = { base = "Qwen/Qwen3-0.6B" }',
+    "environment": 'environment = { name = "gsm8k" }',
+    "train": "train = { steps = 100 }",
+    "data": 'data = { path = "rows.jsonl" }',
+    "model.base": 'base = "Qwen/Qwen3-0.6B"',
+    "environment.name": 'name = "gsm8k"',
+    "train.steps": "steps = 100",
+    "data.path": 'path = "rows.jsonl"',
+    "start.from": 'from = "j-0123456789@latest"',
+}
+"""Lines of TOML for what every job, or every job of a kind, must say."""
 TARGETS = {"sft": {"accuracy"}, "dpo": {"rewards/accuracy", "rewards/margin"}}
 """What grows as the job learns."""
 
 
 class JobSpec(Part):
-    name: Annotated[str, Field(pattern=NAME)]
-    """For people; ids are given by the server."""
+    name: DisplayName
+    """Any text for people, 200 characters at most, e.g. "Qwen3 run 2"; the server gives the job an id."""
     kind: Literal["rl", "sft", "dpo", "inference", "eval"] = "rl"
     """`rl`: reinforcement learning in an environment. `sft`: supervised learning of what rows of data say. `dpo`: of
     preferences between two completions. sft and dpo take [data], and none of [environment], [algorithm],
@@ -158,7 +172,7 @@ class JobSpec(Part):
         ]
         for part in NEEDED[kind]:
             if part not in there:
-                found.append({"field": part, "value": None, "problem": f"is needed for kind = {kind!r}"})
+                found.append({"field": part, "value": None, "problem": f"{IS_NEEDED} for kind = {kind!r}"})
         return found + misplaced_critic(data) + _length(kind, data.get("train"), data.get("data"))
 
     @model_serializer(mode="wrap")
@@ -268,29 +282,49 @@ def _length(kind: str, train: Any, data: Any) -> list[dict[str, Any]]:
     steps, epochs = train.get("steps", 0), None if kind == "rl" else data.get("epochs")
     if steps == 0 and epochs is None:
         either = " (or data.epochs)" if kind != "rl" else ""
-        return [{"field": "train.steps", "value": train.get("steps"), "problem": f"is needed{either}, 1 or more"}]
+        return [{"field": "train.steps", "value": train.get("steps"), "problem": f"{IS_NEEDED}{either}, 1 or more"}]
     if steps != 0 and epochs is not None:
         return [{"field": "data.epochs", "value": epochs, "problem": "and train.steps both say how long: give one"}]
     return []
 
 
 def parse_spec(data: Any) -> JobSpec:
-    """Validate plain data. Raises SpecError with one entry per mistake: field, value, what is allowed."""
+    """Validate plain data. Raises SpecError with one entry per mistake: field, value, problem, maybe a suggestion."""
     try:
         return JobSpec.model_validate(data)
     except ValidationError as error:
-        raise SpecError(
-            [mistake for item in error.errors(include_url=False) for mistake in mistakes_of(item)]
-        ) from None
+        found = [mistake for item in error.errors(include_url=False) for mistake in mistakes_of(item)]
+    if data == {}:
+        problem = "is empty: a job says at least what stands below; `opentinker spec` prints every setting"
+        found.insert(0, {"field": WHOLE, "value": None, "problem": problem})
+    kind = data.get("kind", "rl") if isinstance(data, dict) else "rl"
+    own = PARTS_OF.get(kind if isinstance(kind, str) else "", set())
+    absent = {part for parts in PARTS_OF.values() for part in parts} - own if own else set()
+    raise SpecError(with_suggestions(map(_with_example, found), JobSpec, absent))
+
+
+def _with_example(mistake: dict[str, Any]) -> dict[str, Any]:
+    """What is missing, with how it may look."""
+    example = EXAMPLES.get(mistake["field"])
+    if example is None or not mistake["problem"].startswith((IS_NEEDED, NO_TABLE)):
+        return mistake
+    return {**mistake, "problem": f"{mistake['problem']}, e.g. {example}", "suggestion": example}
 
 
 def load_spec(path: Path) -> Any:
     """Plain data of a .toml or .json file. Raises SpecError when it cannot be read; `parse_spec` validates it."""
     try:
-        raw = path.read_bytes()
+        return parse_text(path.read_bytes().decode(), path.suffix)
     except OSError as error:
         raise SpecError([{"field": "(file)", "value": str(path), "problem": error.strerror or str(error)}]) from None
+    except ValueError as error:
+        kind = "JSON" if path.suffix == ".json" else "TOML"
+        raise SpecError([{"field": "(file)", "value": str(path), "problem": f"is not {kind}: {error}"}]) from None
+
+
+def parse_text(text: str, suffix: str) -> Any:
+    """Plain data of a spec's text: JSON where the file ends in .json, else TOML. Raises ValueError with the place."""
     try:
-        return orjson.loads(raw) if path.suffix == ".json" else tomllib.loads(raw.decode())
-    except (orjson.JSONDecodeError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise SpecError([{"field": "(file)", "value": str(path), "problem": str(error)}]) from None
+        return orjson.loads(text) if suffix == ".json" else tomllib.loads(text)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None

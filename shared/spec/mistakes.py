@@ -1,11 +1,22 @@
-"""Mistakes in a job spec: {field, value, problem} each, found by pydantic or by validators of ours."""
+"""Mistakes in a job spec: {field, value, problem} each, and `suggestion` where there is one: what to write instead, a
+setting's name, a value or a line of TOML. Found by pydantic or by validators of ours."""
 
 from __future__ import annotations
 
-from collections.abc import Set
+import difflib
+import re
+from collections.abc import Sequence, Set
 from typing import Any
 
 from pydantic import BaseModel
+
+WHOLE = "(whole spec)"
+"""Stands for the field where a mistake is about all of them."""
+UNKNOWN = "unknown setting"
+IS_NEEDED = "is needed"
+NO_TABLE = "must be a table"
+LONGEST_VALUE = 80
+"""Characters of a value that a mistake shows."""
 
 
 class Mistakes(ValueError):
@@ -31,16 +42,72 @@ def fill(model: BaseModel, values: dict[str, Any]) -> None:
         object.__setattr__(model, name, value)
 
 
-def mistakes_of(item: Any) -> list[dict[str, Any]]:
-    """One of pydantic's errors as ours; a validator of ours may have found several."""
-    path = [str(part) for part in item["loc"]]
+def mistakes_of(item: Any, data: Any = None) -> list[dict[str, Any]]:
+    """One of pydantic's errors as ours; a validator of ours may have found several. `data`: what was validated, which
+    tells the names of settings from pydantic's names for the branches of a union."""
+    path = [str(part) for part in _written(item["loc"], data)]
     cause = item.get("ctx", {}).get("error")
     if isinstance(cause, Mistakes):
-        return [{**m, "field": ".".join([*path, m["field"]]), "value": _short(m["value"])} for m in cause.mistakes]
-    problem = item["msg"].removeprefix("Value error, ")
-    return [{"field": ".".join(path) or "(whole spec)", "value": _short(item.get("input")), "problem": problem}]
+        return [{**m, "field": ".".join([*path, m["field"]]), "value": short(m["value"])} for m in cause.mistakes]
+    field = ".".join(path) or WHOLE
+    if item["type"] == "missing":
+        return [{"field": field, "value": None, "problem": IS_NEEDED}]
+    mistake = {"field": field, "value": short(item.get("input")), "problem": _problem(item)}
+    allowed = re.findall(r"'([^']+)'", str(item.get("ctx", {}).get("expected", "")))
+    if near := nearest(item.get("input"), allowed):
+        mistake |= {"problem": f"{mistake['problem']}; did you mean {near!r}?", "suggestion": near}
+    return [mistake]
 
 
-def _short(value: Any) -> Any:
-    text = repr(value)
-    return value if len(text) <= 200 else text[:200] + "..."
+def without_branches(mistakes: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """One mistake for a field of several types, of which each has refused the value."""
+    found: dict[str, dict[str, Any]] = {}
+    for mistake in mistakes:
+        one = found.setdefault(mistake["field"], dict(mistake))
+        other = str(mistake["problem"])
+        if other not in one["problem"]:
+            one["problem"] += f" or {other.removeprefix('must be ')}" if other.startswith("must be ") else f"; {other}"
+    return list(found.values())
+
+
+def nearest(name: Any, known: Sequence[str]) -> str | None:
+    """The known name that was probably meant."""
+    if not isinstance(name, str):
+        return None
+    plain = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).replace("-", "_").lower()
+    return next(iter(difflib.get_close_matches(plain, known, 1, 0.7)), None)
+
+
+def short(value: Any) -> Any:
+    """The value, or how it begins if it is long."""
+    text = value if isinstance(value, str) else repr(value)
+    return value if len(text) <= LONGEST_VALUE else text[:LONGEST_VALUE] + "..."
+
+
+def _problem(item: Any) -> str:
+    match item["type"]:
+        case "extra_forbidden":
+            return UNKNOWN
+        case "model_type" | "dict_type" | "model_attributes_type":
+            return NO_TABLE
+        case "string_type":
+            return "must be a text"
+    text = str(item["msg"]).removeprefix("Value error, ").partition(", unable to ")[0]
+    return re.sub(r"^(Input|String|List|Dictionary) should ", "must ", text)
+
+
+def _written(loc: Sequence[int | str], data: Any) -> list[int | str]:
+    """As much of pydantic's path as was written; the last name of it may be one that is missing or unknown."""
+    if not isinstance(data, dict):
+        return list(loc)
+    found: list[int | str] = []
+    at: Any = data
+    for part in loc:
+        if isinstance(at, dict):
+            at = at.get(part)
+        elif isinstance(at, list) and isinstance(part, int):
+            at = at[part] if part < len(at) else None
+        else:  # a branch of a union
+            break
+        found.append(part)
+    return found

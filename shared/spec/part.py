@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ModelWrapValidatorHandler, ValidationError, model_validator
 
-from opentinker.shared.spec.mistakes import Mistakes, mistakes_of
+from opentinker.shared.spec.mistakes import Mistakes, mistakes_of, without_branches
 
 Positive = Annotated[int, Field(gt=0)]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
@@ -45,7 +45,7 @@ class Part(BaseModel):
             found = error.errors(include_url=False)
             if not isinstance(data, dict) or any(not item["loc"] for item in found):
                 raise
-            wrong += [mistake for item in found for mistake in mistakes_of(item)]
+            wrong += without_branches([mistake for item in found for mistake in mistakes_of(item, data)])
             names = {item["loc"][0] for item in found}
             try:
                 part = handler(

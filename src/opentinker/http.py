@@ -21,7 +21,7 @@ import orjson
 
 from opentinker.nearby import key_for
 from opentinker.patience import Waiting, why
-from opentinker.shared.errors import Conflict, NotFound, OpenTinkerError
+from opentinker.shared.errors import Conflict, NotFound, OpenTinkerError, described
 
 T = TypeVar("T")
 Json = dict[str, Any]
@@ -50,7 +50,7 @@ class ApiError(OpenTinkerError):
 
     @property
     def mistakes(self) -> list[Json]:
-        """One {field, value, problem} for everything that is wrong in the request."""
+        """One {field, value, problem, maybe suggestion} for everything that is wrong in the request."""
         return list(self.problem.get("errors", []))
 
 
@@ -72,7 +72,7 @@ def _error(status: int, raw: bytes, url: str) -> ApiError:
     kind = {404: ApiNotFound, 409: ApiConflict}.get(status, ApiError)
     if isinstance(error := problem.get("error"), dict):  # as OpenAI's API says it
         return kind(str(error.get("message")), status, problem)
-    mistakes = [f"  {m['field']} = {m['value']!r}: {m['problem']}" for m in problem.get("errors", [])]
+    mistakes = [f"  {described(mistake)}" for mistake in problem.get("errors", [])]
     detail = str(problem.get("detail", f"{url} answered {status}"))
     if status in WHAT_TO_DO:
         detail += WHAT_TO_DO[status]

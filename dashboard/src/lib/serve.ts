@@ -44,5 +44,5 @@ export function cloneSpec(job: JobDetail, step: string): Json {
 }
 
 function named(name: string, what: string): string {
-  return name.endsWith(`-${what}`) ? name : `${name.slice(0, 56)}-${what}`;
+  return name.endsWith(`-${what}`) ? name : `${[...name].slice(0, 190).join("")}-${what}`; // whole characters
 }

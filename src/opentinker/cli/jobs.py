@@ -52,8 +52,12 @@ def submit(
     as_json: AsJson = False,
 ) -> None:
     """Submit a job."""
+    from opentinker.locating import located
+
     api = client(url, patience_s=PATIENCE_S if follow else 2.0)
-    record = api.submit(read_spec(path, from_checkpoint, with_optimizer))
+    spec = read_spec(path, from_checkpoint, with_optimizer)
+    with located(path):
+        record = api.submit(spec)
     if as_json:
         print_line(record)
     else:

@@ -52,7 +52,9 @@ def run(
 
     Exit status 0 if the job succeeded, 1 if it failed, 4 if it was cancelled (Ctrl-C).
     """
+    from opentinker.locating import located
     from opentinker.nearby import key_in, read_state
+    from opentinker.shared.spec.name import file_name
 
     began = time.time()
     if from_checkpoint is not None and data_dir is None:
@@ -67,14 +69,15 @@ def run(
         raise typer.BadParameter("--steps does not apply to an eval job: set evaluation.episodes")
     if steps is not None:
         spec = of_length(spec, steps)
-    home = (data_dir or Path("runs") / f"{spec['name']}-{time.strftime('%Y%m%d-%H%M%S')}").resolve()
+    home = (data_dir or Path("runs") / f"{file_name(spec['name'])}-{time.strftime('%Y%m%d-%H%M%S')}").resolve()
     rollouts = spec.get("kind", "rl") in ("rl", "eval")
     workers = int(spec.get("resources", {}).get("rollout_workers", 1))
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: stop the job, then the machine
     needed = {"env-workers": env_workers, "rollout-workers": workers, "reference": 1} if rollouts else NO_ROLLOUTS
     with everything(home, port, needed, keep=keep) as url:
         api = client(url, patience_s=RESTART_S, key=key_in(read_state(home)) or None)
-        record = api.submit(spec)
+        with located(path):
+            record = api.submit(spec)
         if not as_json:
             say(f"job {record['id']} on {url}, data in {home}")
             say(f"from another terminal: {_bearing(home)}{as_typed('watch', record['id'], '--url', url)}\n")

@@ -10,7 +10,7 @@ import orjson
 import typer
 
 from opentinker.cli.common import AsJson, Url, client, print_json, print_table, running_server, say
-from opentinker.shared.errors import SpecError
+from opentinker.shared.errors import SpecError, described
 
 if TYPE_CHECKING:
     from opentinker.shared.answers import Check
@@ -36,12 +36,14 @@ def register(app: typer.Typer) -> None:
 def read_spec(path: Path, from_checkpoint: str | None = None, with_optimizer: bool = False) -> dict[str, Any]:
     """A valid spec as plain data, with another [start] if one is given. Raises SpecError with every mistake."""
     from opentinker.given import started
+    from opentinker.locating import located
     from opentinker.shared.spec import load_spec, parse_spec
 
     if with_optimizer and from_checkpoint is None:
         raise typer.BadParameter("--with-optimizer needs --from-checkpoint JOB@STEP")
-    data = started(load_spec(path), from_checkpoint, with_optimizer)
-    _check_environment(parse_spec(data))
+    with located(path):
+        data = started(load_spec(path), from_checkpoint, with_optimizer)
+        _check_environment(parse_spec(data))
     return dict(data)
 
 
@@ -89,6 +91,7 @@ def validate(
     What is written, model, chat template, rows, an episode of its environment, and whether there are the workers that
     it needs; by the server, if one runs, else on this machine.
     """
+    from opentinker.locating import with_places
     from opentinker.shared.spec import parse_spec
 
     try:
@@ -102,6 +105,7 @@ def validate(
     found: dict[str, Any] = {"valid": True, "mistakes": [], "checks": []}
     if not quick:
         found = _looked_at(data, spec, None if here else url or running_server())
+        found["mistakes"] = with_places(found["mistakes"], path)
     if as_json:
         print_json({**found, "spec": spec.model_dump(mode="json")})
     elif found["mistakes"]:
@@ -160,7 +164,7 @@ def print_mistakes(error: SpecError) -> None:
     count = len(error.mistakes)
     sys.stderr.write(f"error: {count} mistake{'s' if count != 1 else ''}\n")
     for mistake in error.mistakes:
-        sys.stderr.write(f"  {mistake['field']} = {mistake['value']!r}: {mistake['problem']}\n")
+        sys.stderr.write(f"  {described(mistake)}\n")
 
 
 def show_spec(

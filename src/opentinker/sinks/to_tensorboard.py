@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from opentinker.shared.spec.name import file_name
+
 
 class TensorBoard:
     def __init__(self, directory: Path) -> None:
@@ -26,4 +28,4 @@ class TensorBoard:
 
 def open_sink(where: str, job: Mapping[str, Any]) -> TensorBoard:
     """In a directory of the job below `where`."""
-    return TensorBoard(Path(where) / f"{job['name']}-{job['id']}")
+    return TensorBoard(Path(where) / f"{file_name(job['name'])}-{job['id']}")

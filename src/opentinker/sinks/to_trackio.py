@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from opentinker.shared.spec.name import file_name
+
 
 class Trackio:
     def __init__(self, library: Any, run: Any) -> None:
@@ -20,5 +22,5 @@ class Trackio:
 def open_sink(where: str, job: Mapping[str, Any]) -> Trackio:
     import trackio
 
-    name = f"{job['name']}-{job['id']}"
+    name = f"{file_name(job['name'])}-{job['id']}"
     return Trackio(trackio, trackio.init(project=where, name=name, config=dict(job.get("spec") or {}), resume="allow"))

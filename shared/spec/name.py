@@ -1,0 +1,39 @@
+"""A job's display name: free text for people. Jobs are told apart by their ids."""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from typing import Annotated
+
+from pydantic import AfterValidator, Field, StringConstraints
+
+LONGEST = 200
+JOINERS = "\u200c\u200d"
+"""Format characters of ordinary words and emoji; the others reorder or hide what stands beside them."""
+REFUSED = {"Cc", "Cf", "Cs", "Zl", "Zp"}
+"""Unicode categories: control, format, surrogate, line separator, paragraph separator."""
+
+
+def _printable(name: str) -> str:
+    """Raises ValueError for what a terminal or a table would not show as it stands."""
+    if odd := [char for char in name if unicodedata.category(char) in REFUSED and char not in JOINERS]:
+        raise ValueError(f'has a control character (U+{ord(odd[0]):04X}); e.g. "Qwen3 run 2"')
+    return name
+
+
+DisplayName = Annotated[
+    str,
+    StringConstraints(strip_whitespace=True),
+    Field(min_length=1, max_length=LONGEST),
+    AfterValidator(_printable),
+]
+
+
+def file_name(name: str) -> str:
+    """The part of a path that stands for a job's name: ASCII letters, digits, `.`, `_` and `-`, no leading dot.
+
+    Different names may share one: put the job's id or the time beside it.
+    """
+    plain = unicodedata.normalize("NFKD", name).encode("ascii", "ignore").decode()
+    return re.sub(r"[^A-Za-z0-9_.-]+", "-", plain).strip("-.")[:60] or "job"
