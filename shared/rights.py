@@ -20,6 +20,7 @@ from opentinker.shared.subjects import (
     ENV,
     EXAMS,
     GROUPS,
+    HEALTH,
     KICK,
     LOGINS,
     LOGINS_ANSWERED,
@@ -41,8 +42,8 @@ from opentinker.shared.subjects import (
 OPERATOR = "operator"
 """A user for people: everything. No service knows its password."""
 SYSTEM = "scheduler-system"
-"""The scheduler again, with its password, in the servers' own account: to close connections of others, and nothing
-else."""
+"""The scheduler again, with its password, in the servers' own account: to close connections of others, and to ask
+whether a server is healthy, which the supervisor does."""
 TABLE: tuple[Subject[Any] | Call[Any, Any], ...] = tuple(
     value for value in vars(subjects).values() if isinstance(value, Subject | Call)
 )
@@ -133,7 +134,7 @@ def nats_rights(service: str) -> NatsRights:
 
 def system_rights() -> NatsRights:
     """Of SYSTEM, in the account of the servers."""
-    return NatsRights((KICK.format(server="*"),), (inbox(SYSTEM) + ".>",))
+    return NatsRights((HEALTH, KICK.format(server="*")), (inbox(SYSTEM) + ".>",))
 
 
 def streams_of(service: str) -> list[str]:

@@ -153,6 +153,8 @@ WANTED = Call("generate.wanted.{asker}", inference.Underway, inference.Underway,
 
 LOGINS, LOGINS_ANSWERED = "$SYS.REQ.USER.AUTH", "$SYS._INBOX.>"
 """nats-server -> a scheduler: may this one come in, who is none of the services? Answered where the server says."""
+HEALTH = "$SYS.REQ.SERVER.PING.HEALTHZ"
+"""The supervisor -> nats-server, in that one's own account: do you and your JetStream work?"""
 KICK = "$SYS.REQ.SERVER.{server}.KICK"
 """A scheduler -> nats-server, in that one's own account: close the connection of this client."""
 

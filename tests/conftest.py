@@ -133,7 +133,7 @@ def nats_conf(directory: Path, port: int, *, max_file_store: str = "", **changes
     text = shipped_conf("nats.conf").read_text()
     if max_file_store:
         text = text.replace("jetstream {", f"jetstream {{\n  max_file_store: {max_file_store}")
-    values = {"port": str(port), "http": "127.0.0.1:-1", "store_dir": f'"{directory}/js"', **changes}
+    values = {"port": str(port), "store_dir": f'"{directory}/js"', **changes}
     for name, value in values.items():
         text, found = re.subn(rf"^( *{name}: *)\S+", rf"\g<1>{value}", text, flags=re.MULTILINE)
         assert found == 1, f"deploy/nats.conf has no {name}"

@@ -14,8 +14,15 @@ import pytest
 
 from opentinker import supervisor as supervision
 from opentinker.cli import doctor
-from opentinker.embedded import DISK_FLOOR_BYTES, STORE_BYTES, EmbeddedServers, shipped_conf, valkey_binary
-from opentinker.processes import StartError, http_ok
+from opentinker.embedded import (
+    DISK_FLOOR_BYTES,
+    STORE_BYTES,
+    EmbeddedServers,
+    nats_health,
+    shipped_conf,
+    valkey_binary,
+)
+from opentinker.processes import StartError
 from opentinker.shared.bus import Bus, StreamFull
 from opentinker.shared.store import Store
 from opentinker.shared.subjects import GROUP, GROUPS, STREAMS, Subject
@@ -127,7 +134,7 @@ async def test_a_nats_that_cannot_write_is_restarted_once_there_is_room_and_noth
                 await bus.publish(BLOBS, bytes(100_000), f"j/{number}", job="j")
 
         publishing = asyncio.create_task(publish())
-        await until(lambda: not http_ok(servers.ports["nats_monitor"], "/healthz"))
+        await until(lambda: nats_health(servers.ports["nats"], servers.access.password("nats", "scheduler")) is False)
         looks = free.looks
         await until(lambda: free.looks > looks + 2 * MISSES)
         assert keeper.child.pid == pid and not publishing.done(), "a restart on a full disk helps nobody"

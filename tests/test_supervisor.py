@@ -20,7 +20,7 @@ import redis
 import structlog
 
 from opentinker import supervisor as supervision
-from opentinker.embedded import EmbeddedServers
+from opentinker.embedded import EmbeddedServers, nats_binary
 from opentinker.nearby import is_running
 from opentinker.processes import Child, ChildSpec, Guard, StartError, free_port, http_ok, port_free, rotate
 from opentinker.shared.egress import VARIABLE
@@ -28,6 +28,7 @@ from opentinker.supervisor import Supervisor
 from opentinker.up import AlreadyRunning, Plan, api_port, api_url, locked, service_specs
 from tests.cluster import PYTHONPATH
 from tests.conftest import WAIT_S, soon, until
+from tests.listening import listening
 
 STAND_IN = """
 import http.server, os, signal, subprocess, sys
@@ -96,11 +97,11 @@ def test_a_taken_port_is_replaced_by_a_free_one(tmp_path: Path, monkeypatch: pyt
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        ports = {"nats": port, "nats_monitor": free_port(), "nats_websocket": port, "valkey": port}
+        ports = {"nats": port, "nats_websocket": free_port(), "valkey": port}
         monkeypatch.setattr("opentinker.embedded.DEFAULT_PORTS", ports)
         with EmbeddedServers(tmp_path) as servers:
             assert port not in servers.ports.values()
-            assert servers.ports["nats_monitor"] == ports["nats_monitor"]
+            assert servers.ports["nats_websocket"] == ports["nats_websocket"]
             told = servers.environment("scheduler")
             assert told["OPENTINKER_NATS_WEBSOCKET_URL"] == f"ws://127.0.0.1:{servers.ports['nats_websocket']}"
             assert "OPENTINKER_NATS_WEBSOCKET_URL" not in servers.environment("trainer")
@@ -126,12 +127,23 @@ def test_a_second_life_of_a_data_directory_has_the_same_ports_and_data(tmp_path:
         assert redis.Redis.from_url(servers.operator_url("valkey")).get("kept") == b"yes"
 
 
-def test_the_shipped_settings_are_the_ones_in_force(tmp_path: Path) -> None:
+def test_the_servers_listen_on_no_port_but_their_own(tmp_path: Path) -> None:
+    """NATS' monitoring port tells whoever asks, web pages too, who is connected."""
+    with EmbeddedServers(tmp_path, default_ports=False) as servers:
+        ports = {port for child in servers.children.values() for _, port in listening(child.pid or 0)}
+        assert ports == set(servers.ports.values())
+
+
+def test_the_shipped_settings_are_the_ones_in_force(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wrapper, monitor = tmp_path / "monitored-nats", free_port()  # in this test alone
+    wrapper.write_text(f'#!/bin/sh\nexec {nats_binary()} "$@" -m {monitor}\n')
+    wrapper.chmod(0o755)
+    monkeypatch.setenv("OPENTINKER_NATS_SERVER", str(wrapper))
     with EmbeddedServers(tmp_path, default_ports=False) as servers:
         client = redis.Redis.from_url(servers.operator_url("valkey"))
         assert client.config_get("append*")["appendfsync"] == "always"
         assert client.config_get("maxmemory-policy")["maxmemory-policy"] == "noeviction"
-        base = f"http://127.0.0.1:{servers.ports['nats_monitor']}"
+        base = f"http://127.0.0.1:{monitor}"
         jetstream = _get(base + "/jsz")["config"]
         assert jetstream["sync_always"] and jetstream["store_dir"].startswith(str(tmp_path))
         variables = _get(base + "/varz")

@@ -15,16 +15,18 @@ import importlib.metadata
 import importlib.util
 import os
 import shutil
+import socket
 import time
 from pathlib import Path
 
 import orjson
 
 from opentinker.access import Access, WebSocket
-from opentinker.processes import Child, ChildSpec, Guard, StartError, banner, free_port, http_ok, port_free
-from opentinker.shared.rights import OPERATOR
+from opentinker.processes import PROBE_S, Child, ChildSpec, Guard, StartError, banner, free_port, port_free
+from opentinker.shared.rights import OPERATOR, SYSTEM, inbox
+from opentinker.shared.subjects import HEALTH, SCHEDULER
 
-DEFAULT_PORTS = {"nats": 4222, "nats_monitor": 8222, "nats_websocket": 4223, "valkey": 6379}
+DEFAULT_PORTS = {"nats": 4222, "nats_websocket": 4223, "valkey": 6379}
 START_S = 120.0
 """A store of many gigabytes takes its time to be read again; a server that dies is noticed at once."""
 PORT_TRIES = 5
@@ -214,15 +216,14 @@ class EmbeddedServers:
         log = self.data_dir / "logs" / f"{name}.log"
         port = self.ports[name]
         if name == "nats":
-            monitor = self.ports["nats_monitor"]
             self.access.listens(WebSocket(self.ports["nats_websocket"], self._websocket_host, self._origins))
-            argv = (str(nats_binary()), "-c", str(self.access.nats_conf), "-p", str(port), "-m", str(monitor))
+            argv = (str(nats_binary()), "-c", str(self.access.nats_conf), "-p", str(port))
             return ChildSpec(
                 name=name,
                 argv=argv,
                 env={"OPENTINKER_NATS_STORE": str(store)},
                 log=log,
-                healthy=lambda: banner(port, b"", b"INFO") and _jetstream_well(monitor, store),
+                healthy=lambda: _nats_well(port, self.access.password("nats", SCHEDULER), store),
                 url=self.nats_url,
             )
         return ChildSpec(
@@ -247,9 +248,35 @@ def _check_room(store: Path) -> None:
         )
 
 
-def _jetstream_well(monitor: int, store: Path) -> bool:
+def _nats_well(port: int, password: str, store: Path) -> bool:
     """JetStream stays broken after a full disk until a restart; a restart helps only once there is space again."""
-    return http_ok(monitor, "/healthz") or shutil.disk_usage(store).free < DISK_FLOOR_BYTES
+    match nats_health(port, password):
+        case None:
+            return False
+        case well:
+            return well or shutil.disk_usage(store).free < DISK_FLOOR_BYTES
+
+
+def nats_health(port: int, password: str) -> bool | None:
+    """What nats-server answers its own account to HEALTH; None if it does not answer."""
+    reply = f"{inbox(SYSTEM)}.health"
+    login = orjson.dumps({"user": SYSTEM, "pass": password, "verbose": False, "pedantic": False}).decode()
+    asked = f"CONNECT {login}\r\nSUB {reply} 1\r\nPUB {HEALTH} {reply} 0\r\n\r\n"
+    try:
+        with (
+            socket.create_connection(("127.0.0.1", port), timeout=PROBE_S) as connection,
+            connection.makefile("rb") as said,
+        ):
+            connection.sendall(asked.encode())
+            for line in said:
+                if line.startswith(b"MSG "):
+                    answer = orjson.loads(said.read(int(line.split()[-1])))
+                    return bool(answer["data"]["status"] == "ok")
+                if line.startswith(b"-ERR"):
+                    return None
+    except (OSError, orjson.JSONDecodeError):
+        pass  # the same as silence
+    return None
 
 
 def _keys(name: str) -> list[str]:
