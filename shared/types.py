@@ -286,7 +286,9 @@ class JobRecord(msgspec.Struct, frozen=True, kw_only=True):
     restarts: int = 0
     finished: float = 0.0
     restart_step: int = -1
-    """Highest step reached when a trainer was lost: restarts without a step beyond it are counted."""
+    """Step at which a trainer was last lost."""
+    resumed_step: int = -1
+    """Step at which its trainer began; -1 after a loss, until the next one has loaded the model."""
     since: float = 0.0
     """Unix time at which it came to the queue or, of a job that has begun, at which it started."""
     retry_at: float = 0.0

@@ -15,7 +15,8 @@ import orjson
 import pytest
 import structlog
 
-from opentinker.services.scheduler.reconcile import MAX_RESTARTS, Reconciler
+from opentinker.services.scheduler.losses import MAX_RESTARTS
+from opentinker.services.scheduler.reconcile import Reconciler
 from opentinker.shared.artifacts import ArtifactIndex, Kept
 from opentinker.shared.leasing import LeasedWorker
 from opentinker.shared.service import Context
@@ -472,7 +473,7 @@ async def test_job_fails_when_trainers_are_lost_without_progress(store: Store, w
         await workers.start("trainer-0")
         await until(partial(_look_until, reconciler, store, job, epoch + 1))
         assert (await store.job(job)).restarts == epoch
-    await store.update(job, step=3)  # progress: the count starts anew
+    await store.update(job, resumed_step=2, step=3)  # progress: the count starts anew
     await workers.start("trainer-0")
     await until(lambda: _look_until(reconciler, store, job, MAX_RESTARTS + 2))
     assert (await store.job(job)).restarts == 1
@@ -485,6 +486,58 @@ async def test_job_fails_when_trainers_are_lost_without_progress(store: Store, w
     assert record.state == JobState.FAILED
     assert "lost 6 times in a row without a new step (step 3 of 3)" in record.reason
     assert "its process was restarted" in record.reason
+
+
+async def test_trainers_that_make_steps_may_be_killed_without_end(store: Store, workers: Workers, ctx: Context) -> None:
+    """Each life begins at the checkpoint again and gets no further than the best one did; a step that kills, does."""
+    reconciler = Reconciler(ctx)
+    job = await new_job(store, "j-a", train__steps=60)
+    await workers.start("rollout-0", "trainer-0")
+    await until(lambda: _look_until(reconciler, store, job, 1))
+    steps = [18, 13, 16, 13, 18, 12, 17, 11, 14]
+    deadly = [16] * (MAX_RESTARTS + 1)
+    for epoch, step in enumerate(steps + deadly, start=1):
+        await store.update(job, epoch=epoch, resumed_step=10, step=step)
+        await workers.start("trainer-0")
+        if epoch < len(steps + deadly):
+            await until(partial(_look_until, reconciler, store, job, epoch + 1))
+            assert (await store.job(job)).restarts == max(1, epoch - len(steps))
+    await reconciler.look()
+    record = await store.job(job)
+    assert record.state == JobState.FAILED and "lost 6 times in a row" in record.reason
+
+
+@pytest.mark.parametrize("pool", ["trainer-0", "rollout-0"])
+async def test_what_dies_with_the_scheduler_or_is_told_to_stop_does_not_count(
+    store: Store, workers: Workers, ctx: Context, pool: str
+) -> None:
+    job = await new_job(store, "j-a")
+    await workers.start("rollout-0", "trainer-0")
+    reconciler = Reconciler(ctx)
+    await until(lambda: _look_until(reconciler, store, job, 1))
+
+    async def replaced() -> bool:
+        await reconciler.look()
+        lease = await workers[pool].lease()
+        return lease is not None and lease.incarnation == workers[pool].info.incarnation
+
+    for _ in range(MAX_RESTARTS + 1):
+        reconciler = Reconciler(ctx)  # as after the death of the whole machine
+        await workers.start(pool)
+        await until(replaced)
+    for _ in range(MAX_RESTARTS + 1):
+        workers[pool].drains = True
+
+        async def told() -> bool:
+            return any(worker.id == pool and worker.status == "draining" for worker in await store.workers())
+
+        await until(told)
+        await reconciler.look()
+        workers[pool].drains = False
+        await workers.start(pool)
+        await until(replaced)
+    record = await store.job(job)
+    assert (record.state.held, record.restarts, record.rollout_losses) == (True, 0, 0)
 
 
 @pytest.mark.parametrize("state", [JobState.STARTING, JobState.RUNNING])

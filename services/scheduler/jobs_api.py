@@ -314,7 +314,16 @@ def _about(job: JobRecord) -> str:
 
 def _summary(job: JobRecord) -> dict[str, Any]:
     shown = msgspec.to_builtins(job)
-    for hidden in ("spec", "version", "restart_step", "rollout_losses", "lost_at", "retry_at", "result"):
+    for hidden in (
+        "spec",
+        "version",
+        "restart_step",
+        "resumed_step",
+        "rollout_losses",
+        "lost_at",
+        "retry_at",
+        "result",
+    ):
         del shown[hidden]
     shown["finished"] = job.finished or None
     shown["priority"] = job.spec["resources"].get("priority", 0)

@@ -32,8 +32,9 @@ import structlog
 
 from opentinker.services.scheduler import placement
 from opentinker.services.scheduler.checkpoints import newest_epoch
-from opentinker.services.scheduler.cluster import LONGEST_RETRY_S, Cluster, Overdue
+from opentinker.services.scheduler.cluster import Cluster, Overdue
 from opentinker.services.scheduler.lacking import named
+from opentinker.services.scheduler.losses import lost
 from opentinker.services.scheduler.placing import AddWorker, Decision, Preempt, Requeue, Slot, Start, TakeBack
 from opentinker.services.scheduler.settled import rules_of, used_today
 from opentinker.services.scheduler.untrained import SLEEPS, UNTRAINED, attend, awaits_source, followed_by
@@ -50,9 +51,6 @@ log = structlog.get_logger()
 LOOK_S = 0.5
 REST = 4.0
 """Times what a look took, that nothing wakes the next one."""
-MAX_RESTARTS = 5
-"""Trainers in a row that may be lost without a new step; the next loss fails the job. As many rollout workers, and one
-for each that the job asks for beyond the first, may be lost before one serves it."""
 CHARGE_S = 2.0
 """So often what leases have held is counted."""
 SAID_AT_ONCE = 100
@@ -86,6 +84,10 @@ class Reconciler:
         """When a live worker was first seen not acting on its lease."""
         self._leaving_since: dict[Lease, float] = {}
         """When a lease was first seen being taken back."""
+        self._granted: set[Lease] = set()
+        """Written by us, not by a scheduler that led before."""
+        self._stopping: set[Lease] = set()
+        """Whose holder was told to stop."""
 
     async def run(self) -> None:
         async def wake(_: dict[str, Any]) -> None:
@@ -175,6 +177,8 @@ class Reconciler:
         await self.store.revoke(lease.worker, leader=self.leader)
         cluster.forget(lease)
         self._ignored_since.pop(lease, None)
+        self._granted.discard(lease)
+        self._stopping.discard(lease)
         await self._wake_worker(lease.worker)
 
     def _lost(self, lease: Lease, cluster: Cluster) -> str | None:
@@ -184,6 +188,8 @@ class Reconciler:
             return "it stopped beating" if now >= self._absence_counts_from else None
         if worker.incarnation != lease.incarnation:
             return "its process was restarted"
+        if worker.status == "draining":
+            self._stopping.add(lease)
         if worker.job == lease.job or worker.status == "draining":
             self._ignored_since.pop(lease, None)
             return None
@@ -201,54 +207,24 @@ class Reconciler:
             why = self._lost(lease, cluster)
             if why is None:
                 continue
-            log.warning("worker_lost", job=job.id, lost=lease.worker, pool=lease.pool, why=why)
+            counts = lease in self._granted and lease not in self._stopping
+            log.warning("worker_lost", job=job.id, lost=lease.worker, pool=lease.pool, why=why, counts=counts)
             await self._revoke(lease, cluster)
             with _over_meanwhile(job.id):
-                if lease.pool == Pool.TRAINER:
-                    job = await self._count_restart(job, lease, why)
-                else:
-                    job = await self._count_loss(job, lease, why)
+                job = await self._count(job, lease, why, counts=counts)
         if job.rollout_losses and job.state == JobState.RUNNING and cluster.serving(job.id):
             with _over_meanwhile(job.id):
                 await self.store.update(job.id, only_active=True, leader=self.leader, rollout_losses=0)
                 job = msgspec.structs.replace(job, rollout_losses=0)
         return job
 
-    async def _count_restart(self, job: JobRecord, lease: Lease, why: str) -> JobRecord:
-        restarts = 1 if job.step > job.restart_step else job.restarts + 1
-        if restarts > MAX_RESTARTS:
-            reason = (
-                f"the trainer was lost {restarts} times in a row without a new step (step {job.step} of {job.steps}); "
-                f"the last one was {lease.worker}: {why}. See the trainer's log"
-            )
-            await self.store.transition(job.id, JobState.FAILED, allowed=HELD, reason=reason, leader=self.leader)
+    async def _count(self, job: JobRecord, lease: Lease, why: str, *, counts: bool) -> JobRecord:
+        loss = lost(job, lease, why, counts=counts, now=time.time(), retry_s=self.ctx.settings.queue_retry_s)
+        if loss.failed:
+            await self.store.transition(job.id, JobState.FAILED, allowed=HELD, reason=loss.failed, leader=self.leader)
             return msgspec.structs.replace(job, state=JobState.FAILED)
-        changes = {"restarts": restarts, "restart_step": max(job.step, job.restart_step), **self._again(restarts)}
-        detail = {"worker": lease.worker, "why": why, "step": job.step, "restarts": restarts}
-        await self._note(job, "trainer_lost", detail, **changes)
-        return msgspec.structs.replace(job, **changes)
-
-    async def _count_loss(self, job: JobRecord, lease: Lease, why: str) -> JobRecord:
-        """What kills every process that loads the job's model must have an end."""
-        losses = job.rollout_losses + 1
-        if losses >= MAX_RESTARTS + job.spec["resources"]["rollout_workers"]:
-            reason = (
-                f"rollout workers were lost {losses} times in a row before one served the job; the last one was "
-                f"{lease.worker}: {why}. See its log. If nothing is said there it was killed, most often for want of "
-                "memory: take a smaller model or a shorter rollout.context_length, or a machine with more memory"
-            )
-            await self.store.transition(job.id, JobState.FAILED, allowed=HELD, reason=reason, leader=self.leader)
-            return msgspec.structs.replace(job, state=JobState.FAILED)
-        changes = {"rollout_losses": losses, **self._again(losses)}
-        detail = {"worker": lease.worker, "why": why}
-        await self._note(job, "rollout_worker_lost", detail, **changes)
-        return msgspec.structs.replace(job, **changes)
-
-    def _again(self, losses: int) -> dict[str, Any]:
-        """When the job is tried again after so many losses in a row: at once after the first."""
-        now = time.time()
-        pause_s = min(LONGEST_RETRY_S, self.ctx.settings.queue_retry_s * 2 ** (losses - 2)) if losses > 1 else 0.0
-        return {"lost_at": now, "retry_at": now + pause_s}
+        await self._note(job, loss.event, loss.detail, **loss.changes)
+        return msgspec.structs.replace(job, **loss.changes)
 
     # --- what is decided ----------------------------------------------------------------------------------------
 
@@ -290,16 +266,18 @@ class Reconciler:
 
     async def _change(self, job: JobRecord, workers: list[WorkerInfo], epoch: int, **changes: Any) -> None:
         """To starting, with these workers, in one act."""
+        leases = [_lease(job.id, epoch, worker) for worker in workers]
         await self.store.transition(
             job.id,
             JobState.STARTING,
             epoch=epoch,
             leader=self.leader,
-            leases=[_lease(job.id, epoch, worker) for worker in workers],
+            leases=leases,
             gpus=[len(worker.gpus) for worker in workers],
             tenant=job.tenant,
             **changes,
         )
+        self._granted.update(leases)
         for worker in workers:
             await self._wake_worker(worker.id)
 
@@ -307,6 +285,7 @@ class Reconciler:
         """Leases of rollout workers stay as they are when the trainer changes; new ones carry today's epoch."""
         lease = _lease(job.id, job.epoch, worker)
         await self.store.grant(lease, tenant=job.tenant, gpus=len(worker.gpus), leader=self.leader)
+        self._granted.add(lease)
         await self._wake_worker(worker.id)
         await self._note(job, "rollout_worker_added", {"worker": worker.id})
         log.info("rollout_worker_added", job=job.id, added=worker.id)

@@ -105,7 +105,9 @@ class Record:
             await see_through(asyncio.to_thread(self._start, start))
             detail |= {"from": start.checkpoint, "optimizer": start.optimizer}
         event = "resumed" if manifest else "model_loaded"
-        await self.ctx.store.update(self.lease.job, epoch=self.lease.epoch, step=step, event=event, detail=detail)
+        await self.ctx.store.update(
+            self.lease.job, epoch=self.lease.epoch, step=step, resumed_step=step, event=event, detail=detail
+        )
         log.info(event, **detail)
         return manifest
 

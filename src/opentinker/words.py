@@ -30,7 +30,7 @@ def doing(job: Job, now: float | None = None) -> list[str]:
     if state == JobState.RUNNING and job["kind"] == "rl":
         said += _flow(job, now)
     if job.get("restarts"):
-        said.append(f"Its trainer was lost {job['restarts']} times without a step beyond {job['step']} since.")
+        said.append(f"Its trainer was lost {job['restarts']} times in a row.")
     return said
 
 
