@@ -18,7 +18,7 @@ from opentinker.shared.dataset import Source, open_rows, sources
 from opentinker.shared.errors import OpenTinkerError
 from opentinker.shared.model_families import read_config, unsupported_family
 from opentinker.shared.model_files import code_in, pickled_in, unloadable
-from opentinker.shared.paths import local_path
+from opentinker.shared.paths import local_path, not_on_hub
 from opentinker.shared.rows import RowError, lines, row_of, rows_path
 from opentinker.shared.spec import JobSpec
 from opentinker.shared.spec.data import JSONL, DataSpec, NoFormat, format_of
@@ -51,7 +51,8 @@ def mistake_in(path: Path, weights: bool) -> str | None:
     """Why a job cannot have the model at this path; with `weights`, they are loaded too."""
     if not path.is_dir():
         what = "is a file" if path.exists() else f"does not exist on the server ({path.absolute()})"
-        return f"{what}; give a directory with config.json and safetensors, or a hub id"
+        start = "" if path.is_absolute() else f"; relative paths begin at {Path.cwd()}"
+        return f"{what}; give a directory with config.json and safetensors, or a hub id{start}"
     if not (path / "config.json").is_file():
         return "has no config.json: it is not a Hugging Face model directory"
     return unloadable(path) if weights else code_in(path) or pickled_in(path)
@@ -61,6 +62,8 @@ def model(spec: JobSpec) -> Check:
     base, weights = spec.model.base, loads_weights(spec)
     path = local_path(base)
     if path is None:
+        if why := not_on_hub(base):
+            return check("model", why, "bad", "model.base must be a directory with config.json, or a hub id")
         hint = "the worker that loads it fetches it, and looks at it then"
         return check("model", f"{NOT_LOOKED_AT}{base} is of a hub", "note", hint)
     try:

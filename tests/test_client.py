@@ -18,11 +18,12 @@ import orjson
 import pytest
 from aiohttp import web
 
-from opentinker import ApiError, AsyncClient, Client
+from opentinker import ApiError, AsyncClient, Client, given
 from opentinker.archive import unpack
 from opentinker.client import ApiConflict, ApiNotFound
 from opentinker.shared.answers import Event
 from opentinker.shared.errors import Conflict, NotFound
+from opentinker.shared.paths import file_system
 from opentinker.shared.service import Context
 from opentinker.shared.spec import parse_spec
 from opentinker.shared.store import Store
@@ -38,9 +39,9 @@ SPEC = make_spec(model__base="some/model")
 
 @asynccontextmanager
 async def answering(create: Callable[[web.Request], Awaitable[web.Response]]) -> AsyncIterator[str]:
-    """A stand-in for the server, which answers submissions alone; gives its URL."""
+    """A stand-in for the server, which answers submissions and who asks; gives its URL."""
     app = web.Application()
-    app.add_routes([web.post("/v1/jobs", create)])
+    app.add_routes([web.post("/v1/jobs", create), web.get("/v1/whoami", create)])
     runner = web.AppRunner(app)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
@@ -63,21 +64,52 @@ async def test_spec_may_be_a_dict_a_jobspec_or_a_file(client: AsyncClient, tmp_p
         assert parse_spec((await client.job(id))["spec"]) == SPEC
 
 
-async def test_model_directory_of_the_client_is_sent_as_a_whole_path(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def create(request: web.Request) -> web.Response:
-        return web.json_response((await request.json())["model"])
+@pytest.fixture
+def of_a_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A directory with a model and rows and a job.toml that names them; the current directory is another."""
+    (tmp_path / "mine" / "models" / "tiny").mkdir(parents=True)
+    (tmp_path / "mine" / "models" / "tiny" / "config.json").write_text('{"model_type": "qwen3"}')
+    (tmp_path / "mine" / "rows.jsonl").write_text('{"prompt": "1", "completion": "2"}\n')
+    spec = """
+        name = "x"
+        kind = "sft"
+        model = { base = "models/tiny" }
+        data = { path = "rows.jsonl" }
+        train = { steps = 1 }
+    """
+    (tmp_path / "mine" / "job.toml").write_text(spec)
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    return tmp_path
 
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "models" / "tiny").mkdir(parents=True)
-    data = make_spec(model__base="models/tiny").model_dump(mode="json")
-    (tmp_path / "job.json").write_bytes(orjson.dumps(data))
-    async with answering(create) as url, AsyncClient(url) as client:
-        for spec in (data, parse_spec(data), "job.json"):
-            assert dict(await client.submit(spec))["base"] == str(tmp_path / "models" / "tiny")
-        for elsewhere in ("owner/model", "~nobody-here/x", ""):
-            assert dict(await client.submit({"model": {"base": elsewhere}}))["base"] == elsewhere
+
+async def test_relative_paths_are_looked_for_here_then_beside_the_file(of_a_user: Path) -> None:
+    sent = []
+
+    async def answer(request: web.Request) -> web.Response:
+        if request.path == "/v1/whoami":
+            return web.json_response({"files": file_system()})
+        sent.append(await request.json())
+        return web.json_response({})
+
+    async with answering(answer) as url, AsyncClient(url) as client:
+        await client.submit("../mine/job.toml")
+        (of_a_user / "here" / "rows.jsonl").touch()
+        await client.submit(Path("../mine/job.toml"))
+        await client.submit({"model": {"base": "owner/model"}, "data": {"path": "~nobody-here/x", "validation": ""}})
+    mine, here = of_a_user / "mine", of_a_user / "here"
+    assert sent[0]["model"]["base"] == str(mine / "models" / "tiny")
+    assert [one["data"]["path"] for one in sent[:2]] == [str(mine / "rows.jsonl"), str(here / "rows.jsonl")]
+    assert sent[2] == {"model": {"base": "owner/model"}, "data": {"path": "~nobody-here/x", "validation": ""}}
+
+
+async def test_paths_are_the_server_s_where_it_sees_other_files(
+    client: AsyncClient, of_a_user: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(given, "file_system", lambda: "of another machine")
+    with pytest.raises(ApiError, match=f"rows.jsonl.*relative paths begin at {of_a_user / 'here'}") as refused:
+        await client.submit("../mine/job.toml")
+    assert {mistake["field"]: mistake["value"] for mistake in refused.value.mistakes}["data.path"] == "rows.jsonl"
 
 
 async def test_relative_path_that_leads_nowhere_is_no_hub_id(client: AsyncClient) -> None:

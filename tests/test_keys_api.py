@@ -21,6 +21,7 @@ from opentinker.client import AsyncClient, Client
 from opentinker.http import ApiError
 from opentinker.shared.authority import MAY, Action, Role
 from opentinker.shared.keys import Keys, parse, read_key
+from opentinker.shared.paths import file_system
 from opentinker.shared.service import Context
 from opentinker.shared.store import Store
 from opentinker.up import Plan, locked, operator_key
@@ -187,6 +188,7 @@ async def test_a_key_says_whose_it_is_and_what_it_may(http: Http, store: Store) 
     status, found = await http("GET", "/v1/whoami", headers=bearing(key))
     assert status == 200 and abs(found.pop("expires") - time.time() - YEAR_S) < 600.0
     assert found == {
+        "files": file_system(),
         "auth": "on",
         "tenant": "red",
         "role": "member",

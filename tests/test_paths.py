@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from opentinker.services.scheduler.data_check import check_data
-from opentinker.shared.paths import local_path
+from opentinker.shared.paths import local_path, not_on_hub
 from opentinker.shared.rows import rows_path
 from opentinker.shared.spec import DataSpec
 
@@ -45,3 +45,30 @@ def test_a_place_that_may_not_be_looked_at_is_said_to_be_that(monkeypatch: pytes
     assert local_path("secret/rows") == Path("secret/rows")
     (mistake,) = check_data(DataSpec(path="secret/rows.jsonl"), "sft")
     assert "Permission denied" in mistake["problem"]
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("models/tiny", "did you mean runs/models/tiny?"),
+        ("runs/tiny", "relative paths begin at"),
+        ("spaces/x", "OWNER/NAME"),
+    ],
+)
+def test_a_path_at_which_nothing_is_is_no_hub_id(
+    name: str, meant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs" / "models" / "tiny").mkdir(parents=True)
+    (tmp_path / "runs" / "models" / "tiny" / "config.json").touch()
+    why = not_on_hub(name)
+    assert why is not None and f"no directory {name} on the server" in why and meant in why
+    assert not_on_hub("Qwen/Qwen3-0.6B") is None and not_on_hub("gpt2") is None
+
+
+def test_what_a_server_keeps_is_not_offered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for file in ("data/run/lock", "data/jobs/secret/config.json"):
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / file).touch()
+    assert not_on_hub("jobs/secret") is None

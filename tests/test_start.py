@@ -109,7 +109,7 @@ async def test_checkpoint_that_is_not_there_is_refused_with_those_that_are(
 
 
 async def test_its_mistakes_come_with_all_the_others(client: AsyncClient, base: Path, tmp_path: Path) -> None:
-    data = spec_of(base) | {"name": "BAD", "start": {"from": "j-0000000000@1"}}
+    data = spec_of(base) | {"name": "", "start": {"from": "j-0000000000@1"}}
     assert set(await refused(client, data)) == {"name", "start.from"}
     data |= {"start": {"from": "yesterday's", "optimizer": 3}, "model": {"base": str(tmp_path / "gone")}}
     found = await refused(client, data)

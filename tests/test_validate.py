@@ -333,7 +333,7 @@ async def test_the_command_renders_the_prompt_that_a_server_does_not(
     (prompt,) = (check for check in found["checks"] if check["what"] == "prompt")
     assert prompt["result"] == "note" and prompt["found"].startswith("not looked at: a server renders no prompts")
     monkeypatch.setattr(sys, "path", [*sys.path])
-    seen = await asyncio.to_thread(_looked_at, spec.model_dump(mode="json"), spec, client.url)
+    seen = await asyncio.to_thread(_looked_at, spec.model_dump(mode="json"), client.url, Path())
     (prompt,) = (check for check in seen["checks"] if check["what"] == "prompt")
     assert prompt == spec_checks.prompt(spec, [Message(role="user", content="7=")])
     assert prompt["result"] == "bad" and not seen["valid"] and seen["server"] == client.url

@@ -5,8 +5,10 @@ Blocking: call these in a thread. The trainer reads every row, and data sets of 
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+from opentinker.shared.paths import not_on_hub
 from opentinker.shared.rows import RowError, first_row, rows_path
 from opentinker.shared.spec import DataSpec
 from opentinker.shared.spec.data import JSONL, NoFormat, format_of
@@ -30,9 +32,12 @@ def _check(name: str, kind: str, data: DataSpec) -> None:
     """Raises RowError, NoFormat; OSError for a place that may not be looked at."""
     path = rows_path(name)
     if path is None:
+        if why := not_on_hub(name):
+            raise RowError(why)
         return
     if not path.exists():
-        raise RowError(f"does not exist on the server ({path.absolute()}); give a file, a directory or a hub id")
+        start = "" if path.is_absolute() else f"; relative paths begin at {Path.cwd()}"
+        raise RowError(f"does not exist on the server ({path.absolute()}); give a file, a directory or a hub id{start}")
     if path.name.endswith(JSONL):
         format_of(first_row(path), kind, data)
 

@@ -17,6 +17,7 @@ from opentinker.services.scheduler.problems import json_response, parsed, read_j
 from opentinker.shared.authority import DEFAULT_TENANT, MAY, Action, Role, outranks
 from opentinker.shared.errors import NotFound, SpecError
 from opentinker.shared.keys import KEY_ID, TENANT, Key, Keys, new_key
+from opentinker.shared.paths import file_system
 from opentinker.shared.service import Context
 from opentinker.shared.spec.mistakes import Mistakes
 
@@ -118,6 +119,7 @@ class KeysApi:
                 "key": asked.key or None,
                 "name": key.name if key else "",
                 "expires": (key.expires or None) if key else None,
+                "files": file_system(),
             }
         )
 

@@ -17,7 +17,7 @@ from opentinker.services.scheduler import start as starting
 from opentinker.services.scheduler.data_check import absolute, check_data
 from opentinker.shared.config import Settings
 from opentinker.shared.errors import SpecError
-from opentinker.shared.paths import local_path
+from opentinker.shared.paths import local_path, not_on_hub
 from opentinker.shared.service import Context
 from opentinker.shared.spec import JobSpec, ModelSpec, StartSpec, parse_spec
 from opentinker.shared.spec_checks import loads_weights, mistake_in
@@ -240,7 +240,8 @@ def _check_model(base: str, model: ModelSpec | None, weights: bool) -> Mistakes:
     """Blocking. What can be seen of a local model without loading it; `weights`: whoever does loads those too."""
     path = local_path(base) if base else None
     if path is None:
-        return []
+        why = not_on_hub(base) if base else None
+        return [_mistake(base, why)] if why else []
     try:
         if why := mistake_in(path, weights):
             return [_mistake(base, why)]

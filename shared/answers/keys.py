@@ -45,6 +45,8 @@ class WhoAmI(TypedDict):
     """Its id."""
     name: str
     expires: float | None
+    files: str
+    """Equal to the asker's own `shared.paths.file_system()` if both see the same files by the same paths."""
 
 
 class Tenant(TypedDict):

@@ -32,7 +32,7 @@ class LoraSpec(Part):
 class ModelSpec(Part):
     base: Annotated[str, Field(min_length=1)]
     """Directory or hub id of a Hugging Face causal language model (safetensors; no remote code), or of one that
-    sees: docs/environments/images.md."""
+    sees: docs/environments/images.md. Where relative paths begin: docs/submitting.md."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Of generation, and of the trainer's forward pass; master weights are float32."""
     fp32_head: bool = False

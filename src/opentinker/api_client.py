@@ -29,7 +29,7 @@ import orjson
 
 from opentinker.asking import InferenceCalls
 from opentinker.fetching import FetchingCalls, FetchingSync
-from opentinker.given import plain, started
+from opentinker.given import prepared, started
 from opentinker.granting import GrantingCalls, GrantingSync
 from opentinker.http import ApiConflict, ApiError, ApiNotFound, Http, Json
 from opentinker.knowing import READ_S, KnowingCalls, KnowingSync
@@ -97,16 +97,18 @@ class AsyncClient(EnvironmentCalls, FetchingCalls, GrantingCalls, InferenceCalls
         self,
         spec: Mapping[str, Any] | JobSpec | str | Path,
         *,
+        beside: str | Path | None = None,
         from_checkpoint: str | None = None,
         with_optimizer: bool = False,
         idempotency_key: str | None = None,
     ) -> JobSummary:
         """A spec, or the path of a .toml or .json file. Raises ApiError with every mistake.
 
-        A `model.base` that is a directory here is sent as its whole path; the server's machine must have it too.
+        Relative paths of the spec are looked for in the current directory, then in `beside` (default: the directory of
+        the file), where the server runs on the same machine; else, and where nothing is, they are the server's own.
         `from_checkpoint`, JOB@STEP or JOB@latest, and `with_optimizer` take the place of the spec's [start].
         """
-        data = started(await asyncio.to_thread(plain, spec), from_checkpoint, with_optimizer)
+        data = started(await prepared(self._http, spec, beside), from_checkpoint, with_optimizer)
         headers = {"Idempotency-Key": idempotency_key or uuid.uuid4().hex, "Content-Type": "application/json"}
         return cast(JobSummary, await self._http.json("POST", "/v1/jobs", body=orjson.dumps(data), headers=headers))
 
@@ -285,6 +287,7 @@ class Client(FetchingSync, GrantingSync, KnowingSync):
         self,
         spec: Mapping[str, Any] | JobSpec | str | Path,
         *,
+        beside: str | Path | None = None,
         from_checkpoint: str | None = None,
         with_optimizer: bool = False,
         idempotency_key: str | None = None,
@@ -292,6 +295,7 @@ class Client(FetchingSync, GrantingSync, KnowingSync):
         return self._call(
             self._core.submit(
                 spec,
+                beside=beside,
                 from_checkpoint=from_checkpoint,
                 with_optimizer=with_optimizer,
                 idempotency_key=idempotency_key,

@@ -1,23 +1,54 @@
-"""What a user gives the client: a spec in one of several forms, and a place for a download."""
+"""What a user gives the client: a spec in one of several forms, and a place for a download.
+
+A relative path in a spec is looked for in the current directory, then in that of the spec's file. What is there is sent
+as its whole path, if the server sees the same files; everything else is sent as it was written, and is relative to the
+directory in which the server was started.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import asyncio
+import copy
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from opentinker.http import ApiError
+from opentinker.http import ApiError, Http
+from opentinker.shared.paths import file_system
 from opentinker.shared.spec import JobSpec, load_spec
 
+DIRECTORIES = (("model", "base"), ("teacher", "base"), ("value_model", "base"))
+PLACES = (
+    *(("data", name) for name in ("path", "validation")),
+    *((part, "config", name) for part in ("environment", "validation") for name in ("path", "directory")),
+)
+"""Settings that name files or directories."""
+Spec = Mapping[str, Any] | JobSpec | str | Path
 
-def plain(spec: Mapping[str, Any] | JobSpec | str | Path) -> Any:
+
+async def prepared(http: Http, spec: Spec, beside: str | Path | None = None) -> Any:
+    """The spec's data as it is sent. Raises SpecError for a file that cannot be read, ApiError.
+
+    `beside`: where relative paths are looked for after the current directory; default: the directory of the file.
+    """
+    data = await asyncio.to_thread(plain, spec)
+    if beside is None and isinstance(spec, str | Path):
+        beside = Path(spec).parent
+    here = await asyncio.to_thread(with_whole_paths, data, beside)
+    if here == data or (await http.json("GET", "/v1/whoami")).get("files") != file_system():
+        return data
+    return here
+
+
+def plain(spec: Spec) -> Any:
+    """Its data. Raises SpecError for a file that cannot be read."""
     match spec:
         case JobSpec():
-            return _found_here(spec.model_dump(mode="json"))
+            return spec.model_dump(mode="json")
         case str() | Path():
-            return _found_here(load_spec(Path(spec)))
+            return load_spec(Path(spec))
         case _:
-            return _found_here(dict(spec))
+            return dict(spec)
 
 
 def started(data: Any, checkpoint: str | None, optimizer: bool) -> Any:
@@ -29,17 +60,39 @@ def started(data: Any, checkpoint: str | None, optimizer: bool) -> Any:
     return {**data, "start": {"from": checkpoint, "optimizer": optimizer}} if isinstance(data, dict) else data
 
 
-def _found_here(data: Any) -> Any:
-    """A model directory that is relative to here becomes absolute: the server runs elsewhere."""
-    match data:
-        case {"model": {"base": str(base)} as model} if base:
-            try:
-                path = Path(base).expanduser()
-                return {**data, "model": {**model, "base": str(path.resolve())}} if path.is_dir() else data
-            except (OSError, RuntimeError):  # no such user's home, a name too long: the server says what is wrong
-                return data
-        case _:
-            return data
+def with_whole_paths(data: Any, beside: str | Path | None = None) -> Any:
+    """The spec's data with the whole path of what its relative ones lead to from here. Blocking."""
+    found = copy.deepcopy(data)
+    for table, name, only_directories in _settings(found):
+        for directory in (Path(), *([] if beside is None else [Path(beside)])):
+            if (path := _there(directory, table[name], only_directories)) is not None:
+                table[name] = str(path)
+                break
+    return found
+
+
+def _settings(data: Any) -> Iterator[tuple[dict[str, Any], str, bool]]:
+    """Each setting that names a place: its table, its name, whether only a directory can be meant."""
+    for path, only_directories in (*((path, True) for path in DIRECTORIES), *((path, False) for path in PLACES)):
+        table = data
+        for part in path[:-1]:
+            table = table.get(part) if isinstance(table, dict) else None
+        if isinstance(table, dict) and isinstance(table.get(path[-1]), str):
+            yield table, path[-1], only_directories
+    judges = data.get("reward_models") if isinstance(data, dict) else None
+    for judge in judges if isinstance(judges, list) else []:
+        if isinstance(judge, dict) and isinstance(judge.get("base"), str):
+            yield judge, "base", True
+
+
+def _there(directory: Path, name: str, only_directories: bool) -> Path | None:
+    if not name:
+        return None
+    try:
+        path = directory / Path(name).expanduser()
+        return path.resolve() if path.is_dir() or (not only_directories and path.is_file()) else None
+    except (OSError, RuntimeError, ValueError):  # a name too long, no such user's home: the server says what is wrong
+        return None
 
 
 def empty_place(directory: str | Path) -> Path:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Coroutine, Iterator, Mapping
 from pathlib import Path
@@ -12,7 +11,7 @@ from urllib.parse import quote
 import aiohttp
 import orjson
 
-from opentinker.given import plain
+from opentinker.given import prepared
 from opentinker.http import Http
 from opentinker.shared.answers import (
     Distribution,
@@ -106,10 +105,13 @@ class KnowingCalls:
         """Where and how the job is heard live on NATS, for a while: `servers`, `token`, `subjects`, `expires_at`..."""
         return cast(StreamCredentials, await self._http.json("POST", _of(id, "/stream-credentials"), again=False))
 
-    async def validate(self, spec: Mapping[str, Any] | JobSpec | str | Path) -> Validation:
+    async def validate(
+        self, spec: Mapping[str, Any] | JobSpec | str | Path, *, beside: str | Path | None = None
+    ) -> Validation:
         """A spec looked at by the server as if it were submitted: `valid`, `mistakes`, `checks` (what, found, result:
-        ok, note or bad, hint), `messages` of an episode's beginning. A mistake raises nothing."""
-        data = await asyncio.to_thread(plain, spec)
+        ok, note or bad, hint), `messages` of an episode's beginning. A mistake raises nothing. `beside`: as
+        of `submit`."""
+        data = await prepared(self._http, spec, beside)
         headers = {"Content-Type": "application/json"}
         body = orjson.dumps(data)
         found = await self._http.json("POST", "/v1/validate", body=body, headers=headers, timeout_s=90.0)
@@ -179,5 +181,7 @@ class KnowingSync(ABC):
     ) -> Usage:
         return self._call(self._core.usage(by, job=job, first=first, last=last, limit=limit))
 
-    def validate(self, spec: Mapping[str, Any] | JobSpec | str | Path) -> Validation:
-        return self._call(self._core.validate(spec))
+    def validate(
+        self, spec: Mapping[str, Any] | JobSpec | str | Path, *, beside: str | Path | None = None
+    ) -> Validation:
+        return self._call(self._core.validate(spec, beside=beside))

@@ -57,7 +57,7 @@ def submit(
     api = client(url, patience_s=PATIENCE_S if follow else 2.0)
     spec = read_spec(path, from_checkpoint, with_optimizer)
     with located(path):
-        record = api.submit(spec)
+        record = api.submit(spec, beside=path.parent)
     if as_json:
         print_line(record)
     else:

@@ -77,7 +77,7 @@ def run(
     with everything(home, port, needed, keep=keep) as url:
         api = client(url, patience_s=RESTART_S, key=key_in(read_state(home)) or None)
         with located(path):
-            record = api.submit(spec)
+            record = api.submit(spec, beside=path.parent)
         if not as_json:
             say(f"job {record['id']} on {url}, data in {home}")
             say(f"from another terminal: {_bearing(home)}{as_typed('watch', record['id'], '--url', url)}\n")

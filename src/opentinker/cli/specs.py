@@ -104,7 +104,7 @@ def validate(
         raise typer.Exit(2) from None
     found: dict[str, Any] = {"valid": True, "mistakes": [], "checks": []}
     if not quick:
-        found = _looked_at(data, spec, None if here else url or running_server())
+        found = _looked_at(data, None if here else url or running_server(), path.parent)
         found["mistakes"] = with_places(found["mistakes"], path)
     if as_json:
         print_json({**found, "spec": spec.model_dump(mode="json")})
@@ -120,20 +120,23 @@ def validate(
         raise typer.Exit(2)
 
 
-def _looked_at(data: dict[str, Any], spec: JobSpec, server: str | None) -> dict[str, Any]:
+def _looked_at(data: dict[str, Any], server: str | None, beside: Path) -> dict[str, Any]:
     """By the server at this URL, else here. A prompt that the server cannot render is rendered here, if that can be."""
     import asyncio
 
     from opentinker import inspecting
+    from opentinker.given import with_whole_paths
+    from opentinker.shared.spec import parse_spec
     from opentinker.shared.spec_checks import NOT_LOOKED_AT, prompt
     from opentinker.shared.types import Message
 
     import_from_here()
+    spec = parse_spec(with_whole_paths(data, beside))
     if server is None:
         checks = asyncio.run(inspecting.inspect(spec))
         return {"valid": not _any_bad(checks), "mistakes": [], "checks": checks, "server": None}
     with client(server) as api:
-        found = api.validate(data)
+        found = api.validate(data, beside=beside)
     messages = [Message(role=said["role"], content=said["content"]) for said in found["messages"]]
     checks = [
         prompt(spec, messages) if check["what"] == "prompt" and check["found"].startswith(NOT_LOOKED_AT) else check
