@@ -22,7 +22,7 @@ from typing import Any
 import orjson
 
 from opentinker.shared.errors import OpenTinkerError
-from opentinker.shared.paths import sync_directory
+from opentinker.shared.paths import make_directories, sync_directory
 
 FILE_BYTES = 64 << 20
 NOTHING = "0" * 64
@@ -53,7 +53,7 @@ class AuditFile:
         self._path = directory / f"{re.sub(r'[^A-Za-z0-9_-]', '-', writer)}.jsonl"
         self._most = file_bytes
         self._size, self._seq, self._hash = -1, 0, NOTHING
-        directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+        make_directories(directory, 0o700)
 
     def append(self, entries: list[dict[str, Any]]) -> None:
         """On the disk when it returns. Raises OSError."""
@@ -91,12 +91,14 @@ class AuditFile:
             data = path.read_bytes()
             whole = data.rfind(b"\n") + 1
             if path == self._path:
+                if b"\0" in data[_last_line(data, whole) : whole]:  # its other half never came to the disk
+                    whole = _last_line(data, whole)
                 torn = len(data) - whole
                 if torn:
                     os.truncate(path, whole)
                 self._size = whole
             if whole:
-                last = orjson.loads(data[data.rfind(b"\n", 0, whole - 1) + 1 : whole])
+                last = orjson.loads(data[_last_line(data, whole) : whole])
                 self._seq, self._hash = int(last["seq"]), str(last["hash"])
                 break
         return [{"event": "cut", "bytes": torn}] if torn else []
@@ -107,6 +109,11 @@ class AuditFile:
         self._path.rename(self._path.with_name(f"{self._path.stem}.{first}.jsonl"))
         sync_directory(self._path.parent)
         self._size = 0
+
+
+def _last_line(data: bytes, end: int) -> int:
+    """Where the line begins that ends there."""
+    return data.rfind(b"\n", 0, max(0, end - 1)) + 1
 
 
 def writers(directory: Path) -> list[Path]:

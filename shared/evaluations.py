@@ -17,6 +17,7 @@ import structlog
 
 from opentinker.shared.bus import Bus
 from opentinker.shared.manifest import name_of
+from opentinker.shared.paths import make_directories, replace_durably
 from opentinker.shared.spec import EvaluationSpec
 from opentinker.shared.step_log import StepLog, lineage
 from opentinker.shared.telemetry import MetricSource
@@ -87,7 +88,7 @@ class Evaluations:
         point = await self._source.emit(version.step, values)
         line = {"epoch": version.epoch, "step": version.step, "version": str(version), "time": point.time}
         try:
-            await asyncio.to_thread(self._log.add, {**line, **point.values})
+            await asyncio.to_thread(self._append, {**line, **point.values})
         except OSError as error:
             await self._refused(version.step, error)
         said = {name.removeprefix("val/"): round(values[name], 4) for name in SAID if values.get(name)}
@@ -104,12 +105,15 @@ class Evaluations:
         except OSError as error:
             await self._refused(step, error)
 
+    def _append(self, line: dict[str, Any]) -> None:
+        """Durably: these weights may be gone after a power cut, so the evaluation could not be repeated."""
+        self._log.add(line)
+        self._log.sync()
+
     def _write(self, step: int, transcripts: list[dict[str, Any]]) -> None:
         path = self._home / "transcripts" / f"{name_of(step)}.jsonl"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_suffix(".tmp")
-        temporary.write_bytes(b"".join(orjson.dumps(one) + b"\n" for one in transcripts))
-        temporary.rename(path)
+        make_directories(path.parent)
+        replace_durably(path, b"".join(orjson.dumps(one) + b"\n" for one in transcripts))
 
     async def _refused(self, step: int, error: OSError) -> None:
         """The job goes on; a line that was refused is written with the next one."""

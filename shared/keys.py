@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import os
 import re
 import secrets
 import string
@@ -29,6 +28,7 @@ import msgspec
 
 from opentinker.shared.authority import SCOPES, Action, Principal, Role
 from opentinker.shared.errors import Conflict, NotFound, SpecError
+from opentinker.shared.paths import create_durably, replace_durably
 from opentinker.shared.script import Script
 
 LETTERS = string.digits + string.ascii_letters
@@ -144,16 +144,13 @@ def digest_of(text: str) -> str:
 
 
 def write_key(path: Path, text: str) -> None:
-    """Into a new file that its owner alone can read. Raises FileExistsError."""
-    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-        file.write(text + "\n")
+    """Into a new file that its owner alone can read, durably. Raises FileExistsError."""
+    create_durably(path, f"{text}\n".encode())
 
 
 def replace_key(path: Path, text: str) -> None:
     """In a file that is there."""
-    new = path.with_name(f"{path.name}.{secrets.token_hex(4)}")
-    write_key(new, text)
-    new.replace(path)
+    replace_durably(path, f"{text}\n".encode(), 0o600)
 
 
 def read_key(path: Path) -> str:

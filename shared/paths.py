@@ -1,4 +1,4 @@
-"""Places on disk: what a user's text for a model or a data set means, and names that outlive a power cut."""
+"""Places on disk: what a user's text for a model or a data set means, and files that outlive a power cut."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ import errno
 import hashlib
 import os
 import re
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 HUB_ID = re.compile(r"(?:\w[\w.-]{0,95}/)?\w[\w.-]{0,95}", re.ASCII)
 HUB_PAGES = ("datasets", "models", "spaces")
 """Pages of the hub itself: nobody there has such a name."""
 IMPOSSIBLE = Path("(a name that no file can have)")
+SYNC_THREADS = 8
 
 
 def local_path(name: str, files: tuple[str, ...] = ()) -> Path | None:
@@ -66,18 +68,80 @@ def file_system() -> str:
     return hashlib.sha256(f"{boot} {root.st_dev} {root.st_ino}".encode()).hexdigest()[:32]
 
 
-def write_durably(path: Path, data: bytes) -> None:
-    """All of it is on the disk, though not yet its name."""
-    with path.open("wb") as file:
+def write_durably(path: Path, data: bytes, mode: int = 0o666) -> None:
+    """Writes `data` and waits for the disk; the name is durable once the directory is synced."""
+    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode), "wb") as file:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
 
 
-def sync_directory(directory: Path) -> None:
-    """What was made, renamed or removed in it is on the disk."""
-    descriptor = os.open(directory, os.O_RDONLY)
+def sync_file(path: Path) -> None:
+    """Waits until the content of a file that somebody else wrote is on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def sync_directory(directory: Path) -> None:
+    """What was made, renamed or removed in it is on the disk."""
+    sync_file(directory)
+
+
+def sync_tree(directory: Path) -> None:
+    """Waits until every file and directory below `directory`, and its own entries, are on the disk.
+
+    In several threads: a journal takes many waiting files in one write, and is some thirty times faster with them.
+    """
+    folders = list(os.walk(directory))
+    files = [path for folder, _, names in folders for name in names if not (path := Path(folder, name)).is_symlink()]
+    with ThreadPoolExecutor(SYNC_THREADS) as pool:
+        list(pool.map(sync_file, [*files, *(Path(folder) for folder, _, _ in folders)]))
+
+
+def make_directories(directory: Path, mode: int = 0o777) -> None:
+    """Makes a directory with its parents; the name of each one made is on the disk. `mode`: of the directory itself."""
+    made = []
+    for place in (directory, *directory.parents):
+        if place.exists():
+            break
+        made.append(place)
+    directory.mkdir(parents=True, exist_ok=True, mode=mode)
+    for place in reversed(made):
+        sync_directory(place.parent)
+
+
+def replace_durably(path: Path, data: bytes, mode: int = 0o666) -> None:
+    """Replaces the content of `path`, or makes it: after a power cut the file is whole, the old one or the new one."""
+    temporary = path.with_name(f"{path.name}.tmp")
+    temporary.unlink(missing_ok=True)
+    write_durably(temporary, data, mode)
+    temporary.replace(path)
+    sync_directory(path.parent)
+
+
+def create_durably(path: Path, data: bytes, mode: int = 0o600) -> None:
+    """Makes a new file, on the disk with its name. Raises FileExistsError if there is one with content: an empty file
+    is what a power cut left of an earlier try, and counts as missing."""
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+    except FileExistsError:
+        if not is_blank(path):
+            raise
+        replace_durably(path, data, mode)
+        return
+    with open(descriptor, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    sync_directory(path.parent)
+
+
+def is_blank(path: Path) -> bool:
+    """Whether the file is missing, or holds nothing, as a power cut leaves files that were not synced."""
+    try:
+        return not path.read_bytes().strip(b"\0 \t\r\n")
+    except FileNotFoundError:
+        return True

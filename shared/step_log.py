@@ -6,12 +6,20 @@ A disk that refuses a line does not end the job: lines are kept in memory, in or
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import orjson
+import structlog
+
+from opentinker.shared.paths import make_directories, sync_directory, sync_file
+
+log = structlog.get_logger()
+
+CHUNK = 1 << 16
 
 
 def lineage(path: Path, resumed: Mapping[int, int], step: int) -> list[dict[str, Any]]:
@@ -33,10 +41,13 @@ def lineage(path: Path, resumed: Mapping[int, int], step: int) -> list[dict[str,
 
 
 class StepLog:
+    """One writer of the file. What a power cut or a kill left of its last line is cut off before the first new one."""
+
     def __init__(self, path: Path) -> None:
         self._path = path
         self._kept: list[bytes] = []
         """Lines that are not in the file yet."""
+        self._mended = False
 
     def add(self, line: dict[str, Any]) -> None:
         """Append a line, after those kept from before. Raises OSError as `flush` does."""
@@ -47,8 +58,11 @@ class StepLog:
         """Write what was kept. Raises OSError when it cannot: then the file is as before and nothing is lost."""
         if not self._kept:
             return
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        with self._path.open("ab", buffering=0) as file:
+        make_directories(self._path.parent)
+        with self._path.open("a+b", buffering=0) as file:
+            if not self._mended:
+                _cut_torn_line(file, self._path)
+                self._mended = True
             end = file.seek(0, os.SEEK_END)
             left = memoryview(b"".join(self._kept))
             try:
@@ -63,5 +77,20 @@ class StepLog:
     def sync(self) -> None:
         """`flush`, and all lines to the disk itself. Raises OSError as `flush` does."""
         self.flush()
-        with contextlib.suppress(FileNotFoundError), self._path.open("ab") as file:  # no step yet, no file
-            os.fsync(file.fileno())
+        with contextlib.suppress(FileNotFoundError):  # no step yet, no file
+            sync_file(self._path)
+            sync_directory(self._path.parent)
+
+
+def _cut_torn_line(file: io.FileIO, path: Path) -> None:
+    """A power cut leaves half a line, or zero bytes, at the end of what was not synced."""
+    end = left = file.seek(0, os.SEEK_END)
+    whole = 0
+    while left and not whole:
+        first = max(0, left - CHUNK)
+        file.seek(first)
+        whole = file.read(left - first).rfind(b"\n") + 1
+        whole, left = first + whole if whole else 0, first
+    if whole < end:
+        file.truncate(whole)
+        log.warning("torn_line_cut", file=str(path), bytes=end - whole)

@@ -6,7 +6,7 @@
     data_dir/environments/venvs/{lock}/{interpreter}/     what the lock says, installed   made by env workers, once
     data_dir/environments/venvs/{lock}/{interpreter}.size how many bytes that is
 
-Reading a package runs none of its code.
+Reading a package runs none of its code. `intact` compares its digest before anybody believes it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +22,17 @@ from packaging.requirements import InvalidRequirement, Requirement
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
 from packaging.utils import canonicalize_name
 
-from opentinker.shared import codec
+from opentinker.shared import bounded_toml, codec
 from opentinker.shared.errors import SpecError
 
 PREFIX = "upload:"
 NAME = r"[a-z0-9][a-z0-9_-]{0,62}"
 DESCRIPTION, PROJECT = "environment.toml", "pyproject.toml"
 LOCKS = ("requirements.lock", "uv.lock")
+MOST_TOML, MOST_LOCK = 1 << 16, 1 << 22
+"""Characters of what a package says of itself; of its lock."""
+MOST_MISTAKES = 50
+"""That are told of one package."""
 SIZE = ".size"
 KEYS = {"name", "class", "lock", "python"}
 HOW_TO_LOCK = (
@@ -114,13 +117,23 @@ def venvs_dir(data_dir: Path, lock_digest: str) -> Path:
 
 
 def venv_bytes(data_dir: Path, lock_digest: str) -> int:
-    """Blocking. Of all virtual environments of a lock, as those who made them say."""
-    return sum(int(path.read_text()) for path in venvs_dir(data_dir, lock_digest).glob(f"*{SIZE}"))
+    """Blocking. Of all virtual environments of a lock, as those who made them say; 0 of one that says nothing."""
+    said = [path.read_text() for path in venvs_dir(data_dir, lock_digest).glob(f"*{SIZE}")]
+    return sum(int(text) for text in said if text.isdecimal())
 
 
 def load(data_dir: Path, digest: str) -> Package:
-    """Blocking. Raises FileNotFoundError."""
+    """Blocking. Raises FileNotFoundError, WireError."""
     return codec.from_json(Package, (package_dir(data_dir, digest) / "package.json").read_bytes())
+
+
+def intact(data_dir: Path, digest: str) -> Package:
+    """The package, if its files still have its digest. Blocking. Raises FileNotFoundError; WireError, OSError if it is
+    damaged, as by a power cut."""
+    package = load(data_dir, digest)
+    if digest_of(package_dir(data_dir, digest) / "files")[0] != digest:
+        raise codec.WireError("its files are not those that were pushed")
+    return package
 
 
 def digest_of(files: Path) -> tuple[str, int, int]:
@@ -139,12 +152,12 @@ def read_package(files: Path, name: str = "") -> Package:
     mistakes: list[dict[str, Any]] = []
 
     def wrong(field: str, value: Any, problem: str) -> None:
-        mistakes.append({"field": field, "value": value, "problem": problem})
+        mistakes.append({"field": field[:100], "value": _shown(value), "problem": problem})
 
     source, own, project = _described(files, wrong)
     for key in sorted(own.keys() - KEYS):
         wrong(f"{source}: {key}", own[key], f"is not known here; known are: {', '.join(sorted(KEYS))}")
-    name = name or str(own.get("name") or canonicalize_name(str(project.get("name", ""))))
+    name = name or _text(own.get("name")) or canonicalize_name(_text(project.get("name")))
     if not re.fullmatch(NAME, name):
         wrong("name", name, "must be lower case letters, digits, - and _, at most 63; give one with --name")
     path = own.get("class")
@@ -153,14 +166,14 @@ def read_package(files: Path, name: str = "") -> Package:
         wrong(f"{source}: class", path, "must be given as module:Class, e.g. parity:Parity")
     elif not _module_there(files / root, path.partition(":")[0]):
         wrong(f"{source}: class", path, f"there is no such module in the {root or 'top'} directory of the package")
-    python = str(own.get("python") or project.get("requires-python", ""))
+    python = _text(own.get("python")) or _text(project.get("requires-python"))
     try:
         SpecifierSet(python)
     except InvalidSpecifier:
         wrong(f"{source}: python", python, "is not a set of versions, e.g. >=3.11")
     lock, lock_digest = _lock(files, own.get("lock"), project, wrong)
     if mistakes:
-        raise SpecError(mistakes)
+        raise SpecError(mistakes[:MOST_MISTAKES])
     _, count, size = digest_of(files)
     return Package(name=name, path=str(path), root=root, lock=lock, lock_digest=lock_digest, python=python,
                    files=count, bytes=size)  # fmt: skip
@@ -171,20 +184,35 @@ def _described(files: Path, wrong: Any) -> tuple[str, dict[str, Any], dict[str, 
     read: dict[str, Any] = {}
     for name in (DESCRIPTION, PROJECT):
         try:
-            read[name] = tomllib.loads((files / name).read_text())
+            read[name] = bounded_toml.loads((files / name).read_text(), MOST_TOML)
         except FileNotFoundError:
             continue
-        except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        except (OSError, ValueError) as error:
             wrong(name, None, f"cannot be read: {error}")
             read[name] = {}
-    project = read.get(PROJECT, {}).get("project", {})
-    tool = read.get(PROJECT, {}).get("tool", {}).get("opentinker")
+    project = _table(read.get(PROJECT, {}).get("project"))
     if DESCRIPTION in read:
         return DESCRIPTION, read[DESCRIPTION], project
+    tool = _table(read.get(PROJECT, {}).get("tool")).get("opentinker")
     if not isinstance(tool, dict):
         needed = f"needs {DESCRIPTION}, or [tool.opentinker] in {PROJECT}, with class = 'module:Class'"
         wrong("(package)", None, needed)
-    return f"{PROJECT}: tool.opentinker", tool if isinstance(tool, dict) else {}, project
+    return f"{PROJECT}: tool.opentinker", _table(tool), project
+
+
+def _table(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else ""
+
+
+def _shown(value: Any) -> Any:
+    """Of a value in a mistake, what a person reads and JSON can say."""
+    if isinstance(value, str):
+        return value[:200]
+    return value if value is None or isinstance(value, bool) else f"({type(value).__name__})"
 
 
 def _module_there(root: Path, module: str) -> bool:
@@ -207,16 +235,15 @@ def _lock(files: Path, named: Any, project: dict[str, Any], wrong: Any) -> tuple
             several if chosen else f"there is none, and what is not locked is not installed: {HOW_TO_LOCK}",
         )
         return "", ""
-    text = (files / chosen[0]).read_text(errors="replace")
     try:
-        locked = {pin.name for pin in pins(text)} if chosen[0] == LOCKS[0] else _locked_by_uv(text)
-        normal = normal_of(pins(text)) if chosen[0] == LOCKS[0] else _normal_of_uv(text)
-    except ValueError as error:
+        locked, normal = _locked(files / chosen[0])
+    except (OSError, ValueError) as error:
         wrong(chosen[0], None, f"{error}; {HOW_TO_LOCK}")
         return "", ""
-    for dependency in project.get("dependencies", []):
+    dependencies = project.get("dependencies", [])
+    for dependency in dependencies if isinstance(dependencies, list) else [dependencies]:
         try:
-            name = canonicalize_name(Requirement(str(dependency)).name)
+            name = canonicalize_name(Requirement(_text(dependency)).name)
         except InvalidRequirement as error:
             wrong(f"{PROJECT}: project.dependencies", dependency, str(error))
             continue
@@ -225,24 +252,53 @@ def _lock(files: Path, named: Any, project: dict[str, Any], wrong: Any) -> tuple
     return chosen[0], hashlib.sha256(normal.encode()).hexdigest()[:20]
 
 
+def _locked(lock: Path) -> tuple[set[str], str]:
+    """Names of what it locks, and what is installed in its normal form. Raises OSError, ValueError."""
+    text = lock.read_text(errors="replace")
+    if lock.name == LOCKS[0]:
+        if len(text) > MOST_LOCK:
+            raise ValueError(f"it has {len(text)} characters, and at most {MOST_LOCK} are taken")
+        found = pins(text)
+        return {pin.name for pin in found}, normal_of(found)
+    try:
+        read = bounded_toml.loads(text, MOST_LOCK)
+    except ValueError as error:
+        raise ValueError(f"cannot be read: {error}") from None
+    packages = read.get("package", [])
+    if not isinstance(packages, list) or not all(_is_package(package) for package in packages):
+        raise ValueError("its packages are not of the form that uv writes")
+    return _locked_by_uv(packages), _normal_of_uv(read, packages)
+
+
+def _is_package(package: Any) -> bool:
+    """Of a uv.lock."""
+    if not isinstance(package, dict) or not isinstance(package.get("source", {}), dict):
+        return False
+    wheels = package.get("wheels", [])
+    return isinstance(wheels, list) and all(isinstance(wheel, dict) for wheel in wheels)
+
+
 def normal_of(found: list[Pin]) -> str:
     """What is installed, whatever the order and form in which a lock says it."""
     lines = {Pin(pin.name, pin.version, pin.marker, tuple(sorted(set(pin.hashes)))).line() for pin in found}
     return "\n".join(sorted(lines))
 
 
-def _normal_of_uv(text: str) -> str:
+def _normal_of_uv(read: dict[str, Any], found: list[dict[str, Any]]) -> str:
     """The same of a uv.lock: its packages, without the project's own version, and without where files lie."""
-    read = tomllib.loads(text)
     packages = []
-    for package in read.get("package", []):
+    for package in found:
         own = package.get("source", {}) in OWN_SOURCES
         files = [sorted(str(file.get("hash")) for file in package.get("wheels", []))]
         left_out = {"wheels", "sdist", "metadata"} | ({"version"} if own else set())
         packages.append({key: value for key, value in package.items() if key not in left_out} | {"files": files})
-    packages.sort(key=lambda package: json.dumps(package, sort_keys=True))
+    packages.sort(key=_sorted)
     wanted = {key: read.get(key) for key in ("requires-python", "resolution-markers", "supported-markers", "conflicts")}
-    return json.dumps({"packages": packages, **wanted}, sort_keys=True)
+    return _sorted({"packages": packages, **wanted})
+
+
+def _sorted(table: dict[str, Any]) -> str:
+    return json.dumps(table, sort_keys=True, default=str)
 
 
 def pins(text: str) -> list[Pin]:
@@ -276,19 +332,16 @@ def pins(text: str) -> list[Pin]:
     return found
 
 
-def _locked_by_uv(text: str) -> set[str]:
+def _locked_by_uv(packages: list[dict[str, Any]]) -> set[str]:
     """Raises ValueError for what comes from elsewhere than an index, or without a hash."""
-    try:
-        packages = tomllib.loads(text).get("package", [])
-    except tomllib.TOMLDecodeError as error:
-        raise ValueError(f"cannot be read: {error}") from None
     names: set[str] = set()
     for package in packages:
-        name, source = str(package.get("name")), package.get("source", {})
+        name, source = _text(package.get("name"))[:100], package.get("source", {})
         if source in OWN_SOURCES:
             continue
         if "registry" not in source:
-            raise ValueError(f"{name} comes from {source}: only packages of an index can be installed here")
+            shown = ", ".join(key[:100] for key in list(source)[:3])
+            raise ValueError(f"{name} comes from elsewhere ({shown}): only packages of an index can be installed here")
         if not all("hash" in wheel for wheel in package.get("wheels", [])):
             raise ValueError(f"{name} has a wheel without a hash")
         names.add(canonicalize_name(name))

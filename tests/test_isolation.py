@@ -7,7 +7,6 @@ from __future__ import annotations
 import asyncio
 import base64
 import hashlib
-import io
 import json
 import os
 import shutil
@@ -41,7 +40,7 @@ from tests import attacks
 from tests.cluster import PYTHONPATH
 from tests.conftest import soon, until
 from tests.test_sandbox import DEADLY
-from tests.upload_samples import PARITY, hostile, package
+from tests.upload_samples import PARITY, hostile, package, receive
 
 WITHSTOOD = [name for name in attacks.ATTACKS if name not in DEADLY]
 
@@ -58,8 +57,7 @@ class Worker:
 
     def push(self, directory: Path) -> str:
         held = Uploads(self.data, 32)
-        held.incoming().close()
-        package, version, _ = held.keep(io.BytesIO(pack(directory)), "default", "")
+        package, version, _ = receive(held, pack(directory))
         return str(uploads.Reference(package.name, version.version, version.digest))
 
     async def open(

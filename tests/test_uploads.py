@@ -34,7 +34,7 @@ from tests.conftest import Server
 from tests.factories import make_spec
 from tests.scheduling import FakeWorker, context
 from tests.test_cli import opentinker
-from tests.upload_samples import NO_LOCK, PARITY, package, tar_of
+from tests.upload_samples import NO_LOCK, PARITY, package, receive, tar_of
 
 HASH = "--hash=sha256:" + "a" * 64
 UV_LOCK = """
@@ -56,8 +56,7 @@ def held(tmp_path: Path) -> Uploads:
 
 
 def keep(held: Uploads, directory: Path, name: str = "", tenant: str = "default") -> tuple[Reference, bool]:
-    held.incoming().close()
-    found, version, new = held.keep(io.BytesIO(pack(directory)), tenant, name)
+    found, version, new = receive(held, pack(directory), tenant, name)
     return Reference(name or found.name, version.version, version.digest), new
 
 
@@ -193,23 +192,21 @@ def _linked(name: str, kind: bytes, target: str) -> tarfile.TarInfo:
         ([_linked("x", tarfile.FIFOTYPE, "")], "a link or a device"),
         ([("x", b"1"), ("x", b"2")], "twice"),
         ([("x", b"1"), ("x/y", b"2")], "twice"),
-        ([("x", b"1" * 1_100_000)], "at most 2000 files and 1 MB"),
-        ([(str(number), b"") for number in range(2001)], "at most 2000 files and 1 MB"),
+        ([("x", b"1" * 1_100_000)], "at most 2000 files, 2000 directories and 1 MB"),
+        ([(str(number), b"") for number in range(2001)], "at most 2000 files, 2000 directories and 1 MB"),
     ],
 )
 def test_tars_that_are_no_packages_are_refused_and_leave_nothing(
     held: Uploads, tmp_path: Path, members: list[tarfile.TarInfo | tuple[str, bytes]], words: str
 ) -> None:
-    held.incoming().close()
     with pytest.raises(SpecError, match=words):
-        held.keep(tar_of(*members), "default", "")
+        receive(held, tar_of(*members))
     assert [path.name for path in (tmp_path / "data" / "environments").iterdir()] == []
 
 
 def test_what_is_no_tar_is_refused(held: Uploads) -> None:
-    held.incoming().close()
     with pytest.raises(SpecError, match="not a tar file"):
-        held.keep(io.BytesIO(b"PK" * 5000), "default", "")
+        receive(held, b"PK" * 5000)
 
 
 def test_packing_sends_plain_files_alone(tmp_path: Path) -> None:
@@ -351,7 +348,7 @@ def test_old_versions_that_nothing_plays_go_before_a_push_is_refused(tmp_path: P
     first, _ = keep(held, numbered(tmp_path, 1))
     for number in (2, 3):
         keep(held, numbered(tmp_path, number))
-    held.keep(io.BytesIO(pack(numbered(tmp_path, 4))), "default", "", {first.digest})
+    receive(held, pack(numbered(tmp_path, 4)), used={first.digest})
     assert versions_of(held) == [1, 2, 3, 4], "none goes before the new one has proved itself"
     held.fit("default", {first.digest})
     assert versions_of(held) == [1, 3, 4]
@@ -359,7 +356,7 @@ def test_old_versions_that_nothing_plays_go_before_a_push_is_refused(tmp_path: P
     assert versions_of(held) == [1, 3, 4]
     used = {version.digest for version in held.versions("default", "small")}
     with pytest.raises(SpecError, match=r"in 4 versions; you may have .* 3 versions \(upload_tenant_versions\)"):
-        held.keep(io.BytesIO(pack(numbered(tmp_path, 6))), "default", "", used)
+        receive(held, pack(numbered(tmp_path, 6)), used=used)
     assert versions_of(held) == [1, 3, 4]
     keep(held, numbered(tmp_path, 4))  # what is the newest already is no push
     assert versions_of(held) == [1, 3, 4]

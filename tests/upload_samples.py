@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import io
 import tarfile
+from collections.abc import Set
 from pathlib import Path
 
+from opentinker.services.scheduler.receiving import Uploads, Version
+from opentinker.shared.uploads import Package
 from tests import attacks
 
 PARITY = Path(__file__).resolve().parent.parent / "examples" / "environments" / "parity"
@@ -66,7 +69,7 @@ def hostile(directory: Path) -> Path:
     return package(directory, environment__toml=described, hostile__py=HOSTILE, attacks__py=source, small__py="")
 
 
-def tar_of(*members: tarfile.TarInfo | tuple[str, bytes]) -> io.BytesIO:
+def tar_of(*members: tarfile.TarInfo | tuple[str, bytes]) -> bytes:
     out = io.BytesIO()
     with tarfile.open(fileobj=out, mode="w") as tar:
         for member in members:
@@ -76,5 +79,14 @@ def tar_of(*members: tarfile.TarInfo | tuple[str, bytes]) -> io.BytesIO:
                 tar.addfile(info, io.BytesIO(member[1]))
             else:
                 tar.addfile(member)
-    out.seek(0)
-    return out
+    return out.getvalue()
+
+
+def receive(
+    held: Uploads, tar: bytes, tenant: str = "default", name: str = "", used: Set[str] = frozenset()
+) -> tuple[Package, Version, bool]:
+    """As the scheduler does with what comes over HTTP."""
+    with held.incoming() as file:
+        file.write(tar)
+        file.seek(0)
+        return held.keep(file, tenant, name, used)

@@ -26,8 +26,9 @@ import structlog
 from packaging.specifiers import SpecifierSet
 
 from opentinker.services.env_worker.runtime import Runtime
-from opentinker.shared import uploads
+from opentinker.shared import codec, uploads
 from opentinker.shared.errors import SpecError
+from opentinker.shared.paths import make_directories, sync_directory, sync_tree
 from opentinker.shared.uploads import Package, Pin, Reference
 from opentinker.shared.waiting import put_down, rest, see_through
 
@@ -95,10 +96,13 @@ class Packages:
 
     async def _install(self, reference: Reference) -> Installed:
         try:
-            package = await asyncio.to_thread(uploads.load, self._data_dir, reference.digest)
+            package = await asyncio.to_thread(uploads.intact, self._data_dir, reference.digest)
         except FileNotFoundError:
             why = "it was deleted, or this env worker has another data_dir than the scheduler"
             raise _wrong(str(reference), f"is not in {uploads.home(self._data_dir)}: {why}") from None
+        except (OSError, codec.WireError) as error:
+            again = f"push it again to repair it: `opentinker env push DIR --name {reference.name}`"
+            raise _wrong(str(reference), f"is damaged on the server's disk ({error}); {again}") from None
         if not SpecifierSet(package.python).contains(platform.python_version(), prereleases=True):
             raise _wrong(
                 str(reference), f"is for Python {package.python}; env workers here run {platform.python_version()}"
@@ -106,9 +110,9 @@ class Packages:
         files = uploads.package_dir(self._data_dir, reference.digest) / "files"
         built_for = f"{self._python} {sys.version} {platform.machine()}"
         venvs = uploads.venvs_dir(self._data_dir, package.lock_digest)
-        await asyncio.to_thread(venvs.mkdir, parents=True, exist_ok=True)
+        await asyncio.to_thread(make_directories, venvs)
         async with _alone(venvs / f"{_short(built_for)}.lock"):
-            pins = uploads.pins(await self._requirements(package, files, venvs))
+            pins = await asyncio.to_thread(uploads.pins, await self._requirements(package, files, venvs))
             # what uv makes of a uv.lock depends on the project too: another one's must not decide for this one
             venv = venvs / _short(f"{built_for} {uploads.normal_of(pins)}")
             if conflicts := self._runtime.conflicts(pins):
@@ -142,8 +146,10 @@ class Packages:
             size = await self._size(name, work)
             listed_size = work / "size"
             await asyncio.to_thread(listed_size.write_text, str(size))
+            await asyncio.to_thread(sync_tree, work)  # a power cut must leave none that looks whole and is not
             listed_size.rename(venv.with_name(f"{venv.name}{uploads.SIZE}"))
             work.rename(venv)
+            await asyncio.to_thread(sync_directory, venv.parent)
         finally:
             await _removed(work)
         log.info("virtual_environment_made", environment=name, place=str(venv))

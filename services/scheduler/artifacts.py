@@ -26,6 +26,7 @@ from opentinker.shared.answers.artifacts import Artifact, Kind
 from opentinker.shared.artifacts import CHECKPOINTS, ArtifactIndex
 from opentinker.shared.errors import NotFound
 from opentinker.shared.manifest import ADAPTER, MANIFEST, TRAINER_STATE
+from opentinker.shared.paths import sync_tree
 from opentinker.shared.service import Context
 from opentinker.shared.types import JobRecord
 
@@ -113,6 +114,7 @@ class Artifacts:
             for name, entry in held.manifest.files.items():
                 await self._fetch(f"{held.prefix}/{inside(name)}", work / inside(name), entry.sha256)
             (work / MANIFEST).write_bytes(text)
+            await asyncio.to_thread(sync_tree, work)
             if not place.is_dir():
                 work.rename(place)
         finally:

@@ -23,7 +23,7 @@ import msgspec
 from opentinker.services.scheduler.stores import ArtifactStore, Damaged, Opened, inside, second_name
 from opentinker.shared.errors import NotFound
 from opentinker.shared.manifest import MANIFEST, TRAINER_STATE, Manifest, fenced_epoch, instead, read_manifest
-from opentinker.shared.paths import sync_directory, write_durably
+from opentinker.shared.paths import make_directories, sync_directory, write_durably
 
 _STEP = re.compile(r"^step-(\d{1,12})$")
 
@@ -71,7 +71,7 @@ def second_names(directory: Path, manifest: Manifest, place: Path) -> None:
     for name, entry in manifest.files.items():
         source, target = directory / inside(name), place / inside(name)
         check(source, name, entry.bytes)
-        target.parent.mkdir(parents=True, exist_ok=True)
+        make_directories(target.parent)
         try:
             second_name(source, target)
         except FileNotFoundError:
@@ -80,7 +80,7 @@ def second_names(directory: Path, manifest: Manifest, place: Path) -> None:
     with contextlib.suppress(FileNotFoundError, msgspec.MsgspecError):  # it is removed by now: we have it all
         if read_manifest(directory) != manifest:  # a trainer that resumed wrote the same step again
             raise Damaged(0, "it was written anew just now")
-    place.mkdir(parents=True, exist_ok=True)
+    make_directories(place)
     write_durably(place / MANIFEST, msgspec.json.encode(manifest))
     for made in (*(path for path in place.rglob("*") if path.is_dir()), place, place.parent):
         sync_directory(made)

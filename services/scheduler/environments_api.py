@@ -18,7 +18,8 @@ from aiohttp import web
 from opentinker.services.scheduler.environment import ask
 from opentinker.services.scheduler.gate import tenant_of
 from opentinker.services.scheduler.problems import body_read, json_response
-from opentinker.services.scheduler.receiving import MIB, Uploads, Version
+from opentinker.services.scheduler.receiving import Uploads, Version
+from opentinker.services.scheduler.unpacking import MIB
 from opentinker.shared import uploads
 from opentinker.shared.errors import Conflict, SpecError
 from opentinker.shared.service import Context
@@ -29,12 +30,15 @@ TAR_OVERHEAD = 4 * MIB
 """Headers and padding of a tar with the most files, and more."""
 
 HEARD_OUT = 16
+AT_ONCE = 2
+"""Packages that are unpacked at the same time: each takes a process (unpacking.py)."""
 
 
 class EnvironmentsApi:
     def __init__(self, ctx: Context) -> None:
         self.ctx = ctx
         self._uploads = Uploads.of(ctx.settings)
+        self._unpacking = asyncio.Semaphore(AT_ONCE)
 
     async def push(self, request: web.Request) -> web.Response:
         name = request.query.get("name", "")
@@ -43,7 +47,8 @@ class EnvironmentsApi:
             await self._receive(request, file)
             await asyncio.to_thread(file.seek, 0)
             used = await self._used()
-            package, version, new = await asyncio.to_thread(self._uploads.keep, file, tenant, name, used)
+            async with self._unpacking:
+                package, version, new = await asyncio.to_thread(self._uploads.keep, file, tenant, name, used)
         reference = Reference(package.name, version.version, version.digest)
         mistakes, checked = await ask(self.ctx, EnvCheck(name=str(reference), config=None, isolation="sandbox"), tenant)
         if new and not mistakes:

@@ -1,35 +1,33 @@
 """Packages of environments as they come in: a tar that nobody trusts -> files under data_dir, and a version of a name.
 
 Everything here blocks and is called in threads. The files are written whole or not at all, by their content's digest;
-a name's versions are one small file, changed under a lock. Nothing of a package is run.
+a name's versions are one small file, changed under a lock. All of it is on the disk before a push is answered; what is
+damaged all the same is pushed again. Nothing of a package is run.
 """
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
-import os
 import re
 import shutil
-import tarfile
 import tempfile
 import time
 from collections.abc import Iterator, Set
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import IO
 
 import msgspec
 import structlog
 
 from opentinker.services.scheduler.quotas import Kept, OverQuota, Quota, room
+from opentinker.services.scheduler.unpacking import MIB, refused, unpack
 from opentinker.shared import codec, uploads
 from opentinker.shared.config import Settings
-from opentinker.shared.errors import NotFound, SpecError
+from opentinker.shared.errors import Conflict, NotFound, SpecError
+from opentinker.shared.paths import make_directories, replace_durably, sync_directory, sync_tree
 from opentinker.shared.uploads import Package, Reference
 
-MOST_FILES = 2000
-LONGEST_PATH = 240
-MIB = 1 << 20
 INCOMING, LEFT_S = ".incoming-", 3600.0
 
 log = structlog.get_logger()
@@ -45,6 +43,10 @@ class Version(msgspec.Struct, frozen=True, kw_only=True):
     lock: str
     files: int
     bytes: int
+
+
+class Unreadable(Conflict):
+    """A name's file is damaged; other names are not."""
 
 
 class Named(msgspec.Struct, frozen=True, kw_only=True):
@@ -72,7 +74,7 @@ class Uploads:
 
     def incoming(self) -> IO[bytes]:
         """A file for the tar, which is gone when it is closed."""
-        self._home.mkdir(parents=True, exist_ok=True)
+        make_directories(self._home)
         return tempfile.TemporaryFile(dir=self._home)
 
     def keep(
@@ -90,13 +92,10 @@ class Uploads:
                     shutil.rmtree(left, ignore_errors=True)
         work = Path(tempfile.mkdtemp(dir=self._home, prefix=INCOMING))
         try:
-            files = work / "files"
-            files.mkdir()
-            self._unpack(tar, files)
-            package = uploads.read_package(files, name)
-            digest, _, _ = uploads.digest_of(files)
+            package, digest = unpack(tar, work, self._most, name)
             (work / "package.json").write_bytes(codec.to_json(package))
             work.chmod(0o755)
+            sync_tree(work)
             with self._locked():
                 if not self._is_newest(tenant, package.name, digest):
                     self._room(tenant, used, coming=(package, digest))
@@ -106,31 +105,22 @@ class Uploads:
             shutil.rmtree(work, ignore_errors=True)
         return package, version, new
 
-    def _unpack(self, file: IO[bytes], files: Path) -> None:
-        size = count = 0
-        try:
-            with tarfile.open(fileobj=file, mode="r:") as tar:
-                for member in tar:
-                    path = _inside(member)
-                    if member.isdir():
-                        continue
-                    count, size = count + 1, size + member.size
-                    if count > MOST_FILES or size > self._most:
-                        limits = f"{MOST_FILES} files and {self._most // MIB} MB (upload_mb)"
-                        raise _refused(f"is larger than what is taken: at most {limits}")
-                    source = tar.extractfile(member)
-                    assert source is not None
-                    _unpacked(files, path, source)
-        except tarfile.TarError as error:
-            raise _refused(f"is not a tar file: {error}") from None
-        except (FileExistsError, IsADirectoryError, NotADirectoryError) as error:
-            raise _refused(f"holds {Path(str(error.filename)).name!r} twice") from None
-
     def _place(self, work: Path, digest: str) -> None:
+        """Durably. What is there already stays if it is whole, and is replaced if not."""
         place = uploads.package_dir(self._data_dir, digest)
-        if not place.exists():
-            place.parent.mkdir(parents=True, exist_ok=True)
-            work.rename(place)
+        try:
+            uploads.intact(self._data_dir, digest)
+            return
+        except FileNotFoundError:
+            make_directories(place.parent)
+        except (OSError, codec.WireError) as error:
+            log.warning("package_replaced", digest=digest, error=str(error))
+        doomed = work.with_name(f"{work.name}-damaged")
+        with contextlib.suppress(FileNotFoundError):
+            place.rename(doomed)
+        work.rename(place)
+        sync_directory(place.parent)
+        shutil.rmtree(doomed, ignore_errors=True)
 
     def fit(self, tenant: str, used: Set[str]) -> None:
         """Once a new version stays, and its virtual environment is there: old ones go as far as the tenant's quota asks
@@ -147,28 +137,38 @@ class Uploads:
         replaced = "" if coming is None else coming[0].name
         names = self.names(tenant)
         kept = [
-            _kept(name, version, package, newest=version is versions[-1] and name != replaced)
+            self._kept(name, version, newest=version is versions[-1] and name != replaced)
             for name, versions in names.items()
             for version in versions
-            for package in [uploads.load(self._data_dir, version.digest)]
         ]
         if coming is not None:
             package, digest = coming
             kept.append(Kept(name=package.name, version=0, pushed=time.time(), digest=digest, bytes=package.bytes,
                              lock=package.lock_digest, newest=True))  # fmt: skip
-        venvs = {lock: uploads.venv_bytes(self._data_dir, lock) for lock in {one.lock for one in kept}}
+        venvs = {lock: uploads.venv_bytes(self._data_dir, lock) for lock in {one.lock for one in kept} if lock}
         try:
             return room(kept, venvs, self._quota, used)
         except OverQuota as error:
-            raise _refused(f"does not fit: {error}") from None
+            raise refused(f"does not fit: {error}") from None
+
+    def _kept(self, name: str, version: Version, *, newest: bool) -> Kept:
+        return Kept(name=name, version=version.version, pushed=version.pushed, digest=version.digest,
+                    bytes=version.bytes, lock=self._lock_of(version.digest), newest=newest)  # fmt: skip
+
+    def _lock_of(self, digest: str) -> str:
+        """Empty if the package is damaged: then no virtual environment is known to be its."""
+        try:
+            return uploads.load(self._data_dir, digest).lock_digest
+        except (OSError, codec.WireError):
+            return ""
 
     def _is_newest(self, tenant: str, name: str, digest: str) -> bool:
-        versions = self._read(tenant, name).versions
+        versions = self._readable(tenant, name).versions
         return bool(versions) and versions[-1].digest == digest
 
     def _version(self, tenant: str, package: Package, digest: str) -> tuple[Version, bool]:
-        named = self._read(tenant, package.name)
-        if self._is_newest(tenant, package.name, digest):
+        named = self._readable(tenant, package.name)
+        if named.versions and named.versions[-1].digest == digest:
             return named.versions[-1], False
         version = Version(version=named.next, digest=digest, pushed=time.time(), path=package.path, lock=package.lock,
                           files=package.files, bytes=package.bytes)  # fmt: skip
@@ -178,11 +178,12 @@ class Uploads:
     # --- names --------------------------------------------------------------------------------------------------
 
     def names(self, tenant: str) -> dict[str, list[Version]]:
-        found = {path.stem: self._read(tenant, path.stem).versions for path in self._names(tenant).glob("*.json")}
+        """Those whose versions can be read."""
+        found = {path.stem: self._readable(tenant, path.stem).versions for path in self._names(tenant).glob("*.json")}
         return {name: versions for name, versions in sorted(found.items()) if versions}
 
     def versions(self, tenant: str, name: str) -> list[Version]:
-        """Raises NotFound."""
+        """Raises NotFound, Unreadable."""
         found = self._read(tenant, name).versions
         if not found:
             raise NotFound(f"no environment {name[:100]!r}; GET /v1/environments lists yours")
@@ -197,6 +198,8 @@ class Uploads:
             yours = ", ".join(self.names(tenant)) or "none yet"
             push = f"push it with `opentinker env push DIR --name {reference.name}`"
             raise _wrong_name(name, f"you have no such environment; {push} (there are: {yours})") from None
+        except Unreadable as error:
+            raise _wrong_name(name, str(error)) from None
         wanted = reference.version or versions[-1].version
         for version in versions:
             if version.version == wanted and reference.digest in ("", version.digest):
@@ -221,71 +224,49 @@ class Uploads:
 
     def _sweep(self, digests: set[str]) -> None:
         """Packages that no name holds any more, and the virtual environments that only they had."""
-        held = {v.digest for path in (self._home / "names").glob("*/*.json") for v in _named(path).versions}
-        locks = {digest: uploads.load(self._data_dir, digest).lock_digest for digest in held | digests}
+        paths = (self._home / "names").glob("*/*.json")
+        held = {v.digest for path in paths for v in self._readable(path.parent.name, path.stem).versions}
+        locks = {digest: self._lock_of(digest) for digest in held | digests}
         for digest in digests - held:
             shutil.rmtree(uploads.package_dir(self._data_dir, digest), ignore_errors=True)
-            if locks[digest] not in {locks[other] for other in held}:
+            if locks[digest] and locks[digest] not in {locks[other] for other in held}:
                 shutil.rmtree(self._home / "venvs" / locks[digest], ignore_errors=True)
 
     def _names(self, tenant: str) -> Path:
         return self._home / "names" / tenant
 
     def _read(self, tenant: str, name: str) -> Named:
-        return _named(self._names(tenant) / f"{name}.json") if re.fullmatch(uploads.NAME, name) else Named()
+        """Raises Unreadable."""
+        if not re.fullmatch(uploads.NAME, name):
+            return Named()
+        path = self._names(tenant) / f"{name}.json"
+        try:
+            return codec.from_json(Named, path.read_bytes())
+        except FileNotFoundError:
+            return Named()
+        except (OSError, codec.WireError) as error:
+            log.error("versions_unreadable", environment=name, tenant=tenant, file=str(path), error=str(error))
+            raise Unreadable(
+                f"the list of versions of environment {name!r} is damaged; push it again to begin a new one:"
+                f" `opentinker env push DIR --name {name}`"
+            ) from None
+
+    def _readable(self, tenant: str, name: str) -> Named:
+        """Without versions if they cannot be read."""
+        with contextlib.suppress(Unreadable):
+            return self._read(tenant, name)
+        return Named()
 
     def _write(self, tenant: str, name: str, named: Named) -> None:
-        place = self._names(tenant) / f"{name}.json"
-        place.parent.mkdir(parents=True, exist_ok=True)
-        work = place.with_suffix(".new")
-        work.write_bytes(codec.to_json(named))
-        work.replace(place)
+        make_directories(self._names(tenant))
+        replace_durably(self._names(tenant) / f"{name}.json", codec.to_json(named))
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
-        self._home.mkdir(parents=True, exist_ok=True)
+        make_directories(self._home)
         with (self._home / ".lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             yield
-
-
-def _kept(name: str, version: Version, package: Package, *, newest: bool) -> Kept:
-    return Kept(name=name, version=version.version, pushed=version.pushed, digest=version.digest, bytes=version.bytes,
-                lock=package.lock_digest, newest=newest)  # fmt: skip
-
-
-def _named(path: Path) -> Named:
-    try:
-        return codec.from_json(Named, path.read_bytes())
-    except FileNotFoundError:
-        return Named()
-
-
-def _inside(member: tarfile.TarInfo) -> PurePosixPath:
-    """Raises SpecError for whatever is not a plain file or directory inside the package."""
-    path = PurePosixPath(member.name)
-    if not (member.isreg() or member.isdir()):
-        raise _refused(f"holds {member.name[:100]!r}, which is a link or a device: only plain files are taken")
-    bad = path.is_absolute() or ".." in path.parts or "\\" in member.name or not member.name.isprintable()
-    if bad or len(member.name) > LONGEST_PATH or (member.isreg() and not path.parts):
-        raise _refused(f"holds {member.name[:100]!r}, which is no name of a file inside it")
-    return path
-
-
-def _unpacked(files: Path, path: PurePosixPath, source: IO[bytes]) -> None:
-    """Readable for every user: the sandbox's is one that nobody knows yet."""
-    place = files / path
-    place.parent.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(place, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
-    with os.fdopen(descriptor, "wb") as out:
-        shutil.copyfileobj(source, out)
-        os.fchmod(out.fileno(), 0o644)
-    for parent in path.parents:
-        (files / parent).chmod(0o755)
-
-
-def _refused(problem: str) -> SpecError:
-    return SpecError([{"field": "(package)", "value": None, "problem": problem}])
 
 
 def _wrong_name(name: str, problem: str) -> SpecError:

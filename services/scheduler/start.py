@@ -20,7 +20,6 @@ from opentinker.services.scheduler import checkpoints
 from opentinker.services.scheduler.artifacts import Artifacts
 from opentinker.shared.errors import NotFound
 from opentinker.shared.manifest import ADAPTER, CRITIC, OPTIMIZER, Manifest, adapter_of, read_manifest, start_of
-from opentinker.shared.paths import sync_directory
 from opentinker.shared.service import Context
 from opentinker.shared.spec import JobSpec, LoraSpec, StartSpec
 from opentinker.shared.spec.start import Origin
@@ -242,8 +241,6 @@ def keep(chosen: Chosen, data_dir: Path, job: str, adapter: str = "") -> str | N
     try:
         place = adapter_of(data_dir, job, adapter) if adapter else start_of(data_dir, job)
         checkpoints.second_names(chosen.directory, chosen.manifest, place)
-        for above in (start_of(data_dir, job), home):
-            sync_directory(above)
     except OSError as error:
         shutil.rmtree(home, ignore_errors=True)
         return f"it could not be kept for the new job: {error.strerror}; {ADVICE}"

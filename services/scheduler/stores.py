@@ -25,7 +25,7 @@ from typing import Protocol
 
 from opentinker.shared.config import Settings
 from opentinker.shared.errors import NotFound, OpenTinkerError
-from opentinker.shared.paths import sync_directory
+from opentinker.shared.paths import make_directories, sync_directory, sync_file
 
 CHUNK = 1 << 20
 _LEFT = re.compile(r"\.(removing|putting)-[0-9a-f]{32}")
@@ -207,10 +207,11 @@ class OpenFile:
 
 
 def _link(source: Path, target: Path) -> None:
-    target.parent.mkdir(parents=True, exist_ok=True)
+    make_directories(target.parent)
     temporary = target.with_name(f".putting-{uuid.uuid4().hex}")
     try:
         second_name(source, temporary)
+        sync_file(temporary)
         temporary.replace(target)  # nothing happens where both are names of the same file
     finally:
         temporary.unlink(missing_ok=True)
@@ -225,8 +226,7 @@ def second_name(source: Path, target: Path) -> None:
         raise
     except OSError:
         shutil.copyfile(source, target)
-        with target.open("rb") as file:
-            os.fsync(file.fileno())
+        sync_file(target)
 
 
 def sweep(root: Path, older_s: float) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,14 @@ def read(home: Path, step: int | None, kind: str = "transcripts") -> dict[str, A
     except FileNotFoundError:
         have = ", ".join(map(str, steps)) or "none yet"
         raise NotFound(f"no {kind} of step {shown}; there are: {have}") from None
-    return {"steps": steps, "step": shown, kind: [orjson.loads(line) for line in lines]}
+    return {"steps": steps, "step": shown, kind: list(_whole(lines))}
+
+
+def _whole(lines: list[bytes]) -> Iterator[Any]:
+    """Without those that a kill or a power cut has torn."""
+    for line in lines:
+        with contextlib.suppress(orjson.JSONDecodeError):
+            yield orjson.loads(line)
 
 
 def distributions(home: Path, step: int | None, after: int, limit: int) -> list[dict[str, Any]]:
@@ -46,11 +54,9 @@ def distributions(home: Path, step: int | None, after: int, limit: int) -> list[
     except FileNotFoundError:
         return []
     found: dict[int, dict[str, Any]] = {}
-    for raw in reversed(lines):
-        with contextlib.suppress(orjson.JSONDecodeError):  # half a line, of a process that was killed
-            line = orjson.loads(raw)
-            if line["step"] > after and step in (None, line["step"]):
-                found.setdefault(line["step"], line)
+    for line in _whole(lines[::-1]):
+        if line["step"] > after and step in (None, line["step"]):
+            found.setdefault(line["step"], line)
         if len(found) == (limit if step is None else 1):
             break
     return [found[number] for number in sorted(found)]

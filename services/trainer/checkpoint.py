@@ -27,7 +27,7 @@ import structlog
 
 from opentinker.shared.errors import Fenced, JobFailed
 from opentinker.shared.manifest import EPOCH, MANIFEST, FileEntry, Manifest, fenced_epoch, name_of, read_manifest
-from opentinker.shared.paths import sync_directory, write_durably
+from opentinker.shared.paths import make_directories, replace_durably, sync_directory, write_durably
 
 WRITING, REMOVING = ".writing-", ".removing-"
 RUST_OS_ERROR = "(os error "
@@ -48,13 +48,10 @@ def fence(root: Path, epoch: int) -> None:
     """From now on no lower epoch commits here, even one that is just writing. Raises Fenced if a higher one did so,
     JobFailed if the disk is full or refuses otherwise."""
     try:
-        root.mkdir(parents=True, exist_ok=True)
+        make_directories(root)
         with _locked(root):
             _refuse_epoch_below(fenced_epoch(root), epoch, root)
-            temporary = root / f"{EPOCH}.new"
-            write_durably(temporary, str(epoch).encode())
-            temporary.rename(root / EPOCH)
-            sync_directory(root)
+            replace_durably(root / EPOCH, str(epoch).encode())
     except OSError as error:
         raise JobFailed(f"no checkpoint can be written below {root}: {error}. {ADVICE}") from error
 
@@ -70,7 +67,7 @@ def commit(
     """
     temporary = root / f"{_writing(manifest.epoch)}{manifest.step:06d}-{time.time_ns()}"
     try:
-        root.mkdir(parents=True, exist_ok=True)
+        make_directories(root)
         _refuse_old_epoch(root, manifest)
         temporary.mkdir()
         write(temporary)

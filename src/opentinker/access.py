@@ -8,13 +8,12 @@
     FOLDER/operator-key           of the API, made by `deal`: elsewhere by `opentinker up` or `opentinker keys init`
 
 Rights are of this release (`shared/rights.py`) and written anew at every start; passwords stay. To change one, delete
-its file and start again.
+its file and start again. Everything is written durably; an empty file, as a power cut may leave one, counts as missing.
 """
 
 from __future__ import annotations
 
 import hashlib
-import os
 import secrets
 from contextlib import suppress
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from typing import Any
 from opentinker.shared.config import PREFIX
 from opentinker.shared.keys import new_key
 from opentinker.shared.nats_tokens import Signer, new_seed
+from opentinker.shared.paths import create_durably, make_directories, replace_durably
 from opentinker.shared.rights import (
     ANYBODY_RULES,
     OPERATOR,
@@ -65,7 +65,7 @@ class Access:
 
     def __init__(self, folder: Path, shipped_nats: Path, websocket: WebSocket | None = None) -> None:
         self.folder = folder.resolve()
-        self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        make_directories(self.folder, 0o700)
         users = (*SERVICES, OPERATOR)
         for server in SERVERS:
             for user in users:
@@ -134,7 +134,7 @@ class Access:
         hands[SCHEDULER].append(self.folder / OPERATOR_KEY)
         hands |= {"nats": [self.nats_conf, self.folder / NATS_USERS], "valkey": [self.valkey_users]}
         for name, files in hands.items():
-            (into / name).mkdir(parents=True, exist_ok=True, mode=0o700)
+            make_directories(into / name, 0o700)
             for file in files:
                 _write(into / name / file.name, file.read_text())
         return [into / name for name in hands]
@@ -202,13 +202,10 @@ def _list(subjects: list[str] | tuple[str, ...]) -> str:
 
 
 def _write(path: Path, text: str) -> None:
-    temporary = path.with_name(f"{path.name}.tmp")
-    temporary.unlink(missing_ok=True)
-    _once(temporary, text)
-    temporary.replace(path)
+    replace_durably(path, text.encode(), 0o600)
 
 
 def _once(path: Path, text: str) -> None:
-    """A file for its owner alone; one that is there stays."""
-    with suppress(FileExistsError), open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-        file.write(text)
+    """A file for its owner alone; one that is there stays, unless it is empty."""
+    with suppress(FileExistsError):
+        create_durably(path, text.encode())

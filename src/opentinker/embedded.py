@@ -23,6 +23,7 @@ import orjson
 
 from opentinker.access import Access, WebSocket
 from opentinker.processes import PROBE_S, Child, ChildSpec, Guard, StartError, banner, free_port, port_free
+from opentinker.shared.paths import make_directories, replace_durably
 from opentinker.shared.rights import OPERATOR, SYSTEM, inbox
 from opentinker.shared.subjects import HEALTH, SCHEDULER
 
@@ -135,7 +136,7 @@ class EmbeddedServers:
 
     def start(self) -> None:
         """Start both and wait until they answer. Raises StartError."""
-        self._file.parent.mkdir(parents=True, exist_ok=True)
+        make_directories(self._file.parent)
         self.access = Access(self._file.parent / "access", shipped_conf("nats.conf"))
         if "nats" in self._wanted:
             _check_room(self.data_dir / "nats")
@@ -148,9 +149,7 @@ class EmbeddedServers:
         except StartError:
             self.stop()
             raise
-        temporary = self._file.with_suffix(".tmp")
-        temporary.write_bytes(orjson.dumps(self.ports, option=orjson.OPT_INDENT_2))
-        temporary.replace(self._file)
+        replace_durably(self._file, orjson.dumps(self.ports, option=orjson.OPT_INDENT_2))
 
     def stop(self) -> None:
         for child in self.children.values():
@@ -212,7 +211,7 @@ class EmbeddedServers:
 
     def _spec(self, name: str) -> ChildSpec:
         store = self.data_dir / name
-        store.mkdir(parents=True, exist_ok=True)
+        make_directories(store)
         log = self.data_dir / "logs" / f"{name}.log"
         port = self.ports[name]
         if name == "nats":

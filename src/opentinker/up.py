@@ -30,6 +30,7 @@ from opentinker.shared import egress, gpus, launched
 from opentinker.shared.config import LOOPBACK_HOSTS, PREFIX, load_settings
 from opentinker.shared.errors import OpenTinkerError
 from opentinker.shared.keys import new_key, parse, read_key, write_key
+from opentinker.shared.paths import is_blank, make_directories, replace_durably
 from opentinker.shared.redact import redacted
 from opentinker.shared.subjects import ENV, REFERENCE, ROLLOUT
 from opentinker.supervisor import Supervisor
@@ -82,7 +83,7 @@ class AlreadyRunning(OpenTinkerError):
 def locked(data_dir: Path) -> Iterator[None]:
     """Hold the data directory. Raises AlreadyRunning, saying who holds it."""
     path = data_dir / "run" / "lock"
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_directories(path.parent)
     with path.open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -154,7 +155,7 @@ def api_port(plan: Plan) -> int:
     port = next((p for p in [*candidates, DEFAULT_PORT] if port_free(p, plan.host)), None) or free_port(plan.host)
     if port != DEFAULT_PORT:
         log.warning("api_port", port=port, reason=f"{DEFAULT_PORT} is taken, or this data directory used {port} before")
-    remembered.write_text(str(port))
+    replace_durably(remembered, str(port).encode())
     return port
 
 
@@ -170,7 +171,7 @@ def operator_key(plan: Plan) -> Path | None:
     if settings.admin_key_file is not None:
         return settings.admin_key_file.absolute()
     path = plan.data_dir / "run" / "operator-key"
-    if not path.exists():
+    if is_blank(path):
         key = new_key(settings.key_env)
         write_key(path, key)
         if sys.stdout.isatty():  # a file would keep it
