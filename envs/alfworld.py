@@ -92,10 +92,11 @@ class AlfWorld(Environment):
             "invalid": 0.0 if seen.valid else -config.invalid_penalty,
         }
         return Step(
-            messages=[] if seen.won or over else [user(self._shown(seen.text, seen.commands))],
+            messages=[] if seen.won else [user(self._shown(seen.text, seen.commands))],
             reward=sum(parts.values()),
             components=parts,
             done=seen.won or over,
+            truncated=over and not seen.won,
             metrics={
                 "exact": float(seen.won),
                 "steps": float(self._turns),

@@ -36,6 +36,7 @@ what was said to it. `Step.reward` is that of the seat that has just acted, `Ste
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import msgspec
@@ -98,10 +99,13 @@ class Step(msgspec.Struct, kw_only=True):
     """The environment's answer to one action."""
 
     messages: list[Message] = []
-    """What the policy sees next; ignored when done."""
+    """What the policy sees next; ignored when done, unless truncated: then what it would have seen."""
     reward: float = 0.0
     """Of this turn. The episode's reward is the sum over its turns."""
     done: bool = False
+    truncated: bool = False
+    """With `done`: a limit of steps or time ended the episode, not the task itself. advantage = "gae" then counts the
+    value of the state in which it was left; after a plain `done` nothing more could have come."""
     components: dict[str, float] = {}
     """Named parts of `reward`, for the curves."""
     seat: str = ""
@@ -123,6 +127,11 @@ class Step(msgspec.Struct, kw_only=True):
     metrics: dict[str, float] = {}
     """What is known of the episode so far, e.g. `exact`; those of the last step are kept. One named `task/NAME` that is
     1 says which task this was: validation reports by task."""
+
+
+def is_truncation(info: Mapping[str, Any]) -> bool:
+    """Whether the info of a last step says that a limit ended the episode, in Gymnasium's words."""
+    return any(bool(info.get(name, False)) for name in ("truncated", "TimeLimit.truncated"))
 
 
 class EnvironmentConfig(BaseModel):

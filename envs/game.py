@@ -21,7 +21,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, model_validator
 
 from opentinker.envs.adapters.library import Randomness, episode_seed
-from opentinker.envs.base import Action, Environment, Step, user
+from opentinker.envs.base import Action, Environment, Step, is_truncation, user
 from opentinker.shared.types import Message
 
 T = TypeVar("T")
@@ -37,7 +37,7 @@ class StepResult:
     """Of this step."""
     done: bool
     info: dict[str, Any] = field(default_factory=dict)
-    """Whatever else there is to say; numbers in it become metrics."""
+    """Whatever else there is to say; numbers in it become metrics. `truncated`, true with `done`: a limit ended it."""
 
 
 class AbstractGame(ABC):
@@ -175,10 +175,13 @@ class PlayedGame(Environment):
         result = await self._turn(partial(self._game.step, action.text))
         if not isinstance(result, StepResult):
             raise TypeError(f"{type(self._game).__name__}.step must return a StepResult, not {type(result).__name__}")
+        info = result.info if isinstance(result.info, Mapping) else {}
+        truncated = bool(result.done) and is_truncation(info)
         return Step(
-            messages=[] if result.done else [user(self.worded(result.observation))],
+            messages=[] if result.done and not truncated else [user(self.worded(result.observation))],
             reward=result.reward,
             done=bool(result.done),
+            truncated=truncated,
             metrics=numbers_of(result.info),
         )
 

@@ -24,7 +24,17 @@ import aiohttp
 import orjson
 from pydantic import BaseModel, Field
 
-from opentinker.envs.base import Action, BadReply, Environment, EnvironmentConfig, Opening, Step, Unreachable, user
+from opentinker.envs.base import (
+    Action,
+    BadReply,
+    Environment,
+    EnvironmentConfig,
+    Opening,
+    Step,
+    Unreachable,
+    is_truncation,
+    user,
+)
 from opentinker.shared.codec import WireError, encode
 from opentinker.shared.egress import Egress, Refused
 from opentinker.shared.errors import OpenTinkerError, SpecError
@@ -176,6 +186,7 @@ class HttpRemote(Remote):
             messages=[user(observation)],
             reward=answer["reward"],
             done=answer["done"],
+            truncated=self._done and is_truncation(info),
             metrics=dict(list(numbers.items())[:INFO_NUMBERS]),
         )
 
@@ -307,6 +318,7 @@ class WebSocketRemote(Remote):
             messages=reply.messages,
             reward=reply.reward,
             done=reply.done,
+            truncated=reply.truncated,
             components=reply.components,
             seat=reply.seat,
             stream=reply.stream,

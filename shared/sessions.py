@@ -123,6 +123,8 @@ class SessionReply(msgspec.Struct, frozen=True, kw_only=True):
     rewards: dict[str, dict[str, float]] = {}
     """Of other seats: named parts, whose sum is the seat's reward."""
     done: bool = False
+    truncated: bool = False
+    """With `done`: a limit ended the episode. What the policy would have seen next may be in `messages`."""
     metrics: dict[str, float] = {}
     failure: Ending | None = None
     error: str = ""

@@ -80,6 +80,9 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True):
     """Weight version of every mask-1 token, in order."""
     turns: list[Turn]
     ending: Ending
+    truncated: bool = False
+    """A limit ended the episode (of turns, tokens or context, or one of the environment's own), not the task: more
+    reward could have come."""
     reward: float
     """Sum of the turn rewards."""
     metrics: dict[str, float] = {}
@@ -92,6 +95,8 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True):
     values_T: bytes | None = None
     """float32 values of the frozen value model, added by reference-forward: the return it expects where the token is
     about to be chosen; 0 where mask is 0."""
+    end_value: float = 0.0
+    """Of a truncated one: the frozen value model's value of the state in which it was left, where `values_T` are."""
     messages: list[Message] | None = None
     """The conversation as text, of jobs with reward models: on the way to reference-forward alone."""
     transcript: list[Message] | None = None
@@ -180,7 +185,7 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True):
         if any(later.number < turn.number for turn, later in pairwise(self.turns)):
             raise ValueError("the turns of a trajectory must be numbered in order of play")
         rewards = [turn.reward for turn in self.turns]
-        numbers = (self.reward, self.seconds, *rewards, *self.metrics.values(), *self.scores.values())
+        numbers = (self.reward, self.seconds, self.end_value, *rewards, *self.metrics.values(), *self.scores.values())
         if not all(map(math.isfinite, numbers)):
             raise ValueError("rewards and metrics must be finite")
         if rewards and not math.isclose(self.reward, math.fsum(rewards), rel_tol=1e-6, abs_tol=1e-6):

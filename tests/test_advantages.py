@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from opentinker.services.trainer import advantages
-from opentinker.services.trainer.credit import assign
+from opentinker.services.trainer.credit import Values, assign
 from opentinker.shared.errors import JobFailed
 from opentinker.shared.spec import AlgorithmSpec
 from opentinker.shared.trajectories import Group, Trajectory
@@ -124,10 +124,36 @@ def test_gae_is_the_double_sum_of_the_paper(gamma: float, lam: float) -> None:
     np.testing.assert_allclose(returns, np.array(expected) + values)
 
 
+@pytest.mark.parametrize(("gamma", "lam"), [(1.0, 1.0), (0.9, 0.8), (1.0, 0.0)])
+def test_gae_counts_the_value_of_the_state_that_a_truncation_left_and_none_after_a_termination(
+    gamma: float, lam: float
+) -> None:
+    """By hand, of two tokens: A_1 = r_1 + gamma V(s_2) - V(s_1), A_0 = r_0 + gamma V(s_1) - V(s_0) + gamma lam A_1."""
+    before, end = np.array([0.3, -0.2]), 0.7
+    for truncated in (True, False):
+        batch = [group(msgspec.structs.replace(trajectory((1, 0.5), (1, 1.0)), truncated=truncated))]
+        last = 1.0 + gamma * (end if truncated else 0.0) - before[1]
+        first = 0.5 + gamma * before[1] - before[0] + gamma * lam * last
+        credit = assign(batch, algorithm(name="ppo", gamma=gamma, lam=lam), Values([before], [end]))
+        assert credit.returns_S is not None and credit.returns_S[0].dtype == np.float64
+        np.testing.assert_allclose(credit.returns_S[0], np.array([first, last]) + before, rtol=0, atol=1e-15)
+
+
+def test_a_truncated_seat_ends_where_it_acted_last() -> None:
+    """Of two streams the value of the later one's end counts, whichever comes first in the batch."""
+    early = msgspec.structs.replace(trajectory((1, 0.0)), truncated=True)
+    late = msgspec.structs.replace(early, stream="late", turns=[msgspec.structs.replace(early.turns[0], number=1)])
+    for streams, ends in (((early, late), [9.0, 0.5]), ((late, early), [0.5, 9.0])):
+        batch = [group_of(list(streams))]
+        credit = assign(batch, algorithm(name="ppo", lam=0.0), Values([np.zeros(1), np.zeros(1)], ends))
+        assert credit.returns_S is not None
+        assert [float(r[0]) for r in credit.returns_S] == [0.5 if s is late else 0.0 for s in streams]
+
+
 def test_gae_rewards_stand_on_the_last_token_of_their_turn() -> None:
     batch = [group(trajectory((2, 0.25), (3, 1.0)), trajectory((1, 0.0)))]
     spec = algorithm(name="ppo", lam=1.0)
-    credit = assign(batch, spec, [np.zeros(5), np.zeros(1)])
+    credit = assign(batch, spec, Values([np.zeros(5), np.zeros(1)], [0.0, 0.0]))
     assert credit.returns_S is not None
     np.testing.assert_allclose(credit.returns_S[0], [1.25, 1.25, 1.0, 1.0, 1.0])
     flat = np.concatenate(credit.advantages_S)

@@ -188,6 +188,33 @@ async def test_ordinary_endings(spec: dict[str, Any], answers: list[str], contex
     assert env.closed == 1
 
 
+@pytest.mark.parametrize(
+    ("spec", "replies", "truncated", "seen"),
+    [
+        ({}, [reply("next", done=True)], False, ""),
+        ({}, [reply("next", done=True, truncated=True)], True, "<u>next$\n<a>"),
+        ({}, [reply(done=True, truncated=True)], True, ""),
+        ({"rollout__max_turns": 1}, [reply("next")], True, "<u>next$\n<a>"),
+        ({"rollout__max_tokens": 2}, [reply("next")], True, "<u>next$\n<a>"),
+    ],
+)
+async def test_a_limit_truncates_and_a_critic_is_shown_the_state_that_was_left(
+    spec: dict[str, Any], replies: list[SessionReply], truncated: bool, seen: str
+) -> None:
+    for algorithm, end in (("grpo", ""), ("ppo", seen)):
+        env = Env([reply("q"), *replies])
+        (trajectory,) = await episode(Script([say("a$")]), env, algorithm__name=algorithm, **spec).run()
+        assert trajectory.truncated is truncated
+        assert renderer().text(trajectory.ids.tolist()[len("<u>q$\n<a>a$") :]).strip() == end.replace("$", "")
+        trajectory.check()
+
+
+async def test_an_end_of_context_truncates() -> None:
+    env = Env([reply("q"), reply("next")])
+    (trajectory,) = await episode(Script([say("a$")], context_length=16), env, algorithm__name="ppo").run()
+    assert (trajectory.ending, trajectory.truncated) == (Ending.CONTEXT, True)
+
+
 async def test_output_cut_by_the_context_says_so() -> None:
     env = Env([reply("q"), reply()])
     engine = Script([say("abc", StopReason.LENGTH)], context_length=len("<u>q$\n<a>") + 3)

@@ -12,7 +12,7 @@ import torch
 from opentinker.services.reference_forward.rewards import RewardModel
 from opentinker.services.trainer.assembler import Assembler
 from opentinker.services.trainer.batch_metrics import batch_metrics
-from opentinker.services.trainer.credit import Credit, assign
+from opentinker.services.trainer.credit import Credit, Values, assign
 from opentinker.services.trainer.micro_batch import micro_batches
 from opentinker.services.trainer.players import players_of
 from opentinker.shared.errors import JobFailed
@@ -27,7 +27,8 @@ GROUP_BASELINES = ["grpo", "dr_grpo", "rloo", "reinforce_pp_baseline", "per_turn
 
 
 def credit(groups: list[Group], values: list[Any] | None = None, **algorithm: Any) -> Credit:
-    return assign(groups, AlgorithmSpec.model_validate(algorithm), values)
+    critic = None if values is None else Values(values, [0.0] * len(values))
+    return assign(groups, AlgorithmSpec.model_validate(algorithm), critic)
 
 
 def view(index: int, seat: str, reward: float, tokens: int = 2, **changes: Any) -> Trajectory:

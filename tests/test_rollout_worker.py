@@ -80,6 +80,7 @@ class Bench:
         self.job = f"j-{uuid.uuid4().hex[:8]}"
         self.spec = make_spec(rollout__max_concurrent_groups=32, rollout__engine="toy")
         self.admission = Admission(store.redis, self.job, epoch=1)
+        self.sessions: Sessions = Asking()
 
     async def issue(self, groups: int) -> None:
         await self.store.create_job(id=self.job, spec=self.spec.model_dump(mode="json"), tenant="t")
@@ -101,8 +102,8 @@ class Bench:
         ctx = Context("rollout-worker", "rollout-0", Settings(), self.bus, self.store, log)
         worker = LeasedWorker(ctx, Pool.ROLLOUT, unused)
         lease = Lease(job=self.job, worker="rollout-0", incarnation=worker.info.incarnation, epoch=1, pool=Pool.ROLLOUT)
-        sessions: Sessions = Asking()
-        job = RolloutJob(worker, lease, self.spec, engine, Renderer(Chars(), "model", frozenset({EOS})), sessions)
+        renderer = Renderer(Chars(), "model", frozenset({EOS}))
+        job = RolloutJob(worker, lease, self.spec, engine, renderer, self.sessions)
         job.weights.set()
         return asyncio.create_task(job.run())
 
@@ -226,6 +227,38 @@ async def test_an_oversampled_group_fails_when_too_few_are_left(bench: Bench) ->
 
     await until(over)
     assert (await bench.admission.ledger()).failed == {"engine_error": 1}
+    life.cancel()
+    await asyncio.wait([life])
+
+
+class Unseeded(Asking):
+    """Counts its episodes, and begins each with their number: state that siblings share."""
+
+    def __init__(self) -> None:
+        self.opened = 0
+
+    async def open(self, **_: Any) -> SessionReply:
+        self.opened += 1
+        return SessionReply(worker="env-0", messages=[Message(role="user", content=f"{self.opened}=")])
+
+
+@pytest.mark.parametrize("choice", ["warn", "fail"])
+async def test_siblings_that_begin_differently_are_told_of_and_trained_only_by_choice(
+    bench: Bench, choice: str
+) -> None:
+    bench.spec = make_spec(rollout__engine="toy", rollout__opening_mismatch=choice, rollout__retries=0)
+    bench.sessions = Unseeded()
+    await bench.issue(2)
+    life = bench.live(Mortal())
+
+    async def over() -> bool:
+        return await bench.tickets() == 0
+
+    await until(over)
+    ledger = await bench.admission.ledger()
+    assert (ledger.accepted, ledger.failed) == ((2, {}) if choice == "warn" else (0, {"env_bad_reply": 2}))
+    (event,) = (e for e in await bench.store.events(bench.job) if e["event"] == "opening_mismatch")
+    assert "samples 0 and 1 began differently: from token 3 on it is '1=" in event["differs"]
     life.cancel()
     await asyncio.wait([life])
 

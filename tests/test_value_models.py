@@ -91,6 +91,16 @@ def with_values(scorer: Scorer, base: Path, groups: list[Group]) -> list[Group]:
     return [with_results(group, {VALUES: results}, {}) for group, results in zip(groups, found, strict=True)]
 
 
+def truncated(groups: list[Group]) -> list[Group]:
+    """Every other trajectory was."""
+    return [
+        msgspec.structs.replace(
+            group, trajectories=[msgspec.structs.replace(t, truncated=t.index % 2 == 0) for t in group.trajectories]
+        )
+        for group in groups
+    ]
+
+
 # --- numbers --------------------------------------------------------------------------------------------------------
 
 
@@ -110,6 +120,22 @@ def test_values_are_those_of_a_plain_forward_before_each_sampled_token(
             np.testing.assert_allclose(t.values, expected_T, atol=2e-5)
             assert np.abs(t.values[t.mask == 1]).min() > 0 and not t.values[t.mask == 0].any()
             assert (t.ids_T, t.logprobs_T, t.reward) == (own.ids_T, own.logprobs_T, own.reward)
+
+
+@pytest.mark.parametrize("tokens_per_batch", [1, 8192])
+def test_the_value_of_a_truncated_end_is_that_of_the_last_token_that_was_seen(
+    value_model: Path, tokens_per_batch: int
+) -> None:
+    groups = truncated(random_groups(0, size=6))
+    model = AutoModelForTokenClassification.from_pretrained(value_model, dtype=torch.float64)
+    for group in with_values(Scorer(tokens_per_batch=tokens_per_batch), value_model, groups):
+        group.check()
+        for t, expected_T in zip(group.trajectories, plain_values(value_model, group), strict=True):
+            assert t.values is not None
+            np.testing.assert_allclose(t.values, expected_T, atol=2e-5)
+            with torch.no_grad():
+                last = model(input_ids=torch.from_numpy(t.ids.astype(np.int64))[None]).logits[0, -1, 0].item()
+            assert t.end_value == pytest.approx(last if t.truncated else 0.0, abs=2e-5)
 
 
 def test_equal_beginnings_are_computed_once_and_the_temperature_is_none_of_its_business(value_model: Path) -> None:
@@ -223,7 +249,7 @@ def test_a_trained_critic_and_a_frozen_copy_of_it_give_the_same_advantages(small
     model.model.load_state_dict(critic.decoder.state_dict())
     model.score.load_state_dict(critic.head.state_dict())
     model.save_pretrained(tmp_path / "v")
-    groups = random_groups(7)
+    groups = truncated(random_groups(7))
     batches = micro_batches(groups, WeightVersion(1, 3), learner.spec, torch.device("cpu"), learner.gang)
     trained = learner._give_credit(groups, [micro for update in batches for micro in update])
     frozen = assign(with_values(Scorer(), tmp_path / "v", groups), learner.spec.algorithm)

@@ -54,10 +54,11 @@ class Gem(Environment):
             observation, reward, terminated, truncated, info = self._environment.step(action.text)
         done = bool(terminated or truncated)
         return Step(
-            messages=[] if done else [user(_said(observation, info))],
+            messages=[] if terminated else [user(_said(observation, info))],
             reward=float(reward),
             components={"reward": float(reward)},
             done=done,
+            truncated=bool(truncated and not terminated),
             metrics={"truncated": float(truncated)},
         )
 

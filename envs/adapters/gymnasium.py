@@ -95,12 +95,13 @@ class Gymnasium(Environment):
             observation, reward, terminated, truncated, info = self._environment.step(chosen)
             done = bool(terminated or truncated)
             self._mask = self._mask_of(observation, info)
-            messages = [] if done else [self._message(observation)]
+            messages = [] if terminated else [self._message(observation)]
         self._return += float(reward)
         return Step(
             messages=messages,
             reward=float(reward),
             done=done,
+            truncated=bool(truncated and not terminated),
             components={"reward": float(reward)},
             metrics=self._metrics(bool(truncated)),
         )

@@ -100,6 +100,7 @@ class PettingZoo(Environment):
             components={"reward": reward},
             rewards={other: {"reward": value} for other, value in credit.items() if value},
             done=seat is None,
+            truncated=seat is None and self._truncated,
             seat=seat or "",
             metrics=self._metrics(),
         )
@@ -108,9 +109,11 @@ class PettingZoo(Environment):
         self._environment.close()
 
     def _advance(self) -> tuple[str | None, dict[str, float]]:
-        """To the next seat that can act, None if there is none; and what each agent got whose turn came up."""
+        """To the next seat that can act, None if there is none; and what each agent got whose turn came up. Says
+        whether all who were left were truncated."""
         environment = self._environment
         credit: dict[str, float] = {}
+        endings: list[bool] = []
         while environment.agents:
             seat = str(environment.agent_selection)
             self._observation, reward, terminated, truncated, info = environment.last()
@@ -121,7 +124,9 @@ class PettingZoo(Environment):
                 if self._mask is None and isinstance(self._observation, dict):
                     self._mask = self._observation.get(self._spaces.MASK)
                 return seat, credit
+            endings.append(bool(truncated and not terminated))
             environment.step(None)
+        self._truncated = bool(endings) and all(endings)
         return None, credit
 
     def _refuse(self, seat: str, why: Exception) -> Step:

@@ -146,15 +146,19 @@ def reply_of(worker: str, environment: Environment, step: object) -> SessionRepl
         raise BadReply(f"step() must return a Step, not {_kind(step)}")
     if type(step.done) is not bool:
         raise BadReply(f"done must be True or False, not {_kind(step.done)}")
+    if type(step.truncated) is not bool or step.truncated > step.done:
+        raise BadReply("truncated must be True or False, and True only with done")
     if not isinstance(step.rewards, dict) or not set(step.rewards) <= set(environment.seats):
         raise BadReply(f"rewards must be a dict by seat; the seats are: {', '.join(environment.seats) or '(one)'}")
+    goes_on = step.truncated and bool(step.messages)
     return SessionReply(
         worker=worker,
-        **({} if step.done else _next_turn(environment, step, "step()")),
+        **({} if step.done and not goes_on else _next_turn(environment, step, "step()")),
         reward=checked_number("reward", step.reward),
         components=checked_numbers("components", step.components),
         rewards={seat: checked_numbers(f"rewards[{seat!r}]", parts) for seat, parts in step.rewards.items()},
         done=step.done,
+        truncated=step.truncated,
         metrics=checked_numbers("metrics", step.metrics),
     )
 

@@ -10,8 +10,9 @@ import numpy as np
 
 from opentinker.services.reference_forward.needs import REFERENCE, REWARD, TEACHER, VALUES
 from opentinker.shared.trajectories import Group, Trajectory
+from opentinker.shared.types import F32
 
-FIELDS = {REFERENCE: "ref_logprobs_T", TEACHER: "teacher_logprobs_T", VALUES: "values_T"}
+FIELDS = {REFERENCE: "ref_logprobs_T", TEACHER: "teacher_logprobs_T"}
 
 
 def with_results(group: Group, found: dict[str, list[Any]], weights: dict[str, float]) -> Group:
@@ -26,10 +27,19 @@ def with_results(group: Group, found: dict[str, list[Any]], weights: dict[str, f
                 msgspec.structs.replace(t, **{name: _bytes(found_T)})
                 for t, found_T in zip(trajectories, found[role], strict=True)
             ]
+    if VALUES in found:
+        trajectories = [_valued(t, found_T) for t, found_T in zip(trajectories, found[VALUES], strict=True)]
     if weights and found:
         scores = [{name: float(found[REWARD + name][i]) for name in weights} for i in range(len(trajectories))]
         trajectories = [_judged(t, own, weights) for t, own in zip(trajectories, scores, strict=True)]
     return msgspec.structs.replace(group, trajectories=trajectories)
+
+
+def _valued(trajectory: Trajectory, found_T: F32) -> Trajectory:
+    """Of a truncated one the value of its end stands last."""
+    T = len(trajectory.mask_T)
+    end = float(found_T[T]) if len(found_T) > T else 0.0
+    return msgspec.structs.replace(trajectory, values_T=_bytes(found_T[:T]), end_value=end)
 
 
 def _judged(trajectory: Trajectory, scores: dict[str, float], weights: dict[str, float]) -> Trajectory:

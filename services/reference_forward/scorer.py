@@ -21,7 +21,7 @@ from opentinker.services.reference_forward.vocabulary import check_same_tokens
 from opentinker.shared.errors import JobFailed
 from opentinker.shared.nn.forward import token_logprobs
 from opentinker.shared.nn.layers import float32_head
-from opentinker.shared.nn.layout import Layout, layout
+from opentinker.shared.nn.layout import Layout, layout, with_ends
 from opentinker.shared.nn.lora import adapter_bytes, causal_lm, with_adapter
 from opentinker.shared.nn.models import load_model, model_bytes, torch_dtype
 from opentinker.shared.nn.packing import pack
@@ -99,30 +99,40 @@ class Scorer:
         return self._per_token(model, groups, compute, heat_S)
 
     def values(self, model: ValueModel, groups: Sequence[Group]) -> list[list[F32]]:
-        """Per group and trajectory, [T] the value where each sampled token was about to be chosen, 0 elsewhere."""
-        return self._per_token(model.model, groups, model.values, None)
+        """Per group and trajectory, [T] the value where each sampled token was about to be chosen, 0 elsewhere; of a
+        truncated one [T + 1], the last being that of the state in which it was left."""
+        return self._per_token(model.model, groups, model.values, None, ends=True)
 
     def _per_token(
-        self, model: Any, groups: Sequence[Group], compute: Callable[[Layout], Tensor], heat_S: list[float] | None
+        self,
+        model: Any,
+        groups: Sequence[Group],
+        compute: Callable[[Layout], Tensor],
+        heat_S: list[float] | None,
+        *,
+        ends: bool = False,
     ) -> list[list[F32]]:
-        """`compute`: a number for every sampled token of a packed batch."""
+        """`compute`: a number for every sampled token of a packed batch; with `ends` for the ends of truncated
+        trajectories too."""
         for group in groups:
             _check_vocabulary(model, group)
         rows = [t for group in groups for t in group.trajectories]
         images = {digest: data for group in groups for digest, data in group.images.items()}
-        found_S = [np.zeros(len(t.mask_T), dtype=np.float32) for t in rows]
+        _, masks_S = with_ends([t.ids for t in rows], [t.mask for t in rows], [ends and t.truncated for t in rows])
+        found_S = [np.zeros(len(mask), dtype=np.float32) for mask in masks_S]
         sampled = [s for s, t in enumerate(rows) if t.mask.any()]
         for members in pack([len(rows[s].mask_T) for s in sampled], self.tokens_per_batch):
             batch = [sampled[m] for m in members]
             heat = None if heat_S is None else [heat_S[s] for s in batch]
             ids, shown = marked([rows[s] for s in batch], images)
-            plan = layout(ids, [rows[s].mask for s in batch], temperatures=heat, shown=shown)
+            ids, masks = with_ends(ids, [rows[s].mask for s in batch], [ends and rows[s].truncated for s in batch])
+            plan = layout(ids, masks, temperatures=heat, shown=shown)
             self.computed += len(plan.ids_N)
             with torch.inference_mode():
                 found_M = compute(plan.to(self.device)).float().cpu().numpy()
-            counts = [int(np.count_nonzero(rows[s].mask)) for s in batch]
+            counts = [int(np.count_nonzero(masks_S[s])) for s in batch]
             for s, part_M in zip(batch, np.split(found_M, np.cumsum(counts)[:-1]), strict=True):
-                found_S[s][rows[s].mask.astype(bool)] = part_M
+                found_S[s][masks_S[s]] = part_M
         each = iter(found_S)
         return [[next(each) for _ in group.trajectories] for group in groups]
 

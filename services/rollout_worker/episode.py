@@ -132,7 +132,7 @@ class Episode:
         self.metrics: dict[str, float] = {}
         self.wants_tokens = False
         self.state = "PENDING"
-        self.done = False
+        self.done = self.truncated = False
         limits = [engine.context_length]
         if spec.rollout.context_length is not None:
             limits.append(spec.rollout.context_length)
@@ -201,16 +201,27 @@ class Episode:
             await self._look(reply)
             stream = self._observe(reply)
             if stream is None:
+                self.truncated = True
                 return Ending.CONTEXT
             reply = await self._take_turn(worker, stream, reply)
             self.metrics = reply.metrics
-            if reply.done:
-                self.done = True  # the env worker has closed the session itself
-                return Ending.ENV_DONE
-            if self._turns(reply.seat) >= self.spec.rollout.max_turns:
-                return Ending.MAX_TURNS
-            if self._sampled(reply.seat) >= self.spec.rollout.max_tokens:
-                return Ending.MAX_TOKENS
+            self.done, self.truncated = reply.done, reply.truncated  # when done, the env worker has closed the session
+            ending = self._ending(reply)
+            if ending is not None:
+                if self.truncated and reply.messages and self.spec.algorithm.advantage == "gae":
+                    self._observe(reply)  # the state whose value counts: critics know those before a turn
+                return ending
+
+    def _ending(self, reply: SessionReply) -> Ending | None:
+        if reply.done:
+            return Ending.ENV_DONE
+        if self._turns(reply.seat) >= self.spec.rollout.max_turns:
+            self.truncated = True
+            return Ending.MAX_TURNS
+        if self._sampled(reply.seat) >= self.spec.rollout.max_tokens:
+            self.truncated = True
+            return Ending.MAX_TOKENS
+        return None
 
     async def _take_turn(self, worker: str, stream: Stream, asked: SessionReply) -> SessionReply:
         """One model output in `stream`, and the environment's answer to it."""
@@ -363,6 +374,7 @@ class Episode:
             spans=merge(stream.spans),
             turns=stream.turns,
             ending=ending,
+            truncated=self.truncated,
             reward=float(sum(turn.reward for turn in stream.turns)),
             metrics=self.metrics,
             seconds=seconds,

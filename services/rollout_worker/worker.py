@@ -24,6 +24,7 @@ import structlog
 from opentinker.services.rollout_worker.engine import Engine
 from opentinker.services.rollout_worker.episode import Episode, EpisodeFailed, Sessions
 from opentinker.services.rollout_worker.examiner import Examiner
+from opentinker.services.rollout_worker.openings import opening_mismatch
 from opentinker.services.rollout_worker.render import Renderer
 from opentinker.services.rollout_worker.taking import WeightTaker
 from opentinker.shared.admission import Admission
@@ -54,6 +55,7 @@ MAX_DELIVERIES = 5
 """A ticket that comes once more fails its group: what kills the engine at every try must have an end. Tickets that were
 under way beside it count too; their groups are replaced, and `rollout.max_failed_share` judges."""
 FULL_PAUSE_S = 0.5
+SEEDED = "row and seed alone must decide how an episode begins; opentinker env check finds what else does"
 PHASES = ("transfer", "pause", "load", "resume")
 """Of a swap, in order."""
 
@@ -211,6 +213,11 @@ class RolloutJob:
             for sample in samples:
                 sample.cancel()
             await asyncio.gather(*samples, return_exceptions=True)
+        if differs := opening_mismatch(ended, self.renderer.text):
+            await self._say_mismatch(ticket, differs)
+            if self.spec.rollout.opening_mismatch == "fail":
+                await self._fail(ticket, EpisodeFailed(Ending.ENV_BAD_REPLY, f"{differs}. {SEEDED}"))
+                return
         trajectories, images = together(
             [msgspec.structs.replace(t, index=index) for index, sample in enumerate(ended) for t in sample]
         )
@@ -293,6 +300,14 @@ class RolloutJob:
             self.full = True
             log.warning("stream_full", error=why)
             await self.worker.ctx.store.update(self.lease.job, event="stream_full", detail={"error": why})
+
+    async def _say_mismatch(self, ticket: Ticket, differs: str) -> None:
+        """In the job's events once per worker; the metric has how often."""
+        self.counts["opening_mismatches"] += 1
+        if self.counts["opening_mismatches"] == 1:
+            log.warning("opening_mismatch", group=ticket.seq, differs=differs)
+            detail = {"group": ticket.seq, "differs": differs, "hint": SEEDED}
+            await self.worker.ctx.store.update(ticket.job, event="opening_mismatch", detail=detail)
 
     async def _fail(self, ticket: Ticket, error: EpisodeFailed) -> None:
         if await self.admission.fail(ticket.seq, error.ending) is None:

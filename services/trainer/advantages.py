@@ -101,13 +101,14 @@ def per_turn(rewards_G: Sequence[npt.ArrayLike], *, gamma: float, normalize_std:
     return advantages_G
 
 
-def gae(rewards_T: F64, values_T: F64, *, gamma: float, lam: float) -> tuple[F64, F64]:
-    """A_t = sum_{l >= 0} (gamma lam)^l delta_{t+l},  delta_t = r_t + gamma V_{t+1} - V_t,  V after the end = 0.
+def gae(rewards_T: F64, values_T: F64, *, gamma: float, lam: float, end_value: float = 0.0) -> tuple[F64, F64]:
+    """A_t = sum_{l >= 0} (gamma lam)^l delta_{t+l},  delta_t = r_t + gamma V_{t+1} - V_t,  V after the end = end_value:
+    0 after a termination, the value of the state that was left after a truncation (arXiv 1712.00378).
 
     Returns (advantages [T], returns [T]), returns_t = A_t + V_t being what the critic learns.
     Source: GAE, arXiv 1506.02438, equation 16.
     """
-    following = np.append(values_T[1:], 0.0)
+    following = np.append(values_T[1:], end_value)
     advantages = returns_to_go(rewards_T + gamma * following - values_T, gamma * lam)
     return advantages, advantages + values_T
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -32,9 +33,18 @@ class Credit:
     metrics: dict[str, float]
 
 
-def assign(groups: Sequence[Group], algorithm: AlgorithmSpec, values_S: Sequence[F64] | None = None) -> Credit:
-    """Advantages of a whole batch. `values_S`: for gae, the values per trajectory of a critic that is trained; without
-    it those that came with the trajectories.
+class Values(NamedTuple):
+    """What a critic says of the trajectories of a batch."""
+
+    before_S: Sequence[F64]
+    """[T] per trajectory: where its sampled tokens were about to be chosen."""
+    end_S: Sequence[float] | F64
+    """Of the state in which a truncated one was left."""
+
+
+def assign(groups: Sequence[Group], algorithm: AlgorithmSpec, values: Values | None = None) -> Credit:
+    """Advantages of a whole batch. `values`: for gae, of a critic that is trained; without it those that came with the
+    trajectories count.
 
     Raises JobFailed where rewards, reference logprobs or values do not suit the algorithm.
     """
@@ -54,18 +64,20 @@ def assign(groups: Sequence[Group], algorithm: AlgorithmSpec, values_S: Sequence
         kl_S = [_kl(t, algorithm.kl_estimator or "k1") for t in trajectories]
         costs_S = [algorithm.kl_coef * kl for kl in kl_S]
         metrics["reward/kl"] = float(np.concatenate(kl_S).mean())
-    frozen_S = [_value(t) for t in trajectories] if algorithm.advantage == "gae" and values_S is None else None
+    frozen = None
+    if algorithm.advantage == "gae" and values is None:
+        values = frozen = Values([_value(t) for t in trajectories], [t.end_value for t in trajectories])
     claims = [
         Claim(player, float(penalty), player.join(costs_S)) for player, penalty in zip(players, penalty_P, strict=True)
     ]
     try:
-        advantages_P, returns_P = _estimate(claims, [len(group) for group in peers], algorithm, values_S or frozen_S)
+        advantages_P, returns_P = _estimate(claims, [len(group) for group in peers], algorithm, values)
     except ValueError as error:
         raise JobFailed(f"advantage = {algorithm.advantage!r}: {error}") from error
     advantages_S = _by_trajectory(players, advantages_P)
     returns_S = None if returns_P is None else _by_trajectory(players, returns_P)
-    if frozen_S is not None and returns_S is not None:
-        metrics |= _foresight(np.concatenate(frozen_S), np.concatenate(returns_S))
+    if frozen is not None and returns_S is not None:
+        metrics |= _foresight(np.concatenate(frozen.before_S), np.concatenate(returns_S))
         returns_S = None
     if algorithm.distill_coef:
         advice_S, said = _teach(trajectories)
@@ -103,7 +115,7 @@ class Claim:
 
 
 def _estimate(
-    claims: list[Claim], sizes: list[int], algorithm: AlgorithmSpec, values_S: Sequence[F64] | None
+    claims: list[Claim], sizes: list[int], algorithm: AlgorithmSpec, values: Values | None
 ) -> tuple[list[F64], list[F64] | None]:
     """Per player, [N] in order of play. `sizes`: so many neighbours are compared with each other; one that is alone has
     nothing to be compared with, and gets 0 where a group is the baseline. What is normalised over the batch is so seat
@@ -115,8 +127,8 @@ def _estimate(
         returns_P = [claim.reward - advantages.returns_to_go(claim.costs_N, 1.0) for claim in claims]
         return _seat_by_seat(claims, returns_P, advantages.reinforce_pp), None
     if name == "gae":
-        assert values_S is not None
-        found = [_gae(claim, claim.player.join(values_S), options["gamma"], options["lam"]) for claim in claims]
+        assert values is not None
+        found = [_gae(claim, values, options["gamma"], options["lam"]) for claim in claims]
         return _seat_by_seat(claims, [a for a, _ in found], advantages.whiten), [returns for _, returns in found]
     values_P = [np.zeros_like(claim.costs_N) for claim in claims]
     ends = np.cumsum(sizes)
@@ -145,15 +157,18 @@ def _estimate(
     return values_P, None
 
 
-def _gae(claim: Claim, values_N: F64, gamma: float, lam: float) -> tuple[F64, F64]:
+def _gae(claim: Claim, values: Values, gamma: float, lam: float) -> tuple[F64, F64]:
     """A turn's reward stands on the turn's last token, the penalty on the last token of all. After the last token of a
-    stream comes the first of the stream that the seat acts in next."""
-    rewards = -claim.costs_N
+    stream comes the first of the stream that the seat acts in next; after the last of all the end, or, of a truncated
+    episode, the state in which the seat's last stream was left."""
+    player, rewards = claim.player, -claim.costs_N
     for k, reward in enumerate(claim.turn_rewards_K(less_costs=False)):
-        places = np.flatnonzero(claim.player.turn_N == k)
+        places = np.flatnonzero(player.turn_N == k)
         if len(places):
             rewards[places[-1]] += reward
-    return advantages.gae(rewards, np.asarray(values_N, dtype=np.float64), gamma=gamma, lam=lam)
+    values_N = np.asarray(player.join(values.before_S), dtype=np.float64)
+    end = float(values.end_S[player.last]) if player.truncated else 0.0
+    return advantages.gae(rewards, values_N, gamma=gamma, lam=lam, end_value=end)
 
 
 def _seat_by_seat(

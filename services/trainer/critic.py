@@ -25,6 +25,7 @@ from opentinker.shared.errors import JobFailed
 from opentinker.shared.manifest import CRITIC
 from opentinker.shared.nn.forward import token_values
 from opentinker.shared.nn.layers import recompute_layers
+from opentinker.shared.nn.layout import Layout
 from opentinker.shared.nn.lora import attach_lora, causal_lm, lora_dropouts
 from opentinker.shared.nn.models import autocast, load_model, torch_dtype
 from opentinker.shared.spec import JobSpec
@@ -60,10 +61,10 @@ class Critic:
             fused=True,
         )
 
-    def values(self, micro: MicroBatch) -> Tensor:
+    def values(self, plan: Layout) -> Tensor:
         """float32 [M]."""
         with autocast(self.device, self.dtype):
-            return token_values(self.decoder, self.head, micro.plan)
+            return token_values(self.decoder, self.head, plan)
 
     def dropout(self, *, on: bool) -> None:
         for module in self.dropouts:
@@ -75,14 +76,23 @@ class Critic:
         with torch.no_grad():
             for micro in micros:
                 go_on()
-                micro.values_M = self.values(micro)
+                self._measure(micro)
+
+    def _measure(self, micro: MicroBatch) -> None:
+        if micro.ends is None:
+            micro.values_M = self.values(micro.plan)
+            return
+        found = self.values(micro.ends.plan)
+        micro.values_M = found[~micro.ends.added]
+        micro.end_values_S = found.new_zeros(int(micro.sequence_M.max()) + 1)
+        micro.end_values_S[micro.ends.places] = found[micro.ends.added]
 
     def accumulate(self, micro: MicroBatch) -> Tensor:
         """Add the gradient of one micro-batch, with dropout; returns its share of the step's value loss."""
         self.dropout(on=True)
         assert micro.values_M is not None and micro.returns_M is not None
         clip = float(self.spec.algorithm.value_clip or 0.0)
-        loss_M = value_loss(self.values(micro), micro.values_M, micro.returns_M, value_clip=clip)
+        loss_M = value_loss(self.values(micro.plan), micro.values_M, micro.returns_M, value_clip=clip)
         loss = loss_M.sum() / micro.batch_tokens
         loss.backward()
         return loss.detach()

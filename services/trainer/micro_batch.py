@@ -18,12 +18,24 @@ from opentinker.services.trainer.credit import Credit
 from opentinker.services.trainer.gang import Gang
 from opentinker.services.trainer.players import players_of
 from opentinker.shared.errors import JobFailed
-from opentinker.shared.nn.layout import Layout, layout
+from opentinker.shared.nn.layout import I64, Layout, layout, with_ends
 from opentinker.shared.nn.packing import pack, share
 from opentinker.shared.nn.sight import marked
 from opentinker.shared.spec import JobSpec
 from opentinker.shared.trajectories import Group, Trajectory
 from opentinker.shared.types import WeightVersion
+
+
+@dataclass
+class Ends:
+    """A forward pass that gives, beside the values before sampled tokens, those of the states that were left."""
+
+    plan: Layout
+    """As the micro-batch's own, with one token more at the end of each truncated trajectory."""
+    added: Tensor
+    """bool [M + truncated trajectories]: which of its mask-1 tokens these are."""
+    places: Tensor
+    """int64: of the truncated ones among the members."""
 
 
 @dataclass
@@ -54,6 +66,10 @@ class MicroBatch:
     """Log-probabilities under the weights before the batch, where the update's own forward pass does not give them."""
     values_M: Tensor | None = None
     """The critic's values before the batch."""
+    ends: Ends | None = None
+    """Of truncated trajectories, where a critic is trained."""
+    end_values_S: Tensor | None = None
+    """The critic's values of the states in which the `members` were left; 0 of those that were not truncated."""
     returns_M: Tensor | None = None
     """What the critic learns."""
 
@@ -144,6 +160,7 @@ def _micro_batch(
     return MicroBatch(
         members=[],
         plan=layout(rows, masks, shown=shown).to(device),
+        ends=_ends(rows, trajectories, device) if trains_critic(spec) else None,
         behaviour_M=behaviour,
         reference_M=reference,
         current_M=_tensor([_current(t, version)[m] for t, m in zip(trajectories, masks, strict=True)], bool, device),
@@ -153,6 +170,23 @@ def _micro_batch(
         batch_tokens=batch_tokens,
         scale_M=torch.zeros_like(behaviour),
         advantages_M=torch.zeros_like(behaviour),
+    )
+
+
+def trains_critic(spec: JobSpec) -> bool:
+    return spec.algorithm.advantage == "gae" and spec.value_model is None
+
+
+def _ends(rows: list[I64], trajectories: list[Trajectory], device: torch.device) -> Ends | None:
+    places = [place for place, t in enumerate(trajectories) if t.truncated]
+    if not places:
+        return None
+    plan = layout(*with_ends(rows, [t.mask for t in trajectories], [t.truncated for t in trajectories]))
+    added = [[False] * int(t.mask.sum()) + [True] * t.truncated for t in trajectories]
+    return Ends(
+        plan=plan.to(device),
+        added=_tensor([np.array(part) for part in added], bool, device),
+        places=torch.tensor(places, device=device),
     )
 
 
@@ -176,6 +210,17 @@ def values_of(micros: Sequence[MicroBatch], counts_S: Sequence[int], gang: Gang)
         for member, part in zip(micro.members, micro.values_M.split(micro.counts), strict=True):
             values[ends[member] - len(part) : ends[member]] = part
     return np.split(gang.sum(values).double().cpu().numpy(), ends[:-1])
+
+
+def end_values_of(micros: Sequence[MicroBatch], count: int, gang: Gang) -> F64:
+    """The critic's values of the states in which the `count` trajectories of the whole batch were left; 0 of those that
+    were not truncated."""
+    values = torch.zeros(count, device=gang.device)
+    for micro in micros:
+        if micro.end_values_S is not None and micro.members:
+            values[micro.members] = micro.end_values_S
+    found: F64 = gang.sum(values).double().cpu().numpy()
+    return found
 
 
 def sizes(micros: Sequence[MicroBatch]) -> dict[str, Tensor]:

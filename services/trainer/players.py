@@ -33,6 +33,16 @@ class Player:
     def reward(self) -> float:
         return math.fsum(stream.reward for stream in self.streams)
 
+    @property
+    def truncated(self) -> bool:
+        return any(stream.truncated for stream in self.streams)
+
+    @property
+    def last(self) -> int:
+        """The place of the stream that it acted in last."""
+        numbers = [stream.turns[-1].number if stream.turns else -1 for stream in self.streams]
+        return self.places[int(np.argmax(numbers))]
+
     @cached_property
     def counts(self) -> list[int]:
         """Sampled tokens of each stream."""

@@ -14,15 +14,17 @@ from torch import Tensor
 
 from opentinker.services.trainer.advantages import F64
 from opentinker.services.trainer.batch_metrics import batch_metrics
-from opentinker.services.trainer.credit import Credit, assign
+from opentinker.services.trainer.credit import Credit, Values, assign
 from opentinker.services.trainer.critic import Critic, critic_columns, critic_metrics
 from opentinker.services.trainer.learner import Interrupted, NonFinite
 from opentinker.services.trainer.micro_batch import (
     MicroBatch,
+    end_values_of,
     give_credit,
     micro_batches,
     size_metrics,
     sizes,
+    trains_critic,
     values_of,
 )
 from opentinker.services.trainer.objective import objective
@@ -40,8 +42,7 @@ class TorchLearner(Policy):
 
     def _build(self, checkpoint: Path | None) -> None:
         super()._build(checkpoint)
-        trains_critic = self.spec.algorithm.advantage == "gae" and self.spec.value_model is None
-        self.critic = Critic(self.spec, self.device) if trains_critic else None
+        self.critic = Critic(self.spec, self.device) if trains_critic(self.spec) else None
 
     def _resume(self, checkpoint: Path | None) -> None:
         if checkpoint is not None and self.critic is not None:
@@ -93,11 +94,15 @@ class TorchLearner(Policy):
 
     def _give_credit(self, groups: list[Group], micros: list[MicroBatch]) -> Credit:
         """Advantages of the whole batch; with a critic, from its values before the batch; a frozen one's are in it."""
-        values_S = None
+        values = None
         if self.critic is not None:
+            trajectories = [t for group in groups for t in group.trajectories]
             self.critic.measure(micros, self.go_on)
-            values_S = values_of(micros, [int(t.mask.sum()) for g in groups for t in g.trajectories], self.gang)
-        credit = assign(groups, self.spec.algorithm, values_S)
+            values = Values(
+                values_of(micros, [int(t.mask.sum()) for t in trajectories], self.gang),
+                end_values_of(micros, len(trajectories), self.gang),
+            )
+        credit = assign(groups, self.spec.algorithm, values)
         self.credited = credit.advantages_S
         give_credit(micros, credit)
         return credit

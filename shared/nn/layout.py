@@ -155,6 +155,18 @@ def layout(
     )
 
 
+def with_ends(
+    sequences: Sequence[Any], masks: Sequence[Any], truncated: Sequence[bool]
+) -> tuple[list[I64], list[npt.NDArray[np.bool_]]]:
+    """`sequences` and `masks` for values: with a mask-1 token more at the end of truncated ones, whose value is that of
+    the state after all others. Which token that is makes no difference: values stand before theirs."""
+    ends = [np.ones(int(end), dtype=bool) for end in truncated]
+    return (
+        [np.concatenate([np.asarray(ids, np.int64), 0 * end]) for ids, end in zip(sequences, ends, strict=True)],
+        [np.concatenate([np.asarray(mask, bool), end]) for mask, end in zip(masks, ends, strict=True)],
+    )
+
+
 class _Trie(NamedTuple):
     nodes_S: list[I64]
     """Per sequence, the node of each of its tokens."""

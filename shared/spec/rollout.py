@@ -94,6 +94,10 @@ class RolloutSpec(Part):
     """Tries of an episode after its first failure, before its group is failed."""
     max_failed_share: Fraction = 0.5
     """The job fails when more than this share of its groups failed (counted from the 20th group)."""
+    opening_mismatch: Literal["warn", "fail"] = "warn"
+    """When the samples of a group begin with different observations, although row and seed are the same. The group's
+    baseline then compares answers to different prompts. `warn`: an event and a metric, and the group is trained: some
+    environments vary their prompts on purpose. `fail`: the group fails and is replaced."""
     transcripts: Annotated[int, Field(ge=0, le=64)] = 4
     """Training episodes of each step that are kept word by word, up to 20,000 characters each (`opentinker rollouts`);
     of older steps fewer and fewer. 0: none."""

@@ -21,7 +21,7 @@ REWARD = re.compile(r"val/(task/.+/)?reward(/|$)")
 """Metrics of an evaluation that are made of rewards."""
 TOY_IGNORES = ("temperature", "top_p", "top_k")
 KIND = "eval"
-UNUSED = {"temperature", "top_p", "top_k", "oversample", "transcripts", "seed"}
+UNUSED = {"temperature", "top_p", "top_k", "oversample", "opening_mismatch", "transcripts", "seed"}
 """Of [rollout], in a job of that kind: [evaluation] says these."""
 MOST_EPISODES = 200_000
 """Of one evaluation."""
