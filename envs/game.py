@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import math
 import numbers
 import random
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -252,15 +254,28 @@ def _rewinder(kind: type[AbstractGame]) -> Callable[[], None]:
     return again
 
 
+def _as_float(value: Any) -> float:
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf
+
+
 def numbers_of(info: object) -> dict[str, float]:
-    """The entries that are numbers, and have short ASCII names."""
+    """The entries that are finite numbers, and have short ASCII names. NaN and infinity, such as a ratio of 0 to 0, are
+    left out with one warning: what a game tells beside its reward fails no episode."""
     if not isinstance(info, Mapping):
         return {}
-    return {
-        name: float(value)
-        for name, value in list(info.items())[:64]
-        if isinstance(name, str) and name.isascii() and len(name) <= 100 and isinstance(value, numbers.Real)
-    }
+    found = {}
+    for name, value in list(info.items())[:64]:
+        number = isinstance(value, numbers.Real | np.bool_)
+        if not (number and isinstance(name, str) and name.isascii() and len(name) <= 100):
+            continue
+        if math.isfinite(told := _as_float(value)):
+            found[name] = told
+        else:
+            warnings.warn(f"info[{name!r}] is no finite number: it becomes no metric", stacklevel=2)
+    return found
 
 
 @cache

@@ -88,6 +88,8 @@ class Misbehaving(Environment):
                 return Step(metrics={"x": float("inf")}, done=True)
             case "text_reward":
                 return Step(reward="1.0", done=True)  # type: ignore[arg-type]
+            case "truncated_alone":
+                return Step(truncated=True)
             case "huge_reward":
                 return Step(reward=10**400, done=True)
             case "tuple":
@@ -120,6 +122,26 @@ class Misbehaving(Environment):
 
 def calling(arguments: dict[str, Any]) -> Message:
     return Message(role="assistant", tool_calls=[ToolCall(id="c", name="add", arguments=arguments)])
+
+
+class Blockwise(Environment):
+    """Forgets that its methods are coroutines; answers with numpy's scalars where they are."""
+
+    class Config(EnvironmentConfig):
+        forgets: str = ""
+
+    config: Config
+
+    async def open(self, row: int, seed: int) -> list[Message]:
+        return [user("go")]
+
+    def step(self, action: Action) -> Any:
+        numpy_step = Step(reward=np.bool_(True), done=np.bool_(True), metrics={"won": np.bool_(True)})  # type: ignore[arg-type, dict-item]
+
+        async def answer() -> Step:
+            return numpy_step
+
+        return numpy_step if self.config.forgets == "step" else answer()
 
 
 class Moody(Misbehaving):

@@ -33,6 +33,7 @@ from opentinker.shared.types import Ending, Message, StopReason
 from tests import env_samples
 from tests.conftest import soon, until
 
+BLOCKWISE = "tests.env_samples:Blockwise"
 COUNTING, MISBEHAVING, BLOCKING = (f"tests.env_samples:{name}" for name in ("Counting", "Misbehaving", "Blocking"))
 
 
@@ -276,6 +277,7 @@ BAD = {
     "infinite_metric": (Ending.ENV_BAD_REPLY, "metrics['x'] must be finite"),
     "text_reward": (Ending.ENV_BAD_REPLY, "reward must be a number, not str '1.0'"),
     "huge_reward": (Ending.ENV_BAD_REPLY, "too large"),
+    "truncated_alone": (Ending.ENV_BAD_REPLY, "truncated without done"),
     "tuple": (Ending.ENV_BAD_REPLY, "must return a Step, not tuple"),
     "done_text": (Ending.ENV_BAD_REPLY, "done must be True or False, not str 'yes'"),
     "text_messages": (Ending.ENV_BAD_REPLY, "list of Message, not str"),
@@ -319,6 +321,19 @@ def test_the_same_holds_for_replies_of_strangers(reply: SessionReply) -> None:
     judged = sound(reply, "here", player=False)
     assert (judged.failure, judged.worker) == (Ending.ENV_BAD_REPLY, "here") and "are allowed" in judged.error
     assert sound(SessionReply(worker="w", prompt_ids=[1] * PROMPT_IDS), "here").failure is None
+
+
+async def test_scalars_of_numpy_are_taken_for_flags_and_numbers(sessions: Sessions) -> None:
+    await sessions.open(opening(environment=BLOCKWISE))
+    reply = await sessions.step(step(0))
+    assert (reply.reward, reply.done, reply.metrics) == (1.0, True, {"won": 1.0})
+
+
+async def test_a_method_that_is_no_coroutine_is_named(sessions: Sessions) -> None:
+    await sessions.open(opening(environment=BLOCKWISE, forgets="step"))
+    reply = await sessions.step(step(0))
+    assert reply.failure == Ending.ENV_BAD_REPLY
+    assert reply.error == "Blockwise.step must be declared `async def`: it returned Step"
 
 
 @pytest.mark.parametrize("how", ["raise", "exit", "hang", "tuple"])

@@ -7,6 +7,7 @@ import random
 import threading
 from typing import Any
 
+import numpy as np
 import pytest
 from aiohttp.test_utils import TestClient, TestServer
 
@@ -20,7 +21,7 @@ from opentinker.environment import (
 )
 from opentinker.environment.game_stats_client import GameStatsClient
 from opentinker.envs.base import Action, Environment, Step
-from opentinker.envs.game import concurrent
+from opentinker.envs.game import concurrent, numbers_of
 from opentinker.envs.registry import check, find, make
 from opentinker.services.env_worker.serving import _playable
 from opentinker.shared.errors import SpecError
@@ -145,6 +146,24 @@ def test_arguments_that_the_game_needs_are_named() -> None:
 
     with pytest.raises(ValueError, match="Needy needs topic"):
         GameEnvironment(Needy, {}, {"other": 1})
+
+
+async def test_what_a_game_tells_beside_its_reward_fails_no_episode() -> None:
+    info = {"ratio": float("nan"), "best": np.float32("inf"), "huge": 10**400, "tries": 2, "won": np.bool_(True)}
+    with pytest.warns(UserWarning, match="no finite number") as warned:
+        assert numbers_of(info) == {"tries": 2.0, "won": 1.0}
+    assert [str(w.message).split(" is ")[0] for w in warned] == ["info['ratio']", "info['best']", "info['huge']"]
+
+
+@pytest.mark.parametrize("name", ["truncated", "TimeLimit.truncated"])
+async def test_a_game_that_a_limit_ended_says_so_in_its_info(name: str) -> None:
+    environment: Any = make(GAME, {"tries": 1}, modules=True)
+    await opened(environment, 0, 0)
+    lost = await say(environment, "0")
+    assert (lost.done, lost.truncated, lost.messages) == (True, False, [])
+    environment._game.step = lambda action: StepResult("still open", 0.0, True, {name: True})
+    left = await say(environment, "0", 1)
+    assert (left.done, left.truncated, left.messages[0].text) == (True, True, "still open")
 
 
 async def test_a_step_that_is_no_step_result_says_so() -> None:

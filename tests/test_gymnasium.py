@@ -25,6 +25,15 @@ async def test_cliff_is_walked_round_in_thirteen_steps() -> None:
     assert (step.done, table.totals[""]) == (True, -13.0)
 
 
+async def test_a_step_limit_truncates_and_shows_what_was_left() -> None:
+    table = await sit("gymnasium", id="FrozenLake-v1", kwargs={"is_slippery": False}, max_steps=2)
+    step = await table.say("down", "down")
+    assert (step.done, step.truncated, step.metrics["truncated"]) == (True, True, 1.0)
+    assert "[F]FFH" in table.seen
+    fallen = await (await sit("gymnasium", id="FrozenLake-v1", kwargs={"is_slippery": False})).say("right", "down")
+    assert (fallen.done, fallen.truncated, fallen.messages) == (True, False, [])
+
+
 async def test_blackjack_is_played_by_its_numbers() -> None:
     """Over 40 deals of a policy that sticks at 17 somebody wins and somebody loses, and every reward is -1, 0 or 1."""
     ends = set()

@@ -15,7 +15,7 @@ async def test_tic_tac_toe_is_won_by_one_and_lost_by_the_other() -> None:
     await table.say("0", "3", "1")
     assert table.seat == "player_2" and "2 2 .\n1 . .\n. . ." in table.seen
     step = await table.say("4", "2")
-    assert step.done and table.totals == {"player_1": 1.0, "player_2": -1.0}
+    assert step.done and not step.truncated and table.totals == {"player_1": 1.0, "player_2": -1.0}
 
 
 async def test_an_agent_hears_only_its_own_observations() -> None:
@@ -58,7 +58,7 @@ async def test_rock_paper_scissors_pays_every_round(api: str) -> None:
     step = await table.say("rock", "paper")
     assert step.messages[0].text == "1" and not step.done
     step = await table.say("scissors", "paper", "rock", "rock", "Action: paper", "rock")
-    assert step.done
+    assert step.done and step.truncated, "by max_cycles: nobody has lost"
     assert table.totals == {"player_0": 1.0, "player_1": -1.0}
 
 

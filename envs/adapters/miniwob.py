@@ -114,10 +114,11 @@ class MiniWob(Environment):
         reward = self._reward(info) if self._done else 0.0
         over = self._done or self._steps >= self.config.max_steps
         return Step(
-            messages=[] if over else [self._message()],
+            messages=[] if self._done else [self._message()],
             reward=reward,
             components={"reward": reward},
             done=over,
+            truncated=over and not self._done,
             metrics=self._metrics(float(self._done and info["raw_reward"] == 1.0)),
         )
 

@@ -6,6 +6,7 @@ Used by the worker for environments that run in its event loop, and by the child
 from __future__ import annotations
 
 import asyncio
+import inspect
 import math
 import numbers
 import traceback
@@ -13,6 +14,7 @@ from collections.abc import Awaitable
 from typing import Any, Protocol
 
 import msgspec
+import numpy as np
 
 from opentinker.envs.base import Action, BadReply, Environment, Opening, Step, Unreachable
 from opentinker.envs.registry import make
@@ -74,7 +76,7 @@ class LocalPlayer:
         made = make(request.environment, request.config, modules=self._modules)
         made.policy = request.policy
         self._environment = with_tools(made, request.tool_turns)
-        opened = await self._environment.open(request.row, request.seed)
+        opened = await _awaited(self._environment, "open", self._environment.open(request.row, request.seed))
         reply = opening_of(self._worker, self._environment, opened)
         self._seat, self._stream = reply.seat, reply.stream
         return reply
@@ -83,13 +85,22 @@ class LocalPlayer:
         assert self._environment is not None
         if request.seat != self._seat:
             raise OutOfTurn(f"turn {request.turn} is for seat {self._seat!r}, not {request.seat!r}")
-        reply = reply_of(self._worker, self._environment, await self._environment.step(action_of(request)))
+        step = await _awaited(self._environment, "step", self._environment.step(action_of(request)))
+        reply = reply_of(self._worker, self._environment, step)
         self._seat, self._stream = reply.seat, reply.stream
         return reply
 
     async def _close(self, environment: Environment) -> SessionReply:
-        await environment.close()
+        await _awaited(environment, "close", environment.close())
         return SessionReply(worker=self._worker)
+
+
+async def _awaited(environment: Environment, method: str, answer: Awaitable[Any]) -> Any:
+    """Raises BadReply for a method that is no coroutine."""
+    if not inspect.isawaitable(answer):
+        name = type(environment).__name__
+        raise BadReply(f"{name}.{method} must be declared `async def`: it returned {_kind(answer)}")
+    return await answer
 
 
 async def contain(worker: str, call: Awaitable[SessionReply]) -> SessionReply:
@@ -144,21 +155,20 @@ def reply_of(worker: str, environment: Environment, step: object) -> SessionRepl
     """Raises BadReply unless every field is what it should be."""
     if not isinstance(step, Step):
         raise BadReply(f"step() must return a Step, not {_kind(step)}")
-    if type(step.done) is not bool:
-        raise BadReply(f"done must be True or False, not {_kind(step.done)}")
-    if type(step.truncated) is not bool or step.truncated > step.done:
-        raise BadReply("truncated must be True or False, and True only with done")
+    done, truncated = _checked_flag("done", step.done), _checked_flag("truncated", step.truncated)
+    if truncated and not done:
+        raise BadReply("truncated without done: an episode that a limit ends is done")
     if not isinstance(step.rewards, dict) or not set(step.rewards) <= set(environment.seats):
         raise BadReply(f"rewards must be a dict by seat; the seats are: {', '.join(environment.seats) or '(one)'}")
-    goes_on = step.truncated and bool(step.messages)
+    is_left = truncated and bool(step.messages)
     return SessionReply(
         worker=worker,
-        **({} if step.done and not goes_on else _next_turn(environment, step, "step()")),
+        **({} if done and not is_left else _next_turn(environment, step, "step()")),
         reward=checked_number("reward", step.reward),
         components=checked_numbers("components", step.components),
         rewards={seat: checked_numbers(f"rewards[{seat!r}]", parts) for seat, parts in step.rewards.items()},
-        done=step.done,
-        truncated=step.truncated,
+        done=done,
+        truncated=truncated,
         metrics=checked_numbers("metrics", step.metrics),
     )
 
@@ -190,6 +200,12 @@ def _next_turn(environment: Environment, said: Opening | Step, source: str) -> d
         "max_tokens": said.max_tokens,
         "stop": stop,
     }
+
+
+def _checked_flag(field: str, value: object) -> bool:
+    if not isinstance(value, bool | np.bool_):
+        raise BadReply(f"{field} must be True or False, not {_kind(value)}")
+    return bool(value)
 
 
 def _checked_list(field: str, values: object, kind: type) -> list[Any]:
@@ -255,9 +271,9 @@ def checked_numbers(field: str, values: object) -> dict[str, float]:
 
 
 def checked_number(field: str, value: Any) -> float:
-    """Booleans and numpy scalars count as numbers; NaN and infinity do not."""
+    """Booleans and scalars, Python's and numpy's, count as numbers; NaN and infinity do not."""
     if type(value) is not float:
-        if not isinstance(value, numbers.Real):
+        if not isinstance(value, numbers.Real | np.bool_):
             raise BadReply(f"{field} must be a number, not {_kind(value)}")
         try:
             value = float(value)
