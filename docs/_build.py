@@ -94,7 +94,7 @@ def _body(body: dict[str, Any] | None, schemas: dict[str, Any]) -> Iterator[str]
     for media, content in (body or {"content": {}})["content"].items():
         name = str(content.get("schema", {}).get("$ref", "")).rpartition("/")[2]
         if name == "JobSpec":
-            yield "Body: a job, as in [the job spec](../job-spec.md), in JSON.\n"
+            yield f"Body, `{media}`: a job, as in [the job spec](../job-spec.md).\n"
         elif name:
             yield f"Body, `{media}`:\n\n| field | | |\n| --- | --- | --- |"
             needed = schemas[name].get("required", [])

@@ -17,9 +17,10 @@ from opentinker.services.scheduler import transcripts
 from opentinker.services.scheduler.artifacts import Artifacts
 from opentinker.services.scheduler.cluster import Cluster
 from opentinker.services.scheduler.gate import may_see, principal_of, tenant_of
-from opentinker.services.scheduler.problems import integer, json_response, read_json
+from opentinker.services.scheduler.problems import integer, json_response
 from opentinker.services.scheduler.recent import Recent
 from opentinker.services.scheduler.retention import Rule
+from opentinker.services.scheduler.spec_body import read_spec
 from opentinker.services.scheduler.submission import submit
 from opentinker.shared.admission import Admission
 from opentinker.shared.errors import Conflict, NotFound, SpecError
@@ -73,7 +74,7 @@ class JobsApi:
             )
         asked, trace = principal_of(request), incoming(request.headers)
         with self.ctx.tracer.span("submit", trace):
-            body = await read_json(request)
+            body = await read_spec(request)
             id, repeated = await submit(self.ctx, body, asked.tenant, key or "", key=asked.key, trace=trace)
         headers = {"Location": f"/v1/jobs/{id}"} | ({"Idempotency-Replayed": "true"} if repeated else {})
         record = await self.store.job(id)

@@ -13,9 +13,11 @@ from pydantic import BaseModel
 
 import opentinker
 from opentinker.services.scheduler.problems import OPENAI, Handler
+from opentinker.services.scheduler.spec_body import TOML
 from opentinker.shared import answers
 from opentinker.shared.asyncapi import documented
 from opentinker.shared.authority import Action
+from opentinker.shared.spec import JobSpec
 
 _SCHEMAS = "#/components/schemas/"
 
@@ -99,7 +101,11 @@ def _operation(route: Route) -> dict[str, Any]:
         errors |= {"401": "A key is asked for", "429": "Too many requests; see Retry-After"}
         errors |= {} if route.action is Action.ABOUT else {"403": f"The key does not allow {route.action}"}
     errors |= (
-        {"408": "The body did not come", "413": "The body is too large", "415": "Not taken: a compressed body"}
+        {
+            "408": "The body did not come",
+            "413": "The body is too large",
+            "415": "A compressed body, or of another type",
+        }
         if route.body or route.takes
         else {}
     )
@@ -132,7 +138,8 @@ def _operation(route: Route) -> dict[str, Any]:
     if route.action is Action.FREE:
         operation["security"] = []
     if route.body:
-        content = {"application/json": {"schema": {"$ref": _SCHEMAS + route.body.__name__}}}
+        media = ("application/json", TOML) if route.body is JobSpec else ("application/json",)
+        content = {kind: {"schema": {"$ref": _SCHEMAS + route.body.__name__}} for kind in media}
         operation["requestBody"] = {"required": True, "content": content}
     if route.takes:
         operation["requestBody"] = {"required": True, "content": {route.takes: {}}}
@@ -180,7 +187,12 @@ _PROBLEM = {
             "items": {
                 "type": "object",
                 "required": ["field", "value", "problem"],
-                "properties": {"field": {"type": "string"}, "value": {}, "problem": {"type": "string"}},
+                "properties": {
+                    "field": {"type": "string"},
+                    "value": {},
+                    "problem": {"type": "string"},
+                    "suggestion": {"type": "string", "description": "What to write instead"},
+                },
             },
         },
     },

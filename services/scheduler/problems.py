@@ -56,7 +56,7 @@ HINTS = {
     409: "GET the object to see its present state",
     413: f"a body may have {BODY_LIMIT} bytes",
     416: "ask for the whole of it",
-    415: "send JSON with `Content-Type: application/json`",
+    415: "send JSON with `Content-Type: application/json`; a spec may be TOML with `Content-Type: application/toml`",
     422: "correct the fields under `errors` and send it again",
     429: "ask less often; `Retry-After` says when again",
     503: "a part of the service is restarting; try again in a few seconds",
@@ -221,10 +221,11 @@ async def read_json(request: web.Request) -> Any:
     SlowBody, BrokenBody."""
     async with body_read("the body"):
         raw = await request.read()
-    return _plain(raw) if len(raw) <= SMALL_BODY else await asyncio.to_thread(_plain, raw)
+    return parse_json(raw) if len(raw) <= SMALL_BODY else await asyncio.to_thread(parse_json, raw)
 
 
-def _plain(raw: bytes) -> Any:
+def parse_json(raw: bytes) -> Any:
+    """Raises SpecError."""
     try:
         data = orjson.loads(raw)
         json.loads(raw, object_pairs_hook=_unique)

@@ -15,7 +15,8 @@ from aiohttp import web
 
 from opentinker.services.scheduler import prospects
 from opentinker.services.scheduler.gate import tenant_of
-from opentinker.services.scheduler.problems import json_response, read_json
+from opentinker.services.scheduler.problems import json_response
+from opentinker.services.scheduler.spec_body import read_spec
 from opentinker.services.scheduler.submission import Mistakes, kept_idle_s, look_at
 from opentinker.shared import spec_checks
 from opentinker.shared.answers import Check, Mistake, Said, Validation
@@ -42,7 +43,7 @@ class Validating:
         self.ctx = ctx
 
     async def validate(self, request: web.Request) -> web.Response:
-        return json_response(await report_on(self.ctx, await read_json(request), tenant_of(request)))
+        return json_response(await report_on(self.ctx, await read_spec(request), tenant_of(request)))
 
 
 async def report_on(ctx: Context, data: Any, tenant: str) -> Validation:
