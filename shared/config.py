@@ -303,6 +303,21 @@ class Settings(BaseModel):
             raise PydanticCustomError("no_pods", "launcher = kubernetes needs launcher_pods: what to start")
         return self
 
+    @property
+    def artifact_directory(self) -> Path | None:
+        """None: artifacts are in an object store."""
+        if self.artifacts_url.startswith("s3://"):
+            return None
+        place = self.artifacts_url.removeprefix("file://")
+        return Path(place) if place else self.data_dir / "artifacts"
+
+    @property
+    def secret_files(self) -> list[Path]:
+        """Files with keys and passwords, and directories of such."""
+        files = (self.nats_password_file, self.redis_password_file, self.nats_issuer_file, self.admin_key_file)
+        places = (self.artifacts_s3_credentials_file, self.launcher_access, self.launcher_account)
+        return [place for place in (*files, *places) if place is not None]
+
     def password(self, field: Literal["nats_password_file", "redis_password_file", "nats_issuer_file"]) -> str:
         """Empty if there is no such file. Raises SpecError."""
         path: Path | None = getattr(self, field)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple, Protocol
 
 import orjson
@@ -161,6 +161,7 @@ def _local(path: Path, split: str | None, default_split: str) -> Rows:
 
 
 def _saved(path: Path, split: str | None, default_split: str) -> Rows:
+    _refuse_names_elsewhere(path)
     with _installed():
         import datasets
 
@@ -176,6 +177,18 @@ def _saved(path: Path, split: str | None, default_split: str) -> Rows:
     if chosen not in found:
         raise RowError(f"{path} has no split {chosen!r}; there are: {', '.join(map(str, found))}")
     return TableRows(f"{path}, split {chosen}", found[chosen].with_format("arrow")[:])
+
+
+def _refuse_names_elsewhere(path: Path) -> None:
+    """Raises RowError if a saved directory names splits or files that are not in it."""
+    try:
+        for file in (path / "dataset_dict.json", *path.glob("state.json"), *path.glob("*/state.json")):
+            told = orjson.loads(file.read_bytes()) if file.is_file() else {}
+            names = [*told.get("splits", ()), *(entry["filename"] for entry in told.get("_data_files") or ())]
+            if odd := [name for name in names if PurePosixPath(name).name != name]:
+                raise RowError(f"{file} names {odd[0][:100]!r}, which is no name in this directory")
+    except (OSError, orjson.JSONDecodeError, AttributeError, KeyError, TypeError) as error:
+        raise RowError(f"{path} cannot be read: {error!r}") from None
 
 
 def _hub(id: str, subset: str | None, split: str) -> Rows:

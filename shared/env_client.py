@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
+from collections.abc import Collection
 
 import structlog
 
@@ -47,10 +48,18 @@ class EnvClient:
     """One for any number of episodes at once."""
 
     def __init__(
-        self, bus: Bus, *, tenant: str = "default", owner: str = "", ask_s: float = 10.0, gone_s: float = 1.5
+        self,
+        bus: Bus,
+        *,
+        tenant: str = "default",
+        owner: str = "",
+        own_jobs: Collection[str] = (),
+        ask_s: float = 10.0,
+        gone_s: float = 1.5,
     ) -> None:
-        """`owner`: see OpenSession."""
+        """`owner`, `own_jobs`: see OpenSession."""
         self._bus = bus
+        self._own_jobs = sorted(own_jobs)
         self._owner = owner
         self._tenant = tenant
         """Of the jobs whose episodes are played: what its users serve is theirs alone."""
@@ -96,6 +105,7 @@ class EnvClient:
                 answer_within_s=min(OPENING_S, 0.5 * self._ask_s),
                 room_within_s=min(IN_LINE_S, 0.25 * self._ask_s, 0.5 * (give_up - now)),
                 policy=policy,
+                own_jobs=self._own_jobs,
                 owner=self._owner,
             )
             within_s = min(self._ask_s, give_up - now)

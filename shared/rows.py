@@ -6,6 +6,7 @@ The scheduler looks at the first row when a job is submitted; the trainer reads 
 from __future__ import annotations
 
 import gzip
+import itertools
 import lzma
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +16,10 @@ import orjson
 
 from opentinker.shared.paths import local_path
 from opentinker.shared.spec.data import JSON, JSONL, PARQUET
+
+MOST_ROW_BYTES = 64 << 20
+MOST_BLANK = 1_000_000
+"""Lines one after another: a small compressed file may hold any number of them."""
 
 
 class RowError(ValueError):
@@ -30,9 +35,18 @@ def lines(path: Path) -> Iterator[tuple[int, bytes]]:
     """Number (from 1) and text of each line that is not blank. Raises RowError if the file cannot be read."""
     try:
         with _open(path) as file:
-            for number, line in enumerate(file, 1):
-                if line.strip():
+            blank = 0
+            for number in itertools.count(1):
+                line = file.readline(MOST_ROW_BYTES + 1)
+                if not line:
+                    return
+                if len(line) > MOST_ROW_BYTES:
+                    raise RowError(f"{path}, line {number}: has more than {MOST_ROW_BYTES >> 20} MiB")
+                blank = 0 if line.strip() else blank + 1
+                if not blank:
                     yield number, line
+                elif blank > MOST_BLANK:
+                    raise RowError(f"{path}, line {number}: follows {MOST_BLANK} blank ones")
     except (OSError, EOFError, lzma.LZMAError) as error:
         raise RowError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
 

@@ -13,6 +13,7 @@ import os
 import signal
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NoReturn
@@ -40,6 +41,7 @@ LIVENESS_S = 5.0
 LIVENESS_FAILURES = 3
 DRAIN_EXTRA_S = 3.0
 """After `drain_s` a service still has so long to let go of what it did not finish."""
+DISK_THREADS = 8
 LAST_WORDS_S = 1.0
 """For what was said about a job, before the process begins anew."""
 
@@ -63,6 +65,8 @@ class Context:
     is_ready: bool = False
     detail: dict[str, Any] = field(default_factory=dict)
     """Shown by /readyz."""
+    disk: ThreadPoolExecutor = field(default_factory=partial(ThreadPoolExecutor, DISK_THREADS, "disk"))
+    """For looks at file systems that may hang, which hold up nothing else."""
     begin_anew: Callable[[Sequence[str]], Awaitable[NoReturn]] = _is_no_process
     """Ends all that goes on in this process, and the process as it is; see renewal.py for what it is given. Told to
     stop, it ends for good."""

@@ -61,6 +61,8 @@ class OpenSession(msgspec.Struct, frozen=True, kw_only=True):
     """`environment.tools` of the spec: what the worker offers and does, whatever the environment is."""
     tool_turns: int = 16
     """Turns of a seat that tools may answer."""
+    own_jobs: list[str] = []
+    """Of the job's tenant: their directories may be read, where `config` names any."""
     owner: str = ""
     """Whoever plays it, as `owner_of` says: with that process the episode is gone. Empty: it lives to its deadline."""
 
@@ -143,6 +145,8 @@ class EnvCheck(msgspec.Struct, frozen=True, kw_only=True):
     isolation: Isolation = "process"
     tools: list[dict[str, Any]] = []
     """As they stand in the spec."""
+    own_jobs: list[str] = []
+    """As in OpenSession."""
 
 
 class EnvCheckReply(msgspec.Struct, frozen=True, kw_only=True):

@@ -8,6 +8,7 @@ episode elsewhere.
 
 from __future__ import annotations
 
+import asyncio
 import os
 import socket
 import uuid
@@ -23,14 +24,16 @@ from opentinker.services.env_worker.sandboxes import Sandboxes
 from opentinker.services.env_worker.tools.shop import Shop
 from opentinker.services.env_worker.watchdog import watch
 from opentinker.services.env_worker.worker import Sessions
+from opentinker.shared.config import Settings
 from opentinker.shared.egress import Egress
 from opentinker.shared.errors import SpecError
 from opentinker.shared.lanes import LanesByJob
+from opentinker.shared.readable import Readable
 from opentinker.shared.service import Context, first_failure
-from opentinker.shared.sessions import REMOTE, EnvCheck, EnvCheckReply
+from opentinker.shared.sessions import REMOTE, EnvCheck, EnvCheckReply, OpenSession, SessionReply
 from opentinker.shared.subjects import ENV_CHECK, ENV_CLOSE, ENV_OPEN, ENV_STEP, SANDBOX_CHECK, SANDBOX_OPEN
 from opentinker.shared.telemetry import Reporter
-from opentinker.shared.types import Pool, WorkerInfo
+from opentinker.shared.types import Ending, Pool, WorkerInfo
 from opentinker.shared.waiting import rest
 
 QUEUE = "env"
@@ -98,7 +101,14 @@ async def _serve(
     """Answer requests until told to stop, then drain."""
     bus = ctx.bus
 
+    async def opened(request: OpenSession) -> SessionReply:
+        if why := await _why_closed(ctx.settings, request):
+            return SessionReply(worker=sessions.worker, failure=Ending.ENV_ERROR, error=why)
+        return await sessions.open(request)
+
     async def checked(request: EnvCheck) -> EnvCheckReply:
+        if why := await _why_closed(ctx.settings, request):
+            return EnvCheckReply(errors=[{"field": "environment.config", "value": None, "problem": why}])
         reply = await check_environment(request, resolver, host)
         return EnvCheckReply(errors=[*reply.errors, *await shop.check(request.tools)])
 
@@ -107,7 +117,7 @@ async def _serve(
         await bus.serve(ENV_CLOSE, sessions.close, worker=sessions.worker),
     ]
     opens = [
-        await bus.serve(ENV_OPEN, sessions.open, QUEUE, environment=name)
+        await bus.serve(ENV_OPEN, opened, QUEUE, environment=name)
         for name in (["*"] if resolver.modules else [*BUILT_IN, REMOTE])
     ]
     opens.append(await bus.serve(ENV_CHECK, checked, QUEUE))
@@ -124,6 +134,16 @@ async def _serve(
     for subscription in steps:
         await subscription.drain()
     ctx.log.info("drained", given_up=left)
+
+
+async def _why_closed(settings: Settings, request: OpenSession | EnvCheck) -> str:
+    """Why an environment may not open what its config names here; empty: it may. A sandbox has no files of ours."""
+    if request.isolation == "sandbox" or not request.config:
+        return ""
+    look = Readable(settings, request.own_jobs).mistakes_in
+    return "; ".join(
+        f"{m['field']}: {m['value']} {m['problem']}" for m in await asyncio.to_thread(look, request.config)
+    )
 
 
 async def _beat(ctx: Context, info: WorkerInfo, sessions: Sessions, no_sandbox: str) -> None:

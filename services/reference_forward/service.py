@@ -39,6 +39,7 @@ from opentinker.shared.bus import ACK_WAIT_S, ConsumerDeleted, Delivery, StreamF
 from opentinker.shared.errors import Conflict, JobFailed, NotFound, SpecError
 from opentinker.shared.lanes import LanesByJob
 from opentinker.shared.manifest import start_of
+from opentinker.shared.readable import check_opened
 from opentinker.shared.service import Context, first_failure
 from opentinker.shared.spec import parse_spec
 from opentinker.shared.subjects import GROUP, SCORE, SCORES, Subject
@@ -77,6 +78,8 @@ class ReferenceForward:
         self._bell = Bell()
         self._scored: asyncio.Queue[Work] = asyncio.Queue()
         self._readers: set[str] = set()
+        self._checked: set[str] = set()
+        """Jobs that may read the models they name, when their first group came; asked again of what is loaded."""
         """Jobs that are read."""
         self._full_until: dict[str, float] = {}
         """Jobs for whose last group the stream had no room."""
@@ -155,6 +158,7 @@ class ReferenceForward:
             self.log.info("job_cleared_meanwhile", job=job)
         finally:
             self._readers.discard(job)
+            self._checked.discard(job)
             await consumer.close(delete=over)
 
     async def _admit(self, delivery: Delivery[Group]) -> bool:
@@ -210,6 +214,9 @@ class ReferenceForward:
             self.log.error("invalid_group_passed_on", job=work.group.job, group=work.group.seq, error=str(error))
             return True
         start = start_of(self.ctx.settings.data_dir, work.group.job)
+        if work.group.job not in self._checked:
+            await check_opened(self.ctx.store, self.ctx.settings, work.group.job)
+            self._checked.add(work.group.job)
         await asyncio.to_thread((await self._get_scorer()).check, spec)
         work.temperature, work.needs = spec.rollout.temperature, needs(spec, start)
         work.weights = {judge.name: judge.weight for judge in spec.reward_models}
@@ -235,6 +242,8 @@ class ReferenceForward:
     async def _load(self, key: ModelKey) -> None:
         """Returns also when nobody waits for it any more. Raises JobFailed, or one of UNABLE."""
         scorer = await self._get_scorer()
+        if not await self._may_read(key):
+            return
         size = await asyncio.to_thread(scorer.size, key)
         self.residence.check(key, size)
         evicted, looked_at = self.residence.evictions, -math.inf
@@ -251,10 +260,28 @@ class ReferenceForward:
             await asyncio.to_thread(scorer.collect)
         began = time.monotonic()
         model = await asyncio.to_thread(scorer.load, key)
+        if not await self._may_read(key):  # it led elsewhere meanwhile: nobody gets what was read there
+            return
         seconds = time.monotonic() - began
         self.residence.put(key, model, size, seconds)
         self.log.info("model_loaded", model=key.base, dtype=key.dtype, bytes=size, seconds=round(seconds, 3))
         self._measure()
+
+    async def _may_read(self, key: ModelKey) -> bool:
+        """Whether all jobs that wait for the model may read it here and now. Those that may not fail."""
+        open_to_all = True
+        for job in self.desk.waiting_for(key):
+            try:
+                await check_opened(self.ctx.store, self.ctx.settings, job)
+            except JobFailed as error:
+                await self._fail(job, str(error))
+                open_to_all = False
+            except NotFound:  # deleted: its groups go with the next look at who waits
+                continue
+            except (RedisError, OSError):  # asked again with the next look
+                await rest(LOOK_S)
+                return False
+        return open_to_all
 
     async def _drop_ended(self, key: ModelKey) -> None:
         """Groups that wait for a model and whose job ended meanwhile: nothing is loaded for these. One whose

@@ -15,6 +15,7 @@ from opentinker.services.rollout_worker.render import Renderer
 from opentinker.services.rollout_worker.worker import RolloutJob
 from opentinker.shared.errors import JobFailed
 from opentinker.shared.leasing import LeasedWorker
+from opentinker.shared.readable import opening
 from opentinker.shared.spec import JobSpec
 from opentinker.shared.types import Lease
 from opentinker.shared.waiting import see_through
@@ -30,13 +31,14 @@ async def run_lease(
 ) -> None:
     """Load tokenizer and engine, then run the job. Raises JobFailed when the model cannot be served."""
     load = Renderer.load_light if spec.rollout.engine == "toy" else Renderer.load
-    renderer = await asyncio.to_thread(load, spec.model.base, spec.model.chat_template, spec.model.tool_format)
+    async with opening(worker.ctx.store, worker.ctx.settings, lease.job):
+        renderer = await asyncio.to_thread(load, spec.model.base, spec.model.chat_template, spec.model.tool_format)
     if spec.kind in UNTRAINED:
         await _with_given_weights(worker, lease, spec, make_engine, renderer, sessions)
         return
     engine = make_engine(spec, renderer, spec.model.base, ())
     try:
-        await _start(engine, spec.model.base)
+        await _start(worker, lease, engine, spec.model.base)
         await RolloutJob(worker, lease, spec, engine, renderer, sessions).run()
     finally:
         await see_through(engine.close())  # its processes would live on
@@ -58,7 +60,7 @@ async def _with_given_weights(
     beside = await asyncio.to_thread(adapters_beside, spec, data_dir, lease.job)
     engine = make_engine(spec, renderer, model, beside)
     try:
-        await _start(engine, model)
+        await _start(worker, lease, engine, model)
         try:
             if version is not None:
                 await engine.serve(version, adapter)
@@ -74,8 +76,9 @@ async def _with_given_weights(
         await see_through(engine.close())
 
 
-async def _start(engine: Engine, model: str) -> None:
+async def _start(worker: LeasedWorker, lease: Lease, engine: Engine, model: str) -> None:
     try:
-        await engine.start()
+        async with opening(worker.ctx.store, worker.ctx.settings, lease.job):
+            await engine.start()
     except EngineError as error:
         raise JobFailed(f"model {model!r} cannot be served: {error}") from None

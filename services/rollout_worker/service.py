@@ -18,6 +18,7 @@ from opentinker.services.rollout_worker.toy_engine import ToyEngine
 from opentinker.shared.config import Settings
 from opentinker.shared.env_client import EnvClient
 from opentinker.shared.leasing import LeasedWorker
+from opentinker.shared.readable import readable_by
 from opentinker.shared.service import Context
 from opentinker.shared.sessions import owner_of
 from opentinker.shared.spec import JobSpec
@@ -34,7 +35,9 @@ async def serve(ctx: Context) -> None:
     async def work(worker: LeasedWorker, lease: Lease, spec: JobSpec) -> None:
         worker.leftovers.append(f"{glob.escape(tempfile.gettempdir())}/{vllm_boot.OWN}{os.getpid()}-*")
         owner = owner_of(worker.info.id, worker.info.incarnation)
-        sessions = EnvClient(ctx.bus, tenant=(await ctx.store.job(lease.job)).tenant, owner=owner)
+        record = await ctx.store.job(lease.job)
+        readable = await readable_by(ctx.store, ctx.settings, record.tenant, record.spec)
+        sessions = EnvClient(ctx.bus, tenant=record.tenant, owner=owner, own_jobs=readable.own)
         await run_lease(worker, lease, spec, partial(make_engine, settings=ctx.settings), sessions)
 
     if ctx.settings.preload:

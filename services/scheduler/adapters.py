@@ -5,7 +5,6 @@ Kept as the checkpoint is that a job starts from (`start.py`), each in {data_dir
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 import orjson
 from pydantic import ValidationError
 
+from opentinker.services.scheduler.disk import on_disk
 from opentinker.services.scheduler.start import Chosen, Mistakes, find
 from opentinker.shared.manifest import ADAPTER
 from opentinker.shared.paths import local_path
@@ -36,7 +36,7 @@ async def look_at(ctx: Context, data: Any, spec: JobSpec | None, base: str, tena
             problems = [chosen]
         else:
             found.append((adapter.name, chosen))
-            problems = [] if spec is None else await asyncio.to_thread(_misfits, chosen, spec, base)
+            problems = [] if spec is None else await on_disk(ctx, _misfits, chosen, spec, base)
         field = f"serving.adapters.{place}.from"
         mistakes += [{"field": field, "value": adapter.checkpoint, "problem": problem} for problem in problems]
     return mistakes, found

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from opentinker.shared.paths import not_on_hub
+from opentinker.shared.readable import resolved
 from opentinker.shared.rows import RowError, first_row, rows_path
 from opentinker.shared.spec import DataSpec
 from opentinker.shared.spec.data import JSONL, NoFormat, format_of
@@ -45,7 +46,7 @@ def _check(name: str, kind: str, data: DataSpec) -> None:
 def absolute(data: DataSpec) -> dict[str, str]:
     """The fields that name files, as the trainer will find them wherever it was started."""
     return {
-        field: str(path.resolve())
+        field: str(resolved(path))
         for field, value in (("path", data.path), ("validation", data.validation))
         if isinstance(value, str) and (path := rows_path(value)) is not None
     }

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
+
+import msgspec
 
 from opentinker.services.scheduler.receiving import Uploads
 from opentinker.shared import uploads
@@ -39,9 +42,11 @@ class Asked:
     mistakes: Mistakes = field(default_factory=list)
 
 
-async def examine(ctx: Context, data: Any, spec: JobSpec | None, tenant: str, known: Mistakes) -> Asked:
+async def examine(
+    ctx: Context, data: Any, spec: JobSpec | None, tenant: str, known: Mistakes, own_jobs: Collection[str]
+) -> Asked:
     """Of the environment that `data` names, even if other parts of it are wrong (`spec` None)."""
-    check = _named(data, spec)
+    check = _named(data, spec, sorted(own_jobs))
     if check is None or any(mistake["field"].startswith("environment.") for mistake in known):
         return Asked()
     if uploads.is_upload(check.name):
@@ -50,7 +55,7 @@ async def examine(ctx: Context, data: Any, spec: JobSpec | None, tenant: str, kn
             exact = await asyncio.to_thread(held.resolve, check.name, tenant)
         except SpecError as error:
             return Asked(mistakes=error.mistakes)
-        check = EnvCheck(name=str(exact), config=check.config, isolation="sandbox", tools=check.tools)
+        check = msgspec.structs.replace(check, name=str(exact), isolation="sandbox")
     mistakes, answered = await ask(ctx, check, tenant)
     if not mistakes and spec is not None and spec.validation is not None and spec.validation.config:
         mistakes = await _of_evaluations(ctx, check, spec, tenant)
@@ -70,7 +75,7 @@ async def gone(ctx: Context, check: EnvCheck, tenant: str) -> Mistakes:
 async def _of_evaluations(ctx: Context, check: EnvCheck, spec: JobSpec, tenant: str) -> Mistakes:
     """What evaluations lay over the environment's settings."""
     config = validation_episodes(spec).environment.config
-    found, _ = await ask(ctx, EnvCheck(name=check.name, config=config, isolation=check.isolation), tenant)
+    found, _ = await ask(ctx, msgspec.structs.replace(check, config=config, tools=[]), tenant)
     return [{**m, "field": m["field"].replace("environment.config", "validation.config", 1)} for m in found]
 
 
@@ -115,16 +120,17 @@ async def _without_sandboxes(ctx: Context) -> Mistakes:
     return [{"field": "environment.isolation", "value": "sandbox", "problem": problem}]
 
 
-def _named(data: Any, spec: JobSpec | None) -> EnvCheck | None:
+def _named(data: Any, spec: JobSpec | None, own_jobs: list[str]) -> EnvCheck | None:
     if spec is not None:
-        return _check(spec.environment) if spec.environment.name else None
+        return _check(spec.environment, own_jobs) if spec.environment.name else None
     raw = data.get("environment") if isinstance(data, dict) else None
     try:
-        return _check(EnvironmentSpec.model_validate(raw))
+        return _check(EnvironmentSpec.model_validate(raw), own_jobs)
     except ValueError:
         return None
 
 
-def _check(part: EnvironmentSpec) -> EnvCheck:
+def _check(part: EnvironmentSpec, own_jobs: list[str]) -> EnvCheck:
     tools = [tool.model_dump() for tool in part.tools]
-    return EnvCheck(name=part.name, config=part.config, isolation=part.isolation or "process", tools=tools)
+    isolation = part.isolation or "process"
+    return EnvCheck(name=part.name, config=part.config, isolation=isolation, tools=tools, own_jobs=own_jobs)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
+from opentinker.services.scheduler.disk import on_disk
 from opentinker.shared.model_families import read_config, unsupported_family, unsupported_on_cpu
 from opentinker.shared.paths import local_path
 from opentinker.shared.service import Context
@@ -20,14 +20,14 @@ async def look_at(ctx: Context, spec: JobSpec | None) -> Mistakes:
     if spec is None or not loads_weights(spec):
         return []
     base, served = spec.model.base, is_served(spec)
-    config = await asyncio.to_thread(_config_of, base)
+    config = await on_disk(ctx, _config_of, base)
     problem = unsupported_family(config, served=served)
     if not problem and served and await _only_cpus(ctx, spec):
         problem = unsupported_on_cpu(config)
     found = [("model.base", base, problem)]
     if spec.teacher is not None:
         teacher = spec.teacher.base
-        problem = unsupported_family(await asyncio.to_thread(_config_of, teacher), served=False)
+        problem = unsupported_family(await on_disk(ctx, _config_of, teacher), served=False)
         found.append(("teacher.base", teacher, problem))
     return [{"field": field, "value": value, "problem": problem} for field, value, problem in found if problem]
 

@@ -88,17 +88,9 @@ def store_of(settings: Settings) -> ArtifactStore:
         from opentinker.services.scheduler.object_store import ObjectStore
 
         return ObjectStore(settings)
-    place = directory_of(settings)
+    place = settings.artifact_directory
     assert place is not None
     return DirectoryStore(place, settings.data_dir)
-
-
-def directory_of(settings: Settings) -> Path | None:
-    """None: it is an object store."""
-    if settings.artifacts_url.startswith("s3://"):
-        return None
-    place = settings.artifacts_url.removeprefix("file://")
-    return Path(place) if place else settings.data_dir / "artifacts"
 
 
 def inside(name: str) -> PurePosixPath:

@@ -12,12 +12,14 @@ from typing import Any, NamedTuple
 import orjson
 from pydantic import ValidationError
 
-from opentinker.services.scheduler import adapters, environment, model_check, reserved
+from opentinker.services.scheduler import adapters, environment, model_check
 from opentinker.services.scheduler import start as starting
 from opentinker.services.scheduler.data_check import absolute, check_data
+from opentinker.services.scheduler.disk import on_disk
 from opentinker.shared.config import Settings
 from opentinker.shared.errors import SpecError
 from opentinker.shared.paths import local_path, not_on_hub
+from opentinker.shared.readable import readable_by, resolved
 from opentinker.shared.service import Context
 from opentinker.shared.spec import JobSpec, ModelSpec, StartSpec, parse_spec
 from opentinker.shared.spec_checks import loads_weights, mistake_in
@@ -59,7 +61,7 @@ async def submit(
     if spec is None or mistakes:
         raise SpecError(mistakes)
     plain = spec.model_dump(mode="json")
-    await asyncio.to_thread(_make_absolute, plain, spec)
+    await on_disk(ctx, _make_absolute, plain, spec)
     if spec.kind == "inference":
         plain["serving"]["idle_s"] = kept_idle_s(spec, ctx.settings)
     asked = found.asked
@@ -129,13 +131,14 @@ async def _keep(ctx: Context, plain: dict[str, Any], found: Found, tenant: str, 
 
 async def look_at(ctx: Context, data: Any, spec: JobSpec | None, tenant: str, mistakes: Mistakes) -> Found:
     """What the spec names, as far as it can be seen here; `mistakes` grow. `spec`: of `data`, None if that is none."""
-    if wrong_places := await reserved.mistakes_in(ctx, data, tenant):  # nobody looks at what is there
+    readable = await readable_by(ctx.store, ctx.settings, tenant, data)
+    if wrong_places := await on_disk(ctx, readable.mistakes_in, data, files=True):  # nobody looks at what is there
         mistakes += wrong_places
         return Found()
     try:
         async with asyncio.TaskGroup() as tasks:
-            asking = tasks.create_task(environment.examine(ctx, data, spec, tenant, mistakes))
-            looking = tasks.create_task(asyncio.to_thread(_check_files, data, spec))
+            asking = tasks.create_task(environment.examine(ctx, data, spec, tenant, mistakes, readable.own))
+            looking = tasks.create_task(on_disk(ctx, _check_files, data, spec))
             families = tasks.create_task(model_check.look_at(ctx, spec))
             starts = tasks.create_task(_check_start(ctx, _start(data, spec), spec, tenant))
     except ExceptionGroup as errors:
@@ -210,7 +213,7 @@ async def _check_start(
     if start is None:
         return [], None
     if start.live:
-        base = "" if spec is None else await asyncio.to_thread(_resolved, spec.model.base)
+        base = "" if spec is None else await on_disk(ctx, _resolved, spec.model.base)
         wrong = await starting.mistakes_in_live(ctx, start, spec, base, tenant)
         return [{**mistake, "value": mistake["value"] or start.checkpoint} for mistake in wrong], None
     found = await starting.find(ctx, start, tenant)
@@ -218,8 +221,8 @@ async def _check_start(
         return [{"field": "start.from", "value": start.checkpoint, "problem": found}], None
     if spec is None:
         return [], found
-    base = await asyncio.to_thread(_resolved, spec.model.base)
-    wrong = await asyncio.to_thread(starting.mistakes_in, found, spec, base)
+    base = await on_disk(ctx, _resolved, spec.model.base)
+    wrong = await on_disk(ctx, starting.mistakes_in, found, spec, base)
     return [{**mistake, "value": start.checkpoint} for mistake in wrong], found
 
 
@@ -233,7 +236,7 @@ def _base(data: Any, spec: JobSpec | None) -> str | None:
 
 def _resolved(base: str) -> str:
     path = local_path(base)
-    return base if path is None else str(path.resolve())
+    return base if path is None else str(resolved(path))
 
 
 def _check_model(base: str, model: ModelSpec | None, weights: bool) -> Mistakes:

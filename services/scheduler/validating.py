@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from functools import partial
 from typing import Any, cast
 
 from aiohttp import web
 
 from opentinker.services.scheduler import prospects
+from opentinker.services.scheduler.disk import on_disk
 from opentinker.services.scheduler.gate import tenant_of
 from opentinker.services.scheduler.problems import json_response
 from opentinker.services.scheduler.spec_body import read_spec
@@ -61,16 +61,18 @@ async def report_on(ctx: Context, data: Any, tenant: str) -> Validation:
     if spec.environment.name:
         if asked.answered:
             name = asked.check.name if asked.check is not None else spec.environment.name
-            played, messages = await _episode(ctx, spec, name, tenant)
+            own_jobs = [] if asked.check is None else asked.check.own_jobs
+            client = EnvClient(ctx.bus, tenant=tenant, own_jobs=own_jobs)
+            played, messages = await _episode(client, spec, name)
             checks.append(played)
         else:
             hint = "start one: it is checked at the first episode otherwise"
             checks.append(check("environment", "no env worker answered", "note", hint))
-    checks.append(await asyncio.to_thread(spec_checks.model, spec))
+    checks.append(await on_disk(ctx, spec_checks.model, spec))
     checks.append(
         check("prompt", f"{NOT_LOOKED_AT}{NO_PROMPTS}", "note", "opentinker validate renders it, with the model here")
     )
-    checks += await asyncio.to_thread(partial(spec_checks.rows, spec, here=False))
+    checks += await on_disk(ctx, spec_checks.rows, spec, here=False)
     if spec.kind == "inference":
         checks.append(_kept(kept_idle_s(spec, ctx.settings), own=spec.serving.idle_s is not None))
     checks += await prospects.look(ctx, spec, tenant)
@@ -86,9 +88,9 @@ def _kept(idle_s: float | None, *, own: bool) -> Check:
     return check("kept", f"until nobody has asked it anything for {idle_s:g} s ({whose})")
 
 
-async def _episode(ctx: Context, spec: JobSpec, name: str, tenant: str) -> tuple[Check, list[Said]]:
+async def _episode(client: EnvClient, spec: JobSpec, name: str) -> tuple[Check, list[Said]]:
     """The first start state, a few turns of it, whatever is said."""
-    client, session = EnvClient(ctx.bus, tenant=tenant), f"validate-{uuid.uuid4().hex}"
+    session = f"validate-{uuid.uuid4().hex}"
     policy = Policy(model=spec.model.base, context_length=spec.rollout.context_length or 0)
     messages: list[Said] = []
     worker, turns, rewards = "", 0, 0.0

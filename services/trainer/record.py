@@ -25,6 +25,7 @@ from opentinker.shared.errors import Conflict, Fenced, JobFailed, OpenTinkerErro
 from opentinker.shared.evaluations import Evaluations
 from opentinker.shared.lanes import Lanes
 from opentinker.shared.manifest import Manifest, start_of
+from opentinker.shared.readable import opening
 from opentinker.shared.service import Context
 from opentinker.shared.spec import JobSpec, StartSpec
 from opentinker.shared.spec.validation import PREFIX
@@ -99,10 +100,12 @@ class Record:
         await asyncio.to_thread(self.evaluations.restore, manifest.resumed if manifest else {1: 0}, step)
         detail: dict[str, object] = {"step": step, "epoch": self.lease.epoch}
         start = None if manifest else self.spec.start
-        if start is None:
-            await see_through(asyncio.to_thread(self.learner.load, path))
-        else:
-            await see_through(asyncio.to_thread(self._start, start))
+        async with opening(self.ctx.store, self.ctx.settings, self.lease.job):
+            load = (
+                functools.partial(self.learner.load, path) if start is None else functools.partial(self._start, start)
+            )
+            await see_through(asyncio.to_thread(load))
+        if start is not None:
             detail |= {"from": start.checkpoint, "optimizer": start.optimizer}
         event = "resumed" if manifest else "model_loaded"
         await self.ctx.store.update(

@@ -22,6 +22,7 @@ from opentinker.services.trainer.record import Record
 from opentinker.shared.errors import JobFailed
 from opentinker.shared.leasing import LeasedWorker
 from opentinker.shared.manifest import DataCursor, Manifest
+from opentinker.shared.readable import opening
 from opentinker.shared.spec import JobSpec
 from opentinker.shared.spec.validation import PREFIX
 from opentinker.shared.types import Lease, WeightVersion
@@ -66,7 +67,8 @@ class SupervisedJob:
     async def _read(self) -> None:
         """The rows, before the model: what is wrong with them is found at once."""
         began = time.monotonic()
-        self.examples = examples = await self._read_rows()
+        async with opening(self.ctx.store, self.ctx.settings, self.lease.job):
+            self.examples = examples = await self._read_rows()
         self.fingerprint = await see_through(asyncio.to_thread(fingerprint, examples.train))
         if self.data.epochs is not None:
             self.steps = -(-self.data.epochs * len(examples.train) // self.data.batch_size)

@@ -1,0 +1,31 @@
+"""Looks at file systems that users name paths of: in threads of their own, and for a bounded time.
+
+A network file system that hangs holds up its threads, and no others.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
+
+from opentinker.shared.errors import OpenTinkerError
+from opentinker.shared.service import Context
+
+DISK_S = 10.0
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class DiskAway(OpenTinkerError):
+    """A file system did not answer in time."""
+
+
+async def on_disk(ctx: Context, look: Callable[P, T], *args: P.args, **options: P.kwargs) -> T:
+    """What the blocking `look` returns. Raises DiskAway, and what it raises."""
+    looking = ctx.disk.submit(look, *args, **options)
+    try:
+        async with asyncio.timeout(DISK_S):
+            return await asyncio.wrap_future(looking)
+    except TimeoutError:
+        raise DiskAway(f"a file system that the spec names has not answered within {DISK_S:g} s") from None
