@@ -345,6 +345,30 @@ async def test_tools_of_a_job_are_checked_and_answer_over_the_bus(
     assert (await client.step(opened.worker, asked)).messages[0].text == "42"
 
 
+async def test_an_environment_opens_nothing_that_is_not_its_tenant_s(
+    workers: Workers, bus: Bus, tmp_path: Path
+) -> None:
+    own, other = "j-aaaaaaaaaa", "j-bbbbbbbbbb"
+    for job in (own, other):
+        (tmp_path / "jobs" / job).mkdir(parents=True)
+        rows = '{"question": "canary", "answer": "#### 1"}\n'
+        (tmp_path / "jobs" / job / "rows.jsonl").write_text(rows)
+    (tmp_path / "mine.jsonl").symlink_to(tmp_path / "jobs" / other / "rows.jsonl")
+    await workers.start("env-0", OPENTINKER_DATA_DIR=str(tmp_path))
+    client = EnvClient(bus, own_jobs=[own], ask_s=1.0, gone_s=0.5)
+    config = {"problem": "question", "answer": "answer"}
+    for number, place in enumerate(
+        (f"jobs/{other}/rows.jsonl", "mine.jsonl", "./" * 3000 + f"jobs/{other}/rows.jsonl")
+    ):
+        path = f"{tmp_path}/{place}"
+        reply = await client.open(**opening(f"s{number}", "math", path=path, **config))
+        assert reply.failure is Ending.ENV_ERROR and "kept by the server" in reply.error, reply
+        checked = await bus.request(ENV_CHECK, EnvCheck(name="math", config={"path": path, **config}), 10.0)
+        assert "kept by the server" in checked.errors[0]["problem"]
+    reply = await client.open(**opening("own", "math", path=f"{tmp_path}/jobs/{own}/rows.jsonl", **config))
+    assert reply.failure is None and "canary" in reply.messages[0].text, reply
+
+
 async def test_module_environments_are_refused_without_leave(workers: Workers, client: EnvClient, bus: Bus) -> None:
     await workers.start("env-0", OPENTINKER_ENV_MODULES="0")
     checked = await bus.request(ENV_CHECK, EnvCheck(name=MISBEHAVING, config={}), WAIT_S)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import subprocess
 import sys
 import uuid
@@ -196,6 +197,24 @@ async def test_an_unusable_reference_fails_the_job_with_the_reason(bus: Bus, sto
     record = await store.job(job)
     assert record.state is JobState.FAILED and "not found" in record.reason
     assert await bus.count("GROUPS", GROUP.at(job=job)) == 0
+
+
+async def test_a_reference_that_leads_to_another_tenant_s_job_by_now_is_not_opened(
+    bus: Bus, store: Store, tiny: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "mine").symlink_to(tiny)
+    job = await add_job(store, str(tmp_path / "mine"))
+    victim = await add_job(store, str(tiny))
+    (tmp_path / "data" / "jobs").mkdir(parents=True)
+    shutil.copytree(tiny, tmp_path / "data" / "jobs" / victim)
+    (tmp_path / "mine").unlink()
+    (tmp_path / "mine").symlink_to(tmp_path / "data" / "jobs" / victim)
+    await store.redis.hset(f"job:{victim}", "tenant", "another")
+    for group in of_job(job, 1):
+        await bus.publish(SCORE, group, f"{group.key}:a", job=job)
+    async with running(bus, store, data_dir=tmp_path / "data") as service:
+        assert "model.base: " in (reason := await failed(store, job)) and "kept by the server" in reason
+        assert not service.residence.loads
 
 
 async def failed(store: Store, job: str) -> str:

@@ -28,7 +28,7 @@ from opentinker.services.scheduler.keys_api import KeysApi, NewKey, Rotation
 from opentinker.services.scheduler.limits import HEADERS, IDLE_S, Guard, bound, server_log
 from opentinker.services.scheduler.openapi import Parameter, Route, document
 from opentinker.services.scheduler.page import Page
-from opentinker.services.scheduler.problems import BODY_LIMIT, begins, json_response, problems
+from opentinker.services.scheduler.problems import BODY_LIMIT, begins, json_response, last_resort, problems
 from opentinker.services.scheduler.replicas import Replicas
 from opentinker.services.scheduler.usage_api import MOST_DAYS, UsageApi
 from opentinker.services.scheduler.validating import Validating
@@ -219,7 +219,7 @@ class Api:
         audit = Audit(self.ctx)
         guard = Guard(self.ctx.settings, free, known)
         pages = CrossOrigin(self.ctx.settings.http_origins, self.routes)
-        before = [audit.over(self.routes), problems, pages.preflight, guard.guard]
+        before = [last_resort, audit.over(self.routes), problems, pages.preflight, guard.guard]
         app = web.Application(
             middlewares=[*before, self.gate.before(self.routes), audit.begins], client_max_size=BODY_LIMIT
         )

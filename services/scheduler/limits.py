@@ -22,7 +22,7 @@ from typing import Any
 from urllib.parse import unquote
 
 import structlog
-from aiohttp import web
+from aiohttp import web, web_response
 from aiohttp.http_exceptions import HttpProcessingError
 from prometheus_client import Counter as Total
 
@@ -50,6 +50,7 @@ HEADERS: dict[str, Any] = {"max_line_size": 8190, "max_field_size": 8190, "max_h
 IDLE_S = 75.0
 """A connection on which no request comes, or none as a whole, is closed after so long."""
 SAY_EVERY_S = 10.0
+setattr(web_response, "SERVER_SOFTWARE", "opentinker")  # noqa: B010 - aiohttp tells strangers its and Python's version
 _ODD = re.compile(r"[\x00-\x1f\x7f\\]")
 
 

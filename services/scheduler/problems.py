@@ -1,6 +1,7 @@
 """What goes wrong in a request, as application/problem+json (RFC 9457) with a `hint`; and strict JSON in.
 
-Bad input is never a 500: the middleware knows every error of ours and aiohttp's; anything else is a bug and is logged.
+Bad input is never a 500: the middleware knows every error of ours and aiohttp's. Anything else is a bug, which is
+logged with an id and answered as a problem too.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import contextlib
 import json
 import math
 import re
+import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, TypeVar
@@ -23,6 +25,7 @@ from prometheus_client import Counter, Histogram
 from pydantic import BaseModel, ValidationError
 from redis.exceptions import RedisError
 
+from opentinker.services.scheduler.disk import DiskAway
 from opentinker.services.scheduler.stores import StoreAway
 from opentinker.shared.bus import NoReply
 from opentinker.shared.errors import Conflict, NotFound, OpenTinkerError, SpecError
@@ -59,6 +62,7 @@ HINTS = {
     415: "send JSON with `Content-Type: application/json`; a spec may be TOML with `Content-Type: application/toml`",
     422: "correct the fields under `errors` and send it again",
     429: "ask less often; `Retry-After` says when again",
+    500: "tell whoever operates the server the id",
     503: "a part of the service is restarting; try again in a few seconds",
 }
 
@@ -153,14 +157,20 @@ async def _answer(request: web.Request, handler: Handler) -> web.StreamResponse:
         return problem(error.status, error.message, title=TITLES.get(error.status, "Refused"), openai=error.body)
     except (NotFound, Conflict, TooMany, SlowBody, BrokenBody) as error:
         return _plain_problem(error)
-    except (RedisError, NoReply, TimeoutError, nats.errors.Error, StoreAway) as error:
+    except (RedisError, NoReply, TimeoutError, nats.errors.Error, StoreAway, DiskAway) as error:
         log.warning("request_unavailable", path=request.path, error=str(error) or type(error).__name__)
-        silent = "artifact store" if isinstance(error, StoreAway) else "state store or the message server"
-        return problem(503, f"the {silent} does not answer", title="Unavailable")
+        return problem(503, _silent(error), title="Unavailable")
     except web.HTTPException as error:
         if error.status < 400:
             raise
         return _http_problem(request, error)
+
+
+def _silent(error: Exception) -> str:
+    if isinstance(error, DiskAway):
+        return str(error)
+    silent = "artifact store" if isinstance(error, StoreAway) else "state store or the message server"
+    return f"the {silent} does not answer"
 
 
 def _plain_problem(error: NotFound | Conflict | TooMany | SlowBody | BrokenBody) -> web.Response:
@@ -194,10 +204,36 @@ def _http_problem(request: web.Request, error: web.HTTPException) -> web.Respons
             return problem(error.status, error.text or error.reason, title=error.reason)
 
 
+def _unforeseen(request: web.Request, error: Exception) -> web.Response:
+    """A mistake of ours: the log has it under an id that the answer repeats. Raises it where an answer has begun, or
+    nobody hears one."""
+    if isinstance(error, ConnectionError) or request.writer.output_size > 0:
+        raise error
+    id = secrets.token_hex(6)
+    log.error("request_failed", id=id, method=request.method, path=request.path[:300], exc_info=error)
+    return problem(500, f"a fault of the server, which its log has under the id {id}", title="Internal error", id=id)
+
+
+@web.middleware
+async def last_resort(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Outside of all others: what they did not foresee is answered as a problem too."""
+    try:
+        return await handler(request)
+    except web.HTTPException:
+        raise
+    except Exception as error:  # noqa: BLE001 - nothing else is left that could answer it
+        return _unforeseen(request, error)
+
+
 @web.middleware
 async def problems(request: web.Request, handler: Handler) -> web.StreamResponse:
     request[STARTED] = time.monotonic()
-    response = await _answer(request, handler)
+    try:
+        response = await _answer(request, handler)
+    except web.HTTPException:
+        raise
+    except Exception as error:  # noqa: BLE001 - it is counted and audited as any answer is
+        response = _unforeseen(request, error)
     if OPENAI.match(request.path) and response.content_type == PROBLEM and isinstance(response, web.Response):
         response = _as_openai(response)
     REQUESTS.labels(request.method, _route(request), response.status).inc()
