@@ -356,7 +356,7 @@ async def test_an_environment_opens_nothing_that_is_not_its_tenant_s(
     (tmp_path / "mine.jsonl").symlink_to(tmp_path / "jobs" / other / "rows.jsonl")
     await workers.start("env-0", OPENTINKER_DATA_DIR=str(tmp_path))
     client = EnvClient(bus, own_jobs=[own], ask_s=1.0, gone_s=0.5)
-    config = {"problem": "question", "answer": "answer"}
+    config: dict[str, Any] = {"problem": "question", "answer": "answer"}
     for number, place in enumerate(
         (f"jobs/{other}/rows.jsonl", "mine.jsonl", "./" * 3000 + f"jobs/{other}/rows.jsonl")
     ):
