@@ -142,6 +142,9 @@ class Settings(BaseModel):
     inference_idle_s: Annotated[float, Field(gt=0)] | None = None
     """An inference job that names no serving.idle_s of its own ends when nobody has asked it anything for so long; one
     with serving.sleep_s so long after it fell asleep. None: it goes on until it is completed or cancelled."""
+    inference_lend_s: Annotated[float, Field(ge=0)] = 120.0
+    """An inference job that has been idle for this long goes to sleep when a job of the same or a higher priority
+    waits for a rollout worker that it holds; the next request wakes it. 0: it keeps its workers."""
     queue_reserve_after_s: Annotated[float, Field(ge=0)] = 300.0
     """A job that cannot start fills no gap for others any more when it has waited so long: what becomes free is kept
     for it, up to what it needs."""

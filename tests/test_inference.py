@@ -343,11 +343,12 @@ async def test_a_job_needs_rollout_workers_alone_and_is_completed(site: Site, st
 
 
 async def test_a_queued_job_waits_for_a_worker_and_says_so(site: Site) -> None:
-    await site.job()
+    first = await site.job()
     second = (await site.client.submit({"name": "y", "kind": "inference", "model": {"base": "m"}}))["id"]
 
     async def waits() -> bool:
-        return bool((await site.client.job(second))["waiting_for"] == "a free rollout worker")
+        held = f"a free rollout worker (held by inference job {first}; cancel it or add a rollout worker)"
+        return bool((await site.client.job(second))["waiting_for"] == held)
 
     await until(waits)
     async with site.openai(second) as model:

@@ -23,6 +23,7 @@ from opentinker.services.scheduler.placing import (
     Preempt,
     Requeue,
     Rules,
+    Sleep,
     Start,
     TakeBack,
     View,
@@ -80,7 +81,10 @@ def test_tenant_that_holds_least_for_its_weight_goes_first() -> None:
     limits = {"heavy": TenantLimits(weight=4.0)}
     found = planned(*running, *waiting, trainers=4, rollouts=4, limits=limits)
     assert started(found) == ["n", "h"]
-    assert found.waiting["b"] == "a free trainer; a free rollout worker"
+    held_by = "held by job r and 1 more; cancel one or add a {}"
+    assert found.waiting["b"] == "; ".join(
+        f"a free {pool} ({held_by.format(pool)})" for pool in ("trainer", "rollout worker")
+    )
 
 
 def test_dominant_share_is_that_of_the_scarcer_pool() -> None:
@@ -102,7 +106,10 @@ def test_after_its_time_what_is_free_is_kept_for_the_large_job() -> None:
     other = held("o", "rollout-0", needs={ROLLOUT: 1})
     found = planned(large, other, job("small"), trainers=2, rollouts=4)
     assert started(found) == []
-    assert found.waiting["small"] == "a free rollout worker; what is free is kept for large, which waits longer"
+    assert found.waiting["small"] == (
+        "a free rollout worker (held by job o; cancel it or add a rollout worker); "
+        "what is free is kept for large, which waits longer"
+    )
     assert started(planned(large, other, job("small"), trainers=2, rollouts=5)) == ["large"]
     assert started(planned(large, other, job("small"), trainers=2, rollouts=3)) == ["small"], "it never fits"
 
@@ -213,7 +220,10 @@ def test_who_lacks_a_worker_with_gpus_is_told_so() -> None:
     busy = held("b", "trainer-1", "rollout-0")
     gpus = {**TWO, "rollout-0": Gpus((85 * 10**9,)), "rollout-1": Gpus((40 * 10**9,))}
     found = planned(busy, wants, trainers=2, rollouts=2, gpus=gpus)
-    assert found.waiting["wants"] == "a free trainer with 2 GPUs; a free rollout worker with a GPU of 80 GB"
+    assert found.waiting["wants"] == (
+        "a free trainer with 2 GPUs (held by job b; cancel it or add a trainer); "
+        "a free rollout worker with a GPU of 80 GB (held by job b; cancel it or add a rollout worker)"
+    )
     wide = job("wide", needs={ROLLOUT: 2}, gpus={ROLLOUT: Need(1, 80 * 10**9)})
     found = planned(wide, rollouts=2, gpus=gpus)
     assert found.waiting["wide"] == "2 rollout workers with a GPU of 80 GB (1 of them running)"
@@ -269,6 +279,39 @@ def test_what_is_lent_has_what_the_job_needs() -> None:
     }
 
 
+def endpoint(id: str, *workers: str, **changes: Any) -> tuple[Job, list[Held]]:
+    """An inference job that runs."""
+    return held(id, *workers, **{"kind": "inference", "needs": {ROLLOUT: 1}, **changes})
+
+
+def test_an_idle_inference_job_lends_its_worker_to_a_job_of_its_own_priority() -> None:
+    idle, busy = endpoint("idle", "rollout-0", idle=True), endpoint("busy", "rollout-1")
+    found = planned(idle, busy, job("rl"), trainers=1, rollouts=2)
+    assert found.decisions == [Sleep("idle", "rl")]
+    assert planned(endpoint("busy", "rollout-0"), job("rl"), trainers=1, rollouts=1).decisions == []
+
+
+def test_an_idle_inference_job_lends_nothing_to_a_job_of_lower_priority_nor_to_one_that_has_just_come() -> None:
+    idle = endpoint("idle", "rollout-0", idle=True, priority=1)
+    assert planned(idle, job("rl"), trainers=1, rollouts=1).decisions == []
+    assert planned(idle, job("rl", priority=1, since=NOW), trainers=1, rollouts=1).decisions == []
+    assert planned(idle, job("rl", priority=1), trainers=1, rollouts=1).decisions == [Sleep("idle", "rl")]
+
+
+def test_idle_inference_jobs_go_before_jobs_of_lower_priority_are_interrupted() -> None:
+    low = held("low", "trainer-0", "rollout-0", priority=-1)
+    idle = endpoint("idle", "rollout-1", idle=True)
+    found = planned(low, idle, job("rl"), trainers=2, rollouts=2)
+    assert found.decisions == [Sleep("idle", "rl")]
+
+
+def test_a_waiting_job_says_who_holds_what_it_needs() -> None:
+    found = planned(endpoint("chat", "rollout-0"), job("rl"), trainers=1, rollouts=1)
+    assert found.waiting["rl"] == (
+        "a free rollout worker (held by inference job chat; cancel it or add a rollout worker)"
+    )
+
+
 def test_jobs_of_who_has_used_up_the_day_go_back_to_the_queue() -> None:
     limits, used = {"t": TenantLimits(gpu_seconds_per_day=50)}, {"t": Used(90.0, 50.0)}
     running = held("r", "trainer-0", "rollout-0", "rollout-1", most=2)
@@ -276,7 +319,9 @@ def test_jobs_of_who_has_used_up_the_day_go_back_to_the_queue() -> None:
     found = planned(running, other, trainers=1, rollouts=2, limits=limits, used=used)
     why = "its tenant's quota of 50 GPU seconds a day, which is open again at midnight UTC"
     assert found.decisions == [Requeue("r", why)] and found.waiting["r"] == why
-    assert found.waiting["other"] == "a free trainer; a free rollout worker"
+    assert found.waiting["other"] == (
+        "a free trainer (held by a job of another tenant); a free rollout worker (held by a job of another tenant)"
+    )
     full = {"t": TenantLimits(stored_gb=1)}
     assert not planned(running, trainers=1, rollouts=2, limits=full, used={"t": Used(stored=2 * 10**9)}).decisions
 

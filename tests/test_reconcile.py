@@ -232,7 +232,8 @@ async def test_rollout_workers_that_are_lent_go_to_a_job_that_can_start_with_the
     await workers.start("trainer-1")
     narrow = await new_job(store, "j-narrow")
     await until(lambda: _leaving(workers, "rollout-1", wide))
-    await until(lambda: _waits_for(store, narrow, "a free rollout worker"))
+    held = f"held by rl job {wide}; cancel it or add a rollout worker"
+    await until(lambda: _waits_for(store, narrow, f"a free rollout worker ({held})"))
     workers["rollout-1"].leaves = True
     await until(lambda: started(store, narrow))
     await until(lambda: _leased(workers, "rollout-1", narrow, 1))
@@ -716,6 +717,45 @@ async def test_job_that_goes_to_sleep_answers_what_it_has_begun_meanwhile(
 
     await until(free)
     assert (await store.job(job)).asleep
+
+
+async def test_an_idle_inference_job_lends_its_worker_and_comes_back_when_asked(
+    store: Store, workers: Workers, ctx: Context
+) -> None:
+    """On a server with one rollout worker an endpoint that nobody uses starves no other job."""
+    reconciler = Reconciler(ctx)
+    chat = await endpoint(store, "j-idle000000")
+    await workers.start("rollout-0", "trainer-0")
+    worker = workers["rollout-0"]
+
+    async def serves() -> bool:
+        await reconciler.look()
+        return await state(store, chat) == JobState.RUNNING
+
+    await until(serves)
+    worker.info = msgspec.structs.replace(worker.info, detail={"quiet_s": ctx.settings.inference_lend_s - 1.0})
+    rl = await new_job(store, "j-rl")
+    await store.update(rl, since=time.time() - ctx.settings.queue_preempt_after_s)
+    await store.update(chat, since=time.time() - ctx.settings.queue_min_run_s)
+
+    async def waits() -> bool:
+        await reconciler.look()
+        return "held by inference job" in (await store.job(rl)).waiting_for
+
+    await until(waits)
+    assert await state(store, chat) == JobState.RUNNING
+    worker.info = msgspec.structs.replace(worker.info, detail={"quiet_s": ctx.settings.inference_lend_s})
+
+    async def lent() -> bool:
+        await reconciler.look()
+        return await state(store, rl) in (JobState.STARTING, JobState.RUNNING)
+
+    await until(lent)
+    asleep = await store.job(chat)
+    assert asleep.asleep and asleep.waiting_for == (
+        f"a request: idle, it lent its rollout workers to {rl}, and the next request wakes it"
+    )
+    assert (await store.latest_event(chat, "asleep") or {})["lent_to"] == rl
 
 
 async def test_job_that_follows_another_leaves_it_the_workers_that_it_needs(

@@ -6,13 +6,16 @@ import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
+import msgspec
 import openai
 import pytest
 
 from opentinker.client import AsyncClient
 from opentinker.services.scheduler.cluster import Cluster
+from opentinker.services.scheduler.replicas import refuse_unless_served
 from opentinker.services.scheduler.untrained import attend
 from opentinker.shared.errors import Fenced, SpecError
+from opentinker.shared.openai.fields import Refused
 from opentinker.shared.service import Context
 from opentinker.shared.spec import parse_spec
 from opentinker.shared.store import Store
@@ -68,7 +71,7 @@ async def test_a_job_that_nobody_asks_gives_its_worker_back_and_wakes_with_the_n
 
         async def waits() -> bool:
             record = await site.client.job(job)
-            return not record["asleep"] and record["waiting_for"] == "a free rollout worker"
+            return not record["asleep"] and "a free rollout worker (held by" in record["waiting_for"]
 
         await until(waits)
         await site.client.cancel(other)
@@ -115,10 +118,21 @@ async def test_a_job_that_was_woken_since_it_was_looked_at_does_not_end(store: S
     assert (await store.job(seen.id)).state == JobState.SUCCEEDED
 
 
+async def test_requests_wait_for_a_job_that_has_run_before_and_are_refused_by_one_that_never_started(
+    store: Store,
+) -> None:
+    """Also where it names no serving.sleep_s: it may have lent its workers."""
+    spec = parse_spec({"name": "chat", "kind": "inference", "model": {"base": "m"}})
+    new = await store.create_job(id="j-new0000000", spec=spec.model_dump(mode="json"), tenant="default")
+    with pytest.raises(Refused, match="is queued"):
+        refuse_unless_served(new)
+    refuse_unless_served(msgspec.structs.replace(new, epoch=1, asleep=True))
+    refuse_unless_served(msgspec.structs.replace(new, epoch=1))
+
+
 @pytest.mark.parametrize(
     ("serving", "field"),
     [
-        ({"wake_s": 5}, "serving.wake_s"),
         ({"sleep_s": 60, "idle_s": 60}, "serving.idle_s"),
         ({"sleep_s": 0}, "serving.sleep_s"),
     ],

@@ -133,7 +133,7 @@ class Cluster:
         absent = {pool: not found for pool, found in alive.items()}
         return View(
             now=now,
-            jobs=[self._job(job, now, winding_down, absent) for job in jobs],
+            jobs=[self._job(job, now, winding_down, absent, rules.inference_lend_s) for job in jobs],
             free=free,
             alive={pool: counted[pool] + new[pool] for pool in LEASED},
             coming={pool: [w.id for w in busy if w.id in counted[pool]] + new[pool] for pool in LEASED},
@@ -154,7 +154,9 @@ class Cluster:
         (one,), fitting = view.jobs, Fitting(view.gpus)
         return too_few(one, *(Stock(fitting, workers).count(one) for workers in (view.alive, view.free)))
 
-    def _job(self, job: JobRecord, now: float, winding_down: set[str], absent: Mapping[Pool, bool]) -> Job:
+    def _job(
+        self, job: JobRecord, now: float, winding_down: set[str], absent: Mapping[Pool, bool], lend_s: float
+    ) -> Job:
         resources = job.spec["resources"]
         needs = needs_of(job.kind, resources)
         saving = job.state == JobState.QUEUED and job.id in winding_down and now - job.since < LET_GO_S
@@ -171,8 +173,15 @@ class Cluster:
             retry_at=job.retry_at if job.retry_at - now <= LONGEST_RETRY_S else 0.0,  # else a clock was set back
             lost_at=job.lost_at,
             absent=", ".join(self._absent(job, absent)),
+            kind=job.kind,
+            idle=self._lends(job, lend_s),
             unready="its last workers, which save what they have" if saving else "",
         )
+
+    def _lends(self, job: JobRecord, lend_s: float) -> bool:
+        if not lend_s or job.kind != "inference" or job.state != JobState.RUNNING:
+            return False
+        return (self.quiet_s(job.id) or 0.0) >= lend_s
 
     def _absent(self, job: JobRecord, absent: Mapping[Pool, bool]) -> list[str]:
         """Env workers and reference-forward serve every job and are not leased."""

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from opentinker.services.scheduler.placing import NAMES, Counts, Job, Need
 from opentinker.shared.types import JobRecord, Pool
 
 GB = 10**9
+SHOWN_HOLDERS = 2
+"""Jobs of its own that a waiting job's tenant is told of."""
 
 
 def missing(needs: Counts, has: Counts) -> dict[Pool, int]:
@@ -31,13 +33,18 @@ def with_gpus(need: Need) -> str:
 
 
 def in_words(
-    short: Mapping[Pool, int], alive: Counts, absent: str = "", gpus: Mapping[Pool, Need] | None = None
+    short: Mapping[Pool, int],
+    alive: Counts,
+    absent: str = "",
+    gpus: Mapping[Pool, Need] | None = None,
+    holders: Mapping[Pool, str] | None = None,
 ) -> str:
-    """`a free trainer; rollout worker, env worker (none is running)`. `alive`: of those that would do; `gpus`: what
-    they must have."""
-    gpus = gpus or {}
+    """`a free trainer (held by rl job j-1; ...); rollout worker, env worker (none is running)`. `alive`: of those that
+    would do; `gpus`: what they must have; `holders`: who has those that are not free."""
+    gpus, holders = gpus or {}, holders or {}
     busy = [
-        f"a free {called(pool, gpus.get(pool))}" if n == 1 else f"{n} more free {called(pool, gpus.get(pool), n)}"
+        (f"a free {called(pool, gpus.get(pool))}" if n == 1 else f"{n} more free {called(pool, gpus.get(pool), n)}")
+        + (f" ({holders[pool]})" if holders.get(pool) else "")
         for pool, n in short.items()
         if alive.get(pool, 0)
     ]
@@ -56,6 +63,20 @@ def too_few(job: Job, alive: Counts, free: Counts) -> str:
     counts = [f"{job.needs[p]} {called(p, job.gpus.get(p), job.needs[p])} ({alive[p]} of them running)" for p in few]
     rest = {pool: n for pool, n in missing(job.needs, free).items() if pool not in few}
     return joined(in_words(rest, alive, job.absent, job.gpus), *counts)
+
+
+def held_by(jobs: Sequence[Job], pool: Pool, tenant: str) -> str:
+    """Who holds the workers of a pool, and the next step, as this tenant may read it; empty if nobody does."""
+    if not jobs:
+        return ""
+    own = [f"{job.kind} job {job.id}".strip() for job in jobs if job.tenant == tenant]
+    if not own:
+        return "held by " + ("a job of another tenant" if len(jobs) == 1 else f"{len(jobs)} jobs of other tenants")
+    shown = own[:SHOWN_HOLDERS]
+    if rest := len(jobs) - len(shown):
+        shown.append(f"{rest} more")
+    whom = "it" if len(jobs) == 1 else "one"
+    return f"held by {' and '.join(shown)}; cancel {whom} or add a {NAMES[pool]}"
 
 
 def next_try(job: Job) -> str:

@@ -12,7 +12,8 @@
    - what it lacks is lent to others: that much is taken back (`TakeBack`) and kept for it;
    - jobs of lower priority hold what it lacks: they are interrupted (`Preempt`), lowest priority and shortest run
      first, as few as do, and only after it waited for `preempt_after_s` and they ran for `min_run_s`. A job is never
-     interrupted for one of its own priority, so no two interrupt each other in turns;
+     interrupted for one of its own priority, so no two interrupt each other in turns; but inference jobs of its own
+     priority that are idle lend it their workers before anybody is interrupted (`Sleep`);
    - it waited for `reserve_after_s`: the first such job in the order above has what is free and what becomes free kept
      for it, up to its need. Small jobs that keep coming cannot starve a large one; until then they fill the gaps. One
      behind it that may interrupt others has of this what it could interrupt them for, as far as who waits longer can
@@ -30,13 +31,13 @@ is too small for it, or nobody runs what is not leased (env workers, reference-f
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Mapping, Sequence
-from itertools import groupby, takewhile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import groupby
 
 from opentinker.services.scheduler.allowances import Used, over_quota, used_up
 from opentinker.services.scheduler.fitting import Fitting, Stock
 from opentinker.services.scheduler.holdings import Begun, Reserve, Tenant
-from opentinker.services.scheduler.lacking import called, in_words, joined, missing, named, next_try, too_few
+from opentinker.services.scheduler.lacking import called, held_by, in_words, joined, missing, named, next_try, too_few
 from opentinker.services.scheduler.placing import (
     ANYBODY,
     LEASED,
@@ -49,6 +50,7 @@ from opentinker.services.scheduler.placing import (
     Plan,
     Preempt,
     Requeue,
+    Sleep,
     Start,
     TakeBack,
     View,
@@ -96,6 +98,8 @@ class _Planning:
         self.lenders = [one for one in self.begun.values() if one.lent]
         """Jobs with workers that they could do without."""
         self._may_go: list[Begun] | None = None
+        self._holder_texts: dict[tuple[str, Pool, Need | None], str] = {}
+        """By tenant, pool and what is needed there; asked for by every job that waits."""
 
     def run(self) -> Plan:
         self._stop_used_up()
@@ -164,7 +168,7 @@ class _Planning:
                 broken.append((one, short))
             if short or job.absent:
                 again = next_try(job) if short and early else ""
-                self.waiting[job.id] = joined(in_words(short, self._alive(job), job.absent, job.gpus), again)
+                self.waiting[job.id] = joined(self._lack(job, short), again)
             else:
                 self.waiting[job.id] = ""
         # What it lacks may come back, or is on its way out: only then is it asked who waits.
@@ -289,12 +293,24 @@ class _Planning:
             return
         other = self.reserve and named(self.reserve.job, job.tenant)
         kept = f"what is free is kept for {other}, which waits longer" if other else ""
-        self.waiting[job.id] = joined(in_words(short, self._alive(job), gpus=job.gpus), kept)
+        self.waiting[job.id] = joined(self._lack(job, short), kept)
         soon = self._make_room(job, missing(short, self.coming.count(job)))
         if soon and not missing(job.needs, self.free.count(job)):
             self._begin(job, tenant)
         elif soon or (not self.reserve and self.now - job.since >= self.rules.reserve_after_s):
             self._keep(job, tenant, soon=soon)
+
+    def _lack(self, job: Job, short: Counts) -> str:
+        """What it lacks and who holds it, in words."""
+        holders = {pool: self._held_by(job, pool) for pool in short}
+        return in_words(dict(short), self._alive(job), job.absent, job.gpus, holders)
+
+    def _held_by(self, job: Job, pool: Pool) -> str:
+        key = job.tenant, pool, job.gpus.get(pool)
+        if key not in self._holder_texts:
+            those = [one.job for one in self.begun.values() if self.fitting.those(one.holds(pool), job, pool)]
+            self._holder_texts[key] = held_by(those, pool, job.tenant)
+        return self._holder_texts[key]
 
     def _begin(self, job: Job, tenant: Tenant) -> None:
         chosen = tuple(worker for pool, n in job.needs.items() for worker in self.free.take(job, pool, n))
@@ -340,7 +356,9 @@ class _Planning:
             assert victims is not None, "fewer do where more do"
             back += self.reserve.let_go(given, self.free, self.coming)
         for other in victims:
-            self.decisions.append(Preempt(other.job.id, job.id))
+            self.decisions.append((Sleep if other.job.idle else Preempt)(other.job.id, job.id))
+            if other.job.idle:
+                del self.waiting[other.job.id]  # reconcile.py says what a job that sleeps waits for
             self._goes(other)
             self._interruptible().remove(other)
         if back:
@@ -388,8 +406,7 @@ class _Planning:
         job = reserve.job
         if pool not in job.needs:
             return True
-        lower = takewhile(lambda other: other.job.priority < job.priority, self._interruptible())
-        held = sum(len(self.fitting.those(other.own[pool], job, pool)) for other in lower)
+        held = sum(len(self.fitting.those(other.own[pool], job, pool)) for other in self._yielding(job))
         return held >= reserve.lacks[pool] + count
 
     def _victims(self, job: Job, short: dict[Pool, int]) -> list[Begun] | None:
@@ -409,8 +426,8 @@ class _Planning:
 
         chosen: list[Begun] = []
         left = short
-        for other in self._interruptible():
-            if not left or other.job.priority >= job.priority:
+        for other in self._yielding(job):
+            if not left:
                 break
             holds = {pool: own(other, pool) for pool in left}
             if any(holds.values()):
@@ -424,12 +441,22 @@ class _Planning:
                 chosen = rest
         return chosen
 
+    def _yielding(self, job: Job) -> Iterator[Begun]:
+        """Jobs that may be interrupted for this one, the first choice first."""
+        for other in self._interruptible():
+            if other.job.priority < job.priority or (other.job.idle and other.job.priority == job.priority):
+                yield other
+            elif not other.job.idle:
+                return
+
     def _interruptible(self) -> list[Begun]:
-        """Those that ran for long enough: lowest priority first, then the shortest run, then the youngest."""
+        """Jobs that ran for long enough: idle ones first, then lowest priority, shortest run, youngest."""
         if self._may_go is None:
             found = [one for one in self.begun.values() if one.job.held and not one.goes]
             ran = [one for one in found if self.now - one.job.since >= self.rules.min_run_s]
-            self._may_go = sorted(ran, key=lambda one: (one.job.priority, -one.job.since, -one.job.created))
+            self._may_go = sorted(
+                ran, key=lambda one: (not one.job.idle, one.job.priority, -one.job.since, -one.job.created)
+            )
         return self._may_go
 
     # --- what is left over ---------------------------------------------------------------------------------------
@@ -439,7 +466,9 @@ class _Planning:
         left_over = self.fitting.least_first([*self.free.all(Pool.ROLLOUT), *kept])
         if not left_over:
             return
-        gave = {decision.job for decision in self.decisions if isinstance(decision, Preempt | Requeue | TakeBack)}
+        gave = {
+            decision.job for decision in self.decisions if isinstance(decision, Preempt | Sleep | Requeue | TakeBack)
+        }
         may = [one for one in self.begun.values() if one.job.most and one.job.id not in gave]
         may = [one for one in may if not missing(one.job.needs, one.has)]
         for kind, workers in groupby(left_over, self.fitting.kind):

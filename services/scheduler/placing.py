@@ -83,6 +83,9 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     """When it last lost a worker."""
     absent: str = ""
     """What it needs beside workers of its own, and nobody runs; in words."""
+    kind: str = ""
+    idle: bool = False
+    """An inference job that nobody has asked anything for `Rules.inference_lend_s`: others may have its workers."""
     unready: str = ""
     """Why it cannot start yet whatever is free: its last workers have not let go."""
 
@@ -98,12 +101,14 @@ class Held(msgspec.Struct, frozen=True):
 
 
 class Rules(msgspec.Struct, frozen=True, kw_only=True):
-    """Seconds; settings of the scheduler under the same names, with `queue_` before them."""
+    """Seconds; settings of the scheduler under the same names, the first four with `queue_` before them."""
 
     reserve_after_s: float = 300.0
     preempt_after_s: float = 5.0
     min_run_s: float = 60.0
     gang_s: float = 15.0
+    inference_lend_s: float = 0.0
+    """0: idle inference jobs keep their workers."""
 
 
 class View(msgspec.Struct, frozen=True, kw_only=True):
@@ -150,6 +155,13 @@ class Preempt(msgspec.Struct, frozen=True):
     by: str
 
 
+class Sleep(msgspec.Struct, frozen=True):
+    """An idle inference job lends its workers: it ends what it has begun, and the next request wakes it."""
+
+    job: str
+    by: str
+
+
 class Requeue(msgspec.Struct, frozen=True):
     """Back to the queue: its tenant has used up its day, or it lacks a part of what it needs and others wait for the
     rest."""
@@ -158,7 +170,7 @@ class Requeue(msgspec.Struct, frozen=True):
     why: str
 
 
-Decision = Start | AddWorker | TakeBack | Preempt | Requeue
+Decision = Start | AddWorker | TakeBack | Preempt | Sleep | Requeue
 
 
 class Plan(msgspec.Struct, frozen=True):

@@ -35,9 +35,9 @@ from opentinker.services.scheduler.checkpoints import newest_epoch
 from opentinker.services.scheduler.cluster import Cluster, Overdue
 from opentinker.services.scheduler.lacking import named
 from opentinker.services.scheduler.losses import lost
-from opentinker.services.scheduler.placing import AddWorker, Decision, Preempt, Requeue, Slot, Start, TakeBack
+from opentinker.services.scheduler.placing import AddWorker, Decision, Preempt, Requeue, Sleep, Slot, Start, TakeBack
 from opentinker.services.scheduler.settled import rules_of, used_today
-from opentinker.services.scheduler.untrained import SLEEPS, UNTRAINED, attend, awaits_source, followed_by
+from opentinker.services.scheduler.untrained import LENT, SLEEPS, UNTRAINED, attend, awaits_source, followed_by
 from opentinker.shared.errors import Conflict, NotFound
 from opentinker.shared.pulses import Pulses
 from opentinker.shared.script import UNFENCED
@@ -130,7 +130,7 @@ class Reconciler:
         for job in active.values():
             if job.kind in UNTRAINED:
                 with _over_meanwhile(job.id):
-                    if await attend(self.store, job, cluster, known, self.leader):
+                    if await attend(self.store, job, cluster, known, self.ctx.settings.inference_lend_s, self.leader):
                         await self._put_to_sleep(job, cluster)
         await self._say_waiting(active, planned.waiting | early)
         await self._charge()
@@ -242,6 +242,8 @@ class Reconciler:
                 await self._take_back(job, cluster.lease(worker), named(jobs[wanted_by], job.tenant))
             case Preempt(_, by):
                 return await self._back_to_queue(job, cluster, "preempted", {"by": named(jobs[by], job.tenant)})
+            case Sleep(_, by):
+                return await self._put_to_sleep(job, cluster, lent_to=named(jobs[by], job.tenant))
             case Requeue(_, why):
                 return await self._back_to_queue(job, cluster, "requeued", {"why": why})
         return job
@@ -301,16 +303,22 @@ class Reconciler:
         await self.store.leave_lease(leaving, leader=self.leader)
         await self._wake_worker(lease.worker)
 
-    async def _put_to_sleep(self, job: JobRecord, cluster: Cluster) -> None:
-        """What its workers say is as old as their last beat: a request may have come since, and is answered."""
-        changes: dict[str, Any] = {"since": time.time(), "waiting_for": SLEEPS, "asleep": True}
+    async def _put_to_sleep(self, job: JobRecord, cluster: Cluster, lent_to: str = "") -> JobRecord:
+        """What its workers say is as old as their last beat: a request may have come since, and is answered.
+
+        `lent_to`: the job that gets its workers, if that is why.
+        """
+        why = LENT.format(lent_to) if lent_to else SLEEPS
+        detail = {"lent_to": lent_to} if lent_to else {}
+        changes: dict[str, Any] = {"since": time.time(), "waiting_for": why, "asleep": True}
         await self.store.transition(
-            job.id, JobState.QUEUED, allowed=HELD, leader=self.leader, event="asleep", **changes
+            job.id, JobState.QUEUED, allowed=HELD, leader=self.leader, event="asleep", detail=detail, **changes
         )
-        log.info("job_asleep", job=job.id)
+        log.info("job_asleep", job=job.id, **detail)
         for lease in cluster.leases_of(job.id):
             if not lease.leaves_by:
                 await self._leave(lease)
+        return msgspec.structs.replace(job, state=JobState.QUEUED, **changes)
 
     async def _hold_followers(self, active: dict[str, JobRecord], cluster: Cluster) -> dict[str, str]:
         """Jobs that would serve the live policy of one that has no workers, and what they wait for: theirs may be the

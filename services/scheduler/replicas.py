@@ -232,7 +232,7 @@ def refuse_unless_served(job: JobRecord) -> None:
         raise Refused(f"job {job.id} has {job.state}{reason}: it answers no more requests", status=409)
     if job.state == JobState.PAUSED:
         raise Refused(f"job {job.id} is paused: opentinker resume {job.id}", status=503)
-    if job.state == JobState.QUEUED and job.spec["serving"].get("sleep_s") is None:
+    if job.state == JobState.QUEUED and not job.epoch:
         why = f" for {job.waiting_for}" if job.waiting_for else ""
         raise Refused(f"job {job.id} is queued: it waits{why}; try again", status=503)
 

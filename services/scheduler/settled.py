@@ -19,6 +19,7 @@ def rules_of(settings: Settings) -> Rules:
         preempt_after_s=settings.queue_preempt_after_s,
         min_run_s=settings.queue_min_run_s,
         gang_s=settings.queue_gang_s,
+        inference_lend_s=settings.inference_lend_s,
     )
 
 

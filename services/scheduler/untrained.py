@@ -1,8 +1,9 @@
 """Jobs without a trainer: nobody else says that they run, have nothing more to do, or may sleep.
 
 starting -> running     a rollout worker is ready
-running -> queued       inference: nobody asked it anything for `serving.sleep_s`; it sleeps, and placement leaves
-                        it alone until a request has woken it (replicas.py); its workers answer what they have begun
+running -> queued       inference: idle for `serving.sleep_s`, or for `inference_lend_s` while another job waits for its
+                        workers (placement.py); it sleeps, and placement leaves it alone until a request has woken it
+                        (replicas.py); its workers answer what they have begun
 starting -> queued      inference: the job whose live policy it would serve has no workers any more
 any -> succeeded        inference: nobody asked it anything for `serving.idle_s`
 """
@@ -23,15 +24,21 @@ log = structlog.get_logger()
 
 UNTRAINED = ("inference", "eval")
 SLEEPS = "a request: it sleeps, and the next one wakes it (serving.sleep_s)"
+LENT = "a request: idle, it lent its rollout workers to {}, and the next request wakes it"
 
 
 async def attend(
-    store: Store, job: JobRecord, cluster: Cluster, active: Container[str], leader: int = UNFENCED
+    store: Store,
+    job: JobRecord,
+    cluster: Cluster,
+    active: Container[str],
+    lend_s: float = 0.0,
+    leader: int = UNFENCED,
 ) -> bool:
     """One look at a job of these kinds. True if it shall sleep. Raises Conflict or NotFound if it is over meanwhile,
     Fenced if another scheduler leads than `leader`.
 
-    `active`: jobs that are not over.
+    `active`: jobs that are not over; `lend_s`: the setting `inference_lend_s`.
     """
     if (followed := followed_by(job)) and followed not in active:
         over = (await store.job(followed)).state
@@ -44,7 +51,7 @@ async def attend(
         log.info("job_serves", job=job.id)
     if job.kind != "inference":
         return False
-    quiet_s, serving = _quiet_s(job, cluster), job.spec["serving"]
+    quiet_s, serving = _quiet_s(job, cluster, lend_s), job.spec["serving"]
     idle_s, sleep_s = serving["idle_s"], serving.get("sleep_s")
     if quiet_s is not None and idle_s is not None and quiet_s >= idle_s:
         if job.asleep and not (await store.job(job.id)).asleep:
@@ -69,8 +76,9 @@ def awaits_source(job: JobRecord, held: Container[str]) -> bool:
     return bool(source) and source not in held and not job.asleep and job.state != JobState.RUNNING
 
 
-def _quiet_s(job: JobRecord, cluster: Cluster) -> float | None:
-    """None where nobody can say so now."""
+def _quiet_s(job: JobRecord, cluster: Cluster, lend_s: float) -> float | None:
+    """Seconds without a request, at least; None if that is not known now."""
     if job.asleep:
-        return float(job.spec["serving"]["sleep_s"]) + time.time() - job.since
+        before = [seconds for seconds in (job.spec["serving"].get("sleep_s"), lend_s) if seconds]
+        return min(before, default=0.0) + time.time() - job.since
     return cluster.quiet_s(job.id) if job.state == JobState.RUNNING else None

@@ -59,23 +59,21 @@ class ServingSpec(Part):
     (inference_idle_s), else it goes on until it is completed or cancelled."""
     sleep_s: Annotated[float, Field(gt=0.0)] | None = None
     """The job's rollout workers are given back when nobody has asked it anything for so long, and come back, by the
-    queue, with the next request; default: it keeps them."""
+    queue, with the next request; default: it keeps them unless another job waits for them (inference_lend_s, a setting
+    of the server's operator)."""
     wake_s: Annotated[float, Field(gt=0.0, le=3600.0)] | None = None
-    """With sleep_s: a request waits so long for a rollout worker, then it is told to come again (503, Retry-After),
-    while the job goes on waking. Default: 60."""
+    """A request to a job that sleeps waits so long for a rollout worker, then it is told to come again (503,
+    Retry-After), while the job goes on waking. Default: 60."""
     adapters: Annotated[list[AdapterSpec], Field(max_length=MOST_ADAPTERS)] = []
     """Answer with each of these adapters of model.base too, and with model.base itself, all by the same engine; a
     request's `model` says with which. Not together with [start]."""
 
     def settle(self) -> list[dict[str, Any]]:
         found: list[dict[str, Any]] = []
-        if self.sleep_s is None and self.wake_s is not None:
-            found.append({"field": "wake_s", "value": self.wake_s, "problem": "needs sleep_s: it never sleeps"})
         if self.sleep_s is not None and self.idle_s is not None and self.idle_s <= self.sleep_s:
             problem = f"is not larger than sleep_s={self.sleep_s:g}: the job would be over before it sleeps"
             found.append({"field": "idle_s", "value": self.idle_s, "problem": problem})
-        if self.sleep_s is not None:
-            fill(self, {"wake_s": self.wake_s or 60.0})
+        fill(self, {"wake_s": self.wake_s or 60.0})
         names = [adapter.name for adapter in self.adapters]
         for i, name in enumerate(names):
             if name in names[:i]:
