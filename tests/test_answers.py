@@ -80,7 +80,8 @@ async def test_jobs_and_workers_are_what_their_types_say(client: AsyncClient, ct
     fits(served, answers.JobSummary)
     fits(await client.complete(served["id"]), answers.JobSummary)
     over = (await client.submit(SPEC))["id"]
-    await store.transition(over, JobState.SUCCEEDED, result=orjson.dumps({"version": "1.4", "step": 4}).decode())
+    result = {"version": "1.4", "step": 4, "values": {"val/reward/mean": 0.5}}
+    await store.transition(over, JobState.SUCCEEDED, result=orjson.dumps(result).decode())
     fits(await client.job(over), answers.Job)
     await store.create_job(
         id="j-rows000000", spec=row_spec("m", "rows.jsonl").model_dump(mode="json"), tenant="default"

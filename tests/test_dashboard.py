@@ -27,6 +27,7 @@ from opentinker.shared.authority import Role
 from opentinker.shared.bus import Bus
 from opentinker.shared.reports import LogLine, MetricPoint, Segment, TimelinePart
 from opentinker.shared.service import Context
+from opentinker.shared.spec import parse_spec
 from opentinker.shared.store import Store
 from opentinker.shared.subjects import LOG, METRIC, TIMELINE
 from opentinker.shared.types import JobState
@@ -35,6 +36,8 @@ from tests.cluster import Cluster, toy_cluster
 from tests.conftest import WAIT_S, Server, until
 from tests.factories import make_spec
 from tests.scheduling import context, new_job, scheduler
+
+expect.set_options(timeout=WAIT_S * 1000)
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 BUILT = (page.HOME / page.INDEX).exists()
@@ -67,7 +70,7 @@ class Tab:
         await self.page.goto(f"{self.url}/#/{'/'.join(parts)}")
 
     async def shows(self, text: str) -> None:
-        await expect(self.page.locator("body")).to_contain_text(text, timeout=WAIT_S * 1000)
+        await expect(self.page.locator("body")).to_contain_text(text)
 
 
 @pytest.fixture
@@ -147,15 +150,15 @@ async def test_a_key_is_asked_for_and_stays_in_the_tab(opened: Open, http: Http)
     job = await http.job()
     tab = await opened(http.url, key="")
     await tab.page.get_by_label("API key").fill(OPERATOR[:-1])
-    await tab.page.get_by_role("button", name="Enter").click()
+    await tab.page.get_by_role("button", name="Sign in").click()
     await tab.shows("this is no key of OpenTinker")
     await tab.page.get_by_label("API key").fill(OPERATOR)
-    await tab.page.get_by_role("button", name="Enter").click()
+    await tab.page.get_by_role("button", name="Sign in").click()
     await tab.shows(job)
     await tab.shows("operator of default")
     assert await tab.page.evaluate("localStorage.length + document.cookie.length") == 0
     assert not [url for url in tab.asked if OPERATOR in url]
-    await tab.page.get_by_role("button", name="Forget key").click()
+    await tab.page.get_by_role("button", name="Sign out").click()
     await tab.shows("This server asks for a key")
     assert await tab.page.evaluate("sessionStorage.length") == 0
 
@@ -202,7 +205,7 @@ async def test_curves_are_those_of_the_job_and_go_on(opened: Open, http: Http, b
     await expect(value(tab, "Success")).to_have_text("0.125")
     for step in range(31, 61):
         await trainer.says(step, reward(0.75))
-    await expect(value(tab, "Reward")).to_have_text("0.75", timeout=WAIT_S * 1000)
+    await expect(value(tab, "Reward")).to_have_text("0.75")
     lines = (await saved(tab, "Reward as CSV")).decode().splitlines()
     assert lines[0] == 'step,"reward"' and lines[1] == "1,0.25" and lines[60] == "60,0.75"
     assert (await saved(tab, "Reward as PNG")).startswith(b"\x89PNG")
@@ -229,6 +232,34 @@ async def test_ten_thousand_points_are_drawn(opened: Open, http: Http, bus: Bus)
     took = [await tab.page.evaluate(drawn), await tab.page.evaluate(paint)]
     print(f"all charts anew in {took[0]:.0f} ms, first paint after {took[1]:.0f} ms", end=" ")
     assert max(took) < 10_000
+
+
+async def test_an_eval_jobs_result_stands_on_its_page_and_in_the_list(opened: Open, http: Http, store: Store) -> None:
+    spec = parse_spec({"name": "judge", "kind": "eval", "model": {"base": "m"}, "environment": {"name": "bandit"}})
+    job = "j-0123456789"
+    await store.create_job(id=job, spec=spec.model_dump(mode="json"), tenant="default")
+    values = {"val/reward/mean": 0.5, "val/reward/low": 0.4, "val/reward/high": 0.6, "val/pass/1": 0.891}
+    result = {"version": "1.197", "step": 197, "values": values}
+    progress = {"val/reward/mean": 0.5, "val/pass/1": 0.891}
+    await store.update(job, result=orjson.dumps(result).decode(), progress=orjson.dumps(progress).decode())
+    tab = await opened(http.url)
+    await expect(tab.page.locator("tr", has_text=job)).to_contain_text("val/pass/1 0.891")
+    await tab.go("jobs", job)
+    card = tab.page.get_by_role("region", name="Result")
+    await expect(card).to_contain_text("weights 1.197")
+    await expect(card.locator("tr", has_text="reward/mean")).to_contain_text("0.5" + "0.4 to 0.6")
+    await expect(card.locator("tr", has_text="pass/1")).to_contain_text("0.891")
+
+
+async def test_curves_open_as_they_were_measured(opened: Open, http: Http, bus: Bus) -> None:
+    job = await http.job()
+    trainer = Trainer(bus, job)
+    for step, mean in enumerate((0.0, 0.0, 1.0), 1):
+        await trainer.says(step, {**reward(mean), "lr": mean})
+    tab = await opened(http.url)
+    await tab.go("jobs", job)
+    await expect(tab.page.get_by_role("group", name="smooth").get_by_role("button", pressed=True)).to_have_text("off")
+    await expect(value(tab, "Reward")).to_have_text("1")
 
 
 async def test_steps_that_were_rolled_back_are_gone(opened: Open, http: Http, bus: Bus) -> None:
@@ -341,7 +372,7 @@ async def test_words_of_others_stay_words(opened: Open, http: Http, ctx: Context
     for part in (".log .event .said", ".log .error .who", ".log .error .said > b", ".log .error .said pre"):
         await expect(tab.page.locator(part, has_text=PAYLOAD).first).to_be_attached(timeout=WAIT_S * 1000)
     await tab.go("jobs", job, "episodes")
-    await expect(tab.page.locator(".talk .words")).to_have_text(PAYLOAD, timeout=WAIT_S * 1000)
+    await expect(tab.page.locator(".talk .words")).to_have_text(PAYLOAD)
     for colour in ("mask", "logprob", "advantage", "version"):
         await tab.page.get_by_role("button", name=colour, exact=True).click()
         await expect(tab.page.locator(".tokens span")).to_have_text(PAYLOAD)
@@ -351,7 +382,7 @@ async def test_words_of_others_stay_words(opened: Open, http: Http, ctx: Context
         await tab.page.get_by_role("button", name=colour, exact=True).click()
         await expect(tab.page.locator(".tokens span")).to_have_text(PAYLOAD)
     await expect(tab.page.get_by_role("button", name="advantage", exact=True)).to_have_count(0)
-    await tab.page.get_by_role("button", name="words", exact=True).click()
+    await tab.page.get_by_role("button", name="text", exact=True).click()
     await expect(tab.page.locator(".talk .words")).to_have_text(PAYLOAD)
     await tab.go("jobs", job, "config")
     await expect(tab.page.locator(".config tr", has_text="rollout.stop")).to_contain_text("<script>")
@@ -402,7 +433,7 @@ async def test_a_real_run_is_seen_live_through_a_restart_of_nats(opened: Open, t
         tab = await opened(f"http://127.0.0.1:{cluster.http_port}")
         await tab.go("jobs", job)
         signal = tab.page.locator(".signal")
-        await expect(signal).to_have_attribute("data-way", "live", timeout=WAIT_S * 1000)
+        await expect(signal).to_have_attribute("data-way", "live")
         await of_its_pipeline(tab, job)
         await tab.go("jobs", job)
         await moves(tab)
@@ -410,15 +441,15 @@ async def test_a_real_run_is_seen_live_through_a_restart_of_nats(opened: Open, t
         await moves(tab)
         assert not [url for url in tab.asked[asked:] if "/metrics" in url], "it hears, and does not ask"
         await cluster.stop("nats", signal_of.SIGKILL)
-        await expect(signal).to_have_attribute("data-way", "joining", timeout=WAIT_S * 1000)
+        await expect(signal).to_have_attribute("data-way", "joining")
         cluster.start("nats")
         began = time.monotonic()
-        await expect(signal).to_have_attribute("data-way", "live", timeout=WAIT_S * 1000)
+        await expect(signal).to_have_attribute("data-way", "live")
         took = time.monotonic() - began
         print(f"live again after {took:.1f} s", end=" ")
         assert took <= LIVE_AGAIN_S
         await moves(tab)
-        await expect(signal).to_have_text(WHOLE, timeout=WAIT_S * 1000)
+        await expect(signal).to_have_text(WHOLE)
         lines = (await saved(tab, "Reward as CSV")).decode().splitlines()[1:]
         lost = re.search(r"\d+", str(await signal.text_content()))  # a server that is killed may lose the last word
         steps = [int(line.split(",")[0]) for line in lines]
@@ -433,7 +464,7 @@ async def test_a_real_run_is_seen_live_through_a_restart_of_nats(opened: Open, t
 
         await tab.page.route(f"**/v1/jobs/{other}/stream-credentials", foreign)
         await tab.go("jobs", other)
-        await expect(signal).to_have_attribute("data-way", "polling", timeout=WAIT_S * 1000)
+        await expect(signal).to_have_attribute("data-way", "polling")
         await expect(signal).to_contain_text(re.compile("permission", re.IGNORECASE))
 
 
@@ -444,7 +475,7 @@ async def test_a_checkpoint_is_talked_to(opened: Open, tmp_path: Path) -> None:
         assert (await cluster.wait(job))["state"] == "succeeded"
         tab = await opened(f"http://127.0.0.1:{cluster.http_port}")
         await tab.go("jobs", job)
-        await expect(tab.page.locator(".signal")).to_have_attribute("data-way", "ended", timeout=WAIT_S * 1000)
+        await expect(tab.page.locator(".signal")).to_have_attribute("data-way", "ended")
         await expect(tab.page.locator('[data-chart="Reward"] .tools small')).to_have_text("step 3")
         await tab.go("jobs", job, "checkpoints")
         assert (await saved(tab, "Download")).startswith(b"manifest.json")
@@ -452,7 +483,7 @@ async def test_a_checkpoint_is_talked_to(opened: Open, tmp_path: Path) -> None:
         await tab.page.get_by_label("Message").fill("123=")
         await tab.page.get_by_role("button", name="Send").click()
         answer = tab.page.locator(".chat .message.assistant .words")
-        await expect(answer).to_have_text(re.compile("[a-z0-9]+"), timeout=WAIT_S * 1000)
+        await expect(answer).to_have_text(re.compile("[a-z0-9]+"))
         await expect(tab.page.get_by_role("button", name="Send")).to_be_visible(timeout=WAIT_S * 1000)
         await cluster.client.cancel((await cluster.client.jobs())[0]["id"])
         await its_adapter_is_asked(tab, cluster, model)
@@ -477,7 +508,7 @@ async def its_adapter_is_asked(tab: Tab, cluster: Cluster, base: Path) -> None:
     said: Any = (await asked.value).post_data_json
     assert said["model"] == "maths"
     answer = tab.page.locator(".chat .message.assistant .words")
-    await expect(answer).to_have_text(re.compile("[a-z0-9]+"), timeout=WAIT_S * 1000)
+    await expect(answer).to_have_text(re.compile("[a-z0-9]+"))
 
 
 async def _is_running(cluster: Cluster, job: str) -> bool:
@@ -488,16 +519,16 @@ async def of_its_pipeline(tab: Tab, job: str) -> None:
     """What its workers are busy with, and the tokens that it is made of."""
     await tab.go("jobs", job, "timeline")
     for lane in ("training", "generation", "swap"):
-        await expect(tab.page.locator(f'[data-lane="{lane}"]').first).to_contain_text("%", timeout=WAIT_S * 1000)
+        await expect(tab.page.locator(f'[data-lane="{lane}"]').first).to_contain_text("%")
     played = tab.page.locator('[data-lane="env"]').filter(has_text="env_worker-0")
-    await expect(played).to_contain_text("%", timeout=WAIT_S * 1000)
+    await expect(played).to_contain_text("%")
     await tab.page.locator(".timeline canvas").press("ArrowLeft")
     await expect(tab.page.locator(".timeline .chosen")).to_contain_text(re.compile(r"of [a-z]+-0: [a-z]+ \d+ ms"))
     await tab.go("jobs", job, "episodes")
     for colour in ("version", "logprob", "mask"):
         await tab.page.get_by_role("button", name=colour, exact=True).click()
         sampled = tab.page.locator('.tokens span[title*="weights 1."]').first
-        await expect(sampled).to_have_css("background-color", re.compile("rgb|color"), timeout=WAIT_S * 1000)
+        await expect(sampled).to_have_css("background-color", re.compile("rgb|color"))
     await tab.page.get_by_label("follow the newest").uncheck()  # else the next step takes the place of what is chosen
     await tab.page.locator(".tokens").first.press("End")
     await expect(tab.page.locator(".tokens + .chosen").first).to_contain_text(re.compile(r"token \d+, "))
@@ -507,8 +538,8 @@ async def of_its_pipeline(tab: Tab, job: str) -> None:
 async def moves(tab: Tab) -> None:
     """Until the curves have reached a later step."""
     shown = tab.page.locator('[data-chart="Reward"] .tools small')
-    await expect(shown).to_have_text(re.compile(r"step \d+"), timeout=WAIT_S * 1000)
-    await expect(shown).not_to_have_text(str(await shown.text_content()), timeout=WAIT_S * 1000)
+    await expect(shown).to_have_text(re.compile(r"step \d+"))
+    await expect(shown).not_to_have_text(str(await shown.text_content()))
 
 
 # --- what is done ---------------------------------------------------------------------------------------------------

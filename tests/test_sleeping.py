@@ -123,7 +123,8 @@ async def test_requests_wait_for_a_job_that_has_run_before_and_are_refused_by_on
 ) -> None:
     """Also where it names no serving.sleep_s: it may have lent its workers."""
     spec = parse_spec({"name": "chat", "kind": "inference", "model": {"base": "m"}})
-    new = await store.create_job(id="j-new0000000", spec=spec.model_dump(mode="json"), tenant="default")
+    await store.create_job(id="j-new0000000", spec=spec.model_dump(mode="json"), tenant="default")
+    new = await store.job("j-new0000000")
     with pytest.raises(Refused, match="is queued"):
         refuse_unless_served(new)
     refuse_unless_served(msgspec.structs.replace(new, epoch=1, asleep=True))

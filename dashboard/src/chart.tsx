@@ -4,7 +4,7 @@ import { useEffect, useMemo, useRef, useState } from "preact/hooks";
 import type { JSX } from "preact";
 import uPlot from "uplot";
 import "uplot/dist/uPlot.min.css";
-import { aligned, smoothed, type Axis, type Line } from "./lib/series.ts";
+import { aligned, clamped, smoothed, type Axis, type Line } from "./lib/series.ts";
 import { duration, save, short } from "./lib/words.ts";
 import { useTheme } from "./theme.ts";
 
@@ -118,7 +118,7 @@ function plan(lines: Line[], look: Look): Drawn[] {
   return lines
     .filter((line) => line.x.length)
     .map((line, i) => {
-      const raw = look.smooth > 0 && !line.low && !line.dots && !line.other;
+      const raw = look.smooth > 0 && !line.low && !line.dots && !line.exact && !line.other;
       const one = { label: line.label, colour: COLOURS[i % COLOURS.length]!, line, at: column, raw };
       column += 1 + (line.low ? 2 : 0) + (raw ? 1 : 0);
       return one;
@@ -128,9 +128,11 @@ function plan(lines: Line[], look: Look): Drawn[] {
 function columns(drawn: Drawn[], look: Look): uPlot.AlignedData {
   const above = (y: number): number | null => (look.log && y <= 0 ? null : y);
   const parts = drawn.map(({ line, raw }) => {
-    const ys = [line.y, ...(line.low && line.high ? [line.high, line.low] : [])];
-    const smooth = ys.map((y) => smoothed(y, line.dots ? 0 : look.smooth).map(above));
-    return { x: line.x, ys: raw ? [...smooth, line.y.map(above)] : smooth };
+    const weight = line.dots || line.exact ? 0 : look.smooth;
+    const main = smoothed(line.y, weight).map(above);
+    const band = line.low && line.high ? [line.high, line.low].map((y) => smoothed(y, weight)) : [];
+    const edges = look.log ? clamped(band) : band;
+    return { x: line.x, ys: raw ? [main, ...edges, line.y.map(above)] : [main, ...edges] };
   });
   return aligned(parts) as uPlot.AlignedData;
 }

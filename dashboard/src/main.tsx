@@ -67,7 +67,12 @@ function View(): JSX.Element {
   if (view === "cluster") return <Cluster />;
   if (view === "submit") return <Submit from={id ?? ""} step={part ?? ""} />;
   if (view === "jobs" && id) return <JobView key={id} id={id} part={part ?? "curves"} />;
-  return <Jobs />;
+  if (view === undefined || view === "jobs") return <Jobs />;
+  return (
+    <p class="empty">
+      There is no page at this address. <a href="#/">All jobs</a>
+    </p>
+  );
 }
 
 function Head({ me, leave }: { me: Me | null; leave: () => void }): JSX.Element {
@@ -99,7 +104,7 @@ function Head({ me, leave }: { me: Me | null; leave: () => void }): JSX.Element 
       )}
       {me?.key && (
         <button class="plain" onClick={leave}>
-          Forget key
+          Sign out
         </button>
       )}
       <button class="plain" onClick={toggle} aria-label={theme === "dark" ? "Light" : "Dark"} title="Dark or light">
@@ -140,7 +145,7 @@ function KeyForm({ said, use }: { said: string; use: (text: string) => void }): 
         It stays in this tab until you close it. The first one is in <code>DATA_DIR/run/operator-key</code> of whoever
         runs the server; <code>opentinker keys create</code> makes others.
       </p>
-      <button type="submit">Enter</button>
+      <button type="submit">Sign in</button>
     </form>
   );
 }

@@ -32,7 +32,7 @@ export function Empty({ children }: { children: ComponentChildren }): JSX.Elemen
 }
 
 export function Progress({ job }: { job: Job }): JSX.Element {
-  const share = job.steps ? Math.min(1, job.step / job.steps) : 0;
+  const share = job.state === "succeeded" ? 1 : job.steps ? Math.min(1, job.step / job.steps) : 0;
   return (
     <span class="progress">
       <progress class={FINAL.includes(job.state) ? job.state : ""} value={share} max={1} aria-label="progress" />

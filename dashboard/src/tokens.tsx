@@ -15,14 +15,14 @@ export interface Tokens {
   left_out: number;
 }
 
-export type Colour = "words" | "mask" | "logprob" | "advantage" | "version";
+export type Colour = "text" | "mask" | "logprob" | "advantage" | "version";
 
 const LEAST_LOGPROB = 6;
 const PALETTE = ["--c1", "--c2", "--c3", "--c4", "--c5", "--c6", "--c7", "--c8"];
 const LEGENDS: Record<Colour, string> = {
-  words: "",
+  text: "",
   mask: "coloured: sampled by the policy",
-  logprob: "the redder, the less likely it was; untouched: certain, or not sampled",
+  logprob: "redder: less likely; uncoloured: certain or not sampled",
   advantage: "green: reinforced; red: discouraged",
   version: "a colour per version of the weights",
 };

@@ -1,7 +1,7 @@
 import assert from "node:assert/strict";
 import { test } from "node:test";
 import { Joined } from "../src/lib/join.ts";
-import { aligned, metric, shareOf, smoothed, together } from "../src/lib/series.ts";
+import { clamped, aligned, metric, shareOf, smoothed, together } from "../src/lib/series.ts";
 import { settings } from "../src/lib/spec.ts";
 
 function joined(...points: [string, number, number, Record<string, number>][]): Joined {
@@ -71,4 +71,9 @@ test("settings differ from the defaults of the server's schema, nested ones by t
     ["train.steps", true],
     ["lora.rank", false],
   ]);
+});
+
+test("a band on a logarithmic axis ends at its smallest value above 0", () => {
+  assert.deepEqual(clamped([[3, 2], [-1, 0.5]]), [[3, 2], [0.5, 0.5]]);
+  assert.deepEqual(clamped([]), []);
 });

@@ -44,6 +44,8 @@ UNDERWAY = 1024
 JUDGED_FROM = 20
 """Episodes that must have ended before the share of failed ones is judged; all of them at the end."""
 RESULTS = "results.jsonl"
+HEADLINE = 2
+"""Metrics of a result that lists of jobs show."""
 HELD = (JobState.STARTING, JobState.RUNNING)
 
 
@@ -252,10 +254,16 @@ class Evaluation:
         finally:
             kept.close()
         result = {"version": str(self.version), "step": self.version.step, "values": values}
-        text = orjson.dumps(result).decode()
-        await self.ctx.store.update(self.job.id, only_active=True, step=len(results), result=text, leader=self.leader)
+        changes = {"result": orjson.dumps(result).decode(), "progress": orjson.dumps(_headline(values)).decode()}
+        await self.ctx.store.update(self.job.id, only_active=True, step=len(results), leader=self.leader, **changes)
         await end(self.ctx, self.leader, self.job.id, JobState.SUCCEEDED)
         log.info("job_evaluated", episodes=len(results), seconds=round(seconds, 1))
+
+
+def _headline(values: dict[str, float]) -> dict[str, float]:
+    """What lists of jobs show of a result: the mean reward, then pass@1 or exact."""
+    shown = {name: values[name] for name in ("val/reward/mean", "val/pass/1", "val/exact") if name in values}
+    return dict(list(shown.items())[:HEADLINE])
 
 
 def read_results(path: Path, version: WeightVersion) -> dict[int, ExamResult]:

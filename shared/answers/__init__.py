@@ -36,6 +36,7 @@ from opentinker.shared.answers.episodes import (
 )
 from opentinker.shared.answers.jobs import (
     Check,
+    EvalResult,
     Job,
     Jobs,
     JobSummary,
@@ -101,6 +102,7 @@ __all__ = [
     "EnvironmentSummary",
     "EnvironmentVersion",
     "Environments",
+    "EvalResult",
     "Event",
     "Events",
     "Failure",

@@ -100,6 +100,16 @@ class KeptArtifacts(TypedDict):
     """Names of its checkpoints."""
 
 
+class EvalResult(TypedDict):
+    """What an eval job has found."""
+
+    version: str
+    """The evaluated weights, EPOCH.STEP."""
+    step: int
+    values: dict[str, float]
+    """val/* metrics; NAME/low and NAME/high are the 95% interval of NAME."""
+
+
 class Job(JobSummary):
     """One job."""
 
@@ -108,8 +118,8 @@ class Job(JobSummary):
     workers: list[JobWorker]
     metrics: dict[str, LastMetrics]
     """By source."""
-    result: NotRequired[dict[str, Any]]
-    """Of an eval job that has succeeded: version, step and metrics."""
+    result: NotRequired[EvalResult]
+    """Of an eval job that has succeeded."""
     artifacts: KeptArtifacts
 
 

@@ -71,13 +71,10 @@ export const PANELS: Panel[] = [
   {
     title: "Loss",
     about: "Of the policy, of the KL term, of the critic, and of rows",
-    lines: named(
-      ["loss/policy", "policy"],
-      ["loss/kl", "KL term"],
-      ["loss/value", "value"],
-      ["loss", "loss"],
-      ["val/loss", "validation"],
-    ),
+    lines: (joined, axis) => [
+      ...named(["loss/policy", "policy"], ["loss/kl", "KL term"], ["loss/value", "value"], ["loss", "loss"])(joined, axis),
+      val(joined, axis, "val/loss", "validation"),
+    ],
   },
   {
     title: "KL",
@@ -158,7 +155,7 @@ export const PANELS: Panel[] = [
     positive: true,
   },
   { title: "Gradient norm", about: "Before clipping", lines: named(["grad_norm", "norm"]), positive: true },
-  { title: "Learning rate", about: "Of the step", lines: named(["lr", "rate"]), positive: true },
+  { title: "Learning rate", about: "Of the step", lines: (joined, axis) => [{ ...metric(joined, "lr", axis), label: "rate", exact: true }], positive: true },
   {
     title: "Preference",
     about: "dpo: margin of the rewards, and the share of pairs where it is positive",

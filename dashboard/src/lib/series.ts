@@ -14,6 +14,8 @@ export interface Line {
   high?: number[];
   /** Drawn as points: few and far between. */
   dots?: boolean;
+  /** Never smoothed: a schedule, whose bends are the data. */
+  exact?: boolean;
   /** Of another job, beside ours. */
   other?: boolean;
 }
@@ -167,6 +169,12 @@ export function smoothed(y: readonly number[], weight: number): number[] {
     mass = weight * mass + (1 - weight);
     return mean / mass;
   });
+}
+
+/** The edges of a band for a logarithmic axis: what is not above 0 becomes the smallest value that is. */
+export function clamped(edges: readonly number[][]): number[][] {
+  const least = Math.min(...edges.flatMap((edge) => edge.filter((y) => y > 0)));
+  return edges.map((edge) => edge.map((y) => (y > 0 || !Number.isFinite(least) ? y : least)));
 }
 
 /** All lines over the union of their x, as columns; null where a line has nothing. */

@@ -39,9 +39,17 @@ export interface JobDetail extends Job {
   spec: Json;
   ledger: Record<string, unknown>;
   workers: JobWorker[];
-  /** What an eval job has found. */
-  result?: Record<string, number>;
+  /** Of an eval job that has succeeded. */
+  result?: EvalResult;
   metrics: Record<string, { step: number; time: number; values: Record<string, number> }>;
+}
+
+export interface EvalResult {
+  /** The evaluated weights, EPOCH.STEP. */
+  version: string;
+  step: number;
+  /** val/* metrics; NAME/low and NAME/high are the interval of NAME. */
+  values: Record<string, number>;
 }
 
 /** One line of metrics. `seq` counts the points of one incarnation of a source, so that gaps show. */

@@ -72,7 +72,7 @@ export function Checkpoints({ job }: { job: JobDetail }): JSX.Element {
                     Chat with this
                   </button>
                 )}
-                {serves && <button onClick={() => go("submit", job.id, String(one.step))}>Go on from here</button>}
+                {serves && <button onClick={() => go("submit", job.id, String(one.step))}>Continue training</button>}
               </td>
             </tr>
           ))}

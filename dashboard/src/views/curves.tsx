@@ -14,7 +14,7 @@ const SMOOTH = [0, 0.6, 0.9, 0.97];
 const MOST_COMPARED = 4;
 
 export function Curves({ job, follow }: { job: Job; follow: Follow }): JSX.Element {
-  const [look, setLook] = useState<Look>({ axis: "step", smooth: 0.9, log: false });
+  const [look, setLook] = useState<Look>({ axis: "step", smooth: 0, log: false });
   const [compared, setCompared] = useState<Job[]>([]);
   const [more, setMore] = useState<string[]>([]);
   const others = useFollows(compared);
@@ -30,7 +30,7 @@ export function Curves({ job, follow }: { job: Job; follow: Follow }): JSX.Eleme
           label="smooth"
           value={String(look.smooth)}
           of={SMOOTH.map(String)}
-          say={(text) => (text === "0" ? "no" : text)}
+          say={(text) => (text === "0" ? "off" : text)}
           choose={(text) => change({ smooth: Number(text) })}
         />
         <label class="check">
@@ -53,7 +53,7 @@ export function Curves({ job, follow }: { job: Job; follow: Follow }): JSX.Eleme
           ))}
         </datalist>
       </div>
-      {version === 0 && <Empty>{follow.way === "loading" ? "Reading what there is…" : "No metrics yet: they come with the first step."}</Empty>}
+      {version === 0 && <Empty>{follow.way === "loading" ? "Reading what there is…" : noMetrics(job)}</Empty>}
       <div class="charts">
         {panels.map((panel) => (
           <PanelChart key={panel.title} panel={panel} look={look} follow={follow} others={others} compared={compared} />
@@ -61,6 +61,12 @@ export function Curves({ job, follow }: { job: Job; follow: Follow }): JSX.Eleme
       </div>
     </>
   );
+}
+
+function noMetrics(job: Job): string {
+  if (FINAL.includes(job.state)) return `This job has ${job.state} without metrics: its log says what it did.`;
+  if (job.kind === "inference") return "No metrics yet: they come with the first requests.";
+  return `No metrics yet: they come with the first ${job.kind === "eval" ? "result" : "step"}.`;
 }
 
 interface PanelProps {

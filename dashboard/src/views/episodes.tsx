@@ -63,18 +63,18 @@ const HEARD: Beside[] = ["rollouts"];
 const KINDS: Record<Kind, string> = { rollouts: "training", transcripts: "evaluations" };
 /** Nothing is trained on evaluations. */
 const COLOURS: Record<Kind, Colour[]> = {
-  rollouts: ["words", "mask", "logprob", "advantage", "version"],
-  transcripts: ["words", "mask", "logprob", "version"],
+  rollouts: ["text", "mask", "logprob", "advantage", "version"],
+  transcripts: ["text", "mask", "logprob", "version"],
 };
 
 export function Episodes({ job, follow }: { job: JobDetail; follow: Follow | null }): JSX.Element {
   const [kind, setKind] = useState<Kind>(job.kind === "eval" ? "transcripts" : "rollouts");
   const [step, setStep] = useState<number | null>(null);
-  const [colour, setColour] = useState<Colour>("words");
+  const [colour, setColour] = useState<Colour>("text");
   const query = step === null ? "" : `?step=${step}`;
   const { value, problem, again } = useAsked<Answer>(path(job.id, `/${kind}${query}`), step === null ? 4 : 0);
   useHeard(step === null ? follow : null, HEARD, again);
-  const shown = COLOURS[kind].includes(colour) ? colour : "words";
+  const shown = COLOURS[kind].includes(colour) ? colour : "text";
   const steps = value?.steps ?? [];
   const at = steps.indexOf(value?.step ?? -1);
   return (
@@ -210,8 +210,8 @@ function EpisodeCard({ episode, colour }: { episode: Episode; colour: Colour }):
               {view.seat || "player"} {view.stream} · {short(view.reward)}
             </h3>
           )}
-          {colour !== "words" && view.tokens ? <TokenText tokens={view.tokens} colour={colour} /> : <Talk messages={view.messages} />}
-          {colour !== "words" && !view.tokens && <NotKept />}
+          {colour !== "text" && view.tokens ? <TokenText tokens={view.tokens} colour={colour} /> : <Talk messages={view.messages} />}
+          {colour !== "text" && !view.tokens && <NotKept />}
         </div>
       ))}
     </article>
@@ -223,7 +223,7 @@ function NotKept(): JSX.Element {
 }
 
 function ExamCard({ exam, colour }: { exam: Exam; colour: Colour }): JSX.Element {
-  const views = (colour !== "words" && exam.views) || [];
+  const views = (colour !== "text" && exam.views) || [];
   return (
     <section class="card group">
       <article>
@@ -241,7 +241,7 @@ function ExamCard({ exam, colour }: { exam: Exam; colour: Colour }): JSX.Element
           </div>
         ))}
         {views.length === 0 && <Talk messages={exam.messages} />}
-        {colour !== "words" && views.length === 0 && <NotKept />}
+        {colour !== "text" && views.length === 0 && <NotKept />}
       </article>
     </section>
   );

@@ -8,7 +8,7 @@ import type { Beside, Follow } from "../lib/follow.ts";
 import { sizeOf } from "../lib/join.ts";
 import { secondsLeft } from "../lib/pace.ts";
 import { FINAL, type JobDetail } from "../lib/types.ts";
-import { ago, duration, moment, short } from "../lib/words.ts";
+import { ago, duration, moment } from "../lib/words.ts";
 import { Empty, Facts, Progress, Said, State } from "../parts.tsx";
 import { Chat } from "./chat.tsx";
 import { Checkpoints } from "./checkpoints.tsx";
@@ -16,10 +16,10 @@ import { Config } from "./config.tsx";
 import { Curves } from "./curves.tsx";
 import { Episodes } from "./episodes.tsx";
 import { Log } from "./log.tsx";
+import { Results } from "./results.tsx";
 import { Timeline } from "./timeline.tsx";
 
 const PACE = 20;
-const MOST_RESULTS = 12;
 const HEAD_S = 5;
 const TELLS: Beside[] = ["events"];
 
@@ -49,6 +49,7 @@ export function JobView({ id, part }: { id: string; part: string }): JSX.Element
     <>
       <Said problem={problem} />
       <Top job={job} follow={follow} again={again} />
+      {job.result && <Results result={job.result} />}
       <nav class="tabs" aria-label="Parts of the job">
         {tabs.map(([name, text]) => (
           <a key={name} href={`#/jobs/${id}/${name}`} aria-current={part === name ? "page" : undefined}>
@@ -103,22 +104,11 @@ function Top({ job, follow, again }: { job: JobDetail; follow: Follow | null; ag
           ["Workers", job.workers.length ? job.workers.map((w) => `${w.id} (${w.status})`).join(", ") : "none"],
           ["Owner", `${job.tenant}${job.key ? ` · key ${keyName(job.key)}` : ""}`],
           ["Submitted", `${moment(job.created)}${over && job.finished ? ` · ended ${ago(job.finished, now)}` : ""}`],
-          ...Object.entries(job.result ?? {}).filter(([name]) => !/\/(low|high)$/.test(name)).slice(0, MOST_RESULTS).map(resultOf(job)),
           ...(job.restarts ? ([["Restarts", String(job.restarts)]] as [string, string][]) : []),
         ]}
       />
     </section>
   );
-}
-
-/** With its interval, where it has one. */
-function resultOf(job: JobDetail): (entry: [string, number]) => [string, string] {
-  return ([name, value]) => {
-    const base = name.replace(/\/mean$/, "");
-    const low = job.result?.[`${base}/low`];
-    const high = job.result?.[`${base}/high`];
-    return [name, low === undefined || high === undefined ? short(value) : `${short(value)} (${short(low)} to ${short(high)})`];
-  };
 }
 
 /** Seconds per step, over the last steps. */

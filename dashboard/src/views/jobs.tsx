@@ -140,7 +140,7 @@ function Row({ job, now, owner }: { job: Job; now: number; owner: string }): JSX
       </td>
       <td data-label="Time">
         <span title={moment(job.created)}>{duration(spent)}</span>
-        <small class="dim"> {left !== null ? `${duration(left)} left` : over ? ago(job.finished ?? now, now) : ""}</small>
+        <small class="dim"> {left !== null ? `${duration(left)} left` : over ? `ended ${ago(job.finished ?? now, now)}` : ""}</small>
       </td>
       <td data-label="Owner">
         <small>

@@ -1,0 +1,28 @@
+// An eval job's metrics as rows of a table.
+
+export interface ResultRow {
+  /** Without val/. */
+  name: string;
+  value: number;
+  interval: [number, number] | null;
+}
+
+const FIRST = /^(reward\/mean|pass\/|exact$)/;
+
+/** One row a metric: rewards, pass@k and exact matches first, then the others by name. */
+export function resultRows(values: Record<string, number>): ResultRow[] {
+  const rows: ResultRow[] = [];
+  for (const [name, value] of Object.entries(values)) {
+    if (/\/(low|high)$/.test(name)) continue;
+    const base = name.replace(/\/mean$/, "");
+    const low = values[`${base}/low`];
+    const high = values[`${base}/high`];
+    rows.push({
+      name: name.replace(/^val\//, ""),
+      value,
+      interval: low === undefined || high === undefined ? null : [low, high],
+    });
+  }
+  const rank = (row: ResultRow): number => (FIRST.test(row.name) ? 0 : 1);
+  return rows.sort((a, b) => rank(a) - rank(b) || a.name.localeCompare(b.name, "en", { numeric: true }));
+}
