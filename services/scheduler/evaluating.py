@@ -16,6 +16,7 @@ import time
 import uuid
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import orjson
@@ -254,7 +255,10 @@ class Evaluation:
         finally:
             kept.close()
         result = {"version": str(self.version), "step": self.version.step, "values": values}
-        changes = {"result": orjson.dumps(result).decode(), "progress": orjson.dumps(_headline(values)).decode()}
+        changes: dict[str, Any] = {
+            "result": orjson.dumps(result).decode(),
+            "progress": orjson.dumps(_headline(values)).decode(),
+        }
         await self.ctx.store.update(self.job.id, only_active=True, step=len(results), leader=self.leader, **changes)
         await end(self.ctx, self.leader, self.job.id, JobState.SUCCEEDED)
         log.info("job_evaluated", episodes=len(results), seconds=round(seconds, 1))
