@@ -12,8 +12,8 @@ from pydantic import BaseModel, ValidationError
 from opentinker.envs.base import ELSEWHERE, Environment
 from opentinker.envs.game import AbstractGame, environment_of
 from opentinker.shared.errors import SpecError
+from opentinker.shared.mistakes import UNKNOWN, WHOLE, mistakes_of, nearest
 from opentinker.shared.sessions import is_url
-from opentinker.shared.spec.mistakes import UNKNOWN, WHOLE, mistakes_of, nearest
 
 ADAPTERS = {
     "gem": "opentinker.envs.adapters.gem:Gem",

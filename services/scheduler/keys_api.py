@@ -17,9 +17,9 @@ from opentinker.services.scheduler.problems import json_response, parsed, read_j
 from opentinker.shared.authority import DEFAULT_TENANT, MAY, Action, Role, outranks
 from opentinker.shared.errors import NotFound, SpecError
 from opentinker.shared.keys import KEY_ID, TENANT, Key, Keys, new_key
+from opentinker.shared.mistakes import Mistakes
 from opentinker.shared.paths import file_system
 from opentinker.shared.service import Context
-from opentinker.shared.spec.mistakes import Mistakes
 
 DAY_S = 86400.0
 GRACE_S = DAY_S

@@ -29,9 +29,9 @@ from opentinker.services.scheduler.disk import DiskAway
 from opentinker.services.scheduler.stores import StoreAway
 from opentinker.shared.bus import NoReply
 from opentinker.shared.errors import Conflict, NotFound, OpenTinkerError, SpecError
+from opentinker.shared.mistakes import mistakes_of
 from opentinker.shared.openai.fields import Refused
 from opentinker.shared.redact import without_keys
-from opentinker.shared.spec.mistakes import mistakes_of
 from opentinker.shared.telemetry import REGISTRY
 
 log = structlog.get_logger()

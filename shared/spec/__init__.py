@@ -14,6 +14,7 @@ from pydantic import SerializerFunctionWrapHandler, ValidationError, model_seria
 
 from opentinker.shared import algorithms
 from opentinker.shared.errors import SpecError
+from opentinker.shared.mistakes import IS_NEEDED, NO_TABLE, WHOLE, fill, mistakes_of, unused
 from opentinker.shared.spec.algorithm import AlgorithmSpec
 from opentinker.shared.spec.artifacts import ArtifactSpec, settle_best, settle_kept
 from opentinker.shared.spec.data import FORMATS, DataSpec, DpoSpec
@@ -25,7 +26,6 @@ from opentinker.shared.spec.frozen import (
     misplaced_critic,
     settle_frozen,
 )
-from opentinker.shared.spec.mistakes import IS_NEEDED, NO_TABLE, WHOLE, fill, mistakes_of, unused
 from opentinker.shared.spec.model import LoraSpec, ModelSpec
 from opentinker.shared.spec.name import DisplayName
 from opentinker.shared.spec.near import with_suggestions

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 
-from opentinker.shared.spec.mistakes import fill
+from opentinker.shared.mistakes import fill
 from opentinker.shared.spec.part import Part
 
 if TYPE_CHECKING:

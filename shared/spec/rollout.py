@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from opentinker.shared.spec.mistakes import fill, unused
+from opentinker.shared.mistakes import fill, unused
 from opentinker.shared.spec.part import Fraction, Part, Positive
 from opentinker.shared.spec.tools import ToolSpec
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field, field_validator
 
-from opentinker.shared.spec.mistakes import fill, unused
+from opentinker.shared.mistakes import fill, unused
 from opentinker.shared.spec.part import Part
 from opentinker.shared.spec.start import PUBLISHED, SAVED, Origin
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from opentinker.shared.config import LEAST_PRIORITY, MOST_PRIORITY
-from opentinker.shared.spec.mistakes import fill
+from opentinker.shared.mistakes import fill
 from opentinker.shared.spec.part import Fraction, Part, Positive
 
 SIMULATED = "learner = 'simulated'"

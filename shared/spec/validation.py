@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
 
-from opentinker.shared.spec.mistakes import unused
+from opentinker.shared.mistakes import unused
 from opentinker.shared.spec.part import Part, Positive
 from opentinker.shared.spec.serving import nothing_trained
 

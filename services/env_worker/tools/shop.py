@@ -28,8 +28,8 @@ from opentinker.services.env_worker.tools.monty import Interpreters, Session
 from opentinker.services.env_worker.tools.sandboxed import Programs
 from opentinker.shared.config import Settings
 from opentinker.shared.egress import Egress, Refused
+from opentinker.shared.mistakes import mistakes_of
 from opentinker.shared.sandbox import Sandbox, Unavailable
-from opentinker.shared.spec.mistakes import mistakes_of
 from opentinker.shared.spec.tools import ToolSpec
 
 NAME = re.compile(r"^[A-Za-z0-9_.-]{1,64}$")
