@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 from opentinker.capacity import Pools, Work, enough_env_workers, predict
 from opentinker.cli import app
+from opentinker.cli.estimates import parameters_of
 from opentinker.cli.plan import measured_of
 from opentinker.envs.registry import _found, find
 from opentinker.shared.errors import OpenTinkerError
@@ -196,8 +197,39 @@ def test_plan_finds_the_environment_of_this_directory_or_says_that_it_does_not(
         assert sessions == 8 and said.startswith(f"note: {name} is not looked at") and why in said, said
 
 
-def test_plan_says_what_it_must_be_told() -> None:
-    lacking = plan("--train-s=1")
-    assert isinstance(lacking.exception, OpenTinkerError)
-    assert "--token-ms, --env-ms: not known" in str(lacking.exception)
+def test_plan_answers_from_the_spec_alone_and_says_what_it_assumed() -> None:
+    told = plan("--rollout-workers=1,2")
+    assert told.exit_code == 0, told.output
+    assert "start with: opentinker up --rollout-workers 1 --env-workers 1\n" in told.output
+    for estimate in (
+        "assumed: --token-ms",
+        "assumed: --train-s",
+        "measured, an episode of copy_digits on this machine",
+    ):
+        assert estimate in told.output
+    found = orjson.loads(plan("--rollout-workers=1", "--train-s=1", "--json").output)
+    assert found["work"]["train_s"] == 1.0 and 0.0 < found["work"]["env_s"] < 1.0
+    assert not any("--train-s" in reason for reason in found["estimates"])
+
+
+@pytest.mark.parametrize(
+    ("durations", "said"),
+    [
+        (("--token-ms=1", "--env-ms=1", "--train-s=9"), "of which training takes 9 s: more workers do not shorten it"),
+        (("--token-ms=1", "--env-ms=900", "--train-s=0"), "an episode waits 0.9 s for its environment"),
+        (("--token-ms=900", "--env-ms=1", "--train-s=0", "--spread=0"), "generating takes longest, 5.4 s or more"),
+    ],
+)
+def test_plan_says_what_would_make_a_step_shorter(durations: tuple[str, ...], said: str) -> None:
+    assert said in plan(*durations, "--rollout-workers=1,2").output
+
+
+def test_a_model_s_size_is_known_by_its_files_or_its_name(small: Path) -> None:
+    count, why = parameters_of(str(small))
+    assert 5e4 < count < 2e5 and why == "its files"
+    assert parameters_of("Qwen/Qwen3-0.6B")[0] == 0.6e9 and parameters_of("a/SmolLM2-135M-Instruct")[0] == 135e6
+    assert parameters_of("a/b")[1].startswith("a guess")
+
+
+def test_a_number_of_workers_is_one() -> None:
     assert plan("--token-ms=1", "--env-ms=1", "--train-s=1", "--rollout-workers=0").exit_code == 2

@@ -25,12 +25,18 @@ async def inspect(spec: JobSpec) -> list[Check]:
     return [*checks, prompt(spec, messages)]
 
 
+def playable(spec: JobSpec) -> bool:
+    """Whether this process may play its environment: one that starts no program and asks no server."""
+    name = spec.environment.name
+    return not name.startswith(ELSEWHERE) and name not in PROGRAMS and spec.environment.isolation != "sandbox"
+
+
 async def episode(spec: JobSpec) -> tuple[Check, list[Message]]:
     """The first start state, a few guesses."""
     from opentinker.trial import Guessing, play
 
     name = spec.environment.name
-    if name.startswith(ELSEWHERE) or name in PROGRAMS or spec.environment.isolation == "sandbox":
+    if not playable(spec):
         return check("episode", f"{name} is not played here", "note", "validate on a server plays it: --url"), []
     tried = await play(name, spec.environment.config, Guessing(0), row=0, seed=0, turns=TURNS)
     if tried.failure:

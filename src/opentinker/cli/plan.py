@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 FEWEST = 3
 """Steps that a job must have done before its figures are used."""
 RECENT = 20
+ENOUGH = 1.1
+"""Workers that shorten a step by less than this factor are not worth having."""
 
 
 def register(app: typer.Typer) -> None:
@@ -59,10 +61,15 @@ def plan(
     url: Url = None,
     as_json: AsJson = False,
 ) -> None:
-    """Say how many env workers a job needs, and what limits it, by simulation. Nothing is started."""
+    """Say how many workers a job needs, and what limits it, by simulation. Nothing is started.
+
+    What nobody says is assumed from the model's size, or measured by playing the environment for a moment; the answer
+    names each such figure.
+    """
+    from opentinker.given import with_whole_paths
     from opentinker.shared.spec import parse_spec
 
-    spec = parse_spec(read_spec(path))
+    spec = parse_spec(with_whole_paths(read_spec(path), path.parent))
     if spec.kind != "rl":
         raise OpenTinkerError(f"{path}: kind = {spec.kind!r} has no environment; only rl jobs are planned")
     said = {
@@ -71,23 +78,30 @@ def plan(
         "swap_s": swap_s,
     }  # fmt: skip
     measured = {} if like is None else measured_of(client(url).metrics(like), like)
-    work = work_of(spec, {**measured, **{name: value for name, value in said.items() if value is not None}}, spread)
     cost, blocks, unknown = demands(spec.environment.name)
+    known = {**measured, **{name: value for name, value in said.items() if value is not None}}
+    work, reasons = work_of(spec, known, spread)
     if unknown:
         complain(
             f"note: {spec.environment.name} is not looked at ({unknown}), but taken to cost 1 and not to block; give"
             " --sessions and --blocking if it does"
         )
     rows = [_row(work, pools) for pools in _pools(rollout_workers, sessions, blocking or blocks, cost)]
+    told = advice(work, rows, spec)
     if as_json:
-        print_json({"work": asdict(work), "plans": rows})
+        print_json({"work": asdict(work), "estimates": reasons, "plans": rows, "advice": told})
         return
     _print(path, work, rows)
+    for line in [*told, *reasons]:
+        say(line)
+    if reasons:
+        say("--like JOB takes these figures from a job that has run")
 
 
-def work_of(spec: JobSpec, known: dict[str, float], spread: float) -> Work:
-    """What is not `known` is taken from the job, if it is there. Raises OpenTinkerError naming what is missing."""
+def work_of(spec: JobSpec, known: dict[str, float], spread: float) -> tuple[Work, list[str]]:
+    """What is not `known` is taken from the job, if it is there, and else estimated; the sentences say how."""
     from opentinker.capacity import Work
+    from opentinker.cli.estimates import estimated
 
     rollout = spec.rollout
     turns = known.get("turns", float(rollout.max_turns))
@@ -97,12 +111,13 @@ def work_of(spec: JobSpec, known: dict[str, float], spread: float) -> Work:
     if spec.train.simulated_step_s is not None:
         values["train_s"] = spec.train.simulated_step_s
     values |= known
-    flags = {"token_s": "--token-ms", "env_s": "--env-ms", "train_s": "--train-s"}
-    missing = [flag for name, flag in flags.items() if name not in values]
-    if missing:
-        raise OpenTinkerError(
-            f"{', '.join(missing)}: not known. Give them, or take them from a job that has run: --like JOB"
-        )
+    missing = {"token_s", "env_s", "train_s"} - values.keys()
+    if "token_s" in missing and "tokens_per_s" not in values:
+        missing.add("tokens_per_s")
+    found = estimated(spec, turns, values["tokens"], missing)
+    reasons = list(found.reasons)
+    if "tokens" not in known:
+        reasons.append(f"assumed: --turns {turns:g} --tokens {values['tokens']:g}, as many as the job allows")
     return Work(
         group_size=spec.algorithm.group_size,
         groups_per_batch=spec.algorithm.groups_per_batch,
@@ -110,7 +125,29 @@ def work_of(spec: JobSpec, known: dict[str, float], spread: float) -> Work:
         concurrent_groups=rollout.max_concurrent_groups,
         spread=spread,
         **values,
-    )
+        **found.values,
+    ), reasons
+
+
+def advice(work: Work, rows: Sequence[Mapping[str, Any]], spec: JobSpec) -> list[str]:
+    """What to type, and what would make a step shorter than that."""
+    best = min(row["step_s"] for row in rows)
+    few = next(row for row in rows if row["step_s"] <= best * ENOUGH)
+    count, env_workers = few["rollout_workers"], few["env_workers"]
+    start = f"opentinker up --rollout-workers {count} --env-workers {env_workers}"
+    told = [f"start with: {start}"]
+    if count != spec.resources.rollout_workers:
+        told.append(f"and in the job: resources.rollout_workers = {count} (it has {spec.resources.rollout_workers})")
+    if few["limited_by"] == "training":
+        return [*told, f"a step is {few['step_s']:.3g} s, of which training takes {work.train_s:.3g} s: more workers do"
+                " not shorten it; a GPU (resources.trainer_gpus) or a smaller batch does"]  # fmt: skip
+    by_turn = max(work.token_s, 1.0 / work.tokens_per_s) * work.tokens
+    if work.env_s > by_turn:
+        return [*told, f"a step is {few['step_s']:.3g} s: an episode waits {work.turns * work.env_s:.3g} s for its"
+                " environment; a faster one, fewer turns or a larger algorithm.max_staleness shortens it"]  # fmt: skip
+    return [*told, f"a step is {few['step_s']:.3g} s: generating takes longest, {work.turns * by_turn:.3g} s or more an"
+            " episode; a GPU (resources.rollout_gpus), a smaller rollout.max_tokens or a larger algorithm.max_staleness"
+            " shortens it" + ("" if few is rows[-1] else ", more rollout workers do not")]  # fmt: skip
 
 
 def measured_of(points: Sequence[Mapping[str, Any]], job: str) -> dict[str, float]:

@@ -1,0 +1,98 @@
+"""Durations for `opentinker plan` that nobody has said: the environment's is measured here, the model's follow from its
+size and from the round figures below. Each comes with the sentence that says so.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from opentinker.shared.spec import JobSpec
+
+PARAMETERS = 1e9
+"""Of a model whose size neither its files nor its name tells."""
+PROMPT_SHARE = 2.0
+"""Tokens of a trajectory over those that were sampled: a prompt as long as the answer."""
+TURNS = 4
+ENV_S = 0.1
+"""Of a call of an environment that cannot be played here."""
+NAMED_SIZE = re.compile(r"(\d+(?:\.\d+)?)([bm])(?![a-z])", re.IGNORECASE)
+
+
+class Machine(NamedTuple):
+    """What computes, in round figures."""
+
+    name: str
+    bytes_per_s: float
+    """Weights read from memory, once for every token."""
+    operations_per_s: float
+    token_s: float
+    """Of a token beside the reading of weights."""
+
+
+CPU = Machine("a CPU: 10 GB/s, 0.1 TFLOP/s", 1e10, 1e11, 0.01)
+GPU = Machine("a GPU: 1 TB/s, 100 TFLOP/s", 1e12, 1e14, 0.005)
+
+
+class Estimate(NamedTuple):
+    values: dict[str, float]
+    """By field of capacity.Work."""
+    reasons: list[str]
+    """A sentence each."""
+
+
+def estimated(spec: JobSpec, turns: float, tokens: float, missing: set[str]) -> Estimate:
+    """Durations of the `missing` ones of token_s, tokens_per_s, train_s, env_s. `turns`, `tokens`: of an episode, and
+    of a turn. Plays the environment for a moment, if it can be played here."""
+    values: dict[str, float] = {}
+    reasons = []
+    count, why = parameters_of(spec.model.base)
+    size = f"{count / 1e6:.3g} M parameters ({why})"
+    if {"token_s", "tokens_per_s"} & missing:
+        machine = GPU if spec.resources.rollout_gpus else CPU
+        weights = count * (4 if spec.model.dtype == "float32" else 2)
+        values["token_s"] = machine.token_s + weights / machine.bytes_per_s
+        values["tokens_per_s"] = machine.operations_per_s / (2 * count)
+        shown = f"--token-ms {values['token_s'] * 1e3:.3g} --tokens-per-s {values['tokens_per_s']:.3g}"
+        reasons.append(f"assumed: {shown}, for {size} on {machine.name}")
+    if "train_s" in missing:
+        machine = GPU if spec.resources.trainer_gpus else CPU
+        batch = spec.algorithm.group_size * spec.algorithm.groups_per_batch * turns * tokens * PROMPT_SHARE
+        operations = (4 if spec.model.lora else 6) * count * batch
+        values["train_s"] = operations / machine.operations_per_s / max(1, spec.resources.trainer_gpus)
+        shown = f"--train-s {values['train_s']:.3g}"
+        reasons.append(f"assumed: {shown}, for {batch:.3g} tokens of {size} on {machine.name}")
+    if "env_s" in missing:
+        values["env_s"], why = _env_s(spec)
+        reasons.append(f"{why}: --env-ms {values['env_s'] * 1e3:.3g}")
+    return Estimate({name: value for name, value in values.items() if name in missing}, reasons)
+
+
+def parameters_of(base: str) -> tuple[float, str]:
+    """Of a model, and how that is known."""
+    path = Path(base).expanduser()
+    if weights := sum(file.stat().st_size for file in path.glob("*.safetensors")):
+        halves = {"bfloat16", "float16"} & set(re.findall(r"\w+", (path / "config.json").read_text()))
+        return weights / (2 if halves else 4), "its files"
+    if found := NAMED_SIZE.search(base.rpartition("/")[2]):
+        return float(found[1]) * (1e9 if found[2].lower() == "b" else 1e6), "its name"
+    return PARAMETERS, "a guess: it is not on this machine"
+
+
+def _env_s(spec: JobSpec) -> tuple[float, str]:
+    """Seconds of a call of the environment, and whether they were measured."""
+    from opentinker.inspecting import playable
+    from opentinker.trial import Guessing, play
+
+    name = spec.environment.name
+    if not playable(spec):
+        return ENV_S, f"assumed, for {name} is not played on this machine"
+    for _ in range(2):  # the first may load a library or a data set
+        tried = asyncio.run(play(name, spec.environment.config, Guessing(0), row=0, seed=0, turns=TURNS))
+    if tried.failure:
+        return ENV_S, f"assumed, for {name} cannot be played here ({tried.failure:.200})"
+    calls = [tried.open_s, *tried.step_s]
+    return sum(calls) / len(calls), f"measured, an episode of {name} on this machine"
