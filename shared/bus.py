@@ -87,7 +87,8 @@ class Bus:
     def __init__(self, nc: Client, on_reconnect: set[Callable[[], Awaitable[None]]]) -> None:
         self.nc = nc
         self.js = nc.jetstream(timeout=2.5)
-        self._on_reconnect = on_reconnect
+        self.on_reconnect = on_reconnect
+        """Awaited one after the other when the server is back, after what the client had held back for it."""
         self._acks = _Acks(nc)
         on_reconnect.add(self._acks.lost)
 
@@ -225,11 +226,12 @@ class Bus:
 
         return await self.nc.subscribe(call.at(**keys), queue=queue, cb=receive)
 
-    async def emit(self, subject: Subject[T], noun: T, **keys: str) -> None:
-        """Live message without an ack; lost when nobody listens (or kept by a stream that covers the subject)."""
+    async def emit(self, subject: Subject[T], noun: T, msg_id: str = "", **keys: str) -> None:
+        """Live message without an ack; lost when nobody listens (or kept by a stream that covers the subject: once,
+        however often it is sent under the same `msg_id`)."""
         payload = codec.to_json(noun) if subject.json else codec.encode(noun)
         try:
-            await self.nc.publish(subject.at(**keys), payload)
+            await self.nc.publish(subject.at(**keys), payload, headers={"Nats-Msg-Id": msg_id} if msg_id else None)
         except (*AWAY, *CLOSED) as error:
             log.warning("emit_dropped", subject=subject.at(**keys), error=type(error).__name__)
 
@@ -309,7 +311,7 @@ class Bus:
             deliver_policy=DeliverPolicy.ALL if start_seq is None else DeliverPolicy.BY_START_SEQUENCE,
             opt_start_seq=start_seq,
         )
-        consumer = Consumer(self.nc, self.js, self._on_reconnect, subject, _stream_of(subject), config, batch)
+        consumer = Consumer(self.nc, self.js, self.on_reconnect, subject, _stream_of(subject), config, batch)
         await consumer.open(fresh=start_seq is not None)
         return consumer
 
@@ -390,6 +392,14 @@ class Bus:
             seq = raw.seq + 1
             with contextlib.suppress(codec.WireError):
                 found.append(codec.decode(subject.kind, raw.data or b""))
+
+    async def last(self, subject: Subject[T], **keys: str) -> T | None:
+        """The newest message stored for the subject. Raises WireError if it is no T."""
+        try:
+            raw = await patiently(lambda: self.js.get_last_msg(_stream_of(subject), subject.at(**keys)))
+        except NotFoundError:
+            return None
+        return (codec.from_json if subject.json else codec.decode)(subject.kind, raw.data or b"")
 
     async def counts(self, stream: str, subject: str) -> dict[str, int]:
         """Messages stored for each subject that the given one, with wildcards, stands for; none is left out as 0."""

@@ -75,7 +75,11 @@ STREAM_USES: dict[str, dict[str, tuple[Use, ...]]] = {
         str(LOGS.name): (Use.MAKE, Use.COUNT, Use.EMPTY, Use.CONSUMERS, Use.REPLAY),
         str(TIMELINES.name): (Use.MAKE, Use.COUNT, Use.EMPTY, Use.CONSUMERS, Use.REPLAY),
     },
-    TRAINER: {str(GROUPS.name): (Use.EMPTY,), str(EXAMS.name): (Use.LOOK, Use.EMPTY)},
+    TRAINER: {
+        str(GROUPS.name): (Use.EMPTY,),
+        str(EXAMS.name): (Use.LOOK, Use.EMPTY),
+        str(METRICS.name): (Use.LOOK,),
+    },
     REFERENCE: {str(SCORES.name): (Use.COUNT,)},
 }
 

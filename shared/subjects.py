@@ -203,6 +203,7 @@ METRICS = StreamConfig(
     discard=DiscardPolicy.OLD,
     max_msgs_per_subject=100_000,
     max_bytes=352 * MIB,
+    duplicate_window=DEDUP_S,
     persist_mode=PersistMode.ASYNC,
 )
 """May forget: the oldest points of all jobs go when it is full, so that history never takes the

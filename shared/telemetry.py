@@ -13,7 +13,7 @@ import math
 import sys
 import time
 import uuid
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import MutableMapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -42,6 +42,8 @@ LEFT_OUT = Total(
 MOST_NAMES = 500
 """Of one source of one job on /metrics: environments make up names of their own. The history has them all."""
 
+SENT_AGAIN = 64
+"""Newest points of a source that are sent again to a NATS server that was away."""
 CLUSTER = "cluster"
 """Stands in the place of a job in points about what belongs to none."""
 REPORT_S = 1.0
@@ -100,13 +102,19 @@ class _Tolerant(io.TextIOBase):
 
 
 class MetricSource:
-    """Sends one source's metric points of one job: live to subscribers, kept as history by the METRICS stream."""
+    """Sends one source's metric points of one job: live to subscribers, kept as history by the METRICS stream.
+
+    A NATS server that is killed takes points with it that were on their way or not yet on its disk: when it is back
+    the newest ones are sent again, and it keeps those that it lacks.
+    """
 
     def __init__(self, bus: Bus, job: str, source: str) -> None:
         self._bus, self._job, self._source = bus, job, source
         self._incarnation = uuid.uuid4().hex[:8]
         self._seq = 0
         self._names: set[str] = set()
+        self._newest: deque[MetricPoint] = deque(maxlen=SENT_AGAIN)
+        bus.on_reconnect.add(self._send_again)
 
     async def emit(self, step: int, values: dict[str, float]) -> MetricPoint:
         """Values that are not finite are left out: JSON has no word for them."""
@@ -128,11 +136,25 @@ class MetricSource:
             else:
                 LEFT_OUT.labels(self._source).inc()
         POINTS.labels(self._source).inc()
-        await self._bus.emit(METRIC, point, job=self._job, source=self._source)
+        await self.send(point)
         return point
+
+    async def send(self, point: MetricPoint) -> None:
+        """A point of this source that was made before, or by an earlier process."""
+        self._newest.append(point)
+        await self._send(point)
+
+    async def _send(self, point: MetricPoint) -> None:
+        msg_id = f"{point.job}/{point.source}/{point.incarnation}/{point.seq}"
+        await self._bus.emit(METRIC, point, msg_id, job=self._job, source=self._source)
+
+    async def _send_again(self) -> None:
+        for point in list(self._newest):
+            await self._send(point)
 
     def close(self) -> None:
         """The job is over for this process: its last values are no longer shown on /metrics."""
+        self._bus.on_reconnect.discard(self._send_again)
         for name in self._names:
             with contextlib.suppress(KeyError):
                 LAST.remove(self._job, self._source, name)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
+import signal
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -464,6 +466,30 @@ async def test_what_was_emitted_is_with_the_server_once_it_has_settled(own_serve
         own_server.kill()
         await until(lambda: not bus.nc.is_connected)
         await soon(bus.settle())  # nobody waits for a server that is away
+
+
+async def test_points_that_die_with_the_server_are_sent_again_once_it_is_back(own_server: Server) -> None:
+    async with Bus.connect(own_server.url, "test") as bus:
+        await bus.ensure_streams()
+        source = MetricSource(bus, "j", "trainer")
+        sent = [await source.emit(1, {"reward": 1.0})]
+        await bus.settle()
+        own_server.process.send_signal(signal.SIGSTOP)  # what comes now is in its socket, and dies with it
+        sent += [await source.emit(step, {"reward": 1.0}) for step in range(2, 12)]
+        await until(lambda: bus.nc.pending_data_size == 0)
+        own_server.kill()
+        await until(lambda: not bus.nc.is_connected)
+        sent.append(await source.emit(12, {"reward": 1.0}))
+        own_server.start()
+
+        async def whole() -> bool:
+            with contextlib.suppress(NoReply):
+                kept = [point for _, point in await bus.history(METRIC, 0, 100, job="j", source="*")]
+                return len(kept) == len(sent) and sorted(kept, key=lambda point: point.seq) == sent
+            return False
+
+        await until(whole)
+        source.close()
 
 
 # --- a server that goes away --------------------------------------------------------------------------------------

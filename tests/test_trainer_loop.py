@@ -29,7 +29,7 @@ from opentinker.shared.service import Context
 from opentinker.shared.spec import JobSpec
 from opentinker.shared.step_log import StepLog
 from opentinker.shared.store import Store
-from opentinker.shared.subjects import GROUP
+from opentinker.shared.subjects import GROUP, METRIC, METRICS
 from opentinker.shared.trajectories import Group
 from opentinker.shared.types import JobState, Lease, Pool, WeightVersion
 from opentinker.shared.waiting import put_down, see_through
@@ -296,6 +296,22 @@ async def test_job_that_is_cancelled_when_a_step_is_computed_keeps_that_step(
     assert found is not None
     assert (found[1].step, found[1].version, found[1].ledger["trained"]) == (3, WeightVersion(1, 3), 6)
     assert (await ctx.store.job(JOB)).state != JobState.SUCCEEDED
+
+
+async def test_points_that_died_with_the_server_and_the_trainer_are_sent_by_the_next_one(
+    ctx: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = await prepare(ctx, staleness=0)
+    await cancel_in_third_step(job, monkeypatch)
+    assert METRICS.name is not None
+    await ctx.bus.js.delete_stream(METRICS.name)  # a purged one would take what comes again for a repetition
+    await ctx.bus.ensure_streams()
+    await goes_on(ctx, job)
+    points = [point for _, point in await ctx.bus.history(METRIC, 0, 100, job=JOB, source="trainer")]
+    assert [point.step for point in points] == [1, 2, 3, 4, 5, 6]
+    lines = [orjson.loads(line) for line in (job.record.root.parent / "metrics.jsonl").read_bytes().splitlines()]
+    assert [[point.incarnation, point.seq] for point in points] == [line["point"] for line in lines]
+    assert all(point.values.items() <= line.items() for point, line in zip(points, lines, strict=True))
 
 
 async def test_job_that_is_cancelled_gives_up_a_long_step_and_keeps_what_came_before(

@@ -26,12 +26,13 @@ from opentinker.shared.evaluations import Evaluations
 from opentinker.shared.lanes import Lanes
 from opentinker.shared.manifest import Manifest, start_of
 from opentinker.shared.readable import opening
+from opentinker.shared.reports import MetricPoint
 from opentinker.shared.service import Context
 from opentinker.shared.spec import JobSpec, StartSpec
 from opentinker.shared.spec.validation import PREFIX
 from opentinker.shared.step_log import StepLog, lineage
-from opentinker.shared.subjects import WAKE
-from opentinker.shared.telemetry import MetricSource
+from opentinker.shared.subjects import METRIC, WAKE
+from opentinker.shared.telemetry import SENT_AGAIN, MetricSource
 from opentinker.shared.tracing import trace_id
 from opentinker.shared.types import JobState, Lease, WeightVersion
 from opentinker.shared.usage import Usage
@@ -40,6 +41,8 @@ from opentinker.shared.waiting import put_down, see_through
 log = structlog.get_logger()
 T = TypeVar("T")
 
+SOURCE = "trainer"
+"""Of the metrics of steps."""
 TARGET_WINDOW = 10
 """Steps over which `train.target` looks at the mean of a metric."""
 
@@ -49,7 +52,7 @@ class Record:
         """`trace`: the job's traceparent."""
         self.ctx, self.lease, self.spec, self.learner = ctx, lease, spec, learner
         self.root: Path = ctx.settings.data_dir / "jobs" / lease.job / "checkpoints"
-        self.metrics = MetricSource(ctx.bus, lease.job, "trainer")
+        self.metrics = MetricSource(ctx.bus, lease.job, SOURCE)
         self.lanes = Lanes(ctx.bus, lease.job, ctx.worker)
         self._log = StepLog(self.root.parent / "metrics.jsonl")
         self._log_refused = False
@@ -95,6 +98,7 @@ class Record:
             self._window.extend(lines[-TARGET_WINDOW:])
             for line in lines[-WINDOW:]:
                 self._alarm.look(line)
+            await self._send_lost(lines[-SENT_AGAIN:])
         step = manifest.step if manifest else 0
         # Without a checkpoint only the weights that the job starts from are known to be the same.
         await asyncio.to_thread(self.evaluations.restore, manifest.resumed if manifest else {1: 0}, step)
@@ -113,6 +117,24 @@ class Record:
         )
         log.info(event, **detail)
         return manifest
+
+    async def _send_lost(self, lines: list[dict[str, Any]]) -> None:
+        """Points of these steps that the metric history lacks: a NATS server and the trainer died together."""
+        newest = await self.ctx.bus.last(METRIC, job=self.lease.job, source=SOURCE)
+        for line in lines:
+            if "point" in line and (newest is None or line["time"] > newest.time):
+                incarnation, seq = line["point"]
+                values = {name: value for name, value in line.items() if isinstance(value, float) and name != "time"}
+                point = MetricPoint(
+                    job=self.lease.job,
+                    source=SOURCE,
+                    incarnation=incarnation,
+                    seq=seq,
+                    time=line["time"],
+                    step=line["step"],
+                    values=values,
+                )
+                await self.metrics.send(point)
 
     def _start(self, start: StartSpec) -> None:
         """Blocking. The weights of the other job's checkpoint, which the scheduler has kept for us."""
@@ -223,6 +245,7 @@ class Record:
                 "step": step,
                 "time": point.time,
                 "trace": trace_id(self._trace),
+                "point": [point.incarnation, point.seq],
                 **line,
                 **point.values,
             },
