@@ -356,6 +356,11 @@ class Store(LeaseTable):
         )
         _raise(id, answer, "update")
 
+    async def forget(self, id: str) -> None:
+        """Of a job that is over: all but its record, the changes of its state and what it has spent."""
+        gone = (f"job:{id}:events", f"job:{id}:failures", f"adm:{id}", f"adm:{id}:groups", f"spent:step:{id}")
+        await self.redis.delete(*gone)
+
     async def epoch(self, id: str) -> int:
         """Of the job's newest lease for a trainer. Raises NotFound."""
         value = await self.redis.hget(f"job:{id}", "epoch")

@@ -305,6 +305,8 @@ class JobRecord(msgspec.Struct, frozen=True, kw_only=True):
     """`traceparent` of the request that submitted it, see tracing.py."""
     result: str = ""
     """Of an eval job that has succeeded, as JSON: version, step and metrics."""
+    deleted: float = 0.0
+    """Unix time at which all that it left was deleted."""
     asleep: bool = False
     """An inference job in the queue that nobody asks anything: it gets workers when somebody does."""
     waiting_for: str = ""

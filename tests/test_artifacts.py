@@ -19,9 +19,12 @@ from opentinker.services.scheduler.keeping import Keeping
 from opentinker.services.scheduler.stores import ArtifactStore, DirectoryStore, store_of
 from opentinker.shared.config import Settings, load_settings
 from opentinker.shared.errors import NotFound, SpecError
+from opentinker.shared.reports import LogLine
 from opentinker.shared.service import Context
 from opentinker.shared.spec import parse_spec
 from opentinker.shared.store import Store
+from opentinker.shared.subjects import LOG
+from opentinker.shared.telemetry import MetricSource
 from opentinker.shared.types import JobState
 from tests.api import SPEC, write_checkpoint
 from tests.conftest import Server, until
@@ -379,8 +382,13 @@ async def test_what_is_deleted_is_gone_and_counts_no_more(client: AsyncClient, c
         await client.delete_artifacts(job, 10)
     with pytest.raises(ApiConflict, match="when it is over"):
         await client.delete_artifacts(job)
+    await MetricSource(ctx.bus, job, "trainer").emit(1, {"reward/mean": 0.5})
+    line = LogLine(job=job, time=1.0, level="info", service="trainer", worker="trainer-0", event="said")
+    await ctx.bus.emit(LOG, line, job=job, level="info")
+    await until(lambda: client.metrics(job))
     await finished(ctx, job)
     assert (await client.delete_artifacts(job, 10))["bytes"] == 7
+    assert (await client.job(job))["deleted"] is None
     assert await listed_steps(client, job) == [20]
     index = Artifacts(ctx).index
     before = (await index.stored("default"))[job]
@@ -388,6 +396,17 @@ async def test_what_is_deleted_is_gone_and_counts_no_more(client: AsyncClient, c
     assert (await client.delete_artifacts(job))["bytes"] == before
     assert await client.artifacts(job) == [] and job not in await index.stored("default")
     await until(lambda: _empty(ctx, f"default/{job}"))
+    for stream, subject in (("METRICS", f"metric.{job}.*"), ("LOGS", f"log.{job}.*")):
+        assert await ctx.bus.counts(stream, subject) == {}
+    assert (await client.job(job))["deleted"] is not None
+    for what in ("metrics", "logs?format=json", "timeline", "transcripts", "rollouts", "distributions", "failures"):
+        with pytest.raises(ApiError, match="deleted") as gone:
+            await client._http.json("GET", f"/v1/jobs/{job}/{what}")
+        assert gone.value.status == 410
+    keys = {key async for key in ctx.store.redis.scan_iter(match=f"*{job}*") if ":op:" not in key}
+    assert keys <= {f"job:{job}", f"job:{job}:states", f"job:{job}:events", f"spent:job:{job}"}
+    events = [event["event"] for event in await ctx.store.events(job)]
+    assert events[0] == "queued" and events[-1] == "artifacts_removed" and "checkpoints_removed" not in events
 
 
 # --- a store that is away -------------------------------------------------------------------------------------------

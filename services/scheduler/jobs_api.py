@@ -66,6 +66,13 @@ class JobsApi:
                 return found[0]
         raise NotFound(f"no job {id[:100]!r}; GET /v1/jobs lists yours")
 
+    async def undeleted(self, request: web.Request) -> JobRecord:
+        """For what is said of it and what it left. Raises NotFound, HTTPGone."""
+        job = await self.found(request)
+        if job.deleted:
+            raise web.HTTPGone(text=f"what job {job.id} left was deleted; its record and its usage are there")
+        return job
+
     async def create(self, request: web.Request) -> web.Response:
         key = request.headers.get("Idempotency-Key")
         if key is not None and not IDEMPOTENCY_KEY.fullmatch(key):
@@ -178,7 +185,7 @@ class JobsApi:
 
     async def failures(self, request: web.Request) -> web.Response:
         """What failed for good and was replaced: the newest groups with their errors, and all of them counted."""
-        job = await self.found(request)
+        job = await self.undeleted(request)
         limit = integer(request, "limit", FAILURES, 1, MOST_FAILURES)
         ledger = await Admission(self.store.redis, job.id).ledger()
         found = await self.store.failures(job.id, limit)
@@ -256,7 +263,7 @@ class JobsApi:
 
     async def metrics(self, request: web.Request) -> web.Response:
         """Served from the stream, so it survives every service; `cursor` is the `after` of the next call."""
-        job = await self.found(request)
+        job = await self.undeleted(request)
         after = integer(request, "after", 0, 0, 2**62)
         limit = integer(request, "limit", POINTS, 1, MOST_POINTS)
         source, names = request.query.get("source", "*"), request.query.get("names", "")
@@ -281,7 +288,7 @@ class JobsApi:
 
     async def transcripts(self, request: web.Request) -> web.Response:
         """Validation episodes, word by word: of one step, by default the newest that has any."""
-        job = await self.found(request)
+        job = await self.undeleted(request)
         step = integer(request, "step", -1, 0, 10**12)
         home = self.home(job)
         return json_response(await asyncio.to_thread(transcripts.read, home, None if step < 0 else step))
@@ -326,7 +333,7 @@ def _summary(job: JobRecord) -> dict[str, Any]:
         "result",
     ):
         del shown[hidden]
-    shown["finished"] = job.finished or None
+    shown["finished"], shown["deleted"] = job.finished or None, job.deleted or None
     shown["priority"] = job.spec["resources"].get("priority", 0)
     shown["progress"] = orjson.loads(job.progress) if job.progress else {}
     shown["waiting_for"] = "" if job.state.final else job.waiting_for

@@ -40,14 +40,14 @@ class KnowingApi:
 
     async def rollouts(self, request: web.Request) -> web.Response:
         """Episodes of one step's batch: by default of the newest step that has any."""
-        job = await self.jobs.found(request)
+        job = await self.jobs.undeleted(request)
         step = integer(request, "step", -1, 0, 10**12)
         home = self.jobs.home(job)
         return json_response(await asyncio.to_thread(transcripts.read, home, None if step < 0 else step, "rollouts"))
 
     async def distributions(self, request: web.Request) -> web.Response:
         """Of one step, or of the newest `limit` above `after`, oldest first."""
-        job = await self.jobs.found(request)
+        job = await self.jobs.undeleted(request)
         step = integer(request, "step", -1, 0, 10**12)
         after, limit = integer(request, "after", 0, 0, 10**12), integer(request, "limit", 1, 1, MOST_STEPS)
         home = self.jobs.home(job)
@@ -59,7 +59,7 @@ class KnowingApi:
 
         `cursor` is the `after` of the next call.
         """
-        job = await self.jobs.found(request)
+        job = await self.jobs.undeleted(request)
         after = integer(request, "after", 0, 0, 2**62)
         last_s = integer(request, "last_s", 0, 0, 7 * 86400)
         limit = integer(request, "limit", PARTS, 1, MOST_LINES)
@@ -74,7 +74,7 @@ class KnowingApi:
 
     async def logs(self, request: web.Request) -> web.StreamResponse:
         """`cursor` is the `after` of the next call; with `last`, only so many lines of those that there are now."""
-        job = await self.jobs.found(request)
+        job = await self.jobs.undeleted(request)
         after = integer(request, "after", _resumed(request), 0, 2**62)
         level = request.query.get("level", LEVELS[0])
         if level not in LEVELS:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+import time
 from collections.abc import Collection
 from typing import Annotated, Any
 
@@ -24,7 +25,11 @@ from opentinker.services.scheduler.problems import json_response, parsed, read_j
 from opentinker.shared.artifacts import Publication, checkpoint_path
 from opentinker.shared.errors import Conflict, NotFound, SpecError
 from opentinker.shared.spec.start import PUBLISHED, SAVED
+from opentinker.shared.subjects import LOG, LOGS, METRIC, METRICS, TIMELINE, TIMELINES
 from opentinker.shared.types import JobRecord
+
+SAID = ((METRICS, METRIC, "source"), (LOGS, LOG, "level"), (TIMELINES, TIMELINE, "worker"))
+"""What services said of jobs: streams, their subjects, and what stands there beside the job."""
 
 
 class NewPublication(BaseModel):
@@ -102,7 +107,7 @@ class PublishingApi:
         return json_response({"job": job.id, "steps": [step], "bytes": held.size})
 
     async def delete_all(self, request: web.Request) -> web.Response:
-        """The job's record, events and usage stay."""
+        """The job's record, the changes of its state and its usage stay."""
         job = await self.jobs.found(request)
         if not job.state.final:
             raise Conflict(f"job {job.id} is {job.state}: what it leaves can be deleted when it is over")
@@ -112,8 +117,12 @@ class PublishingApi:
         await self.index.remove(job.tenant, job.id, list(await self.index.of(job.id)))
         await asyncio.to_thread(shutil.rmtree, self.artifacts.home(job), ignore_errors=True)
         await self.index.over(job.id)
+        for stream, subject, rest in SAID:
+            assert stream.name is not None
+            await self.jobs.bus.purge(stream.name, subject.at(job=job.id, **{rest: "*"}))
+        await self.store.forget(job.id)
         detail = {"bytes": size, "by": principal_of(request).key}
-        await self.store.update(job.id, event="artifacts_removed", detail=detail)
+        await self.store.update(job.id, event="artifacts_removed", detail=detail, deleted=time.time())
         return json_response({"job": job.id, "steps": sorted(steps), "bytes": size})
 
     async def _refuse_needed(self, job: JobRecord, steps: Collection[int]) -> None:

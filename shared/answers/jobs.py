@@ -40,6 +40,8 @@ class JobSummary(TypedDict):
     """When it came to the queue or, of a job that has begun, when it started."""
     finished: float | None
     """Null while it is not over."""
+    deleted: float | None
+    """When all that it left was deleted; null while it is there."""
     trace: str
     """`traceparent` of the request that submitted it."""
     model: str
