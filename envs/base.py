@@ -45,6 +45,9 @@ from pydantic import BaseModel, ConfigDict
 from opentinker.shared.sessions import Policy
 from opentinker.shared.types import Message, StopReason, Tool, ToolCall
 
+EPISODE_VARIABLE = "ENV_EPISODE"
+"""Environment variable of a child process during the calls of an episode. A process that bears it ends with the
+episode; one that episodes are to share is started without it, and ends with the child process."""
 ELSEWHERE = "elsewhere"
 """True in the context of a config's validation: episodes are not played by this process, so what is installed here says
 nothing about them."""

@@ -19,7 +19,8 @@ from hypothesis import strategies as st
 
 from opentinker.envs.base import user
 from opentinker.envs.registry import find
-from opentinker.services.env_worker.host import Child, Host
+from opentinker.services.env_worker.children import Child
+from opentinker.services.env_worker.host import Host
 from opentinker.services.env_worker.resolver import Resolver
 from opentinker.services.env_worker.service import check_environment
 from opentinker.services.env_worker.wire import Answer, frame
@@ -720,7 +721,7 @@ def answering(*answers: Answer) -> Child:
     async def start(descriptor: int) -> Process:
         return Process(descriptor)
 
-    return Child(start)
+    return Child(start, "x of j", checked=True)
 
 
 @pytest.mark.parametrize("more", [range(2, 20), [1]])

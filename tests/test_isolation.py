@@ -15,14 +15,13 @@ import threading
 import zipfile
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import uvloop
 
 from opentinker.pushing import pack
-from opentinker.services.env_worker import host as host_module
-from opentinker.services.env_worker import turns
+from opentinker.services.env_worker import children, turns
 from opentinker.services.env_worker.host import Host
 from opentinker.services.env_worker.packages import Packages
 from opentinker.services.env_worker.resolver import Resolver
@@ -53,6 +52,7 @@ class Worker:
         self.sandboxes = sandboxes
         self.host = Host(children=3, per_child=4, modules=settings.env_modules, sandboxes=sandboxes)
         self.sessions = Sessions("w", limit=20, resolver=Resolver(modules=settings.env_modules), host=self.host)
+        self.isolation: Literal["process", "sandbox"] = "sandbox"
         self._count = 0
 
     def push(self, directory: Path) -> str:
@@ -65,8 +65,8 @@ class Worker:
     ) -> tuple[str, SessionReply]:
         self._count += 1
         session = f"s{self._count}"
-        request = OpenSession(job=job, session=session, environment=name, isolation="sandbox", config=config, row=3,
-                              seed=4, deadline_s=deadline_s, answer_within_s=60.0)  # fmt: skip
+        request = OpenSession(job=job, session=session, environment=name, isolation=self.isolation, config=config,
+                              row=3, seed=4, deadline_s=deadline_s, answer_within_s=60.0)  # fmt: skip
         return session, await self.sessions.open(request)
 
     async def step(self, session: str, text: str = "x", turn: int = 0) -> SessionReply:
@@ -132,7 +132,17 @@ async def test_a_child_is_shared_within_a_job_and_never_between_jobs(worker: Wor
     assert keys == [f"{name} of j", f"{name} of another"]
     pid, uid, variables = other.split(" ", 2)
     assert int(uid) > 0 and int(pid) < 100
-    seen = {"HOME", "LANG", "OMP_NUM_THREADS", "PATH", "PWD", "PYTHONDONTWRITEBYTECODE", "PYTHONPATH", "PYTHONSAFEPATH"}
+    seen = {
+        "ENV_EPISODE",
+        "HOME",
+        "LANG",
+        "OMP_NUM_THREADS",
+        "PATH",
+        "PWD",
+        "PYTHONDONTWRITEBYTECODE",
+        "PYTHONPATH",
+        "PYTHONSAFEPATH",
+    }
     assert set(json.loads(variables.replace("'", '"'))) == seen | {"USER"}
 
 
@@ -182,7 +192,7 @@ async def test_an_idle_child_leaves_its_place_or_ends(
         await worker.step(session, "odd")
         await until(lambda: all(child.sessions == 0 for child in worker.host._children))
     assert [child.key[-1] for child in worker.host._children] == ["b", "c", "d"]
-    monkeypatch.setattr(host_module, "IDLE_S", 0.05)
+    monkeypatch.setattr(children, "IDLE_S", 0.05)
     session, _ = await worker.open(name, "d")
     await worker.step(session, "odd")
     last = worker.host._children[-1]
@@ -192,7 +202,7 @@ async def test_an_idle_child_leaves_its_place_or_ends(
 
 async def test_who_waits_for_a_child_gets_one_in_the_end(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(turns, "TURN_S", 0.0)
-    worker.host._limit = 1
+    worker.host._limit = worker.host._spare = 1
     name = worker.push(PARITY)
     first, opened = await worker.open(name, "greedy")
     assert opened.failure is None and not opened.busy

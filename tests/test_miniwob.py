@@ -16,7 +16,8 @@ import pytest
 from opentinker.envs.adapters import miniwob_browsers, miniwob_page
 from opentinker.envs.adapters.library import Illegal
 from opentinker.envs.registry import check
-from opentinker.services.env_worker.host import Host, Plain
+from opentinker.services.env_worker.children import Plain
+from opentinker.services.env_worker.host import Host
 from opentinker.services.env_worker.resolver import Resolver
 from opentinker.services.env_worker.worker import Sessions
 from opentinker.shared.errors import SpecError

@@ -13,6 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from opentinker.envs.base import EPISODE_VARIABLE
+
 if TYPE_CHECKING:
     from miniwob.environment import MiniWoBEnvironment
 
@@ -66,7 +68,8 @@ def start(make: Callable[[], MiniWoBEnvironment]) -> MiniWoBEnvironment:
     browser, driver = programs()
     with tempfile.TemporaryDirectory(prefix="opentinker-") as place:
         leash = Path(place, DRIVER)
-        command = shlex.join([sys.executable, "-S", "-E", str(LEASH), str(os.getpid()), driver])
+        shared = ["env", "-u", EPISODE_VARIABLE]
+        command = shlex.join([*shared, sys.executable, "-S", "-E", str(LEASH), str(os.getpid()), driver])
         leash.write_text(f'#!/bin/sh\nexec {command} "$@"\n')
         leash.chmod(0o700)
         os.environ |= {"MINIWOB_CHROME_BINARY": browser, "MINIWOB_CHROMEDRIVER": str(leash)}

@@ -1,14 +1,16 @@
 """A child process of an env worker: plays the sessions of environments that block, one call after the other.
 
-    python -m opentinker.services.env_worker.child FD MODULES CLASS      (started by host.py, never by hand)
+    python -m opentinker.services.env_worker.child FD MODULES CLASS      (in a sandbox; else keeper.py, without CLASS)
 
 Consumes calls from the socket FD, produces answers on it; waits for the next call; ends when the worker is gone. CLASS
 is the `module:Class` of an uploaded environment, whose name says nothing here; empty: each session says what it plays.
+What an episode leaves behind ends with it (leftovers.py).
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ctypes
 import resource
 import signal
@@ -22,19 +24,22 @@ import msgspec
 from opentinker.envs.base import Environment
 from opentinker.envs.registry import check, find
 from opentinker.services.env_worker.checks import mistakes_of
+from opentinker.services.env_worker.leftovers import Leftovers
 from opentinker.services.env_worker.player import LocalPlayer
 from opentinker.services.env_worker.wire import HEAD, Answer, Call, frame
 from opentinker.shared import codec
+from opentinker.shared.errors import SpecError
 from opentinker.shared.replies import failure
 from opentinker.shared.sessions import CloseSession, EnvCheck, OpenSession, SessionReply, StepSession
 from opentinker.shared.types import Ending
 
 PR_SET_PDEATHSIG = 1
+UPLOADED_AT = 3
 
 
 def main() -> None:
-    end_with_parent()
-    table = Table(modules=sys.argv[2] == "1", uploaded=sys.argv[3])
+    end_with_parent(signal.SIGKILL)
+    table = Table(modules=sys.argv[2] == "1", uploaded=sys.argv[3] if len(sys.argv) > UPLOADED_AT else "")
     with socket.socket(fileno=int(sys.argv[1])) as worker, asyncio.Runner() as runner, worker.makefile("rb") as calls:
         while len(head := calls.read(HEAD.size)) == HEAD.size:
             call = codec.decode(Call, calls.read(HEAD.unpack(head)[0]))
@@ -52,6 +57,7 @@ class Table:
         self._modules = modules
         self._uploaded = uploaded
         self._players: dict[str, LocalPlayer] = {}
+        self._leftovers = Leftovers()
         self._opened: Counter[type[Environment]] = Counter()
         """Episodes, by class."""
 
@@ -62,22 +68,31 @@ class Table:
                 reply, cost = await self._open(codec.decode(OpenSession, body))
             case "step":
                 step = codec.decode(StepSession, body)
-                reply = await self._players[step.session].step(step)
+                with self._leftovers.of(step.session):
+                    reply = await self._players[step.session].step(step)
             case "check":
                 errors = await mistakes_of(self._check, codec.decode(EnvCheck, body))
                 return Answer(call.serial, SessionReply(worker=""), errors)
             case _:
-                closing = self._players.pop(codec.decode(CloseSession, body).session, None)
-                if closing is not None:
-                    await closing.close()
+                await self._close(codec.decode(CloseSession, body).session)
                 reply = SessionReply(worker="")
         return Answer(call.serial, reply, cost=cost)
+
+    async def _close(self, session: str) -> None:
+        closing = self._players.pop(session, None)
+        if closing is not None:
+            with self._leftovers.of(session):
+                await closing.close()
+            self._leftovers.end(session)
 
     async def _open(self, opening: OpenSession) -> tuple[SessionReply, float]:
         """With what it costs."""
         opening = msgspec.structs.replace(opening, environment=self._uploaded or opening.environment)
         player = self._players[opening.session] = LocalPlayer("", modules=self._modules)
-        reply = await player.open(opening)
+        with contextlib.suppress(SpecError):  # what is wrong is said when it is opened
+            find(opening.environment, modules=self._modules)  # what its module starts is no episode's
+        with self._leftovers.of(opening.session):
+            reply = await player.open(opening)
         if reply.failure is not None:
             return reply, 1.0
         played = find(opening.environment, modules=self._modules)
@@ -88,7 +103,7 @@ class Table:
         """Whether what was played here asks for another process."""
         limits = [played.memory_mb for played in self._opened if played.memory_mb is not None]
         enough = [n >= played.recycle_after for played, n in self._opened.items() if played.recycle_after is not None]
-        return any(enough) or bool(limits and resident_mb() > min(limits))
+        return self._leftovers.threads or any(enough) or bool(limits and resident_mb() > min(limits))
 
     async def _check(self, name: str, config: dict[str, object] | None) -> None:
         if config is None:
@@ -103,11 +118,11 @@ def resident_mb() -> float:
     return pages * resource.getpagesize() / 2**20
 
 
-def end_with_parent() -> None:
-    """A hung child does not see its socket close, so the kernel ends it when the worker dies (Linux only)."""
+def end_with_parent(by: signal.Signals) -> None:
+    """A hung child does not see its socket close, so the kernel tells it when its parent dies (Linux only)."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, by)
 
 
 if __name__ == "__main__":

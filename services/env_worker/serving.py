@@ -54,9 +54,9 @@ class Stage:
             self._host = Host(children=children, per_child=-(-capacity // children), modules=True)
         self.sessions = _Served(self._player, capacity, self._resolver)
 
-    def _player(self) -> Player | None:
+    def _player(self, request: OpenSession) -> Player | None:
         if self._host is not None:
-            return self._host.player("")
+            return self._host.player("", request)
         return ThreadPlayer() if self.kind.blocking else LocalPlayer("", modules=True)
 
     async def play(self, verb: str, noun: Any) -> Any:
@@ -113,12 +113,12 @@ def _playable(given: type[Environment] | type[AbstractGame]) -> type[Environment
 class _Served(Sessions):
     """Sessions of one class, whose players come from the stage."""
 
-    def __init__(self, player: Callable[[], Player | None], limit: int, resolver: Resolver) -> None:
+    def __init__(self, player: Callable[[OpenSession], Player | None], limit: int, resolver: Resolver) -> None:
         super().__init__("", limit=limit, resolver=resolver)
         self._new_player = player
 
-    def _player(self, environment: str, blocking: bool) -> Player | None:
-        return self._new_player()
+    def _player(self, request: OpenSession, blocking: bool) -> Player | None:
+        return self._new_player(request)
 
 
 class ThreadPlayer:

@@ -215,13 +215,13 @@ class Sessions:
                 return None
             if request.isolation == "sandbox":
                 return await self._host.sandboxed(self.worker, request)
-            return self._player(request.environment, True)
+            return self._player(request, True)
         found = await self._resolver.find(request.environment)
         if not self._charge(session, found.cost):
             return None
         if not found.blocking:
             await self._resolver.prepare(request.environment, request.config)
-        return self._player(request.environment, found.blocking)
+        return self._player(request, found.blocking)
 
     def _is_elsewhere(self, request: OpenSession) -> bool:
         """Played in a sandbox or by another interpreter: it is not imported here, and its child says what it costs."""
@@ -232,10 +232,10 @@ class Sessions:
     def _told(self, request: OpenSession) -> float:
         return 1.0 if self._host is None else self._host.cost(request.environment)
 
-    def _player(self, environment: str, blocking: bool) -> Player | None:
+    def _player(self, request: OpenSession, blocking: bool) -> Player | None:
         if not blocking:
             return LocalPlayer(self.worker, modules=self._resolver.modules)
-        return None if self._host is None else self._host.player(self.worker, environment)
+        return None if self._host is None else self._host.player(self.worker, request)
 
     def _charge(self, session: Session, cost: float) -> bool:
         """Whether the worker has room for it; one that costs more than there is may be alone."""

@@ -19,7 +19,7 @@ import structlog
 
 from opentinker.envs.tool_bounds import MOST_TOOLS, bounded_tools
 from opentinker.envs.tools import Offered, ToolError
-from opentinker.services.env_worker.host import KEPT_VARIABLES
+from opentinker.services.env_worker.children import KEPT_VARIABLES
 from opentinker.services.env_worker.tools.errors import NoTools
 from opentinker.services.env_worker.tools.mcp_bounds import (
     BLOCKS,

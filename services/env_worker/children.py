@@ -1,0 +1,223 @@
+"""A child process that plays sessions of one environment and one job, as its env worker sees it.
+
+Consumes calls of sessions, sends them over a socket pair to the process (`child.py`), which plays them one after the
+other in its only thread. Cancelling the call that is played kills the process, and all that it has started. The answers
+of a sandboxed child are those of a stranger.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+from collections.abc import Awaitable, Callable
+from typing import Any, Protocol
+
+import msgspec
+import structlog
+
+from opentinker.services.env_worker.wire import HEAD, LARGEST, Answer, Call, frame
+from opentinker.shared import codec, egress
+from opentinker.shared.errors import OpenTinkerError
+from opentinker.shared.replies import failure
+from opentinker.shared.types import Ending
+
+KEPT_VARIABLES = ("PATH", "HOME", "LANG", "LC_ALL", "TZ", "TMPDIR", "VIRTUAL_ENV", "LD_LIBRARY_PATH", egress.VARIABLE)
+"""Of the service's environment variables; its NATS and Redis addresses are not for user code."""
+IDLE_S = 60.0
+"""A child without sessions ends after so long: the env worker does not hear when a job is over."""
+END_S = 2.0
+"""Between the end of a child's answers and its own."""
+KILL_S = 10.0
+"""A keeper that is told to end has ended so long after it, with all that it has to end (keeper.py)."""
+
+log = structlog.get_logger()
+
+
+class Running(Protocol):
+    """A process that was started, with all that it starts itself."""
+
+    reason: str
+    """Why it was killed, if it was."""
+
+    def kill(self, reason: str) -> None: ...
+    async def wait(self) -> int: ...
+
+
+Start = Callable[[int], Awaitable[Running]]
+"""Of a process that answers on the socket of that number."""
+
+
+class Child:
+    """`key`: of which environment and job its sessions are. `checked`: its answers are looked at like a stranger's."""
+
+    def __init__(self, start: Start, key: str, *, checked: bool) -> None:
+        self.key = key
+        self.checked = checked
+        self.sessions = 0
+        self.leaving = False
+        """It takes no new sessions: somebody else waits for its place."""
+        self.spent = False
+        """It takes no new sessions: it says that it should be replaced."""
+        self.gone = ""
+        """Why the child can no longer be used."""
+        self._launch = start
+        self._serial = 0
+        self._waiting: dict[int, asyncio.Future[Answer]] = {}
+        """In the order in which the child plays them: the first is the one being played. Given-up calls stay in."""
+        self._unsent: list[bytes] = []
+        """Calls made before the process was up."""
+        self._process: Running | None = None
+        self._writer: asyncio.StreamWriter | None = None
+        self._idle: asyncio.TimerHandle | None = None
+        self._running = asyncio.get_running_loop().create_task(self._run())
+
+    def come(self) -> None:
+        self.sessions += 1
+        if self._idle is not None:
+            self._idle.cancel()
+
+    def leave(self) -> None:
+        self.sessions -= 1
+        if self.sessions == 0:
+            self._idle = asyncio.get_running_loop().call_later(IDLE_S, self.kill, "nobody needed it any more")
+
+    def retire(self) -> None:
+        """After a session was closed: a spent child ends with its last one."""
+        if self.spent and not self.sessions and not self._waiting:
+            self.kill("it was spent: recycle_after or memory_mb of what it played")
+
+    async def call(self, verb: str, body: Any) -> Answer:
+        """Play one call. If it is cancelled while the child is busy with it, the child is killed."""
+        if self.gone:
+            return Answer(0, failure("", Ending.ENV_ERROR, f"the environment's process is gone: {self.gone}"))
+        serial = self._serial = self._serial + 1
+        self._waiting[serial] = waiting = asyncio.get_running_loop().create_future()
+        self._send(frame(Call(serial, verb, msgspec.Raw(codec.encode(body)))))
+        try:
+            answer: Answer = await waiting
+        except asyncio.CancelledError:
+            playing, oldest = next(iter(self._waiting.items()), (0, waiting))
+            if playing == serial or (playing and oldest.cancelled()):
+                self.kill(f"it was killed because {verb} did not return in time in one of its sessions")
+            raise
+        return answer
+
+    def _send(self, data: bytes) -> None:
+        if self._writer is None:
+            self._unsent.append(data)
+        else:
+            self._writer.write(data)
+
+    def kill(self, reason: str) -> None:
+        self.gone = self.gone or reason
+        if self._process is not None:
+            self._process.kill(reason)
+
+    async def ended(self) -> None:
+        await asyncio.wait([self._running])
+
+    async def _run(self) -> None:
+        """From the start of the process to its end; every call that is left then gets an answer."""
+        reason = ""
+        try:
+            reader = await self._start()
+            while True:
+                (size,) = HEAD.unpack(await reader.readexactly(HEAD.size))
+                if size > LARGEST:
+                    raise codec.WireError(f"an answer of {size:,} bytes; at most {LARGEST:,} are taken")
+                answer = codec.decode(Answer, await reader.readexactly(size))
+                self.spent = self.spent or answer.spent
+                waiting = self._waiting.pop(answer.serial, None)
+                if waiting is None:
+                    raise codec.WireError(f"an answer to call {answer.serial}, which was not made or is answered")
+                if not waiting.done():
+                    waiting.set_result(answer)
+        except (asyncio.IncompleteReadError, ConnectionError):
+            pass  # the process has ended: see its exit status
+        except (OSError, OpenTinkerError) as error:
+            reason = f"{type(error).__name__}: {error}"
+        finally:
+            await self._finish(reason)
+
+    async def _start(self) -> asyncio.StreamReader:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            self._process = await self._launch(theirs.fileno())
+        reader, self._writer = await asyncio.open_connection(sock=ours)
+        if self.gone:  # given up while it was starting
+            self.kill(self.gone)
+        self._writer.writelines(self._unsent)
+        return reader
+
+    async def _finish(self, reason: str) -> None:
+        if self._process is not None:
+            if reason:
+                self._process.kill(reason)
+            status = await self._status(self._process)
+            ended = f"killed by signal {-status}" if status < 0 else f"exit status {status}"
+            reason = reason or self._process.reason or ended
+        self.gone = self.gone or reason
+        if self._writer is not None:
+            self._writer.close()
+        if self._idle is not None:
+            self._idle.cancel()
+        log.warning("environment_process_ended", reason=self.gone, sessions=self.sessions)
+        for waiting in self._waiting.values():
+            if not waiting.done():
+                why = f"the environment's process ended: {self.gone}"
+                waiting.set_result(Answer(0, failure("", Ending.ENV_ERROR, why)))
+
+    async def _status(self, process: Running) -> int:
+        try:
+            async with asyncio.timeout(END_S):
+                return await process.wait()
+        except TimeoutError:
+            process.kill("it closed its socket and went on")
+            return await process.wait()
+
+
+class Plain:
+    """A child process of the level `process`, and whatever it starts: its keeper ends all of it (keeper.py)."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self.reason = ""
+        self._process = process
+        self._last: asyncio.TimerHandle | None = None
+
+    def kill(self, reason: str) -> None:
+        if self._process.returncode is None and self._last is None:
+            self.reason = self.reason or reason
+            self._process.terminate()
+            self._last = asyncio.get_running_loop().call_later(KILL_S, self._kill_group)
+
+    def _kill_group(self) -> None:
+        with contextlib.suppress(ProcessLookupError):  # nothing is left
+            os.killpg(self._process.pid, signal.SIGKILL)
+
+    async def wait(self) -> int:
+        status = await self._process.wait()
+        if self._last is not None:
+            self._last.cancel()
+        self._kill_group()
+        return status
+
+
+async def start_plain(modules: bool, interpreter: str, python_path: str, descriptor: int) -> Plain:
+    variables = {name: os.environ[name] for name in KEPT_VARIABLES if name in os.environ}
+    variables |= {"PYTHONPATH": python_path, "OMP_NUM_THREADS": "1"}
+    process = await asyncio.create_subprocess_exec(
+        interpreter,
+        "-m",
+        "opentinker.services.env_worker.keeper",
+        str(descriptor),
+        str(int(modules)),
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=2,  # what user code prints goes to the log of the worker, never into the protocol
+        pass_fds=[descriptor],
+        env=variables,
+        start_new_session=True,
+    )
+    return Plain(process)

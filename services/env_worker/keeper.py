@@ -1,0 +1,81 @@
+"""Keeps a child process of the level `process`, so that whatever an environment has started ends with it.
+
+    python -m opentinker.services.env_worker.keeper FD MODULES      (started by children.py, never by hand)
+
+Forks: the new process plays (child.py), this one takes in what loses its parent, wherever that has hidden. When the
+player ends, the env worker is gone or says so (SIGTERM), everything is told to end, and is killed soon after. The exit
+status is the player's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import resource
+import signal
+import sys
+import time
+from typing import NoReturn
+
+from opentinker.services.env_worker import child
+from opentinker.shared.renewal import below, end_children
+
+PR_SET_CHILD_SUBREAPER = 36
+GRACE_S = 1.0
+"""For programs that clear up when they are told to end; the player is killed at once."""
+POLL_S = 0.005
+HEARD = {signal.SIGTERM, signal.SIGCHLD}
+
+
+def main() -> None:
+    signal.pthread_sigmask(signal.SIG_BLOCK, HEARD)
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    child.end_with_parent(signal.SIGTERM)
+    player = os.fork()
+    if player == 0:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, HEARD)
+        child.main()
+    else:
+        os.close(int(sys.argv[1]))
+        keep(player)
+
+
+def keep(player: int) -> NoReturn:
+    """Waits for: the end of the player, SIGTERM. Ends as the player has."""
+    status = None
+    while status is None and signal.sigwait(HEARD) == signal.SIGCHLD:
+        status = reap(player)
+    if status is None:
+        os.kill(player, signal.SIGKILL)
+        _, status = os.waitpid(player, 0)
+    for pid in below(os.getpid()):
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, signal.SIGTERM)
+    until = time.monotonic() + GRACE_S
+    while below(os.getpid()) and time.monotonic() < until:
+        time.sleep(POLL_S)
+        reap(player)
+    end_children(os.getpid())
+    if os.WIFSIGNALED(status):
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, HEARD)
+        with contextlib.suppress(OSError):  # SIGKILL is what it is
+            signal.signal(os.WTERMSIG(status), signal.SIG_DFL)
+        os.kill(os.getpid(), os.WTERMSIG(status))
+    os._exit(os.waitstatus_to_exitcode(status))
+
+
+def reap(player: int) -> int | None:
+    """Whoever has ended. The player's status, if it is one of them."""
+    status = None
+    with contextlib.suppress(ChildProcessError):
+        while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+            if ended[0] == player:
+                status = ended[1]
+    return status
+
+
+if __name__ == "__main__":
+    main()
