@@ -161,7 +161,13 @@ async def served(name: str, config: dict[str, Any], text: str, seconds: float) -
 
 
 def newest_child() -> int:
-    return int(Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()[-1])
+    """The player below its keeper."""
+    (player,) = children_of(children_of(os.getpid())[-1])
+    return player
+
+
+def children_of(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 def first(prompt: str) -> str:

@@ -19,7 +19,6 @@ import asyncio
 import json
 import time
 from itertools import count
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -31,6 +30,7 @@ from opentinker.envs.base import Action, Opening
 from opentinker.envs.registry import make
 from opentinker.shared.bus import Bus
 from opentinker.shared.env_client import EnvClient
+from opentinker.shared.renewal import below
 from opentinker.shared.sessions import Policy, StepSession
 from opentinker.shared.types import Message, StopReason
 
@@ -108,10 +108,6 @@ class Client:
             await self.sessions.close(worker=reply.worker, session=session)
 
 
-def children_of(pid: int) -> list[int]:
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-
-
 async def alone(arguments: argparse.Namespace, episodes: list[list[str]]) -> tuple[float, float]:
     """Steps and CPU seconds per step, one episode after another in this thread."""
     steps, cpu, began = 0, time.process_time(), time.perf_counter()
@@ -135,7 +131,7 @@ async def measure(arguments: argparse.Namespace, url: str, pids: dict[str, int])
             players.create_task(client.play(number))
         await client.begun.wait()
         await asyncio.sleep(arguments.warm_up)
-        children = {f"child {number}": pid for number, pid in enumerate(children_of(pids["env-worker"]))}
+        children = {f"child {number}": pid for number, pid in enumerate(below(pids["env-worker"]))}
         meter, client.counting = Meter(pids | children), True
         await asyncio.sleep(arguments.seconds)
         meter.stop()

@@ -198,7 +198,8 @@ class Settings(BaseModel):
     env_sessions: Annotated[int, Field(gt=0)] = 512
     """Sessions an env worker holds at once."""
     env_children: Annotated[int, Field(ge=0)] = 2
-    """Processes of an env worker for environments that block."""
+    """Processes of an env worker for environments that block or are sandboxed. Each plays one environment of one job; a
+    job that has none yet gets one even where all are taken, up to four times as many in all."""
     env_sessions_per_child: Annotated[int, Field(gt=0)] = 8
     """Sessions that share one such process; it plays one call at a time."""
     env_modules: bool = False

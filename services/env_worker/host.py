@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from typing import Any
+from weakref import WeakSet
 
 from opentinker.services.env_worker.children import Child, Start, start_plain
 from opentinker.services.env_worker.interpreters import Interpreters
@@ -55,6 +56,8 @@ class Host:
         self._modules = modules
         self._sandboxes = sandboxes
         self._children: list[Child] = []
+        self._running: WeakSet[Child] = WeakSet()
+        """Also those that have been killed and take a moment to end."""
         self._turns = Turns()
         self._checks = asyncio.Semaphore(CHECKS)
         self._costs: dict[str, float] = {}
@@ -117,7 +120,7 @@ class Host:
     async def close(self) -> None:
         for child in self._children:
             child.kill("the env worker is stopping")
-        await asyncio.gather(*(child.ended() for child in self._children))
+        await asyncio.gather(*(child.ended() for child in self._running))
         self.interpreters.close()
 
     def _with_sandboxes(self) -> Sandboxes:
@@ -137,6 +140,7 @@ class Host:
         if (least is None or least.sessions > 0) and self._room(key, due):
             least = Child(start, key, checked=checked)
             self._children.append(least)
+            self._running.add(least)
         if least is None or least.sessions >= self._per_child:
             if not own:
                 self._turns.refused(key, now)
