@@ -173,6 +173,12 @@ class Environment(ABC):
     def __init__(self, config: BaseModel) -> None:
         self.config = config
 
+    @classmethod
+    def rehearse(cls, config: BaseModel) -> None:
+        """Build what an episode would play, and leave it; raise what is lacking, such as a library. An env worker is
+        asked to when a job is submitted: in a process of its own where the class blocks. Default: an instance."""
+        cls(config)
+
     @abstractmethod
     async def open(self, row: int, seed: int) -> list[Message] | Opening:
         """Start the episode; the messages are the prompt. `row` may exceed the number of rows: take it modulo."""

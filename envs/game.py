@@ -130,6 +130,12 @@ class PlayedGame(Environment):
     blocking = True
     config: GameConfig
 
+    @classmethod
+    def rehearse(cls, config: BaseModel) -> None:
+        made = cls(config)
+        with Randomness(0):
+            made.make().close()
+
     def make(self) -> AbstractGame:
         return self.game(**self.config.arguments)
 

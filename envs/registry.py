@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
+import traceback
 from importlib import import_module
 from typing import Any
 
@@ -13,6 +14,7 @@ from opentinker.envs.base import ELSEWHERE, Environment
 from opentinker.envs.game import AbstractGame, environment_of
 from opentinker.shared.errors import SpecError
 from opentinker.shared.mistakes import UNKNOWN, WHOLE, mistakes_of, nearest
+from opentinker.shared.reasons import error_sentence
 from opentinker.shared.sessions import is_url
 
 ADAPTERS = {
@@ -106,6 +108,15 @@ def _of_config(found: type[Environment], mistake: dict[str, Any]) -> dict[str, A
     asked = f"; did you mean {near}?" if near else ""
     names = ", ".join(sorted(found.Config.model_fields)) or "no settings at all"
     return {**mistake, **meant, "problem": f"{UNKNOWN}{asked}; {found.__name__} knows: {names}".replace("?;", "?")}
+
+
+def rehearse(name: str, found: type[Environment], settings: BaseModel) -> None:
+    """Build what an episode would play. Raises SpecError that says why it cannot be built here."""
+    try:
+        found.rehearse(settings)
+    except Exception as error:  # noqa: BLE001 - a library's or user's code: whatever it raises is the answer
+        said = error_sentence("".join(traceback.format_exception_only(error)))
+        raise _wrong_name(name, f"cannot be played by the env workers here: {said}") from None
 
 
 def reach(name: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from typing import Any
 
 import numpy as np
@@ -57,6 +58,21 @@ class Rolled(HigherLower):
 
     def get_user_message_with_state(self, **state: Any) -> str:
         return self.render_state_for_prompt(**state)
+
+
+class Lacking(HigherLower):
+    """Imports what it needs when it is made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        import no_such_library  # type: ignore[import-not-found]  # noqa: F401
+
+
+class Endless(HigherLower):
+    """Is never made."""
+
+    def __init__(self) -> None:
+        threading.Event().wait()
 
 
 class Careless(HigherLower):

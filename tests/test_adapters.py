@@ -20,12 +20,13 @@ from gymnasium import spaces as gs
 from opentinker.envs.adapters import library, spaces
 from opentinker.envs.adapters.known import plain_colours
 from opentinker.envs.adapters.library import Randomness, episode_seed
-from opentinker.envs.registry import ADAPTERS, check
+from opentinker.envs.registry import ADAPTERS, check, rehearse
 from opentinker.services.env_worker.host import Host
 from opentinker.services.env_worker.resolver import Resolver
+from opentinker.services.env_worker.service import check_environment
 from opentinker.services.env_worker.worker import Sessions
 from opentinker.shared.errors import SpecError
-from opentinker.shared.sessions import OpenSession, StepSession
+from opentinker.shared.sessions import EnvCheck, OpenSession, StepSession
 from opentinker.shared.types import Ending, Image, StopReason
 from tests.playing import transcript
 
@@ -239,6 +240,45 @@ def test_a_missing_library_names_the_extra(name: str, monkeypatch: pytest.Monkey
     with pytest.raises(SpecError, match=rf"pip install 'opentinker\[{name}\]'"):
         check(name, config)
     check(name, config, elsewhere=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "config", "part", "problem"),
+    [
+        ("gymnasium", {"id": "LunarLander-v3"}, "Box2D", "DependencyNotInstalled: Box2D is not installed"),
+        ("pettingzoo", {"id": "classic/leduc_holdem_v4"}, "rlcard", "FailedToImport: "),
+        ("tests.published_games:Lacking", {}, "no_such_library", "ModuleNotFoundError: "),
+    ],
+)
+def test_a_part_of_a_library_that_is_missing_is_found_before_anything_is_played(
+    name: str, config: dict[str, Any], part: str, problem: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, part, None)
+    with pytest.raises(SpecError) as caught:
+        rehearse(name, *check(name, config, modules=True))
+    (mistake,) = caught.value.mistakes
+    assert mistake["problem"].startswith("cannot be played by the env workers here: ") and problem in mistake["problem"]
+    assert part.lower() in mistake["problem"].lower() or "pip install" in mistake["problem"]
+
+
+@pytest.mark.parametrize(("name", "config", "texts"), PLAYED)
+def test_what_can_be_played_can_be_rehearsed(name: str, config: dict[str, Any], texts: list[str]) -> None:
+    rehearse(name, *check(name, config))
+
+
+async def test_a_submission_hears_what_is_missing_and_does_not_wait_for_what_takes_long(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("opentinker.services.env_worker.host.REHEARSAL_S", 0.5)
+    host, resolver = Host(children=1, per_child=1, modules=True), Resolver(modules=True)
+    try:
+        asked = [EnvCheck(name=f"tests.published_games:{game}", config={}) for game in ("Lacking", "Endless")]
+        lacking, endless = [await check_environment(request, resolver, host) for request in asked]
+        assert [e["field"] for e in lacking.errors] == ["environment.name"]
+        assert "ModuleNotFoundError: No module named 'no_such_library'" in lacking.errors[0]["problem"]
+        assert endless.errors == []
+    finally:
+        await host.close()
 
 
 def test_adapters_load_no_library_before_they_are_used() -> None:

@@ -9,8 +9,9 @@ from typing import Any
 import orjson
 import pytest
 
-from opentinker.envs.registry import check
+from opentinker.envs.registry import check, rehearse
 from opentinker.shared.errors import SpecError
+from opentinker.shared.rows import RowError
 from tests.playing import Table, sit
 
 GSM8K = [
@@ -82,6 +83,10 @@ def test_wrong_config_is_refused(tmp_path: Path, id: str, rows: list[dict[str, A
         check("skyrl_gym", config(tmp_path, id, rows))
 
 
-async def test_a_row_that_the_environment_does_not_take_is_said(tmp_path: Path) -> None:
-    with pytest.raises(AssertionError, match="reward_spec field is required"):
-        await play(tmp_path, "gsm8k", AIME)
+@pytest.mark.parametrize("id", ["gsm8k", "gsm8k_multi_turn", "aime"])
+async def test_columns_that_an_environment_lacks_are_named(tmp_path: Path, id: str) -> None:
+    settings = config(tmp_path, id, [{"prompt": "1 + 1", "answer": "2"}])
+    with pytest.raises(RowError, match=rf"line 1: skyrl-gym's {id} needs more of a row: .*; its columns are .*answer"):
+        await sit("skyrl_gym", **settings)
+    with pytest.raises(SpecError, match="needs more of a row"):
+        rehearse("skyrl_gym", *check("skyrl_gym", settings))

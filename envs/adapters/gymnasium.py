@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import BaseModel, Field
 
 from opentinker.envs.adapters import known, minigrid
 from opentinker.envs.adapters.library import ActionConfig, Illegal, Randomness, episode_seed, refusal, unknown
@@ -51,9 +51,12 @@ class Gymnasium(Environment):
     config: Config
     blocking = True
 
-    async def open(self, row: int, seed: int) -> list[Message]:
-        import gymnasium
+    @classmethod
+    def rehearse(cls, config: BaseModel) -> None:
+        assert isinstance(config, cls.Config)
+        _made(config, drawn=False).close()
 
+    async def open(self, row: int, seed: int) -> list[Message]:
         from opentinker.envs.adapters import spaces
 
         self._spaces = spaces
@@ -62,12 +65,7 @@ class Gymnasium(Environment):
         self._randomness = Randomness(start)
         drawn = config.view in ("auto", "ansi") and "ansi" in _render_modes(config.id)
         with self._randomness:
-            self._environment: Env[Any, Any] = gymnasium.make(
-                config.id,
-                max_episode_steps=config.max_steps,
-                disable_env_checker=True,
-                **({"render_mode": "ansi"} if drawn else {}) | config.kwargs,
-            )
+            self._environment = _made(config, drawn=drawn)
             observation, info = self._environment.reset(seed=start)
             return [self._first(observation, info, drawn)]
 
@@ -152,6 +150,17 @@ class Gymnasium(Environment):
         """Of the info, or of the observation; None where every action is allowed."""
         name = self._spaces.MASK
         return info.get(name, observation.get(name) if isinstance(observation, dict) else None)
+
+
+def _made(config: Gymnasium.Config, *, drawn: bool) -> Env[Any, Any]:
+    import gymnasium
+
+    return gymnasium.make(
+        config.id,
+        max_episode_steps=config.max_steps,
+        disable_env_checker=True,
+        **({"render_mode": "ansi"} if drawn else {}) | config.kwargs,
+    )
 
 
 def _render_modes(id: str) -> list[str]:

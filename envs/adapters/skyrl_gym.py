@@ -5,7 +5,7 @@ from __future__ import annotations
 import numbers
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
-from pydantic import Field
+from pydantic import BaseModel, Field
 
 from opentinker.envs.adapters.library import LibraryConfig, Randomness, episode_seed, unknown
 from opentinker.envs.base import Action, Environment, Step
@@ -50,17 +50,17 @@ class SkyRLGym(Environment):
     config: Config
     blocking = True
 
-    async def open(self, row: int, seed: int) -> list[Message]:
-        import skyrl_gym
-        from omegaconf import OmegaConf
+    @classmethod
+    def rehearse(cls, config: BaseModel) -> None:
+        assert isinstance(config, cls.Config)
+        _made(config, read(config).rows[0])
 
+    async def open(self, row: int, seed: int) -> list[Message]:
         config = self.config
         found = (await table(config)).at(row, shuffle=config.shuffle)
         self._randomness = Randomness(episode_seed(row, seed))
         with self._randomness:
-            self._environment: BaseTextEnv = skyrl_gym.make(
-                config.id, env_config=OmegaConf.create(config.env_config), extras=dict(found[1])
-            )
+            self._environment = _made(config, found)
             messages, _ = self._environment.init(_prompt_of(found, config.prompt))
         return _messages(messages)
 
@@ -79,6 +79,23 @@ class SkyRLGym(Environment):
     async def close(self) -> None:
         if hasattr(self, "_environment"):
             self._environment.close()
+
+
+def _made(config: SkyRLGym.Config, row: Row) -> BaseTextEnv:
+    """Raises RowError for a row that lacks what the environment wants beside the prompt."""
+    import skyrl_gym
+    from omegaconf import OmegaConf
+
+    where, values = row
+    try:
+        made: BaseTextEnv = skyrl_gym.make(
+            config.id, env_config=OmegaConf.create(config.env_config), extras=dict(values)
+        )
+    except (KeyError, AssertionError, TypeError) as error:
+        wants = f"there is no {error.args[0]!r}" if isinstance(error, KeyError) else str(error)
+        told = f"{where}: skyrl-gym's {config.id} needs more of a row: {wants}"
+        raise RowError(f"{told}; its columns are {', '.join(values)}") from None
+    return made
 
 
 def _prompt_of(row: Row, column: str) -> list[dict[str, str]]:

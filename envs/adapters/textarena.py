@@ -47,14 +47,21 @@ class TextArena(Environment):
         players = self.config.players
         self.seats = tuple(map(str, range(players))) if players > 1 else ("",)
 
-    async def open(self, row: int, seed: int) -> Opening:
+    @classmethod
+    def rehearse(cls, config: BaseModel) -> None:
+        cls(config)._begin(0)
+
+    def _begin(self, start: int) -> None:
         import textarena
 
-        start = episode_seed(row, seed)
         self._randomness = Randomness(start)
         with self._randomness:
             self._environment: Env = textarena.make(self.config.id, **self.config.kwargs)
             self._environment.reset(num_players=self.config.players, seed=start)
+
+    async def open(self, row: int, seed: int) -> Opening:
+        self._begin(episode_seed(row, seed))
+        with self._randomness:
             self._source = _beneath(self._environment)
             player, message = self._observe()
         return Opening(messages=[message], seat=self.seats[player])

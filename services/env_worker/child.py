@@ -22,7 +22,7 @@ from pathlib import Path
 import msgspec
 
 from opentinker.envs.base import Environment
-from opentinker.envs.registry import check, find
+from opentinker.envs.registry import check, find, rehearse
 from opentinker.services.env_worker.checks import mistakes_of
 from opentinker.services.env_worker.leftovers import Leftovers
 from opentinker.services.env_worker.player import LocalPlayer
@@ -73,6 +73,9 @@ class Table:
             case "check":
                 errors = await mistakes_of(self._check, codec.decode(EnvCheck, body))
                 return Answer(call.serial, SessionReply(worker=""), errors)
+            case "rehearse":
+                errors = await mistakes_of(self._rehearse, codec.decode(EnvCheck, body))
+                return Answer(call.serial, SessionReply(worker=""), errors)
             case _:
                 await self._close(codec.decode(CloseSession, body).session)
                 reply = SessionReply(worker="")
@@ -110,6 +113,9 @@ class Table:
             find(self._uploaded or name, modules=self._modules)
         else:
             check(self._uploaded or name, config, modules=self._modules)
+
+    async def _rehearse(self, name: str, config: dict[str, object] | None) -> None:
+        rehearse(name, *check(self._uploaded or name, config or {}, modules=self._modules))
 
 
 def resident_mb() -> float:

@@ -30,6 +30,8 @@ from opentinker.shared.types import Ending
 
 CHECKS = 2
 """At once; more wait."""
+REHEARSAL_S = 4.0
+"""Of building what an episode plays, when a job is submitted: with what comes before, less than the scheduler waits."""
 COSTS = 1000
 """Environments whose cost is remembered."""
 SPARE = 4
@@ -108,6 +110,8 @@ class Host:
             try:
                 async with asyncio.timeout(CHECK_S):
                     answer = await child.call("check", request)
+                if not answer.errors and answer.reply.failure is None and request.config is not None:
+                    answer = await _rehearsed(child, request)
             except TimeoutError:
                 return [_wrong(request.name, f"importing it and checking its config took more than {CHECK_S:g} s")]
             finally:
@@ -211,6 +215,15 @@ class ChildPlayer:
         if self._child.checked:
             return sound(answer.reply, self._worker, player=False)
         return on_worker(answer.reply, self._worker)
+
+
+async def _rehearsed(child: Child, request: EnvCheck) -> Answer:
+    """Whether what an episode plays can be built here. What takes longer than is asked for here is no mistake."""
+    try:
+        async with asyncio.timeout(REHEARSAL_S):
+            return await child.call("rehearse", request)
+    except TimeoutError:
+        return Answer(0, SessionReply(worker=""))
 
 
 def _wrong(name: str, problem: str) -> dict[str, Any]:

@@ -12,7 +12,8 @@ from functools import partial
 from typing import Any
 
 from opentinker.envs.base import Environment
-from opentinker.envs.registry import check, find, reach
+from opentinker.envs.game import PlayedGame
+from opentinker.envs.registry import check, find, reach, rehearse
 from opentinker.shared import codec
 from opentinker.shared.errors import SpecError
 
@@ -72,7 +73,9 @@ class Resolver:
                 await self.find(name)
                 await _result(partial(reach, name))
                 if config is not None:
-                    await _result(partial(check, name, config, modules=self.modules))
+                    found, settings = await _result(partial(check, name, config, modules=self.modules))
+                    if not found.blocking and not issubclass(found, PlayedGame):
+                        rehearse(name, found, settings)  # in the event loop, where episodes make their instances too
         except TimeoutError:
             problem = f"importing it and checking its config took more than {CHECK_S:g} s"
             raise SpecError([{"field": "environment.name", "value": name, "problem": problem}]) from None

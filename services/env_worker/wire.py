@@ -20,7 +20,7 @@ class Call(msgspec.Struct, frozen=True, array_like=True):
 
     serial: int
     verb: str
-    """open | step | close | check"""
+    """open | step | close | check | rehearse"""
     body: msgspec.Raw
     """OpenSession, StepSession, CloseSession or EnvCheck."""
 
@@ -31,7 +31,7 @@ class Answer(msgspec.Struct, frozen=True, array_like=True):
     serial: int
     reply: SessionReply
     errors: list[dict[str, Any]] = []
-    """To `check`: the mistakes, as EnvCheckReply has them."""
+    """To `check` and `rehearse`: the mistakes, as EnvCheckReply has them."""
     cost: float = 1.0
     """To `open`: what the environment declares that a session of it takes."""
     spent: bool = False

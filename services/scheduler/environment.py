@@ -22,8 +22,8 @@ from opentinker.shared.subjects import ENV_CHECK, SANDBOX_CHECK, SERVED_CHECK
 from opentinker.shared.types import Pool
 from opentinker.shared.waiting import rest
 
-ENV_CHECK_S = 10.0
-"""Nobody there is answered at once; this is for one that is busy."""
+ENV_CHECK_S = 15.0
+"""Nobody there is answered at once; this is for one that is busy, or whose libraries take long to import."""
 SANDBOX_CHECK_S = 20.0
 """A virtual environment may have to be made first. Less than a client waits for an answer."""
 SERVED_CHECK_S = 12.0
