@@ -307,7 +307,6 @@ def data(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_published_game_is_won_for_its_rewards() -> None:
     game = ALFWorldGame(task_types=["pick_and_place_simple"], max_steps=9)
     state = game.generate_initial_state()
-    assert state["task_type"] == "pick_and_place_simple"
     system, first = opening_of(game, state)
     assert system is not None and "<action>" in system and "Your task is to: put a book in sofa." in first
     assert game.step("<action>dance</action>").reward == ALFWorldGame.REWARD_INVALID_ACTION == -0.1
@@ -333,11 +332,26 @@ def test_the_published_game_chooses_by_seed_and_task_alone() -> None:
 
 
 @pytest.mark.usefixtures("data")
+def test_seeds_number_the_games_of_a_split() -> None:
+    game = ALFWorldGame()
+    paths = game._get_cached_game_paths()
+    for seed in range(20):
+        number = random.Random(seed).randrange(len(paths))
+        task = Path(paths[number]).parent.name.split("-")[0]
+        assert game.choose(task, seed) == game.choose(None, seed) == read(Path(paths[number], "game.tw-pddl"))
+        assert game.reset(seed=seed)
+        info = game.step("<action>look</action>").info
+        assert (info["success"], info["action_taken"]) == (False, "look") and info["task"].startswith("Your task is to")
+    game.close()
+
+
+@pytest.mark.usefixtures("data")
 def test_the_published_game_refuses_what_it_cannot_play(tmp_path: Path) -> None:
     for arguments, why in (
         ({"split": "test"}, "there are train, eval_in_distribution"),
         ({"task_types": ["cook"]}, "task_types: cook"),
         ({"num_games": 0}, "num_games"),
+        ({"use_shared_env": True}, "use_shared_env"),
         ({"config_path": str(tmp_path / "none.yaml")}, "cannot be read"),
     ):
         with pytest.raises(ValueError, match=why):

@@ -138,7 +138,7 @@ async def test_programs_are_run_and_their_variables_stay(tmp_path: Path) -> None
 
 
 def test_a_program_that_never_ends_or_fails_is_an_observation_and_turns_are_counted() -> None:
-    game, hurried = CodeInterpreterMathGame(max_turns=2), CodeInterpreterMathGame(max_turns=1, timeout_s=0.3)
+    game, hurried = CodeInterpreterMathGame(max_turns=2), CodeInterpreterMathGame(max_turns=1, timeout=0.3)
     game.reset(ground_truth="1")
     assert "ZeroDivisionError" in game.step("```python\n1/0\n```").observation
     last = game.step("nothing")

@@ -17,6 +17,12 @@ from tests.cluster import PYTHONPATH, ROOT
 HOSTS = "game_class, host=0.0.0.0, port=8081, stats_class=None, **game_kwargs"
 ROWS = "game_class, config, data_paths, val_data_paths=None, game_kwargs=None, job_id=None"
 SCHEDULER = "scheduler_url=None, api_key=None, timeout=600.0, poll_interval=2.0"
+PROGRAMS = "sandbox_url=None, max_turns=10, timeout=30.0, backend=monty"
+MATH = "max_retries=0, answer_pattern=None"
+GOMOKU = (
+    "board_size=9, win_length=5, max_total_steps=None, max_initial_moves=None, empty_board_prob=None, random_moves=None"
+)
+ALFWORLD = "config_path=None, max_steps=20, task_types=None, split=train, num_games=-1, use_shared_env=False"
 SIGNATURES = {
     "environment.base_game:StepResult": "observation, reward, done, info=*",
     "environment.base_game:AbstractGame": "",
@@ -43,24 +49,21 @@ SIGNATURES = {
     "environment.game_stats:BaseGameStats": "",
     "environment.game_stats:GameStats": "",
     "environment.game_stats_client:GameStatsClient": "game_server_url, job_id=default, timeout=5.0",
-    "environment.math:MathGame": "",
-    "environment.math:CodeInterpreterMathGame": "max_turns=5, backend=monty, timeout_s=10.0",
-    "environment.math.math_game:MathGame": "",
+    "environment.math:MathGame": MATH,
+    "environment.math:CodeInterpreterMathGame": PROGRAMS,
+    "environment.math.math_game:MathGame": MATH,
     "environment.math.math_env:MathGameEnvironment": ROWS,
-    "environment.math.math_tool_game:CodeInterpreterMathGame": "max_turns=5, backend=monty, timeout_s=10.0",
+    "environment.math.math_tool_game:CodeInterpreterMathGame": PROGRAMS,
     "environment.math.math_tool_env:MathCodeInterpreterEnvironment": ROWS,
-    "environment.gomoku:GomokuGame": "board_size=9, max_total_steps=40, win_length=5, random_moves=0.3, "
-    "max_initial_moves=4",
-    "environment.gomoku.gomoku_game:GomokuGame": "board_size=9, max_total_steps=40, win_length=5, random_moves=0.3, "
-    "max_initial_moves=4",
+    "environment.gomoku:GomokuGame": GOMOKU,
+    "environment.gomoku.gomoku_game:GomokuGame": GOMOKU,
     "environment.gomoku:GomokuGameStats": "",
     "environment.gomoku.gomoku_stats:GomokuGameStats": "",
-    "environment.alfworld:ALFWorldGame": "config_path=None, max_steps=50, task_types=None, split=train, num_games=-1",
-    "environment.alfworld.alfworld_game:ALFWorldGame": "config_path=None, max_steps=50, task_types=None, split=train, "
-    "num_games=-1",
+    "environment.alfworld:ALFWorldGame": ALFWORLD,
+    "environment.alfworld.alfworld_game:ALFWorldGame": ALFWORLD,
     "environment.vl_game_environment:VLGameEnvironment": f"{ROWS}, image_key=images",
-    "environment.geo3k:Geo3KGame": "",
-    "environment.geo3k.geo3k_game:Geo3KGame": "",
+    "environment.geo3k:Geo3KGame": MATH,
+    "environment.geo3k.geo3k_game:Geo3KGame": MATH,
     "environment.geo3k:Geo3KToolGame": "max_retries=3",
     "environment.geo3k.geo3k_tool_game:Geo3KToolGame": "max_retries=3",
     "environment.geo3k:Geo3KGameEnvironment": "config, data_paths, val_data_paths=None, job_id=None",
@@ -92,8 +95,8 @@ SIGNATURES = {
     "max_context_length=30000, tensor_parallel_size=1, concurrency=64, **game_kwargs",
     "environment.inference_pipeline:InferenceResult": "sample_id, messages, prompt_text, response_text, reward, done, "
     "num_turns, ground_truth=None, info=*",
-    "client.utils.utils:resolve_path": "path, base=None",
-    "client.utils.utils:resolve_paths_in_config": "config",
+    "client.utils.utils:resolve_path": "path, original_cwd=None",
+    "client.utils.utils:resolve_paths_in_config": "config, original_cwd=None",
     "client.utils.utils:verify_raw_prompt_format": "rows",
     "client.utils.utils:math_reward_function": "data_source, solution_str, ground_truth, extra_info=None",
     "client.utils.utils:find_free_port": "",

@@ -20,6 +20,7 @@ import time
 import uuid
 import weakref
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar, cast
 from urllib.parse import quote
@@ -90,6 +91,15 @@ class AsyncClient(EnvironmentCalls, FetchingCalls, GrantingCalls, InferenceCalls
 
     async def close(self) -> None:
         await self._http.close()
+
+    @property
+    def wait_s(self) -> float:
+        """How long a server may be away before a call gives up; may be set."""
+        return self._http.wait_s
+
+    @wait_s.setter
+    def wait_s(self, wait_s: float) -> None:
+        self._http.wait_s = wait_s
 
     # --- jobs ---------------------------------------------------------------------------------------------------
 
@@ -255,6 +265,22 @@ def _place(event: str) -> tuple[int, ...]:
     return tuple(map(int, event.split("-")))
 
 
+class ExitExecutor(ThreadPoolExecutor):
+    """Runs a call in the caller's thread once the interpreter is exiting, when executors refuse new work: exit hooks
+    still make requests, and a request looks up a host name."""
+
+    def submit(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        try:
+            return super().submit(function, *args, **kwargs)
+        except RuntimeError:
+            future: Future[Any] = Future()
+            try:
+                future.set_result(function(*args, **kwargs))
+            except Exception as error:  # noqa: BLE001 - raised where the future is awaited, as by any executor
+                future.set_exception(error)
+            return future
+
+
 class Client(FetchingSync, GrantingSync, KnowingSync):
     """`AsyncClient` for code that does not use asyncio; its event loop lives in a thread of its own."""
 
@@ -270,6 +296,7 @@ class Client(FetchingSync, GrantingSync, KnowingSync):
         self._core: AsyncClient = AsyncClient(url, wait_s=wait_s, timeout_s=timeout_s, on_wait=on_wait, api_key=api_key)
         self.url = self._core.url
         self._loop = asyncio.new_event_loop()
+        self._loop.set_default_executor(ExitExecutor(thread_name_prefix="opentinker-client"))
         self._thread = threading.Thread(target=self._loop.run_forever, name="opentinker-client", daemon=True)
         self._thread.start()
         self._finish = weakref.finalize(self, _stop, self._core, self._loop, self._thread)
@@ -282,6 +309,15 @@ class Client(FetchingSync, GrantingSync, KnowingSync):
 
     def close(self) -> None:
         self._finish()
+
+    @property
+    def wait_s(self) -> float:
+        """As AsyncClient.wait_s."""
+        return self._core.wait_s
+
+    @wait_s.setter
+    def wait_s(self, wait_s: float) -> None:
+        self._core.wait_s = wait_s
 
     def submit(
         self,

@@ -21,6 +21,7 @@ from opentinker.cli import (
     machine,
     plan,
     run,
+    script,
     sink,
     specs,
     status,
@@ -45,6 +46,7 @@ logs.register(app)
 specs.register(app)
 plan.register(app)
 run.register(app)
+script.register(app)
 environments.register(app)
 keys.register(app)
 audit.register(app)

@@ -1,24 +1,21 @@
-"""Runs a script as if it lay in the published client's folder: `import utils` finds `opentinker.client.utils`.
+"""Runs a script of the published client's folder layout, as `opentinker script` does.
 
-python -m opentinker.client SCRIPT [ARGUMENTS...]
+python -P -m opentinker.client SCRIPT [ARGUMENTS...]
+
+Without -P Python would look for this package in the working directory first: in its checkout, the published one.
 """
 
 from __future__ import annotations
 
-import runpy
 import sys
-from pathlib import Path
+
+from opentinker.client.script import USAGE, run_script
 
 
 def main() -> None:
     if len(sys.argv) < 2:
-        sys.exit("usage: python -m opentinker.client SCRIPT [ARGUMENTS...]")
-    script = Path(sys.argv[1])
-    if not script.is_file():
-        sys.exit(f"{script} does not exist")
-    sys.argv = sys.argv[1:]
-    sys.path[:0] = [str(script.resolve().parent), str(Path(__file__).parent)]
-    runpy.run_path(str(script), run_name="__main__")
+        sys.exit(USAGE)
+    run_script(sys.argv[1], sys.argv[2:])
 
 
 if __name__ == "__main__":

@@ -69,6 +69,8 @@ class Settings:
     def __init__(self, *configs: Any) -> None:
         self.configs = [config for config in reversed(configs) if config is not None]
         self.read: set[str] = set()
+        self.notes: list[str] = []
+        """Sentences for the user: what is done otherwise than a setting says."""
 
     def get(self, path: str, default: Any = None) -> Any:
         self.read.add(path)
@@ -138,7 +140,7 @@ def spec_of(
         "environment": environment,
         "algorithm": _algorithm(settings),
         "rollout": _rollout(settings, turns),
-        "train": {"steps": steps, "checkpoint_every": max(1, save_freq), **_optimizer(settings)},
+        "train": {"steps": steps, **_checkpoints(steps, save_freq), **_optimizer(settings)},
     }
     if test_freq > 0 and val_rows and (episodes := int(settings.get("val_batch_size", val_rows))):
         validation = {"every": test_freq, "episodes": min(episodes, val_rows), "at_start": first_too}
@@ -201,8 +203,17 @@ def _rollout(settings: Settings, turns: int) -> dict[str, Any]:
     if prompt := settings.get("max_prompt_tokens"):
         rollout["context_length"] = int(prompt) + new
     if per_turn := settings.get("multi_turn.max_tokens_per_turn"):
-        rollout["max_tokens_per_turn"] = int(per_turn)
+        rollout["max_tokens_per_turn"] = min(int(per_turn), new)
+        if int(per_turn) > new:
+            settings.notes.append(
+                f"multi_turn.max_tokens_per_turn = {per_turn} is more than max_new_tokens: a turn has {new} at most"
+            )
     return rollout
+
+
+def _checkpoints(steps: int, save_freq: int) -> dict[str, Any]:
+    """0 and below: as often as jobs do by themselves. The last step is always saved."""
+    return {"checkpoint_every": min(save_freq, steps)} if save_freq > 0 else {}
 
 
 def _optimizer(settings: Settings) -> dict[str, Any]:

@@ -10,17 +10,22 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import inspect
 import logging
+import os
+import subprocess
+import sys
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, get_args, get_type_hints
 from weakref import WeakValueDictionary
 
 import orjson
 from aiohttp import web
 
+import opentinker.leash
 from opentinker.environment.game_stats import BaseGameStats, GameStats, JobStats
 from opentinker.envs.game import AbstractGame, check_arguments, in_turn, opening_of
 
@@ -35,6 +40,8 @@ IDLE_S = 3600.0
 """A game that nobody has played for so long is forgotten."""
 FORGOTTEN = 4
 """With each new game: so many idle ones, at most."""
+OPTION_TYPES = (int, float, str)
+SHARD_POLL_S = 0.5
 _log = logging.getLogger("opentinker")
 
 
@@ -229,21 +236,62 @@ def serve(
     port: int = 8081,
     argv: Sequence[str] | None = None,
 ) -> None:
-    """A program of its own: --host, --port, and what the game's constructor takes, as options."""
-    arguments = vars(options_of(game_class, port).parse_args(argv))
-    host, port = arguments.pop("host"), arguments.pop("port")
+    """A program of its own: --host, --port, --shards, and what the game's constructor takes, as options."""
+    parser = options_of(game_class, port)
+    arguments = vars(parser.parse_args(argv))
+    host, port, shards = arguments.pop("host"), arguments.pop("port"), arguments.pop("shards")
+    try:
+        game_class(**arguments).close()
+    except (ImportError, ValueError) as error:
+        parser.error(str(error))
+    if shards > 1:
+        sys.exit(run_shards(port, shards))
     run_game_server(game_class, host, port, stats_class, **arguments)
 
 
+def run_shards(port: int, shards: int) -> str | None:
+    """Starts this program once for each of `shards` ports from `port` on. When one of them ends, or Ctrl-C is pressed,
+    all end; they never outlive this process. Returns which one ended, None after Ctrl-C."""
+    hold = [sys.executable, opentinker.leash.__file__, "hold", str(os.getpid())]
+    servers = {
+        at: subprocess.Popen([*hold, *sys.orig_argv, "--port", str(at), "--shards", "1"])
+        for at in range(port, port + shards)
+    }
+    try:
+        while not (ended := [at for at, server in servers.items() if server.poll() is not None]):
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                servers[port].wait(SHARD_POLL_S)
+        status = servers[ended[0]].returncode
+        return f"the server at port {ended[0]} ended with status {status}; the others were stopped"
+    except KeyboardInterrupt:
+        return None
+    finally:
+        for server in servers.values():
+            server.terminate()
+        for server in servers.values():
+            server.wait()
+
+
 def options_of(game_class: type[AbstractGame], port: int) -> argparse.ArgumentParser:
+    """`--max-steps` and `--max_steps` are the same. Of the constructor, what takes a text or a number is an option."""
     parser = argparse.ArgumentParser(description=f"A game server of {game_class.__name__}.")
     parser.add_argument("--host", default="0.0.0.0", help="127.0.0.1 unless the network is yours: nobody is asked who")
     parser.add_argument("--port", type=int, default=port)
+    parser.add_argument("--shards", type=int, default=1, help="So many servers, each a process, at consecutive ports.")
+    types = get_type_hints(game_class.__init__)
     for name, parameter in inspect.signature(game_class).parameters.items():
-        if isinstance(parameter.default, int | float | str) and not isinstance(parameter.default, bool):
-            option = f"--{name.replace('_', '-')}"
-            parser.add_argument(option, type=type(parameter.default), default=parameter.default)
+        kind = _option_type(types.get(name), parameter.default)
+        if kind is not None:
+            names = dict.fromkeys([f"--{name.replace('_', '-')}", f"--{name}"])
+            parser.add_argument(*names, dest=name, type=kind, default=parameter.default)
     return parser
+
+
+def _option_type(hint: Any, default: Any) -> type | None:
+    """int, float or str, by its type hint (`int | None` too), else by its default; None for anything else."""
+    kinds = [kind for kind in get_args(hint) if kind is not type(None)] or [hint]
+    kind = kinds[0] if len(kinds) == 1 and kinds[0] in OPTION_TYPES else type(default)
+    return kind if kind in OPTION_TYPES else None
 
 
 def _json(value: Any) -> web.Response:

@@ -14,6 +14,7 @@ job lives in the service: a client that dies may be started again with OPENTINKE
 from __future__ import annotations
 
 import os
+import time
 import uuid
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -25,11 +26,13 @@ from opentinker.client.utils.inference_client import STATES, InferenceSchedulerC
 from opentinker.client.utils.utils import say
 from opentinker.refusal import refused
 from opentinker.serving import serve_environment
+from opentinker.shared.answers import Job, MetricPoint
 from opentinker.shared.types import JobState
 
 __all__ = ["InferenceSchedulerClient", "SchedulerClient", "ServiceClient"]
 
 ATTACH = "OPENTINKER_ATTACH"
+POLL_S = 0.5
 SHOWN = {"reward/mean": "reward", "loss/policy": "loss", "mismatch/mean": "mismatch", "step_seconds": "s/step"}
 
 
@@ -60,12 +63,10 @@ class SchedulerClient(Scheduler):
         """job_id, status, message and server_url. Raises ApiError if the server is not reached within `timeout`.
 
         Every job here is played by agents' environments, so `enable_agent_loop` says nothing new; `num_gpus` are the
-        trainer's. `wandb_key` is refused: metrics are with the job, see `opentinker watch`.
+        trainer's. `wandb_key` is not sent anywhere, and a line says so.
         """
         if wandb_key:
-            raise ValueError(
-                "wandb_key: no metrics are sent to third parties here; leave it out, and see them with fit"
-            )
+            say("wandb_key: not used, the service sends no metrics to third parties; opentinker sink does")
         self._client.queues()  # there, and speaking to us
         submission = Submission(self.scheduler_url, config if num_gpus is None else _with_gpus(config, num_gpus))
         _submissions[submission.id] = submission
@@ -173,12 +174,17 @@ class ServiceClient:
                     first_too=validate_before_training,
                     turns=env.max_steps,
                 )
+                for note in settings.notes:
+                    say(note)
                 if unused := settings.unused():
                     say(f"settings that mean nothing here: {', '.join(unused)}")
                 attached = str(client.submit(spec)["id"])
             self._submission.job = attached
             if verbose:
-                say(f"job {attached} on {self.url}; if this process dies, go on with {ATTACH}={attached}")
+                say(
+                    f"job {attached} on {self.url}; if this process dies, go on with {ATTACH}={attached}, or end it: "
+                    f"opentinker cancel {attached}"
+                )
             return _follow(client, attached, verbose, game_stats_client, max(1, game_stats_log_freq))
 
 
@@ -199,21 +205,39 @@ def _served_name(client: Client, job: str | None) -> str:
 
 
 def _follow(client: Client, job: str, verbose: bool, stats: Any, every: int) -> dict[str, float]:
+    """Shows the job's progress, and while it waits for something, for what. Returns its last metrics."""
     last: dict[str, float] = {}
-    for point in client.watch_metrics(job):
-        if point["source"] != "trainer":
-            continue
-        last = {**last, **point["values"], "training/global_step": float(point["step"])}
-        if verbose and "reward/mean" in point["values"]:
-            values = point["values"]
-            told = [f"{title} {values[name]:.4g}" for name, title in SHOWN.items() if name in values]
-            say(f"step {point['step']}: {', '.join(told)}")
-        if stats is not None and point["step"] % every == 0:
-            last |= {f"game/{name}": value for name, value in _numbers(stats.get_all_stats()).items()}
-    final = client.wait(job)
-    if JobState(final["state"]) != JobState.SUCCEEDED:
-        raise RuntimeError(f"job {job} {final['state']}: {final['reason'] or 'no reason was given'}")
+    after, waits = 0, ""
+    while True:
+        record = client.job(job)
+        if verbose and record["waiting_for"] != waits:
+            waits = record["waiting_for"]
+            say(f"job {job} waits for {waits}{_way_out(record, waits)}" if waits else f"job {job} is {record['state']}")
+        for point in client.metrics(job, after):
+            after = point["cursor"]
+            if point["source"] == "trainer":
+                last = {**last, **point["values"], "training/global_step": float(point["step"])}
+                _show(point, verbose)
+                if stats is not None and point["step"] % every == 0:
+                    last |= {f"game/{name}": value for name, value in _numbers(stats.get_all_stats()).items()}
+        if JobState(record["state"]).final:
+            break
+        time.sleep(POLL_S)
+    if JobState(record["state"]) != JobState.SUCCEEDED:
+        raise RuntimeError(f"job {job} {record['state']}: {record['reason'] or 'no reason was given'}")
     return last
+
+
+def _show(point: MetricPoint, verbose: bool) -> None:
+    values = point["values"]
+    if verbose and "reward/mean" in values:
+        told = [f"{title} {values[name]:.4g}" for name, title in SHOWN.items() if name in values]
+        say(f"step {point['step']}: {', '.join(told)}")
+
+
+def _way_out(record: Job, waits: str) -> str:
+    gpus = record["spec"]["resources"]["trainer_gpus"]
+    return f"; it asks for {gpus} of them by num_gpus: num_gpus=null trains without" if gpus and "GPU" in waits else ""
 
 
 def _numbers(values: Any) -> dict[str, float]:

@@ -32,6 +32,7 @@ STATES = {
 }
 """Our states by their published names."""
 MEMORY = 0.9
+HURRY_S = 10.0
 ONE_DEVICE = (
     "an engine has one device; for more requests at once give the job more of them: "
     'opentinker={"resources": {"rollout_workers": 2}}'
@@ -68,6 +69,10 @@ class Scheduler:
         self.timeout, self.poll_interval = timeout, poll_interval
         self._client = Client(one_url(scheduler_url, url), wait_s=timeout)
         self.scheduler_url = self._client.url
+
+    def hurry(self) -> None:
+        """The program is ending: from now on a server that is away is waited for HURRY_S at most."""
+        self._client.wait_s = min(self._client.wait_s, HURRY_S)
 
 
 class InferenceSchedulerClient(Scheduler):

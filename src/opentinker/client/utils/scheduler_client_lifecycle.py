@@ -1,4 +1,4 @@
-"""Jobs that end with the program which began them, unless it was only interrupted by its own death."""
+"""Ends the jobs of a program when the program ends: normally, by an exception, by Ctrl-C, or by SIGTERM or SIGHUP."""
 
 from __future__ import annotations
 
@@ -6,12 +6,17 @@ import atexit
 import signal
 import sys
 import threading
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Mapping
+from types import FrameType
 from typing import Any
+
+SIGNALS = (signal.SIGTERM, signal.SIGHUP)
+"""Ends of a program that would skip its exit hooks. SIGINT is an exception already."""
 
 
 class LifecycleManager:
-    """When the program ends, registered jobs are cancelled (one that is over is left alone) and callbacks called."""
+    """At exit, ends registered jobs that are not over yet, then calls the callbacks."""
 
     def __init__(self) -> None:
         self._jobs: list[tuple[Any, str]] = []
@@ -19,13 +24,20 @@ class LifecycleManager:
         self._enabled = False
 
     def enable_auto_cleanup(self) -> None:
-        """At exit; SIGTERM becomes an ordinary exit, so that it comes to that."""
+        """Registers `cleanup` as an exit hook. SIGTERM and SIGHUP become ordinary exits, unless the program handles or
+        ignores them itself."""
         if self._enabled:
             return
         self._enabled = True
+        weakref.finalize(
+            self, int
+        )  # registers weakref's own exit hook, which closes clients: hooks run last in, first out
         atexit.register(self.cleanup)
-        if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
-            signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+        if threading.current_thread() is not threading.main_thread():
+            return
+        for number in SIGNALS:
+            if signal.getsignal(number) == signal.SIG_DFL:
+                signal.signal(number, _exit)
 
     def register_job(self, client: Any, job_id: str) -> None:
         self._jobs.append((client, job_id))
@@ -38,11 +50,11 @@ class LifecycleManager:
         raise NotImplementedError("start_reward_server: rewards come from the game's step() here; put them there")
 
     def cleanup(self) -> None:
-        """Once; what fails is told, and does not stop the rest."""
+        """Runs once; an error is printed and does not stop the rest."""
         jobs, self._jobs = self._jobs, []
         callbacks, self._callbacks = self._callbacks, []
         for client, job in jobs:
-            self._try(lambda client=client, job=job: client.complete_job(job), f"job {job}")  # type: ignore[misc]
+            self._try(lambda client=client, job=job: _end(client, job), f"job {job}")  # type: ignore[misc]
         for callback in callbacks:
             self._try(callback, getattr(callback, "__name__", "a callback"))
 
@@ -52,6 +64,18 @@ class LifecycleManager:
             function()
         except Exception as error:  # noqa: BLE001 - the program is ending: the next one must have its turn
             sys.stderr.write(f"cleaning up {what}: {error}\n")
+
+
+def _end(client: Any, job: str) -> None:
+    if hasattr(client, "hurry"):
+        client.hurry()
+    ended = client.complete_job(job)
+    if isinstance(ended, Mapping) and ended.get("status") == "CANCELLED" and "id" in ended:
+        sys.stderr.write(f"job {ended['id']} was cancelled, because its program ended\n")
+
+
+def _exit(number: int, _: FrameType | None) -> None:
+    sys.exit(128 + number)
 
 
 _manager: LifecycleManager | None = None

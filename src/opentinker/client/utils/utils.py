@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import socket
 import sys
 from collections.abc import Mapping
@@ -14,21 +16,32 @@ PATH_KEYS = ("tokenizer_path", "model_path", "processor_path", "data_path", "val
 LISTS = ("data_paths", "val_data_paths")
 
 
-def resolve_path(path: str, base: str | Path | None = None) -> str:
-    """The absolute path of what exists below `base` (default: here); anything else, such as a hub id, as it is."""
-    there = (Path(base or ".") / Path(path).expanduser()).resolve()
+def resolve_path(path: str, original_cwd: str | Path | None = None) -> str:
+    """The absolute path of what exists below `original_cwd` (default: where the program was started); anything else,
+    such as a hub id, as it is."""
+    there = (Path(original_cwd or _started_in()) / Path(path).expanduser()).resolve()
     return str(there) if there.exists() else path
 
 
-def resolve_paths_in_config(config: Any) -> Any:
+def _started_in() -> str:
+    """The working directory, or the one before Hydra changed it."""
+    if "hydra" in sys.modules:
+        from hydra.utils import get_original_cwd  # type: ignore[import-not-found]
+
+        with contextlib.suppress(ValueError):  # Hydra is imported, and does not run this program
+            return str(get_original_cwd())
+    return os.getcwd()
+
+
+def resolve_paths_in_config(config: Any, original_cwd: str | Path | None = None) -> Any:
     """The same config, in which paths that exist are absolute."""
     for name in PATH_KEYS:
         if isinstance(value := config.get(name), str):
-            config[name] = resolve_path(value)
+            config[name] = resolve_path(value, original_cwd)
     for name in LISTS:
         value = config.get(name)
         if value is not None and not isinstance(value, str):
-            config[name] = [resolve_path(str(path)) for path in value]
+            config[name] = [resolve_path(str(path), original_cwd) for path in value]
     return config
 
 

@@ -25,15 +25,16 @@ SHOWN = 20
 class ALFWorldGame(AbstractGame):
     """A command a turn, in `<action>` tags or as the last line.
 
-    The `seed` of the start state chooses the game, and `task_type` among which; nothing else is random. The games lie
-    where the config file says, else in ALFWORLD_DATA/json_2.1.1, else in ~/.cache/alfworld/json_2.1.1.
+    The `seed` of the start state chooses the game: of n games, the one that `random.Random(seed).randrange(n)` numbers,
+    unless `task_type` asks for another kind of task; then one of that kind. Nothing else is random. The games lie where
+    the config file says, else in ALFWORLD_DATA/json_2.1.1, else in ~/.cache/alfworld/json_2.1.1.
     """
 
     REWARD_SUCCESS = 10.0
     REWARD_FAILURE = -1.0
     REWARD_STEP = -0.01
     REWARD_INVALID_ACTION = -0.1
-    DEFAULT_MAX_STEPS = 50
+    DEFAULT_MAX_STEPS = 20
     ALL_TASK_TYPES: ClassVar[list[str]] = list(TASKS)
 
     def __init__(
@@ -43,8 +44,12 @@ class ALFWorldGame(AbstractGame):
         task_types: list[str] | None = None,
         split: str = "train",
         num_games: int = -1,
+        use_shared_env: bool = False,
     ) -> None:
-        """`config_path`: ALFWorld's own base_config.yaml. `num_games`: the first of them by name; -1: all."""
+        """`config_path`: ALFWorld's own base_config.yaml. `num_games`: the first of them by name; -1: all.
+        `use_shared_env` is refused: every game has a world of its own."""
+        if use_shared_env:
+            raise ValueError("use_shared_env: games that share a world disturb each other; leave it out")
         if not installed("alfworld"):
             raise ImportError("alfworld is not installed here: pip install 'opentinker[alfworld]'")
         if split not in SPLITS:
@@ -58,36 +63,52 @@ class ALFWorldGame(AbstractGame):
         self.max_steps, self.task_types, self.split, self.num_games = max_steps, types, split, num_games
         self._directory = _directory(config, split)
         self._steps = self._invalid = 0
-        self._result = ""
+        self._result = self._said = ""
         self._play: Play | None = None
         self._seen = Seen("", [], False, True)
 
     def generate_initial_state(self) -> dict[str, Any]:
-        return {"task_type": random.choice(self.task_types), "seed": random.randrange(2**31)}
+        """Needs no games: a game server may have them."""
+        return {"seed": random.randrange(2**31)}
 
     def reset(self, task_type: str | None = None, seed: int | None = None, **kwargs: Any) -> str:
         self.close()
         game = self.choose(task_type, random.randrange(2**31) if seed is None else seed)
         self._play = Play(game, shuffle_names=False, seed=0)
-        self._seen, self._steps, self._invalid, self._result = self._play.start, 0, 0, ""
+        self._seen, self._steps, self._invalid, self._result, self._said = self._play.start, 0, 0, "", ""
         return self._shown("")
 
     def choose(self, task_type: str | None, seed: int) -> GameFile:
         """Raises NoGames."""
-        tasks = (task_type,) if task_type else tuple(self.task_types)
-        games = listing(str(self._directory.parent), self._directory.name, tasks)
-        games = games[: None if self.num_games == -1 else self.num_games]
-        for file, _ in random.Random(f"alfworld/{seed}").sample(games, len(games)):
+        games = self._games()
+        draw = random.Random(seed)
+        first = games[draw.randrange(len(games))]
+        if task_type and first[1] != task_type:
+            games = [game for game in games if game[1] == task_type]
+            if not games:
+                raise NoGames(f"{self._directory} has no game of {task_type}")
+            first = draw.choice(games)
+        for file, _ in [first, *draw.sample(games, len(games))]:
             game = read(file)
             if game.solvable:
                 return game
         raise NoGames(f"no game of {self._directory} is marked as solvable")
 
+    def _games(self) -> list[tuple[Path, str]]:
+        """Files and kinds of task, by name. Raises NoGames."""
+        games = listing(str(self._directory.parent), self._directory.name, tuple(self.task_types))
+        return games[: None if self.num_games == -1 else self.num_games]
+
+    def _get_cached_game_paths(self) -> list[str]:
+        """The directories of all games, by number."""
+        return [str(file.parent) for file, _ in self._games()]
+
     def step(self, action: str) -> StepResult:
         if self._play is None or self._result:
             return StepResult("The episode is over.", 0.0, True, self._info())
         self._steps += 1
-        self._seen = self._play.say(self.parse_action(action))
+        self._said = self.parse_action(action)
+        self._seen = self._play.say(self._said)
         self._invalid += not self._seen.valid
         if self._seen.won:
             self._result = "win"
@@ -129,9 +150,15 @@ class ALFWorldGame(AbstractGame):
             play.close()
 
     def _info(self) -> dict[str, Any]:
-        told: dict[str, Any] = {"exact": float(self._result == "win")}
+        told: dict[str, Any] = {"exact": float(self._result == "win"), "success": self._result == "win"}
         told |= {"game_steps": float(self._steps), "invalid": float(self._invalid)}
+        told |= {"action_taken": self._said, "task": self._task()}
         return told | ({"result": self._result} if self._result else {})
+
+    def _task(self) -> str:
+        """The sentence of the start that says what is to be done."""
+        lines = self._play.start.text.splitlines() if self._play else []
+        return next((line for line in lines if line.startswith("Your task is to")), "")
 
     def _shown(self, first: str) -> str:
         commands = self._seen.commands

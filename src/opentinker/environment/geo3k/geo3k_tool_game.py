@@ -11,10 +11,10 @@ from opentinker.envs.game import StepResult
 
 class Geo3KToolGame(Geo3KGame):
     """A wrong answer is answered with what was read and what it was worth, never with the right one. Each try after
-    the first that is no better costs NO_BETTER. `max_retries`: tries after the first."""
+    the first that is no better costs PENALTY_NO_IMPROVEMENT. `max_retries`: tries after the first."""
 
     concurrent = True
-    NO_BETTER = -0.05
+    PENALTY_NO_IMPROVEMENT = -0.05
 
     def __init__(self, max_retries: int = 3) -> None:
         super().__init__()
@@ -41,7 +41,8 @@ class Geo3KToolGame(Geo3KGame):
         }
         if over:
             info["result"] = "win" if grade.right else "loss"
-        reward = self.REWARD_CORRECT if grade.right else self.REWARD_INCORRECT if self.tries == 1 else self.NO_BETTER
+        missed = self.REWARD_INCORRECT if self.tries == 1 else self.PENALTY_NO_IMPROVEMENT
+        reward = self.REWARD_CORRECT if grade.right else missed
         return StepResult("" if over else self._feedback(action, reward), reward, over, info)
 
     def _feedback(self, action: str, reward: float) -> str:

@@ -8,9 +8,14 @@ from typing import Any
 from opentinker.envs.game import AbstractGame, StepResult
 from opentinker.envs.gomoku_board import BLACK, STONES, Board, bot
 
+NO_FIELD = 1.0
+"""How wrong (envs/gomoku_board.py) an answer is that names no field at all."""
+
 
 class GomokuGame(AbstractGame):
-    """The policy is black and begins. A move that is none costs REWARD_INVALID and is asked for again.
+    """The policy is black and begins. A move that is none costs REWARD_INVALID_FORMAT or, where it names a field that
+    is taken or not on the board, REWARD_INVALID_POSITION, and is asked for again. MAX_CONSECUTIVE_INVALID_MOVES of them
+    end the game with REWARD_INVALID_GAME_OVER.
 
     Everything random, the bot's moves too, comes from the `seed` of the start state: the games of a group begin with
     the same stones and meet the same player.
@@ -19,31 +24,49 @@ class GomokuGame(AbstractGame):
     REWARD_WIN = 10.0
     REWARD_LOSS = -10.0
     REWARD_DRAW = 0.0
-    REWARD_INVALID = -1.0
+    REWARD_VALID_MOVE = 0.0
+    REWARD_INVALID_FORMAT = -1.0
+    REWARD_INVALID_POSITION = -1.0
+    REWARD_INVALID_GAME_OVER = -20.0
     REWARD_TIMEOUT = -20.0
+    MAX_CONSECUTIVE_INVALID_MOVES = 100
+    DEFAULT_MAX_TOTAL_STEPS = 40
+    OPPONENT_RANDOM_PROB = 0.3
+    MAX_INITIAL_MOVES = 6
+    EMPTY_BOARD_PROB = 0.2
 
     def __init__(
         self,
         board_size: int = 9,
-        max_total_steps: int = 40,
         win_length: int = 5,
-        random_moves: float = 0.3,
-        max_initial_moves: int = 4,
+        max_total_steps: int | None = None,
+        max_initial_moves: int | None = None,
+        empty_board_prob: float | None = None,
+        random_moves: float | None = None,
     ) -> None:
-        """`max_total_steps`: answers of the policy; then the game is lost by time. `random_moves`: share of the bot's.
-        `max_initial_moves`: up to so many stones, of each colour as many, stand at the beginning."""
+        """`max_total_steps`: answers of the policy; then the game is lost by time. `max_initial_moves`: up to so many
+        stones, of each colour as many, stand at the beginning, unless the board is empty, which it is with probability
+        `empty_board_prob`. `random_moves`: share of the bot's. None: the class's constant; of a small board a third may
+        be taken at the beginning."""
+        if max_total_steps is None:
+            max_total_steps = self.DEFAULT_MAX_TOTAL_STEPS
+        if max_initial_moves is None:
+            max_initial_moves = min(self.MAX_INITIAL_MOVES, board_size**2 // 3)
+        empty_board_prob = self.EMPTY_BOARD_PROB if empty_board_prob is None else empty_board_prob
+        random_moves = self.OPPONENT_RANDOM_PROB if random_moves is None else random_moves
         if not 3 <= win_length <= board_size <= 19:
             raise ValueError(
                 f"win_length = {win_length}, board_size = {board_size}: 3 <= win_length <= board_size <= 19"
             )
-        if max_total_steps < 1 or not 0.0 <= random_moves <= 1.0 or not 0 <= 2 * max_initial_moves <= board_size**2:
-            raise ValueError(
-                "max_total_steps must be at least 1, random_moves 0 to 1, max_initial_moves 0 to half of the fields"
-            )
+        if max_total_steps < 1 or not 0 <= 2 * max_initial_moves <= board_size**2:
+            raise ValueError("max_total_steps must be at least 1, max_initial_moves 0 to half of the fields")
+        if not (0.0 <= random_moves <= 1.0 and 0.0 <= empty_board_prob <= 1.0):
+            raise ValueError("random_moves and empty_board_prob are shares, 0 to 1")
         self.board_size, self.win_length, self.max_total_steps = board_size, win_length, max_total_steps
-        self.random_moves, self.max_initial_moves = random_moves, max_initial_moves
+        self.max_initial_moves, self.empty_board_prob = max_initial_moves, empty_board_prob
+        self.random_moves = random_moves
         self.board = Board(board_size, win_length)
-        self.steps = self.illegal = 0
+        self.steps = self.illegal = self.illegal_in_a_row = 0
 
     def generate_initial_state(self) -> dict[str, Any]:
         return {"seed": random.randrange(2**31)}
@@ -51,8 +74,9 @@ class GomokuGame(AbstractGame):
     def reset(self, seed: int | None = None, **kwargs: Any) -> str:
         self.draw = random.Random(f"gomoku/{random.randrange(2**31) if seed is None else seed}")
         self.board = Board(self.board_size, self.win_length)
-        self.steps = self.illegal = 0
-        stones = 2 * self.draw.randint(0, self.max_initial_moves // 2)
+        self.steps = self.illegal = self.illegal_in_a_row = 0
+        empty = self.draw.random() < self.empty_board_prob
+        stones = 0 if empty else 2 * self.draw.randint(0, self.max_initial_moves // 2)
         for field in self.draw.sample(self.board.free(), stones):
             if not self.board.over:
                 self.board.place(field)
@@ -65,7 +89,12 @@ class GomokuGame(AbstractGame):
         field = (read := self.board.read(action)).field
         if field is None:
             self.illegal += 1
-            return self._goes_on(f"{read.problem}: say another one.", self.REWARD_INVALID)
+            self.illegal_in_a_row += 1
+            if self.illegal_in_a_row >= self.MAX_CONSECUTIVE_INVALID_MOVES:
+                return self._ended("loss", self.REWARD_INVALID_GAME_OVER)
+            cost = self.REWARD_INVALID_FORMAT if read.wrong == NO_FIELD else self.REWARD_INVALID_POSITION
+            return self._goes_on(f"{read.problem}: say another one.", cost)
+        self.illegal_in_a_row = 0
         self.board.place(field)
         said = ""
         if not self.board.over:
@@ -73,7 +102,7 @@ class GomokuGame(AbstractGame):
             self.board.place(answer)
             said = f"{STONES[BLACK]} took {self.board.name(field)}, the other player {self.board.name(answer)}."
         if not self.board.over:
-            return self._goes_on(said, 0.0)
+            return self._goes_on(said, self.REWARD_VALID_MOVE)
         if not self.board.winner:
             return self._ended("draw", self.REWARD_DRAW)
         won = self.board.winner == BLACK

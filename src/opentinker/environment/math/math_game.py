@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from opentinker.environment.beside import graded
@@ -9,6 +10,7 @@ from opentinker.envs.game import AbstractGame, StepResult
 from opentinker.envs.math import INSTRUCTION
 
 HINT = "rows of a data set say it: play it with MathGameEnvironment"
+UNREAD = "No answer was found. Put your final answer into \\boxed{}."
 
 
 class MathGame(AbstractGame):
@@ -20,8 +22,20 @@ class MathGame(AbstractGame):
     concurrent = True
     REWARD_CORRECT = 1.0
     REWARD_INCORRECT = 0.0
+    REWARD_FORMAT_ERROR = 0.0
+    """Nothing in the response reads like an answer."""
 
-    def __init__(self) -> None:
+    def __init__(self, max_retries: int = 0, answer_pattern: str | None = None) -> None:
+        """`max_retries`: how often a response without an answer is asked again. `answer_pattern`: a regular expression;
+        the answer is its last match (the first group of it, if it has groups), and nothing else is looked at."""
+        if max_retries < 0:
+            raise ValueError(f"max_retries = {max_retries}: must not be negative")
+        try:
+            self._pattern = None if answer_pattern is None else re.compile(answer_pattern)
+        except re.error as error:
+            raise ValueError(f"answer_pattern = {answer_pattern!r:.100}: {error}") from None
+        self.max_retries, self.answer_pattern = max_retries, answer_pattern
+        self.attempts = 0
         self.ground_truth = ""
         self.data_source = "math"
         self.extra_info: dict[str, Any] = {}
@@ -32,21 +46,36 @@ class MathGame(AbstractGame):
             raise ValueError(f"{type(self).__name__}: ground_truth must be a text, not {ground_truth!r:.40}; {HINT}")
         self.ground_truth, self.data_source = str(ground_truth), str(data_source or "math")
         self.extra_info = dict(extra_info or {})
+        self.attempts = 0
         return ""
 
     def step(self, action: str) -> StepResult:
-        return self.graded(action)
+        self.attempts += 1
+        result = self.graded(action)
+        if result.info["answered"] or result.info["ungraded"] or self.attempts > self.max_retries:
+            return result
+        del result.info["result"]
+        return StepResult(UNREAD, result.reward, False, result.info)
 
     def graded(self, said: str) -> StepResult:
         """The end of the episode."""
-        grade = graded(self.ground_truth, said, self.data_source)
+        grade = graded(self.ground_truth, self._answer_in(said), self.data_source)
         info = {
             "result": "win" if grade.right else "loss",
             "exact": float(grade.right),
             "answered": float(grade.answered),
             "ungraded": float(grade.late),
         }
-        return StepResult("", self.REWARD_CORRECT if grade.right else self.REWARD_INCORRECT, True, info)
+        unread = not grade.answered and not grade.late
+        missed = self.REWARD_FORMAT_ERROR if unread else self.REWARD_INCORRECT
+        return StepResult("", self.REWARD_CORRECT if grade.right else missed, True, info)
+
+    def _answer_in(self, said: str) -> str:
+        if self._pattern is None:
+            return said
+        found = [match[1] if self._pattern.groups else match[0] for match in self._pattern.finditer(said)]
+        written = "#### {}" if "gsm8k" in self.data_source else "\\boxed{{{}}}"
+        return written.format(found[-1]) if found else ""
 
     def get_system_prompt(self) -> str | None:
         return INSTRUCTION

@@ -7,6 +7,7 @@ from typing import Any
 
 from opentinker.environment.beside import Backend, Python
 from opentinker.environment.math.math_game import MathGame
+from opentinker.environment.math.sandbox_client import SandboxClient
 from opentinker.envs.game import StepResult
 
 FENCED = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL)
@@ -17,18 +18,26 @@ KEPT = {"monty": "Variables stay from program to program.", "sandbox": "Every pr
 class CodeInterpreterMathGame(MathGame):
     """Fenced Python is run, and its output is what the policy sees next; a box outside of it is the answer.
 
-    `max_turns` answers of the policy, the last one included. `backend`, `timeout_s`: as of the tool `python` of a job
-    (docs/environments/tools.md): what runs is an interpreter without an operating system, or a sandbox.
+    `max_turns` answers of the policy, the last one included; 0: any number. Programs run in the tool `python` of a job
+    (docs/environments/tools.md): `backend` is an interpreter without an operating system, or a sandbox. With
+    `sandbox_url` they run there instead (opentinker.server.sandbox). A program may take `timeout` seconds.
     """
 
     concurrent = True
 
-    def __init__(self, max_turns: int = 5, backend: Backend = "monty", timeout_s: float = 10.0) -> None:
+    def __init__(
+        self,
+        sandbox_url: str | None = None,
+        max_turns: int = 10,
+        timeout: float = 30.0,
+        backend: Backend = "monty",
+    ) -> None:
         super().__init__()
-        if max_turns < 1:
-            raise ValueError(f"max_turns = {max_turns}: must be at least 1")
-        self.max_turns, self.backend = max_turns, backend
-        self._python = Python(backend, timeout_s)
+        if max_turns < 0:
+            raise ValueError(f"max_turns = {max_turns}: must not be negative")
+        self.sandbox_url, self.max_turns, self.timeout = sandbox_url, max_turns, timeout
+        self.kept = KEPT["sandbox" if sandbox_url else backend]
+        self._python = SandboxClient(sandbox_url, timeout) if sandbox_url else Python(backend, timeout)
         self.turns = self.programs = self.failed = 0
 
     def reset(self, ground_truth: Any = None, data_source: str = "math", extra_info: Any = None, **kwargs: Any) -> str:
@@ -42,7 +51,7 @@ class CodeInterpreterMathGame(MathGame):
         if "\\boxed" in words:
             return self._with_counts(self.graded(words))
         seen = self._run(programs) if programs else NOTHING
-        if self.turns < self.max_turns:
+        if not self.max_turns or self.turns < self.max_turns:
             return self._with_counts(StepResult(seen, 0.0, False, {}))
         unanswered = {"result": "timeout", "exact": 0.0, "answered": 0.0, "ungraded": 0.0}
         return self._with_counts(StepResult(seen, self.REWARD_INCORRECT, True, unanswered))
@@ -60,7 +69,7 @@ class CodeInterpreterMathGame(MathGame):
     def get_system_prompt(self) -> str | None:
         return (
             "Solve the problem. You may write Python programs between ```python and ```; you are then shown what they "
-            f"print. {KEPT[self.backend]} Put your final answer into \\boxed{{}}."
+            f"print. {self.kept} Put your final answer into \\boxed{{}}."
         )
 
     def get_interaction_name(self) -> str:

@@ -1,4 +1,4 @@
-"""python -m opentinker.environment.math.math_tool_server [--port 8088] [--max-turns 5] [--backend monty|sandbox]"""
+"""python -m opentinker.environment.math.math_tool_server [--port 8088] [--max-turns 10] [--backend monty|sandbox]"""
 
 from opentinker.environment.base_game_server import GameStats, serve
 from opentinker.environment.math.math_tool_game import CodeInterpreterMathGame
