@@ -95,6 +95,7 @@ class Grader:
         variables |= {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
         return await asyncio.create_subprocess_exec(
             sys.executable,
+            "-P",  # nothing in the working directory is taken for a package of ours
             "-m",
             "opentinker.envs.grader",
             str(SECONDS),

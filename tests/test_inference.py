@@ -65,6 +65,10 @@ async def test_a_chat_is_answered_whole_and_streamed_alike(site: Site) -> None:
     async with site.openai(job) as model:
         (first, *others) = [card.id for card in (await model.models.list()).data]
         assert (first, others) == ("some/model", ["chat", job])
+        for name in (first, *others):
+            assert (await model.models.retrieve(name)).id == name
+        with pytest.raises(openai.NotFoundError, match="`gpt` does not exist here; this job has: some/model, chat, j-"):
+            await model.models.retrieve("gpt")
         whole = await model.chat.completions.create(model=first, messages=HELLO, logprobs=True, seed=5)
         (choice,) = whole.choices
         assert (choice.message.content, choice.finish_reason) == ("Hello there.", "stop")

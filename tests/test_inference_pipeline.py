@@ -83,7 +83,7 @@ async def test_rows_are_asked_and_graded(site: Site, tmp_path: Path) -> None:
         "done": True,
         "num_turns": 1,
         "ground_truth": "4",
-        "info": {"said": "5"},
+        "info": {"said": "5", "env_info": [{"said": "5"}]},
     }
     assert len(load_samples(str(tmp_path / "rows.jsonl"), max_samples=2)) == 2
     assert {s.temperature for _, s in site.speakers["rollout-0"].asked} == {0.0}
@@ -125,9 +125,23 @@ async def test_a_game_server_plays_too(site: Site) -> None:
         assert (result.done, result.num_turns) == (True, 3) and result.reward == pytest.approx(0.8)
         assert "Guess my number" in result.prompt_text and "You guess numbers." in result.prompt_text
         remote = RemoteEnvironmentClient(url)
-        assert await asyncio.to_thread(remote.health_check)
-        assert "Guess" in (await asyncio.to_thread(lambda: remote.reset(secret=3)))["observation"]
-        assert (await asyncio.to_thread(remote.step, "3")).reward == 1.0
+        assert await remote.health_check()
+        assert "Guess" in (await remote.reset("mine", secret=3))["observation"]
+        assert (await remote.step("mine", "3"))["reward"] == 1.0
+
+
+async def test_one_sample_is_played_by_whoever_the_pipeline_is_told(site: Site) -> None:
+    site.words = lower
+    chat = [{"role": "system", "content": "Guess."}, {"role": "user", "content": "1 to 9?"}]
+    async with TestServer(create_game_app(HigherLower, tries=9)) as server:
+        played = await pipeline(site, env_endpoint="http://127.0.0.1:9", max_user_turns=9, max_assistant_turns=9)
+        played.env_client = RemoteEnvironmentClient(str(server.make_url("")).rstrip("/"), job_id="eval")
+        result = await played.run_single_inference(
+            messages=chat, env_kwargs={"secret": 7}, max_tokens=64, max_tokens_per_turn=8
+        )
+    assert result.messages[:2] == chat and result.prompt_text == "Guess.\n\n1 to 9?"
+    assert (result.done, result.response_text) == (True, "9\n\n8\n\n7") and result.reward == pytest.approx(0.8)
+    assert [step["result"] for step in result.info["env_info"]] == ["loss", "loss", "win"]
 
 
 async def test_what_fails_is_said(site: Site) -> None:

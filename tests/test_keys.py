@@ -189,6 +189,12 @@ async def test_a_wrong_key_opens_nothing_and_is_told_why(closed: Http, header: s
     assert [(await closed("GET", path, headers=headers))[0] for path in ("/healthz", "/readyz")] == [200, 200]
 
 
+async def test_clients_of_tinker_are_told_that_its_api_is_not_there(closed: Http) -> None:
+    for path, headers in (("/api/v1/get_server_capabilities", {"X-API-Key": "tml-1"}), ("/api/v1/create_session", {})):
+        status, body = await closed("POST", path, headers=headers)
+        assert status == 404 and body["detail"].startswith("there is no Tinker API here yet")
+
+
 async def test_a_key_that_nobody_can_have_been_given_costs_no_question_to_redis(
     closed: Http, monkeypatch: pytest.MonkeyPatch
 ) -> None:

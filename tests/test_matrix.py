@@ -62,7 +62,7 @@ class Things:
 
 
 PLACES: dict[str, dict[str, str]] = {
-    "jobs": {"id": "job", "step": "latest"},
+    "jobs": {"id": "job", "step": "latest", "model": "any"},
     "environments": {"name": "environment"},
     "keys": {"id": "key"},
     "published": {"name": "publication"},

@@ -66,7 +66,7 @@ class System:
     def training(
         self, *arguments: object, log: Path, **environ: str
     ) -> AbstractContextManager[subprocess.Popen[bytes]]:
-        program = ["-m", "opentinker.client", "train.py", self.client.url, *arguments]
+        program = ["-P", "-m", "opentinker.client", "train.py", self.client.url, *arguments]
         return self.running(*program, log=log, **environ)
 
     async def newest(self) -> Any:
@@ -87,8 +87,10 @@ async def system(tmp_path_factory: pytest.TempPathFactory, tiny: Path) -> AsyncI
     folder = tmp_path_factory.mktemp("published")
     for program in (ROOT / "tests" / "published_programs").glob("[a-z]*.py"):
         shutil.copy(program, folder)
+    (folder / "opentinker").mkdir()
+    (folder / "opentinker" / "__init__.py").touch()  # as in a checkout of the published package
     log, toy = folder / "up.log", toy_model(folder / "toy")
-    up = start("-m", "opentinker.cli", "up", "--port", "0", folder=folder, log=log)
+    up = start("-P", "-m", "opentinker.cli", "up", "--port", "0", folder=folder, log=log)
     try:
         await until(lambda: " ready " in log.read_text() or up.poll() is not None)
         system = System(folder, toy, tiny, read_state(folder / "data"))

@@ -314,7 +314,8 @@ def test_settings_of_an_interaction_are_used_or_refused() -> None:
     for config, said in (
         ({"observation_template": "text"}, "must hold {observation}"),
         ({"env_shards": 0}, "env_shards = 0"),
-        ({"bind_worker_to_endpoint": True}, "bind_worker_to_endpoint"),
+        ({"bind_worker_to_endpoint": True}, "no game server to bind to"),
+        ({"env_endpoint": "http://h", "env_shards": 2}, "must name the port"),
     ):
         with pytest.raises(ValueError, match=said):
             env(**config)

@@ -93,6 +93,13 @@ SIGNATURES = {
     "env_endpoint=None, job_id=default, vllm_server_url=None, tokenizer_path=None, output_path=None, temperature=0.0, "
     "top_p=1.0, max_tokens=4096, max_tokens_per_turn=None, max_samples=None, max_user_turns=0, max_assistant_turns=1, "
     "max_context_length=30000, tensor_parallel_size=1, concurrency=64, **game_kwargs",
+    "environment.inference_pipeline:RemoteEnvironmentClient": "env_endpoint, job_id=default, timeout=60.0",
+    "environment.inference_pipeline:InferencePipeline": "model_path=None, tokenizer_path=None, vllm_server_url=None, "
+    "env_endpoint=None, job_id=default, max_user_turns=0, max_assistant_turns=1, max_context_length=30000, "
+    "tensor_parallel_size=1, gpu_memory_utilization=0.9, trust_remote_code=True, game_class=None, temperature=0.0, "
+    "top_p=1.0, max_tokens=4096, max_tokens_per_turn=None, concurrency=64, **game_kwargs",
+    "environment.inference_pipeline:InferencePipeline.run_single_inference": "self, messages, env_kwargs, "
+    "temperature=0.0, top_p=1.0, max_tokens=4096, max_tokens_per_turn=None",
     "environment.inference_pipeline:InferenceResult": "sample_id, messages, prompt_text, response_text, reward, done, "
     "num_turns, ground_truth=None, info=*",
     "client.utils.utils:resolve_path": "path, original_cwd=None",
@@ -124,13 +131,23 @@ METHODS = {
     "client.utils.scheduler_client_lifecycle:LifecycleManager": "register_job add_cleanup_callback start_reward_server "
     "enable_auto_cleanup",
 }
+CONSTANTS = {
+    "environment.math:MathGame": "REWARD_CORRECT REWARD_INCORRECT REWARD_FORMAT_ERROR",
+    "environment.math:CodeInterpreterMathGame": "REWARD_CORRECT REWARD_INCORRECT",
+    "environment.geo3k:Geo3KGame": "REWARD_CORRECT REWARD_INCORRECT",
+    "environment.geo3k:Geo3KToolGame": "REWARD_CORRECT REWARD_INCORRECT PENALTY_NO_IMPROVEMENT",
+    "environment.gomoku:GomokuGame": "REWARD_WIN REWARD_LOSS REWARD_DRAW REWARD_VALID_MOVE REWARD_INVALID_FORMAT "
+    "REWARD_INVALID_POSITION REWARD_INVALID_GAME_OVER REWARD_TIMEOUT DEFAULT_MAX_TOTAL_STEPS",
+    "environment.alfworld:ALFWorldGame": "REWARD_SUCCESS REWARD_FAILURE REWARD_STEP REWARD_INVALID_ACTION "
+    "DEFAULT_MAX_STEPS ALL_TASK_TYPES",
+}
 REFUSED = {
     "client.utils.http_training_client:HTTPTrainingClient": "ServiceClient",
     "client.utils.utils:serialize_dataproto": "fit",
     "client.utils.utils:deserialize_dataproto": "fit",
     "client.utils.utils:prepare_dataset": "data_paths",
     "client.utils.scheduler_client_lifecycle:LifecycleManager.start_reward_server": "step()",
-    "environment.android_world:AndroidWorldGame": "env serve",
+    "environment.android_world:AndroidWorldGame": "opentinker script",
     "server.sandbox:start_sandbox_server": "environment.tools",
     "server.sandbox:create_tool_config": "environment.tools",
     "utils:RolloutTraceSaver": "transcripts",
@@ -174,6 +191,11 @@ def test_a_published_class_has_its_methods(path: str) -> None:
     assert [name for name in METHODS[path].split() if not callable(getattr(found(path), name, None))] == []
 
 
+@pytest.mark.parametrize("path", CONSTANTS)
+def test_a_published_game_has_its_constants(path: str) -> None:
+    assert [name for name in CONSTANTS[path].split() if not hasattr(found(path), name)] == []
+
+
 @pytest.mark.parametrize("path", REFUSED)
 def test_what_means_nothing_here_says_what_to_do(path: str) -> None:
     with pytest.raises(NotImplementedError, match=path.rpartition(":")[2].rpartition(".")[2]) as refused:
@@ -207,3 +229,15 @@ def test_a_server_of_a_game_is_a_program_with_options(name: str) -> None:
     module = import_module(f"opentinker.environment.{name}")
     (game,) = (kind for title, kind in vars(module).items() if title.endswith("Game"))
     assert "--port" in options_of(game, 8088).format_help()
+
+
+def test_options_of_a_server_are_spelled_with_dashes_or_underscores() -> None:
+    from opentinker.environment.alfworld import ALFWorldGame
+    from opentinker.environment.base_game_server import options_of
+
+    for spelled in (
+        "--max_steps 7 --num_games 5 --config_path a.yaml",
+        "--max-steps 7 --num-games 5 --config-path a.yaml",
+    ):
+        given = options_of(ALFWorldGame, 8082).parse_args([*spelled.split(), "--split", "train", "--shards", "4"])
+        assert (given.max_steps, given.num_games, given.config_path, given.shards) == (7, 5, "a.yaml", 4)

@@ -228,7 +228,7 @@ class Api:
             app.on_response_prepare.append(say_open)
         app.on_shutdown.append(self._let_go)
         for route in self.routes:
-            app.router.add_route(route.method, route.path, route.handler)
+            app.router.add_route(route.method, route.pattern, route.handler)
         return app
 
     async def _let_go(self, _: web.Application) -> None:

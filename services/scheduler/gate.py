@@ -25,7 +25,7 @@ from opentinker.services.scheduler.openapi import Route
 from opentinker.services.scheduler.problems import Handler
 from opentinker.shared.authority import DEFAULT_TENANT, SCOPES, Action, Principal, Role, Verdict, authorize
 from opentinker.shared.config import LOOPBACK_HOSTS
-from opentinker.shared.errors import SpecError
+from opentinker.shared.errors import NotFound, SpecError
 from opentinker.shared.keys import Key, Keys, digest_of, parse, read_key
 from opentinker.shared.service import Context
 from opentinker.shared.waiting import rest
@@ -39,6 +39,8 @@ LOOK_S = 0.3
 STRANGERS = 4
 """Keys that were never right are looked up so many at a time: whoever guesses keys waits for other guesses."""
 MOST_CACHED = 10_000
+TINKER = "/api/v1/"
+"""Where the paths of Tinker's API begin."""
 ANYBODY = Principal(DEFAULT_TENANT, Role.OPERATOR, "", SCOPES)
 """Whoever asks a server that wants no keys."""
 PRINCIPAL: web.RequestKey[Principal] = web.RequestKey("principal", Principal)
@@ -97,9 +99,12 @@ class Gate:
 
     @web.middleware
     async def _passes(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Raises HTTPUnauthorized, also for paths that do not exist, and HTTPForbidden."""
+        """Raises HTTPUnauthorized, also for paths that do not exist, HTTPForbidden, and, for whoever asks for a path of
+        Tinker, whose clients show a key of theirs in a header of its own, NotFound."""
         resource = request.match_info.route.resource
         action = None if resource is None else self._actions[request.method, resource.canonical]
+        if action is None and request.path.startswith(TINKER):
+            raise NotFound("there is no Tinker API here yet: what trains is a job, see /openapi.json")
         if action is Action.FREE and self._asks:
             return await handler(request)
         principal = await self._principal(request)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import aclosing
 
 import orjson
@@ -37,10 +37,20 @@ class InferenceApi:
         self.jobs, self.replicas = jobs, replicas
 
     async def models(self, request: web.Request) -> web.Response:
-        job = await self._job(request)
+        return json_response(self._cards(await self._job(request)))
+
+    @staticmethod
+    def _cards(job: JobRecord) -> Json:
         first, *others = names_of(job.id, job.spec)
         length = job.spec["rollout"]["context_length"] or 0
-        return json_response(answers.models(first, length, *others, adapters=adapters_in(job.spec)))
+        return answers.models(first, length, *others, adapters=adapters_in(job.spec))
+
+    async def model(self, request: web.Request) -> web.Response:
+        job, name = await self._job(request), request.match_info["model"]
+        cards = {card["id"]: card for card in self._cards(job)["data"]}
+        if name not in cards:
+            raise _unknown(name, cards)
+        return json_response(cards[name])
 
     async def chat(self, request: web.Request) -> web.StreamResponse:
         return await self._ask(request, requests.parse_chat, chat=True)
@@ -61,13 +71,7 @@ class InferenceApi:
         manner, asked = parse_manner(body, chat=chat), parse(body, likely=True)
         models = models_of(job.id, job.spec)
         if asked.model and asked.model not in models:
-            known = ", ".join(models)
-            raise Refused(
-                f"The model `{asked.model}` does not exist here; this job has: {known}",
-                status=404,
-                param="model",
-                code="model_not_found",
-            )
+            raise _unknown(asked.model, models)
         asked.model = asked.model or next(iter(models))
         ask = Ask(
             id=f"q-{uuid.uuid4().hex}",
@@ -131,6 +135,11 @@ class InferenceApi:
             await _write(response, [refused.body])
         await response.write_eof()
         return response
+
+
+def _unknown(model: str, known: Iterable[str]) -> Refused:
+    message = f"The model `{model}` does not exist here; this job has: {', '.join(known)}"
+    return Refused(message, status=404, param="model", code="model_not_found")
 
 
 def _rest(stream: answers.Stream, asked: Asked, reply: Reply, sent: int, counted: int) -> list[Json]:

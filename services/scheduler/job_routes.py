@@ -114,6 +114,14 @@ def job_routes(jobs: JobsApi, inference: InferenceApi) -> list[Route]:
             "OpenAI: what an inference job serves",
         ),
         Route(
+            "GET",
+            openai + "/models/{model}",
+            inference.model,
+            Action.INFERENCE_USE,
+            "OpenAI: one of the models, by any of its names",
+            slashes="model",
+        ),
+        Route(
             "POST",
             openai + "/chat/completions",
             inference.chat,

@@ -116,7 +116,7 @@ class ProcessLauncher:
         try:
             with (self._logs / f"{name}.log").open("ab") as log:
                 child = subprocess.Popen(
-                    [sys.executable, "-m", f"opentinker.services.{MODULES[pool]}"],
+                    [sys.executable, "-P", "-m", f"opentinker.services.{MODULES[pool]}"],
                     stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
                     env=self._environment(pool, name), start_new_session=True,
                 )  # fmt: skip

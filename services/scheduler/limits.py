@@ -52,6 +52,7 @@ IDLE_S = 75.0
 SAY_EVERY_S = 10.0
 setattr(web_response, "SERVER_SOFTWARE", "opentinker")  # noqa: B010 - aiohttp tells strangers its and Python's version
 _ODD = re.compile(r"[\x00-\x1f\x7f\\]")
+_MODEL = re.compile(r"/v1/jobs/[^/%]+/v1/models/")
 
 
 MALFORMED = Total("opentinker_http_malformed", "Requests that are none, answered 400 and closed", registry=REGISTRY)
@@ -222,10 +223,12 @@ def bound(server: web.Server, most: int, most_per_address: int) -> None:
 
 
 def _refuse_odd(request: web.Request) -> None:
-    """A path has no part that means another place once it is decoded, and a body is what it seems to be."""
+    """A path has no part that means another place once it is decoded, and a body is what it seems to be. The slashes of
+    a model's name are encoded by OpenAI's clients."""
     raw = request.raw_path.partition("?")[0]
     plain = unquote(raw)
-    if _ODD.search(plain) or "%2f" in raw.lower() or not {"..", "."}.isdisjoint(plain.split("/")):
+    encoded = "%2f" in raw.lower() and not _MODEL.match(raw)
+    if _ODD.search(plain) or encoded or not {"..", "."}.isdisjoint(plain.split("/")):
         raise web.HTTPNotFound
     encoding = request.headers.get("Content-Encoding", "identity").strip().lower()
     if encoding != "identity":

@@ -49,6 +49,13 @@ class Route:
     """Media type of a body that is not JSON."""
     answer: Any = None
     """One of `shared/answers`, where its fields are told."""
+    slashes: str = ""
+    """The name in the path whose value may hold slashes."""
+
+    @property
+    def pattern(self) -> str:
+        """The path as aiohttp's router takes it."""
+        return self.path.replace(f"{{{self.slashes}}}", f"{{{self.slashes}:.+}}") if self.slashes else self.path
 
 
 def document(routes: Sequence[Route]) -> dict[str, Any]:

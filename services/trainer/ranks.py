@@ -58,7 +58,7 @@ class _Process:
         self.socket, theirs = socket.socketpair()
         with theirs:
             self.popen = subprocess.Popen(
-                [sys.executable, "-m", "opentinker.services.trainer.rank", str(theirs.fileno()), str(rank)],
+                [sys.executable, "-P", "-m", "opentinker.services.trainer.rank", str(theirs.fileno()), str(rank)],
                 stdin=subprocess.DEVNULL,
                 stdout=2,  # what libraries print goes into the trainer's log
                 pass_fds=[theirs.fileno()],

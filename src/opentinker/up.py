@@ -220,7 +220,7 @@ def service_specs(
         specs.append(
             ChildSpec(
                 name=worker,
-                argv=(sys.executable, "-m", f"opentinker.services.{module}"),
+                argv=(sys.executable, "-P", "-m", f"opentinker.services.{module}"),
                 env=env,
                 log=plan.data_dir / "logs" / f"{worker}.log",
                 healthy=partial(http_ok, health_port, "/healthz"),

@@ -1,4 +1,5 @@
-"""Programs in the shape of the published examples: imports beside `utils`, a config with attributes, options.
+"""Scripts in the shape of the published examples: imports beside `utils`, a config file with other people's keys,
+options. The tests lay them out as a checkout (tests/published_checkout.py) and run them from its root.
 
-python -m opentinker.client tests/published_scripts/math_rl.py scheduler_url=URL tokenizer_path=MODEL data_path=FILE
+opentinker script opentinker/client/math_rl.py scheduler_url=URL scheduler_api_key=KEY tokenizer_path=MODEL
 """

@@ -1,5 +1,7 @@
 """Gomoku on a game server of its own, whose statistics are logged."""
 
+from pathlib import Path
+
 from omegaconf import OmegaConf
 from utils.http_training_client import SchedulerClient, ServiceClient  # type: ignore[import-not-found]
 from utils.scheduler_client_lifecycle import get_lifecycle_manager  # type: ignore[import-not-found]
@@ -8,26 +10,19 @@ from opentinker.environment.base_game_environment import GameEnvironment
 from opentinker.environment.game_stats_client import GameStatsClient
 from opentinker.environment.gomoku import GomokuGame
 
-DEFAULTS = {
-    "adv_estimator": "grpo_per_step",
-    "rollout_n": 2,
-    "batch_size": 2,
-    "num_steps": 2,
-    "val_batch_size": 2,
-    "board_size": 5,
-    "max_prompt_tokens": 2048,
-    "max_new_tokens": 2048,
-    "multi_turn": {"max_user_turns": 3, "max_assistant_turns": 3, "max_tokens_per_turn": 3},
-    "interaction": {"name": "gomoku", "config": {"env_endpoint": None, "max_steps": 3}},
-}
-
 
 def main() -> None:
-    args = OmegaConf.merge(DEFAULTS, OmegaConf.from_cli())
-    scheduler = SchedulerClient(scheduler_url=args.scheduler_url)
-    job = scheduler.submit_job(config=OmegaConf.to_container(args, resolve=True), enable_agent_loop=True)
+    config = Path(__file__).parent / "client_config" / "gomoku_param.yaml"
+    args = OmegaConf.merge(OmegaConf.load(config), OmegaConf.from_cli())
+    scheduler = SchedulerClient(scheduler_url=args.scheduler_url, api_key=args.get("scheduler_api_key"))
+    job = scheduler.submit_job(
+        config=OmegaConf.to_container(args, resolve=True),
+        wandb_key=args.get("wandb_key"),
+        num_gpus=args.get("num_gpus"),
+    )
     get_lifecycle_manager().register_job(scheduler, job["job_id"])
-    game_kwargs = {"board_size": args.board_size, "max_total_steps": 3}
+    options = args.interaction.config
+    game_kwargs = {"board_size": options.get("board_size", 9), "max_total_steps": options.get("max_total_steps", 40)}
     env = GameEnvironment(game_class=GomokuGame, config=args, game_kwargs=game_kwargs, job_id=job["job_id"])
     assert env.env_endpoint is not None
     stats = GameStatsClient(env.env_endpoint, job_id=env.job_id)

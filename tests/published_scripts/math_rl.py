@@ -1,39 +1,21 @@
 """Single-turn mathematics: rows of files, answers in a box."""
 
+from pathlib import Path
+
 from omegaconf import OmegaConf
 from utils.http_training_client import SchedulerClient, ServiceClient  # type: ignore[import-not-found]
+from utils.own_helper import HELPS  # type: ignore[import-not-found]
 from utils.scheduler_client_lifecycle import get_lifecycle_manager  # type: ignore[import-not-found]
 from utils.utils import resolve_paths_in_config  # type: ignore[import-not-found]
 
+from opentinker.environment.game_stats_client import GameStatsClient
 from opentinker.environment.math import MathGame
 from opentinker.environment.math.math_env import MathGameEnvironment
 
-DEFAULTS = {
-    "project_name": "opentinker",
-    "experiment_name": "math_training",
-    "logger_backends": ["console"],
-    "algorithm": "agent_loop",
-    "adv_estimator": "grpo",
-    "rollout_n": 2,
-    "batch_size": 2,
-    "num_workers": 4,
-    "num_epochs": None,
-    "num_steps": 3,
-    "save_freq": 20000,
-    "test_freq": 2,
-    "val_batch_size": 2,
-    "temperature": 0.7,
-    "top_p": 1,
-    "max_prompt_tokens": 2048,
-    "max_new_tokens": 4,
-    "multi_turn": {"max_user_turns": 0, "max_assistant_turns": 1},
-    "interaction": {"name": "math", "config": {"max_steps": 1, "observation_template": "{observation}"}},
-    "scheduler_api_key": None,
-}
-
 
 def main() -> None:
-    args = OmegaConf.merge(DEFAULTS, OmegaConf.from_cli())
+    config = Path(__file__).parent / "client_config" / "math_param.yaml"
+    args = OmegaConf.merge(OmegaConf.load(config), OmegaConf.from_cli())
     args = resolve_paths_in_config(args)
     lifecycle = get_lifecycle_manager()
     scheduler = SchedulerClient(scheduler_url=args.scheduler_url, api_key=args.get("scheduler_api_key"))
@@ -44,6 +26,7 @@ def main() -> None:
         num_gpus=args.get("num_gpus"),
     )
     lifecycle.register_job(scheduler, job["job_id"])
+    endpoint = args.interaction.config.env_endpoint
     env = MathGameEnvironment(
         game_class=MathGame,
         config=args,
@@ -51,6 +34,10 @@ def main() -> None:
         val_data_paths=[args.val_data_path] if args.val_data_path else None,
         job_id=job["job_id"],
     )
+    print("interaction", env.get_interaction_config_path(), HELPS)
+    stats: GameStatsClient | None = GameStatsClient(endpoint, job_id=env.job_id)
+    if stats and not stats.health_check():
+        stats = None
     client = ServiceClient(
         server_url=job["server_url"],
         project_name=args.project_name,
@@ -67,6 +54,7 @@ def main() -> None:
             test_freq=args.test_freq,
             verbose=True,
             validate_before_training=True,
+            game_stats_client=stats,
         )
     finally:
         env.cleanup()

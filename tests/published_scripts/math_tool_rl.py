@@ -1,5 +1,7 @@
 """Mathematics with programs on the way, over several turns."""
 
+from pathlib import Path
+
 from omegaconf import OmegaConf
 from utils.http_training_client import SchedulerClient, ServiceClient  # type: ignore[import-not-found]
 from utils.scheduler_client_lifecycle import get_lifecycle_manager  # type: ignore[import-not-found]
@@ -7,21 +9,16 @@ from utils.scheduler_client_lifecycle import get_lifecycle_manager  # type: igno
 from opentinker.environment.math import CodeInterpreterMathGame
 from opentinker.environment.math.math_tool_env import MathCodeInterpreterEnvironment
 
-DEFAULTS = {
-    "adv_estimator": "grpo",
-    "rollout_n": 2,
-    "batch_size": 2,
-    "num_steps": 2,
-    "max_prompt_tokens": 2048,
-    "max_new_tokens": 2048,
-    "multi_turn": {"max_user_turns": 2, "max_assistant_turns": 2, "max_tokens_per_turn": 4},
-}
-
 
 def main() -> None:
-    args = OmegaConf.merge(DEFAULTS, OmegaConf.from_cli())
-    scheduler = SchedulerClient(scheduler_url=args.scheduler_url)
-    job = scheduler.submit_job(config=OmegaConf.to_container(args, resolve=True), enable_agent_loop=True)
+    config = Path(__file__).parent / "client_config" / "math_param.yaml"
+    args = OmegaConf.merge(OmegaConf.load(config), OmegaConf.from_cli())
+    scheduler = SchedulerClient(scheduler_url=args.scheduler_url, api_key=args.get("scheduler_api_key"))
+    job = scheduler.submit_job(
+        config=OmegaConf.to_container(args, resolve=True),
+        wandb_key=args.get("wandb_key"),
+        num_gpus=args.get("num_gpus"),
+    )
     get_lifecycle_manager().register_job(scheduler, job["job_id"])
     env = MathCodeInterpreterEnvironment(
         game_class=CodeInterpreterMathGame,

@@ -145,7 +145,7 @@ def everything(home: Path, port: int, workers: dict[str, int], *, keep: bool) ->
     log.parent.mkdir(parents=True, exist_ok=True)
     counts = [word for option, count in workers.items() for word in (f"--{option}", count)]
     options = ["--data-dir", home, "--port", port, *counts]
-    argv = [sys.executable, "-m", "opentinker.cli", "up", *map(str, options)]
+    argv = [sys.executable, "-P", "-m", "opentinker.cli", "up", *map(str, options)]
     if not keep:  # on a leash: it ends with us, even if we are killed
         argv = [sys.executable, "-I", "-S", LEASH, "hold", str(os.getpid()), *argv]
     environ = with_own_modules(dict(os.environ))

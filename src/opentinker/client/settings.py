@@ -20,7 +20,8 @@ PRESETS = {"gae": "ppo", "ppo": "ppo", "grpo": "grpo", "grpo_per_step": "grpo", 
 """`adv_estimator` -> our preset."""
 KL = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
 TALK = frozenset(
-    {"project_name", "experiment_name", "logger_backends", "scheduler_url", "scheduler_api_key", "wandb_key"}
+    {"project_name", "experiment_name", "logger_backends", "scheduler_url", "scheduler_api_key"}
+    | {"wandb_key", "num_gpus"}
     | {
         "enable_tracing",
         "weave_project",
@@ -142,6 +143,7 @@ def spec_of(
         "rollout": _rollout(settings, turns),
         "train": {"steps": steps, **_checkpoints(steps, save_freq), **_optimizer(settings)},
     }
+    settings.read.add("val_batch_size")
     if test_freq > 0 and val_rows and (episodes := int(settings.get("val_batch_size", val_rows))):
         validation = {"every": test_freq, "episodes": min(episodes, val_rows), "at_start": first_too}
         spec["validation"] = validation | {"config": {"split": "val"}}
@@ -157,6 +159,7 @@ def job_name(title: str) -> str:
 def _lora(settings: Settings) -> dict[str, Any]:
     rank = settings.first(("lora.lora_rank", "lora.rank", "lora_rank"), 0)
     if not rank:
+        settings.read |= {"lora.lora_alpha", "lora.alpha", "lora.target_modules"}
         return {}
     lora: dict[str, Any] = {"rank": int(rank), "alpha": float(settings.first(("lora.lora_alpha", "lora.alpha"), 16))}
     targets = settings.get("lora.target_modules", "all-linear")

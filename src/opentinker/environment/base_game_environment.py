@@ -14,7 +14,7 @@ import orjson
 from opentinker.client.settings import pick
 from opentinker.environment.base_data_generator import DynamicGameDataset
 from opentinker.environment.environment import BaseEnvironment, RewardFunctionSpec
-from opentinker.environment.game_server import GameServer, look_for, shard_of
+from opentinker.environment.game_server import Endpoints, GameServer, look_for
 from opentinker.environment.prompts import messages_of
 from opentinker.envs.base import EnvironmentConfig
 from opentinker.envs.game import AbstractGame, GameDataGenerator, PlayedGame, check_arguments
@@ -53,7 +53,8 @@ class Batches:
 
 class GameEnvironment(BaseEnvironment):
     """`config` is the program's (dict, OmegaConf, namespace). The game is played in the client's process, or, where
-    `interaction.config.env_endpoint` or `env_endpoint` names a game server, there; the start states are drawn here."""
+    `interaction.config.env_endpoint` or `env_endpoint` names a game server, there; the start states are drawn here.
+    With `bind_worker_to_endpoint` each of the `env_shards` game servers has one episode at a time."""
 
     def __init__(
         self,
@@ -67,11 +68,13 @@ class GameEnvironment(BaseEnvironment):
         self.game_kwargs = dict(game_kwargs or {})
         self.reward_function, self.job_id = reward_function, job_id or pick(config, "interaction.config.job_id")
         check_arguments(game_class, self.game_kwargs)
-        self.env_endpoint: str | None = pick(config, "interaction.config.env_endpoint", pick(config, "env_endpoint"))
+        self._endpoints = endpoints_of(config)
+        self.env_endpoint = None if self._endpoints is None else self._endpoints.places[0]
         self.max_steps = int(pick(config, "interaction.config.max_steps", pick(config, "max_steps", 100)))
-        self._shards = int(pick(config, "interaction.config.env_shards", pick(config, "env_shards", 1)))
         self._template = str(pick(config, "interaction.config.observation_template", OBSERVATION))
-        check_interaction(config, self._template, self._shards)
+        check_template(self._template)
+        if self._endpoints is not None and bound(config):
+            self.concurrency = len(self._endpoints.places)
         self.interaction_name = game_class(**self.game_kwargs).get_interaction_name()
         self.train_dataloader: Any = None
         self.val_dataloader: Any = None
@@ -124,8 +127,8 @@ class GameEnvironment(BaseEnvironment):
 
     def setup(self, client: Any) -> None:
         """Called by `set_config`. Raises GameServerError if there should be a game server and there is none."""
-        for shard in range(self._shards if self.env_endpoint else 0):
-            look_for(shard_of(str(self.env_endpoint), shard))
+        for place in self._endpoints.places if self._endpoints else ():
+            look_for(place)
 
     def get_interaction_config_content(self) -> dict[str, Any]:
         kind = f"{self.game_class.__module__}.{self.game_class.__qualname__}"
@@ -164,9 +167,7 @@ class GameEnvironment(BaseEnvironment):
 
             def make(self) -> AbstractGame:
                 game = owner.game_class(**owner.game_kwargs)
-                if owner.env_endpoint is None:
-                    return game
-                return GameServer(owner.env_endpoint, owner.job_id, game, owner._shards)
+                return game if owner._endpoints is None else GameServer(owner._endpoints, owner.job_id, game)
 
             def draw(self, game: AbstractGame, row: int) -> tuple[dict[str, Any], list[Message] | None]:
                 """The keyword arguments of `reset`, and the prompt if the row says it."""
@@ -190,16 +191,32 @@ class GameEnvironment(BaseEnvironment):
         return Served
 
 
-def check_interaction(config: Any, template: str, shards: int) -> None:
-    """Raises ValueError for what would be ignored."""
+def endpoints_of(config: Any) -> Endpoints | None:
+    """The game servers that a config names. Raises ValueError for what would be ignored."""
+    first = pick(config, "interaction.config.env_endpoint", pick(config, "env_endpoint"))
+    shards = int(pick(config, "interaction.config.env_shards", pick(config, "env_shards", 1)))
+    if shards < 1:
+        raise ValueError(f"env_shards = {shards}: must be at least 1")
+    if first:
+        return Endpoints(str(first), shards, exclusive=bound(config))
+    if bound(config):
+        raise ValueError(
+            "bind_worker_to_endpoint: there is no game server to bind to: give env_endpoint, or leave it out"
+        )
+    return None
+
+
+def bound(config: Any) -> bool:
+    """Whether a game server has one episode at a time."""
+    return bool(pick(config, "interaction.config.bind_worker_to_endpoint", False))
+
+
+def check_template(template: str) -> None:
+    """Raises ValueError for one that would hide the observation."""
     if OBSERVATION not in template:
         raise ValueError(
             f"observation_template = {template!r:.100}: must hold {OBSERVATION}, which stands for the text"
         )
-    if shards < 1:
-        raise ValueError(f"env_shards = {shards}: must be at least 1")
-    if pick(config, "interaction.config.bind_worker_to_endpoint", False):
-        raise ValueError("bind_worker_to_endpoint: episodes go to any game server here; leave it out")
 
 
 def create_game_environment(game_class: type[AbstractGame], config: Any, **game_kwargs: Any) -> GameEnvironment:

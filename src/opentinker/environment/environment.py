@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+CONCURRENCY = 64
 KINDS = ("config", "remote", "code")
 
 
@@ -36,6 +37,9 @@ class RewardFunctionSpec:
 
 class BaseEnvironment(ABC):
     """Subclass GameEnvironment, which does all of this, rather than this."""
+
+    concurrency = CONCURRENCY
+    """Episodes at once that `fit` serves from its process; further ones wait."""
 
     @abstractmethod
     def setup(self, client: Any) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import queue
+import threading
 import urllib.error
 import urllib.request
 import uuid
@@ -60,57 +63,95 @@ def shard_of(endpoint: str, shard: int) -> str:
     return urlunsplit(parts._replace(netloc=f"{parts.netloc.rpartition(':')[0]}:{parts.port + shard}"))
 
 
+class Endpoints:
+    """Game servers of one game: `shards` of them at consecutive ports, from `first` on. `exclusive` ones have one
+    episode at a time each: behind them stands something that cannot be shared, such as an emulated phone."""
+
+    def __init__(self, first: str, shards: int = 1, *, exclusive: bool = False) -> None:
+        self.places = [shard_of(first, shard) for shard in range(shards)]
+        self._free: queue.SimpleQueue[str] | None = queue.SimpleQueue() if exclusive else None
+        for place in self.places if exclusive else ():
+            self.give_back(place)
+
+    def take(self, instance: str) -> str:
+        """Where this episode is played. Blocks while all are taken. Raises GameServerError after TIMEOUT_S."""
+        if self._free is None:
+            return self.places[zlib.crc32(instance.encode()) % len(self.places)]
+        try:
+            return self._free.get(timeout=TIMEOUT_S)
+        except queue.Empty:
+            raise GameServerError(f"all {len(self.places)} game servers from {self.places[0]} on are taken") from None
+
+    def give_back(self, place: str) -> None:
+        if self._free is not None:
+            self._free.put(place)
+
+
 class RemoteEnvironmentClient:
-    """One game of a game server. Its calls block, and raise GameServerError."""
+    """Asks a game server, about any number of games. Raises GameServerError."""
 
-    def __init__(self, env_endpoint: str, job_id: str = "default", instance_id: str | None = None) -> None:
-        self.env_endpoint, self.job_id = env_endpoint, job_id
-        self.instance_id = instance_id or uuid.uuid4().hex
+    def __init__(self, env_endpoint: str, job_id: str = "default", timeout: float = TIMEOUT_S) -> None:
+        self.env_endpoint, self.job_id, self.timeout = env_endpoint, job_id, timeout
 
-    def reset(self, **kwargs: Any) -> dict[str, Any]:
+    async def reset(self, instance_id: str, **kwargs: Any) -> dict[str, Any]:
         """observation, system_prompt, game_state."""
-        return post(self.env_endpoint, "/reset", {**self._ids, **kwargs})
+        return await self._ask("/reset", instance_id, **kwargs)
 
-    def step(self, action: str) -> StepResult:
-        answer = post(self.env_endpoint, "/step", {**self._ids, "action": action})
-        return StepResult(
-            str(answer.get("observation", "")), answer["reward"], bool(answer["done"]), answer.get("info") or {}
-        )
+    async def step(self, instance_id: str, action: str) -> dict[str, Any]:
+        """observation, reward, done, info."""
+        return await self._ask("/step", instance_id, action=action)
 
-    def finalize(self) -> None:
+    async def finalize(self, instance_id: str) -> None:
         """The game is over, whatever its state."""
-        post(self.env_endpoint, "/finalize", self._ids)
+        await self._ask("/finalize", instance_id)
 
-    def health_check(self) -> bool:
-        return GameStatsClient(self.env_endpoint, self.job_id).health_check()
+    async def health_check(self) -> bool:
+        return await asyncio.to_thread(GameStatsClient(self.env_endpoint, self.job_id).health_check)
 
-    @property
-    def _ids(self) -> dict[str, str]:
-        return {"instance_id": self.instance_id, "job_id": self.job_id}
+    async def _ask(self, route: str, instance_id: str, **more: Any) -> dict[str, Any]:
+        body = {"instance_id": instance_id, "job_id": self.job_id, **more}
+        return await asyncio.to_thread(post, self.env_endpoint, route, body, self.timeout)
+
+
+def result_of(answer: dict[str, Any]) -> StepResult:
+    """Of a server's answer to /step."""
+    info = answer.get("info") or {}
+    return StepResult(str(answer.get("observation", "")), answer["reward"], bool(answer["done"]), info)
 
 
 class GameServer(AbstractGame):
-    """One episode of a game played by the server at `endpoint`, one of `shards`. `local` draws its start state."""
+    """One episode of a game played by one of the servers at `endpoints`. `local` draws its start state."""
 
     concurrent = True
 
-    def __init__(self, endpoint: str, job: str | None, local: AbstractGame, shards: int = 1) -> None:
-        self._local = local
-        instance = uuid.uuid4().hex
-        place = shard_of(endpoint, zlib.crc32(instance.encode()) % shards)
-        self._remote = RemoteEnvironmentClient(place, job or "default", instance)
+    def __init__(self, endpoints: Endpoints, job: str | None, local: AbstractGame) -> None:
+        self._endpoints, self._local = endpoints, local
+        self._ids = {"instance_id": uuid.uuid4().hex, "job_id": job or "default"}
+        self._place: str | None = None
+        self._closed = False
+        self._placing = threading.Lock()
         self._system: str | None = None
 
     def generate_initial_state(self) -> dict[str, Any]:
         return self._local.generate_initial_state()
 
     def reset(self, **kwargs: Any) -> str:
-        answer = self._remote.reset(**kwargs)
+        answer = post(self._taken(), "/reset", {**self._ids, **kwargs})
         self._system = answer.get("system_prompt") or self._local.get_system_prompt()
         return str(answer["observation"])
 
+    def _taken(self) -> str:
+        if self._place is None:
+            place = self._endpoints.take(self._ids["instance_id"])
+            with self._placing:
+                if self._closed:  # meanwhile, by whoever no longer waited for it
+                    self._endpoints.give_back(place)
+                    raise GameServerError("the episode was closed before a game server was free")
+                self._place = place
+        return self._place
+
     def step(self, action: str) -> StepResult:
-        return self._remote.step(action)
+        return result_of(post(self._taken(), "/step", {**self._ids, "action": action}))
 
     def get_system_prompt(self) -> str | None:
         return self._system
@@ -120,5 +161,12 @@ class GameServer(AbstractGame):
 
     def close(self) -> None:
         """A server that has forgotten a finished instance says so, and need not be told."""
-        with contextlib.suppress(GameServerError):
-            self._remote.finalize()
+        with self._placing:
+            place, self._place, self._closed = self._place, None, True
+        if place is None:
+            return
+        try:
+            with contextlib.suppress(GameServerError):
+                post(place, "/finalize", self._ids)
+        finally:
+            self._endpoints.give_back(place)

@@ -11,10 +11,11 @@ import orjson
 
 
 class GameStatsClient:
-    """Every method gives None, or False, when the server is not reached: training does not depend on it."""
+    """Every method gives None, or False, when the server is not reached, or there is none (`game_server_url` None):
+    training does not depend on it."""
 
-    def __init__(self, game_server_url: str, job_id: str = "default", timeout: float = 5.0) -> None:
-        self.url, self.job_id, self.timeout = game_server_url.rstrip("/"), job_id, timeout
+    def __init__(self, game_server_url: str | None, job_id: str = "default", timeout: float = 5.0) -> None:
+        self.url, self.job_id, self.timeout = (game_server_url or "").rstrip("/"), job_id, timeout
 
     def health_check(self) -> bool:
         return self._ask("GET", "/health") is not None
@@ -38,6 +39,8 @@ class GameStatsClient:
         return list((self._ask("GET", "/stats/jobs") or {}).get("jobs", []))
 
     def _ask(self, method: str, path: str) -> dict[str, Any] | None:
+        if not self.url:
+            return None
         request = urllib.request.Request(f"{self.url}{path}?job_id={quote(self.job_id)}", method=method)
         try:
             with urllib.request.urlopen(request, timeout=self.timeout) as response:

@@ -10,7 +10,7 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from opentinker.environment.base_game_environment import OBSERVATION, check_interaction
+from opentinker.environment.base_game_environment import OBSERVATION, check_template, endpoints_of
 from opentinker.environment.game_server import GameServer
 from opentinker.envs.game import AbstractGame, StepResult, opening_of
 
@@ -32,16 +32,16 @@ class _Elsewhere(AbstractGame):
 
 
 class GymEnvironmentInteraction:
-    """`config`: env_endpoint (and env_shards) of game servers, or env_factory, which makes a game; job_id, max_steps,
-    observation_template. Blocking calls are made in threads."""
+    """`config`: env_endpoint (with env_shards, bind_worker_to_endpoint) of game servers, or env_factory, which makes a
+    game; job_id, max_steps, observation_template. Blocking calls are made in threads."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         self.config = dict(config)
         self.name = str(self.config.get("name", "gym"))
         self.max_steps = int(self.config.get("max_steps", 100))
         self._template = str(self.config.get("observation_template", OBSERVATION))
-        self._shards = int(self.config.get("env_shards", 1))
-        check_interaction({"interaction": {"config": self.config}}, self._template, self._shards)
+        self._endpoints = endpoints_of({"interaction": {"config": self.config}})
+        check_template(self._template)
         if bool(self.config.get("env_endpoint")) == bool(self.config.get("env_factory")):
             raise ValueError("config: give env_endpoint or env_factory, one of them")
         self._games: dict[str, AbstractGame] = {}
@@ -82,7 +82,8 @@ class GymEnvironmentInteraction:
         factory: Callable[[], AbstractGame] | None = self.config.get("env_factory")
         if factory is not None:
             return factory()
-        return GameServer(str(self.config["env_endpoint"]), self.config.get("job_id"), _Elsewhere(), self._shards)
+        assert self._endpoints is not None
+        return GameServer(self._endpoints, self.config.get("job_id"), _Elsewhere())
 
     def _game(self, instance_id: str) -> AbstractGame:
         if instance_id not in self._games:

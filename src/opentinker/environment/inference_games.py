@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
+import uuid
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
-from opentinker.environment.game_server import GameServerError, RemoteEnvironmentClient
+from opentinker.environment.game_server import GameServerError, RemoteEnvironmentClient, result_of
 from opentinker.envs.adapters.library import Randomness
 from opentinker.envs.game import AbstractGame, StepResult, alone, in_turn, opening_of
 
@@ -59,27 +61,28 @@ class LocalGame:
 
 
 class RemoteGame:
+    """Played by a game server."""
+
     def __init__(self, client: RemoteEnvironmentClient, state: dict[str, Any]) -> None:
         self._client, self._state = client, state
+        self._instance = uuid.uuid4().hex
         self._done = True
 
     async def open(self) -> Chat:
-        answer = await asyncio.to_thread(partial(self._client.reset, **self._state))
+        answer = await self._client.reset(self._instance, **self._state)
         self._done = False
         return _chat(answer.get("system_prompt"), str(answer["observation"]))
 
     async def step(self, action: str) -> StepResult:
-        result = await asyncio.to_thread(self._client.step, action)
+        result = result_of(await self._client.step(self._instance, action))
         self._done = result.done
         return result
 
     async def close(self) -> None:
         """A server forgets a game that is done by itself; one that does not answer is none to tell anything."""
         if not self._done:
-            try:
-                await asyncio.to_thread(self._client.finalize)
-            except GameServerError:
-                return
+            with contextlib.suppress(GameServerError):
+                await self._client.finalize(self._instance)
 
 
 def _chat(system: str | None, first: str) -> Chat:

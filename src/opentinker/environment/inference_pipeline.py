@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+import uuid
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -18,7 +19,8 @@ from typing import Any
 
 import orjson
 
-from opentinker.client.utils.inference_client import InferenceSchedulerClient, check_tokenizer
+from opentinker.client.utils.inference_client import MEMORY, InferenceSchedulerClient, check_tokenizer
+from opentinker.client.utils.scheduler_client_lifecycle import get_lifecycle_manager
 from opentinker.environment.chat_client import ChatError, ChatServer
 from opentinker.environment.game_server import RemoteEnvironmentClient
 from opentinker.environment.inference_games import Chat, LocalGame, Play, RemoteGame
@@ -48,7 +50,7 @@ Sample = dict[str, Any]
 class InferenceResult:
     """What became of one sample."""
 
-    sample_id: int
+    sample_id: int | str
     messages: Chat
     """Both sides' words."""
     prompt_text: str
@@ -63,7 +65,8 @@ class InferenceResult:
     """Of the model."""
     ground_truth: Any = None
     info: dict[str, Any] = field(default_factory=dict)
-    """Of the last step; `error` where the game failed, or the server did not take the conversation."""
+    """Of the last step, and of all steps under `env_info`; `error` where the game failed, or the server refused the
+    conversation."""
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -84,33 +87,53 @@ def generate_samples(
     return [{**generator.generate_sample(i), "seed": seed + i} for i in range(num_samples)]
 
 
+@dataclass(frozen=True)
+class Sampling:
+    """How turns are generated: each of up to `max_tokens_per_turn` tokens, those of a sample of up to `max_tokens`."""
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    max_tokens: int = 4096
+    max_tokens_per_turn: int | None = None
+
+
 class InferencePipeline:
-    """`run` plays samples. A turn of the model has up to `max_tokens_per_turn` tokens, a sample up to `max_tokens`,
-    `max_assistant_turns` turns (0: any number) and, unless it is 0, `max_user_turns` observations after the first; a
-    conversation of `max_context_length` tokens is not continued. The server renders and tokenises with the model's own
-    tokenizer: `tokenizer_path` is refused where it names another one. `game_kwargs` are those of the game's
-    constructor."""
+    """`run` plays samples, `run_single_inference` one. A sample has up to `max_assistant_turns` turns (0: any number)
+    and, unless it is 0, `max_user_turns` observations after the first; a conversation of `max_context_length` tokens is
+    not continued. The server renders and tokenises with the model's own tokenizer: `tokenizer_path` is refused where it
+    names another one. `game_kwargs` are those of the game's constructor.
+
+    Without `vllm_server_url` an inference job of `model_path` is submitted to the service (OPENTINKER_URL), and answers
+    when the constructor returns. `close` ends it, as does the end of the program. `tensor_parallel_size`,
+    `gpu_memory_utilization` and `trust_remote_code` are that job's (InferenceSchedulerClient).
+    """
 
     def __init__(
         self,
         model_path: str | None = None,
-        game_class: type[AbstractGame] | None = None,
+        tokenizer_path: str | None = None,
+        vllm_server_url: str | None = None,
         env_endpoint: str | None = None,
         job_id: str = "default",
-        vllm_server_url: str | None = None,
-        tokenizer_path: str | None = None,
+        max_user_turns: int = 0,
+        max_assistant_turns: int = 1,
+        max_context_length: int = 30000,
+        tensor_parallel_size: int = 1,
+        gpu_memory_utilization: float = MEMORY,
+        trust_remote_code: bool = True,
+        *,
+        game_class: type[AbstractGame] | None = None,
         temperature: float = 0.0,
         top_p: float = 1.0,
         max_tokens: int = 4096,
         max_tokens_per_turn: int | None = None,
-        max_user_turns: int = 0,
-        max_assistant_turns: int = 1,
-        max_context_length: int = 30000,
         concurrency: int = AT_ONCE,
         **game_kwargs: Any,
     ) -> None:
-        if vllm_server_url is None:
-            raise ValueError("vllm_server_url is missing: submit_inference_job gives one")
+        if vllm_server_url is None and model_path is None:
+            raise ValueError("there is no model: give model_path, or the vllm_server_url of an inference job")
+        if vllm_server_url is not None and tensor_parallel_size != 1:
+            raise ValueError("tensor_parallel_size is the server's, which vllm_server_url names: leave it out")
         check_tokenizer(model_path, tokenizer_path)
         if game_class is None and env_endpoint is None:
             raise ValueError("there is nothing to play: give game_class, or env_endpoint of a game server")
@@ -120,15 +143,37 @@ class InferencePipeline:
             )
         if game_class is not None:
             check_arguments(game_class, game_kwargs)
-        self.server_url, self.model_path = vllm_server_url, model_path
+        self.model_path = model_path
         self.game_class, self.game_kwargs = game_class, game_kwargs
         self.env_endpoint, self.job_id = env_endpoint, job_id
-        self.sampling = {"temperature": temperature, "top_p": top_p}
-        self.max_tokens, self.max_tokens_per_turn = max_tokens, max_tokens_per_turn or max_tokens
+        self.env_client = None if env_endpoint is None else RemoteEnvironmentClient(env_endpoint, job_id)
+        """Who plays, where it is no game of this process; another one may be set between samples."""
+        self.sampling = Sampling(temperature, top_p, max_tokens, max_tokens_per_turn)
         self.max_user_turns, self.max_assistant_turns = max_user_turns, max_assistant_turns
         self.max_context_length, self.concurrency = max_context_length, concurrency
         self.finished: dict[int, InferenceResult] = {}
         """Of the samples of the last run, by number: also where it was broken off."""
+        self._scheduler: InferenceSchedulerClient | None = None
+        self._serving = ""
+        """The job that this pipeline has submitted."""
+        options = {
+            "tensor_parallel_size": tensor_parallel_size,
+            "gpu_memory_utilization": gpu_memory_utilization,
+            "trust_remote_code": trust_remote_code,
+        }
+        self.server_url = vllm_server_url or self._submit(str(model_path), options)
+
+    def _submit(self, model_path: str, options: dict[str, Any]) -> str:
+        self._scheduler = InferenceSchedulerClient()
+        job = self._scheduler.submit_inference_job(model_path, **options, opentinker={"serving": {"idle_s": IDLE_S}})
+        self._serving = str(job["job_id"])
+        get_lifecycle_manager().register_job(self._scheduler, self._serving)
+        return str(job["vllm_server_url"])
+
+    def close(self) -> None:
+        """Completes the inference job that this pipeline has submitted, if any."""
+        if self._scheduler is not None:
+            self._scheduler.complete_job(self._serving)
 
     def run(self, samples: Sequence[Sample]) -> list[InferenceResult]:
         """One result per sample, in their order. Raises ChatError when the server refuses or is gone, RuntimeError when
@@ -157,10 +202,35 @@ class InferencePipeline:
             raise RuntimeError(f"every sample failed; the first: {failed[0].info['error']}")
         return results
 
+    async def run_single_inference(
+        self,
+        messages: Chat,
+        env_kwargs: dict[str, Any],
+        temperature: float = 0.0,
+        top_p: float = 1.0,
+        max_tokens: int = 4096,
+        max_tokens_per_turn: int | None = None,
+    ) -> InferenceResult:
+        """Plays one sample: `messages` are the prompt, `env_kwargs` the game's start state. Raises ChatError, and what
+        the game raises."""
+        sampling = Sampling(temperature, top_p, max_tokens, max_tokens_per_turn)
+        prompt = [dict(message) for message in messages]
+        result = InferenceResult(uuid.uuid4().hex, prompt, _text(prompt), "", 0.0, False, 0)
+        result.ground_truth = env_kwargs.get("ground_truth")
+        game = self._game({"env_kwargs": env_kwargs}, asyncio.Lock())
+        try:
+            await game.open()
+            async with ChatServer(self.server_url, self.model_path) as server:
+                await self._turns(result, game, server, sampling)
+        finally:
+            await _close(game, result)
+        result.response_text = _said(result)
+        return result
+
     def _game(self, sample: Sample, turn: asyncio.Lock) -> Play:
         state = dict(sample.get("env_kwargs") or {})
-        if self.env_endpoint is not None:
-            return RemoteGame(RemoteEnvironmentClient(self.env_endpoint, self.job_id), state)
+        if self.env_client is not None:
+            return RemoteGame(self.env_client, state)
         assert self.game_class is not None
         return LocalGame(partial(self.game_class, **self.game_kwargs), state, sample.get("seed"), turn)
 
@@ -171,7 +241,7 @@ class InferencePipeline:
             opening = await game.open()
             result.messages = _prompt(sample, opening)
             result.prompt_text = _text(result.messages)
-            await self._turns(result, game, server)
+            await self._turns(result, game, server, self.sampling)
         except ChatError as error:
             if error.status not in OF_THE_SAMPLE:
                 raise
@@ -180,20 +250,23 @@ class InferencePipeline:
             result.info = {**result.info, "error": f"{type(error).__name__}: {error}"}
         finally:
             await _close(game, result)
-        result.response_text = _text([m for m in result.messages if m["role"] == "assistant"])
+        result.response_text = _said(result)
         return result
 
-    async def _turns(self, result: InferenceResult, game: Play, server: ChatServer) -> None:
-        left = self.max_tokens
+    async def _turns(self, result: InferenceResult, game: Play, server: ChatServer, sampling: Sampling) -> None:
+        left, trace = sampling.max_tokens, []
         while True:
-            limit = min(left, self.max_tokens_per_turn)
-            answer = await server.chat(result.messages, max_tokens=limit, **self.sampling)
+            limit = min(left, sampling.max_tokens_per_turn or left)
+            answer = await server.chat(
+                result.messages, max_tokens=limit, temperature=sampling.temperature, top_p=sampling.top_p
+            )
             text = answer["choices"][0]["message"]["content"] or ""
             result.messages.append({"role": "assistant", "content": text})
             result.num_turns += 1
             step = await game.step(text)
+            trace.append(dict(step.info))
             result.reward += float(step.reward)
-            result.done, result.info = bool(step.done), dict(step.info)
+            result.done, result.info = bool(step.done), {**step.info, "env_info": trace}
             usage = answer["usage"]
             left -= usage["completion_tokens"]
             turns = result.num_turns
@@ -235,36 +308,25 @@ def run_inference(
     completed in the end. With `output_path` every result is a line of JSON there, also where the server refuses or is
     gone before the last one. Everything else: InferencePipeline.
     """
-    if vllm_server_url is None:
-        if model_path is None:
-            raise ValueError("there is no model: give model_path, or the vllm_server_url of an inference job")
-        scheduler = InferenceSchedulerClient()
-        job = scheduler.submit_inference_job(
-            model_path, tensor_parallel_size=tensor_parallel_size, opentinker={"serving": {"idle_s": IDLE_S}}
-        )
-        url = str(job["vllm_server_url"])
-    elif tensor_parallel_size != 1:
-        raise ValueError("tensor_parallel_size is the server's, which vllm_server_url names: leave it out")
-    else:
-        scheduler, job, url = None, {}, vllm_server_url
+    pipeline = InferencePipeline(
+        model_path=model_path,
+        tokenizer_path=tokenizer_path,
+        vllm_server_url=vllm_server_url,
+        env_endpoint=env_endpoint,
+        job_id=job_id,
+        max_user_turns=max_user_turns,
+        max_assistant_turns=max_assistant_turns,
+        max_context_length=max_context_length,
+        tensor_parallel_size=tensor_parallel_size,
+        game_class=game_class,
+        temperature=temperature,
+        top_p=top_p,
+        max_tokens=max_tokens,
+        max_tokens_per_turn=max_tokens_per_turn,
+        concurrency=concurrency,
+        **game_kwargs,
+    )
     try:
-        pipeline = InferencePipeline(
-            model_path=model_path,
-            game_class=game_class,
-            env_endpoint=env_endpoint,
-            job_id=job_id,
-            vllm_server_url=url,
-            tokenizer_path=tokenizer_path,
-            temperature=temperature,
-            top_p=top_p,
-            max_tokens=max_tokens,
-            max_tokens_per_turn=max_tokens_per_turn,
-            max_user_turns=max_user_turns,
-            max_assistant_turns=max_assistant_turns,
-            max_context_length=max_context_length,
-            concurrency=concurrency,
-            **game_kwargs,
-        )
         samples = _samples(data_path, game_class, max_samples, game_kwargs)
         try:
             results = pipeline.run(samples)
@@ -272,8 +334,7 @@ def run_inference(
             if output_path is not None:
                 _write(Path(output_path), pipeline.finished)
     finally:
-        if scheduler is not None:
-            scheduler.complete_job(job["job_id"])
+        pipeline.close()
     _say(results, output_path)
     return results
 
@@ -313,6 +374,10 @@ def _prompt(sample: Sample, opening: Chat) -> Chat:
 
 def _text(messages: Chat) -> str:
     return "\n\n".join(str(message.get("content") or "") for message in messages)
+
+
+def _said(result: InferenceResult) -> str:
+    return _text([message for message in result.messages if message["role"] == "assistant"])
 
 
 def _say(results: list[InferenceResult], output_path: str | None) -> None:

@@ -33,6 +33,7 @@ __all__ = ["InferenceSchedulerClient", "SchedulerClient", "ServiceClient"]
 
 ATTACH = "OPENTINKER_ATTACH"
 POLL_S = 0.5
+WAIT_SAID_S = 3.0
 SHOWN = {"reward/mean": "reward", "loss/policy": "loss", "mismatch/mean": "mismatch", "step_seconds": "s/step"}
 
 
@@ -161,7 +162,12 @@ class ServiceClient:
             client = held.enter_context(Client(self.url, on_wait=say))
             attached = os.environ.get(ATTACH)
             served = held.enter_context(
-                serve_environment(env.environment_class(), name=_served_name(client, attached), url=self.url)
+                serve_environment(
+                    env.environment_class(),
+                    name=_served_name(client, attached),
+                    concurrency=env.concurrency,
+                    url=self.url,
+                )
             )
             if attached is None:
                 spec = spec_of(
@@ -205,14 +211,16 @@ def _served_name(client: Client, job: str | None) -> str:
 
 
 def _follow(client: Client, job: str, verbose: bool, stats: Any, every: int) -> dict[str, float]:
-    """Shows the job's progress, and while it waits for something, for what. Returns its last metrics."""
+    """Shows the job's progress, and for what it waits if that takes WAIT_SAID_S. Returns its last metrics."""
     last: dict[str, float] = {}
-    after, waits = 0, ""
+    after, said, since = 0, "", time.monotonic()
     while True:
         record = client.job(job)
-        if verbose and record["waiting_for"] != waits:
-            waits = record["waiting_for"]
-            say(f"job {job} waits for {waits}{_way_out(record, waits)}" if waits else f"job {job} is {record['state']}")
+        waits = record["waiting_for"]
+        since = since if waits else time.monotonic()
+        if verbose and waits not in ("", said) and time.monotonic() - since >= WAIT_SAID_S:
+            said = waits
+            say(f"job {job} waits for {waits}{_way_out(record, waits)}")
         for point in client.metrics(job, after):
             after = point["cursor"]
             if point["source"] == "trainer":

@@ -85,6 +85,8 @@ class GomokuGame(AbstractGame):
         return str(self.board)
 
     def step(self, action: str) -> StepResult:
+        if self.board.over:
+            return StepResult(f"The game is over.\n\n{self.board}", 0.0, True, self._info(""))
         self.steps += 1
         field = (read := self.board.read(action)).field
         if field is None:

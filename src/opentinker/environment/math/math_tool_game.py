@@ -36,8 +36,8 @@ class CodeInterpreterMathGame(MathGame):
         if max_turns < 0:
             raise ValueError(f"max_turns = {max_turns}: must not be negative")
         self.sandbox_url, self.max_turns, self.timeout = sandbox_url, max_turns, timeout
-        self.kept = KEPT["sandbox" if sandbox_url else backend]
         self._python = SandboxClient(sandbox_url, timeout) if sandbox_url else Python(backend, timeout)
+        self.kept = KEPT["sandbox" if sandbox_url else backend]
         self.turns = self.programs = self.failed = 0
 
     def reset(self, ground_truth: Any = None, data_source: str = "math", extra_info: Any = None, **kwargs: Any) -> str:

@@ -1,0 +1,3 @@
+"""What the phone shows."""
+
+GOAL = "Open the contacts."
