@@ -211,10 +211,10 @@ def can_listen(port: int) -> bool:
 # --- what they leave behind -----------------------------------------------------------------------------------------
 
 
-async def test_a_script_says_for_what_its_job_waits_and_sigterm_ends_both(typed: Typed) -> None:
+async def test_a_script_says_for_what_its_job_waits_and_sigterm_ends_both(typed: Typed, tiny: Path) -> None:
     host = typed.cluster.client.url.replace("127.0.0.1", "localhost")  # names are looked up at exit too
-    options = f"tokenizer_path={typed.model}", f"data_path={typed.rows('train')}", HERE, f"scheduler_url={host}"
-    process = await typed.begin("math_rl", *options, TOY[0])  # num_gpus is the config's 4
+    options = f"tokenizer_path={tiny}", f"data_path={typed.rows('train')}", HERE, f"scheduler_url={host}"
+    process = await typed.begin("math_rl", *options)  # num_gpus is the config's 4
     said = await said_by(process, "waits for ")
     assert "GPU" in said and "num_gpus=null trains without" in said
     process.send_signal(signal.SIGTERM)

@@ -23,7 +23,7 @@ def main() -> None:
     env = Geo3KToolEnvironment(args, **data, max_retries=1) if args.get("tool") else Geo3KGameEnvironment(args, **data)
     client = ServiceClient(server_url=job["server_url"], project_name="opentinker", experiment_name="geo3k")
     client.set_config(args, env)
-    metrics = client.fit(env, num_steps=args.num_steps, test_freq=2)
+    metrics = client.fit(env, num_steps=args.num_steps, save_freq=args.save_freq, test_freq=2)
     print("final", metrics["training/global_step"])
 
 

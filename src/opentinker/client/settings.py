@@ -181,7 +181,9 @@ def _algorithm(settings: Settings) -> dict[str, Any]:
     if estimator == "reinforce_plus_plus_baseline":
         algorithm["advantage"] = "reinforce_pp_baseline"
     grouped = PRESETS[estimator] in ("grpo", "rloo") or "advantage" in algorithm
-    algorithm["group_size"] = int(settings.get("rollout_n", 8 if grouped else 1)) if grouped else 1
+    algorithm["group_size"] = int(settings.get("rollout_n", 8)) if grouped else 1
+    if settings.said("rollout_n") == algorithm["group_size"]:
+        settings.read.add("rollout_n")
     if estimator == "grpo_per_step":
         algorithm["advantage"] = "per_turn"
     kl = settings.first(("kl.kl_loss_coef", "kl.kl_coef"), 0.0)
