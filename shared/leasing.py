@@ -8,11 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import math
-import os
-import socket
 import sys
 import time
-import uuid
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -23,11 +20,12 @@ from redis.exceptions import RedisError
 
 from opentinker.shared.errors import Conflict, Fenced, JobFailed, NotFound, OpenTinkerError, SpecError
 from opentinker.shared.gpus import visible
+from opentinker.shared.machine import worker_info
 from opentinker.shared.service import Context, first_failure
 from opentinker.shared.spec import JobSpec, parse_spec
 from opentinker.shared.subjects import WAKE
 from opentinker.shared.tracing import trace_id
-from opentinker.shared.types import JobState, Lease, Pool, WorkerInfo
+from opentinker.shared.types import JobState, Lease, Pool
 from opentinker.shared.usage import metered
 from opentinker.shared.waiting import AGAIN_S, put_down, rest, set_within
 
@@ -70,14 +68,7 @@ class LeasedWorker:
         """Patterns of what the work would leave behind if this process began anew in the middle; `work` says them."""
         self._silent = False
         """No more beats: this process is about to begin anew."""
-        self.info = WorkerInfo(
-            id=ctx.worker,
-            incarnation=uuid.uuid4().hex[:12],
-            pool=pool,
-            host=socket.gethostname(),
-            pid=os.getpid(),
-            cores=os.cpu_count() or 0,
-        )
+        self.info = worker_info(ctx.worker, pool)
 
     @property
     def ending(self) -> bool:

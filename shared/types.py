@@ -233,6 +233,8 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
     gpus: list[Gpu] = []
     cores: int = 0
     """CPUs of its machine; 0: it did not say."""
+    machine: str = ""
+    """The same for all workers of one machine, in containers too; empty: it did not say."""
 
     def ready_for(self, job: str) -> bool:
         """A rollout worker of the job that has loaded its model."""

@@ -49,6 +49,16 @@ class Project:
         files = [word for file in self._files for word in ("-f", file)]
         return await self._run("docker", "compose", "-p", self.name, *files, "--profile", "cpu", *words)
 
+    async def upgrade(self, *options: str) -> str:
+        """deploy/upgrade.sh, which finds the project as a person's would: by variables."""
+        named = {"COMPOSE_PROJECT_NAME": self.name, "COMPOSE_FILE": ":".join(self._files), "COMPOSE_PROFILES": "cpu"}
+        self._environ |= named
+        try:
+            return await self._run("sh", "deploy/upgrade.sh", *options)
+        finally:
+            for name in named:
+                del self._environ[name]
+
     async def docker(self, *words: str) -> str:
         return await self._run("docker", *words)
 

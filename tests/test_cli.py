@@ -65,6 +65,21 @@ def test_an_inference_job_is_not_run_to_its_end() -> None:
     assert done.returncode == 1 and "an inference job has no end to wait for" in done.stderr
 
 
+def test_settings_of_the_file_are_changed_by_options() -> None:
+    path = ROOT / "examples" / "copy_digits.toml"
+    done = typed("validate", path, "--quick", "--set", "train.lr=-1", "--set", "resources.rollout_workers=2")
+    assert done.returncode == 2 and "train.lr = -1" in done.stderr and "rollout_workers" not in done.stderr
+    done = typed("validate", path, "--quick", "--set", "train.target.exact=0.5", "--set", "name=Ünique name")
+    assert done.returncode == 0, done.stderr
+    for wrong in ("train.lr", "=1", "name.x=1"):
+        assert typed("validate", path, "--quick", "--set", wrong).returncode == 2
+
+
+def test_hints_name_the_command_as_it_is_reached_from_outside_a_container(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPENTINKER_COMMAND", "docker compose exec scheduler opentinker")
+    assert as_typed("watch", "j-1") == "docker compose exec scheduler opentinker watch j-1"
+
+
 def test_every_mistake_of_a_spec_is_reported_at_once(tmp_path: Path) -> None:
     spec = tmp_path / "job.toml"
     spec.write_text('name = ""\nfoo = 1\n[model]\n[train]\nsteps = 0\n[environment]\nname = "copy_digits"\n')
@@ -187,6 +202,12 @@ def test_a_json_log_line_is_made_readable() -> None:
     line = orjson.dumps({"event": "ready", "level": "info", "timestamp": "2026-11-21T12:03:44Z", "step": 3})
     assert format_line("trainer-0", line.decode()) == "12:03:44  trainer-0     info     ready step=3"
     assert format_line("nats", "[1] listening") == "nats  [1] listening"
+
+
+def test_json_lines_of_standard_input_are_made_readable(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = '{"event":"job_started","level":"info","timestamp":"2026-01-02T03:04:05Z","worker":"trainer-0"}\n'
+    monkeypatch.setattr(sys, "stdin", io.StringIO(f"{lines}not JSON\n"))
+    assert typed("logs", "-").stdout.splitlines() == ["03:04:05  trainer-0     info     job_started", "not JSON"]
 
 
 def test_following_logs_sees_new_lines_and_rotations(tmp_path: Path) -> None:

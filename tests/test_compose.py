@@ -22,11 +22,26 @@ from tests.cluster import ROOT
 
 COMPOSE: dict[str, Any] = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
 BUILT: dict[str, dict[str, Any]] = {
-    name: service for name, service in COMPOSE["services"].items() if "build" in service
-}  # fmt: skip
+    name: service
+    for name, service in COMPOSE["services"].items()
+    if service["image"].startswith("${OPENTINKER_IMAGES:-opentinker}/")
+}
 """Ours; others are for looking on."""
 ONCE = {"init", "places", "tiny-model"}
 LOCKS = ROOT / "deploy" / "locks"
+
+
+def test_each_image_is_built_by_one_service() -> None:
+    """Compose gives what it builds a label with the service's name: of two builds of a tag one replaces the other, and
+    every container is made anew at the next `up`."""
+    built = [service["image"] for service in BUILT.values() if "build" in service]
+    assert sorted(built) == sorted({service["image"] for service in BUILT.values()})
+
+
+def test_how_many_workers_there_are_stands_in_the_environment_file() -> None:
+    for service, name in (("env-worker", "OPENTINKER_ENV_WORKERS"), ("rollout-worker", "OPENTINKER_ROLLOUT_WORKERS")):
+        assert BUILT[service]["deploy"]["replicas"] == f"${{{name}:-1}}"
+        assert name in (ROOT / "docs" / "operating.md").read_text()
 
 
 @pytest.mark.parametrize("name", BUILT)

@@ -29,6 +29,7 @@ from tests.conftest import free_port, until
 from tests.lineage import faults
 from tests.object_store import ACCESS, SECRET, make_bucket, s3_server
 
+IMAGES = ("light", "cpu", "servers")
 LIGHT_BYTES = 300_000_000
 EXAMPLES = ROOT / "examples"
 PARITY = EXAMPLES / "environments" / "parity"
@@ -68,6 +69,7 @@ async def test_jobs_train_while_containers_come_and_go(tmp_path: Path) -> None:
         async with AsyncClient(f"http://127.0.0.1:{port}", api_key=key, wait_s=60) as client:
             job = await _trains_while_all_are_harmed(project, client, tmp_path)
             await _is_served(client, job)
+            await _is_upgraded(project, client, tmp_path)
             await _trains_an_adapter(client)
             await _trains_in_sandboxes(client)
             await _sees(client)
@@ -81,7 +83,7 @@ async def test_jobs_train_while_containers_come_and_go(tmp_path: Path) -> None:
 
 async def _up(project: Project) -> None:
     await project.compose("--profile", "tiny-model", "build")
-    sizes = {kind: await project.bytes_of(f"opentinker/{kind}") for kind in ("light", "cpu", "servers")}
+    sizes = {kind: await project.bytes_of(f"opentinker/{kind}") for kind in IMAGES}
     tell(", ".join(f"{kind} {size / 1e6:.0f} MB" for kind, size in sizes.items()))
     assert sizes["light"] < LIGHT_BYTES
     await project.compose("run", "--rm", "tiny-model")
@@ -205,6 +207,34 @@ async def _is_served(client: AsyncClient, job: str) -> None:
     record = await client.wait(served, LONG_S)
     assert record["state"] == "succeeded", record["reason"]
     tell(f"a checkpoint of {job} answered {answer!r}")
+
+
+async def _is_upgraded(project: Project, client: AsyncClient, tmp_path: Path) -> None:
+    """Every container is replaced while a job trains: no step is repeated, and no worker is missing afterwards."""
+    before = {service: len(await project.containers(service)) for service in ("env-worker", "rollout-worker")}
+    images = [await project.docker("image", "inspect", "-f", "{{.Id}}", f"opentinker/{kind}") for kind in IMAGES]
+    spec = tomllib.loads((EXAMPLES / "copy_digits.toml").read_text())
+    spec["model"]["base"] = f"{MODELS}/tiny"
+    spec["train"] |= {"steps": ENOUGH, "checkpoint_every": 1000, "target": {}}
+    job = (await client.submit(spec))["id"]
+
+    async def trained(steps: int) -> bool:
+        return (await client.job(job))["step"] >= steps
+
+    await until(lambda: trained(20), LONG_S)
+    await project.compose("--profile", "tiny-model", "build")
+    built = [await project.docker("image", "inspect", "-f", "{{.Id}}", f"opentinker/{kind}") for kind in IMAGES]
+    assert built == images, "a build without a change changes no image"
+    await project.upgrade("--force-recreate")
+    assert {service: len(await project.containers(service)) for service in before} == before
+    resumed = (await client.job(job))["step"]
+    await until(lambda: trained(resumed + ON), LONG_S)
+    await client.cancel(job)
+    await client.wait(job, LONG_S)
+    (file,) = await client.download_artifacts(job, tmp_path / "upgraded", ["metrics.jsonl"])
+    steps = [orjson.loads(line)["step"] for line in file.read_bytes().splitlines()]
+    assert steps == list(range(1, len(steps) + 1)), "a step was repeated"
+    tell(f"all containers were replaced at step {resumed}, and no step was repeated")
 
 
 async def _succeeds(client: AsyncClient, spec: dict[str, Any], model: str, steps: int = 3) -> str:

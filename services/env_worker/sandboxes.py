@@ -65,7 +65,8 @@ class Sandboxes:
         try:
             return cls(await Sandbox.open(settings), settings)
         except Unavailable as error:
-            log.warning("sandbox_unavailable", reason=str(error))
+            log.info("sandbox_unavailable", effect="jobs with uploaded environments are refused")
+            log.debug("sandbox_unavailable", reason=str(error))  # whoever submits such a job is told it too
             return cls(None, settings, str(error))
 
     async def close(self) -> None:

@@ -9,9 +9,6 @@ episode elsewhere.
 from __future__ import annotations
 
 import asyncio
-import os
-import socket
-import uuid
 
 import msgspec
 
@@ -28,6 +25,7 @@ from opentinker.shared.config import Settings
 from opentinker.shared.egress import Egress
 from opentinker.shared.errors import SpecError
 from opentinker.shared.lanes import LanesByJob
+from opentinker.shared.machine import worker_info
 from opentinker.shared.readable import Readable
 from opentinker.shared.service import Context, first_failure
 from opentinker.shared.sessions import REMOTE, EnvCheck, EnvCheckReply, OpenSession, SessionReply
@@ -47,14 +45,7 @@ GLUE_S = 0.05
 async def serve(ctx: Context) -> None:
     settings = ctx.settings
     Egress(tuple(settings.env_egress_allow)).publish()
-    info = WorkerInfo(
-        id=ctx.worker,
-        incarnation=uuid.uuid4().hex[:12],
-        pool=Pool.ENV,
-        host=socket.gethostname(),
-        pid=os.getpid(),
-        cores=os.cpu_count() or 0,
-    )
+    info = worker_info(ctx.worker, Pool.ENV)
     sandboxes = await Sandboxes.open(settings)
     host = Host(
         children=settings.env_children,

@@ -19,10 +19,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-import os
-import socket
 import time
-import uuid
 from collections import Counter
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -38,6 +35,7 @@ from opentinker.services.reference_forward.results import with_results
 from opentinker.shared.bus import ACK_WAIT_S, ConsumerDeleted, Delivery, StreamFull, TooLarge
 from opentinker.shared.errors import Conflict, JobFailed, NotFound, SpecError
 from opentinker.shared.lanes import LanesByJob
+from opentinker.shared.machine import worker_info
 from opentinker.shared.manifest import start_of
 from opentinker.shared.readable import check_opened
 from opentinker.shared.service import Context, first_failure
@@ -45,7 +43,7 @@ from opentinker.shared.spec import parse_spec
 from opentinker.shared.subjects import GROUP, SCORE, SCORES, Subject
 from opentinker.shared.telemetry import CLUSTER, Meters, Reporter
 from opentinker.shared.trajectories import Group
-from opentinker.shared.types import JobState, Pool, WorkerInfo
+from opentinker.shared.types import JobState, Pool
 from opentinker.shared.waiting import Bell, rest, set_within
 
 if TYPE_CHECKING:
@@ -87,15 +85,7 @@ class ReferenceForward:
         self.groups = self.tokens = 0
         self.meters = Meters()
         self.lanes = LanesByJob(ctx.bus, ctx.worker)
-        self.info = WorkerInfo(
-            id=ctx.worker,
-            incarnation=uuid.uuid4().hex[:12],
-            pool=Pool.REFERENCE,
-            host=socket.gethostname(),
-            pid=os.getpid(),
-            cores=os.cpu_count() or 0,
-            status="ready",
-        )
+        self.info = worker_info(ctx.worker, Pool.REFERENCE, status="ready")
 
     async def serve(self) -> None:
         try:

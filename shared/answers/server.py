@@ -49,6 +49,8 @@ class Worker(TypedDict):
     gpus: list[Gpu]
     cores: int
     """CPUs of its machine; 0: it did not say."""
+    machine: str
+    """The same for all workers of one machine, in containers too; empty: it did not say."""
     lease: Lease | None
 
 

@@ -74,6 +74,8 @@ export interface Worker {
   gpus: { index: number; model: string; memory: number }[];
   /** CPUs of its machine; 0: it did not say. */
   cores: number;
+  /** The same for all workers of one machine, in containers too; empty: it did not say. */
+  machine: string;
   lease: { job: string; epoch: number; leaves_by: number } | null;
 }
 

@@ -3,6 +3,7 @@
 import type { JSX } from "preact";
 import { go, useAsked, useMay, useNow } from "../hooks.ts";
 import { FINAL, type Job, type Queue, type Worker } from "../lib/types.ts";
+import { machinesOf } from "../lib/machines.ts";
 import { bytes, duration } from "../lib/words.ts";
 import { Empty, Said } from "../parts.tsx";
 
@@ -77,13 +78,7 @@ function Waiting({ jobs, more }: { jobs: Job[]; more: boolean }): JSX.Element {
 }
 
 function Workers({ workers }: { workers: Worker[] }): JSX.Element {
-  const hosts = new Map<string, { cores: number; gpus: Map<number, Worker["gpus"][number]> }>();
-  for (const worker of workers) {
-    const host = hosts.get(worker.host) ?? { cores: 0, gpus: new Map() };
-    for (const gpu of worker.gpus) host.gpus.set(gpu.index, gpu);
-    host.cores = Math.max(host.cores, worker.cores);
-    hosts.set(worker.host, host);
-  }
+  const machines = machinesOf(workers);
   return (
     <div class="pools">
       {POOLS.map(([pool, title]) => {
@@ -106,11 +101,11 @@ function Workers({ workers }: { workers: Worker[] }): JSX.Element {
       <section class="card pool">
         <h2>Machines</h2>
         <ul>
-          {[...hosts].map(([host, { cores, gpus }]) => (
-            <li key={host}>
-              <b>{host}</b>{" "}
+          {machines.map(({ name, count, cores, gpus }) => (
+            <li key={name}>
+              <b>{name}</b>{" "}
               <small>
-                {workers.filter((worker) => worker.host === host).length} workers ·{" "}
+                {count} {count === 1 ? "worker" : "workers"} ·{" "}
                 {cores > 0 && `${cores} ${cores === 1 ? "core" : "cores"} · `}
                 {gpus.size ? [...gpus.values()].map((gpu) => `${gpu.model} ${bytes(gpu.memory)}`).join(", ") : "no GPU"}
               </small>

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import shutil
 import sys
@@ -68,6 +69,9 @@ def as_typed(*arguments: object) -> str:
 
 
 def _program() -> list[str]:
+    """`OPENTINKER_COMMAND` says how people reach this command line where that cannot be seen, as in a container."""
+    if command := os.environ.get("OPENTINKER_COMMAND"):
+        return shlex.split(command)
     script = Path(sys.argv[0])
     if script.suffix == ".py":  # python -m opentinker.cli
         return [shown(Path(sys.executable)), "-m", "opentinker.cli"]
@@ -78,6 +82,19 @@ def _program() -> list[str]:
 def shown(path: Path) -> str:
     absolute = path.absolute()
     return str(absolute.relative_to(Path.cwd())) if absolute.is_relative_to(Path.cwd()) else str(absolute)
+
+
+def assigned(setting: str) -> tuple[str, Any]:
+    """`NAME=VALUE` of an option: the name, and the value as JSON or, where it is none, as text."""
+    import orjson
+
+    name, equals, value = setting.partition("=")
+    if not equals or not name:
+        raise typer.BadParameter(f"{setting!r} is not of the form NAME=VALUE")
+    try:
+        return name, orjson.loads(value)
+    except orjson.JSONDecodeError:
+        return name, value
 
 
 def print_json(value: Any) -> None:

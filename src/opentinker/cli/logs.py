@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -31,7 +32,7 @@ def logs(
         typer.Argument(
             metavar="JOB|SERVICE",
             help="A job: what all services said about it. A service on this machine, e.g. trainer-0 or nats. "
-            "Default: every service here.",
+            "Default: every service here. `-` makes JSON lines from standard input readable.",
         ),
     ] = None,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on with new lines.")] = False,
@@ -47,7 +48,9 @@ def logs(
     """Print the log of a job, or of the services on this machine."""
     if level not in LEVELS:
         raise typer.BadParameter(f"--level {level!r} is none; there are: {', '.join(LEVELS)}")
-    if of is not None and JOB.fullmatch(of):
+    if of == "-":
+        _of_input(level)
+    elif of is not None and JOB.fullmatch(of):
         _of_job(of, follow, lines, level, url, as_json)
     elif url is not None:
         raise typer.BadParameter(
@@ -55,6 +58,13 @@ def logs(
         )
     else:
         _of_files(of, follow, LINES if lines is None else lines, level, data_dir, as_json)
+
+
+def _of_input(level: str) -> None:
+    """Lines of services that log elsewhere, as in containers."""
+    for line in map(str.rstrip, sys.stdin):
+        if grave(line, level):
+            say(format_line("", line))
 
 
 def _of_job(job: str, follow: bool, lines: int | None, level: str, url: str | None, as_json: bool) -> None:
@@ -120,8 +130,9 @@ def format_line(name: str, line: str) -> str:
     except orjson.JSONDecodeError:
         entry = None
     if not isinstance(entry, dict) or "event" not in entry:
-        return f"{name}  {line}"
+        return f"{name}  {line}" if name else line
     fields: dict[str, Any] = {k: v for k, v in entry.items() if k not in ("service", "worker")}
+    name = name or str(entry.get("worker") or entry.get("service") or "")
     stamp = str(fields.pop("timestamp", ""))[11:19]
     level, event = fields.pop("level", ""), fields.pop("event")
     return _joined(stamp, name, level, event, fields, fields.pop("exception", None))

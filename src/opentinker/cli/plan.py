@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from opentinker.cli.common import AsJson, Url, client, complain, print_json, print_table, say
-from opentinker.cli.specs import SpecFile, demands, read_spec
+from opentinker.cli.specs import Changes, SpecFile, demands, read_spec
 from opentinker.shared.errors import OpenTinkerError
 
 if TYPE_CHECKING:
@@ -58,6 +58,7 @@ def plan(
             "--blocking", help="The environment blocks: env_children calls at once. Known of classes that say so."
         ),
     ] = False,
+    changes: Changes = None,
     url: Url = None,
     as_json: AsJson = False,
 ) -> None:
@@ -69,7 +70,7 @@ def plan(
     from opentinker.given import with_whole_paths
     from opentinker.shared.spec import parse_spec
 
-    spec = parse_spec(with_whole_paths(read_spec(path), path.parent))
+    spec = parse_spec(with_whole_paths(read_spec(path, changes=changes), path.parent))
     if spec.kind != "rl":
         raise OpenTinkerError(f"{path}: kind = {spec.kind!r} has no environment; only rl jobs are planned")
     said = {

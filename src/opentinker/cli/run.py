@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from opentinker.cli.common import as_typed, client, complain, say, shown
-from opentinker.cli.specs import FromCheckpoint, SpecFile, WithOptimizer, read_spec
+from opentinker.cli.specs import Changes, FromCheckpoint, SpecFile, WithOptimizer, read_spec
 from opentinker.shared.errors import OpenTinkerError
 
 if TYPE_CHECKING:
@@ -45,6 +45,7 @@ def run(
     steps: Annotated[int | None, typer.Option(help="Instead of the spec's train.steps.", min=1)] = None,
     from_checkpoint: FromCheckpoint = None,
     with_optimizer: WithOptimizer = False,
+    changes: Changes = None,
     keep: Annotated[bool, typer.Option("--keep", help="Leave everything running afterwards.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Events, steps and at last the job, a line each.")] = False,
 ) -> None:
@@ -59,7 +60,7 @@ def run(
     began = time.time()
     if from_checkpoint is not None and data_dir is None:
         raise typer.BadParameter("--from-checkpoint needs the --data-dir that holds the other job")
-    spec = read_spec(path, from_checkpoint, with_optimizer)
+    spec = read_spec(path, from_checkpoint, with_optimizer, changes)
     if spec.get("kind") == "inference":
         start, then = as_typed("up"), as_typed("submit", path)
         raise OpenTinkerError(

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import orjson
 import typer
 
-from opentinker.cli.common import AsJson, Url, client, print_json, print_table, running_server, say
+from opentinker.cli.common import AsJson, Url, assigned, client, print_json, print_table, running_server, say
 from opentinker.shared.errors import SpecError, described
 
 if TYPE_CHECKING:
@@ -24,6 +26,10 @@ FromCheckpoint = Annotated[
         help="Begin with the weights of this checkpoint (or JOB@latest, or a published name).",
     ),
 ]
+Changes = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="SETTING=VALUE", help="Change a setting of the file: train.lr=1e-4. Repeatable."),
+]
 WithOptimizer = Annotated[bool, typer.Option("--with-optimizer", help="And with the state of its optimizer.")]
 
 
@@ -33,8 +39,14 @@ def register(app: typer.Typer) -> None:
     app.command()(validate)
 
 
-def read_spec(path: Path, from_checkpoint: str | None = None, with_optimizer: bool = False) -> dict[str, Any]:
-    """A valid spec as plain data, with another [start] if one is given. Raises SpecError with every mistake."""
+def read_spec(
+    path: Path,
+    from_checkpoint: str | None = None,
+    with_optimizer: bool = False,
+    changes: list[str] | None = None,
+) -> dict[str, Any]:
+    """A valid spec as plain data, with `changes` (SETTING=VALUE) and another [start] if they are given. Raises
+    SpecError with every mistake."""
     from opentinker.given import started
     from opentinker.locating import located
     from opentinker.shared.spec import load_spec, parse_spec
@@ -42,9 +54,24 @@ def read_spec(path: Path, from_checkpoint: str | None = None, with_optimizer: bo
     if with_optimizer and from_checkpoint is None:
         raise typer.BadParameter("--with-optimizer needs --from-checkpoint JOB@STEP")
     with located(path):
-        data = started(load_spec(path), from_checkpoint, with_optimizer)
+        data = started(changed(load_spec(path), changes or []), from_checkpoint, with_optimizer)
         _check_environment(parse_spec(data))
     return dict(data)
+
+
+def changed(spec: Mapping[str, Any], changes: list[str]) -> dict[str, Any]:
+    """The spec with other values of some settings, each named by its path: `train.lr=1e-4`."""
+    new = copy.deepcopy(dict(spec))
+    for change in changes:
+        path, value = assigned(change)
+        *tables, name = path.split(".")
+        table = new
+        for part in tables:
+            table = table.setdefault(part, {})
+            if not isinstance(table, dict):
+                raise typer.BadParameter(f"--set {change}: {part} is no table of the spec")
+        table[name] = value
+    return new
 
 
 def import_from_here() -> None:
@@ -83,6 +110,7 @@ def validate(
     path: SpecFile,
     quick: Annotated[bool, typer.Option("--quick", help="What is written alone: ask no server, play nothing.")] = False,
     here: Annotated[bool, typer.Option("--here", help="On this machine, also where a server runs.")] = False,
+    changes: Changes = None,
     url: Url = None,
     as_json: AsJson = False,
 ) -> None:
@@ -95,7 +123,7 @@ def validate(
     from opentinker.shared.spec import parse_spec
 
     try:
-        data = read_spec(path)
+        data = read_spec(path, changes=changes)
         spec = parse_spec(data)
     except SpecError as error:
         if not as_json:

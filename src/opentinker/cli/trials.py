@@ -7,10 +7,9 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import orjson
 import typer
 
-from opentinker.cli.common import AsJson, complain, print_json, say
+from opentinker.cli.common import AsJson, assigned, complain, print_json, say
 
 if TYPE_CHECKING:
     from opentinker.envs.base import Environment
@@ -115,13 +114,4 @@ def here() -> None:
 
 
 def config_of(settings: list[str] | None) -> dict[str, Any]:
-    config: dict[str, Any] = {}
-    for setting in settings or []:
-        name, equals, value = setting.partition("=")
-        if not equals or not name:
-            raise typer.BadParameter(f"{setting!r} is not of the form NAME=VALUE")
-        try:
-            config[name] = orjson.loads(value)
-        except orjson.JSONDecodeError:
-            config[name] = value
-    return config
+    return dict(assigned(setting) for setting in settings or [])
