@@ -1,10 +1,12 @@
 """Every TOML block of the documentation is what it looks like: a job that would be accepted, a part of one, what a
 package says of itself, or settings of the services. A block with a `name` of its own is whole; others are laid over the
-least job.
+least job. Blocks and examples alike are looked at in the directory of a reader who has done what they say, by what the
+scheduler asks of files.
 """
 
 from __future__ import annotations
 
+import re
 import shutil
 import sys
 import tomllib
@@ -16,14 +18,17 @@ import pytest
 from pydantic import ValidationError
 
 from opentinker.envs.registry import check
+from opentinker.services.scheduler.submission import _check_files
 from opentinker.shared import uploads
 from opentinker.shared.config import Settings
 from opentinker.shared.egress import LOOPBACK, VARIABLE
 from opentinker.shared.errors import SpecError
 from opentinker.shared.spec import JobSpec, parse_spec
 from tests.cluster import ROOT
+from tests.factories import safetensors
 from tests.test_docs_site import PAGES, TUTORIAL, blocks
 
+EXAMPLES = sorted(path for path in (ROOT / "examples").glob("**/*.toml") if path.name != uploads.DESCRIPTION)
 BLOCKS = [
     pytest.param(text, id=f"{page.relative_to(ROOT)}-{number}")
     for page in [*PAGES, ROOT / "CONTRIBUTING.md"]
@@ -40,6 +45,16 @@ FILES = {
     "requirements.lock": "",
 }
 """That pages speak of as the reader's own."""
+MADE = re.compile(r"make_\w+(?:\.py)? (runs/models/[\w.-]+)")
+"""A command that makes a model."""
+MODELS = {
+    "models/small": "Qwen3ForCausalLM",
+    "models/large": "Qwen3ForCausalLM",
+    "models/helpfulness": "Qwen3ForSequenceClassification",
+    "models/toxicity": "Qwen3ForSequenceClassification",
+    "models/values": "Qwen3ForTokenClassification",
+}
+"""The reader's own, by directory."""
 OTHER_MACHINES = {"alfworld", "gem", "miniwob", "openenv"}
 """Environments whose library, games, browser or server is elsewhere."""
 
@@ -50,7 +65,14 @@ def readers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     for name, text in FILES.items():
         (tmp_path / name).write_text(text)
     (tmp_path / "largest.py").write_text(blocks(TUTORIAL, "python")[0])
-    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    for folder in ("examples", "envs"):
+        (tmp_path / folder).symlink_to(ROOT / folder)
+    made = {base for page in [*PAGES, *EXAMPLES] for base in MADE.findall(page.read_text())}
+    for base, architecture in (MODELS | dict.fromkeys(made, "Qwen3ForCausalLM")).items():
+        (tmp_path / base).mkdir(parents=True)
+        (tmp_path / base / "config.json").write_text(f'{{"model_type": "qwen3", "architectures": ["{architecture}"]}}')
+        (tmp_path / base / "model.safetensors").write_bytes(safetensors())
+        (tmp_path / base / "chat_template.jinja").touch()
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv(VARIABLE, ",".join([*LOOPBACK, "10.0.0.0/8"]))
@@ -80,6 +102,9 @@ def accepted(told: dict[str, Any], folder: Path) -> str:
     kind = told.get("kind", "inference" if "serving" in told else "rl")
     whole = told if "name" in told else over({"name": "x", "kind": kind, "model": {"base": "m"}, **LEAST[kind]}, told)
     spec = parse_spec(whole)
+    files = _check_files(whole, spec)
+    if mistakes := files.model + files.frozen + files.data:
+        raise SpecError(mistakes)
     if "environment" in told:
         _environment_is_right(spec)
     return "job" if whole is told else "part"
@@ -88,6 +113,8 @@ def accepted(told: dict[str, Any], folder: Path) -> str:
 def _environment_is_right(spec: JobSpec) -> None:
     """Its config, and what evaluations lay over that."""
     name, config = spec.environment.name, spec.environment.config
+    if name.startswith("upload:"):
+        return
     elsewhere = name in OTHER_MACHINES
     check(name, config, modules=True, elsewhere=elsewhere)
     if spec.validation is not None and spec.validation.config:
@@ -110,12 +137,20 @@ def test_there_are_blocks_of_every_kind_and_none_could_be_two(readers: Path) -> 
     assert set(found) == {"settings", "package", "job", "part"}
 
 
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: f"{path.parent.name}-{path.stem}")
+def test_every_example_would_be_accepted_with_the_files_that_it_names(example: Path, readers: Path) -> None:
+    assert accepted(tomllib.loads(example.read_text()), readers) == "job"
+
+
 @pytest.mark.parametrize(
     "text",
     [
         "[train]\nsteps = 0",
         "[rollout]\nmax_turn = 2",
         'name = "x"\nmodel = { base = "m" }',
+        '[model]\nbase = "models/tiny"',
+        '[model]\nbase = "runs/models/none"',
+        'kind = "sft"\nname = "x"\nmodel = { base = "m" }\ndata = { path = "none.jsonl" }\ntrain = { steps = 1 }',
         '[environment]\nname = "gomoku"\nconfig = { sizes = 3 }',
         '[environment]\nname = "gomoku"\n[validation]\nevery = 1\nconfig = { sizes = 3 }',
         '[tenants."*"]\nrunning_job = 4',
