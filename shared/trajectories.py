@@ -14,6 +14,9 @@ import numpy as np
 
 from opentinker.shared.types import F32, I32, U8, Ending, Message, StopReason, WeightVersion
 
+ROUNDING = 1e-12
+"""Rewards that are nearer to each other, absolutely or relatively, are equal."""
+
 
 class Span(msgspec.Struct, frozen=True, array_like=True):
     """Tokens [start, end) of a trajectory were sampled by `version`."""
@@ -243,7 +246,7 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def equal(self) -> bool:
         """No seat did better in one sample than in another: there is nothing to compare."""
-        return all(len(set(rewards)) == 1 for rewards in self.rewards.values())
+        return all(alike(rewards) for rewards in self.rewards.values())
 
     def check(self) -> None:
         """Raise ValueError if a trajectory is inconsistent, or if the samples are not numbered 0..G-1."""
@@ -263,6 +266,11 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
             numbers = [turn.number for place in streams for turn in self.trajectories[place].turns]
             if len(set(numbers)) < len(numbers):
                 raise ValueError("the turns of a seat that has several streams must be numbered in order of play")
+
+
+def alike(rewards: Sequence[float]) -> bool:
+    """Whether they differ by no more than the rounding of sums: 0.1 + 0.2 is 0.3."""
+    return math.isclose(min(rewards), max(rewards), rel_tol=ROUNDING, abs_tol=ROUNDING)
 
 
 def together(trajectories: Sequence[Trajectory]) -> tuple[list[Trajectory], dict[str, bytes]]:

@@ -56,6 +56,11 @@ def test_equal_rewards_teach_nothing_and_one_alone_is_refused(name: str) -> None
         estimate([1.0])
 
 
+@pytest.mark.parametrize("name", ["grpo", "dr_grpo", "rloo", "maxrl"])
+def test_rewards_that_differ_by_rounding_are_equal(name: str) -> None:
+    assert (getattr(advantages, name)([0.1 + 0.2, 0.3, 0.3]) == 0).all()
+
+
 def test_maxrl_refuses_negative_rewards() -> None:
     with pytest.raises(JobFailed, match=r"maxrl.*negative"):
         assign([group(trajectory((1, -1.0)), trajectory((1, 0.0)))], algorithm(advantage="maxrl"))

@@ -144,6 +144,53 @@ def test_on_policy_gradient_is_that_of_reinforce(name: str) -> None:
         assert not found.clipped_M.any()
 
 
+@pytest.mark.parametrize("name", [*NAMES, "decoupled_ppo"])
+@pytest.mark.parametrize("gap", [100.0, 89.0, -100.0])
+def test_extreme_ratios_have_finite_losses_and_gradients_and_clipped_ones_have_none(name: str, gap: float) -> None:
+    """In float32, where exp(89) is infinite, for advantages of both signs and none."""
+    advantages = torch.tensor([1.5, -1.5, 0.0])
+    old = torch.full((3,), -gap if gap > 0 else 0.0)
+    now = (old + gap).requires_grad_()
+    whole = torch.arange(3)
+    made = {
+        "decoupled_ppo": lambda: decoupled_ppo(now, old, old, advantages, **CLIP),
+        "gspo": lambda: losses.gspo(now, old, advantages, whole, clip_low=0.05, clip_high=0.05),
+    }
+    found = made[name]() if name in made else ours(name, now, old, old, advantages)
+    found.loss_M.sum().backward()
+    assert now.grad is not None
+    assert found.loss_M.isfinite().all() and now.grad.isfinite().all(), (found.loss_M, now.grad)
+    penalty = 2 * 0.1 * gap if name == "dppo" else 0.0
+    assert now.grad[2].item() == pytest.approx(penalty), "an advantage of 0 has nothing to say"
+    if name not in ("cispo", "dppo"):  # cispo keeps every token's gradient, dppo's penalty too
+        assert (now.grad[found.clipped_M] == 0).all()
+        assert now.grad.abs().max() < 1e-8
+        assert found.clipped_M[0] == (gap > 0), "where the clip, or the bound, acts"
+
+
+@pytest.mark.parametrize("correction", ["tis", "icepop", "geometric"])
+def test_corrections_of_extreme_ratios_leave_the_loss_finite(correction: str) -> None:
+    mu, advantages = torch.tensor([-100.0, -200.0, 0.0]), torch.tensor([1.0, -1.0, 0.0])
+    now = torch.tensor([0.0, 0.0, -100.0], requires_grad=True)
+    weight = {
+        "tis": lambda: corrections.tis(now, mu, tis_cap=2.0),
+        "icepop": lambda: corrections.icepop(now, mu, icepop_low=0.5, icepop_high=2.0),
+        "geometric": lambda: corrections.geometric(
+            now, mu, torch.arange(3), geometric_low=0.9, geometric_high=1.1
+        ),
+    }[correction]()
+    (losses.importance_sampling(now, mu, advantages).loss_M * weight).sum().backward()
+    assert now.grad is not None and now.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("name", ["k1", "k2", "k3"])
+def test_kl_of_extreme_gaps_is_finite(name: str) -> None:
+    now = torch.tensor([-100.0, 0.0], requires_grad=True)
+    found = losses.KL[name](now, torch.tensor([0.0, -100.0]))
+    found.sum().backward()
+    assert found.isfinite().all() and now.grad is not None and now.grad.isfinite().all()
+
+
 def test_decoupled_ppo_is_ppo_with_truncated_importance_sampling() -> None:
     now, old, mu, advantages = tokens(5)
     both = decoupled_ppo(now, old, mu, advantages, **CLIP)

@@ -120,6 +120,9 @@ def test_rewards_are_equal_seat_by_seat_and_sample_by_sample() -> None:
     assert match((0, "a", 1.0), (0, "b", -1.0), (1, "a", 1.0), (1, "b", -1.0)).equal
     assert not match((0, "a", 1.0), (0, "b", -1.0), (1, "a", -1.0), (1, "b", 1.0)).equal
     assert match((0, "a", 1.0), (0, "b", -1.0), (1, "a", 1.0)).equal
+    assert match((0, "a", 0.1 + 0.2), (1, "a", 0.3)).equal, "they differ by the rounding of a sum"
+    assert match((0, "a", 0.1 + 0.2 - 0.3), (1, "a", 0.0)).equal
+    assert not match((0, "a", 0.3), (1, "a", 0.3 + 1e-9)).equal
 
 
 def test_group_is_numbered_from_zero() -> None:

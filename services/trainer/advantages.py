@@ -11,9 +11,15 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from opentinker.shared.trajectories import alike
+
 F64 = npt.NDArray[np.float64]
 EPSILON = 1e-4
 TINY = 1e-8
+MAX_LOG_RATIO = 20.0
+"""Ratios are bounded at e^20 = 4.9e8, where they have no gradient. float32 overflows at e^88.7, and inf * 0, which is
+what a clip or an advantage of 0 makes of that, is NaN. Source of the number: verl (github.com/volcengine/verl),
+`core_algos.py`, which clamps the log ratio to [-20, 20]; below -20 nothing overflows, so nothing is clamped here."""
 
 
 def grpo(rewards_G: npt.ArrayLike, *, normalize_std: bool = True) -> F64:
@@ -24,7 +30,7 @@ def grpo(rewards_G: npt.ArrayLike, *, normalize_std: bool = True) -> F64:
     """
     rewards = _group(rewards_G)
     centred: F64 = rewards - rewards.mean()
-    if (rewards == rewards[0]).all():
+    if alike(rewards.tolist()):
         return np.zeros_like(centred)
     if normalize_std:
         centred /= rewards.std(ddof=1) + EPSILON
@@ -153,10 +159,12 @@ def distillation(behaviour_T: F64, teacher_T: F64) -> F64:
 def kl_estimate(behaviour_T: F64, reference_T: F64, estimator: str) -> F64:
     """k1, k2 or k3 of KL(mu || reference) per token [T], for the reward; `losses.KL` holds the same for the loss.
 
-    With d = log mu - log reference: k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d. Source: see `losses.k3`.
+    With d = log mu - log reference: k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d, where d counts as at least -20, as
+    there. Source: see `losses.k3`.
     """
     d = behaviour_T - reference_T
-    estimates: dict[str, F64] = {"k1": d, "k2": d * d / 2.0, "k3": np.expm1(-d) + d}
+    bounded = np.maximum(d, -MAX_LOG_RATIO)
+    estimates: dict[str, F64] = {"k1": d, "k2": d * d / 2.0, "k3": np.expm1(-bounded) + bounded}
     return estimates[estimator]
 
 

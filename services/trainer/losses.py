@@ -12,6 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from opentinker.services.trainer.advantages import MAX_LOG_RATIO
+
 
 class PolicyLoss(NamedTuple):
     loss_M: Tensor
@@ -36,10 +38,10 @@ def ppo(
     Sources: PPO, arXiv 1707.06347, equation 7; clip-higher: DAPO, arXiv 2503.14476, section 3.1; dual clip: Ye et al.,
     arXiv 1912.09729, equation 5.
     """
-    ratio_M = (logprobs_M - proximal_M.detach()).exp()
+    ratio_M, extreme_M = _ratio(logprobs_M, proximal_M)
     free_M = ratio_M * advantages_M
     bounded_M = ratio_M.clamp(1.0 - clip_low, 1.0 + clip_high) * advantages_M
-    objective_M, clipped_M = torch.minimum(free_M, bounded_M), bounded_M < free_M
+    objective_M, clipped_M = torch.minimum(free_M, bounded_M), (bounded_M < free_M) | extreme_M
     if dual_clip is not None:
         floor_M = dual_clip * advantages_M
         below_M = (advantages_M < 0) & (objective_M < floor_M)
@@ -70,12 +72,12 @@ def decoupled_ppo(
 
 
 def importance_sampling(logprobs_M: Tensor, behaviour_M: Tensor, advantages_M: Tensor) -> PolicyLoss:
-    """loss = - (pi / mu) * A, with no bound: unbiased per token, at the price of its variance.
+    """loss = - (pi / mu) * A, with no bound but MAX_LOG_RATIO: unbiased per token, at the price of its variance.
 
     Source: the off-policy policy gradient, e.g. Degris et al., arXiv 1205.4839, with per-token ratios.
     """
-    loss_M = -(logprobs_M - behaviour_M).exp() * advantages_M
-    return PolicyLoss(loss_M, torch.zeros_like(loss_M, dtype=torch.bool))
+    ratio_M, extreme_M = _ratio(logprobs_M, behaviour_M)
+    return PolicyLoss(-ratio_M * advantages_M, extreme_M)
 
 
 def cispo(
@@ -124,9 +126,10 @@ def dppo(
     log_ratio_M = logprobs_M - behaviour_M
     moved_M = (logprobs_M.exp() - behaviour_M.exp()).detach()
     dropped_M = ((advantages_M > 0) & (moved_M > tv_limit)) | ((advantages_M < 0) & (moved_M < -tv_limit))
-    gain_M = log_ratio_M.exp() * advantages_M
+    ratio_M, extreme_M = _ratio(logprobs_M, behaviour_M)
+    gain_M = ratio_M * advantages_M
     loss_M = -torch.where(dropped_M, torch.zeros_like(gain_M), gain_M) + log_ratio_penalty * log_ratio_M.square()
-    return PolicyLoss(loss_M, dropped_M)
+    return PolicyLoss(loss_M, dropped_M | extreme_M)
 
 
 def sapo(
@@ -137,10 +140,10 @@ def sapo(
     A clip without corners: its slope in u is 1 at u = 1 and fades away from it, faster for a larger tau.
     Source: SAPO, arXiv 2511.20347, equations 5 and 6 (tau 1.0 where A > 0, 1.05 elsewhere).
     """
-    ratio_M = (logprobs_M - proximal_M.detach()).exp()
+    ratio_M, extreme_M = _ratio(logprobs_M, proximal_M)
     tau_M = torch.full_like(ratio_M, tau_negative).masked_fill(advantages_M > 0, tau_positive)
     gate_M = torch.sigmoid(tau_M * (ratio_M - 1.0)) * 4.0 / tau_M
-    return PolicyLoss(-gate_M * advantages_M, torch.zeros_like(ratio_M, dtype=torch.bool))
+    return PolicyLoss(-gate_M * advantages_M, extreme_M)
 
 
 def k1(logprobs_M: Tensor, reference_M: Tensor) -> Tensor:
@@ -162,9 +165,10 @@ def k2(logprobs_M: Tensor, reference_M: Tensor) -> Tensor:
 def k3(logprobs_M: Tensor, reference_M: Tensor) -> Tensor:
     """Estimate of KL(pi || reference) per token: exp(d) - d - 1 with d = log reference - log pi. Never negative.
 
+    d is at most MAX_LOG_RATIO, beyond which there is no gradient.
     Source: Schulman, "Approximating KL divergence" (2020), estimator k3; GRPO, arXiv 2402.03300, equation 4.
     """
-    difference_M = reference_M - logprobs_M
+    difference_M = (reference_M - logprobs_M).clamp(max=MAX_LOG_RATIO)
     return difference_M.exp() - difference_M - 1.0
 
 
@@ -206,6 +210,12 @@ def constant(counts_S: Tensor, sequences: int, max_tokens: int) -> Tensor:
     Source: Dr. GRPO, arXiv 2503.20783, section 3.2 and its listing 1.
     """
     return torch.full((int(counts_S.sum()),), 1.0 / (sequences * max_tokens), device=counts_S.device)
+
+
+def _ratio(logprobs_M: Tensor, old_M: Tensor) -> tuple[Tensor, Tensor]:
+    """pi / old, at most e^MAX_LOG_RATIO; and where it is held there, bool. Gradients flow through `logprobs_M` alone."""
+    log_ratio_M = logprobs_M - old_M.detach()
+    return log_ratio_M.clamp(max=MAX_LOG_RATIO).exp(), (log_ratio_M > MAX_LOG_RATIO).detach()
 
 
 def sequence_means(values_M: Tensor, sequence_M: Tensor) -> Tensor:
