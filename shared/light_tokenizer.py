@@ -38,6 +38,10 @@ class LightTokenizer:
         }
         self.eos_token_id: int | None = self._core.token_to_id(self._special.get("eos_token", ""))
 
+    @property
+    def backend_tokenizer(self) -> Any:
+        return self._core
+
     def __len__(self) -> int:
         return int(self._core.get_vocab_size(with_added_tokens=True))
 

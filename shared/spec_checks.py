@@ -25,6 +25,7 @@ from opentinker.shared.spec.data import JSONL, DataSpec, NoFormat, format_of
 from opentinker.shared.types import Message
 
 if TYPE_CHECKING:
+    from opentinker.shared.control_tokens import ControlTokens
     from opentinker.shared.light_tokenizer import LightTokenizer
 
 NOT_LOOKED_AT = "not looked at: "
@@ -87,6 +88,7 @@ def prompt(spec: JobSpec, messages: Sequence[Message]) -> Check:
     if path is None or not (path / "config.json").is_file():
         return check("prompt", f"{NOT_LOOKED_AT}the tokenizer of {spec.model.base} is not on this machine", "note")
     try:
+        from opentinker.shared.control_tokens import ControlTokens
         from opentinker.shared.light_tokenizer import LightTokenizer
     except ImportError as error:
         hint = "validate --here on a machine with the model and pip install tokenizers jinja2 looks at it"
@@ -96,12 +98,14 @@ def prompt(spec: JobSpec, messages: Sequence[Message]) -> Check:
         return check("prompt", found, "note", "its tokenizer is read by the worker that loads it")
     try:
         loaded = LightTokenizer(path)
+        templated = spec.model.chat_template == "model"
+        control = ControlTokens(loaded, spec.model.special_tokens_in_content, templated=templated)
     except OpenTinkerError as error:
         return check("tokenizer", str(error), "bad", "take a model directory with tokenizer.json")
-    return _rendered(spec, loaded, messages)
+    return _rendered(spec, loaded, control, messages)
 
 
-def _rendered(spec: JobSpec, loaded: LightTokenizer, messages: Sequence[Message]) -> Check:
+def _rendered(spec: JobSpec, loaded: LightTokenizer, control: ControlTokens, messages: Sequence[Message]) -> Check:
     from jinja2 import TemplateSyntaxError
 
     plain = spec.model.chat_template == "plain"
@@ -109,7 +113,7 @@ def _rendered(spec: JobSpec, loaded: LightTokenizer, messages: Sequence[Message]
         hint = 'use a tokenizer that has one, or model.chat_template = "plain"'
         return check("chat template", f"{spec.model.base} has none", "bad", hint)
     shown = list(messages) or [Message(role="user", content="Hello.")]
-    chat = [{"role": said.role, "content": said.text} for said in shown]
+    chat, word = control.defuse([{"role": said.role, "content": said.text} for said in shown])
     try:
         text = (
             "".join(said["content"] for said in chat)
@@ -124,7 +128,7 @@ def _rendered(spec: JobSpec, loaded: LightTokenizer, messages: Sequence[Message]
     except Exception as error:  # noqa: BLE001 - a template is the model's code: whatever it raises is its answer
         roles = ", ".join(said["role"] for said in chat)
         return check("chat template", f"refuses messages of {roles}: {error}", "bad", "take one for these roles")
-    count, room = len(loaded.encode(text)), spec.rollout.context_length
+    count, room = len(control.encode(text, word)), spec.rollout.context_length
     if room is not None and count >= room:
         return check("prompt", f"{count} tokens", "bad", f"raise rollout.context_length, which is {room}")
     return check("prompt", f"{count} tokens" + (f" of {room}" if room else ""))

@@ -175,9 +175,7 @@ def test_corrections_of_extreme_ratios_leave_the_loss_finite(correction: str) ->
     weight = {
         "tis": lambda: corrections.tis(now, mu, tis_cap=2.0),
         "icepop": lambda: corrections.icepop(now, mu, icepop_low=0.5, icepop_high=2.0),
-        "geometric": lambda: corrections.geometric(
-            now, mu, torch.arange(3), geometric_low=0.9, geometric_high=1.1
-        ),
+        "geometric": lambda: corrections.geometric(now, mu, torch.arange(3), geometric_low=0.9, geometric_high=1.1),
     }[correction]()
     (losses.importance_sampling(now, mu, advantages).loss_M * weight).sum().backward()
     assert now.grad is not None and now.grad.isfinite().all()

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from opentinker.shared.control_tokens import ControlTokens
 from opentinker.shared.errors import JobFailed
 from opentinker.shared.nn.models import load_classifier, load_tokenizer
 from opentinker.shared.trajectories import Group
@@ -28,6 +29,8 @@ class RewardModel:
     base: str
     model: Any
     tokenizer: Any
+    control: ControlTokens
+    """What the policy and the environment write stays text: it cannot end a turn in the judge's reading."""
     label: int
     """Which of the model's outputs."""
 
@@ -41,7 +44,8 @@ class RewardModel:
                 "it was trained with into its directory as chat_template.jinja"
             )
         model = load_classifier(base, dtype, device)
-        return cls(base, model, tokenizer, _label(base, model.config, label))
+        control = ControlTokens(tokenizer, "split", templated=True)
+        return cls(base, model, tokenizer, control, _label(base, model.config, label))
 
     def score(self, groups: Sequence[Group], tokens_per_batch: int) -> list[list[float]]:
         """Per group, of each trajectory. Raises JobFailed for what the model cannot read."""
@@ -66,13 +70,13 @@ class RewardModel:
     def _render(self, group: Group, messages: list[Message] | None) -> Ids:
         if not messages:
             raise JobFailed(f"group {group.seq} came without its conversations")
-        chat = [{"role": message.role, "content": message.text} for message in messages]
+        chat, word = self.control.defuse([{"role": message.role, "content": message.text} for message in messages])
         try:
             text = self.tokenizer.apply_chat_template(chat, tokenize=False)
         except Exception as error:  # noqa: BLE001 - a template is the model's code: whatever it raises fails the job
             roles = [message.role for message in messages]
             raise JobFailed(f"its chat template refused the roles {roles}: {error}") from None
-        ids = tuple(self.tokenizer.encode(text, add_special_tokens=False))
+        ids = tuple(self.control.encode(text, word))
         config = self.model.config.get_text_config()
         longest = getattr(config, "max_position_embeddings", None) or len(ids)
         if len(ids) > longest:

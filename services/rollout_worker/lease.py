@@ -31,8 +31,11 @@ async def run_lease(
 ) -> None:
     """Load tokenizer and engine, then run the job. Raises JobFailed when the model cannot be served."""
     load = Renderer.load_light if spec.rollout.engine == "toy" else Renderer.load
+    model = spec.model
     async with opening(worker.ctx.store, worker.ctx.settings, lease.job):
-        renderer = await asyncio.to_thread(load, spec.model.base, spec.model.chat_template, spec.model.tool_format)
+        renderer = await asyncio.to_thread(
+            load, model.base, model.chat_template, model.tool_format, model.special_tokens_in_content
+        )
     if spec.kind in UNTRAINED:
         await _with_given_weights(worker, lease, spec, make_engine, renderer, sessions)
         return

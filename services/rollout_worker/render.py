@@ -1,7 +1,8 @@
 """Messages -> token ids, and sampled ids -> text. Token in, token out: sampled ids are never decoded and re-encoded.
 
 The first prompt is the chat template's rendering. What follows a model turn is the template's text after an assistant
-message, rendered once with a marker in the place of the model's own words, so that only new text is tokenised.
+message, rendered with a marker, which no message holds, in the place of the model's own words: only new text is
+tokenised. Control tokens in the contents of messages stay text (`shared/control_tokens.py`).
 
 For a model that sees, the template writes one placeholder per image, and in its place goes what the model's processor
 writes for that image (`shared/nn/sight.py`); which tokens these are, and of which image, is told by `pictures`.
@@ -10,7 +11,7 @@ writes for that image (`shared/nn/sight.py`); which tokens these are, and of whi
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,7 @@ from opentinker.services.rollout_worker import tool_calls
 from opentinker.services.rollout_worker.engine import Shown
 from opentinker.services.rollout_worker.tool_calls import Said
 from opentinker.shared import codec
+from opentinker.shared.control_tokens import ControlTokens, Mode, absent_from
 from opentinker.shared.errors import BadImage, JobFailed
 from opentinker.shared.model_files import code_in
 from opentinker.shared.trajectories import Picture
@@ -26,7 +28,8 @@ from opentinker.shared.types import Image, Message, StopReason, Tool, ToolCall
 if TYPE_CHECKING:
     from opentinker.shared.nn.sight import Sight, Words
 
-MARKER = "ANSWER0MARKER"
+Chat = list[dict[str, Any]]
+"""Messages, or tools, as chat templates take them."""
 MOST_PER_SIGN = 6
 """Tokens: a sign has at most 4 bytes, and some are written with a modifier."""
 BEFORE = [Message(role="user", content=".")]
@@ -35,7 +38,8 @@ MOST_IMAGES = 64
 
 
 class Renderer:
-    """`mode` and `tool_format` are those of the spec's [model]. Raises JobFailed when the tokenizer cannot do it.
+    """`mode`, `tool_format` and `special_tokens` are those of the spec's [model] (chat_template, tool_format and
+    special_tokens_in_content). Raises JobFailed when the tokenizer cannot do it.
 
     `sight`: of a model that images can be shown to; else `blind` says why they cannot.
     """
@@ -46,6 +50,7 @@ class Renderer:
         mode: str,
         eos_ids: frozenset[int],
         tool_format: str = "auto",
+        special_tokens: Mode = "split",
         sight: Sight | None = None,
         blind: str = "the model does not see",
     ) -> None:
@@ -63,19 +68,20 @@ class Renderer:
                 "the model's tokenizer has no chat template; add one to the model directory, "
                 'or set model.chat_template = "plain" to join message contents without markup'
             )
-        self._in_parts = sight is not None and not self._plain and self._takes_parts(sight.token)
+        self._control = ControlTokens(tokenizer, special_tokens, templated=not self._plain)
+        self._in_parts = sight is not None and (self._plain or self._takes_parts(sight.token))
 
     @classmethod
-    def load_light(cls, base: str, mode: str, tool_format: str = "auto") -> Renderer:
+    def load_light(cls, base: str, mode: str, tool_format: str = "auto", special_tokens: Mode = "split") -> Renderer:
         """From a local directory, without transformers; a turn ends with the tokenizer's eos alone."""
         from opentinker.shared.light_tokenizer import LightTokenizer
 
         tokenizer = LightTokenizer(Path(base))
         ends = frozenset([tokenizer.eos_token_id] if tokenizer.eos_token_id is not None else [])
-        return cls(tokenizer, mode, ends, tool_format, blind="the simulated engine does not see")
+        return cls(tokenizer, mode, ends, tool_format, special_tokens, blind="the simulated engine does not see")
 
     @classmethod
-    def load(cls, base: str, mode: str, tool_format: str = "auto") -> Renderer:
+    def load(cls, base: str, mode: str, tool_format: str = "auto", special_tokens: Mode = "split") -> Renderer:
         """Tokenizer and end-of-turn ids of a Hugging Face model directory or hub id."""
         from transformers import AutoTokenizer
 
@@ -87,7 +93,8 @@ class Renderer:
             raise JobFailed(f"no tokenizer in model {base!r}: {str(error).splitlines()[0]}") from None
         own = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
         sight, blind = _sight_of(base)
-        return cls(tokenizer, mode, frozenset([*own, *_configured_ends(base)]), tool_format, sight, blind)
+        ends = frozenset([*own, *_configured_ends(base)])
+        return cls(tokenizer, mode, ends, tool_format, special_tokens, sight, blind)
 
     @property
     def vocab_size(self) -> int:
@@ -96,22 +103,18 @@ class Renderer:
     @property
     def digit_ids(self) -> frozenset[int]:
         """Tokens that are a single digit."""
-        return frozenset(ids[0] for d in "0123456789" if len(ids := self._encode(d)) == 1)
+        return frozenset(ids[0] for d in "0123456789" if len(ids := self._control.encode(d)) == 1)
 
-    def _template(self, messages: Sequence[Message], tools: Sequence[Tool], generate: bool) -> str:
-        chat = [as_chat(message, self._in_parts) for message in messages]
-        offered = {"tools": [as_function(tool) for tool in tools]} if tools else {}
+    def _template(self, chat: Chat, offered: Chat, generate: bool) -> str:
+        tools = {"tools": offered} if offered else {}
         try:
             text: str = self._tokenizer.apply_chat_template(
-                chat, tokenize=False, add_generation_prompt=generate, **offered
+                chat, tokenize=False, add_generation_prompt=generate, **tools
             )
         except Exception as error:  # noqa: BLE001 - a template is the model's code: whatever it raises fails the job
-            raise JobFailed(f"the model's chat template refused {[m.role for m in messages]}: {error}") from None
+            roles = [message["role"] for message in chat]
+            raise JobFailed(f"the model's chat template refused {roles}: {error}") from None
         return text
-
-    def _encode(self, text: str) -> list[int]:
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
-        return ids
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> list[int]:
         """`rendered`, of episodes: siblings of a group share the work."""
@@ -127,29 +130,32 @@ class Renderer:
 
         Raises JobFailed also if tools are offered that the model cannot be told of, or whose calls cannot be read.
         """
-        text = self._joined(messages, tools) if self._plain else self._template(messages, tools, generate=True)
+        (chat, offered), word = self._control.defuse((self._chat(messages), [as_function(tool) for tool in tools]))
+        if tools and self._plain:
+            raise JobFailed('tools need a chat template that describes them: model.chat_template is "plain"')
+        text = self._joined(chat) if self._plain else self._template(chat, offered, generate=True)
         if tools:
-            self._check_tools(text, messages)
-        return self._encode(self._expanded(text, messages))
+            self._check_tools(text, chat)
+        return self._control.encode(self._expanded(text, messages), word)
 
-    def _check_tools(self, text: str, messages: Sequence[Message]) -> None:
+    def _chat(self, messages: Sequence[Message]) -> Chat:
+        return [as_chat(message, self._in_parts) for message in messages]
+
+    def _check_tools(self, text: str, chat: Chat) -> None:
         """Raises JobFailed if a prompt with tools does not differ from one without, or if no call could be read."""
-        if text == self._template(messages, (), generate=True):
+        if text == self._template(chat, [], generate=True):
             raise JobFailed(
                 "the model's chat template says nothing of the tools that may be called: use a model that was trained"
                 " with tools, or put a template that describes them into its directory"
             )
         assert self.tool_format
 
-    def _joined(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> str:
-        if tools:
-            raise JobFailed('tools need a chat template that describes them: model.chat_template is "plain"')
-        return "".join(
-            message.text
-            if isinstance(message.content, str) or self._sight is None
-            else "".join(self._sight.token if isinstance(part, Image) else part.text for part in message.content)
-            for message in messages
-        )
+    def _joined(self, chat: Chat) -> str:
+        if not self._in_parts:
+            return "".join(message["content"] for message in chat)
+        assert self._sight is not None
+        parts = [part for message in chat for part in message["content"]]
+        return "".join(self._sight.token if part["type"] == "image" else part["text"] for part in parts)
 
     def plain(self, text: str, *, first: bool) -> list[int]:
         """Ids of a text that no template has written. A stream that begins with it (`first`) begins with the special
@@ -160,30 +166,45 @@ class Renderer:
     def extend(self, ended_with_eos: bool, messages: Sequence[Message]) -> list[int]:
         """Ids between the model's last sampled token and its next turn."""
         if self._plain:
-            return self._encode(self._expanded(self._joined(messages), messages))
+            chat, word = self._control.defuse(self._chat(messages))
+            return self._control.encode(self._expanded(self._joined(chat), messages), word)
         results = [message for message in messages if message.role == "tool"]
         ids = self._after_calls(messages, results) if results else None
         if ids is None:
-            text = self._template([*BEFORE, Message(role="assistant", content=MARKER), *messages], (), generate=True)
-            ids = self._encode(self._expanded(text[text.rindex(MARKER) + len(MARKER) :], messages))
+            ids = self._after(lambda marker: Message(role="assistant", content=marker), messages)
+        if ids is None:
+            raise JobFailed("the model's chat template does not write what an assistant says")
         return ids[1:] if ended_with_eos and ids and ids[0] in self.eos_ids else ids
+
+    def _after(self, turn: Callable[[str], Message], messages: Sequence[Message]) -> list[int] | None:
+        """Ids of what the template writes after an assistant's `turn`, made of a marker that ends it; None if it does
+        not write the marker."""
+        marker = absent_from(self._chat(messages))
+        chat, word = self._control.defuse(self._chat([*BEFORE, turn(marker), *messages]))
+        _, found, after = self._template(chat, [], generate=True).rpartition(marker)
+        return self._control.encode(self._expanded(after, messages), word) if found else None
 
     def _after_calls(self, messages: Sequence[Message], results: list[Message]) -> list[int] | None:
         """From the end-of-turn token on that follows an assistant's calls; None if the template writes none of them.
 
         The calls are stand-ins: what the model really wrote is in its own tokens.
         """
-        calls = [ToolCall(id=m.tool_call_id, name=m.name or "tool", arguments={"text": MARKER}) for m in results]
+
+        def calling(marker: str) -> Message:
+            calls = [ToolCall(id=m.tool_call_id, name=m.name or "tool", arguments={"text": marker}) for m in results]
+            return Message(role="assistant", tool_calls=calls)
+
+        def calling_once(marker: str) -> Message:
+            return Message(role="assistant", tool_calls=calling(marker).tool_calls[-1:])
+
         try:
-            text = self._template([*BEFORE, Message(role="assistant", tool_calls=calls), *messages], (), generate=True)
+            ids = self._after(calling, messages)
         except JobFailed:
-            if len(calls) == 1:
+            if len(results) == 1:
                 raise
-            only = Message(role="assistant", tool_calls=calls[-1:])  # some templates know one call per message
-            text = self._template([*BEFORE, only, *messages], (), generate=True)
-        if MARKER not in text:
+            ids = self._after(calling_once, messages)  # some templates know one call per message
+        if ids is None:
             return None
-        ids = self._encode(self._expanded(text[text.rindex(MARKER) + len(MARKER) :], messages))
         end = next((place for place, token in enumerate(ids) if token in self.eos_ids), None)
         if end is None:
             raise JobFailed("the model's chat template puts no end-of-turn token after an assistant's tool calls")
@@ -245,12 +266,13 @@ class Renderer:
 
     def _takes_parts(self, token: str) -> bool:
         """Whether the chat template knows messages made of parts; many that do know no others."""
-        parts = [{"type": "image"}, {"type": "text", "text": MARKER}]
+        marker = absent_from(token)
+        parts = [{"type": "image"}, {"type": "text", "text": marker}]
         try:
             text = self._tokenizer.apply_chat_template([{"role": "user", "content": parts}], tokenize=False)
         except Exception:  # noqa: BLE001 - a template is the model's code: whatever it raises, it knows no parts
             return False
-        return MARKER in text and text.count(token) == 1
+        return marker in text and text.count(token) == 1
 
     def said(self, ids: Sequence[int], tools: Sequence[Tool], *, stop: StopReason, turn: int) -> Said:
         """What the sampled tokens call of `tools`."""

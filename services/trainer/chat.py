@@ -7,6 +7,7 @@ The text is the chat template's. Where the assistant's turns stand in it is know
                         whole chat begins; what lies between them is the turn
 
 Each stretch of text is tokenised by itself, as it is when the model is asked: the prompt first, the answer after it.
+Control tokens in contents stay text there too (`shared/control_tokens.py`).
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from opentinker.shared.control_tokens import ControlTokens, Mode
 from opentinker.shared.errors import JobFailed
 from opentinker.shared.types import I32
 
@@ -44,9 +46,10 @@ class Unrenderable(ValueError):
 
 
 class ChatEncoder:
-    """`mode` is the spec's model.chat_template. Raises JobFailed when the tokenizer cannot do what it asks."""
+    """`mode` and `special_tokens` are the spec's model.chat_template and model.special_tokens_in_content. Raises
+    JobFailed when the tokenizer cannot do what they ask."""
 
-    def __init__(self, tokenizer: Any, mode: str) -> None:
+    def __init__(self, tokenizer: Any, mode: str, special_tokens: Mode = "split") -> None:
         self._tokenizer = tokenizer
         self._plain = mode == "plain"
         if self._plain and tokenizer.eos_token_id is None:
@@ -59,7 +62,9 @@ class ChatEncoder:
                 "the model's tokenizer has no chat template; add one to the model directory, "
                 'or set model.chat_template = "plain" to join message contents without markup'
             )
-        if tokenizer.decode(self._ids("a") + self._ids("b")) != tokenizer.decode(self._ids("ab")):
+        self._control = ControlTokens(tokenizer, special_tokens, templated=not self._plain)
+        ids = self._control.encode
+        if tokenizer.decode(ids("a") + ids("b")) != tokenizer.decode(ids("ab")):
             raise JobFailed(
                 "the model's tokenizer puts something of its own before every text, so that the parts of a chat cannot "
                 "be tokenised one by one; take a model with another tokenizer"
@@ -70,30 +75,28 @@ class ChatEncoder:
 
     def encode(self, chat: Chat, learned: Sequence[int]) -> Tokens:
         """`learned`: numbers of the assistant's turns that are. Raises Unrenderable."""
-        stretches = self._plain_stretches(chat, learned) if self._plain else self._stretches(chat, learned)
+        chat, word = self._control.defuse(chat)
+        cut = self._plain_stretches if self._plain else self._stretches
+        stretches = cut(chat, learned, word)
         ids = [part for part, _ in stretches]
         ids_T = np.array([i for part in ids for i in part], dtype=np.int32)
         learned_T = np.repeat([flag for _, flag in stretches], [len(part) for part in ids]).astype(bool)
         learned_T[:1] = False
         return Tokens(ids_T, learned_T)
 
-    def _ids(self, text: str) -> list[int]:
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
-        return ids
-
-    def _plain_stretches(self, chat: Chat, learned: Sequence[int]) -> list[tuple[list[int], bool]]:
+    def _plain_stretches(self, chat: Chat, learned: Sequence[int], word: str) -> list[tuple[list[int], bool]]:
         """Contents one after the other; an end-of-sequence token ends each of the assistant's turns."""
         stretches = []
         for number, message in enumerate(chat):
             end = [self._tokenizer.eos_token_id] if message["role"] == "assistant" else []
-            stretches.append((self._ids(message["content"]) + end, number in learned))
+            stretches.append((self._control.encode(message["content"], word) + end, number in learned))
         return stretches
 
-    def _stretches(self, chat: Chat, learned: Sequence[int]) -> list[tuple[list[int], bool]]:
+    def _stretches(self, chat: Chat, learned: Sequence[int], word: str) -> list[tuple[list[int], bool]]:
         text, spans = self._tagged_spans(chat, learned) if self._tagged else self._found_spans(chat, learned)
         cuts = [0, *(edge for span in spans for edge in span), len(text)]
         pieces = [text[a:b] for a, b in pairwise(cuts)]
-        return [(self._ids(piece), number % 2 == 1) for number, piece in enumerate(pieces) if piece]
+        return [(self._control.encode(piece, word), number % 2 == 1) for number, piece in enumerate(pieces) if piece]
 
     def _tagged_spans(self, chat: Chat, learned: Sequence[int]) -> tuple[str, list[tuple[int, int]]]:
         from transformers.utils.chat_template_utils import render_jinja_template

@@ -64,7 +64,7 @@ class Maker:
         assert spec.data is not None
         self.data: DataSpec = spec.data
         self.kind = spec.kind
-        self.encoder = ChatEncoder(tokenizer, spec.model.chat_template)
+        self.encoder = ChatEncoder(tokenizer, spec.model.chat_template, spec.model.special_tokens_in_content)
         self.counts: Counter[str] = Counter()
         self.longest = 0
         if self.data.max_length is not None and self.data.max_length > longest:

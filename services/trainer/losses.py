@@ -213,7 +213,7 @@ def constant(counts_S: Tensor, sequences: int, max_tokens: int) -> Tensor:
 
 
 def _ratio(logprobs_M: Tensor, old_M: Tensor) -> tuple[Tensor, Tensor]:
-    """pi / old, at most e^MAX_LOG_RATIO; and where it is held there, bool. Gradients flow through `logprobs_M` alone."""
+    """pi / old, at most e^MAX_LOG_RATIO; and where it is held there, bool. `logprobs_M` alone has a gradient."""
     log_ratio_M = logprobs_M - old_M.detach()
     return log_ratio_M.clamp(max=MAX_LOG_RATIO).exp(), (log_ratio_M > MAX_LOG_RATIO).detach()
 

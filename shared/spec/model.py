@@ -42,7 +42,11 @@ class ModelSpec(Part):
     """Train an adapter instead of all weights."""
     chat_template: Literal["model", "plain"] = "model"
     """`plain` joins message contents without any markup; `model` refuses a tokenizer that has no chat template."""
-
+    special_tokens_in_content: Literal["split", "parse"] = "split"
+    """What the text of a control token (`<|im_end|>`) is in the contents of messages and in rows of data. `split`:
+    text; only the chat template writes control tokens. `parse`: the token, so that whoever writes a content can end a
+    turn and speak as the assistant: for contents that you trust and that hold such tokens on purpose.
+    docs/environments/tokens.md says which tokens these are."""
     tool_format: Literal["auto", "hermes", "llama3_json", "mistral", "qwen3_coder"] = "auto"
     """How the model writes calls of tools, where the environment offers any. `auto`: as its chat template shows; a job
     whose template shows none of these formats fails with the first prompt. `hermes` is Qwen's too."""

@@ -78,11 +78,13 @@ class RolloutSpec(Part):
     temperature: Annotated[float, Field(gt=0.0, le=10.0)] = 1.0
     """Logits are divided by it before sampling; the trainer does the same."""
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
-    """Sample from the smallest set of tokens that holds this much probability; 1: all."""
+    """Sample from the smallest set of tokens that holds this much probability; 1: all. Below 1 ratios are biased: the
+    trainer's probabilities are those of all tokens."""
     top_k: Annotated[int, Field(ge=0)] = 0
-    """0: all tokens."""
+    """Sample from so many of the likeliest tokens; 0: all. Above 0 ratios are biased, as with top_p."""
     stop: list[Annotated[str, Field(min_length=1)]] = []
-    """A turn ends when one of these strings appears; it stays in the text."""
+    """A turn ends when one of these strings appears; it stays in the text, with the rest of the token in which it
+    ends."""
     max_concurrent_groups: Positive = 32
     """Per rollout worker; eval: episodes."""
     oversample: Annotated[int, Field(ge=0, le=1024)] = 0
