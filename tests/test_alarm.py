@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 
-from opentinker.services.trainer.alarm import WINDOW, SlopeAlarm, grows, theil_sen
+from opentinker.services.trainer.alarm import WINDOW, MismatchAlarm, grows, theil_sen
+from opentinker.services.trainer.collapse import CollapseAlarm
+from opentinker.shared.spec import TrainSpec
 
 NOISE = np.random.default_rng(0).normal(size=WINDOW)
 TIME = np.arange(WINDOW)
@@ -33,7 +36,7 @@ def test_outliers_a_single_step_and_rounding_are_not_heard() -> None:
 
 
 def test_it_rings_once_and_stops_when_the_slope_is_gone() -> None:
-    alarm = SlopeAlarm()
+    alarm = MismatchAlarm()
     began = [alarm.look({"mismatch/mean": 0.001 * (step + 1)}) for step in range(WINDOW + 5)]
     assert began == [[]] * (WINDOW - 1) + [["mismatch/mean"]] + [[]] * 5
     assert alarm.ringing == {"mismatch/mean"}
@@ -41,3 +44,68 @@ def test_it_rings_once_and_stops_when_the_slope_is_gone() -> None:
         alarm.look({"mismatch/mean": 0.045, "drift/mean": 0.1})
     assert not alarm.ringing
     assert alarm.look({"entropy": 1.0}) == [], "a step without the metric leaves the window as it is"
+
+
+def test_a_single_wrong_swap_is_heard_and_an_ordinary_one_is_not() -> None:
+    """Against the swaps before it: each compares the same weights, so that its level hardly moves."""
+    alarm = MismatchAlarm()
+    usual = [0.01 * (1 + 0.5 * noise**2) for noise in NOISE[:30]]
+    assert not any(alarm.look({"swap/mismatch": value}) for value in usual)
+    assert alarm.look({"swap/mismatch": 0.5}) == ["swap/mismatch"] and alarm.ringing
+    assert alarm.look({"swap/mismatch": 0.01}) == [] and not alarm.ringing
+    exact = MismatchAlarm()
+    assert not any(exact.look({"swap/mismatch": value}) for value in [1e-7] * 10 + [5e-6]), "rounding"
+
+
+def learner(**curves: npt.ArrayLike) -> list[dict[str, float]]:
+    """What a learner reports step by step: of names, or `reward` for reward/mean among rewards of 0 and 1."""
+    columns = {name.replace("reward", "reward/mean"): np.asarray(curve, float) for name, curve in curves.items()}
+    lines = [dict(zip(columns, map(float, line), strict=True)) for line in zip(*columns.values(), strict=True)]
+    return [{"reward/min": 0.0, "reward/max": 1.0, **line} for line in lines]
+
+
+def heard(lines: list[dict[str, float]], **train: object) -> dict[str, int]:
+    """The step at which each alarm began."""
+    alarm, began = CollapseAlarm(TrainSpec.model_validate(train)), {}
+    for step, line in enumerate(lines, 1):
+        for why in alarm.look(line):
+            began.setdefault(why, step)
+    return began
+
+
+STEPS = np.arange(300)
+JITTER = np.random.default_rng(1).normal(size=300)
+FALLING = np.maximum(2.0 * np.exp(-STEPS / 30), 0.001)
+"""Entropy of a policy that grows sure."""
+ALIKE = np.clip(STEPS / 150, 0.0, 1.0)
+"""Share of groups with equal rewards."""
+
+
+def test_a_policy_that_says_one_thing_below_its_goal_is_heard() -> None:
+    stuck = learner(entropy=FALLING, zero_variance=ALIKE, reward=np.full(300, 0.27))
+    assert 150 < heard(stuck)["entropy"] < 200
+    assert 150 < heard(stuck, target={"reward/mean": 0.9})["entropy"] < 200
+    assert 150 < heard(stuck, target={"val/exact": 0.9})["entropy"] < 200
+    assert heard(stuck, entropy_alarm=0.0) == {}
+
+
+def test_a_policy_that_has_learned_its_task_and_one_that_is_rewarded_by_chance_are_not() -> None:
+    solved = learner(entropy=FALLING, zero_variance=ALIKE, reward=np.clip(STEPS / 100, 0.0, 0.97))
+    assert heard(solved) == {} == heard(solved, target={"reward/mean": 0.95})
+    lucky = learner(entropy=FALLING, zero_variance=np.full(300, 0.1), reward=0.6 + 0.05 * JITTER)
+    assert heard(lucky) == {}
+    unsure = learner(entropy=np.full(300, 0.3), zero_variance=ALIKE, reward=np.full(300, 0.27))
+    assert heard(unsure) == {}
+    same = [line | {"reward/max": 0.0} for line in learner(entropy=FALLING, zero_variance=ALIKE, reward=[0.0] * 300)]
+    assert heard(same) == {}, "no reward was ever better than another"
+
+
+def test_what_was_learned_and_lost_again_is_heard_once() -> None:
+    rise = np.clip(STEPS / 100, 0.0, 0.8)
+    lost = np.where(STEPS < 200, rise, 0.1) + 0.03 * JITTER
+    assert 200 < heard(learner(exact=lost, reward=rise))["quality"] < 215, "exact says it, whatever the reward does"
+    assert 200 < heard(learner(reward=lost))["quality"] < 215
+    assert heard(learner(reward=lost), collapse_alarm=0.0) == {}
+    assert heard(learner(reward=np.where(STEPS < 200, rise, 0.6) + 0.03 * JITTER)) == {}, "a dip"
+    assert heard(learner(reward=0.3 + 0.1 * JITTER)) == {}, "noise alone"
+    assert heard([{"loss": 1.0}] * 50) == {}

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from opentinker.services.trainer.alarm import WINDOW, SlopeAlarm
+from opentinker.services.trainer.alarm import WINDOW, MismatchAlarm
 from opentinker.services.trainer.torch_learner import TorchLearner
 from opentinker.shared.types import WeightVersion
 from tests.learning import Sampler, torch_spec
@@ -58,7 +58,7 @@ def test_a_float32_run_agrees_to_a_ten_thousandth_at_every_step_and_says_all_of_
 def test_a_run_with_a_learning_rate_of_zero_is_flat_and_rings_no_alarm(small: Path) -> None:
     """Longer than the alarm's window, in float32 and in bfloat16, whose level is high: only a slope may ring."""
     for dtype, level in (("float32", 1e-4), ("bfloat16", 0.5)):
-        alarm = SlopeAlarm()
+        alarm = MismatchAlarm()
         found = run(small, lr=0.0, steps=WINDOW + 5, dtype=dtype)
         assert [alarm.look(metrics) for metrics in found] == [[]] * len(found)
         for name in ("mismatch/mean", "drift/mean"):
@@ -71,7 +71,7 @@ def test_a_run_with_a_learning_rate_of_zero_is_flat_and_rings_no_alarm(small: Pa
 
 def test_a_sampler_that_gets_no_new_weights_rings_the_alarm(small: Path) -> None:
     """Its tokens say so: drift, K3, ESS and the share outside follow, and the alarm hears the slope."""
-    alarm = SlopeAlarm()
+    alarm = MismatchAlarm()
     found = run(small, lr=1e-4, steps=WINDOW + 1, behind=True)
     rang = [alarm.look(metrics) for metrics in found]
     assert ["drift/mean"] in rang

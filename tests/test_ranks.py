@@ -7,6 +7,7 @@ import copy
 import os
 import signal
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from transformers import AutoModelForCausalLM
 
 from opentinker.services.trainer import ranked_learner, ranks
 from opentinker.services.trainer.learner import NonFinite
+from opentinker.services.trainer.rank_wire import Gather
 from opentinker.services.trainer.ranked_learner import RankedLearner
 from opentinker.services.trainer.ranks import RankLost, Ranks
 from opentinker.services.trainer.torch_learner import TorchLearner
@@ -249,9 +251,40 @@ def test_a_rank_that_stops_is_noticed_and_ended_and_the_next_job_has_others(
     assert gone(pid)
     pair.gang.close()
 
+    monkeypatch.setattr(ranks, "START_S", 2.0)  # it imports torch for longer, and uses its processor meanwhile
     pair.gang = RankedLearner(two_ranks(pair.base), "cpu")
     alone = pair.job(train={"lr": 1e-3, "parallel": "zero1"})
     pair.both_step(alone, random_groups(0), 0)
+
+
+def test_what_lost_the_ranks_is_not_hidden_by_a_part_of_ours_that_does_not_let_go(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(ranks, "CLOSE_S", 0.1)
+    stuck = threading.Event()
+
+    def started() -> Ranks:
+        return Ranks(2, lambda rank: {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))})
+
+    lost = started()
+    os.kill(lost.pids[0], signal.SIGKILL)
+    with pytest.raises(RankLost, match="rank 1 was killed by signal 9"):
+        lost.run(Gather(checkpoint=False), stuck.wait)
+    lost.close(lambda: None)
+
+    cancelled, begun = started(), threading.Event()
+
+    def ask() -> None:
+        with pytest.raises(RankLost, match="let go"):
+            cancelled.run(Gather(checkpoint=False), lambda: (begun.set(), stuck.wait()))
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    begun.wait()
+    with pytest.raises(OpenTinkerError, match="must be started again"):
+        cancelled.close(lambda: None)
+    stuck.set()
+    asking.join()
 
 
 def test_ranks_that_were_starting_when_the_job_was_let_go_end(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -433,6 +433,27 @@ async def test_resumed_trainer_remembers_what_the_target_is_judged_by(ctx: Conte
     assert (record.state, record.step, record.reason) == (JobState.SUCCEEDED, 10, "target reached")
 
 
+async def test_a_policy_that_says_one_thing_only_is_an_event_once_and_a_metric(ctx: Context) -> None:
+    """Also where another trainer goes on."""
+
+    class Stuck(Clumsy):
+        def step(self, groups: list[Group], version: WeightVersion) -> dict[str, float]:
+            said = {"entropy": 0.0, "zero_variance": 1.0, "reward/mean": 0.27, "reward/min": 0.0, "reward/max": 1.0}
+            return super().step(groups, version) | said
+
+    job = await prepare(ctx, steps=26)
+    job.record.learner = job.learner = Stuck(job.spec, nan_at=23)
+    with pytest.raises(JobFailed, match="last good checkpoint is step 22"):
+        await train(job)
+    resumed = after(job)
+    resumed.record.learner = resumed.learner = Stuck(job.spec)
+    await train(resumed)
+    (event,) = [event for event in await ctx.store.events(JOB) if event["event"] == "collapse_alarm"]
+    assert (event["step"], event["metric"]) == (20, "entropy") and "algorithm.entropy_coef" in event["hint"]
+    lines = map(orjson.loads, (job.record.root.parent / "metrics.jsonl").read_bytes().splitlines())
+    assert [line["collapse/alarm"] for line in lines] == [0.0] * 19 + [1.0] * 7
+
+
 async def test_job_starts_from_the_checkpoint_kept_for_it_and_only_at_first(ctx: Context) -> None:
     other = "j-other00000@7"
     job = await prepare(ctx, start={"from": other}, nan_at=4)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -29,8 +30,6 @@ class RewardModel:
     base: str
     model: Any
     tokenizer: Any
-    control: ControlTokens
-    """What the policy and the environment write stays text: it cannot end a turn in the judge's reading."""
     label: int
     """Which of the model's outputs."""
 
@@ -44,8 +43,12 @@ class RewardModel:
                 "it was trained with into its directory as chat_template.jinja"
             )
         model = load_classifier(base, dtype, device)
-        control = ControlTokens(tokenizer, "split", templated=True)
-        return cls(base, model, tokenizer, control, _label(base, model.config, label))
+        return cls(base, model, tokenizer, _label(base, model.config, label))
+
+    @cached_property
+    def control(self) -> ControlTokens:
+        """What the policy and the environment say stays text: it cannot end a turn of what the model reads."""
+        return ControlTokens(self.tokenizer, "split", templated=True)
 
     def score(self, groups: Sequence[Group], tokens_per_batch: int) -> list[list[float]]:
         """Per group, of each trajectory. Raises JobFailed for what the model cannot read."""

@@ -201,8 +201,9 @@ class VllmEngine:
         raise self._lost()
 
     async def serve(self, version: WeightVersion, adapter: Path | None = None) -> None:
-        if adapter is not None:
-            self._adapters[1] = await self._loaded(str(version), 1, version, adapter)
+        if adapter is not None:  # vLLM knows an adapter by its number, and gives the old one for a number that it has
+            number = max(self._adapters, default=0) + 1
+            self._adapters[number] = await self._loaded(str(version), number, version, adapter)
         await self._engine().engine_core.set_weight_version_async(str(version))
         self.version = version
 

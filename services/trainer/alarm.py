@@ -1,11 +1,13 @@
 """An alarm on growing disagreement between generation and training: on the slope of a metric, never on its level.
 
-A level says which engines, kernels and dtypes are in use; a slope says that something is coming apart.
+A level says which engines, kernels and dtypes are in use; a slope says that something is coming apart. Of
+`swap/mismatch`, which compares the same weights, a jump says so too: one version was not loaded as it was sent.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -18,7 +20,12 @@ TREND = 0.5
 """Smallest Kendall tau: of all pairs of steps, the share that rises minus the share that falls."""
 NOISE = 1e-4
 """Rises over the window below this many nats are rounding, whatever their trend."""
-WATCHED = ("mismatch/mean", "drift/mean")
+JUMP = 10.0
+"""A value so many times the median of those before it has jumped..."""
+SETTLED = 5
+"""...once there are so many."""
+SWAPS = "swap/mismatch"
+WATCHED = ("mismatch/mean", "drift/mean", SWAPS)
 
 
 def theil_sen(values: npt.ArrayLike) -> tuple[float, float]:
@@ -40,7 +47,13 @@ def grows(values: npt.ArrayLike) -> bool:
     return tau >= TREND and rise >= max(NOISE, GROWTH * float(np.median(y)))
 
 
-class SlopeAlarm:
+def jumps(values: Sequence[float]) -> bool:
+    """True if the last value lies far above those before it."""
+    *before, last = values
+    return len(before) >= SETTLED and last > max(NOISE, JUMP * float(np.median(before)))
+
+
+class MismatchAlarm:
     """Remembers the last WINDOW values of each watched metric."""
 
     def __init__(self) -> None:
@@ -48,11 +61,13 @@ class SlopeAlarm:
         self.ringing: set[str] = set()
 
     def look(self, values: dict[str, float]) -> list[str]:
-        """Takes in one step's metrics; returns the names that began to grow with it."""
+        """Takes in one step's metrics; returns the names that began to grow, or jumped, with it."""
         for name, window in self.windows.items():
             if name in values:
                 window.append(values[name])
         now = {name for name, window in self.windows.items() if len(window) == WINDOW and grows(window)}
+        if SWAPS in values and jumps(self.windows[SWAPS]):
+            now.add(SWAPS)
         began = sorted(now - self.ringing)
         self.ringing = now
         return began

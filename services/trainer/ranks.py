@@ -18,6 +18,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
@@ -34,13 +35,18 @@ T = TypeVar("T")
 OURS = "OPENTINKER_"
 """Settings of this service, the addresses of NATS and Redis among them, are not for the ranks."""
 START_S = 120.0
-"""From the start of a process to its first sign of life: it imports torch meanwhile."""
+"""From the start of a process to its first beat: it imports torch meanwhile."""
 SILENT_S = 20.0
-"""A rank that has not beaten for so long is stopped. One that waits for a disk beats on, and is waited for."""
+"""A rank is lost that has neither beaten nor used its processor for so long: it is stopped. One that waits for a disk
+beats on; one on a machine with much else to do comes late to its beats, and is waited for too..."""
+HUNG_S = 600.0
+"""...up to here: what works on without ever beating hangs."""
 LOOK_S = 0.5
 GRACE_S = 3.0
 """When one part of a command has failed, the others have so long to say why."""
-CLOSE_S = 10.0
+CLOSE_S = 30.0
+STAT_UTIME, STAT_STIME = 11, 12
+"""Of the fields of /proc/PID/stat after the name: see proc(5)."""
 
 
 class RankLost(OpenTinkerError):
@@ -54,6 +60,7 @@ class _Process:
         self.rank = rank
         self.answer: Answer | None = None
         self._heard, self._started = time.monotonic(), False
+        self._ticks, self._worked = 0, self._heard
         self._bytes = bytearray()
         self.socket, theirs = socket.socketpair()
         with theirs:
@@ -88,9 +95,13 @@ class _Process:
                 self.answer = answer
         return ""
 
-    @property
-    def silent(self) -> bool:
-        return time.monotonic() - self._heard > (SILENT_S if self._started else START_S)
+    def is_silent(self) -> bool:
+        """Asked often: it compares the processor time with that of the last call."""
+        now = time.monotonic()
+        if (ticks := _processor_ticks(self.popen.pid)) != self._ticks:
+            self._ticks, self._worked = ticks, now
+        still_s = now - max(self._heard, self._worked)
+        return still_s > (SILENT_S if self._started else START_S) or now - self._heard > HUNG_S
 
     def _how_it_ended(self) -> str:
         try:
@@ -110,6 +121,8 @@ class Ranks:
     def __init__(self, world: int, variables: Callable[[int], dict[str, str]]) -> None:
         self._turn = threading.Condition()
         self._lost = ""
+        self._told = False
+        """Somebody was told that the ranks are of no use any more, and why."""
         self._closed = False
         self._outcome: tuple[Any, BaseException | None] | None = None
         self._parts: SimpleQueue[Callable[[], Any] | None] = SimpleQueue()
@@ -154,6 +167,7 @@ class Ranks:
             return value  # type: ignore[no-any-return]
         if not (isinstance(error, JobFailed | Interrupted) and len(refusals) == len(self._processes)):
             self._lose("a command has failed")
+            self._told = True
         if isinstance(error, NonFinite) and any(refusal.finite for refusal in refusals):
             raise JobFailed(str(error))
         if error is not None:
@@ -163,7 +177,8 @@ class Ranks:
     def close(self, leave: Callable[[], None]) -> None:
         """Ends every process, then does `leave` in our own thread. Idempotent.
 
-        Raises OpenTinkerError if our own part of a command does not let go.
+        Raises OpenTinkerError if our own part of a command does not let go and nothing was raised before that says why
+        the ranks are lost: that is what ends the work, and what shall be read.
         """
         if self._closed:
             return
@@ -179,7 +194,10 @@ class Ranks:
         self._parts.put(None)
         self._worker.join(CLOSE_S)
         if self._worker.is_alive():
-            raise OpenTinkerError("rank 0 still waits for ranks that are gone: this trainer must be started again")
+            why = "rank 0 still waits for ranks that are gone: this trainer must be started again"
+            if not self._told:
+                raise OpenTinkerError(why)
+            log.error("ranks_not_left", why=why)
 
     def _own(self, part: Callable[[], Any], *, wait_for_all: bool = False) -> tuple[Any, BaseException | None]:
         """What `part` returned or raised in our own thread. Raises RankLost."""
@@ -189,6 +207,7 @@ class Ranks:
             grace: float | None = None
             while True:
                 if self._lost:
+                    self._told |= not self._closed
                     raise RankLost(f"{self._lost}; the trainer starts again from the newest checkpoint")
                 answers = [p.answer for p in self._processes] if wait_for_all else []
                 if self._outcome is not None and all(answer is not None for answer in answers):
@@ -224,7 +243,7 @@ class Ranks:
                     if why := key.data.receive():
                         self._lose(f"rank {key.data.rank} {why}")
                 for process in self._processes:
-                    if process.silent:
+                    if process.is_silent():
                         self._lose(f"rank {process.rank} has been silent for too long: it is stopped, or hangs")
                 with self._turn:
                     self._turn.notify_all()
@@ -233,6 +252,15 @@ class Ranks:
         with self._turn:
             self._lost = self._lost or why
             self._turn.notify_all()
+
+
+def _processor_ticks(pid: int) -> int:
+    """That a process has used; always 0 where /proc does not say."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return 0
+    return int(fields[STAT_UTIME]) + int(fields[STAT_STIME])
 
 
 def _left_behind(error: BaseException | None) -> bool:

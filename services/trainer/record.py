@@ -19,7 +19,8 @@ import structlog
 from redis.exceptions import RedisError
 
 from opentinker.services.trainer import checkpoint
-from opentinker.services.trainer.alarm import WATCHED, WINDOW, SlopeAlarm
+from opentinker.services.trainer.alarm import WATCHED, WINDOW, MismatchAlarm
+from opentinker.services.trainer.collapse import HINTS, CollapseAlarm
 from opentinker.services.trainer.learner import Interrupted, NonFinite, Trainable, is_out_of_memory, too_large
 from opentinker.shared.errors import Conflict, Fenced, JobFailed, OpenTinkerError
 from opentinker.shared.evaluations import Evaluations
@@ -59,7 +60,8 @@ class Record:
         self._trace = trace
         self.usage = Usage(ctx.store.redis)
         self.evaluations = Evaluations(ctx.bus, lease.job, self.root.parent, self.event, self.guard)
-        self._alarm = SlopeAlarm()
+        self._alarm = MismatchAlarm()
+        self._collapse = CollapseAlarm(spec.train)
         self._window: deque[dict[str, float]] = deque(maxlen=TARGET_WINDOW)
         self.saved: int | None = None
         """Step of the newest good checkpoint."""
@@ -99,6 +101,8 @@ class Record:
             for line in lines[-WINDOW:]:
                 self._alarm.look(line)
             await self._send_lost(lines[-SENT_AGAIN:])
+            for line in lines:
+                self._collapse.look(line)
         step = manifest.step if manifest else 0
         # Without a checkpoint only the weights that the job starts from are known to be the same.
         await asyncio.to_thread(self.evaluations.restore, manifest.resumed if manifest else {1: 0}, step)
@@ -230,12 +234,7 @@ class Record:
         if step == 1 and absent:
             log.warning("target_metric_absent", metrics=absent)
             await self.event("target_metric_absent", {"metrics": absent, "there_are": sorted(values)})
-        began = self._alarm.look(values)
-        if any(name in values for name in WATCHED):
-            values["mismatch/alarm"] = float(bool(self._alarm.ringing))
-        for name in began:
-            log.warning("mismatch_alarm", metric=name, value=values[name])
-            await self.event("mismatch_alarm", {"step": step, "metric": name, "value": values[name]})
+        await self._listen(step, values)
         self._window.append(values)
         point = await self.metrics.emit(step, values)
         await self.write_log(
@@ -256,6 +255,21 @@ class Record:
             self.lease.job, epoch=self.lease.epoch, step=step, progress=orjson.dumps(shown).decode()
         )
         await self.usage.trained(self.lease.job, step, values.get("tokens", 0.0))
+
+    async def _listen(self, step: int, values: dict[str, float]) -> None:
+        """Asks the alarms, and adds to `values` whether they ring."""
+        grown, collapsed = self._alarm.look(values), self._collapse.look(values)
+        if any(name in values for name in WATCHED):
+            values["mismatch/alarm"] = float(bool(self._alarm.ringing))
+        if "reward/mean" in values:
+            values["collapse/alarm"] = float(bool(self._collapse.ringing))
+        for name in grown:
+            log.warning("mismatch_alarm", metric=name, value=values[name])
+            await self.event("mismatch_alarm", {"step": step, "metric": name, "value": values[name]})
+        for why, name in collapsed.items():
+            detail = {"step": step, "metric": name, "value": values[name], "hint": HINTS[why]}
+            log.warning("collapse_alarm", **detail)
+            await self.event("collapse_alarm", detail)
 
     def _pace(self) -> dict[str, float]:
         """Seconds that a step takes, over the last ones."""

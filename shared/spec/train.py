@@ -52,6 +52,12 @@ class TrainSpec(Part):
     target: dict[str, float] = {}
     """Stop early once the mean of the last 10 steps of each named metric reaches the value, e.g. {"exact" = 0.9}. Of a
     metric of [validation], e.g. {"val/exact" = 0.9}, the last complete evaluation counts, and training waits for it."""
+    entropy_alarm: Annotated[float, Field(ge=0.0)] = 0.01
+    """rl: an event `collapse_alarm` when over 20 steps the entropy is below this (nats), nine groups of ten have equal
+    rewards, and `target` (or 0.9 of the way from the worst reward to the best) is not reached. 0: never."""
+    collapse_alarm: Annotated[float, Field(ge=0.0, le=1.0)] = 0.5
+    """rl: the same event when over 20 steps `exact`, or `reward/mean` without it, has lost this share of what it had
+    gained at its best. 0: never."""
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
     """Of the trainer's random state: adapter initialisation, dropout, the order of [data]."""
     deterministic: bool = False
