@@ -66,7 +66,8 @@ def learner(**curves: npt.ArrayLike) -> list[dict[str, float]]:
 
 def heard(lines: list[dict[str, float]], **train: object) -> dict[str, int]:
     """The step at which each alarm began."""
-    alarm, began = CollapseAlarm(TrainSpec.model_validate(train)), {}
+    alarm = CollapseAlarm(TrainSpec.model_validate(train))
+    began: dict[str, int] = {}
     for step, line in enumerate(lines, 1):
         for why in alarm.look(line):
             began.setdefault(why, step)

@@ -274,9 +274,13 @@ def test_what_lost_the_ranks_is_not_hidden_by_a_part_of_ours_that_does_not_let_g
 
     cancelled, begun = started(), threading.Event()
 
+    def wait() -> None:
+        begun.set()
+        stuck.wait()
+
     def ask() -> None:
         with pytest.raises(RankLost, match="let go"):
-            cancelled.run(Gather(checkpoint=False), lambda: (begun.set(), stuck.wait()))
+            cancelled.run(Gather(checkpoint=False), wait)
 
     asking = threading.Thread(target=ask)
     asking.start()
