@@ -108,10 +108,11 @@ def _ports(data_dir: Path) -> list[Check]:
 def _sandbox() -> Check:
     """By running a program in one."""
     try:
-        asyncio.run(Sandbox.open(load_settings()))
+        sandbox = asyncio.run(Sandbox.open(load_settings()))
     except OpenTinkerError as error:
         return _check("sandbox", "none", "note", f"uploaded environments need them: {error}")
-    return _check("sandbox", "bubblewrap runs programs")
+    counted = "in memory cgroups" if sandbox.cgroups is not None else "without memory cgroups"
+    return _check("sandbox", f"bubblewrap runs programs, {counted}")
 
 
 def _disk(data_dir: Path) -> Check:
