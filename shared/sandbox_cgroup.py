@@ -49,8 +49,9 @@ class Cgroups:
             if self.version == 1:
                 (path / "memory.limit_in_bytes").write_text(str(most))
                 for name in ("memory.memsw.limit_in_bytes", "memory.kmem.tcp.limit_in_bytes"):
-                    if (path / name).exists():  # swap, and TCP buffers, which version 1 counts apart
-                        (path / name).write_text(str(most))
+                    if (path / name).exists():  # swap, and TCP buffers, which version 1 counts apart if the kernel can
+                        with contextlib.suppress(OSError):
+                            (path / name).write_text(str(most))
             else:
                 (path / "memory.max").write_text(str(most))
                 (path / "memory.oom.group").write_text("1")
