@@ -12,8 +12,10 @@ from typing import Any
 
 MOST_PARTS = 16
 """Of a dotted key or of a table's name."""
-_PART = r"""(?:[\w-]++|"[^"\\\n]{0,99}+"|'[^'\n]{0,99}+')"""
-_LONG_KEY = re.compile(rf"(?<![\w-]){_PART}(?:[ \t]{{0,9}}+\.[ \t]{{0,9}}+{_PART}){{{MOST_PARTS}}}", re.ASCII)
+_PART = r"""(?:[\w-]++|"(?:[^"\\\n]|\\[^\n]){0,99}+"|'[^'\n]{0,99}+')"""
+_DOT = r"[ \t]{0,99}+\.[ \t]{0,99}+"
+_LONG_KEY = re.compile(rf"(?<![\w-]){_PART}(?:{_DOT}{_PART}){{{MOST_PARTS}}}", re.ASCII)
+"""Whatever has longer parts, or more space, has too few of them to matter in a text of bounded length."""
 
 
 def loads(text: str, most_characters: int) -> dict[str, Any]:

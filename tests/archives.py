@@ -152,6 +152,14 @@ ARCHIVES: dict[str, tuple[Callable[[], bytes], str]] = {
     "toml_of_15000_dots": (lambda: good(pyproject__toml=dotted(15000)), "more than 16 parts"),
     "toml_of_30000_dots_in_the_description": (lambda: good(environment__toml=dotted(30000)), "more than 16 parts"),
     "toml_table_of_15000_dots": (lambda: good(pyproject__toml=b"[" + b".".join([b"a"] * 15000) + b"]\n"), "16 parts"),
+    "toml_key_of_escapes": (
+        lambda: good(pyproject__toml=b".".join([b'"\\t"'] * 9000) + b" = 1\n"),
+        "more than 16 parts",
+    ),
+    "toml_key_of_quotes_and_space": (
+        lambda: good(pyproject__toml=b" \t. ".join([b"''"] * 6000) + b"=1\n"),
+        "16 parts",
+    ),
     "toml_of_brackets": (lambda: good(pyproject__toml=b"a = " + b"[" * 20000), "nested too deeply"),
     "toml_of_inline_tables": (lambda: good(pyproject__toml=b"a = " + b"{a=" * 15000), "nested too deeply"),
     "toml_of_a_megabyte": (lambda: good(pyproject__toml=b"# " + b"x" * 900_000), "at most 65536"),

@@ -271,6 +271,7 @@ async def test_odd_model_paths_are_refused_not_crashed_on(http: Http, base: str)
         (b"{", "JSON"),
         (b"\xff\xfe", "JSON"),
         (b'{"name": "a", "name": "b"}', "twice"),
+        (b"{" + b",".join(b'"%d":1' % n for n in range(100_000)) + b',"99999":1}', "twice"),
         (b'{"train": {"lr": NaN}}', "JSON"),
         (b'{"train": {"lr": 1e999}}', "JSON"),
         (b'{"name": "\\ud800"}', "JSON"),

@@ -13,6 +13,7 @@ import math
 import re
 import secrets
 import time
+from collections import Counter as Counting
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, TypeVar
 
@@ -280,8 +281,7 @@ def _bad_body(what: str) -> SpecError:
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
+        twice = Counting(name for name, _ in pairs).most_common(1)[0][0]
         raise ValueError(f"the name {twice[:100]!r} appears twice in one object")
     return found
 

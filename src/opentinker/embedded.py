@@ -21,6 +21,7 @@ from pathlib import Path
 
 import orjson
 
+from opentinker import nats_store
 from opentinker.access import Access, WebSocket
 from opentinker.processes import PROBE_S, Child, ChildSpec, Guard, StartError, banner, free_port, port_free
 from opentinker.shared.paths import make_directories, replace_durably
@@ -140,6 +141,7 @@ class EmbeddedServers:
         self.access = Access(self._file.parent / "access", shipped_conf("nats.conf"))
         if "nats" in self._wanted:
             _check_room(self.data_dir / "nats")
+            nats_store.drop_torn(self.data_dir / "nats")
         if self._guard is None:
             self._guard = Guard()
         remembered = self._remembered()
@@ -150,6 +152,11 @@ class EmbeddedServers:
             self.stop()
             raise
         replace_durably(self._file, orjson.dumps(self.ports, option=orjson.OPT_INDENT_2))
+
+    def sync_streams(self) -> None:
+        """Once they are made. Blocking."""
+        if "nats" in self._wanted:
+            nats_store.sync_metadata(self.data_dir / "nats")
 
     def stop(self) -> None:
         for child in self.children.values():

@@ -129,7 +129,7 @@ async def serve(plan: Plan) -> None:
                 afterwards=partial(end_launched, plan.data_dir),
             )
             log.info("starting", **facts, logs=str(plan.data_dir / "logs"))
-            await _until_told(supervisor)
+            await _until_told(supervisor, servers)
             log.info("stopped", data_dir=str(plan.data_dir))
         finally:
             if servers is not None:
@@ -252,7 +252,7 @@ def _gpus(plan: Plan) -> dict[str, dict[str, str]]:
     return {name: {gpus.VISIBLE: pin, **gpus.ORDER} for name, pin in pins.items()}
 
 
-async def _until_told(supervisor: Supervisor) -> None:
+async def _until_told(supervisor: Supervisor, servers: EmbeddedServers) -> None:
     """The first SIGINT, SIGTERM or SIGHUP (a closed terminal) stops in good order, the second at once."""
     loop = asyncio.get_running_loop()
 
@@ -265,7 +265,7 @@ async def _until_told(supervisor: Supervisor) -> None:
 
     for number in STOP_SIGNALS:
         loop.add_signal_handler(number, told)
-    announce = asyncio.create_task(_announce(supervisor))
+    announce = asyncio.create_task(_announce(supervisor, servers))
     try:
         await supervisor.run()
     finally:
@@ -274,9 +274,10 @@ async def _until_told(supervisor: Supervisor) -> None:
             loop.remove_signal_handler(number)
 
 
-async def _announce(supervisor: Supervisor) -> None:
+async def _announce(supervisor: Supervisor, servers: EmbeddedServers) -> None:
     started = time.monotonic()
     await supervisor.ready.wait()
+    await asyncio.to_thread(servers.sync_streams)
     log.info("ready", seconds=round(time.monotonic() - started, 1), children=len(supervisor.keepers))
 
 
