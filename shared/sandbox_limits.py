@@ -81,7 +81,7 @@ def excess(pid: int, limits: Limits) -> str:
     if (sockets := _sockets(processes)) > limits.open_files:
         return f"its processes had {sockets} sockets; at most {limits.open_files} (sandbox_open_files)"
     most = DESCRIPTORS * limits.open_files
-    if (opened := sum(map(_descriptors, processes))) > most:
+    if (opened := sum(_descriptors(process, limits) for process in processes)) > most:
         return f"its processes had {opened} open files; at most {most} ({DESCRIPTORS} times sandbox_open_files)"
     return ""
 
@@ -97,9 +97,12 @@ def _sockets(processes: list[int]) -> int:
     return 0
 
 
-def _descriptors(pid: int) -> int:
+def _descriptors(pid: int, limits: Limits) -> int:
+    """One that hides them, which it can from an ordinary user, counts as if it had all that it may have."""
     try:
         return len(os.listdir(f"/proc/{pid}/fd"))
+    except PermissionError:
+        return limits.open_files
     except OSError:  # it has ended
         return 0
 

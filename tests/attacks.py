@@ -24,6 +24,7 @@ from pathlib import Path
 
 CLONE_NEWUSER, CLONE_NEWNET = 0x10000000, 0x40000000
 AF_ALG, AF_VSOCK = 38, 40
+PR_SET_DUMPABLE = 4
 MAP_HUGETLB = 0x40000
 Known = dict[str, str]
 """What an attacker may have learned: paths, ports, process ids."""
@@ -152,6 +153,8 @@ def sockets_in_flight(known: Known) -> str:
 
 
 def many_descriptors(known: Known) -> str:
+    """Hidden from other processes of the same user."""
+    ctypes.CDLL(None).prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
     for _ in range(11):
         if os.fork() == 0:
             break

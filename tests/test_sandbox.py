@@ -292,6 +292,11 @@ AS_USER = (
     "    argv = [box.python, '-I', '-S', '/run/attacks.py', *attacks]\n"
     "    running = await box.start(argv, binds={'/run/attacks.py': sys.argv[1]}, stdout=PIPE)\n"
     "    print((await running.process.communicate())[0].decode(), running.uid)\n"
+    "    argv = [box.python, '-I', '-S', '/run/attacks.py', 'many_descriptors']\n"
+    "    running = await box.start(argv, binds={'/run/attacks.py': sys.argv[1]}, stdout=PIPE)\n"
+    "    await running.process.communicate()\n"
+    "    await running.wait()\n"
+    "    print(running.reason)\n"
     "import sys\n"
     "asyncio.run(main())\n"
 )
@@ -319,7 +324,9 @@ def test_an_ordinary_users_sandboxes_hold_too() -> None:
     done = subprocess.run(
         argv, env=environ, user=NOBODY, cwd="/", capture_output=True, text=True, timeout=90, check=True
     )
-    told, uid = done.stdout.rsplit(" ", 1)
+    first, reason = done.stdout.splitlines()
+    assert TOO_MUCH["many_descriptors"] in reason
+    told, uid = first.rsplit(" ", 1)
     came = json.loads(told)
     assert int(uid) == NOBODY
     assert {name for name, text in came.items() if text.startswith("SUCCEEDED")} == set(), came
