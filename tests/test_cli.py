@@ -17,6 +17,7 @@ import pytest
 from opentinker.cli import main
 from opentinker.cli.common import as_typed
 from opentinker.cli.logs import follow_logs, format_line
+from opentinker.cli.specs import read_spec
 from opentinker.processes import free_port
 from opentinker.shared.algorithms import PRESETS
 from tests.cluster import JOB_S
@@ -110,6 +111,13 @@ def test_a_checkpoint_to_start_from_must_be_named_and_reachable() -> None:
         assert done.returncode == 2 and said in " ".join(done.stderr.replace("│", " ").split()), done.stderr
 
 
+def test_a_job_is_submitted_with_fewer_steps_than_its_file_says() -> None:
+    spec = read_spec(ROOT / "examples" / "sft_gsm8k.toml", changes=["data.epochs=3", "train.lr=1e-4"], steps=2)
+    assert spec["train"] | {"lr": 1e-4, "steps": 2, "warmup_steps": 2} == spec["train"] and "epochs" not in spec["data"]
+    done = typed("submit", ROOT / "examples" / "eval.toml", "--steps", "3")
+    assert done.returncode == 2 and "set evaluation.episodes" in " ".join(done.stderr.replace("│", " ").split())
+
+
 @pytest.mark.parametrize("text", ["steps = = 1", None])
 def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, text: str | None) -> None:
     spec = tmp_path / "job.toml"
@@ -117,6 +125,13 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, text: str | None) -
         spec.write_text(text)
     done = typed("submit", spec)
     assert done.returncode == 2 and str(spec) in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("options", [[], ["--steps", "1"], ["--set", "train.lr=1"]])
+def test_a_file_that_holds_no_table_is_a_mistake(tmp_path: Path, options: list[str]) -> None:
+    (tmp_path / "job.json").write_text('"text"')
+    done = typed("submit", tmp_path / "job.json", *options)
+    assert done.returncode == 2 and "(whole spec) = 'text': must be a table" in done.stderr
 
 
 def test_an_unreachable_server_is_named_with_how_to_start_it() -> None:

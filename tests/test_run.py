@@ -15,7 +15,7 @@ import pytest
 from typer.testing import CliRunner
 
 from opentinker.cli import app
-from opentinker.cli.run import of_length
+from opentinker.cli.specs import of_length
 from opentinker.shared.errors import SpecError
 from tests.cluster import toy_model
 from tests.conftest import start_nats, start_valkey, until

@@ -21,7 +21,7 @@ from opentinker.cli.common import (
     print_table,
     say,
 )
-from opentinker.cli.specs import Changes, FromCheckpoint, SpecFile, WithOptimizer, read_spec
+from opentinker.cli.specs import Changes, FromCheckpoint, SpecFile, Steps, WithOptimizer, read_spec
 
 STATE_EXIT = {"succeeded": 0, "failed": 1, "cancelled": 4}
 """Exit status of `watch` and `run` by the state in which the job ended."""
@@ -50,13 +50,14 @@ def submit(
     from_checkpoint: FromCheckpoint = None,
     with_optimizer: WithOptimizer = False,
     changes: Changes = None,
+    steps: Steps = None,
     as_json: AsJson = False,
 ) -> None:
     """Submit a job."""
     from opentinker.locating import located
 
     api = client(url, patience_s=PATIENCE_S if follow else 2.0)
-    spec = read_spec(path, from_checkpoint, with_optimizer, changes)
+    spec = read_spec(path, from_checkpoint, with_optimizer, changes, steps)
     with located(path):
         record = api.submit(spec, beside=path.parent)
     if as_json:

@@ -11,12 +11,12 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from opentinker.cli.common import as_typed, client, complain, say, shown
-from opentinker.cli.specs import Changes, FromCheckpoint, SpecFile, WithOptimizer, read_spec
+from opentinker.cli.specs import Changes, FromCheckpoint, SpecFile, Steps, WithOptimizer, read_spec
 from opentinker.shared.errors import OpenTinkerError
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ def run(
     ] = None,
     port: Annotated[int, typer.Option(help="Of the HTTP API; 0 takes a free one.", min=0, max=65535)] = 0,
     env_workers: Annotated[int, typer.Option(help="Processes that play environments.", min=1)] = 1,
-    steps: Annotated[int | None, typer.Option(help="Instead of the spec's train.steps.", min=1)] = None,
+    steps: Steps = None,
     from_checkpoint: FromCheckpoint = None,
     with_optimizer: WithOptimizer = False,
     changes: Changes = None,
@@ -60,16 +60,12 @@ def run(
     began = time.time()
     if from_checkpoint is not None and data_dir is None:
         raise typer.BadParameter("--from-checkpoint needs the --data-dir that holds the other job")
-    spec = read_spec(path, from_checkpoint, with_optimizer, changes)
+    spec = read_spec(path, from_checkpoint, with_optimizer, changes, steps)
     if spec.get("kind") == "inference":
         start, then = as_typed("up"), as_typed("submit", path)
         raise OpenTinkerError(
             f"an inference job has no end to wait for: start {start!r}, and from another terminal {then!r}"
         )
-    if steps is not None and spec.get("kind") == "eval":
-        raise typer.BadParameter("--steps does not apply to an eval job: set evaluation.episodes")
-    if steps is not None:
-        spec = of_length(spec, steps)
     home = (data_dir or Path("runs") / f"{file_name(spec['name'])}-{time.strftime('%Y%m%d-%H%M%S')}").resolve()
     rollouts = spec.get("kind", "rl") in ("rl", "eval")
     workers = int(spec.get("resources", {}).get("rollout_workers", 1))
@@ -112,20 +108,6 @@ def _bearing(home: Path) -> str:
 
     file = read_state(home).get(KEY_FILE)
     return "" if file is None or finds(home) else f"OPENTINKER_API_KEY_FILE={shlex.quote(file)} "
-
-
-def of_length(spec: dict[str, Any], steps: int) -> dict[str, Any]:
-    """The spec with another number of steps; a warm-up that would be longer ends with them. Raises SpecError."""
-    from opentinker.shared.spec import parse_spec
-
-    train = {**spec["train"], "steps": steps}
-    if "warmup_steps" in train:
-        train["warmup_steps"] = min(train["warmup_steps"], steps)
-    changed = {**spec, "train": train}
-    if "data" in spec:
-        changed["data"] = {name: value for name, value in spec["data"].items() if name != "epochs"}
-    parse_spec(changed)
-    return changed
 
 
 @contextmanager

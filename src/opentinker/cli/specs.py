@@ -33,6 +33,9 @@ Changes = Annotated[
 WithOptimizer = Annotated[bool, typer.Option("--with-optimizer", help="And with the state of its optimizer.")]
 
 
+Steps = Annotated[int | None, typer.Option("--steps", help="Instead of the spec's train.steps.", min=1)]
+
+
 def register(app: typer.Typer) -> None:
     app.command("spec")(show_spec)
     app.command("algorithms")(show_algorithms)
@@ -44,9 +47,10 @@ def read_spec(
     from_checkpoint: str | None = None,
     with_optimizer: bool = False,
     changes: list[str] | None = None,
+    steps: int | None = None,
 ) -> dict[str, Any]:
-    """A valid spec as plain data, with `changes` (SETTING=VALUE) and another [start] if they are given. Raises
-    SpecError with every mistake."""
+    """A valid spec as plain data, with `changes` (SETTING=VALUE), another [start] and another number of steps if they
+    are given. Raises SpecError with every mistake."""
     from opentinker.given import started
     from opentinker.locating import located
     from opentinker.shared.spec import load_spec, parse_spec
@@ -54,9 +58,30 @@ def read_spec(
     if with_optimizer and from_checkpoint is None:
         raise typer.BadParameter("--with-optimizer needs --from-checkpoint JOB@STEP")
     with located(path):
-        data = started(changed(load_spec(path), changes or []), from_checkpoint, with_optimizer)
+        data = load_spec(path)
+        if not isinstance(data, dict):
+            parse_spec(data)
+        data = started(changed(data, changes or []), from_checkpoint, with_optimizer)
+        if steps is not None:
+            data = of_length(data, steps)
         _check_environment(parse_spec(data))
     return dict(data)
+
+
+def of_length(spec: dict[str, Any], steps: int) -> dict[str, Any]:
+    """The spec with another number of steps; a warm-up that would be longer ends with them. Raises SpecError."""
+    from opentinker.shared.spec import parse_spec
+
+    if (kind := spec.get("kind", "rl")) in ("eval", "inference"):
+        instead = ": set evaluation.episodes" if kind == "eval" else ""
+        raise typer.BadParameter(f"--steps does not apply to kind = {kind!r}{instead}")
+    longer = changed(spec, [f"train.steps={steps}"])
+    if isinstance(warmup := longer["train"].get("warmup_steps"), int):
+        longer["train"]["warmup_steps"] = min(warmup, steps)
+    if isinstance(data := longer.get("data"), dict):
+        data.pop("epochs", None)
+    parse_spec(longer)
+    return longer
 
 
 def changed(spec: Mapping[str, Any], changes: list[str]) -> dict[str, Any]:
