@@ -14,6 +14,7 @@ import random
 import time
 from collections.abc import Collection
 
+import msgspec
 import structlog
 
 from opentinker.shared.bus import Bus, NoReply, NoResponders
@@ -40,6 +41,8 @@ UNKNOWN = Policy()
 OPENING_S = 2.5
 """An open that takes longer is told of: a caller who gives up knows by then where to close it, and those of a cancelled
 job are gone within its 5 s."""
+ASKED_AT_ONCE = 256
+"""Opens that one client has not been answered yet: large groups open in portions."""
 IN_LINE_S = 2.0
 """At one full env worker, before another is asked: a place there is taken the moment it is free."""
 
@@ -60,6 +63,7 @@ class EnvClient:
         """`owner`, `own_jobs`: see OpenSession."""
         self._bus = bus
         self._own_jobs = sorted(own_jobs)
+        self._asking = asyncio.Semaphore(ASKED_AT_ONCE)
         self._owner = owner
         self._tenant = tenant
         """Of the jobs whose episodes are played: what its users serve is theirs alone."""
@@ -90,27 +94,31 @@ class EnvClient:
         give_up = deadline - min(1.0, 0.1 * deadline_s)
         pause, why = 0.02, "it did not answer in time"
         call, keys, nobody = self._way(environment, isolation)
+        request = OpenSession(
+            job=job,
+            session=session,
+            environment=environment,
+            isolation=isolation,
+            config=config,
+            row=row,
+            seed=seed,
+            deadline_s=deadline_s,
+            tools=tools or [],
+            tool_turns=tool_turns,
+            answer_within_s=min(OPENING_S, 0.5 * self._ask_s),
+            policy=policy,
+            own_jobs=self._own_jobs,
+            owner=self._owner,
+        )
         while (now := time.monotonic()) < give_up:
-            request = OpenSession(
-                job=job,
-                session=session,
-                environment=environment,
-                isolation=isolation,
-                config=config,
-                row=row,
-                seed=seed,
-                deadline_s=deadline - now,
-                tools=tools or [],
-                tool_turns=tool_turns,
-                answer_within_s=min(OPENING_S, 0.5 * self._ask_s),
-                room_within_s=min(IN_LINE_S, 0.25 * self._ask_s, 0.5 * (give_up - now)),
-                policy=policy,
-                own_jobs=self._own_jobs,
-                owner=self._owner,
-            )
-            within_s = min(self._ask_s, give_up - now)
+            within_s = 0.0
             try:
-                reply = await self._ask(call, request, within_s, keys)
+                async with self._asking:
+                    now = time.monotonic()
+                    within_s = max(0.0, min(self._ask_s, give_up - now))
+                    room_s = min(IN_LINE_S, 0.25 * self._ask_s, max(0.0, 0.5 * (give_up - now)))
+                    request = msgspec.structs.replace(request, deadline_s=deadline - now, room_within_s=room_s)
+                    reply = await self._ask(call, request, within_s, keys)
                 if reply.opening:
                     reply = await self._opened(reply.worker, session, give_up - time.monotonic())
                 if reply.failure != Ending.ENV_LOST and not reply.busy:

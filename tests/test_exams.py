@@ -257,3 +257,40 @@ async def test_evaluation_of_a_step_already_done_is_not_repeated_by_the_next_tra
             (2, 8),
             (2, 12),
         ]
+
+
+LARGE: dict[str, dict[str, dict[str, Any]]] = {
+    "large": {
+        "algorithm": {"group_size": 512, "groups_per_batch": 1},
+        "rollout": {"max_concurrent_groups": 2},
+        "validation": {"every": 1, "at_start": False, "episodes": 1200, "transcripts": 0},
+    },
+    "largest": {
+        "algorithm": {"group_size": 1024, "groups_per_batch": 16, "max_staleness": 1},
+        "rollout": {"max_concurrent_groups": 8, "oversample": 1024, "episode_timeout_s": 3600.0},
+        "validation": {"every": 1, "at_start": False, "episodes": 50_000, "timeout_s": 3600.0},
+    },
+}
+
+
+@pytest.mark.parametrize(
+    "numbers", ["large", pytest.param("largest", marks=[pytest.mark.nightly, pytest.mark.timeout(3600)])]
+)
+async def test_large_numbers_that_are_allowed_cost_no_worker_a_heartbeat(tmp_path: Path, numbers: str) -> None:
+    """Groups open, and exams are stored, in portions: no process ends, and nobody loses a lease."""
+    changes = LARGE[numbers]
+    rollout = {"engine": "toy", "max_tokens": 8, **changes["rollout"]}
+    train = {"learner": "simulated", "steps": 1}
+    async with toy_cluster(tmp_path, env_sessions=4096) as (cluster, model):
+        job = await cluster.submit(evaluated_spec(model, **{**changes, "rollout": rollout, "train": train}))
+        record = await cluster.wait(job, 3000.0)
+        assert (record["state"], record["step"], record["restarts"]) == ("succeeded", 1, 0), record["reason"]
+        kinds = [event["event"] async for event in cluster.client.events(job)]
+        assert kinds.count("starting") == 1
+        assert not {"rollout_worker_lost", "trainer_lost", "group_failed"} & set(kinds), kinds
+        assert {name: process.exits for name, process in cluster.processes.items() if process.exits} == {}
+        assert "exams_asked_again" not in cluster.logs("trainer-0")
+        (line,) = cluster.lines(job, "validation.jsonl")
+        assert (line["val/episodes"], line["val/missing"]) == (changes["validation"]["episodes"], 0)
+        (step,) = cluster.lines(job)
+        assert step["trajectories"] == changes["algorithm"]["group_size"] * changes["algorithm"]["groups_per_batch"]

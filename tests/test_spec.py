@@ -283,3 +283,67 @@ def test_what_a_kind_has_no_use_for_is_refused(parts: dict[str, Any], field: str
         parse_spec(INFERENCE | parts)
     (mistake,) = refused.value.mistakes
     assert mistake["field"] == field and said in mistake["problem"]
+
+
+def unbounded(schema: Any, definitions: dict[str, Any], path: str = "") -> Iterator[str]:
+    """Numbers without a smallest or a largest value, lists without a greatest length."""
+    if "$ref" in schema:
+        schema = definitions[schema["$ref"].rpartition("/")[2]]
+    ends = (("maximum", "exclusiveMaximum"), ("minimum", "exclusiveMinimum"))
+    is_number = schema.get("type") in ("integer", "number") and not schema.keys() & {"enum", "const"}
+    if is_number and not all(schema.keys() & set(end) for end in ends):
+        yield path
+    if schema.get("type") == "array" and "maxItems" not in schema:
+        yield f"{path}[]"
+    for name, inner in schema.get("properties", {}).items():
+        yield from unbounded(inner, definitions, f"{path}.{name}" if path else name)
+    inside = [
+        schema.get("items"),
+        schema.get("additionalProperties"),
+        *schema.get("anyOf", []),
+        *schema.get("allOf", []),
+    ]
+    for inner in inside:
+        if isinstance(inner, dict):
+            yield from unbounded(inner, definitions, path)
+
+
+def test_every_number_and_every_list_has_bounds_which_the_documentation_states() -> None:
+    schema = JobSpec.model_json_schema()
+    assert list(unbounded(schema, schema["$defs"])) == []
+    page = (Path(__file__).parent.parent / "docs" / "job-spec.md").read_text()
+    for part in set(parts(JobSpec)):
+        for name, described in part.model_json_schema(by_alias=True).get("properties", {}).items():
+            numbers = [
+                one for one in (described, *described.get("anyOf", [])) if one.get("type") in ("integer", "number")
+            ]
+            for number in numbers:
+                most = number.get("maximum", number.get("exclusiveMaximum"))
+                rows = [line for line in page.splitlines() if line.startswith(f"| `{name}` |")]
+                assert any(f"<= {most}" in row or f"< {most}" in row for row in rows), (name, most)
+
+
+TOO_MUCH: list[tuple[dict[str, Any], str]] = [
+    ({"algorithm": {"group_size": 1024, "groups_per_batch": 1025}}, "algorithm.groups_per_batch"),
+    ({"algorithm": {"group_size": 2, "groups_per_batch": 65_536, "max_staleness": 16}}, "algorithm.max_staleness"),
+    ({"algorithm": {"group_size": 1024}, "rollout": {"max_concurrent_groups": 17}}, "rollout.max_concurrent_groups"),
+    ({"algorithm": {"group_size": 2}, "rollout": {"max_concurrent_groups": 32, "oversample": 511}},
+     "rollout.max_concurrent_groups"),
+    ({"validation": {"every": 1, "episodes": 200_000, "samples": 2, "temperature": 1.0}}, "validation.episodes"),
+    ({"algorithm": {"group_size": 2**31}}, "algorithm.group_size"),
+    ({"algorithm": {"groups_per_batch": 2_147_483_648}}, "algorithm.groups_per_batch"),
+    ({"validation": {"every": 1, "episodes": 10**12}}, "validation.episodes"),
+    ({"rollout": {"max_tokens": 10**30}}, "rollout.max_tokens"),
+    ({"train": {"steps": 10**18}}, "train.steps"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("changes", "field"), TOO_MUCH)
+def test_numbers_that_are_too_large_alone_or_together_are_refused(changes: dict[str, Any], field: str) -> None:
+    assert list(mistakes({**SMALLEST, **changes})) == [field]
+
+
+def test_the_largest_that_is_allowed_is_allowed() -> None:
+    parse_spec({**SMALLEST, "algorithm": {"group_size": 1024, "groups_per_batch": 1024, "max_staleness": 1023},
+                "rollout": {"max_concurrent_groups": 8, "oversample": 1024},
+                "validation": {"every": 1, "episodes": 200_000}})  # fmt: skip

@@ -61,6 +61,10 @@ def consumer_of(job: str, epoch: int) -> str:
     return f"train-{job}-{epoch}"
 
 
+MOST_FETCHED = 256
+"""Groups that are on their way to the trainer at the same time."""
+
+
 class Saved(NamedTuple):
     """A checkpoint that was made or resumed from."""
 
@@ -168,7 +172,7 @@ class TrainerJob:
         return await self.ctx.bus.consume(
             GROUP,
             consumer_of(job, epoch),
-            batch=2 * self.spec.algorithm.groups_per_batch,
+            batch=min(2 * self.spec.algorithm.groups_per_batch, MOST_FETCHED),
             start_seq=self.assembler.floor + 1,
             job=job,
         )

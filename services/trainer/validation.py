@@ -31,6 +31,8 @@ from opentinker.shared.waiting import set_within
 log = structlog.get_logger()
 
 LOOK_S = 0.5
+UNDERWAY = 1024
+"""Exams that are stored and have no result: more follow as results come, so that a large evaluation is no flood."""
 LOST_S = 10.0
 """Exams without a result after so long a silence are looked for, and asked anew if nobody has them."""
 
@@ -53,6 +55,8 @@ class Validation:
         """The newest version that waits for the end of the evaluation."""
         self._served: WeightVersion | None = None
         self._results: dict[int, ExamResult] = {}
+        self._begun = 0
+        """The exams before this one have been stored."""
         self._lost: set[int] = set()
         """Exams that nobody had at the last look."""
         self._asked = 0
@@ -140,16 +144,16 @@ class Validation:
 
     async def _evaluate(self, version: WeightVersion) -> None:
         assert self.plan is not None
-        self._results, self._lost = {}, set()
+        self._results, self._lost, self._begun = {}, set(), 0
         began = time.monotonic()
         if await self._until_served(version):
             began = time.monotonic()
-            await self._ask(version, range(self.plan.total))
             await self._until_done(version, began)
         if len(self._results) < self.plan.total:
             await self._withdraw()
         results = [self._results[index] for index in sorted(self._results)]
-        values = metrics_of(results, self.plan) | {"val/seconds": time.monotonic() - began}
+        values = await asyncio.to_thread(metrics_of, results, self.plan)
+        values |= {"val/seconds": time.monotonic() - began}
         if self.record.spec.train.deterministic and self.record.target_is_validated:
             self._refuse_luck(version, results)  # before anything of it is kept
         await self.record.evaluations.keep(version.step, [transcript_of(r, self.plan) for r in results if r.messages])
@@ -190,6 +194,7 @@ class Validation:
         had, heard = 0, began
         while len(self._results) < self.plan.total and time.monotonic() - began < self.plan.timeout_s:
             self._news.clear()
+            await self._ask_more(version)
             if len(self._results) > had:
                 had, heard = len(self._results), time.monotonic()
             elif time.monotonic() - heard > LOST_S:
@@ -198,6 +203,14 @@ class Validation:
             await set_within(self._news, LOOK_S)
 
     # --- exams ----------------------------------------------------------------------------------------------------
+
+    async def _ask_more(self, version: WeightVersion) -> None:
+        """So many that rollout workers have work, in order."""
+        assert self.plan is not None
+        room = UNDERWAY - (self._begun - len(self._results))
+        if room > UNDERWAY // 2 and self._begun < self.plan.total:
+            first, self._begun = self._begun, min(self.plan.total, self._begun + room)
+            await self._ask(version, range(first, self._begun))
 
     async def _ask(self, version: WeightVersion, indices: Iterable[int]) -> None:
         """Store exams. What a full store has no room for counts as lost, and is asked for again."""
@@ -214,14 +227,13 @@ class Validation:
 
     async def _ask_for_lost(self, version: WeightVersion) -> None:
         """Those of which nothing is stored, twice in a row: a result may just be on its way."""
-        assert self.plan is not None
         try:
             stored = {exam.index for exam in await self.ctx.bus.stored(EXAM, job=self.lease.job)}
         except NoReply:
             return
-        missing = set(range(self.plan.total)) - self._results.keys() - stored
+        missing = set(range(self._begun)) - self._results.keys() - stored
         if again := missing & self._lost:
-            log.warning("exams_asked_again", exams=sorted(again))
+            log.warning("exams_asked_again", exams=sorted(again)[:20], count=len(again))
             await self._ask(version, sorted(again))
         self._lost = missing - again
 

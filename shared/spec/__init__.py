@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import tomllib
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import orjson
-from pydantic import SerializerFunctionWrapHandler, ValidationError, model_serializer
+from pydantic import Field, SerializerFunctionWrapHandler, ValidationError, model_serializer
 
 from opentinker.shared import algorithms
 from opentinker.shared.errors import SpecError
@@ -31,7 +31,7 @@ from opentinker.shared.spec.name import DisplayName
 from opentinker.shared.spec.near import with_suggestions
 from opentinker.shared.spec.part import Part
 from opentinker.shared.spec.ranks import settle_parallel, unused_gpus
-from opentinker.shared.spec.rollout import NO_ENVIRONMENT, EnvironmentSpec, RolloutSpec, ToySpec
+from opentinker.shared.spec.rollout import MOST_AT_ONCE, NO_ENVIRONMENT, EnvironmentSpec, RolloutSpec, ToySpec
 from opentinker.shared.spec.serving import AdapterSpec, ServingSpec, settle_serving
 from opentinker.shared.spec.start import StartSpec
 from opentinker.shared.spec.tools import ToolSpec
@@ -130,7 +130,7 @@ class JobSpec(Part):
     """The model that on-policy distillation learns from."""
     validation: ValidationSpec | None = None
     """Evaluations on schedule; without it there are none. sft and dpo have theirs in [data]."""
-    reward_models: list[RewardModelSpec] = []
+    reward_models: Annotated[list[RewardModelSpec], Field(max_length=16)] = []
     """Models whose scores are added to the environment's rewards, but for the episodes of [validation]."""
     value_model: ValueModelSpec | None = None
     """The frozen model that says the values of algorithm.advantage = "gae", in place of a critic that is trained."""
@@ -213,10 +213,24 @@ class JobSpec(Part):
                 found.append(
                     {"field": "start.optimizer", "value": True, "problem": f"does not apply to train.{SIMULATED}"}
                 )
-        found += self._untaught_tools() + self._settle_overlong() + settle_frozen(self) + settle_parallel(self)
+        found += (
+            self._untaught_tools()
+            + self._at_once()
+            + self._settle_overlong()
+            + settle_frozen(self)
+            + settle_parallel(self)
+        )
         found += settle_best(self.artifacts, evaluated=self.validation is not None)
         found += unused_gpus(self)
         return found + broken_promises(self) + contradictions(self)
+
+    def _at_once(self) -> list[dict[str, Any]]:
+        rollout = self.rollout
+        groups, episodes = rollout.max_concurrent_groups, self.algorithm.group_size + rollout.oversample
+        if groups * episodes <= MOST_AT_ONCE:
+            return []
+        problem = f"times {episodes} episodes per group is more than the {MOST_AT_ONCE:,} that one rollout worker plays"
+        return [{"field": "rollout.max_concurrent_groups", "value": groups, "problem": problem}]
 
     def _untaught_tools(self) -> list[dict[str, Any]]:
         if not self.environment.tools or self.model.chat_template != "plain":

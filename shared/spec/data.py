@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from opentinker.shared.spec.part import Part, Positive
+from opentinker.shared.spec.part import Count, Factor, Part, Steps, Tokens
 
 Format = Literal["messages", "prompt_completion", "preference"]
 COLUMNS: dict[Format, tuple[str, ...]] = {
@@ -44,22 +44,22 @@ class DataSpec(Part):
     """What is learned. `completion`: the assistant's turns of the completion, or the last turn of `messages`.
     `assistant`: all of the assistant's turns. Up to and including the end-of-turn token, exactly as the chat template
     has it: by its generation tags, else by rendering the chat turn by turn."""
-    max_length: Positive | None = None
+    max_length: Tokens | None = None
     """Tokens per row; default: what the model allows, at most 4096."""
     longer: Literal["refuse", "drop", "cut"] = "refuse"
     """What is done with longer rows: `refuse` fails the job at once, `drop` leaves them out, `cut` takes their end off.
     How many there were is said in the job's log."""
-    batch_size: Positive = 16
+    batch_size: Count = 16
     """Rows (dpo: pairs) per step."""
-    epochs: Positive | None = None
+    epochs: Count | None = None
     """Times that every row is used: gives the number of steps, in the place of `train.steps`."""
     shuffle: bool = True
     """A new order in every epoch, from `train.seed`; false: the order of the file."""
-    validation: float | str | None = None
+    validation: Annotated[float, Field(gt=0.0, lt=1.0)] | str | None = None
     """Rows that are never trained on: a share of the rows, drawn by `train.seed`, or a path or hub id as above."""
     validation_split: Annotated[str, Field(min_length=1)] | None = None
     """As `split`, of the path in `validation`; default `validation`."""
-    validate_every: Positive | None = None
+    validate_every: Steps | None = None
     """Steps; with `validation` it is also done before the first step and after the last one. Default: only then."""
 
     def settle(self) -> list[dict[str, Any]]:
@@ -93,7 +93,7 @@ class DataSpec(Part):
 
 
 class DpoSpec(Part):
-    beta: Annotated[float, Field(gt=0.0)] = 0.1
+    beta: Factor = 0.1
     """How hard the policy is held to the reference, which is the model that the job starts from."""
     loss: Literal["sigmoid", "ipo"] = "sigmoid"
     """`sigmoid`: DPO. `ipo`: squared distance of the per-token margin from 1/(2 beta)."""

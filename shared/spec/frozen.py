@@ -30,7 +30,7 @@ class RewardModelSpec(Part):
     """In which it computes."""
     label: str | None = None
     """Whose probability is the score, of a classifier with several labels. With one label the score is its logit."""
-    weight: float = 1.0
+    weight: Annotated[float, Field(ge=-1e6, le=1e6)] = 1.0
     """The score is multiplied by it and added to the reward of the last turn; 0: it is only reported."""
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{0,40}$")] = ""
     """Stands in metrics; default: the last part of base."""

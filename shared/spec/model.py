@@ -6,17 +6,17 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from opentinker.shared.spec.part import Part, Positive
+from opentinker.shared.spec.part import Factor, Part
 
 
 class LoraSpec(Part):
-    rank: Positive = 16
+    rank: Annotated[int, Field(gt=0, le=4096)] = 16
     """Rank of the adapter matrices."""
-    alpha: Annotated[float, Field(gt=0)] = 32.0
+    alpha: Factor = 32.0
     """The adapter is scaled by alpha / rank."""
     dropout: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
     """Dropout before the adapter, while training."""
-    target_modules: list[str] | Literal["all-linear"] = "all-linear"
+    target_modules: Annotated[list[str], Field(max_length=1000)] | Literal["all-linear"] = "all-linear"
     """Names of the layers that get an adapter; `all-linear` means all but the head."""
     init: Literal["kaiming", "gaussian", "orthogonal"] = "kaiming"
     """How A and B begin. `kaiming`: A uniform, B zero. `gaussian`: A normal with deviation 1 / rank, B zero.

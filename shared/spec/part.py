@@ -8,8 +8,16 @@ from pydantic import BaseModel, ConfigDict, Field, ModelWrapValidatorHandler, Va
 
 from opentinker.shared.mistakes import Mistakes, mistakes_of, without_branches
 
-Positive = Annotated[int, Field(gt=0)]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+Steps = Annotated[int, Field(gt=0, le=100_000_000)]
+Tokens = Annotated[int, Field(gt=0, le=16_777_216)]
+Count = Annotated[int, Field(gt=0, le=1_000_000)]
+"""Of what has no nearer bound."""
+Workers = Annotated[int, Field(gt=0, le=4096)]
+Coefficient = Annotated[float, Field(ge=0.0, le=1e6)]
+Factor = Annotated[float, Field(gt=0.0, le=1e6)]
+Seconds = Annotated[float, Field(gt=0.0, le=31_536_000.0)]
+"""Of at most a year."""
 
 
 class Part(BaseModel):

@@ -7,9 +7,11 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from opentinker.shared.mistakes import fill, unused
-from opentinker.shared.spec.part import Fraction, Part, Positive
+from opentinker.shared.spec.part import Fraction, Part, Tokens
 from opentinker.shared.spec.tools import ToolSpec
 
+MOST_AT_ONCE = 16_384
+"""Episodes that one rollout worker plays."""
 TOY_IGNORES = {"temperature", "top_p", "top_k", "stop"}
 ELSEWHERE = ("served:", "http://", "https://", "ws://", "wss://")
 """How names begin of environments that run where their users run them."""
@@ -25,7 +27,7 @@ class EnvironmentSpec(Part):
     child process without network, files or privileges: the only choice for uploads, and their default."""
     config: dict[str, Any] = {}
     """Passed to the environment's own config model, which refuses what it does not know."""
-    tools: list[ToolSpec] = []
+    tools: Annotated[list[ToolSpec], Field(max_length=64)] = []
     """What the policy may call in every episode, beside the tools of the environment itself."""
     tool_turns: Annotated[int, Field(ge=1, le=1000)] = 16
     """Turns of an episode (of a seat, where there are several) that tools may answer; from then on every turn is the
@@ -54,9 +56,9 @@ NO_ENVIRONMENT = EnvironmentSpec.model_construct(name="", isolation="process", c
 class ToySpec(Part):
     """The simulated engine: deterministic tokens, given durations. For tests and load tests."""
 
-    seconds_per_token: Annotated[float, Field(ge=0.0)] = 0.0
+    seconds_per_token: Annotated[float, Field(ge=0.0, le=3600.0)] = 0.0
     """Duration of one sampled token."""
-    swap_seconds: Annotated[float, Field(ge=0.0)] = 0.0
+    swap_seconds: Annotated[float, Field(ge=0.0, le=3600.0)] = 0.0
     """Duration of a weight swap."""
     skill: Fraction = 0.5
     """Share of turns answered by echoing the prompt's digits."""
@@ -67,30 +69,30 @@ class RolloutSpec(Part):
     """What generates; `toy` is simulated, for tests, and refuses what it would ignore."""
     toy: ToySpec | None = None
     """Settings of the toy engine; only with it."""
-    max_turns: Positive = 1
+    max_turns: Annotated[int, Field(gt=0, le=100_000)] = 1
     """Model outputs per episode."""
-    max_tokens: Positive = 256
+    max_tokens: Tokens = 256
     """Sampled tokens per episode."""
-    max_tokens_per_turn: Positive | None = None
+    max_tokens_per_turn: Tokens | None = None
     """Sampled tokens per turn; default: what is left of max_tokens."""
-    context_length: Positive | None = None
+    context_length: Tokens | None = None
     """Tokens per trajectory, prompt and observations included; default: what the model allows, at most 4096."""
     temperature: Annotated[float, Field(gt=0.0, le=10.0)] = 1.0
     """Logits are divided by it before sampling; the trainer does the same."""
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
     """Sample from the smallest set of tokens that holds this much probability; 1: all. Below 1 ratios are biased: the
     trainer's probabilities are those of all tokens."""
-    top_k: Annotated[int, Field(ge=0)] = 0
+    top_k: Annotated[int, Field(ge=0, le=1_000_000)] = 0
     """Sample from so many of the likeliest tokens; 0: all. Above 0 ratios are biased, as with top_p."""
-    stop: list[Annotated[str, Field(min_length=1)]] = []
+    stop: Annotated[list[Annotated[str, Field(min_length=1)]], Field(max_length=64)] = []
     """A turn ends when one of these strings appears; it stays in the text, with the rest of the token in which it
     ends."""
-    max_concurrent_groups: Positive = 32
-    """Per rollout worker; eval: episodes."""
+    max_concurrent_groups: Annotated[int, Field(gt=0, le=4096)] = 32
+    """Per rollout worker; eval: episodes. Times algorithm.group_size + oversample at most 16,384 episodes."""
     oversample: Annotated[int, Field(ge=0, le=1024)] = 0
     """Episodes that a group starts beyond algorithm.group_size: when group_size have ended, it is closed and the rest
     is cut off. Nobody waits for the slowest, but what is slow is left out: the sample leans towards short episodes."""
-    episode_timeout_s: Annotated[float, Field(gt=0.0)] = 120.0
+    episode_timeout_s: Annotated[float, Field(gt=0.0, le=604_800.0)] = 120.0
     """Wall clock over open, all steps and close."""
     retries: Annotated[int, Field(ge=0, le=10)] = 3
     """Tries of an episode after its first failure, before its group is failed."""

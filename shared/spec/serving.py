@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from pydantic import Field, field_validator
 
 from opentinker.shared.mistakes import fill, unused
-from opentinker.shared.spec.part import Part
+from opentinker.shared.spec.part import Part, Seconds
 from opentinker.shared.spec.start import PUBLISHED, SAVED, Origin
 
 if TYPE_CHECKING:
@@ -54,10 +54,10 @@ class ServingSpec(Part):
     (429)."""
     request_timeout_s: Annotated[float, Field(gt=0.0, le=86_400.0)] = 600.0
     """Wall clock of one request, its waiting included."""
-    idle_s: Annotated[float, Field(gt=0.0)] | None = None
+    idle_s: Seconds | None = None
     """The job succeeds when nobody has asked it anything for so long; default: what the server's operator has set
     (inference_idle_s), else it goes on until it is completed or cancelled."""
-    sleep_s: Annotated[float, Field(gt=0.0)] | None = None
+    sleep_s: Seconds | None = None
     """The job's rollout workers are given back when nobody has asked it anything for so long, and come back, by the
     queue, with the next request; default: it keeps them unless another job waits for them (inference_lend_s, a setting
     of the server's operator)."""

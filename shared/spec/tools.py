@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from opentinker.shared.spec.part import Part, Positive
+from opentinker.shared.spec.part import Count, Part
 
 OF_TYPE = {
     "python": {"backend", "memory_mb"},
@@ -26,9 +26,9 @@ class ToolSpec(Part):
     backend: Literal["monty", "sandbox"] = "monty"
     """python: `monty` interprets a part of Python, within a millisecond, and keeps its variables during an episode;
     `sandbox` is CPython with numpy and sympy in bubblewrap, every call by itself. Neither falls back to the other."""
-    memory_mb: Positive | None = None
+    memory_mb: Count | None = None
     """python: what a program may take; default: 64 (monty) or 512 (sandbox)."""
-    command: list[Annotated[str, Field(min_length=1)]] = []
+    command: Annotated[list[Annotated[str, Field(min_length=1)]], Field(max_length=1000)] = []
     """mcp: a program that speaks over stdin and stdout, with its arguments; env workers start it themselves, where the
     operator allows it (setting env_tool_commands)."""
     url: Annotated[str, Field(pattern=r"^https?://")] | None = None

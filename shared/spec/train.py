@@ -8,7 +8,7 @@ from pydantic import Field
 
 from opentinker.shared.config import LEAST_PRIORITY, MOST_PRIORITY
 from opentinker.shared.mistakes import fill
-from opentinker.shared.spec.part import Fraction, Part, Positive
+from opentinker.shared.spec.part import Coefficient, Factor, Fraction, Part, Steps, Tokens, Workers
 
 SIMULATED = "learner = 'simulated'"
 
@@ -16,13 +16,13 @@ SIMULATED = "learner = 'simulated'"
 class TrainSpec(Part):
     learner: Literal["torch", "simulated"] = "torch"
     """What trains; `simulated` only takes its time, for load tests, and refuses what it would ignore."""
-    simulated_step_s: Annotated[float, Field(ge=0.0)] | None = None
+    simulated_step_s: Annotated[float, Field(ge=0.0, le=86_400.0)] | None = None
     """Duration of a step of the simulated learner, which takes no time by default; only with it."""
-    steps: Annotated[int, Field(ge=0)] = 0
+    steps: Annotated[int, Field(ge=0, le=100_000_000)] = 0
     """Batches to train on; each raises the weight version by one. Needed, unless `data.epochs` says how long."""
-    lr: Annotated[float, Field(ge=0.0)] = 1e-5
+    lr: Coefficient = 1e-5
     """Learning rate of AdamW."""
-    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    warmup_steps: Annotated[int, Field(ge=0, le=100_000_000)] = 0
     """Steps over which lr rises linearly from 0."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """What lr does after the warmup: it stays, or falls with every step until the end of `steps`."""
@@ -32,27 +32,27 @@ class TrainSpec(Part):
     """AdamW: decay of the mean of gradients."""
     beta2: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.95
     """AdamW: decay of the mean of squared gradients."""
-    weight_decay: Annotated[float, Field(ge=0.0)] = 0.0
+    weight_decay: Coefficient = 0.0
     """AdamW: decoupled decay."""
-    grad_clip: Annotated[float, Field(gt=0.0)] = 1.0
+    grad_clip: Factor = 1.0
     """Largest global gradient norm."""
     parallel: Literal["data", "zero1", "zero2", "zero3"] = "data"
     """What the ranks of resources.trainer_ranks share. `data`: the batch. `zero1`: the optimizer's state too; `zero2`:
     gradients too; `zero3`: weights too (DeepSpeed's ZeRO). Each needs less memory than the one before and more
     traffic."""
-    tokens_per_micro_batch: Positive = 8192
+    tokens_per_micro_batch: Tokens = 8192
     """Packed tokens per forward pass; a longer trajectory gets one of its own."""
     gradient_checkpointing: bool = False
     """Keep only the inputs of each layer for the backward pass and compute the rest again: the same gradients with a
     fraction of the memory, for about a third more time."""
-    checkpoint_every: Positive = 50
+    checkpoint_every: Steps = 50
     """Steps; the last step is always saved."""
-    keep_checkpoints: Annotated[int, Field(ge=2)] = 3
+    keep_checkpoints: Annotated[int, Field(ge=2, le=1_000_000)] = 3
     """The newest so many stay on disk."""
-    target: dict[str, float] = {}
+    target: Annotated[dict[str, Annotated[float, Field(ge=-1e12, le=1e12)]], Field(max_length=100)] = {}
     """Stop early once the mean of the last 10 steps of each named metric reaches the value, e.g. {"exact" = 0.9}. Of a
     metric of [validation], e.g. {"val/exact" = 0.9}, the last complete evaluation counts, and training waits for it."""
-    entropy_alarm: Annotated[float, Field(ge=0.0)] = 0.01
+    entropy_alarm: Coefficient = 0.01
     """rl: an event `collapse_alarm` when over 20 steps the entropy is below this (nats), nine groups of ten have equal
     rewards, and `target` (or 0.9 of the way from the worst reward to the best) is not reached. 0: never."""
     collapse_alarm: Annotated[float, Field(ge=0.0, le=1.0)] = 0.5
@@ -85,18 +85,18 @@ class ResourceSpec(Part):
     priority: Annotated[int, Field(ge=LEAST_PRIORITY, le=MOST_PRIORITY)] = 0
     """Jobs of higher priority go first, and may interrupt those of lower: these go on later from where they were. The
     operator may set a lower bound than 10 for a tenant."""
-    rollout_workers: Positive = 1
+    rollout_workers: Workers = 1
     """Processes that generate for the job, at most. It needs min_rollout_workers; idle ones are lent to it beyond them,
     and taken back when another job can start with them."""
-    min_rollout_workers: Positive = 1
+    min_rollout_workers: Workers = 1
     """The job starts with so many rollout workers, and keeps them."""
-    trainer_gpus: Annotated[int, Field(ge=0)] = 0
+    trainer_gpus: Annotated[int, Field(ge=0, le=64)] = 0
     """0 trains on the CPU; several have a rank each, on one machine. The job gets a trainer that has so many."""
     rollout_gpus: Annotated[int, Field(ge=0, le=1)] = 0
     """1: its rollout workers must have a GPU. With 0 it takes those without one first, and vLLM what its worker has."""
-    gpu_memory_gb: Annotated[float, Field(gt=0)] | None = None
+    gpu_memory_gb: Annotated[float, Field(gt=0, le=10_000)] | None = None
     """Each of these GPUs has so much memory at least (10^9 bytes)."""
-    trainer_ranks: Positive | None = None
+    trainer_ranks: Annotated[int, Field(gt=0, le=64)] | None = None
     """Processes on the trainer's machine that share each batch; default: one per GPU, or one. See train.parallel."""
 
     def settle(self) -> list[dict[str, Any]]:

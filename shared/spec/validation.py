@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from pydantic import Field
 
 from opentinker.shared.mistakes import unused
-from opentinker.shared.spec.part import Part, Positive
+from opentinker.shared.spec.part import Part, Steps, Tokens
 from opentinker.shared.spec.serving import nothing_trained
 
 if TYPE_CHECKING:
@@ -30,12 +30,13 @@ MOST_EPISODES = 200_000
 class EvaluationSpec(Part):
     """The episodes of an evaluation. Metrics are named val/..., whoever asks for it."""
 
-    episodes: Positive = 64
-    """Start states per evaluation, played `samples` times each; always the same ones."""
+    episodes: Annotated[int, Field(gt=0, le=MOST_EPISODES)] = 64
+    """Start states per evaluation, played `samples` times each; always the same ones. Both together at most 200,000
+    episodes."""
     samples: Annotated[int, Field(ge=1, le=1024)] = 1
     """Episodes from each start state: gives val/pass/K, the chance that at least one of K solves it, for K up to
     `samples`. More than 1 needs temperature > 0."""
-    solved_at: float = 1.0
+    solved_at: Annotated[float, Field(ge=-1e12, le=1e12)] = 1.0
     """An episode whose reward is at least so much has solved its task."""
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
     """Fixes the start states, and what is sampled. Rows are 0, 1, 2...; seeds are never those of training."""
@@ -43,9 +44,9 @@ class EvaluationSpec(Part):
     """0: always the likeliest token."""
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
     """As in [rollout]; not with temperature = 0."""
-    top_k: Annotated[int, Field(ge=0)] = 0
+    top_k: Annotated[int, Field(ge=0, le=1_000_000)] = 0
     """As in [rollout]; not with temperature = 0."""
-    max_tokens: Positive | None = None
+    max_tokens: Tokens | None = None
     """Sampled tokens per episode; default: rollout.max_tokens."""
     transcripts: Annotated[int, Field(ge=0, le=1000)] = 8
     """The first so many episodes of every evaluation are kept, word by word, up to 100,000 characters each
@@ -78,13 +79,13 @@ class ValidationSpec(EvaluationSpec):
     training goes on as far as max_staleness lets it. The last weights are always evaluated. Reward models judge no
     evaluation: its rewards are the environment's alone."""
 
-    every: Positive
+    every: Steps
     """Optimizer steps from one evaluation to the next; training waits where an evaluation takes longer."""
     at_start: bool = True
     """Evaluate the weights that the job starts from, too."""
     config: dict[str, Any] = {}
     """Laid over environment.config, e.g. {"split" = "test"}."""
-    timeout_s: Annotated[float, Field(gt=0.0)] = 600.0
+    timeout_s: Annotated[float, Field(gt=0.0, le=604_800.0)] = 600.0
     """An evaluation that takes longer ends with the episodes that it has, and says so."""
 
 
