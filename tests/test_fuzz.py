@@ -139,12 +139,12 @@ def test_cases_made_of_the_openapi_document(watched: Watched) -> None:
 
     for operation in operations:
         for mode in (GenerationMode.POSITIVE, GenerationMode.NEGATIVE):
-            _run(operation, mode, each, ask)
+            run_cases(operation, mode, each, ask)
     assert statuses.total() >= 2000
     judge(watched, statuses, slowest, statuses.total())
 
 
-def _run(operation: Any, mode: GenerationMode, cases: int, ask: Callable[[Any, int], None]) -> None:
+def run_cases(operation: Any, mode: GenerationMode, cases: int, ask: Callable[[Any, int], None]) -> None:
     count = 0
 
     @seed(SEED)
@@ -214,7 +214,7 @@ def spoilt(job: str, chance: random.Random) -> bytes:
     own = f"Authorization: Bearer {OPERATOR}".encode()
     method, headers = chance.choice((b"GET", b"POST", b"DELETE")), [b"Host: localhost", own, b"Connection: close"]
     target = chance.choice(PATHS).replace("{job}", job).encode()
-    body = b"" if method == b"GET" else json.dumps(_bent(SPEC, chance)).encode()
+    body = b"" if method == b"GET" else json.dumps(bent(SPEC, chance)).encode()
     length: bytes | None = str(len(body)).encode()
     for _ in range(chance.choice((1, 1, 1, 2, 3))):
         match chance.choice((0, 1, 2, 3, 4, 4, 4, 5, 6, 7, 8, 9, 9, 9)):
@@ -245,10 +245,10 @@ def spoilt(job: str, chance: random.Random) -> bytes:
     return text if chance.random() < 0.95 else _flipped(text, chance)
 
 
-def _bent(value: Any, chance: random.Random) -> Any:
+def bent(value: Any, chance: random.Random) -> Any:
     """A spec with some of its values replaced by what does not belong there."""
     if isinstance(value, dict):
-        return {key if chance.random() < 0.98 else key + "x": _bent(inner, chance) for key, inner in value.items()}
+        return {key if chance.random() < 0.98 else key + "x": bent(inner, chance) for key, inner in value.items()}
     odd: tuple[Any, ...] = (
         None,
         -1,
@@ -275,7 +275,7 @@ def _flipped(text: bytes, chance: random.Random) -> bytes:
     return bytes(raw)
 
 
-async def _say(port: int, text: bytes) -> tuple[bytes, float]:
+async def say(port: int, text: bytes) -> tuple[bytes, float]:
     """The whole answer to it, and how long that took. Where the server waits for more, we say that nothing comes, and
     then it has to end."""
     began, answer = time.monotonic(), b""
@@ -312,9 +312,9 @@ async def test_requests_with_spoilt_parts_on_a_socket(watched: Watched) -> None:
         nonlocal slowest
         for text in waiting:
             try:
-                answer, took = await _say(watched.port, text)
+                answer, took = await say(watched.port, text)
                 if took >= SLOW_S:
-                    answer, took = await _say(watched.port, text)
+                    answer, took = await say(watched.port, text)
             except TimeoutError:
                 raise AssertionError(f"hangs: {text[:2000]!r}") from None
             slowest = max(slowest, took)
