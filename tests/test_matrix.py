@@ -340,6 +340,13 @@ def judged(who: Who, route: Route, answers: dict[str, tuple[int, str]]) -> list[
     return wrong
 
 
+async def test_the_matrix_has_every_operation_of_the_openapi_document(site: Site, store: Store) -> None:
+    key = await new_key_of(store, DEFAULT_TENANT, Role.OPERATOR)
+    _, document = await site.http("GET", "/openapi.json", headers=bearing(key))
+    told = {(method.upper(), path) for path, methods in document["paths"].items() for method in methods}
+    assert told == {(route.method, route.path) for route in site.routes}
+
+
 # --- the way they go ------------------------------------------------------------------------------------------------
 
 
