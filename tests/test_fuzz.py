@@ -275,11 +275,11 @@ def _flipped(text: bytes, chance: random.Random) -> bytes:
     return bytes(raw)
 
 
-async def say(port: int, text: bytes) -> tuple[bytes, float]:
+async def say(port: int, text: bytes, hang_s: float = HANG_S) -> tuple[bytes, float]:
     """The whole answer to it, and how long that took. Where the server waits for more, we say that nothing comes, and
     then it has to end."""
     began, answer = time.monotonic(), b""
-    async with asyncio.timeout(HANG_S):
+    async with asyncio.timeout(hang_s):
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         try:
             writer.write(text)

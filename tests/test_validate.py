@@ -23,7 +23,7 @@ from opentinker.shared.bus import Bus
 from opentinker.shared.config import TenantLimits
 from opentinker.shared.light_tokenizer import LightTokenizer
 from opentinker.shared.service import Context
-from opentinker.shared.sessions import EnvCheckReply, SessionReply
+from opentinker.shared.sessions import REMOTE, EnvCheck, EnvCheckReply, OpenSession, SessionReply
 from opentinker.shared.spec import JobSpec
 from opentinker.shared.store import Store
 from opentinker.shared.subjects import ENV_CHECK, ENV_CLOSE, ENV_OPEN, ENV_STEP
@@ -313,6 +313,25 @@ async def test_an_episode_that_fails_makes_the_job_a_bad_one(client: AsyncClient
     found = await client.validate(make_spec(model__base="some/model").model_dump(mode="json"))
     (episode,) = (check for check in found["checks"] if check["what"] == "episode")
     assert not found["valid"] and episode["result"] == "bad" and "no such digit" in episode["found"]
+
+
+async def test_a_server_of_a_user_that_is_silent_holds_no_validation_up_for_long(client: AsyncClient, bus: Bus) -> None:
+    """The env worker opens the URL for as long as it may, and asks again."""
+    asked: list[float] = []
+
+    async def silent(request: OpenSession) -> SessionReply:
+        asked.append(request.deadline_s)
+        return SessionReply(worker="env-hand", busy=True)
+
+    async def fine(_: EnvCheck) -> EnvCheckReply:
+        return EnvCheckReply()
+
+    await bus.serve(ENV_OPEN, silent, environment=REMOTE)
+    await bus.serve(ENV_CHECK, fine)
+    spec = make_spec(model__base="some/model", environment={"name": "http://[::1]:6379/"}).model_dump(mode="json")
+    found = await client.validate(spec)
+    (episode,) = (check for check in found["checks"] if check["what"] == "episode")
+    assert episode["result"] == "bad" and max(asked) <= validating.ELSEWHERE_S < validating.EPISODE_S
 
 
 async def test_mistakes_are_those_of_a_submission(client: AsyncClient) -> None:

@@ -15,7 +15,7 @@ from opentinker.shared.bus import NoReply, NoResponders
 from opentinker.shared.codec import WireError
 from opentinker.shared.errors import SpecError
 from opentinker.shared.service import Context
-from opentinker.shared.sessions import SERVED, EnvCheck
+from opentinker.shared.sessions import SERVED, EnvCheck, is_url
 from opentinker.shared.spec import EnvironmentSpec, JobSpec
 from opentinker.shared.spec.validation import validation_episodes
 from opentinker.shared.subjects import ENV_CHECK, SANDBOX_CHECK, SERVED_CHECK
@@ -24,6 +24,8 @@ from opentinker.shared.waiting import rest
 
 ENV_CHECK_S = 15.0
 """Nobody there is answered at once; this is for one that is busy, or whose libraries take long to import."""
+URL_CHECK_S = 5.0
+"""Of an environment at a URL, whose server may be silent for as long as it likes."""
 SANDBOX_CHECK_S = 20.0
 """A virtual environment may have to be made first. Less than a client waits for an answer."""
 SERVED_CHECK_S = 12.0
@@ -57,7 +59,7 @@ async def examine(
             return Asked(mistakes=error.mistakes)
         check = msgspec.structs.replace(check, name=str(exact), isolation="sandbox")
     mistakes, answered = await ask(ctx, check, tenant)
-    if not mistakes and spec is not None and spec.validation is not None and spec.validation.config:
+    if answered and not mistakes and spec is not None and spec.validation is not None and spec.validation.config:
         mistakes = await _of_evaluations(ctx, check, spec, tenant)
     return Asked(check, answered, mistakes)
 
@@ -87,7 +89,7 @@ async def ask(ctx: Context, check: EnvCheck, tenant: str) -> tuple[Mistakes, boo
     sandboxed = check.isolation == "sandbox"
     call, within_s = (SANDBOX_CHECK, SANDBOX_CHECK_S) if sandboxed else (ENV_CHECK, ENV_CHECK_S)
     try:
-        reply = await ctx.bus.request(call, check, within_s)
+        reply = await ctx.bus.request(call, check, min(within_s, URL_CHECK_S) if is_url(check.name) else within_s)
     except NoResponders:
         return await _without_sandboxes(ctx) if sandboxed else [], False
     except (NoReply, WireError):

@@ -26,10 +26,13 @@ from opentinker.shared.reasons import error_sentence
 from opentinker.shared.service import Context
 from opentinker.shared.sessions import Policy, SessionReply, StepSession
 from opentinker.shared.spec import JobSpec, parse_spec
+from opentinker.shared.spec.rollout import ELSEWHERE
 from opentinker.shared.spec_checks import NOT_LOOKED_AT, check
 from opentinker.shared.types import StopReason
 
 EPISODE_S = 30.0
+ELSEWHERE_S = 5.0
+"""Of an environment that its user runs, whose server may be silent for as long as it likes."""
 TURNS = 4
 SAID = "0"
 """What the episode is answered with, whatever it asks."""
@@ -91,11 +94,12 @@ def _kept(idle_s: float | None, *, own: bool) -> Check:
 async def _episode(client: EnvClient, spec: JobSpec, name: str) -> tuple[Check, list[Said]]:
     """The first start state, a few turns of it, whatever is said."""
     session = f"validate-{uuid.uuid4().hex}"
+    within_s = ELSEWHERE_S if name.startswith(ELSEWHERE) else EPISODE_S
     policy = Policy(model=spec.model.base, context_length=spec.rollout.context_length or 0)
     messages: list[Said] = []
     worker, turns, rewards = "", 0, 0.0
     try:
-        async with asyncio.timeout(EPISODE_S):
+        async with asyncio.timeout(within_s):
             reply = await client.open(
                 job="validate",
                 session=session,
@@ -104,7 +108,7 @@ async def _episode(client: EnvClient, spec: JobSpec, name: str) -> tuple[Check, 
                 config=spec.environment.config,
                 row=0,
                 seed=0,
-                deadline_s=EPISODE_S,
+                deadline_s=within_s,
                 policy=policy,
                 tools=[tool.model_dump() for tool in spec.environment.tools],
                 tool_turns=spec.environment.tool_turns,
@@ -115,7 +119,7 @@ async def _episode(client: EnvClient, spec: JobSpec, name: str) -> tuple[Check, 
                 reply = await client.step(worker, _step(session, turns, reply))
                 rewards, turns = rewards + reply.reward, turns + 1
     except TimeoutError:
-        return _bad(f"no answer within {EPISODE_S:g} s after {turns} turns"), messages
+        return _bad(f"no answer within {within_s:g} s after {turns} turns"), messages
     if worker and not reply.done:
         await client.close(worker=worker, session=session)
     if reply.failure is not None:
