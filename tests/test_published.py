@@ -203,6 +203,14 @@ def test_settings_that_are_wrong_are_named(config: dict[str, Any], said: str) ->
         spec(CONFIG | config)
 
 
+def test_a_turn_that_may_be_longer_than_all_turns_is_as_long_as_they_and_the_user_is_told() -> None:
+    settings = Settings(CONFIG | {"multi_turn": {"max_tokens_per_turn": 512}})
+    job = spec_of(settings, {"name": "served:x"}, steps=9, save_freq=-1, test_freq=0, first_too=False)
+    assert job["rollout"]["max_tokens_per_turn"] == 50 and "checkpoint_every" not in job["train"]
+    assert settings.notes == ["multi_turn.max_tokens_per_turn = 512 is more than max_new_tokens: a turn has 50 at most"]
+    assert spec(CONFIG, save_freq=20000).train.checkpoint_every == 10
+
+
 def test_settings_that_nobody_reads_are_named_part_by_part() -> None:
     settings = Settings(CONFIG | {"lora": {"lora_rank": 4, "exclude_modules": "x"}, "seed": 3})
     spec_of(settings, {"name": "served:x"}, steps=1, save_freq=1, test_freq=0, first_too=False)

@@ -18,6 +18,7 @@ import orjson
 import pytest
 import pytest_asyncio
 
+from opentinker.environment.game_server import shard_of
 from opentinker.environment.game_stats_client import GameStatsClient
 from opentinker.processes import free_port
 from opentinker.shared.answers import Job
@@ -107,7 +108,7 @@ class Typed:
 
     @asynccontextmanager
     async def server(self, module: str, *options: str) -> AsyncIterator[str]:
-        url = f"http://127.0.0.1:{(port := free_port())}"
+        url = f"http://127.0.0.1:{(port := two_free_ports())}"
         process = await self.start("-m", module, "--host", "127.0.0.1", "--port", str(port), *options)
         try:
             client = GameStatsClient(url)
@@ -121,6 +122,7 @@ class Typed:
         finally:
             process.kill()
             await process.communicate()
+            await until(lambda: can_listen(port) and can_listen(port + 1))
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -164,10 +166,13 @@ async def test_mathematics_with_programs(typed: Typed) -> None:
 
 
 async def test_gomoku_on_its_server(typed: Typed) -> None:
-    options = "--board_size", "5", "--max_total_steps", "3"
+    options = "--board_size", "5", "--max_total_steps", "3", "--shards", "2"
     async with typed.server("opentinker.environment.gomoku.gomoku_server", *options) as url:
-        endpoint = f"interaction.config.env_endpoint={url}"
-        job = await typed.trained("gomoku_rl", 2, endpoint, "adv_estimator=grpo")  # nothing is trained here, no turn is
+        endpoint = f"interaction.config.env_endpoint={url}", "interaction.config.env_shards=2"
+        await until(partial(asyncio.to_thread, GameStatsClient(shard_of(url, 1)).health_check))
+        job = await typed.trained(
+            "gomoku_rl", 2, *endpoint, "adv_estimator=grpo"
+        )  # nothing is trained here, no turn is
     assert job["spec"]["rollout"]["max_turns"] == 3
 
 
@@ -184,7 +189,7 @@ async def test_figures_are_for_models_that_see(typed: Typed) -> None:
 
 
 async def test_phones_of_the_checkout_have_one_episode_each(typed: Typed) -> None:
-    first = next(port for port in iter(free_port, 0) if can_listen(port + 1))
+    first = two_free_ports()
     program = str(PHONES / "android_world_server.py")
     servers = [
         await typed.start(program, "--host", "127.0.0.1", "--port", str(first + shard), "--max_steps", "2")
@@ -201,6 +206,11 @@ async def test_phones_of_the_checkout_have_one_episode_each(typed: Typed) -> Non
         for server in servers:
             server.send_signal(signal.SIGTERM)
             await server.communicate()
+
+
+def two_free_ports() -> int:
+    """The first of them."""
+    return next(port for port in iter(free_port, 0) if can_listen(port + 1))
 
 
 def can_listen(port: int) -> bool:
