@@ -27,7 +27,7 @@ from opentinker.services.trainer import checkpoint
 from opentinker.shared import audit, uploads
 from opentinker.shared.rights import OPERATOR
 from opentinker.shared.subjects import SERVICES
-from tests.conftest import WAIT_S, Figure
+from tests.conftest import WAIT_S, Figure, free_port
 from tests.cut_disk import OPTIONS, CutDisk, unavailable
 from tests.lineage import faults
 from tests.test_kills import GROUPS_PER_BATCH, toy_spec
@@ -98,6 +98,7 @@ class Machine:
         self._directory, self._model, self._random = directory, model, random_
         self._disk = CutDisk(directory / "image", directory / "disk")
         self._log = directory / "up.log"
+        self._port = free_port()
         self.data = self._disk.at / "data"
         self._up: subprocess.Popen[bytes] | None = None
         self.secrets: dict[str, str] = {}
@@ -114,7 +115,18 @@ class Machine:
     def start(self) -> None:
         self._disk.mount(self._random.choice(OPTIONS))
         environ = {name: value for name, value in os.environ.items() if not name.startswith("OPENTINKER_")}
-        command = [sys.executable, "-m", "opentinker.cli", "up", "--data-dir", str(self.data), "--reference", "0"]
+        command = [
+            sys.executable,
+            "-m",
+            "opentinker.cli",
+            "up",
+            "--data-dir",
+            str(self.data),
+            "--port",
+            str(self._port),
+            "--reference",
+            "0",
+        ]
         with self._log.open("ab") as log:
             self._up = subprocess.Popen(
                 command, env=environ | {"OPENTINKER_PRELOAD": "false"}, stdout=log, stderr=log, cwd=self._directory
