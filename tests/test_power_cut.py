@@ -14,6 +14,7 @@ import pytest
 from opentinker.access import Access
 from opentinker.embedded import EmbeddedServers, shipped_conf
 from opentinker.pushing import pack
+from opentinker.services.env_worker.packages import Packages
 from opentinker.services.scheduler.receiving import Unreadable, Uploads
 from opentinker.services.scheduler.stores import DirectoryStore
 from opentinker.services.trainer import checkpoint
@@ -210,7 +211,9 @@ def test_a_damaged_list_of_versions_is_that_name_s_problem_alone(tmp_path: Path)
 
 
 @pytest.mark.parametrize("damaged", ["small.py", "package.json"])
-def test_pushing_the_same_again_repairs_a_damaged_package(tmp_path: Path, damaged: str) -> None:
+async def test_a_damaged_package_is_not_played_and_pushing_the_same_again_repairs_it(
+    tmp_path: Path, damaged: str
+) -> None:
     held = Uploads(tmp_path, 1)
     source = package(tmp_path / "source")
     _, version, _ = receive(held, pack(source))
@@ -218,8 +221,9 @@ def test_pushing_the_same_again_repairs_a_damaged_package(tmp_path: Path, damage
     file = next(place.rglob(damaged))
     whole = file.read_bytes()
     file.write_bytes(b"")
-    with pytest.raises(Exception, match=r"not those that were pushed|not a Package"):
-        uploads.intact(tmp_path, version.digest)
+    name = str(uploads.Reference("small", version.version, version.digest))
+    with pytest.raises(SpecError, match=r"is damaged on the server's disk .*; push it again to repair it"):
+        await Packages(tmp_path).find(name)
     assert list(held.names("default")) == ["small"], "others of the tenant go on"
     _, again, new = receive(held, pack(source))
     assert again == version and not new

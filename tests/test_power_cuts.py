@@ -48,6 +48,7 @@ NEW_DISK = 0.1
 """Share of the cuts after which it begins with an empty disk: the first start is cut, too."""
 
 
+@pytest.mark.timeout(120 * CUTS + 600)
 def test_nothing_acknowledged_is_lost_in_power_cuts_and_it_starts_every_time(tmp_path: Path, figure: Figure) -> None:
     seed = int(os.environ.get("OPENTINKER_POWER_SEED", random.SystemRandom().randrange(10**6)))
     print(f"OPENTINKER_POWER_SEED={seed}")
@@ -115,18 +116,8 @@ class Machine:
     def start(self) -> None:
         self._disk.mount(self._random.choice(OPTIONS))
         environ = {name: value for name, value in os.environ.items() if not name.startswith("OPENTINKER_")}
-        command = [
-            sys.executable,
-            "-m",
-            "opentinker.cli",
-            "up",
-            "--data-dir",
-            str(self.data),
-            "--port",
-            str(self._port),
-            "--reference",
-            "0",
-        ]
+        options = ["--data-dir", str(self.data), "--port", str(self._port), "--reference", "0"]
+        command = [sys.executable, "-m", "opentinker.cli", "up", *options]
         with self._log.open("ab") as log:
             self._up = subprocess.Popen(
                 command, env=environ | {"OPENTINKER_PRELOAD": "false"}, stdout=log, stderr=log, cwd=self._directory
