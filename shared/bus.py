@@ -49,6 +49,8 @@ __all__ = [
 ERROR_LOG_S = 10.0
 ACK_S = 3.0
 """A publish without an ack after so long is sent again."""
+LOST = (nats.errors.UnexpectedEOF, nats.errors.StaleConnectionError, OSError)
+"""What the client reports as it loses the connection, before it says that it has."""
 SETTLE_S = 2
 PATIENCE_S = 10.0
 """A publish that is not stored after so long says so, once."""
@@ -106,8 +108,11 @@ class Bus:
         first_failure = True
         on_reconnect: set[Callable[[], Awaitable[None]]] = set()
 
+        outage = _Outage(shown)
+
         async def reconnected() -> None:
-            log.info("nats_reconnected")
+            outage.ends()
+            log.info("nats_reconnected", url=shown)
             for notice in list(on_reconnect):
                 await notice()
 
@@ -123,11 +128,13 @@ class Bus:
                     pending_size=64 * 1024 * 1024,
                     connect_timeout=3,
                     allow_reconnect=True,
-                    error_cb=_error_log(shown),
+                    error_cb=outage.report,
+                    disconnected_cb=outage.begins,
                     reconnected_cb=reconnected,
                     **login,
                     **prefix,
                 )
+                outage.ends()
                 break
             except (TimeoutError, OSError, nats.errors.Error) as error:
                 if first_failure:
@@ -142,7 +149,8 @@ class Bus:
             try:
                 await asyncio.wait_for(nc.drain(), 3.0)
             except (TimeoutError, nats.errors.Error):
-                await nc.close()
+                with contextlib.suppress(RuntimeError):  # of uvloop: what is held back finds the connection closed
+                    await nc.close()
 
     async def ensure_streams(self, replicas: int = 1) -> None:
         """Create or update every stream, each kept by so many servers of a cluster. Idempotent; the scheduler calls it
@@ -471,16 +479,26 @@ def _finish(tasks: set[asyncio.Task[None]]) -> Callable[[asyncio.Task[Any]], Non
     return done
 
 
-def _error_log(url: str) -> Callable[[Exception], Awaitable[None]]:
-    """Logs what the client reports; while the server is away, which it reports many times a second, now and then."""
-    last: dict[str, float] = {}
+class _Outage:
+    """Logs what the client reports: of a server that is away one line, however often it is looked for, and one when it
+    is back; the same error of one that is there now and then."""
 
-    async def report(error: Exception) -> None:
-        text = str(error) or type(error).__name__
-        now = time.monotonic()
-        if now - last.get(text, -ERROR_LOG_S) >= ERROR_LOG_S:
-            last.clear()
-            last[text] = now
-            log.warning("nats_error", url=url, error=text)
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self._away = self._said = False
+        self._said_at: dict[str, float] = {}
 
-    return report
+    async def begins(self) -> None:
+        self._away = True
+
+    def ends(self) -> None:
+        self._away = self._said = False
+
+    async def report(self, error: Exception) -> None:
+        text, now = str(error) or type(error).__name__, time.monotonic()
+        lost = self._away or isinstance(error, LOST)
+        if (lost and self._said) or now - self._said_at.get(text, -ERROR_LOG_S) < ERROR_LOG_S:
+            return
+        self._said = self._said or lost
+        self._said_at = {said: at for said, at in self._said_at.items() if now - at < ERROR_LOG_S} | {text: now}
+        log.warning("nats_error", url=self._url, error=text)

@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import os
 import signal
+import socket
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -119,6 +120,14 @@ def _flush() -> None:
             stream.flush()
 
 
+def _unhandled(_: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """What the event loop would print to stderr, past the log's format."""
+    error = context.get("exception")
+    if isinstance(error, socket.gaierror):  # of a lookup that took longer than the connect it was for, which said so
+        return
+    structlog.get_logger().error("unhandled", error=context["message"], exc_info=error)
+
+
 async def run(
     service: str, serve: Callable[[Context], Awaitable[None]], settings: Settings, environment: Mapping[str, str]
 ) -> None:
@@ -132,6 +141,7 @@ async def run(
     log.info("starting", pid=os.getpid())
     stopping = asyncio.Event()
     loop = asyncio.get_running_loop()
+    loop.set_exception_handler(_unhandled)
     for sig in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(sig, stopping.set)
     serving = asyncio.Event()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import socket
 import subprocess
 import sys
@@ -31,6 +32,11 @@ async def serve(ctx: Context) -> None:
             raise RuntimeError("planted failure")
         case "returns":
             return
+        case "forgets":
+            for error in (socket.gaierror("unknown name"), ValueError("planted")):
+                asyncio.get_running_loop().create_future().set_exception(error)
+            gc.collect()
+            ctx.log.info("forgotten")
         case "leased":
             await LeasedWorker(ctx, Pool.ROLLOUT, work).serve()
             return

@@ -132,6 +132,8 @@ async def test_message_server_that_is_away_is_503_and_comes_back(
             status, body = await http("GET", f"/v1/jobs/{job}/metrics")
             assert status == 503 and body["hint"]
             assert (await http("GET", "/v1/jobs"))[0] == 200
+            status, body = await http("GET", f"/v1/jobs/{job}")
+            assert (status, body["state"], body["metrics"]) == (200, "queued", {}), "all but the last metrics"
             nats.start()
             await until(lambda: _ok(http, f"/v1/jobs/{job}/metrics"))
     finally:

@@ -24,8 +24,8 @@ from opentinker.shared.service import Context
 from opentinker.shared.sessions import SessionReply, StepSession
 from opentinker.shared.spec import ToySpec
 from opentinker.shared.store import Store
-from opentinker.shared.subjects import GROUP, GROUPS, TICKET, TICKETS, Subject
-from opentinker.shared.types import JobState, Lease, Message, Pool, WeightVersion
+from opentinker.shared.subjects import GROUP, GROUPS, SWAP, TICKET, TICKETS, Subject
+from opentinker.shared.types import JobState, Lease, Message, Pool, SwapCommand, WeightVersion
 from tests.conftest import WAIT_S, Server, soon, until
 from tests.factories import make_spec, make_ticket
 from tests.test_episode import Chars
@@ -295,3 +295,52 @@ async def test_groups_wait_while_the_store_is_full_and_go_on_with_nothing_lost(
         assert len(await said()) == 1, "said with every try"
         life.cancel()
         await asyncio.wait([life])
+
+
+# --- swaps ----------------------------------------------------------------------------------------------------------
+
+
+class Slow(Mortal):
+    """Its swaps take until they are let go on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.began, self.go_on, self.closed = asyncio.Event(), asyncio.Event(), False
+
+    async def receive(self, command: SwapCommand) -> dict[str, float]:
+        self.began.set()
+        await self.go_on.wait()
+        assert not self.closed, "an engine that is closed in the middle of a swap ends it with a traceback"
+        return {}
+
+    async def close(self) -> None:
+        self.closed = True
+
+
+async def test_a_swap_under_way_ends_before_the_engine_is_closed(bench: Bench) -> None:
+    await bench.issue(0)
+    engine = Slow()
+
+    async def live() -> None:
+        try:
+            await bench.live(engine)
+        finally:
+            await engine.close()
+
+    addresses: list[str] = []
+
+    async def listens() -> list[str]:
+        addresses[:] = [w.address for w in await bench.store.workers() if w.ready_for(bench.job)]
+        return addresses
+
+    command = SwapCommand(job=bench.job, epoch=1, action="receive", generation=0, version=WeightVersion(1, 1))
+    life = asyncio.create_task(live())
+    await until(listens)
+    swap = asyncio.create_task(bench.bus.request(SWAP, command, WAIT_S, worker=addresses[0]))
+    await soon(engine.began.wait())
+    engine.died.set()  # the job's end comes between
+    engine.go_on.set()
+    assert (await soon(swap)).ok
+    with pytest.raises(EngineLost, match="while idle"):
+        await soon(life)
+    assert engine.closed

@@ -149,7 +149,19 @@ async def test_service_is_not_ready_while_nats_is_away(start: Start, tmp_path: P
     server.start()
     await until(ready)
     assert process.popen.poll() is None
+    await process.logged("nats_reconnected")
+    said = [line["event"] for name in ("nats_error", "nats_reconnected") for line in process.events(name)]
+    assert said == ["nats_error", "nats_reconnected"], "a line for the outage and one for its end"
     server.kill()
+
+
+async def test_what_the_event_loop_has_to_say_is_in_the_log(start: Start) -> None:
+    process = start("forgets")
+    line = await process.logged("unhandled")
+    assert "planted" in line["exception"] and "never retrieved" in line["error"]
+    await process.logged("forgotten")
+    assert len(process.events("unhandled")) == 1, "a lookup that nobody waits for any more is nobody's mistake"
+    assert all(line.startswith("{") for line in process.text.splitlines()), process.text
 
 
 async def test_wrong_settings_end_with_code_2_and_every_name(start: Start) -> None:

@@ -98,6 +98,7 @@ class InferenceJob:
             held.push_async_callback(self._end)
             self._tell()
             if self.follows:
+                held.push_async_callback(self.taker.end)
                 swaps = await self.bus.serve(SWAP, self.taker.answer, worker=self.address)
                 held.push_async_callback(swaps.unsubscribe)
                 await self._say("loading")  # until it has a version

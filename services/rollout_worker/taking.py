@@ -6,6 +6,7 @@ swap handler   answers SWAP: join the weight group, receive a version, say hello
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable
 
 import structlog
@@ -17,6 +18,9 @@ from opentinker.shared.store import Store
 from opentinker.shared.types import SwapCommand, SwapReply, WorkerInfo
 
 log = structlog.get_logger()
+
+END_S = 5.0
+"""A trainer that has died in the middle of a transfer is not waited for any longer."""
 
 
 class WeightTaker:
@@ -37,6 +41,14 @@ class WeightTaker:
         self._store = store
         self._broken, self._taken = broken, taken
         self._swapping = asyncio.Lock()
+        self._ending = False
+
+    async def end(self) -> None:
+        """Refuses what comes from now on, and lets a swap that is under way end before the engine is closed."""
+        self._ending = True
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(END_S), self._swapping:
+                pass
 
     async def answer(self, command: SwapCommand) -> SwapReply:
         """Never raises: a failure leaves the old weights and version and is told to the trainer."""
@@ -44,6 +56,8 @@ class WeightTaker:
             busy = self._swapping.locked()
             return self._reply(ok=not busy, error="it is still busy with an earlier swap" if busy else "")
         async with self._swapping:
+            if self._ending:
+                return self._reply(ok=False, error=f"this worker leaves job {self.job}")
             if why := await self._refuses(command):
                 log.warning("swap_refused", action=command.action, swap_epoch=command.epoch, why=why)
                 return self._reply(ok=False, error=why)
@@ -55,7 +69,8 @@ class WeightTaker:
                     self._broken.set_exception(error)
                 return self._reply(ok=False, error=str(error))
             except (SwapError, EngineError) as error:
-                log.warning("swap_failed", action=command.action, error=str(error))
+                if not self._ending:
+                    log.warning("swap_failed", action=command.action, error=str(error))
                 return self._reply(ok=False, error=str(error))
             return self._reply(ok=True, seconds=seconds)
 

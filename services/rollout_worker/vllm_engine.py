@@ -8,6 +8,7 @@ version instead: new requests use it, running ones keep theirs.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import os
 import secrets
@@ -15,7 +16,7 @@ import shutil
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -221,6 +222,16 @@ class VllmEngine:
             raise EngineError(f"the adapter {name} cannot be loaded: {error}") from error
         return Adapter(request, version)
 
+    @contextlib.contextmanager
+    def _while_open(self) -> Iterator[None]:
+        """For calls that a closing engine answers with a bare Exception: then it raises SwapError."""
+        try:
+            yield
+        except Exception as error:
+            if self._llm is not None:
+                raise
+            raise SwapError(f"the engine was closed meanwhile: {error}") from error
+
     async def join(self, command: SwapCommand) -> None:
         async with self._swapping:
             if self._broken:
@@ -401,6 +412,10 @@ class VllmEngine:
     # --- weights -------------------------------------------------------------------------------------------------
 
     async def _swap(self, version: WeightVersion) -> dict[str, float]:
+        with self._while_open():
+            return await self._swap_paused(version)
+
+    async def _swap_paused(self, version: WeightVersion) -> dict[str, float]:
         core = self._engine().engine_core
         marks, whole = [time.perf_counter()], True
         try:
@@ -461,7 +476,8 @@ class VllmEngine:
 
     async def _call(self, method: str, *arguments: Any) -> Any:
         try:
-            return (await self._engine().collective_rpc(method, args=arguments))[0]
+            with self._while_open():
+                return (await self._engine().collective_rpc(method, args=arguments))[0]
         except EngineDeadError as error:
             raise self._lost() from error
 

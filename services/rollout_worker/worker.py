@@ -90,6 +90,7 @@ class RolloutJob:
         """Until the lease is taken away, or it is taken back or the service stops: then running groups may finish."""
         async with AsyncExitStack() as held:
             # Held one by one: a lease taken away in the middle must not leave the first of them behind.
+            held.push_async_callback(self.taker.end)
             swaps = await self.bus.serve(SWAP, self.taker.answer, worker=self.address)
             held.push_async_callback(swaps.unsubscribe)
             held.callback(self.metrics.close)

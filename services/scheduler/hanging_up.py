@@ -24,6 +24,7 @@ from prometheus_client import Counter
 from redis.exceptions import RedisError
 
 from opentinker.services.scheduler.callout import Refused, standing
+from opentinker.shared.bus import LOST
 from opentinker.shared.config import Settings
 from opentinker.shared.keys import Keys
 from opentinker.shared.rights import SYSTEM, inbox
@@ -134,6 +135,8 @@ async def _system(settings: Settings, name: str) -> AsyncIterator[Client]:
 
     async def report(error: Exception) -> None:
         nonlocal said_at
+        if isinstance(error, LOST):  # it is away, which the scheduler's own connection says
+            return
         if time.monotonic() - said_at > SAY_S:
             said_at = time.monotonic()
             log.warning("system_user_refused", user=SYSTEM, error=str(error) or type(error).__name__, hint=HINT)

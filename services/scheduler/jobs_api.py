@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import nats.errors
 import orjson
+import structlog
 from aiohttp import web
 
 from opentinker.services.scheduler import transcripts
@@ -29,6 +31,8 @@ from opentinker.shared.service import Context
 from opentinker.shared.subjects import METRIC, METRICS, WAKE
 from opentinker.shared.tracing import incoming
 from opentinker.shared.types import Discard, JobRecord, JobState
+
+log = structlog.get_logger()
 
 JOB_ID = re.compile(r"j-[a-z0-9]{10}")
 EVENT_ID = re.compile(r"[0-9]{1,15}(-[0-9]{1,15})?")
@@ -141,11 +145,20 @@ class JobsApi:
         }
 
     async def _last_metrics(self, job: str) -> dict[str, Any]:
-        """By source: the newest point."""
+        """By source: the newest point. Nothing while NATS is away: all else of a job is known without it."""
         assert METRICS.name is not None
-        info = await self.bus.js.stream_info(METRICS.name, subjects_filter=METRIC.at(job=job, source="*"))
+        if not self.bus.nc.is_connected:
+            return {}
+        try:
+            return await self._newest_points(METRICS.name, job)
+        except (TimeoutError, nats.errors.Error) as error:
+            log.warning("metrics_unavailable", job=job, error=str(error) or type(error).__name__)
+            return {}
+
+    async def _newest_points(self, stream: str, job: str) -> dict[str, Any]:
+        info = await self.bus.js.stream_info(stream, subjects_filter=METRIC.at(job=job, source="*"))
         messages = await asyncio.gather(
-            *(self.bus.js.get_last_msg(METRICS.name, subject) for subject in info.state.subjects or {})
+            *(self.bus.js.get_last_msg(stream, subject) for subject in info.state.subjects or {})
         )
         points = [msgspec.json.decode(message.data or b"", type=MetricPoint) for message in messages]
         return {p.source: {"step": p.step, "time": p.time, "values": p.values} for p in points}
