@@ -3,8 +3,8 @@
     a key  --its record-->  Principal        a route  --its table row-->  Action        an object  -->  its tenant
 
 A tenant's people see and change what is the tenant's. An operator is the server's own: an admin of its tenant who also
-sees workers and queues, and the keys of all tenants. Nobody, operators neither, sees another tenant's jobs: whoever has
-to, makes a key there, which leaves a trace.
+sees workers and queues, and the keys of all tenants, and frees workers of the jobs that hold them. Nobody, operators
+neither, sees another tenant's jobs: whoever has to, makes a key there, which leaves a trace.
 """
 
 from __future__ import annotations
@@ -44,6 +44,8 @@ class Action(StrEnum):
     """Create, rotate, revoke."""
     SERVER_READ = "server:read"
     """Workers, queues, tenants, Prometheus metrics: of all tenants together."""
+    SERVER_WRITE = "server:write"
+    """Free a worker: cancel the job that holds it, whosever that is."""
 
 
 class Role(StrEnum):
@@ -70,7 +72,7 @@ MAY: dict[Role, frozenset[Action]] = {
     Role.VIEWER: frozenset(_VIEWER),
     Role.MEMBER: frozenset(_MEMBER),
     Role.ADMIN: frozenset(_ADMIN),
-    Role.OPERATOR: frozenset(_ADMIN | {Action.SERVER_READ}),
+    Role.OPERATOR: frozenset(_ADMIN | {Action.SERVER_READ, Action.SERVER_WRITE}),
 }
 """What keys of a role may, unless their scopes say less; each role may all that those before it may."""
 EVERYWHERE: dict[Role, frozenset[Action]] = {Role.OPERATOR: frozenset({Action.KEYS_READ, Action.KEYS_WRITE})}

@@ -235,3 +235,11 @@ def test_following_logs_sees_new_lines_and_rotations(tmp_path: Path) -> None:
     assert next(lines) == ("x", "new")
     log.write_text("a\n")
     assert next(lines) == ("x", "a")
+
+
+def test_up_in_a_directory_that_cannot_be_written_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    with patch("sys.argv", ["opentinker", "up", "--data-dir", "/proc/opentinker"]), pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 1
+    said = capsys.readouterr().err
+    assert "/proc/opentinker cannot be written" in said and "--data-dir" in said and said.count("\n") == 1

@@ -19,6 +19,7 @@ from typer.testing import CliRunner
 from opentinker.cli import app
 from opentinker.client import AsyncClient, Client
 from opentinker.http import ApiError
+from opentinker.shared.audit import files_of, folder, writers
 from opentinker.shared.authority import MAY, Action, Role
 from opentinker.shared.keys import Keys, parse, read_key
 from opentinker.shared.paths import file_system
@@ -26,7 +27,8 @@ from opentinker.shared.service import Context
 from opentinker.shared.store import Store
 from opentinker.up import Plan, locked, operator_key
 from tests.api import OPERATOR, Http, bearing, new_key_of
-from tests.scheduling import scheduler
+from tests.conftest import until
+from tests.scheduling import Workers, new_job, scheduler
 
 YEAR_S = 365 * 86400.0
 
@@ -121,6 +123,40 @@ async def test_an_admin_sees_no_tenant_but_its_own_and_an_operator_all(http: Htt
     assert (await http("GET", "/v1/keys?tenant=gone", headers=bearing()))[0] == 404
     status, gone = await http("POST", f"/v1/keys/{id_of(blue)}/revoke", headers=bearing())
     assert (status, gone["state"], gone["tenant"]) == (200, "revoked", "blue")
+
+
+async def test_an_operator_frees_a_worker_of_a_foreign_job_and_learns_its_id_and_state(
+    http: Http, url: str, ctx: Context, store: Store
+) -> None:
+    workers = Workers(store)
+    await workers.start("trainer-0", "rollout-0", "env-0")
+    red = await new_key_of(store, "red")
+    job = await new_job(store, "j-red0000000", tenant="red")
+    free = "/v1/workers/rollout-0/free"
+
+    async def held() -> bool:
+        return await workers.holds("rollout-0") == job
+
+    async def is_free() -> bool:
+        return await workers.holds("rollout-0") is None
+
+    try:
+        await until(held)
+        assert (await http("POST", free, headers=bearing(red)))[0] == 403
+        assert (await http("GET", f"/v1/jobs/{job}", headers=bearing()))[0] == 404
+        async with AsyncClient(url, api_key=OPERATOR) as operator:
+            assert await operator.free_worker("rollout-0") == {"worker": "rollout-0", "job": job, "state": "cancelled"}
+        status, seen = await http("GET", f"/v1/jobs/{job}", headers=bearing(red))
+        assert (status, seen["state"]) == (200, "cancelled") and "by an operator" in seen["reason"]
+        await until(is_free)
+        assert (await http("POST", free, headers=bearing()))[0] == 409
+        assert (await http("POST", "/v1/workers/rollout-9/free", headers=bearing()))[0] == 404
+        (present,) = writers(folder(ctx.settings.data_dir))
+        lines = [orjson.loads(line) for file in files_of(present) for line in file.read_bytes().splitlines()]
+        freed = [line for line in lines if line.get("path") == free and line["result"] == 200]
+        assert [(line["job"], line["role"]) for line in freed] == [(job, "operator")]
+    finally:
+        await workers.stop()
 
 
 async def test_rotating_gives_a_new_secret_and_leaves_what_the_key_may(http: Http, store: Store) -> None:

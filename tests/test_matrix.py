@@ -42,7 +42,7 @@ from tests.upload_samples import package
 OWN, FOREIGN, UNKNOWN = "own", "foreign", "unknown"
 TENANTS = ("red", "blue", DEFAULT_TENANT)
 """Whose objects there are; operators are of the last one."""
-SERVER = {Action.SERVER_READ, Action.FREE, Action.ABOUT}
+SERVER = {Action.SERVER_READ, Action.SERVER_WRITE, Action.FREE, Action.ABOUT}
 """What these answer is about all tenants."""
 
 
@@ -68,7 +68,11 @@ PLACES: dict[str, dict[str, str]] = {
     "published": {"name": "publication"},
 }
 """By the first part of a path below /v1: whose name stands where, or what else does."""
-MAKES = {("GET", "/v1/served/{name}"): {"name": "anything"}, ("GET", "/page/{name}"): {"name": "icon.svg"}}
+MAKES = {
+    ("GET", "/v1/served/{name}"): {"name": "anything"},
+    ("GET", "/page/{name}"): {"name": "icon.svg"},
+    ("POST", "/v1/workers/{worker}/free"): {"worker": "rollout-none"},
+}
 """Routes whose path names what is to be made, or is everybody's: there is none that could be another's."""
 BODIES: dict[type[BaseModel], Any] = {
     JobSpec: SPEC,

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.abc
+import os
+import sys
+import threading
 import uuid
 from collections.abc import Sequence
 from typing import Any
@@ -13,6 +17,7 @@ import structlog
 from opentinker.services.rollout_worker.engine import Completion, EngineError, EngineLost, Progress, Sampling, Shown
 from opentinker.services.rollout_worker.episode import Sessions
 from opentinker.services.rollout_worker.render import Renderer
+from opentinker.services.rollout_worker.service import ENGINE, import_engine
 from opentinker.services.rollout_worker.toy_engine import ToyEngine
 from opentinker.services.rollout_worker.worker import MAX_DELIVERIES, RolloutJob
 from opentinker.services.scheduler.tickets import JUDGED_FROM, too_many_failures
@@ -344,3 +349,32 @@ async def test_a_swap_under_way_ends_before_the_engine_is_closed(bench: Bench) -
     with pytest.raises(EngineLost, match="while idle"):
         await soon(life)
     assert engine.closed
+
+
+# --- imports --------------------------------------------------------------------------------------------------------
+
+
+class Held(importlib.abc.MetaPathFinder):
+    """Stands in the way of an import until the event loop has turned."""
+
+    def __init__(self) -> None:
+        self.asked, self.turned = threading.Event(), threading.Event()
+
+    def find_spec(self, name: str, *_: object) -> None:
+        if name == ENGINE:
+            self.asked.set()
+            raise ImportError("the loop turned" if self.turned.wait(WAIT_S) else "the loop stood still")
+
+
+async def test_the_first_job_of_a_process_that_loads_late_holds_up_no_heartbeat(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    held = Held()
+    monkeypatch.setattr(sys, "meta_path", [held, *sys.meta_path])
+    monkeypatch.setattr(os, "environ", os.environ.copy())
+    monkeypatch.delitem(sys.modules, ENGINE, raising=False)
+    importing = asyncio.create_task(import_engine(make_spec(rollout__engine="vllm")))
+    await until(held.asked.is_set)
+    held.turned.set()
+    with pytest.raises(ImportError, match="the loop turned"):
+        await soon(importing)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import glob
 import os
+import sys
 import tempfile
 from collections.abc import Sequence
 from functools import partial
@@ -23,7 +24,9 @@ from opentinker.shared.service import Context
 from opentinker.shared.sessions import owner_of
 from opentinker.shared.spec import JobSpec
 from opentinker.shared.types import Lease, Pool
+from opentinker.shared.waiting import see_through
 
+ENGINE = "opentinker.services.rollout_worker.vllm_engine"
 AGENTS = ("agent_program", "verifiers")
 
 TOY_CONTEXT = 4096
@@ -34,6 +37,7 @@ MAX_SEQUENCES = 256
 async def serve(ctx: Context) -> None:
     async def work(worker: LeasedWorker, lease: Lease, spec: JobSpec) -> None:
         worker.leftovers.append(f"{glob.escape(tempfile.gettempdir())}/{vllm_boot.OWN}{os.getpid()}-*")
+        await import_engine(spec)
         owner = owner_of(worker.info.id, worker.info.incarnation)
         record = await ctx.store.job(lease.job)
         readable = await readable_by(ctx.store, ctx.settings, record.tenant, record.spec)
@@ -46,6 +50,12 @@ async def serve(ctx: Context) -> None:
     with tempfile.TemporaryDirectory(prefix=f"{vllm_boot.OWN}{os.getpid()}-", ignore_cleanup_errors=True) as place:
         os.environ.setdefault("VLLM_RPC_BASE_PATH", place)  # its sockets: of an engine that is killed they are left
         await LeasedWorker(ctx, Pool.ROLLOUT, work).serve()
+
+
+async def import_engine(spec: JobSpec) -> None:
+    """What the job generates with, if it is not there yet: in a thread, because heartbeats go on meanwhile."""
+    if spec.rollout.toy is None and ENGINE not in sys.modules:
+        await see_through(asyncio.to_thread(vllm_boot.preload))
 
 
 LIVE_ADAPTERS = 6

@@ -19,7 +19,7 @@ from opentinker.services.scheduler.artifact_routes import artifact_routes
 from opentinker.services.scheduler.audit import Audit
 from opentinker.services.scheduler.cross_origin import CrossOrigin
 from opentinker.services.scheduler.environments_api import EnvironmentsApi
-from opentinker.services.scheduler.gate import Gate, say_open
+from opentinker.services.scheduler.gate import TOUCHED, Gate, say_open
 from opentinker.services.scheduler.gateway import Gateway
 from opentinker.services.scheduler.inference_api import InferenceApi
 from opentinker.services.scheduler.job_routes import LIMIT_JOBS, job_routes
@@ -34,10 +34,12 @@ from opentinker.services.scheduler.usage_api import MOST_DAYS, UsageApi
 from opentinker.services.scheduler.validating import Validating
 from opentinker.shared import answers
 from opentinker.shared.authority import Action
+from opentinker.shared.errors import Conflict, NotFound
 from opentinker.shared.service import Context
 from opentinker.shared.spec import JobSpec
-from opentinker.shared.subjects import STREAMS
+from opentinker.shared.subjects import STREAMS, WAKE
 from opentinker.shared.telemetry import REGISTRY
+from opentinker.shared.types import JobState
 
 log = structlog.get_logger()
 
@@ -196,6 +198,14 @@ class Api:
                 answer=answers.Workers,
             ),
             Route(
+                "POST",
+                "/v1/workers/{worker}/free",
+                self.free,
+                Action.SERVER_WRITE,
+                "Cancel the job that holds a worker, whosever it is",
+                answer=answers.FreedWorker,
+            ),
+            Route(
                 "GET",
                 "/v1/queues",
                 self.queues,
@@ -244,6 +254,21 @@ class Api:
                 ]
             }
         )
+
+    async def free(self, request: web.Request) -> web.Response:
+        """Raises NotFound if there is no such worker, Conflict if no job holds it, or the job has just ended."""
+        worker, store = request.match_info["worker"], self.ctx.store
+        lease = await store.lease(worker)
+        if lease is None:
+            if worker not in {one.id for one in await store.workers()}:
+                raise NotFound(f"no worker {worker[:100]!r}")
+            raise Conflict(f"no job holds worker {worker}")
+        request[TOUCHED] = lease.job
+        reason = f"cancelled by an operator of the server, to free {worker}"
+        await store.transition(lease.job, JobState.CANCELLED, reason=reason)
+        await self.ctx.bus.emit(WAKE, {"job": lease.job}, who="scheduler")
+        log.info("worker_freed", freed=worker, cancelled=lease.job)
+        return json_response({"worker": worker, "job": lease.job, "state": JobState.CANCELLED.value})
 
     async def queues(self, _: web.Request) -> web.Response:
         queues: list[answers.Queue] = []

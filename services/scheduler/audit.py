@@ -18,7 +18,7 @@ import structlog
 from aiohttp import web
 from prometheus_client import Counter
 
-from opentinker.services.scheduler.gate import ACTION, PRINCIPAL
+from opentinker.services.scheduler.gate import ACTION, PRINCIPAL, TOUCHED
 from opentinker.services.scheduler.limits import Buckets
 from opentinker.services.scheduler.openapi import Route
 from opentinker.services.scheduler.problems import Handler
@@ -41,6 +41,7 @@ WATCHED = frozenset(
         Action.ENVIRONMENTS_SERVE,
         Action.KEYS_WRITE,
         Action.CHECKPOINTS_WRITE,
+        Action.SERVER_WRITE,
     )
 )
 REFUSED = (401, 403)
@@ -99,6 +100,8 @@ class Audit:
             entry = self._line(request, action, response.status)
             if made := response.headers.get("Location"):
                 entry["made"] = made
+            if job := request.get(TOUCHED):
+                entry["job"] = job
             if self._uncounted and response.status in REFUSED:
                 entry["more_refused"], self._uncounted = self._uncounted, 0
             await self.record(entry)

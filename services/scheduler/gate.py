@@ -45,6 +45,8 @@ ANYBODY = Principal(DEFAULT_TENANT, Role.OPERATOR, "", SCOPES)
 """Whoever asks a server that wants no keys."""
 PRINCIPAL: web.RequestKey[Principal] = web.RequestKey("principal", Principal)
 ACTION: web.RequestKey[Action] = web.RequestKey("action", Action)
+TOUCHED: web.RequestKey[str] = web.RequestKey("touched", str)
+"""The job that a request was about, where its path does not say so: for the audit log."""
 
 
 def principal_of(request: web.Request) -> Principal:

@@ -74,6 +74,7 @@ from opentinker.shared.answers.knowing import (
     TimelinePart,
 )
 from opentinker.shared.answers.server import (
+    FreedWorker,
     Gpu,
     Health,
     Lease,
@@ -107,6 +108,7 @@ __all__ = [
     "Events",
     "Failure",
     "Failures",
+    "FreedWorker",
     "Gpu",
     "Health",
     "Histogram",

@@ -60,6 +60,15 @@ class Workers(TypedDict):
     workers: list[Worker]
 
 
+class FreedWorker(TypedDict):
+    """A job was cancelled, so that this worker is free in a moment."""
+
+    worker: str
+    job: str
+    """Its id: the rest of it is for its tenant."""
+    state: State
+
+
 class Spent(TypedDict):
     """What was used."""
 

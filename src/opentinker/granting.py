@@ -1,4 +1,4 @@
-"""Keys of the API from Python: made, listed, rotated, revoked."""
+"""What administrators do from Python: keys of the API made, listed, rotated, revoked; workers freed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from urllib.parse import quote
 import orjson
 
 from opentinker.http import Http
-from opentinker.shared.answers import Key, Keys, MadeKey, Tenant, Tenants, WhoAmI
+from opentinker.shared.answers import FreedWorker, Key, Keys, MadeKey, Tenant, Tenants, WhoAmI
 
 T = TypeVar("T")
 
@@ -58,6 +58,10 @@ class GrantingCalls:
     async def tenants(self) -> list[Tenant]:
         return cast(Tenants, await self._http.json("GET", "/v1/tenants"))["tenants"]
 
+    async def free_worker(self, id: str) -> FreedWorker:
+        """Cancel the job that holds this worker, whosever it is. For operators."""
+        return cast(FreedWorker, await self._http.json("POST", f"/v1/workers/{quote(id, safe='')}/free"))
+
 
 _JSON = {"Content-Type": "application/json"}
 
@@ -101,3 +105,7 @@ class GrantingSync(ABC):
 
     def tenants(self) -> list[Tenant]:
         return self._call(self._core.tenants())
+
+    def free_worker(self, id: str) -> FreedWorker:
+        """Cancel the job that holds this worker, whosever it is. For operators."""
+        return self._call(self._core.free_worker(id))

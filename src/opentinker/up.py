@@ -83,8 +83,14 @@ class AlreadyRunning(OpenTinkerError):
 def locked(data_dir: Path) -> Iterator[None]:
     """Hold the data directory. Raises AlreadyRunning, saying who holds it."""
     path = data_dir / "run" / "lock"
-    make_directories(path.parent)
-    with path.open("w") as file:
+    try:
+        make_directories(path.parent)
+        lock = path.open("w")
+    except OSError as error:
+        raise OpenTinkerError(
+            f"{data_dir} cannot be written ({error.strerror}): choose another directory with --data-dir"
+        ) from None
+    with lock as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

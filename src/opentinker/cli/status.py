@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 
@@ -18,6 +18,7 @@ ORDER = ("running", "starting", "queued", "paused", "succeeded", "failed", "canc
 
 def register(app: typer.Typer) -> None:
     app.command()(status)
+    app.command()(free)
 
 
 def status(data_dir: DataDir = DATA_DIR, url: Url = None, as_json: AsJson = False) -> None:
@@ -43,6 +44,16 @@ def status(data_dir: DataDir = DATA_DIR, url: Url = None, as_json: AsJson = Fals
             _show_cluster(state["cluster"])
     if not running and url is None:
         raise typer.Exit(3)
+
+
+def free(
+    worker: Annotated[str, typer.Argument(help="As `opentinker status` names it, e.g. rollout-0.")],
+    url: Url = None,
+    as_json: AsJson = False,
+) -> None:
+    """Cancel the job that holds a worker, whosever it is (operators only)."""
+    freed = client(url).free_worker(worker)
+    print_json(freed) if as_json else say(f"{freed['job']}  {freed['state']}; {freed['worker']} is free in a moment")
 
 
 def cluster(server: str) -> dict[str, Any]:
