@@ -237,7 +237,8 @@ def test_a_missing_library_names_the_extra(name: str, monkeypatch: pytest.Monkey
     minimal |= {"skyrl_gym": {"id": "gsm8k", "path": "rows.jsonl"}, "gem": {"id": "game:Sudoku-v0-easy"}}
     minimal |= {"miniwob": {"tasks": ["click-test"]}}
     config = minimal[name]
-    with pytest.raises(SpecError, match=rf"pip install 'opentinker\[{name}\]'"):
+    advice = "OPENTINKER_ENV_INTERPRETERS=gem=" if name == "gem" else rf"pip install 'opentinker\[{name}\]'"
+    with pytest.raises(SpecError, match=advice):
         check(name, config)
     check(name, config, elsewhere=True)
 

@@ -98,32 +98,32 @@ async def _not_called(*_: object) -> None:
     raise AssertionError
 
 
-async def train(job: TrainerJob) -> None:
-    """Until its end; raises what it raises."""
-    async with running(feed(job)):
+async def train(job: TrainerJob, **changes: Any) -> None:
+    """Until its end, on groups with these changes; raises what it raises."""
+    async with running(feed(job, **changes)):
         await soon(job.run())
 
 
-async def feed(job: TrainerJob) -> None:
+async def feed(job: TrainerJob, **changes: Any) -> None:
     """As rollout workers do: room becomes groups, and none is lost when a worker is stopped."""
     while True:
-        await see_through(_feed(job))
+        await see_through(_feed(job, **changes))
         await asyncio.sleep(0.02)
 
 
-async def deliver(job: TrainerJob, seq: int, version: WeightVersion) -> None:
+async def deliver(job: TrainerJob, seq: int, version: WeightVersion, **changes: Any) -> None:
     """A group of this version, once for every trainer: the tests share a server, which drops what it saw before."""
-    group = make_group(job=JOB, seq=seq, versions=[version])
+    group = make_group(job=JOB, seq=seq, versions=[version], **changes)
     unique = f"{group.key}:{job.worker.info.incarnation}.{job.lease.epoch}"
     await job.ctx.bus.publish(GROUP, group, unique, job=JOB)
 
 
-async def _feed(job: TrainerJob) -> None:
+async def _feed(job: TrainerJob, **changes: Any) -> None:
     admission = Admission(job.ctx.store.redis, JOB)
     await admission.set_version(job.step)
     version, seqs = await admission.issue(100)
     for seq in seqs:
-        await deliver(job, seq, version)
+        await deliver(job, seq, version, **changes)
 
 
 def steps_of(path: Path) -> list[int]:
@@ -155,6 +155,17 @@ async def test_job_that_meets_its_target_fails_too_when_its_last_checkpoint_cann
     with pytest.raises(JobFailed, match=r"step 1 .*No space left"):
         await train(job)
     assert (await ctx.store.job(JOB)).state != JobState.SUCCEEDED
+
+
+@pytest.mark.parametrize("equal", [True, False])
+async def test_a_job_whose_groups_all_had_equal_rewards_succeeds_with_a_warning(ctx: Context, equal: bool) -> None:
+    job = await prepare(ctx, steps=4)
+    await train(job, **({"reward": 0.5} if equal else {}))
+    record = await ctx.store.job(JOB)
+    warned = [event for event in await ctx.store.events(JOB) if event["event"] == "nothing_learned"]
+    assert record.state == JobState.SUCCEEDED
+    assert record.reason.startswith("nothing was learned: in each group of all steps") is equal
+    assert [event["steps"] for event in warned] == ([4] if equal else [])
 
 
 async def test_nan_fails_the_job_and_names_the_last_good_checkpoint(ctx: Context) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,12 @@ class Slow(Environment):
     async def step(self, action):
         time.sleep(0.06)
         return Step(messages=[user("more")])
+
+class Flat(Environment):
+    async def open(self, row, seed):
+        return [user(f"task {row}")]
+    async def step(self, action):
+        return Step(reward=0.0, done=True)
 
 class Broken(Environment):
     async def open(self, row, seed):
@@ -100,6 +107,31 @@ def test_check_prints_a_transcript_and_ends_with_a_verdict(faulty: str) -> None:
     bad = CliRunner().invoke(app, ["env", "check", f"{faulty}:Broken", "--json"])
     assert bad.exit_code == 1
     assert "ZeroDivisionError" in orjson.loads(bad.output)["errors"][0]
+
+
+def test_verdict_promises_nothing_where_no_two_rewards_differed(faulty: str) -> None:
+    flat = CliRunner().invoke(app, ["env", "check", f"{faulty}:Flat", "--episodes", "3"])
+    assert flat.exit_code == 0
+    assert "advice: guessing always got 0, and no expert (gold) shows" in flat.output
+    assert flat.output.endswith("that it can be learned is not shown: no two episodes were rewarded differently\n")
+
+
+def test_another_interpreter_plays_what_is_named_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    python, trace = tmp_path / "python", tmp_path / "trace"
+    python.write_text(f'#!/bin/sh\necho "$@" >> {trace}\nexec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    monkeypatch.setenv("OPENTINKER_ENV_INTERPRETERS", f"copy_digits={python}")
+    played = CliRunner().invoke(app, ["env", "check", "copy_digits", "--episodes", "2"])
+    assert played.exit_code == 0 and played.output.endswith("it can be trained\n"), played.output
+    assert trace.read_text() == "-m opentinker.trial\n"
+    wrong = CliRunner().invoke(app, ["env", "check", "copy_digits", "--set", "digits=x"])
+    assert wrong.exit_code != 0 and "environment.config.digits" in wrong.output + str(wrong.exception)
+
+
+def test_a_library_that_fits_nowhere_is_not_advised_as_an_extra() -> None:
+    lacking = CliRunner().invoke(app, ["env", "check", "gem", "--set", "id=game:GuessTheNumber-v0-easy"])
+    said = lacking.output + str(lacking.exception)
+    assert lacking.exit_code != 0 and "OPENTINKER_ENV_INTERPRETERS=gem=" in said and "pip install" not in said
 
 
 def test_play_lets_a_person_be_the_model() -> None:

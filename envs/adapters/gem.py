@@ -29,6 +29,13 @@ class Gem(Environment):
         kwargs: dict[str, Any] = {}
         """Passed to the environment."""
 
+        @classmethod
+        def advice(cls) -> str:
+            return (
+                "it needs a virtual environment of its own, for it pins what ours needs in other versions. Name the "
+                "python of that one in OPENTINKER_ENV_INTERPRETERS=gem=... (docs/environments/adapters.md)"
+            )
+
         def check(self) -> None:
             from gem.envs.registration import ENV_REGISTRY
 

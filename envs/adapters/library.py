@@ -37,11 +37,16 @@ class LibraryConfig(EnvironmentConfig):
     def check(self) -> None:
         """Raises ValueError about what only the library knows, such as the names of its environments."""
 
+    @classmethod
+    def advice(cls) -> str:
+        """How to get the library."""
+        return f"pip install 'opentinker[{cls.extra}]'"
+
     @model_validator(mode="after")
     def _known_to_the_library(self, info: ValidationInfo) -> Self:
         if not (info.context or {}).get(ELSEWHERE):
             if not installed(self.library):
-                raise ValueError(f"{self.library} is not installed here: pip install 'opentinker[{self.extra}]'")
+                raise ValueError(f"{self.library} is not installed here: {self.advice()}")
             self.check()
         return self
 

@@ -21,6 +21,7 @@ from redis.exceptions import RedisError
 from opentinker.services.trainer import checkpoint
 from opentinker.services.trainer.alarm import WATCHED, WINDOW, MismatchAlarm
 from opentinker.services.trainer.collapse import HINTS, CollapseAlarm
+from opentinker.services.trainer.learned import Comparisons
 from opentinker.services.trainer.learner import Interrupted, NonFinite, Trainable, is_out_of_memory, too_large
 from opentinker.shared.errors import Conflict, Fenced, JobFailed, OpenTinkerError
 from opentinker.shared.evaluations import Evaluations
@@ -62,6 +63,7 @@ class Record:
         self.evaluations = Evaluations(ctx.bus, lease.job, self.root.parent, self.event, self.guard)
         self._alarm = MismatchAlarm()
         self._collapse = CollapseAlarm(spec.train)
+        self._comparisons = Comparisons(spec.algorithm)
         self._window: deque[dict[str, float]] = deque(maxlen=TARGET_WINDOW)
         self.saved: int | None = None
         """Step of the newest good checkpoint."""
@@ -103,6 +105,7 @@ class Record:
             await self._send_lost(lines[-SENT_AGAIN:])
             for line in lines:
                 self._collapse.look(line)
+                self._comparisons.look(line)
         step = manifest.step if manifest else 0
         # Without a checkpoint only the weights that the job starts from are known to be the same.
         await asyncio.to_thread(self.evaluations.restore, manifest.resumed if manifest else {1: 0}, step)
@@ -234,6 +237,7 @@ class Record:
         if step == 1 and absent:
             log.warning("target_metric_absent", metrics=absent)
             await self.event("target_metric_absent", {"metrics": absent, "there_are": sorted(values)})
+        self._comparisons.look(values)
         await self._listen(step, values)
         self._window.append(values)
         point = await self.metrics.emit(step, values)
@@ -346,6 +350,9 @@ class Record:
     async def succeed(self, step: int) -> None:
         """All is done and saved."""
         why = "target reached" if self.target_met() else ""
+        if self.spec.kind == "rl" and not why and (why := self._comparisons.warning):
+            log.warning("nothing_learned", steps=step)
+            await self.event("nothing_learned", {"steps": step, "why": why})
         await self.ctx.bus.settle()  # who has waited for the end reads the last metrics too
         with contextlib.suppress(Conflict):  # cancelled or failed meanwhile: the lease is about to go
             await self.ctx.store.transition(

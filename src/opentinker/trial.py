@@ -6,16 +6,24 @@ change.
 
 from __future__ import annotations
 
+import asyncio
+import os
 import random
 import re
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from opentinker.envs.base import Environment
 from opentinker.services.env_worker.player import LocalPlayer
+from opentinker.shared.errors import OpenTinkerError, SpecError
 from opentinker.shared.sessions import OpenSession, SessionReply, StepSession
 from opentinker.shared.types import Message, StopReason
 
@@ -159,6 +167,8 @@ class Report:
     advice: list[str] = field(default_factory=list)
     facts: dict[str, str] = field(default_factory=dict)
     transcript: str = ""
+    learnable: bool = True
+    """Rewards differed, or an expert got more than guessing."""
 
 
 async def look_at(name: str, config: dict[str, Any], *, episodes: int, seed: int, turns: int) -> Report:
@@ -226,7 +236,11 @@ def _judge(found: type[Environment], experts: list[Tried], guesses: list[Tried],
         if statistics.fmean(best) <= statistics.fmean(rewards) and len(found.seats) == 1:
             report.errors.append("the expert gets no more reward than guessing: gold() or the reward is wrong")
     elif len(set(rewards)) == 1:
-        report.advice.append(f"guessing always got {rewards[0]:g}: where all rewards are equal nothing can be learned")
+        report.learnable = False
+        report.advice.append(
+            f"guessing always got {rewards[0]:g}, and no expert (gold) shows that more can be had: a group of equal "
+            "rewards teaches nothing, so a model must sometimes do better than guessing"
+        )
     for tried in played:
         for reply in tried.replies:
             if reply.components and abs(sum(reply.components.values()) - reply.reward) > 1e-6:
@@ -245,3 +259,50 @@ def _judge(found: type[Environment], experts: list[Tried], guesses: list[Tried],
     report.facts["open"] = f"{1000 * statistics.median(opens):.2f} ms"
     if steps:
         report.facts["step"] = f"{1000 * statistics.median(steps):.3f} ms, {len(steps) / sum(steps):,.0f} per s"
+
+
+# --- by another interpreter ------------------------------------------------------------------------------------------
+
+
+class Asked(msgspec.Struct):
+    """What `look_at` is asked, for the interpreter that plays the environment."""
+
+    name: str
+    config: dict[str, Any]
+    episodes: int
+    seed: int
+    turns: int
+    report: str
+    """The file that its report goes to: what libraries print goes elsewhere."""
+
+
+class Answered(msgspec.Struct):
+    report: Report | None = None
+    mistakes: list[dict[str, Any]] = []
+
+
+def look_from(interpreter: str, python_path: str, asked: Asked) -> Report:
+    """`look_at` in a process of that interpreter (`env_interpreters`). Raises SpecError."""
+    environ = {**os.environ, "PYTHONPATH": python_path}
+    command = [interpreter, "-m", "opentinker.trial"]
+    ran = subprocess.run(command, input=msgspec.json.encode(asked), env=environ, check=False)
+    if ran.returncode:
+        raise OpenTinkerError(f"{interpreter} could not play {asked.name}: see what it said above")
+    answered = msgspec.json.decode(Path(asked.report).read_bytes(), type=Answered)
+    if answered.report is None:
+        raise SpecError(answered.mistakes)
+    return answered.report
+
+
+def main() -> None:
+    asked = msgspec.json.decode(sys.stdin.buffer.read(), type=Asked)
+    looking = look_at(asked.name, asked.config, episodes=asked.episodes, seed=asked.seed, turns=asked.turns)
+    try:
+        answered = Answered(report=asyncio.run(looking))
+    except SpecError as error:
+        answered = Answered(mistakes=[{**m, "value": str(m["value"])} for m in error.mistakes])
+    Path(asked.report).write_bytes(msgspec.json.encode(answered))
+
+
+if __name__ == "__main__":
+    main()

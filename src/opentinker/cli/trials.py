@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from opentinker.envs.base import Environment
     from opentinker.shared.sessions import SessionReply
     from opentinker.shared.types import Message
+    from opentinker.trial import Report
 
 Name = Annotated[str, typer.Argument(metavar="ENVIRONMENT", help="module:Class, found from here, or a built-in name.")]
 Setting = Annotated[
@@ -42,7 +44,10 @@ def check(
     from opentinker.trial import look_at
 
     here()
-    report = asyncio.run(look_at(name, config_of(settings), episodes=episodes, seed=seed, turns=turns))
+    config = config_of(settings)
+    report = _from_elsewhere(name, config, episodes, seed, turns)
+    if report is None:
+        report = asyncio.run(look_at(name, config, episodes=episodes, seed=seed, turns=turns))
     if as_json:
         print_json({"errors": report.errors, "advice": report.advice, **report.facts, "transcript": report.transcript})
     else:
@@ -53,9 +58,35 @@ def check(
             say(f"advice: {line}")
         for line in report.errors:
             complain(f"error: {line}")
-        say("it can be trained" if not report.errors else "it cannot be trained yet")
+        say(verdict(report))
     if report.errors:
         raise typer.Exit(1)
+
+
+def _from_elsewhere(name: str, config: dict[str, Any], episodes: int, seed: int, turns: int) -> Report | None:
+    """By the interpreter that OPENTINKER_ENV_INTERPRETERS, or the settings file, names for it; None if none does."""
+    from opentinker.services.env_worker.interpreters import Interpreters
+    from opentinker.shared.config import load_settings
+    from opentinker.trial import Asked, look_from
+
+    interpreters = Interpreters(load_settings().env_interpreters)
+    try:
+        interpreter = interpreters.of(name)
+        if not interpreter:
+            return None
+        with tempfile.TemporaryDirectory(prefix="opentinker-") as place:
+            asked = Asked(name, config, episodes, seed, turns, report=str(Path(place) / "report"))
+            return look_from(interpreter, interpreters.python_path, asked)
+    finally:
+        interpreters.close()
+
+
+def verdict(report: Report) -> str:
+    if report.errors:
+        return "it cannot be trained yet"
+    if not report.learnable:
+        return "it can be played; that it can be learned is not shown: no two episodes were rewarded differently"
+    return "it can be trained"
 
 
 def play(
