@@ -13,6 +13,7 @@ import re
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -272,7 +273,7 @@ class Asked(msgspec.Struct):
     episodes: int
     seed: int
     turns: int
-    report: str
+    report: str = ""
     """The file that its report goes to: what libraries print goes elsewhere."""
 
 
@@ -281,10 +282,30 @@ class Answered(msgspec.Struct):
     mistakes: list[dict[str, Any]] = []
 
 
-def look_from(interpreter: str, python_path: str, asked: Asked) -> Report:
-    """`look_at` in a process of that interpreter (`env_interpreters`). Raises SpecError."""
-    environ = {**os.environ, "PYTHONPATH": python_path}
-    command = [interpreter, "-m", "opentinker.trial"]
+def look(asked: Asked) -> Report:
+    """`look_at`, by the interpreter that OPENTINKER_ENV_INTERPRETERS, or the settings file, names for the environment,
+    else by this one. Raises SpecError."""
+    from opentinker.services.env_worker.interpreters import Interpreters  # which the named one needs nothing of
+    from opentinker.shared.config import load_settings
+
+    interpreters = Interpreters(load_settings().env_interpreters)
+    try:
+        interpreter = interpreters.of(asked.name)
+        if not interpreter:
+            return asyncio.run(_looked(asked))
+        with tempfile.TemporaryDirectory(prefix="opentinker-") as place:
+            asked.report = str(Path(place, "report"))
+            return _look_from(interpreter, interpreters.python_path, asked)
+    finally:
+        interpreters.close()
+
+
+async def _looked(asked: Asked) -> Report:
+    return await look_at(asked.name, asked.config, episodes=asked.episodes, seed=asked.seed, turns=asked.turns)
+
+
+def _look_from(interpreter: str, python_path: str, asked: Asked) -> Report:
+    command, environ = [interpreter, "-m", "opentinker.trial"], {**os.environ, "PYTHONPATH": python_path}
     ran = subprocess.run(command, input=msgspec.json.encode(asked), env=environ, check=False)
     if ran.returncode:
         raise OpenTinkerError(f"{interpreter} could not play {asked.name}: see what it said above")
@@ -296,11 +317,10 @@ def look_from(interpreter: str, python_path: str, asked: Asked) -> Report:
 
 def main() -> None:
     asked = msgspec.json.decode(sys.stdin.buffer.read(), type=Asked)
-    looking = look_at(asked.name, asked.config, episodes=asked.episodes, seed=asked.seed, turns=asked.turns)
     try:
-        answered = Answered(report=asyncio.run(looking))
+        answered = Answered(report=asyncio.run(_looked(asked)))
     except SpecError as error:
-        answered = Answered(mistakes=[{**m, "value": str(m["value"])} for m in error.mistakes])
+        answered = Answered(mistakes=[{**mistake, "value": str(mistake["value"])} for mistake in error.mistakes])
     Path(asked.report).write_bytes(msgspec.json.encode(answered))
 
 

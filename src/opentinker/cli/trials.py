@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import sys
-import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -41,13 +40,10 @@ def check(
     as_json: AsJson = False,
 ) -> None:
     """Play a few episodes: seeds, types, rewards, speed, a transcript. Exit status 1 if something is wrong."""
-    from opentinker.trial import look_at
+    from opentinker.trial import Asked, look
 
     here()
-    config = config_of(settings)
-    report = _from_elsewhere(name, config, episodes, seed, turns)
-    if report is None:
-        report = asyncio.run(look_at(name, config, episodes=episodes, seed=seed, turns=turns))
+    report = look(Asked(name, config_of(settings), episodes, seed, turns))
     if as_json:
         print_json({"errors": report.errors, "advice": report.advice, **report.facts, "transcript": report.transcript})
     else:
@@ -61,24 +57,6 @@ def check(
         say(verdict(report))
     if report.errors:
         raise typer.Exit(1)
-
-
-def _from_elsewhere(name: str, config: dict[str, Any], episodes: int, seed: int, turns: int) -> Report | None:
-    """By the interpreter that OPENTINKER_ENV_INTERPRETERS, or the settings file, names for it; None if none does."""
-    from opentinker.services.env_worker.interpreters import Interpreters
-    from opentinker.shared.config import load_settings
-    from opentinker.trial import Asked, look_from
-
-    interpreters = Interpreters(load_settings().env_interpreters)
-    try:
-        interpreter = interpreters.of(name)
-        if not interpreter:
-            return None
-        with tempfile.TemporaryDirectory(prefix="opentinker-") as place:
-            asked = Asked(name, config, episodes, seed, turns, report=str(Path(place) / "report"))
-            return look_from(interpreter, interpreters.python_path, asked)
-    finally:
-        interpreters.close()
 
 
 def verdict(report: Report) -> str:
