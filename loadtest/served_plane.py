@@ -22,7 +22,7 @@ from loadtest.env_plane import ENVIRONMENT, Client, measure, options
 from opentinker.embedded import EmbeddedServers
 from opentinker.processes import free_port
 from opentinker.shared.bus import Bus
-from opentinker.shared.keys import new_key, read_key, write_key
+from opentinker.shared.key_text import new_key, read_key, write_key
 from opentinker.shared.spec import parse_spec
 from opentinker.shared.store import Store
 

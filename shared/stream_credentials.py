@@ -18,7 +18,7 @@ import secrets
 import msgspec
 from redis.asyncio import Redis
 
-from opentinker.shared.keys import digest_of
+from opentinker.shared.key_text import digest_of
 from opentinker.shared.script import Script
 
 PREFIX = "ot_stream_"

@@ -17,7 +17,8 @@ import orjson
 
 from opentinker.shared import answers
 from opentinker.shared.authority import Action, Role
-from opentinker.shared.keys import Keys, new_key, write_key
+from opentinker.shared.key_text import new_key, write_key
+from opentinker.shared.keys import Keys
 from opentinker.shared.manifest import Manifest
 from opentinker.shared.service import Context
 from opentinker.shared.store import Store

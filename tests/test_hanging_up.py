@@ -16,7 +16,8 @@ from opentinker.embedded import nats_binary
 from opentinker.services.scheduler.callout import Callout
 from opentinker.services.scheduler.hanging_up import HangingUp
 from opentinker.shared import stream_connections
-from opentinker.shared.keys import Keys, digest_of, new_key, parse
+from opentinker.shared.key_text import digest_of, new_key, parse
+from opentinker.shared.keys import Keys
 from opentinker.shared.rights import SYSTEM
 from opentinker.shared.service import Context
 from opentinker.shared.store import Store

@@ -24,7 +24,8 @@ from opentinker.shared import keys as keys_module
 from opentinker.shared.authority import MAY, SCOPES, Action, Principal, Role, Verdict, authorize, outranks
 from opentinker.shared.config import load_settings
 from opentinker.shared.errors import Conflict, NotFound, OpenTinkerError, SpecError
-from opentinker.shared.keys import Key, Keys, digest_of, new_key, parse, read_key, write_key
+from opentinker.shared.key_text import digest_of, new_key, parse, read_key, write_key
+from opentinker.shared.keys import Key, Keys
 from opentinker.shared.redact import redacted
 from opentinker.shared.service import Context
 from opentinker.shared.store import Store

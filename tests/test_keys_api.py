@@ -21,7 +21,8 @@ from opentinker.client import AsyncClient, Client
 from opentinker.http import ApiError
 from opentinker.shared.audit import files_of, folder, writers
 from opentinker.shared.authority import MAY, Action, Role
-from opentinker.shared.keys import Keys, parse, read_key
+from opentinker.shared.key_text import parse, read_key
+from opentinker.shared.keys import Keys
 from opentinker.shared.paths import file_system
 from opentinker.shared.service import Context
 from opentinker.shared.store import Store

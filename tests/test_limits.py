@@ -20,7 +20,8 @@ import pytest
 from opentinker.services.scheduler import limits, problems
 from opentinker.services.scheduler.limits import HEADERS, Buckets
 from opentinker.shared.config import Settings
-from opentinker.shared.keys import Key, Keys, new_key, parse
+from opentinker.shared.key_text import new_key, parse
+from opentinker.shared.keys import Key, Keys
 from opentinker.shared.service import Context
 from opentinker.shared.waiting import rest
 from tests.api import OPERATOR, bearing, new_key_of

@@ -29,7 +29,8 @@ from opentinker.services.scheduler.openapi import Route
 from opentinker.services.scheduler.publishing_api import NewPublication
 from opentinker.services.scheduler.replicas import Replicas
 from opentinker.shared.authority import DEFAULT_TENANT, SCOPES, Action, Principal, Role, Verdict
-from opentinker.shared.keys import Keys, new_key, parse
+from opentinker.shared.key_text import new_key, parse
+from opentinker.shared.keys import Keys
 from opentinker.shared.service import Context
 from opentinker.shared.spec import JobSpec
 from opentinker.shared.store import Store

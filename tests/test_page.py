@@ -13,7 +13,7 @@ import pytest
 
 from opentinker.services.scheduler import page
 from opentinker.shared.authority import MAY, Action, Role
-from opentinker.shared.keys import parse
+from opentinker.shared.key_text import parse
 from opentinker.shared.store import Store
 from tests.api import Http, bearing, new_key_of
 from tests.cluster import ROOT

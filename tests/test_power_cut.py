@@ -22,7 +22,7 @@ from opentinker.shared import audit, uploads
 from opentinker.shared.bus import Bus
 from opentinker.shared.errors import SpecError
 from opentinker.shared.evaluations import Evaluations
-from opentinker.shared.keys import new_key, read_key, write_key
+from opentinker.shared.key_text import new_key, read_key, write_key
 from opentinker.shared.manifest import Manifest
 from opentinker.shared.rights import OPERATOR
 from opentinker.shared.step_log import StepLog, lineage

@@ -15,7 +15,8 @@ from pydantic import ValidationError
 from opentinker.services.scheduler.streams_api import reached_by
 from opentinker.shared import stream_credentials
 from opentinker.shared.config import Settings
-from opentinker.shared.keys import Keys, digest_of, new_key, parse
+from opentinker.shared.key_text import digest_of, new_key, parse
+from opentinker.shared.keys import Keys
 from opentinker.shared.reports import MetricPoint
 from opentinker.shared.rights import OPERATOR as OPERATOR_USER
 from opentinker.shared.rights import TABLE, inbox, wide

@@ -24,7 +24,7 @@ from opentinker.services.scheduler.openapi import Route
 from opentinker.services.scheduler.problems import Handler
 from opentinker.shared.audit import AuditFile, folder
 from opentinker.shared.authority import Action
-from opentinker.shared.keys import parse
+from opentinker.shared.key_text import parse
 from opentinker.shared.service import Context
 from opentinker.shared.telemetry import REGISTRY
 

@@ -26,7 +26,8 @@ from opentinker.services.scheduler.problems import Handler
 from opentinker.shared.authority import DEFAULT_TENANT, SCOPES, Action, Principal, Role, Verdict, authorize
 from opentinker.shared.config import LOOPBACK_HOSTS
 from opentinker.shared.errors import NotFound, SpecError
-from opentinker.shared.keys import Key, Keys, digest_of, parse, read_key
+from opentinker.shared.key_text import digest_of, parse, read_key
+from opentinker.shared.keys import Key, Keys
 from opentinker.shared.service import Context
 from opentinker.shared.waiting import rest
 

@@ -16,7 +16,8 @@ from opentinker.services.scheduler.gate import may_see, principal_of, tenant_of
 from opentinker.services.scheduler.problems import json_response, parsed, read_json
 from opentinker.shared.authority import DEFAULT_TENANT, MAY, Action, Role, outranks
 from opentinker.shared.errors import NotFound, SpecError
-from opentinker.shared.keys import KEY_ID, TENANT, Key, Keys, new_key
+from opentinker.shared.key_text import KEY_ID, new_key
+from opentinker.shared.keys import TENANT, Key, Keys
 from opentinker.shared.mistakes import Mistakes
 from opentinker.shared.paths import file_system
 from opentinker.shared.service import Context

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from opentinker.shared.config import PREFIX
-from opentinker.shared.keys import new_key
+from opentinker.shared.key_text import new_key
 from opentinker.shared.nats_tokens import Signer, new_seed
 from opentinker.shared.paths import create_durably, make_directories, replace_durably
 from opentinker.shared.rights import (

@@ -29,7 +29,7 @@ from opentinker.processes import Child, ChildSpec, Guard, free_port, http_ok, po
 from opentinker.shared import egress, gpus, launched
 from opentinker.shared.config import LOOPBACK_HOSTS, PREFIX, load_settings
 from opentinker.shared.errors import OpenTinkerError
-from opentinker.shared.keys import new_key, parse, read_key, write_key
+from opentinker.shared.key_text import new_key, parse, read_key, write_key
 from opentinker.shared.paths import is_blank, make_directories, replace_durably
 from opentinker.shared.redact import redacted
 from opentinker.shared.subjects import ENV, REFERENCE, ROLLOUT

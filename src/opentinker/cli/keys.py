@@ -98,7 +98,7 @@ def rotate(
     The operator's key of the server in this directory is replaced in its file.
     """
     from opentinker.nearby import key_file_for
-    from opentinker.shared.keys import parse, replace_key
+    from opentinker.shared.key_text import parse, replace_key
 
     _refuse_existing(out)
     made = client(url).rotate_key(key_id, grace_s=seconds(grace, "--grace"))
@@ -126,7 +126,7 @@ def init(
     as_json: AsJson = False,
 ) -> None:
     """Write an operator's key for a server without `up`: its setting admin_key_file registers it."""
-    from opentinker.shared.keys import ENV, new_key
+    from opentinker.shared.key_text import ENV, new_key
 
     if not ENV.fullmatch(env):
         raise typer.BadParameter(f"--env {env!r}: must be up to 16 small letters and digits")
@@ -162,7 +162,7 @@ def _refuse_existing(file: Path | None) -> None:
 
 
 def _write(file: Path, key: str) -> None:
-    from opentinker.shared.keys import write_key
+    from opentinker.shared.key_text import write_key
 
     try:
         write_key(file, key)
