@@ -14,7 +14,8 @@ from pydantic import BaseModel
 
 from opentinker.shared.algorithms import PRESETS
 from opentinker.shared.errors import SpecError
-from opentinker.shared.spec import JobSpec, load_spec, parse_spec
+from opentinker.shared.spec import JobSpec, parse_spec
+from opentinker.shared.spec_text import load_spec
 from tests.factories import make_spec
 
 SMALLEST: dict[str, Any] = {

@@ -5,11 +5,8 @@ Every field is used or refused. The text under a field is its documentation (`op
 
 from __future__ import annotations
 
-import tomllib
-from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-import orjson
 from pydantic import Field, SerializerFunctionWrapHandler, ValidationError, model_serializer
 
 from opentinker.shared import algorithms
@@ -66,7 +63,6 @@ __all__ = [
     "TrainSpec",
     "ValidationSpec",
     "ValueModelSpec",
-    "load_spec",
     "parse_spec",
 ]
 
@@ -323,22 +319,3 @@ def _with_example(mistake: dict[str, Any]) -> dict[str, Any]:
     if example is None or not mistake["problem"].startswith((IS_NEEDED, NO_TABLE)):
         return mistake
     return {**mistake, "problem": f"{mistake['problem']}, e.g. {example}", "suggestion": example}
-
-
-def load_spec(path: Path) -> Any:
-    """Plain data of a .toml or .json file. Raises SpecError when it cannot be read; `parse_spec` validates it."""
-    try:
-        return parse_text(path.read_bytes().decode(), path.suffix)
-    except OSError as error:
-        raise SpecError([{"field": "(file)", "value": str(path), "problem": error.strerror or str(error)}]) from None
-    except ValueError as error:
-        kind = "JSON" if path.suffix == ".json" else "TOML"
-        raise SpecError([{"field": "(file)", "value": str(path), "problem": f"is not {kind}: {error}"}]) from None
-
-
-def parse_text(text: str, suffix: str) -> Any:
-    """Plain data of a spec's text: JSON where the file ends in .json, else TOML. Raises ValueError with the place."""
-    try:
-        return orjson.loads(text) if suffix == ".json" else tomllib.loads(text)
-    except RecursionError:
-        raise ValueError("nested too deeply") from None

@@ -30,7 +30,7 @@ import orjson
 
 from opentinker.asking import InferenceCalls
 from opentinker.fetching import FetchingCalls, FetchingSync
-from opentinker.given import prepared, started
+from opentinker.given import Spec, prepared, started
 from opentinker.granting import GrantingCalls, GrantingSync
 from opentinker.http import ApiConflict, ApiError, ApiNotFound, Http, Json
 from opentinker.knowing import READ_S, KnowingCalls, KnowingSync
@@ -54,7 +54,6 @@ from opentinker.shared.answers import (
     Worker,
     Workers,
 )
-from opentinker.shared.spec import JobSpec
 from opentinker.shared.types import JobState
 
 __all__ = ["ApiConflict", "ApiError", "ApiNotFound", "AsyncClient", "Client"]
@@ -105,7 +104,7 @@ class AsyncClient(EnvironmentCalls, FetchingCalls, GrantingCalls, InferenceCalls
 
     async def submit(
         self,
-        spec: Mapping[str, Any] | JobSpec | str | Path,
+        spec: Spec,
         *,
         beside: str | Path | None = None,
         from_checkpoint: str | None = None,
@@ -321,7 +320,7 @@ class Client(FetchingSync, GrantingSync, KnowingSync):
 
     def submit(
         self,
-        spec: Mapping[str, Any] | JobSpec | str | Path,
+        spec: Spec,
         *,
         beside: str | Path | None = None,
         from_checkpoint: str | None = None,

@@ -11,11 +11,14 @@ import asyncio
 import copy
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Union
 
 from opentinker.http import ApiError, Http
 from opentinker.shared.paths import file_system
-from opentinker.shared.spec import JobSpec, load_spec
+from opentinker.shared.spec_text import load_spec
+
+if TYPE_CHECKING:
+    from opentinker.shared.spec import JobSpec
 
 DIRECTORIES = (("model", "base"), ("teacher", "base"), ("value_model", "base"))
 PLACES = (
@@ -23,7 +26,7 @@ PLACES = (
     *((part, "config", name) for part in ("environment", "validation") for name in ("path", "directory")),
 )
 """Settings that name files or directories."""
-Spec = Mapping[str, Any] | JobSpec | str | Path
+Spec = Union[Mapping[str, Any], "JobSpec", str, Path]
 
 
 async def prepared(http: Http, spec: Spec, beside: str | Path | None = None) -> Any:
@@ -43,12 +46,12 @@ async def prepared(http: Http, spec: Spec, beside: str | Path | None = None) -> 
 def plain(spec: Spec) -> Any:
     """Its data. Raises SpecError for a file that cannot be read."""
     match spec:
-        case JobSpec():
-            return spec.model_dump(mode="json")
         case str() | Path():
             return load_spec(Path(spec))
-        case _:
+        case Mapping():
             return dict(spec)
+        case _:
+            return spec.model_dump(mode="json")
 
 
 def started(data: Any, checkpoint: str | None, optimizer: bool) -> Any:

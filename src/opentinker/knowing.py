@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Coroutine, Iterator, Mapping
+from collections.abc import AsyncGenerator, Coroutine, Iterator
 from pathlib import Path
 from typing import Any, TypeVar, cast
 from urllib.parse import quote
@@ -11,7 +11,7 @@ from urllib.parse import quote
 import aiohttp
 import orjson
 
-from opentinker.given import prepared
+from opentinker.given import Spec, prepared
 from opentinker.http import Http
 from opentinker.shared.answers import (
     Distribution,
@@ -25,7 +25,6 @@ from opentinker.shared.answers import (
     Usage,
     Validation,
 )
-from opentinker.shared.spec import JobSpec
 
 T = TypeVar("T")
 
@@ -105,9 +104,7 @@ class KnowingCalls:
         """Where and how the job is heard live on NATS, for a while: `servers`, `token`, `subjects`, `expires_at`..."""
         return cast(StreamCredentials, await self._http.json("POST", _of(id, "/stream-credentials"), again=False))
 
-    async def validate(
-        self, spec: Mapping[str, Any] | JobSpec | str | Path, *, beside: str | Path | None = None
-    ) -> Validation:
+    async def validate(self, spec: Spec, *, beside: str | Path | None = None) -> Validation:
         """A spec looked at by the server as if it were submitted: `valid`, `mistakes`, `checks` (what, found, result:
         ok, note or bad, hint), `messages` of an episode's beginning. A mistake raises nothing. `beside`: as
         of `submit`."""
@@ -181,7 +178,5 @@ class KnowingSync(ABC):
     ) -> Usage:
         return self._call(self._core.usage(by, job=job, first=first, last=last, limit=limit))
 
-    def validate(
-        self, spec: Mapping[str, Any] | JobSpec | str | Path, *, beside: str | Path | None = None
-    ) -> Validation:
+    def validate(self, spec: Spec, *, beside: str | Path | None = None) -> Validation:
         return self._call(self._core.validate(spec, beside=beside))

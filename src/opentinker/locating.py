@@ -15,7 +15,7 @@ from typing import Any
 
 from opentinker.http import ApiError
 from opentinker.shared.errors import SpecError
-from opentinker.shared.spec import parse_text
+from opentinker.shared.spec_text import parse_text
 
 MARK = "renamed_to_be_found"
 TRIES = 50

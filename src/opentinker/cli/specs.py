@@ -53,7 +53,8 @@ def read_spec(
     are given. Raises SpecError with every mistake."""
     from opentinker.given import started
     from opentinker.locating import located
-    from opentinker.shared.spec import load_spec, parse_spec
+    from opentinker.shared.spec import parse_spec
+    from opentinker.shared.spec_text import load_spec
 
     if with_optimizer and from_checkpoint is None:
         raise typer.BadParameter("--with-optimizer needs --from-checkpoint JOB@STEP")
