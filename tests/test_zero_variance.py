@@ -5,6 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from opentinker.services.trainer.learned import Comparisons
+from opentinker.shared.spec import AlgorithmSpec
 from tests.cluster import toy_cluster
 from tests.factories import make_spec
 from tests.lineage import faults
@@ -42,3 +46,25 @@ async def test_groups_of_equal_rewards_are_replaced_and_the_ledger_balances(tmp_
         assert "equal rewards" in record["reason"] and "drop_zero_variance" in record["reason"]
         ledger = await cluster.ledger(job)
         assert ledger.balanced and ledger.trained == 0 and ledger.discarded["zero_variance"] >= 20
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "steps", "warned"),
+    [
+        ({"name": "grpo"}, [(1.0, 0.0, 0.0), (1.0, 1.0, 0.5)], True),
+        ({"name": "grpo"}, [(1.0, 0.0, 0.0), (0.9, 0.1, 0.3)], False),
+        ({"name": "ppo"}, [(1.0, 0.5, 0.0), (1.0, 0.5, 0.0)], True),
+        ({"name": "ppo"}, [(1.0, 0.5, 0.0), (1.0, 0.6, 0.0)], False),
+        ({"name": "ppo"}, [(1.0, 0.5, 0.2)], False),
+        ({"name": "distill", "distill_coef": 1.0}, [(1.0, 0.0, 0.0)], False),
+        ({"name": "grpo"}, [], False),
+    ],
+)
+def test_a_job_has_learned_nothing_only_if_no_step_compared_anything(
+    algorithm: dict[str, Any], steps: list[tuple[float, float, float]], warned: bool
+) -> None:
+    """Per step: share of groups with equal rewards, mean and deviation of all. PPO compares across groups."""
+    comparisons = Comparisons(AlgorithmSpec.model_validate(algorithm))
+    for flat, mean, spread in steps:
+        comparisons.look({"zero_variance": flat, "reward/mean": mean, "reward/std": spread})
+    assert bool(comparisons.warning) is warned

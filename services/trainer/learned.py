@@ -22,10 +22,12 @@ class Comparisons:
         taught = algorithm.advantage == "none" or algorithm.distill_coef or algorithm.kl_in == "reward"
         self._absolute = algorithm.advantage in ABSOLUTE
         self._any = bool(taught)
+        self._steps = 0
         self._mean: float | None = None
 
     def look(self, values: Mapping[str, Any]) -> None:
         """Takes in one step's metrics."""
+        self._steps += 1
         if values.get("zero_variance") != 1.0:
             self._any = True
         elif self._absolute:
@@ -35,5 +37,5 @@ class Comparisons:
 
     @property
     def warning(self) -> str:
-        """Empty if there were some."""
-        return "" if self._any else NOTHING_LEARNED
+        """Empty if there were some, or nothing is known."""
+        return "" if self._any or not self._steps else NOTHING_LEARNED
