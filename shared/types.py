@@ -327,6 +327,14 @@ SIMULATED = "none"
 """`SwapCommand.device` of a learner without tensors: there is no weight group, only versions."""
 
 
+class Probe(msgspec.Struct, frozen=True, kw_only=True):
+    """A few tokens, and what the trainer computes for them under the version that it sends them with."""
+
+    ids: list[int]
+    logprobs: list[float]
+    """Of each token but the first, nats, at temperature 1."""
+
+
 class SwapCommand(msgspec.Struct, frozen=True, kw_only=True):
     """Trainer -> one rollout worker: join the job's weight group, or receive one version through it, or say hello."""
 
@@ -346,6 +354,8 @@ class SwapCommand(msgspec.Struct, frozen=True, kw_only=True):
     fingerprints: list[int] = []
     """One per bucket, in order."""
     bucket_bytes: int = 0
+    probe: Probe | None = None
+    """With a version: what its weights say of some tokens."""
 
 
 class SwapReply(msgspec.Struct, frozen=True, kw_only=True):
@@ -356,3 +366,6 @@ class SwapReply(msgspec.Struct, frozen=True, kw_only=True):
     version: WeightVersion | None = None
     seconds: dict[str, float] = {}
     """pause, transfer, load, resume."""
+    mismatch: float | None = None
+    """To a receive: of the newest version whose probe the engine has computed since the last one, the mean absolute
+    difference of the engine's and the trainer's logprobs, nats."""

@@ -18,6 +18,7 @@ from opentinker.shared.spec import ToySpec
 from opentinker.shared.trajectories import Span
 from opentinker.shared.types import StopReason, WeightVersion
 from tests.conftest import soon
+from tests.learning import plain_logprobs
 from tests.vllm_engines import (
     EOS,
     GROUP_S,
@@ -110,6 +111,25 @@ async def test_after_many_swaps_all_tokens_are_the_newest_weights(engine: Any, t
         done = await engine.generate(f"many-{step}", PROMPT, sampling)
         assert done.spans == [Span(0, len(done.ids), WeightVersion(2, step))]
         assert worst(done, expected(model, PROMPT, done, sampling)) <= TOLERANCE
+
+
+async def test_what_the_engine_computes_of_given_tokens_is_of_the_newest_weights(
+    engine: Any, trainer: Trainer, base: Path, current: Any
+) -> None:
+    """Beside requests under way; a swap that loads another tensor than it should is seen by it."""
+    ids = [*PROMPT * 10, 7, 11]
+    running = [asyncio.create_task(engine.generate(f"beside-{n}", PROMPT, Sampling(max_tokens=60))) for n in range(4)]
+    scores = await engine.score(ids)
+    assert scores.version == WeightVersion(1, 0)
+    expected = plain_logprobs(current, ids)
+    assert (torch.tensor(scores.logprobs) - expected).abs().max() <= TOLERANCE
+    await asyncio.gather(*running)
+    with torch.no_grad():
+        current.model.layers[1].mlp.down_proj.weight[3] += 0.5
+    await trainer.publish(WeightVersion(1, 1), current.named_parameters())
+    wrong = await engine.score(ids)
+    assert wrong.version == WeightVersion(1, 1)
+    assert (torch.tensor(wrong.logprobs) - expected).abs().mean() > 1e-3
 
 
 @pytest.mark.parametrize(

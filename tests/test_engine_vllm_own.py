@@ -22,6 +22,7 @@ from opentinker.shared.spec import LoraSpec
 from opentinker.shared.trajectories import Span
 from opentinker.shared.types import SIMULATED, SwapCommand, WeightVersion
 from tests.conftest import WAIT_S, soon
+from tests.learning import plain_logprobs
 from tests.vllm_engines import (
     EOS,
     PROMPT,
@@ -81,6 +82,9 @@ async def test_lora_adapters_change_the_output_and_versions_stay_apart(untied: P
             assert done.spans == [Span(0, len(done.ids), WeightVersion(0, step))]
             assert worst(done, expected(model, PROMPT, done, sampling)) <= TOLERANCE
             outputs.append(done.logprobs)
+            scores = await vllm.score(PROMPT * 5)
+            assert scores.version == WeightVersion(0, step)
+            assert (torch.tensor(scores.logprobs) - plain_logprobs(model, PROMPT * 5)).abs().max() <= TOLERANCE
         assert len({tuple(logprobs) for logprobs in outputs}) == 6
         assert [len(set(column)) for column in zip(*named, strict=True)] == [6, 6, 6], "nothing is called as before"
         before = {k: v.clone() for k, v in model.state_dict().items()}
@@ -95,6 +99,22 @@ async def test_lora_adapters_change_the_output_and_versions_stay_apart(untied: P
         assert old.spans == [Span(0, len(old.ids), WeightVersion(0, 5))]
         model.load_state_dict(before)
         assert worst(old, expected(model, PROMPT, old, long)) <= TOLERANCE
+    finally:
+        await vllm.close()
+
+
+async def test_an_adapter_that_is_served_later_is_the_one_that_answers(untied: Path, tmp_path: Path) -> None:
+    from opentinker.services.rollout_worker.vllm_engine import VllmEngine
+
+    models = {name: adapted(untied, tmp_path, name, seed) for name, seed in ADAPTERS}
+    vllm = VllmEngine(str(untied), eos_ids=[EOS], context_length=512, lora=LoraSpec(rank=6, alpha=8.0))
+    await vllm.start()
+    try:
+        for step, (name, model) in enumerate(models.items()):
+            await vllm.serve(WeightVersion(1, step), tmp_path / name)
+            scores = await vllm.score(PROMPT * 5)
+            assert scores.version == WeightVersion(1, step)
+            assert (torch.tensor(scores.logprobs) - plain_logprobs(model, PROMPT * 5)).abs().max() <= TOLERANCE
     finally:
         await vllm.close()
 

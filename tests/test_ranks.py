@@ -153,9 +153,11 @@ HELD = {"data": 3.0, "zero1": 2.5, "zero2": 2.5, "zero3": 2.0}
 
 @pytest.mark.parametrize("parallel", HELD)
 def test_what_a_rank_holds_between_steps(pair: Pair, parallel: str) -> None:
-    pair.job(train={"lr": 1e-3, "parallel": parallel})
-    pair.gang.step(random_groups(0), version(0))
-    pair.gang.snapshot(version(1))
+    alone = pair.job(train={"lr": 1e-3, "parallel": parallel})
+    pair.both_step(alone, random_groups(0), 0)
+    probe, expected = pair.gang.snapshot(version(1)).probe, alone.snapshot(version(1)).probe
+    assert probe is not None and expected is not None and probe.ids == expected.ids
+    assert probe.logprobs == pytest.approx(expected.logprobs, abs=1e-3), "what workers check the version by"
     own = pair.gang.own
     tensors = [*own.parameters.values(), *own.optimizer.state]
     tensors += [p.ds_tensor for p in own.parameters.values() if hasattr(p, "ds_tensor")]

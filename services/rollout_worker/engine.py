@@ -67,6 +67,13 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
     """At the place of each token, under the same distribution; empty unless asked for."""
 
 
+class Scores(NamedTuple):
+    version: WeightVersion | None
+    """Of the weights that said it."""
+    logprobs: list[float]
+    """Of each token but the first, at temperature 1."""
+
+
 Progress = Callable[[list[int], list[float], list[Likely]], None]
 """Called with the tokens sampled since its last call, their logprobs, and what was likely, if that was asked for."""
 
@@ -92,6 +99,9 @@ class Engine(Protocol):
 
         `progress` hears of the completion's tokens as they come; of the last ones too. `shown`: the prompt's images.
         """
+
+    async def score(self, ids: list[int]) -> Scores | None:
+        """What the newest weights say of these tokens; None: it has no model. Raises EngineError."""
 
     async def abort(self, request: str) -> None:
         """End a running request: its `generate` raises EngineError. Unknown requests are ignored."""

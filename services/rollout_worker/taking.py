@@ -1,6 +1,8 @@
 """A rollout worker's end of SWAP: weights of one job, taken through its trainer's weight group.
 
 swap handler   answers SWAP: join the weight group, receive a version, say hello
+probe          after each version has the engine compute what the trainer computed of a few tokens; how far the two
+               differ goes with the answer to the next version, so that no swap waits for it
 """
 
 from __future__ import annotations
@@ -15,7 +17,8 @@ from redis.exceptions import RedisError
 from opentinker.services.rollout_worker.engine import Engine, EngineError, EngineLost, SwapError
 from opentinker.shared.errors import Fenced, NotFound
 from opentinker.shared.store import Store
-from opentinker.shared.types import SwapCommand, SwapReply, WorkerInfo
+from opentinker.shared.types import Probe, SwapCommand, SwapReply, WeightVersion, WorkerInfo
+from opentinker.shared.waiting import put_down
 
 log = structlog.get_logger()
 
@@ -42,6 +45,8 @@ class WeightTaker:
         self._broken, self._taken = broken, taken
         self._swapping = asyncio.Lock()
         self._ending = False
+        self._probing: asyncio.Task[None] | None = None
+        self._mismatch: float | None = None
 
     async def end(self) -> None:
         """Refuses what comes from now on, and lets a swap that is under way end before the engine is closed."""
@@ -49,6 +54,7 @@ class WeightTaker:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(END_S), self._swapping:
                 pass
+        await put_down(self._probing)
 
     async def answer(self, command: SwapCommand) -> SwapReply:
         """Never raises: a failure leaves the old weights and version and is told to the trainer."""
@@ -62,8 +68,12 @@ class WeightTaker:
                 log.warning("swap_refused", action=command.action, swap_epoch=command.epoch, why=why)
                 return self._reply(ok=False, error=why)
             self.epoch = command.epoch
+            mismatch = None
             try:
                 seconds = await self._obey(command)
+                if command.action == "receive":
+                    mismatch, self._mismatch = self._mismatch, None
+                    await self._probe(command)
             except EngineLost as error:
                 if not self._broken.done():
                     self._broken.set_exception(error)
@@ -72,7 +82,7 @@ class WeightTaker:
                 if not self._ending:
                     log.warning("swap_failed", action=command.action, error=str(error))
                 return self._reply(ok=False, error=str(error))
-            return self._reply(ok=True, seconds=seconds)
+            return self._reply(ok=True, seconds=seconds, mismatch=mismatch)
 
     async def _obey(self, command: SwapCommand) -> dict[str, float]:
         if command.action == "join":
@@ -81,6 +91,22 @@ class WeightTaker:
         seconds = await self.engine.receive(command)
         await self._taken(seconds)
         return seconds
+
+    async def _probe(self, command: SwapCommand) -> None:
+        """Begins the version's; one that is still waiting for its turn in the engine is given up."""
+        await put_down(self._probing)
+        if command.probe is not None and command.version is not None:
+            self._probing = asyncio.create_task(self._compare(command.version, command.probe))
+
+    async def _compare(self, version: WeightVersion, probe: Probe) -> None:
+        try:
+            scores = await self.engine.score(probe.ids)
+        except EngineError as error:
+            log.warning("probe_failed", version=str(version), error=str(error))
+            return
+        if scores is not None and scores.version == version:
+            gaps = [abs(own - sent) for own, sent in zip(scores.logprobs, probe.logprobs, strict=True)]
+            self._mismatch = sum(gaps) / len(gaps)
 
     async def _refuses(self, command: SwapCommand) -> str:
         """Why this trainer gives us nothing: we serve another job, or its job is leased to another trainer, whether or
@@ -95,7 +121,9 @@ class WeightTaker:
             return f"Redis does not say whose job {self.job} is: {error}"
         return ""
 
-    def _reply(self, *, ok: bool, error: str = "", seconds: dict[str, float] | None = None) -> SwapReply:
+    def _reply(
+        self, *, ok: bool, error: str = "", seconds: dict[str, float] | None = None, mismatch: float | None = None
+    ) -> SwapReply:
         return SwapReply(
             worker=self.info.id,
             incarnation=self.info.incarnation,
@@ -103,4 +131,5 @@ class WeightTaker:
             error=error,
             version=self.engine.version,
             seconds=seconds or {},
+            mismatch=mismatch,
         )

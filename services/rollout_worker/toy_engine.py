@@ -15,7 +15,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from opentinker.services.rollout_worker.engine import Completion, EngineError, Progress, Sampling, Shown, SwapError
+from opentinker.services.rollout_worker.engine import (
+    Completion,
+    EngineError,
+    Progress,
+    Sampling,
+    Scores,
+    Shown,
+    SwapError,
+)
 from opentinker.shared.spec import ToySpec
 from opentinker.shared.trajectories import Span
 from opentinker.shared.types import SIMULATED, StopReason, SwapCommand, WeightVersion
@@ -84,6 +92,9 @@ class ToyEngine:
             raise EngineError(f"request {request} was aborted") from None
         finally:
             self._running.pop(request, None)
+
+    async def score(self, ids: list[int]) -> Scores | None:
+        return None
 
     async def abort(self, request: str) -> None:
         task = self._running.pop(request, None)

@@ -16,7 +16,7 @@ import shutil
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from opentinker.services.rollout_worker.engine import (
     Likely,
     Progress,
     Sampling,
+    Scores,
     Shown,
     SwapError,
 )
@@ -128,6 +129,7 @@ class VllmEngine:
         self._eos_ids = sorted(eos_ids)
         self._generation = -1
         self._simulated = False
+        self._scored = 0
         self._swapping = asyncio.Lock()
         self._broken = ""
         """Why no call can succeed any more: the process is dead, or its weights are half loaded."""
@@ -171,27 +173,55 @@ class VllmEngine:
         if room <= 0 or not prompt_ids:
             raise EngineError(f"the prompt has {len(prompt_ids)} tokens, the context holds {self.context_length}")
         adapter = self._chosen(sampling)
+        told = 0
+
+        def tell(output: RequestOutput) -> None:
+            nonlocal told
+            if progress is not None:
+                told = _tell(progress, told, output.outputs[0], sampling)
+
+        params = self._params(sampling, room, whole=progress is None)
+        final = await self._last(request, engine_input(prompt_ids, shown), params, adapter, tell)
+        return self._completion(request, final, sampling, adapter)
+
+    async def score(self, ids: list[int]) -> Scores:
+        """Beside what is being generated: it takes its turn."""
+        self._scored += 1
+        request, sampling = f"score-{self._scored}", Sampling(temperature=0.0, max_tokens=1)
+        adapter = self._chosen(sampling)
+        params = self._params(sampling, self.context_length - len(ids), whole=True)
+        params.prompt_logprobs = 0  # those of the tokens themselves
+        final = await self._last(request, engine_input(ids, ()), params, adapter, lambda _: None)
+        done = self._completion(request, final, sampling, adapter)
+        found = None if final is None else final.prompt_logprobs
+        if not isinstance(found, FlatLogprobs) or len(found) != len(ids):
+            raise EngineError(f"request {request} came without a logprob for every token of its prompt")
+        logprobs, _ = _logprobs(found, slice(1, len(ids)))
+        return Scores(done.spans[-1].version if done.spans else None, logprobs)
+
+    async def _last(
+        self,
+        request: str,
+        prompt: Any,
+        params: SamplingParams,
+        adapter: Adapter | None,
+        tell: Callable[[RequestOutput], None],
+    ) -> RequestOutput | None:
+        """The last output of a request; `tell` hears of all."""
         number = adapter.request.lora_int_id if adapter else 0
         self._users[number] += 1
         final: RequestOutput | None = None
-        told = 0
         try:
-            async for output in self._engine().generate(
-                engine_input(prompt_ids, shown),
-                self._params(sampling, room, whole=progress is None),
-                request,
-                lora_request=adapter.request if adapter else None,
-            ):
-                final = output
-                if progress is not None:
-                    told = _tell(progress, told, output.outputs[0], sampling)
+            lora = adapter.request if adapter else None
+            async for final in self._engine().generate(prompt, params, request, lora_request=lora):
+                tell(final)
         except EngineDeadError as error:
             raise self._lost() from error
         except (EngineGenerateError, VLLMClientError, ValueError) as error:
             raise EngineError(f"{type(error).__name__}: {error}") from error
         finally:
             self._users[number] -= 1
-        return self._completion(request, final, sampling, adapter)
+        return final
 
     async def abort(self, request: str) -> None:
         await self._engine().abort(request)

@@ -21,7 +21,7 @@ from opentinker.services.trainer.examples import Example
 from opentinker.shared.errors import JobFailed, OpenTinkerError
 from opentinker.shared.spec import JobSpec
 from opentinker.shared.trajectories import Group
-from opentinker.shared.types import SIMULATED, TensorInfo, WeightVersion
+from opentinker.shared.types import SIMULATED, Probe, TensorInfo, WeightVersion
 
 BUCKET_BYTES = 64 * 2**20
 """Weights travel in flat buckets of at most so many bytes."""
@@ -51,6 +51,8 @@ class SnapshotLike(Protocol):
     def buckets(self) -> Sequence[Any]: ...
     @property
     def fingerprints(self) -> list[int]: ...
+    @property
+    def probe(self) -> Probe | None: ...
 
 
 class Trainable(Protocol):
@@ -138,6 +140,7 @@ class EmptySnapshot(msgspec.Struct, frozen=True, kw_only=True):
     manifest: list[TensorInfo] = []
     buckets: list[Any] = []
     fingerprints: list[int] = []
+    probe: Probe | None = None
 
 
 class SimulatedLearner:

@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from peft import get_peft_model_state_dict
 from torch import Tensor, nn
@@ -29,11 +30,11 @@ from opentinker.shared.errors import JobFailed
 from opentinker.shared.nn import transport
 from opentinker.shared.nn.forward import SIGHT, token_scores
 from opentinker.shared.nn.layers import float32_head, recompute_layers
-from opentinker.shared.nn.layout import Layout
+from opentinker.shared.nn.layout import Layout, layout
 from opentinker.shared.nn.lora import attach_lora, causal_lm, lora_dropouts
 from opentinker.shared.nn.models import autocast, load_model, load_tokenizer, refuse_other_model, torch_dtype
 from opentinker.shared.spec import JobSpec
-from opentinker.shared.types import WeightVersion
+from opentinker.shared.types import Probe, WeightVersion
 
 
 class Saved(NamedTuple):
@@ -57,6 +58,8 @@ class Policy:
         """Of the schedule. Where data.epochs say how many, whoever has read the data sets it."""
         self.steps = 0
         """Batches trained on, over all resumes: the position of the learning-rate schedule."""
+        self.probed: list[int] = []
+        """Tokens of the last batch by which rollout workers check that they have loaded a version; see `probe`."""
         self._interrupted = threading.Event()
 
     @property
@@ -224,7 +227,22 @@ class Policy:
             yield name, tensor.detach().to(self.dtype)
 
     def snapshot(self, version: WeightVersion) -> transport.Snapshot:
-        return transport.snapshot(version, self._weights(frozen=False), BUCKET_BYTES)
+        return transport.snapshot(version, self._weights(frozen=False), BUCKET_BYTES, probe=self.probe())
+
+    def probe(self) -> Probe | None:
+        """What the weights, without dropout, say of `probed`; nothing before the first batch."""
+        if not self.probed:
+            return None
+        mask = np.arange(len(self.probed)) > 0
+        plan = layout([np.array(self.probed)], [mask]).to(torch.device(self.device))
+        self.dropout(on=False)
+        with torch.no_grad():
+            logprobs_M = self._forward_whole(plan)
+        return Probe(ids=self.probed, logprobs=logprobs_M.tolist())
+
+    def _forward_whole(self, plan: Layout) -> Tensor:
+        """Log-probabilities [M], computed by whoever takes the snapshot."""
+        return Policy.forward(self, plan)[0]
 
     def save(self, directory: Path) -> None:
         """Model (or adapter) and tokenizer at the top, trainer state below `trainer/`."""

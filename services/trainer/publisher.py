@@ -230,6 +230,7 @@ class Publisher:
             manifest=snapshot.manifest,
             fingerprints=snapshot.fingerprints,
             bucket_bytes=BUCKET_BYTES,
+            probe=snapshot.probe,
         )
         problem, answers = await self._calls.ask(
             [(worker, command) for worker in members],
@@ -253,6 +254,8 @@ class Publisher:
             return
         self._vain = 0
         phases = {f"swap/{name}_s": value for name, value in _slowest(good).items()}
+        if found := [reply.mismatch for reply in good if reply.mismatch is not None]:
+            phases["swap/mismatch"] = max(found)
         await self._served(snapshot.version, {**phases, "swap/seconds": time.monotonic() - started})
 
     def _load_s(self, snapshot: SnapshotLike) -> float:

@@ -132,6 +132,7 @@ class Rank:
             case Gather(checkpoint=True):
                 self._learner.collect()
             case Gather():
+                self._learner.probe()
                 for _ in self._learner.named_weights():
                     pass
 

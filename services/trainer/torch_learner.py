@@ -34,6 +34,9 @@ from opentinker.shared.manifest import CRITIC
 from opentinker.shared.trajectories import Group
 from opentinker.shared.types import WeightVersion
 
+PROBE_TOKENS = 64
+"""At most; a pass over them costs a small share of a step."""
+
 
 class TorchLearner(Policy):
     """AdamW on the loss that the spec's algorithm puts together, on one device; with a gang, its rank's part of it."""
@@ -79,6 +82,7 @@ class TorchLearner(Policy):
                 back()
             raise
         self.steps += 1
+        self.probed = probe_of(groups)
         found = self.gang.gather({**record.columns(), **sizes(micros), **critic_columns(micros)})
         return {
             "loss/policy": sum(r["policy"] for r in results) / len(results),
@@ -174,3 +178,9 @@ class TorchLearner(Policy):
         super().save(directory)
         if self.critic is not None:
             self.critic.save(directory)
+
+
+def probe_of(groups: Sequence[Group]) -> list[int]:
+    """The beginning of the batch's first trajectory without images; it leaves the engine room for a token more."""
+    whole = next((t.ids for group in groups for t in group.trajectories if not t.pictures and len(t.mask_T) > 2), None)
+    return [] if whole is None else whole[: min(PROBE_TOKENS, len(whole) - 1)].tolist()

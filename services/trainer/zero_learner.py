@@ -265,7 +265,11 @@ class Zero(Policy):
             dtype = str(self.dtype).removeprefix("torch.")
             shapes = [getattr(tensor, "ds_shape", tensor.shape) for _, tensor in self._whole]
             manifest = [TensorInfo(name, dtype, list(s)) for (name, _), s in zip(self._whole, shapes, strict=True)]
-        return transport.snapshot(version, self.named_weights(), BUCKET_BYTES, manifest)
+        return transport.snapshot(version, self.named_weights(), BUCKET_BYTES, manifest, self.probe())
+
+    def _forward_whole(self, plan: Layout) -> Tensor:
+        """For all ranks at once under zero3."""
+        return self.forward(plan)[0] if self.stage == 3 else super()._forward_whole(plan)
 
     def collect(self) -> Saved:
         """On the other ranks nothing is kept of what they help to gather."""

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from opentinker.shared.errors import OpenTinkerError
-from opentinker.shared.types import TensorInfo, WeightVersion
+from opentinker.shared.types import Probe, TensorInfo, WeightVersion
 
 log = structlog.get_logger()
 
@@ -57,6 +57,7 @@ class Snapshot:
     buckets: list[torch.Tensor]
     """Flat uint8, at most `bucket_bytes` each; a tensor larger than that has a bucket of its own."""
     fingerprints: list[int]
+    probe: Probe | None = None
 
 
 def dtype_of(name: str) -> torch.dtype:
@@ -107,6 +108,7 @@ def snapshot(
     named: Iterable[tuple[str, torch.Tensor]],
     bucket_bytes: int,
     manifest: list[TensorInfo] | None = None,
+    probe: Probe | None = None,
 ) -> Snapshot:
     """Copy tensors into buckets on their device: training goes on while they travel.
 
@@ -133,7 +135,7 @@ def snapshot(
         del tensor  # it may go before the next one is made
     if (missing := next(targets, None)) is not None or not buckets:
         raise TransportError(f"tensor {missing[0] if missing else manifest[0].name} was announced and did not come")
-    return Snapshot(version, manifest, buckets, [fingerprint(bucket) for bucket in buckets])
+    return Snapshot(version, manifest, buckets, [fingerprint(bucket) for bucket in buckets], probe)
 
 
 def fingerprint(bucket: torch.Tensor) -> int:
