@@ -83,10 +83,10 @@ class Swaps:
         reply = await self.taker.answer(command)
         assert reply.ok, reply.error
         task = self.taker._probing
-        if task is not None and not (isinstance(self.engine, Loading) and self.engine.hangs):
-            await until(task.done)
-        elif task is not None:
+        if task is not None and isinstance(self.engine, Loading) and self.engine.hangs:
             await soon(self.engine.asked.wait())
+        elif task is not None:
+            await until(task.done)
         return reply
 
 
