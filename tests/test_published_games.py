@@ -15,9 +15,8 @@ from aiohttp.test_utils import TestClient, TestServer
 from opentinker.client.settings import Settings, spec_of
 from opentinker.client.utils.utils import math_reward_function
 from opentinker.environment import AbstractGameDataGenerator, DynamicGameDataset, GameEnvironment, create_game_server
-from opentinker.environment.base_game_server import create_game_app
 from opentinker.environment.game_server import GameServerError, shard_of
-from opentinker.environment.geo3k import Geo3KGame, Geo3KGameEnvironment, Geo3KToolEnvironment, Geo3KToolGame
+from opentinker.environment.geo3k import Geo3KGameEnvironment, Geo3KToolEnvironment, Geo3KToolGame
 from opentinker.environment.geo3k.geo3k_tool_game import boxed
 from opentinker.environment.gomoku import GomokuGame, GomokuGameStats
 from opentinker.environment.gym_environment_interaction import GymEnvironmentInteraction
@@ -32,7 +31,6 @@ from opentinker.envs.base import Action
 from opentinker.envs.game import opening_of
 from opentinker.envs.gomoku_board import expert
 from opentinker.envs.registry import make
-from opentinker.server.sandbox import create_sandbox_app
 from opentinker.services.env_worker.serving import _playable
 from opentinker.shared.rows import RowError
 from opentinker.shared.spec import parse_spec
@@ -152,58 +150,6 @@ def test_a_program_that_never_ends_or_fails_is_an_observation_and_turns_are_coun
         one.close()
     with pytest.raises(ValueError, match=r"python tool: .*'monty' or 'sandbox'"):
         CodeInterpreterMathGame(backend="perl")  # type: ignore[arg-type]
-
-
-def test_a_response_without_an_answer_is_asked_again_as_often_as_said() -> None:
-    class Strict(MathGame):
-        REWARD_FORMAT_ERROR = -0.5
-
-    game = Strict(max_retries=1)
-    game.reset(ground_truth="4")
-    first, second = game.step("I do not know."), game.step("Nor now.")
-    assert (first.reward, first.done, second.reward, second.done) == (-0.5, False, -0.5, True)
-    assert "\\boxed" in first.observation and "result" not in first.info and second.info["result"] == "loss"
-    game = Strict(answer_pattern=r"<answer>(.*?)</answer>")
-    for said, reward in (
-        ("\\boxed{4}", -0.5),
-        ("<answer>3</answer> <answer>4</answer>", 1.0),
-        ("<answer>5</answer>", 0.0),
-    ):
-        game.reset(ground_truth="4")
-        assert game.step(said).reward == reward
-    with pytest.raises(ValueError, match="answer_pattern"):
-        MathGame(answer_pattern="(")
-
-
-async def test_programs_run_on_a_sandbox_server() -> None:
-    server = TestServer(create_sandbox_app())
-    async with TestClient(server) as http:
-        assert (await http.post("/run_code", json={"code": 3})).status == 422
-        game = CodeInterpreterMathGame(sandbox_url=str(server.make_url("/run_code")), max_turns=0)
-        game.reset(ground_truth="42")
-        seen = await asyncio.to_thread(game.step, "```python\nprint(6 * 7)\n```")
-        assert (seen.observation, seen.done) == ("```output\n42\n```", False)
-        seen = await asyncio.to_thread(game.step, "```python\n1/0\n```")
-        assert "ZeroDivisionError" in seen.observation and seen.info["failed_programs"] == 1.0
-        game.close()
-    with pytest.raises(GameServerError, match="/run_code"):
-        await asyncio.to_thread(game.step, "```python\n1\n```")
-    with pytest.raises(ValueError, match="must be a URL"):
-        CodeInterpreterMathGame(sandbox_url="localhost:8000")
-
-
-@pytest.mark.parametrize(
-    ("game", "arguments"),
-    [
-        (MathGame, {"max_retries": 0}),
-        (CodeInterpreterMathGame, {"sandbox_url": "http://127.0.0.1:9/run_code", "max_turns": 10, "timeout": 30}),
-        (Geo3KGame, {"max_retries": 0}),
-        (Geo3KToolGame, {"max_retries": 3}),
-        (GomokuGame, {"board_size": 9, "max_total_steps": 40, "max_initial_moves": 6, "empty_board_prob": 0.2}),
-    ],
-)
-def test_arguments_that_the_published_servers_pass_are_taken(game: type[Any], arguments: dict[str, Any]) -> None:
-    assert create_game_app(game_class=game, stats_class=None, **arguments)
 
 
 # --- figures --------------------------------------------------------------------------------------------------------

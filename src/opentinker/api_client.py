@@ -20,7 +20,6 @@ import time
 import uuid
 import weakref
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar, cast
 from urllib.parse import quote
@@ -32,7 +31,7 @@ from opentinker.asking import InferenceCalls
 from opentinker.fetching import FetchingCalls, FetchingSync
 from opentinker.given import Spec, prepared, started
 from opentinker.granting import GrantingCalls, GrantingSync
-from opentinker.http import ApiConflict, ApiError, ApiNotFound, Http, Json
+from opentinker.http import ApiConflict, ApiError, ApiNotFound, ExitExecutor, Http, Json
 from opentinker.knowing import READ_S, KnowingCalls, KnowingSync
 from opentinker.patience import Waiting
 from opentinker.pushing import EnvironmentCalls
@@ -262,22 +261,6 @@ async def _server_sent(response: aiohttp.ClientResponse, waiting: Waiting) -> As
 def _place(event: str) -> tuple[int, ...]:
     """Of an event in its log, by its id: MILLISECONDS-COUNT."""
     return tuple(map(int, event.split("-")))
-
-
-class ExitExecutor(ThreadPoolExecutor):
-    """Runs a call in the caller's thread once the interpreter is exiting, when executors refuse new work: exit hooks
-    still make requests, and a request looks up a host name."""
-
-    def submit(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        try:
-            return super().submit(function, *args, **kwargs)
-        except RuntimeError:
-            future: Future[Any] = Future()
-            try:
-                future.set_result(function(*args, **kwargs))
-            except Exception as error:  # noqa: BLE001 - raised where the future is awaited, as by any executor
-                future.set_exception(error)
-            return future
 
 
 class Client(FetchingSync, GrantingSync, KnowingSync):

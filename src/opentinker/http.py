@@ -12,6 +12,7 @@ import os
 import random
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -96,6 +97,22 @@ async def _asked_once(request: aiohttp.ClientRequest, go_on: aiohttp.ClientHandl
         return await go_on(request)
     except (aiohttp.ClientOSError, aiohttp.ServerDisconnectedError) as error:
         raise aiohttp.ClientConnectionError(why(error)) from error
+
+
+class ExitExecutor(ThreadPoolExecutor):
+    """Runs a call in the caller's thread once the interpreter is exiting, when executors refuse new work: exit hooks
+    still make requests, and a request looks up a host name."""
+
+    def submit(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        try:
+            return super().submit(function, *args, **kwargs)
+        except RuntimeError:
+            future: Future[Any] = Future()
+            try:
+                future.set_result(function(*args, **kwargs))
+            except Exception as error:  # noqa: BLE001 - raised where the future is awaited, as by any executor
+                future.set_exception(error)
+            return future
 
 
 class Http:
