@@ -90,15 +90,6 @@ class AsyncClient(EnvironmentCalls, FetchingCalls, GrantingCalls, InferenceCalls
     async def close(self) -> None:
         await self._http.close()
 
-    @property
-    def wait_s(self) -> float:
-        """How long a server may be away before a call gives up; may be set."""
-        return self._http.wait_s
-
-    @wait_s.setter
-    def wait_s(self, wait_s: float) -> None:
-        self._http.wait_s = wait_s
-
     # --- jobs ---------------------------------------------------------------------------------------------------
 
     async def submit(
@@ -276,7 +267,7 @@ class Client(FetchingSync, GrantingSync, KnowingSync):
         api_key: str | None = None,
     ) -> None:
         self._core: AsyncClient = AsyncClient(url, wait_s=wait_s, timeout_s=timeout_s, on_wait=on_wait, api_key=api_key)
-        self.url = self._core.url
+        self.url, self.http = self._core.url, self._core._http
         self._loop = asyncio.new_event_loop()
         self._loop.set_default_executor(ExitExecutor(thread_name_prefix="opentinker-client"))
         self._thread = threading.Thread(target=self._loop.run_forever, name="opentinker-client", daemon=True)
@@ -291,15 +282,6 @@ class Client(FetchingSync, GrantingSync, KnowingSync):
 
     def close(self) -> None:
         self._finish()
-
-    @property
-    def wait_s(self) -> float:
-        """As AsyncClient.wait_s."""
-        return self._core.wait_s
-
-    @wait_s.setter
-    def wait_s(self, wait_s: float) -> None:
-        self._core.wait_s = wait_s
 
     def submit(
         self,

@@ -72,7 +72,7 @@ class Scheduler:
 
     def hurry(self) -> None:
         """The program is ending: from now on a server that is away is waited for HURRY_S at most."""
-        self._client.wait_s = min(self._client.wait_s, HURRY_S)
+        self._client.http.wait_s = min(self._client.http.wait_s, HURRY_S)
 
 
 class InferenceSchedulerClient(Scheduler):
