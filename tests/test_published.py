@@ -87,10 +87,11 @@ async def system(tmp_path_factory: pytest.TempPathFactory, tiny: Path) -> AsyncI
     folder = tmp_path_factory.mktemp("published")
     for program in (ROOT / "tests" / "published_programs").glob("[a-z]*.py"):
         shutil.copy(program, folder)
-    (folder / "opentinker").mkdir()
-    (folder / "opentinker" / "__init__.py").touch()  # as in a checkout of the published package
+    checkout = folder / "checkout"  # of the published package: what is started there must not import it
+    (checkout / "opentinker").mkdir(parents=True)
+    (checkout / "opentinker" / "__init__.py").touch()
     log, toy = folder / "up.log", toy_model(folder / "toy")
-    up = start("-P", "-m", "opentinker.cli", "up", "--port", "0", folder=folder, log=log)
+    up = start("-P", "-m", "opentinker.cli", "up", "--port", 0, "--data-dir", folder / "data", folder=checkout, log=log)
     try:
         await until(lambda: " ready " in log.read_text() or up.poll() is not None)
         system = System(folder, toy, tiny, read_state(folder / "data"))
