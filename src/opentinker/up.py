@@ -15,7 +15,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -102,7 +102,11 @@ def locked(data_dir: Path) -> Iterator[None]:
         yield
 
 
-async def serve(plan: Plan) -> None:
+Tell = Callable[[str, Mapping[str, str]], None]
+"""Called with a phase (starting, ready, stopping, stopped) and the facts of state.json."""
+
+
+async def serve(plan: Plan, tell: Tell = lambda *_: None) -> None:
     """Start everything, keep it alive until SIGINT or SIGTERM, stop everything."""
     with locked(plan.data_dir):
         (plan.data_dir / "run" / "state.json").unlink(missing_ok=True)
@@ -135,8 +139,10 @@ async def serve(plan: Plan) -> None:
                 afterwards=partial(end_launched, plan.data_dir),
             )
             log.info("starting", **facts, logs=str(plan.data_dir / "logs"))
-            await _until_told(supervisor, servers)
+            tell("starting", facts)
+            await _until_told(supervisor, servers, lambda phase: tell(phase, facts))
             log.info("stopped", data_dir=str(plan.data_dir))
+            tell("stopped", facts)
         finally:
             if servers is not None:
                 servers.stop()
@@ -160,14 +166,14 @@ def api_port(plan: Plan) -> int:
     candidates = [int(last)] if last.isdigit() else []
     port = next((p for p in [*candidates, DEFAULT_PORT] if port_free(p, plan.host)), None) or free_port(plan.host)
     if port != DEFAULT_PORT:
-        log.warning("api_port", port=port, reason=f"{DEFAULT_PORT} is taken, or this data directory used {port} before")
+        log.info("api_port", port=port, reason=f"{DEFAULT_PORT} is taken, or this data directory used {port} before")
     replace_durably(remembered, str(port).encode())
     return port
 
 
 def operator_key(plan: Plan) -> Path | None:
-    """The file with the operator's key: the one that the settings name, else ours, made at the first start, when it is
-    shown to whoever sits at the terminal. None: nobody is asked for a key. Raises OpenTinkerError."""
+    """The file with the operator's key: the one that the settings name, else ours, made at the first start. None: no key
+    is asked for. Raises OpenTinkerError."""
     settings = load_settings()
     if not (plan.auth and settings.auth):
         if plan.host not in LOOPBACK_HOSTS:
@@ -178,11 +184,7 @@ def operator_key(plan: Plan) -> Path | None:
         return settings.admin_key_file.absolute()
     path = plan.data_dir / "run" / "operator-key"
     if is_blank(path):
-        key = new_key(settings.key_env)
-        write_key(path, key)
-        if sys.stdout.isatty():  # a file would keep it
-            sys.stdout.write(f"\nthe operator's key, shown this once: {key}\nit is kept in {path}\n\n")
-            sys.stdout.flush()
+        write_key(path, new_key(settings.key_env))
         log.info("operator_key_made", file=str(path))
     env, _ = parse(read_key(path)) or ("", "")
     if env != settings.key_env:
@@ -258,7 +260,7 @@ def _gpus(plan: Plan) -> dict[str, dict[str, str]]:
     return {name: {gpus.VISIBLE: pin, **gpus.ORDER} for name, pin in pins.items()}
 
 
-async def _until_told(supervisor: Supervisor, servers: EmbeddedServers) -> None:
+async def _until_told(supervisor: Supervisor, servers: EmbeddedServers, tell: Callable[[str], None]) -> None:
     """The first SIGINT, SIGTERM or SIGHUP (a closed terminal) stops in good order, the second at once."""
     loop = asyncio.get_running_loop()
 
@@ -267,11 +269,12 @@ async def _until_told(supervisor: Supervisor, servers: EmbeddedServers) -> None:
             supervisor.hurry.set()
         else:
             log.info("stopping", hint="again to kill what is still running")
+            tell("stopping")
             supervisor.stopping.set()
 
     for number in STOP_SIGNALS:
         loop.add_signal_handler(number, told)
-    announce = asyncio.create_task(_announce(supervisor, servers))
+    announce = asyncio.create_task(_announce(supervisor, servers, tell))
     try:
         await supervisor.run()
     finally:
@@ -280,11 +283,12 @@ async def _until_told(supervisor: Supervisor, servers: EmbeddedServers) -> None:
             loop.remove_signal_handler(number)
 
 
-async def _announce(supervisor: Supervisor, servers: EmbeddedServers) -> None:
+async def _announce(supervisor: Supervisor, servers: EmbeddedServers, tell: Callable[[str], None]) -> None:
     started = time.monotonic()
     await supervisor.ready.wait()
     await asyncio.to_thread(servers.sync_streams)
     log.info("ready", seconds=round(time.monotonic() - started, 1), children=len(supervisor.keepers))
+    tell("ready")
 
 
 def page_origins(host: str, port: int) -> tuple[str, ...]:

@@ -40,11 +40,16 @@ def up(
     ] = True,
     as_json: Annotated[bool, typer.Option("--json", help="What it says as lines of JSON, on stdout.")] = False,
 ) -> None:
-    """Start everything here; Ctrl-C stops it."""
+    """Start everything here; Ctrl-C stops it.
+
+    On a terminal it prints where to go next; otherwise it prints a log to stderr, or with --json to stdout.
+    """
     import asyncio
 
+    from opentinker.cli.first_screen import show
     from opentinker.up import Plan, serve
 
+    on_terminal = sys.stdout.isatty() and not as_json
     configure_logging(as_json=as_json)
     plan = Plan(
         data_dir=data_dir.resolve(),
@@ -58,7 +63,7 @@ def up(
         redis_url=redis_url,
         auth=auth,
     )
-    asyncio.run(serve(plan))
+    asyncio.run(serve(plan, show) if on_terminal else serve(plan))
 
 
 class Unbreakable:
@@ -77,9 +82,14 @@ class Unbreakable:
 
 
 def configure_logging(*, as_json: bool = False) -> None:
+    """A terminal gets warnings alone: the rest is for files."""
+    import logging
+
     import structlog
 
+    on_terminal = sys.stderr.isatty() and sys.stdout.isatty() and not as_json
     structlog.configure(
+        wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING if on_terminal else logging.INFO),
         processors=[
             structlog.processors.add_log_level,
             structlog.processors.TimeStamper(fmt="%H:%M:%S", utc=False),
