@@ -6,10 +6,8 @@ import asyncio
 import hashlib
 import io
 import os
-import subprocess
-import sys
 import tarfile
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -18,7 +16,7 @@ import orjson
 import pytest
 from aiohttp import web
 
-from opentinker import ApiError, AsyncClient, Client, given
+from opentinker import ApiError, AsyncClient, given
 from opentinker.archive import unpack
 from opentinker.client import ApiConflict, ApiNotFound
 from opentinker.shared.answers import Event
@@ -372,56 +370,6 @@ async def test_answers_lost_on_the_way_are_asked_for_again_with_the_same_key() -
     assert len(keys) == 3 and len(set(keys)) == 1
 
 
-# --- the synchronous face ---------------------------------------------------------------------------------------
-
-
-async def test_sync_client_does_the_same(ctx: Context, tmp_path: Path) -> None:
-    def use(url: str) -> None:
-        with Client(url) as client:
-            job = client.submit(SPEC)["id"]
-            assert [j["id"] for j in client.jobs()] == [job]
-            events = client.events(job)
-            assert next(events)["event"] == "queued"
-            events.close()  # type: ignore[attr-defined]
-            write_checkpoint(ctx, job, 1, FILES)
-            assert client.checkpoints(job)[0]["step"] == 1
-            assert (client.download(job, tmp_path / "model") / "config.json").exists()
-            assert client.metrics(job) == [] and client.workers() == []
-            assert client.queues()[0]["stream"] == "TICKETS"
-            assert client.cancel(job)["state"] == client.wait(job, WAIT_S)["state"] == "cancelled"
-            assert list(client.events(job))[-1]["state"] == "cancelled"
-            assert list(client.watch_metrics(job)) == []
-            assert client.event_log(job)[0]["event"] == "queued"
-        with pytest.raises(ApiError, match="closed"):
-            client.jobs()
-
-    async with scheduler(ctx) as url:
-        await asyncio.to_thread(use, url)
-
-
-def test_both_clients_offer_the_same_calls() -> None:
-    def public(kind: type) -> set[str]:
-        return {name for name in dir(kind) if not name.startswith("_")}
-
-    assert public(Client) == public(AsyncClient)
-
-
-async def test_forgotten_client_ends_with_the_program_and_loads_nothing_heavy(ctx: Context) -> None:
-    code = (
-        "import sys, opentinker; c = opentinker.Client(sys.argv[1]); print(len(c.jobs()))\n"
-        "assert not {'torch', 'vllm', 'transformers'} & sys.modules.keys()"
-    )
-    async with scheduler(ctx) as url:
-        done = await asyncio.to_thread(
-            subprocess.run,
-            [sys.executable, "-W", "error", "-c", code, url],
-            capture_output=True,
-            timeout=WAIT_S,
-            check=False,
-        )
-        assert (done.returncode, done.stdout, done.stderr) == (0, b"0\n", b"")
-
-
 async def test_who_waits_cancels_the_job_only_if_asked_to(client: AsyncClient, ctx: Context) -> None:
     for asked in (False, True):
         job = (await client.submit(SPEC))["id"]
@@ -431,19 +379,3 @@ async def test_who_waits_cancels_the_job_only_if_asked_to(client: AsyncClient, c
         with pytest.raises(asyncio.CancelledError):
             await waiting
         assert (await client.job(job))["state"] == ("cancelled" if asked else "queued")
-
-
-def test_ctrl_c_in_the_blocking_client_cancels_only_if_asked_to(monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(_: Client, coroutine: Coroutine[Any, Any, Any]) -> None:
-        coroutine.close()
-        raise KeyboardInterrupt
-
-    cancelled: list[str] = []
-    with Client("http://127.0.0.1:9", api_key="k") as client:
-        monkeypatch.setattr(Client, "_call", interrupted)
-        monkeypatch.setattr(Client, "cancel", lambda _, id: cancelled.append(id))
-        for asked in (False, True):
-            with pytest.raises(KeyboardInterrupt):
-                client.wait("j-0123456789", cancel_on_interrupt=asked)
-        monkeypatch.undo()
-    assert cancelled == ["j-0123456789"]

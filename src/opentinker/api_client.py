@@ -1,4 +1,4 @@
-"""The HTTP API from Python. `AsyncClient` does the work; `Client` is the same, call by call, without `await`.
+"""The HTTP API from Python. `AsyncClient` does the work; `Client` (client/sync.py) is the same without `await`.
 
     from opentinker import Client
 
@@ -15,29 +15,27 @@ an answer does not come.
 from __future__ import annotations
 
 import asyncio
-import threading
+import sys
 import time
 import uuid
-import weakref
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import aclosing
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import cast
 from urllib.parse import quote
 
 import aiohttp
 import orjson
 
 from opentinker.asking import InferenceCalls
-from opentinker.fetching import FetchingCalls, FetchingSync
+from opentinker.fetching import FetchingCalls
 from opentinker.given import Spec, prepared, started
-from opentinker.granting import GrantingCalls, GrantingSync
-from opentinker.http import ApiConflict, ApiError, ApiNotFound, ExitExecutor, Http, Json
-from opentinker.knowing import READ_S, KnowingCalls, KnowingSync
+from opentinker.granting import GrantingCalls
+from opentinker.http import ApiConflict, ApiError, ApiNotFound, Http
+from opentinker.knowing import READ_S, KnowingCalls
 from opentinker.patience import Waiting
 from opentinker.pushing import EnvironmentCalls
 from opentinker.shared.answers import (
-    Environment,
-    EnvironmentSummary,
     Event,
     Events,
     Failures,
@@ -46,7 +44,6 @@ from opentinker.shared.answers import (
     JobSummary,
     MetricPoint,
     Metrics,
-    PushedEnvironment,
     Queue,
     Queues,
     Transcripts,
@@ -55,13 +52,14 @@ from opentinker.shared.answers import (
 )
 from opentinker.shared.types import JobState
 
-__all__ = ["ApiConflict", "ApiError", "ApiNotFound", "AsyncClient", "Client"]
-
-T = TypeVar("T")
+__all__ = ["ApiConflict", "ApiError", "ApiNotFound", "AsyncClient"]
 
 POLL_S = 0.5
 PAGE = 5000
 JOBS_PAGE = 500
+
+
+OnChange = Callable[[Job], object]
 
 
 class AsyncClient(EnvironmentCalls, FetchingCalls, GrantingCalls, InferenceCalls, KnowingCalls):
@@ -81,6 +79,9 @@ class AsyncClient(EnvironmentCalls, FetchingCalls, GrantingCalls, InferenceCalls
         self._http = Http(url, wait_s, timeout_s, on_wait, api_key)
         self.url = self._http.url
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.url!r})"
+
     async def __aenter__(self) -> AsyncClient:
         return self
 
@@ -88,6 +89,7 @@ class AsyncClient(EnvironmentCalls, FetchingCalls, GrantingCalls, InferenceCalls
         await self.close()
 
     async def close(self) -> None:
+        """Close the connections; calls after it raise."""
         await self._http.close()
 
     # --- jobs ---------------------------------------------------------------------------------------------------
@@ -125,41 +127,61 @@ class AsyncClient(EnvironmentCalls, FetchingCalls, GrantingCalls, InferenceCalls
         return found
 
     async def job(self, id: str) -> Job:
+        """Everything the server knows of a job: state, progress, spec, workers, last metrics. Raises ApiNotFound."""
         return cast(Job, await self._http.json("GET", _of(id)))
 
     async def cancel(self, id: str) -> JobSummary:
+        """End a job; its checkpoints stay. Raises ApiConflict if it has ended otherwise."""
         return cast(JobSummary, await self._http.json("POST", _of(id, "/cancel")))
 
     async def pause(self, id: str) -> JobSummary:
-        """Its workers are free once what it has trained is saved."""
+        """Save what a job has trained and free its workers."""
         return cast(JobSummary, await self._http.json("POST", _of(id, "/pause")))
 
     async def resume(self, id: str) -> JobSummary:
-        """A paused job waits in the queue again, and goes on from its checkpoint."""
+        """Queue a paused job again; it continues from its newest checkpoint."""
         return cast(JobSummary, await self._http.json("POST", _of(id, "/resume")))
 
     async def failures(self, id: str, limit: int = 100) -> Failures:
         """`failures`: the newest groups that failed for good, newest first; `counts`: of all of them, by reason."""
         return cast(Failures, await self._http.json("GET", _of(id, "/failures"), {"limit": str(limit)}))
 
-    async def wait(self, id: str, timeout_s: float | None = None, *, cancel_on_interrupt: bool = False) -> Job:
-        """The job in its final state. Raises TimeoutError; the job goes on.
+    async def wait(
+        self,
+        id: str,
+        timeout_s: float | None = None,
+        *,
+        cancel_on_interrupt: bool = False,
+        on_change: OnChange | None = None,
+    ) -> Job:
+        """Wait until a job has ended and return it. Raises TimeoutError; the job goes on.
 
-        So it does at Ctrl-C, and when this task is cancelled, unless `cancel_on_interrupt`: then it is cancelled first.
+        The job goes on after Ctrl-C too, and when this task is cancelled, unless `cancel_on_interrupt`.
+        `on_change(job)` is called whenever the job's state, or what it waits for, changes; default: a line on stderr,
+        if that is a terminal.
         """
+        told = on_change or print_change
         try:
-            return await self._wait(id, timeout_s)
+            async with aclosing(self._changes(id, timeout_s)) as changes:
+                async for job in changes:
+                    told(job)
         except (asyncio.CancelledError, KeyboardInterrupt):
             if cancel_on_interrupt:
                 await self.cancel(id)
             raise
+        return job
 
-    async def _wait(self, id: str, timeout_s: float | None) -> Job:
+    async def _changes(self, id: str, timeout_s: float | None) -> AsyncGenerator[Job, None]:
+        """The job at each change of its state or of what it waits for, last in its final state. Raises TimeoutError."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        before = None
         while True:
             job = await self.job(id)
+            if (now := (job["state"], job["waiting_for"])) != before:
+                before = now
+                yield job
             if JobState(job["state"]).final:
-                return job
+                return
             if deadline is not None and time.monotonic() >= deadline:
                 raise TimeoutError(f"job {id} is still {job['state']} after {timeout_s} s")
             await asyncio.sleep(POLL_S)
@@ -227,10 +249,21 @@ class AsyncClient(EnvironmentCalls, FetchingCalls, GrantingCalls, InferenceCalls
         return cast(Transcripts, await self._http.json("GET", _of(id, "/transcripts"), query))
 
     async def workers(self) -> list[Worker]:
+        """The workers of the cluster and what they do. For operators."""
         return cast(Workers, await self._http.json("GET", "/v1/workers"))["workers"]
 
     async def queues(self) -> list[Queue]:
+        """The streams of NATS and how many messages wait in each. For operators."""
         return cast(Queues, await self._http.json("GET", "/v1/queues"))["queues"]
+
+
+def print_change(job: Job) -> None:
+    """`job j-0123456789 is queued: waits for a free trainer`, on stderr if that is a terminal."""
+    if not sys.stderr.isatty():
+        return
+    why = job["reason"] or (f"waits for {job['waiting_for']}" if job["waiting_for"] else "")
+    sys.stderr.write(f"job {job['id']} is {job['state']}" + (f": {why}" if why else "") + "\n")
+    sys.stderr.flush()
 
 
 _FINAL = {state.value for state in JobState if state.final}
@@ -252,148 +285,3 @@ async def _server_sent(response: aiohttp.ClientResponse, waiting: Waiting) -> As
 def _place(event: str) -> tuple[int, ...]:
     """Of an event in its log, by its id: MILLISECONDS-COUNT."""
     return tuple(map(int, event.split("-")))
-
-
-class Client(FetchingSync, GrantingSync, KnowingSync):
-    """`AsyncClient` for code that does not use asyncio; its event loop lives in a thread of its own."""
-
-    def __init__(
-        self,
-        url: str | None = None,
-        *,
-        wait_s: float = 10.0,
-        timeout_s: float = 30.0,
-        on_wait: Callable[[str], None] | None = None,
-        api_key: str | None = None,
-    ) -> None:
-        self._core: AsyncClient = AsyncClient(url, wait_s=wait_s, timeout_s=timeout_s, on_wait=on_wait, api_key=api_key)
-        self.url, self.http = self._core.url, self._core._http
-        self._loop = asyncio.new_event_loop()
-        self._loop.set_default_executor(ExitExecutor(thread_name_prefix="opentinker-client"))
-        self._thread = threading.Thread(target=self._loop.run_forever, name="opentinker-client", daemon=True)
-        self._thread.start()
-        self._finish = weakref.finalize(self, _stop, self._core, self._loop, self._thread)
-
-    def __enter__(self) -> Client:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        self._finish()
-
-    def submit(
-        self,
-        spec: Spec,
-        *,
-        beside: str | Path | None = None,
-        from_checkpoint: str | None = None,
-        with_optimizer: bool = False,
-        idempotency_key: str | None = None,
-    ) -> JobSummary:
-        return self._call(
-            self._core.submit(
-                spec,
-                beside=beside,
-                from_checkpoint=from_checkpoint,
-                with_optimizer=with_optimizer,
-                idempotency_key=idempotency_key,
-            )
-        )
-
-    def jobs(self, limit: int = 100) -> list[JobSummary]:
-        return self._call(self._core.jobs(limit))
-
-    def job(self, id: str) -> Job:
-        return self._call(self._core.job(id))
-
-    def cancel(self, id: str) -> JobSummary:
-        return self._call(self._core.cancel(id))
-
-    def pause(self, id: str) -> JobSummary:
-        return self._call(self._core.pause(id))
-
-    def resume(self, id: str) -> JobSummary:
-        return self._call(self._core.resume(id))
-
-    def failures(self, id: str, limit: int = 100) -> Failures:
-        return self._call(self._core.failures(id, limit))
-
-    def complete(self, id: str) -> JobSummary:
-        return self._call(self._core.complete(id))
-
-    def chat(self, id: str, messages: Sequence[Mapping[str, Any]], **options: Any) -> Iterator[Json]:
-        return self._iterate(self._core.chat(id, messages, **options))
-
-    def wait(self, id: str, timeout_s: float | None = None, *, cancel_on_interrupt: bool = False) -> Job:
-        try:
-            return self._call(self._core.wait(id, timeout_s))
-        except KeyboardInterrupt:
-            if cancel_on_interrupt:
-                self.cancel(id)
-            raise
-
-    def event_log(self, id: str, after: str = "0") -> list[Event]:
-        return self._call(self._core.event_log(id, after))
-
-    def events(self, id: str, after: str = "0") -> Iterator[Event]:
-        return self._iterate(self._core.events(id, after))
-
-    def metrics(
-        self, id: str, after: int = 0, *, source: str | None = None, names: list[str] | None = None
-    ) -> list[MetricPoint]:
-        return self._call(self._core.metrics(id, after, source=source, names=names))
-
-    def watch_metrics(self, id: str, after: int = 0, *, poll_s: float = POLL_S) -> Iterator[MetricPoint]:
-        return self._iterate(self._core.watch_metrics(id, after, poll_s=poll_s))
-
-    def transcripts(self, id: str, step: int | None = None) -> Transcripts:
-        return self._call(self._core.transcripts(id, step))
-
-    def push_environment(self, directory: str | Path, name: str | None = None) -> PushedEnvironment:
-        return self._call(self._core.push_environment(directory, name))
-
-    def environments(self) -> list[EnvironmentSummary]:
-        return self._call(self._core.environments())
-
-    def environment(self, name: str) -> Environment:
-        return self._call(self._core.environment(name))
-
-    def delete_environment(self, name: str, version: int | None = None) -> list[int]:
-        return self._call(self._core.delete_environment(name, version))
-
-    def workers(self) -> list[Worker]:
-        return self._call(self._core.workers())
-
-    def queues(self) -> list[Queue]:
-        return self._call(self._core.queues())
-
-    def _call(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        if not self._finish.alive:
-            coroutine.close()
-            raise ApiError("this client is closed")
-        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
-        try:
-            return future.result()
-        except BaseException:
-            future.cancel()  # Ctrl-C while waiting
-            raise
-
-    def _iterate(self, items: AsyncGenerator[T, None]) -> Iterator[T]:
-        async def following() -> T | None:
-            return await anext(items, None)
-
-        try:
-            while (item := self._call(following())) is not None:
-                yield item
-        finally:
-            if self._finish.alive:
-                self._call(items.aclose())
-
-
-def _stop(core: AsyncClient, loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:
-    asyncio.run_coroutine_threadsafe(core.close(), loop).result(5.0)
-    loop.call_soon_threadsafe(loop.stop)
-    thread.join(5.0)
-    loop.close()

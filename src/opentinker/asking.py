@@ -22,7 +22,7 @@ class InferenceCalls:
     _http: Http
 
     async def complete(self, id: str) -> JobSummary:
-        """Ends an inference job: it has succeeded."""
+        """End an inference job; its state is succeeded then."""
         return cast(JobSummary, await self._http.json("POST", f"/v1/jobs/{quote(id, safe='')}/complete"))
 
     async def chat(self, id: str, messages: Sequence[Mapping[str, Any]], **options: Any) -> AsyncGenerator[Json, None]:

@@ -55,6 +55,7 @@ class FetchingCalls:
         return cast(Publication, made)
 
     async def unpublish(self, name: str) -> Publication:
+        """Take the name from a checkpoint; its job's retention rules apply to it again."""
         return cast(Publication, await self._http.json("DELETE", _publication(name), again=False))
 
     async def published(self) -> list[Publication]:
@@ -74,7 +75,7 @@ class FetchingCalls:
         return found["job"], found["step"]
 
     async def checkpoints(self, id: str) -> list[Checkpoint]:
-        """Oldest first."""
+        """The checkpoints of a job, oldest first."""
         return cast(Checkpoints, await self._http.json("GET", _of(id, "/checkpoints")))["checkpoints"]
 
     async def artifacts(self, id: str) -> list[Artifact]:

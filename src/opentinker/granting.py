@@ -38,7 +38,7 @@ class GrantingCalls:
         return cast(MadeKey, made)
 
     async def keys(self, tenant: str | None = None) -> list[Key]:
-        """Oldest first, without secrets."""
+        """The keys of a tenant (default: yours), oldest first, without secrets."""
         return cast(Keys, await self._http.json("GET", KEYS, {"tenant": tenant} if tenant else {}))["keys"]
 
     async def rotate_key(self, id: str, *, grace_s: float | None = None) -> MadeKey:
@@ -48,6 +48,7 @@ class GrantingCalls:
         return cast(MadeKey, made)
 
     async def revoke_key(self, id: str) -> Key:
+        """Make a key invalid within a second; its open connections are closed."""
         return cast(Key, await self._http.json("POST", _of(id, "revoke")))
 
     async def whoami(self) -> WhoAmI:
@@ -56,6 +57,7 @@ class GrantingCalls:
         return cast(WhoAmI, await self._http.json("GET", "/v1/whoami"))
 
     async def tenants(self) -> list[Tenant]:
+        """The tenants that have had a key. For operators."""
         return cast(Tenants, await self._http.json("GET", "/v1/tenants"))["tenants"]
 
     async def free_worker(self, id: str) -> FreedWorker:
@@ -107,5 +109,4 @@ class GrantingSync(ABC):
         return self._call(self._core.tenants())
 
     def free_worker(self, id: str) -> FreedWorker:
-        """Cancel the job that holds this worker, whosever it is. For operators."""
         return self._call(self._core.free_worker(id))

@@ -46,9 +46,11 @@ class EnvironmentCalls:
         return cast(PushedEnvironment, made)
 
     async def environments(self) -> list[EnvironmentSummary]:
+        """The environments that were pushed to your tenant, with their newest versions."""
         return cast(Environments, await self._http.json("GET", ENVIRONMENTS))["environments"]
 
     async def environment(self, name: str) -> Environment:
+        """A pushed environment with all its versions. Raises ApiNotFound."""
         return cast(Environment, await self._http.json("GET", f"{ENVIRONMENTS}/{quote(name, safe='')}"))
 
     async def delete_environment(self, name: str, version: int | None = None) -> list[int]:

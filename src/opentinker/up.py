@@ -172,8 +172,8 @@ def api_port(plan: Plan) -> int:
 
 
 def operator_key(plan: Plan) -> Path | None:
-    """The file with the operator's key: the one that the settings name, else ours, made at the first start. None: no key
-    is asked for. Raises OpenTinkerError."""
+    """The file with the operator's key: the one that the settings name, else ours, made at the first start.
+    None: no key is asked for. Raises OpenTinkerError."""
     settings = load_settings()
     if not (plan.auth and settings.auth):
         if plan.host not in LOOPBACK_HOSTS:

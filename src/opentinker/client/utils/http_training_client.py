@@ -20,10 +20,11 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from typing import Any
 
-from opentinker.api_client import ApiError, Client
 from opentinker.client.settings import Settings, spec_of
+from opentinker.client.sync import Client
 from opentinker.client.utils.inference_client import STATES, InferenceSchedulerClient, Scheduler
 from opentinker.client.utils.utils import say
+from opentinker.http import ApiError
 from opentinker.refusal import refused
 from opentinker.serving import serve_environment
 from opentinker.shared.answers import Job, MetricPoint

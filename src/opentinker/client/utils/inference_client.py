@@ -14,8 +14,8 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from opentinker.api_client import Client
 from opentinker.client.settings import job_name
+from opentinker.client.sync import Client
 from opentinker.client.utils.utils import say, tolerant_merge_dicts
 from opentinker.http import ApiError
 from opentinker.shared.types import JobState
