@@ -7,6 +7,7 @@ import re
 _FRAME = re.compile(r'\s*File ".*", line \d+')
 _GROUP_BAR = re.compile(r"^\s*\| ?")
 """Before each line of an ExceptionGroup's traceback."""
+_HEAD = "Traceback"
 _LETTER = re.compile(r"[^\W\d_]")
 SENTENCE_CHARACTERS = 400
 
@@ -20,7 +21,7 @@ def error_sentence(error: str) -> str:
         after = lines[frames[-1] + 1 :]
         found = next((at for at, line in enumerate(after) if line and not line[0].isspace()), None)
         lines = lines if found is None else after[found:]
-    worded = [line.strip() for line in lines if _LETTER.search(line)]
+    worded = [line.strip() for line in lines if _LETTER.search(line) and not line.startswith(_HEAD)]
     if not worded:
         return ""
     first = worded[0] if not worded[0].endswith(":") or len(worded) == 1 else f"{worded[0]} {worded[1]}"

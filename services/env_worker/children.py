@@ -210,6 +210,7 @@ async def start_plain(modules: bool, interpreter: str, python_path: str, descrip
     variables |= {"PYTHONPATH": python_path, "OMP_NUM_THREADS": "1"}
     process = await asyncio.create_subprocess_exec(
         interpreter,
+        "-P",  # PYTHONPATH has the working directory, last: nothing there may hide this package
         "-m",
         "opentinker.services.env_worker.keeper",
         str(descriptor),
