@@ -68,7 +68,7 @@ class JobsApi:
             found = await self.store.jobs([id])
             if found and may_see(request, found[0].tenant):
                 return found[0]
-        raise NotFound(f"no job {id[:100]!r}; GET /v1/jobs lists yours")
+        raise NotFound(f"you have no job {id[:100]!r}")
 
     async def undeleted(self, request: web.Request) -> JobRecord:
         """For what is said of it and what it left. Raises NotFound, HTTPGone."""

@@ -133,14 +133,14 @@ class KeysApi:
         id = request.match_info["id"]
         key = await self._keys.find(id) if KEY_ID.fullmatch(id) else None
         if key is None or not may_see(request, key.tenant):
-            raise NotFound(f"no key {id[:100]!r}; GET /v1/keys lists yours")
+            raise NotFound(f"you have no key {id[:100]!r}")
         _refuse_more(request, key.role, sorted(key.principal.scopes))
         return key
 
     async def _known(self, id: str) -> Key:
         key = await self._keys.find(id)
         if key is None:  # forgotten meanwhile
-            raise NotFound(f"no key {id!r}; GET /v1/keys lists yours")
+            raise NotFound(f"you have no key {id!r}")
         return key
 
 

@@ -186,7 +186,7 @@ class Uploads:
         """Raises NotFound, Unreadable."""
         found = self._read(tenant, name).versions
         if not found:
-            raise NotFound(f"no environment {name[:100]!r}; GET /v1/environments lists yours")
+            raise NotFound(f"you have no environment {name[:100]!r}")
         return found
 
     def resolve(self, name: str, tenant: str) -> Reference:

@@ -56,7 +56,7 @@ class UsageApi:
         if (id := request.query.get("job")) is not None:
             found = await self.store.jobs([id]) if JOB_ID.fullmatch(id) else []
             if not found or not may_see(request, found[0].tenant):
-                raise NotFound(f"no job {id[:100]!r}; GET /v1/jobs lists yours")
+                raise NotFound(f"you have no job {id[:100]!r}")
             return found
         return await self.store.jobs_of(tenant_of(request), integer(request, "limit", JOBS, 1, MOST_JOBS))
 

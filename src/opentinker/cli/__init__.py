@@ -1,6 +1,7 @@
 """`opentinker`: the command line. Commands import what they need when they run, so that `--help` answers at once.
 
-A user's mistake ends in one clear message and exit status 1 or 2, never in a traceback.
+A user's mistake ends in one clear message and exit status 1 or 2, never in a traceback. With --json the message is an
+object on stdout.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from opentinker.cli import (
     knowing,
     logs,
     machine,
+    manners,
     plan,
     run,
     script,
@@ -26,42 +28,46 @@ from opentinker.cli import (
     specs,
     status,
 )
-from opentinker.shared.errors import OpenTinkerError, SpecError
+from opentinker.shared.errors import OpenTinkerError
 
 app = typer.Typer(
     name="opentinker",
-    help="Reinforcement learning as a service for LLM agents.",
     no_args_is_help=True,
-    add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-machine.register(app)
-jobs.register(app)
-artifacts.register(app)
-knowing.register(app)
-status.register(app)
-sink.register(app)
-logs.register(app)
-specs.register(app)
-plan.register(app)
-run.register(app)
-script.register(app)
-environments.register(app)
-keys.register(app)
-audit.register(app)
-chat.register(app)
+app.callback(cls=manners.Group)(manners.root)
+PARTS = (
+    machine,
+    jobs,
+    artifacts,
+    knowing,
+    status,
+    sink,
+    logs,
+    specs,
+    plan,
+    run,
+    script,
+    environments,
+    keys,
+    audit,
+    chat,
+)
+for part in PARTS:
+    part.register(app)
+app.command("help")(manners.help_)
+manners.present(app)
 
 
 def main() -> None:
+    command = typer.main.get_command(app)
+    manners.name_values(command)
     try:
-        app()
-    except SpecError as error:
-        specs.print_mistakes(error)
-        sys.exit(2)
+        command()
     except OpenTinkerError as error:
-        sys.stderr.write(f"error: {error}\n")
-        sys.exit(1)
+        manners.fail(error)
     except BrokenPipeError:  # `opentinker events JOB | head`
         sys.stderr.close()
         sys.exit(0)

@@ -25,9 +25,7 @@ DataDir = Annotated[
 ]
 Url = Annotated[
     str | None,
-    typer.Option(
-        "--url", envvar="OPENTINKER_URL", help="The scheduler; default: the one running on ./data, else port 8080."
-    ),
+    typer.Option("--url", envvar="OPENTINKER_URL", help="Server; default: the one running on ./data, else port 8080."),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="JSON instead of a table.")]
 JobId = Annotated[str, typer.Argument(metavar="JOB", help="Job id, see `opentinker jobs`.")]

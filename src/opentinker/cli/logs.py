@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -18,7 +17,6 @@ from opentinker.shared.errors import OpenTinkerError
 from opentinker.shared.reports import LEVELS
 
 POLL_S = 0.2
-JOB = re.compile(r"j-[a-z0-9]{10}")
 LINES = 50
 
 
@@ -50,7 +48,7 @@ def logs(
         raise typer.BadParameter(f"--level {level!r} is none; there are: {', '.join(LEVELS)}")
     if of == "-":
         _of_input(level)
-    elif of is not None and JOB.fullmatch(of):
+    elif of is not None and of.startswith("j-"):
         _of_job(of, follow, lines, level, url, as_json)
     elif url is not None:
         raise typer.BadParameter(

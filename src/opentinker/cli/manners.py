@@ -1,0 +1,142 @@
+"""How the command line presents itself: help under headings, words for values, errors as text or JSON."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated, Any, NoReturn
+
+import orjson
+import typer
+from typer.core import TyperCommand, TyperGroup
+
+from opentinker import __version__
+from opentinker.cli.common import as_typed
+from opentinker.shared.errors import NotFound, OpenTinkerError, SpecError
+
+USAGE_ERROR: Any = typer.BadParameter.__mro__[2]
+"""ClickException, of the click that typer brings."""
+WHOLE = 10_000
+"""Help in lists of commands is not cut."""
+HEADINGS = {
+    "Server": "up down run status doctor free access",
+    "Jobs": "submit jobs job watch cancel pause resume events logs failures",
+    "Job specs": "spec validate plan algorithms",
+    "Results": "checkpoints download artifacts delete publish unpublish published rollouts transcripts distributions "
+    "usage sink",
+    "Use": "chat env script",
+    "Keys": "whoami keys audit",
+    "Help": "help",
+}
+"""Heading -> its commands, in the order in which they are listed."""
+WORDS = {
+    "url": "URL", "nats_url": "URL", "redis_url": "URL", "host": "ADDRESS", "websocket_host": "ADDRESS",
+    "data_dir": "DIR", "folder": "DIR", "port": "PORT", "websocket_port": "PORT", "name": "NAME", "model": "NAME",
+    "tenant": "NAME", "env": "NAME", "role": "ROLE", "scopes": "SCOPE,...", "expires": "DURATION", "grace": "DURATION",
+    "secrets": "PREFIX", "state": "STATE", "kind": "KIND", "level": "LEVEL", "by": "job|day|key", "after": "ID",
+    "expect": "HASH",
+}  # fmt: skip
+"""Parameter -> what stands for its value in help; others are N if they are numbers, else TEXT."""
+LISTS = {"no job": ("jobs",), "no key": ("keys", "list"), "no environment": ("env", "list")}
+"""What was not found -> the command that lists what there is."""
+
+
+class Group(TyperGroup):
+    """Commands under headings, whole."""
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        left = {name: self.commands[name] for name in self.list_commands(ctx)}
+        headings = {title: names.split() for title, names in HEADINGS.items()} if ctx.parent is None else {}
+        for title, names in {**headings, "Commands": list(left)}.items():
+            rows = [(name, left.pop(name).get_short_help_str(WHOLE)) for name in names if name in left]
+            if rows:
+                with formatter.section(title):
+                    formatter.write_dl(rows)
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except USAGE_ERROR as error:
+            if not asks_for_json():
+                raise
+            print_error(error.format_message(), error.exit_code)
+            raise typer.Exit(error.exit_code) from None
+
+
+class Command(TyperCommand):
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        return [piece.replace("{", "").replace("}", "") for piece in super().collect_usage_pieces(ctx)]
+
+
+def present(app: typer.Typer) -> None:
+    """Give all commands of an application, and of those below it, this look."""
+    app.info.cls = Group
+    for command in app.registered_commands:
+        command.cls = Command
+    for group in app.registered_groups:
+        group.cls = Group
+        if group.typer_instance is not None:
+            group.typer_instance.rich_markup_mode = None
+            present(group.typer_instance)
+
+
+def name_values(command: Any) -> None:
+    """`--port PORT`, `--limit N`, `JOB` in the place of types."""
+    for parameter in command.params:
+        if parameter.param_type_name == "argument":
+            parameter.display_type_rich = lambda ctx: None
+        elif parameter.metavar is None and not parameter.is_flag:
+            number = parameter.type_descriptor.annotation in (int, float)
+            parameter.metavar = WORDS.get(parameter.name) or ("N" if number else "TEXT")
+    for below in getattr(command, "commands", {}).values():
+        name_values(below)
+
+
+def _print_version(shown: bool) -> None:
+    if shown:
+        sys.stdout.write(f"opentinker {__version__}\n")
+        raise typer.Exit
+
+
+def root(
+    version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=_print_version, help="Print it.")
+    ] = False,
+) -> None:
+    """Reinforcement learning as a service for LLM agents."""
+
+
+def help_(
+    ctx: typer.Context,
+    command: Annotated[list[str] | None, typer.Argument(metavar="[COMMAND]...", help="As it is typed.")] = None,
+) -> None:
+    """Show the help of a command; without one, all commands."""
+    top = ctx.find_root()
+    top.command.main([*(command or []), "--help"], prog_name=top.info_name)
+
+
+def asks_for_json() -> bool:
+    return "--json" in sys.argv[1:]
+
+
+def print_error(message: str, code: int, **more: Any) -> None:
+    """A line of JSON on stdout, as the last thing there."""
+    said = {"error": message, "exit_status": code, **{name: value for name, value in more.items() if value}}
+    sys.stdout.write(orjson.dumps(said, default=str).decode() + "\n")
+
+
+def fail(error: OpenTinkerError) -> NoReturn:
+    """Print what is wrong, as text on stderr or with --json as an object on stdout, and exit: 2 for a spec, else 1."""
+    code, message = (2 if isinstance(error, SpecError) else 1), str(error)
+    if isinstance(error, NotFound):
+        lists = [command for what, command in LISTS.items() if what in message]
+        message += f"; {as_typed(*lists[0])} lists yours" if lists and "lists" not in message else ""
+    mistakes = getattr(error, "mistakes", [])
+    if asks_for_json():
+        print_error(message, code, status=getattr(error, "status", None), mistakes=mistakes)
+    elif isinstance(error, SpecError):
+        from opentinker.cli.specs import print_mistakes
+
+        print_mistakes(error)
+    else:
+        sys.stderr.write(f"error: {message}\n")
+    sys.exit(code)
