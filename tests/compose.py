@@ -10,6 +10,7 @@ import tempfile
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
+from ipaddress import ip_network
 from typing import Any
 
 import orjson
@@ -80,6 +81,17 @@ class Project:
         done = await self._done("docker", "exec", container, *words)
         assert done.returncode != 0, f"{service} may: {' '.join(words)}"
         return done.stderr
+
+    async def host(self) -> str:
+        """The address under which containers reach this machine; engines do not always name the gateway."""
+        (found,) = orjson.loads(await self.docker("network", "inspect", "bridge"))[0]["IPAM"]["Config"]
+        return str(found.get("Gateway") or next(ip_network(found["Subnet"]).hosts()))
+
+    async def memory(self) -> str:
+        """What each container uses."""
+        running = (await self.compose("ps", "-q")).split()
+        said = await self.docker("stats", "--no-stream", "--format", "{{.Name}} {{.MemUsage}}", *running)
+        return ", ".join(line.removeprefix(f"{self.name}-").split(" / ")[0] for line in sorted(said.splitlines()))
 
     @contextmanager
     def healthy_first(self) -> Iterator[dict[str, float]]:

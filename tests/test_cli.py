@@ -224,7 +224,7 @@ def test_a_json_log_line_is_made_readable() -> None:
 
 def test_json_lines_of_standard_input_are_made_readable(monkeypatch: pytest.MonkeyPatch) -> None:
     lines = '{"event":"job_started","level":"info","timestamp":"2026-01-02T03:04:05Z","worker":"trainer-0"}\n'
-    monkeypatch.setattr(sys, "stdin", io.StringIO(f"{lines}not JSON\n"))
+    monkeypatch.setattr(sys, "stdin", io.StringIO(f"\x1b[2K{lines}not JSON\n"))
     assert typed("logs", "-").stdout.splitlines() == ["03:04:05  trainer-0     info     job_started", "not JSON"]
 
 

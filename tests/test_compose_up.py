@@ -131,6 +131,7 @@ async def _trains_while_all_are_harmed(project: Project, client: AsyncClient, tm
     await project.compose("up", "--detach", "--no-recreate", "--scale", "env-worker=8", "--scale", "rollout-worker=2")
     await until(lambda: has_workers(2, 8), LONG_S)
     await goes_on("8 env workers and 2 rollout workers")
+    tell(f"memory: {await project.memory()}")
 
     await project.docker("kill", (await project.containers("env-worker"))[0])  # a machine that is gone
     await goes_on("an env worker was killed, and stays away")
@@ -283,7 +284,7 @@ async def _keep_to_their_data(project: Project, job: str) -> None:
 
 async def _keeps_objects(project: Project, client: AsyncClient, tmp_path: Path) -> None:
     """Another scheduler takes the place of the one before, and keeps in an object store what a job leaves."""
-    host = (await project.docker("network", "inspect", "bridge", "-f", "{{(index .IPAM.Config 0).Gateway}}")).strip()
+    host = await project.host()
     with s3_server(host) as url:
         await make_bucket(url, "artifacts")
         secret = tmp_path / "s3-credentials"

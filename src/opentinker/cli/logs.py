@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -18,6 +19,8 @@ from opentinker.shared.reports import LEVELS
 
 POLL_S = 0.2
 LINES = 50
+TERMINAL_CODES = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
+"""`docker compose logs` writes them into pipes too."""
 
 
 def register(app: typer.Typer) -> None:
@@ -60,7 +63,7 @@ def logs(
 
 def _of_input(level: str) -> None:
     """Lines of services that log elsewhere, as in containers."""
-    for line in map(str.rstrip, sys.stdin):
+    for line in (TERMINAL_CODES.sub("", line).rstrip() for line in sys.stdin):
         if grave(line, level):
             say(format_line("", line))
 
