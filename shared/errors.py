@@ -36,6 +36,11 @@ def described(mistake: Mapping[str, Any]) -> str:
     return f"{mistake['field']}{'' if told else f' = {value!r}'}: {problem}{where}"
 
 
+def plural(count: int, noun: str) -> str:
+    """`1 turn`, `2 turns`."""
+    return f"{count} {noun}{'' if count == 1 else 's'}"
+
+
 class NotFound(OpenTinkerError):
     pass
 

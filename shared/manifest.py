@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -18,6 +19,8 @@ MANIFEST = "manifest.json"
 EPOCH = ".epoch"
 START = "start"
 ADAPTER = "adapter_model.safetensors"
+ENDS = 3
+"""Of a long list of steps so many are named at either end."""
 TRAINER_STATE = "trainer/"
 """Files under it are for resuming (optimizer, random state); a model loads without them."""
 OPTIMIZER, CRITIC = f"{TRAINER_STATE}optimizer.safetensors", f"{TRAINER_STATE}critic.safetensors"
@@ -104,9 +107,16 @@ def fenced_epoch(root: Path) -> int:
         return 0
 
 
+def short_list(steps: Sequence[int]) -> str:
+    """`1, 2, 3, ... (81 more) ..., 198, 199, 200`: a list of steps, the middle of a long one left out."""
+    if len(steps) <= 2 * ENDS + 1:
+        return ", ".join(map(str, steps))
+    left_out = f"... ({len(steps) - 2 * ENDS} more) ..."
+    return ", ".join([*map(str, steps[:ENDS]), left_out, *map(str, steps[-ENDS:])])
+
+
 def instead(job: str, others: list[int]) -> str:
     """What to do about a damaged checkpoint, given the steps of the others, the best first."""
     if not others:
         return "there is no other"
-    steps = ", ".join(map(str, others))
-    return f"there are others, of step {steps}: opentinker download {job} DIR --step {others[0]}"
+    return f"there are others, of step {short_list(others)}: opentinker download {job} DIR --step {others[0]}"

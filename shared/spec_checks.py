@@ -15,7 +15,7 @@ import orjson
 
 from opentinker.shared.answers import Check
 from opentinker.shared.dataset import Source, open_rows, sources
-from opentinker.shared.errors import OpenTinkerError
+from opentinker.shared.errors import OpenTinkerError, plural
 from opentinker.shared.model_families import read_config, unsupported_family
 from opentinker.shared.model_files import code_in, pickled_in, unloadable
 from opentinker.shared.paths import local_path, not_on_hub
@@ -77,7 +77,7 @@ def model(spec: JobSpec) -> Check:
     except (OSError, orjson.JSONDecodeError) as error:
         return check("model", f"{base}: {error}", "bad", "take a whole model directory that this process may read")
     kind = ", ".join(map(str, config.get("architectures") or [])) or str(config.get("model_type", "no architecture"))
-    files = f"{len(list(path.glob('*.safetensors')))} files of weights" if weights else "no weights are needed"
+    files = f"{plural(len(list(path.glob('*.safetensors'))), 'weight file')}" if weights else "no weights are needed"
     return check("model", f"{kind}, {files}, in {base}")
 
 

@@ -365,7 +365,7 @@ async def test_an_idle_job_ends(site: Site) -> None:
         await site.client.submit({"name": "x", "kind": "inference", "model": {"base": "m"}, "serving": {"idle_s": 0.2}})
     )["id"]
     record = await site.client.wait(job, 60)
-    assert (record["state"], record["reason"]) == ("succeeded", "nobody asked it anything for 0.2 s (serving.idle_s)")
+    assert (record["state"], record["reason"]) == ("succeeded", "idle for 0.2 s (serving.idle_s)")
 
 
 async def test_a_worker_that_is_lost_is_replaced_and_the_request_waits_for_it(site: Site) -> None:

@@ -98,7 +98,7 @@ async def test_a_request_that_waits_too_long_for_a_waking_job_is_told_to_come_ag
 async def test_a_sleeping_job_ends_when_nobody_asks_for_longer_still(site: Site, store: Store) -> None:
     job = await made(site, store, sleep_s=0.2, idle_s=0.6)
     record = await site.client.wait(job, WAIT_S)
-    assert (record["state"], record["reason"]) == ("succeeded", "nobody asked it anything for 0.6 s (serving.idle_s)")
+    assert (record["state"], record["reason"]) == ("succeeded", "idle for 0.6 s (serving.idle_s)")
 
 
 async def test_a_job_that_was_woken_since_it_was_looked_at_does_not_end(store: Store) -> None:

@@ -22,7 +22,15 @@ import msgspec
 
 from opentinker.services.scheduler.stores import ArtifactStore, Damaged, Opened, inside, second_name
 from opentinker.shared.errors import NotFound
-from opentinker.shared.manifest import MANIFEST, TRAINER_STATE, Manifest, fenced_epoch, instead, read_manifest
+from opentinker.shared.manifest import (
+    MANIFEST,
+    TRAINER_STATE,
+    Manifest,
+    fenced_epoch,
+    instead,
+    read_manifest,
+    short_list,
+)
 from opentinker.shared.paths import make_directories, sync_directory, write_durably
 
 _STEP = re.compile(r"^step-(\d{1,12})$")
@@ -132,7 +140,7 @@ def choose(found: Sequence[Held], step: int | None) -> Held:
     """That of `step`; None: the newest. Raises NotFound."""
     by_step = {held.manifest.step: held for held in found}
     if not by_step or (step is not None and step not in by_step):
-        have = ", ".join(map(str, sorted(by_step))) or "none yet"
+        have = short_list(sorted(by_step)) or "none yet"
         raise NotFound(f"no checkpoint of step {'latest' if step is None else step}; there are: {have}")
     return found[-1] if step is None else by_step[step]
 

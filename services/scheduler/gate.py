@@ -143,7 +143,7 @@ class Gate:
             raise BadKey("this server asks for a key")
         parsed = parse(text)
         if parsed is None:
-            raise BadKey("this is no key of OpenTinker, or not the whole of one")
+            raise BadKey("this is not an OpenTinker key, or it is incomplete")
         env, id = parsed
         if env != self._env:
             raise BadKey(f"this is a key of {env!r}, and this server is {self._env!r}")

@@ -21,7 +21,7 @@ STATE_JOBS = Parameter("state", "query", f"Only jobs that are: one of {', '.join
 SEARCH_JOBS = Parameter(
     "search", "query", "Only jobs with all of these words in their id, name, kind, model, environment or key's id."
 )
-LIMIT_FAILURES = Parameter("limit", "query", f"The newest so many, up to {MOST_FAILURES}.", "integer")
+LIMIT_FAILURES = Parameter("limit", "query", f"At most this many, the newest; up to {MOST_FAILURES}.", "integer")
 AFTER_EVENT = Parameter("after", "query", "Only events after this id; `Last-Event-ID` means the same.")
 FORMAT = Parameter("format", "query", "`json`: what there is now as one list, instead of a stream.")
 AFTER_POINT = Parameter("after", "query", "Only points after this cursor.", "integer")
@@ -33,9 +33,9 @@ NAMES = Parameter("names", "query", "Only these values, comma separated.")
 STEP = Parameter("step", "query", "Of this evaluation; default: the newest.", "integer")
 TRAINED = Parameter("step", "query", "That trained on it; default: the newest.", "integer")
 AFTER_STEP = Parameter("after", "query", "Only steps after this one.", "integer")
-STEPS = Parameter("limit", "query", "The newest so many steps; default: 1.", "integer")
+STEPS = Parameter("limit", "query", "This many steps, the newest; default: 1.", "integer")
 AFTER_LINE = Parameter("after", "query", "Only lines after this cursor; `Last-Event-ID` means the same.", "integer")
-LEVEL = Parameter("level", "query", f"And graver lines: one of {', '.join(LEVELS)}.")
+LEVEL = Parameter("level", "query", f"Lines of this level and above: one of {', '.join(LEVELS)}.")
 LAST = Parameter("last", "query", f"Only the last so many of the lines that there are, up to {MOST_LINES}.", "integer")
 
 

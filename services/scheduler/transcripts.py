@@ -18,7 +18,7 @@ from typing import Any
 import orjson
 
 from opentinker.shared.errors import NotFound
-from opentinker.shared.manifest import name_of
+from opentinker.shared.manifest import name_of, short_list
 
 _FILE = re.compile(r"^step-(\d{1,12})\.jsonl$")
 
@@ -34,7 +34,7 @@ def read(home: Path, step: int | None, kind: str = "transcripts") -> dict[str, A
     try:
         lines = (folder / f"{name_of(shown)}.jsonl").read_bytes().splitlines()
     except FileNotFoundError:
-        have = ", ".join(map(str, steps)) or "none yet"
+        have = short_list(steps) or "none yet"
         raise NotFound(f"no {kind} of step {shown}; there are: {have}") from None
     return {"steps": steps, "step": shown, kind: list(_whole(lines))}
 

@@ -5,7 +5,7 @@ running -> queued       inference: idle for `serving.sleep_s`, or for `inference
                         workers (placement.py); it sleeps, and placement leaves it alone until a request has woken it
                         (replicas.py); its workers answer what they have begun
 starting -> queued      inference: the job whose live policy it would serve has no workers any more
-any -> succeeded        inference: nobody asked it anything for `serving.idle_s`
+any -> succeeded        inference: idle for `serving.idle_s`
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ async def attend(
     if quiet_s is not None and idle_s is not None and quiet_s >= idle_s:
         if job.asleep and not (await store.job(job.id)).asleep:
             return False  # a request has just woken it
-        reason = f"nobody asked it anything for {idle_s:g} s (serving.idle_s)"
+        reason = f"idle for {idle_s:g} s (serving.idle_s)"
         await store.transition(job.id, JobState.SUCCEEDED, allowed=[job.state], leader=leader, reason=reason)
         log.info("job_idle", job=job.id, idle_s=idle_s)
         return False

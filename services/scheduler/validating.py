@@ -21,7 +21,7 @@ from opentinker.services.scheduler.submission import Mistakes, kept_idle_s, look
 from opentinker.shared import spec_checks
 from opentinker.shared.answers import Check, Mistake, Said, Validation
 from opentinker.shared.env_client import EnvClient
-from opentinker.shared.errors import SpecError
+from opentinker.shared.errors import SpecError, plural
 from opentinker.shared.reasons import error_sentence
 from opentinker.shared.service import Context
 from opentinker.shared.sessions import Policy, SessionReply, StepSession
@@ -88,7 +88,7 @@ def _kept(idle_s: float | None, *, own: bool) -> Check:
         found = "until it is completed or cancelled, whether or not anybody asks it"
         return check("kept", found, hint="serving.idle_s ends it when nobody does")
     whose = "serving.idle_s" if own else "this server's inference_idle_s; serving.idle_s is the job's own"
-    return check("kept", f"until nobody has asked it anything for {idle_s:g} s ({whose})")
+    return check("kept", f"until it has been idle for {idle_s:g} s ({whose})")
 
 
 async def _episode(client: EnvClient, spec: JobSpec, name: str) -> tuple[Check, list[Said]]:
@@ -119,13 +119,15 @@ async def _episode(client: EnvClient, spec: JobSpec, name: str) -> tuple[Check, 
                 reply = await client.step(worker, _step(session, turns, reply))
                 rewards, turns = rewards + reply.reward, turns + 1
     except TimeoutError:
-        return _bad(f"no answer within {within_s:g} s after {turns} turns"), messages
+        return _bad(f"no answer within {within_s:g} s after {plural(turns, 'turn')}"), messages
     if worker and not reply.done:
         await client.close(worker=worker, session=session)
     if reply.failure is not None:
-        return _bad(f"{reply.failure} after {turns} turns: {error_sentence(reply.error)}"), messages
+        return _bad(f"{reply.failure} after {plural(turns, 'turn')}: {error_sentence(reply.error)}"), messages
     how = "and is done" if reply.done else "and goes on"
-    return check("episode", f"begins with {len(messages)} messages, {turns} turns, reward {rewards:g}, {how}"), messages
+    return check(
+        "episode", f"begins with {plural(len(messages), 'message')}, {plural(turns, 'turn')}, reward {rewards:g}, {how}"
+    ), messages
 
 
 def _step(session: str, turn: int, asked: SessionReply) -> StepSession:

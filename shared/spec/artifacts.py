@@ -11,8 +11,8 @@ from opentinker.shared.spec.part import Part
 
 class ArtifactSpec(Part):
     keep_last: Annotated[int, Field(ge=1, le=1_000_000)] | None = None
-    """Checkpoints that stay in the artifact store: the newest so many; default: train.keep_checkpoints. Until the job
-    is over those that its trainer holds, to resume from, stay too."""
+    """Checkpoints that stay in the artifact store: this many, the newest; default: train.keep_checkpoints. Until the
+    job is over those that its trainer holds, to resume from, stay too."""
     keep_all: bool = False
     """All of them."""
     keep_best: Annotated[int, Field(ge=0, le=1_000_000)] = 0

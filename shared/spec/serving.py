@@ -55,10 +55,10 @@ class ServingSpec(Part):
     request_timeout_s: Annotated[float, Field(gt=0.0, le=86_400.0)] = 600.0
     """Wall clock of one request, its waiting included."""
     idle_s: Seconds | None = None
-    """The job succeeds when nobody has asked it anything for so long; default: what the server's operator has set
+    """The job ends, succeeded, when it has been idle for so long; default: what the server's operator has set
     (inference_idle_s), else it goes on until it is completed or cancelled."""
     sleep_s: Seconds | None = None
-    """The job's rollout workers are given back when nobody has asked it anything for so long, and come back, by the
+    """The job's rollout workers are given back when it has been idle for so long, and come back, by the
     queue, with the next request; default: it keeps them unless another job waits for them (inference_lend_s, a setting
     of the server's operator)."""
     wake_s: Annotated[float, Field(gt=0.0, le=3600.0)] | None = None

@@ -48,7 +48,7 @@ class TrainSpec(Part):
     checkpoint_every: Steps = 50
     """Steps; the last step is always saved."""
     keep_checkpoints: Annotated[int, Field(ge=2, le=1_000_000)] = 3
-    """The newest so many stay on disk."""
+    """This many checkpoints, the newest, stay on disk."""
     target: Annotated[dict[str, Annotated[float, Field(ge=-1e12, le=1e12)]], Field(max_length=100)] = {}
     """Stop early once the mean of the last 10 steps of each named metric reaches the value, e.g. {"exact" = 0.9}. Of a
     metric of [validation], e.g. {"val/exact" = 0.9}, the last complete evaluation counts, and training waits for it."""

@@ -18,7 +18,7 @@ import asyncio
 import sys
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection
 from contextlib import aclosing
 from pathlib import Path
 from typing import cast
@@ -113,18 +113,31 @@ class AsyncClient(EnvironmentCalls, FetchingCalls, GrantingCalls, InferenceCalls
         headers = {"Idempotency-Key": idempotency_key or uuid.uuid4().hex, "Content-Type": "application/json"}
         return cast(JobSummary, await self._http.json("POST", "/v1/jobs", body=orjson.dumps(data), headers=headers))
 
-    async def jobs(self, limit: int = 100) -> list[JobSummary]:
-        """The newest `limit`, newest first."""
+    async def jobs(
+        self,
+        limit: int = 100,
+        *,
+        states: Collection[str] | None = None,
+        kinds: Collection[str] | None = None,
+        name: str | None = None,
+    ) -> list[JobSummary]:
+        """The newest `limit` jobs, newest first: those in one of `states`, of one of `kinds`, with `name` in theirs."""
+
+        def wanted(job: JobSummary) -> bool:
+            return (not states or job["state"] in states) and (not kinds or job["kind"] in kinds)
+
+        part = (name or "").casefold()
+        chosen = bool(states or kinds or part)
         found: list[JobSummary] = []
         query: dict[str, str] = {}
         while len(found) < limit:
-            asked = query | {"limit": str(min(JOBS_PAGE, limit - len(found)))}
+            asked = query | {"limit": str(JOBS_PAGE if chosen else min(JOBS_PAGE, limit - len(found)))}
             page = cast(Jobs, await self._http.json("GET", "/v1/jobs", asked))
-            found += page["jobs"]
+            found += [job for job in page["jobs"] if wanted(job) and part in job["name"].casefold()]
             query = {"before": page["cursor"]}
             if not page["more"]:
                 break
-        return found
+        return found[:limit]
 
     async def job(self, id: str) -> Job:
         """Everything the server knows of a job: state, progress, spec, workers, last metrics. Raises ApiNotFound."""

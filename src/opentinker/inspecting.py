@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from opentinker.shared.answers import Check
+from opentinker.shared.errors import plural
 from opentinker.shared.spec import JobSpec
 from opentinker.shared.spec_checks import check, model, prompt, rows
 from opentinker.shared.types import Message
@@ -43,4 +44,7 @@ async def episode(spec: JobSpec) -> tuple[Check, list[Message]]:
         return check("episode", tried.failure, "bad", f"opentinker env check {name} plays it alone"), []
     rewards = ", ".join(f"{reward:g}" for reward in tried.rewards.values())
     first = tried.replies[0].messages
-    return check("episode", f"{len(first)} messages, {len(tried.said)} turns of guessing, reward {rewards or 0}"), first
+    return check(
+        "episode",
+        f"{plural(len(first), 'message')}, {plural(len(tried.said), 'turn')} of guessing, reward {rewards or 0}",
+    ), first

@@ -25,6 +25,9 @@ if TYPE_CHECKING:
     from opentinker.client import Client
 
 POLL_S = 0.5
+NO_EPOCH = -1
+TIMES = ("since", "created", "updated", "deleted", "expires")
+"""Fields of events that are Unix seconds."""
 EVENTS_SHOWN = 6
 PLAIN_LINES = 40
 """A whole job makes about so many lines in a pipe."""
@@ -232,11 +235,16 @@ def step_line(update: Update, window: range, step: int) -> str:
 
 
 def event_line(event: Mapping[str, Any]) -> str:
-    """`12:03:44 checkpoint step=50 seconds=0.2`"""
+    """`12:03:44 checkpoint step=50 seconds=0.2`; times as times of day, and no epoch where there is none."""
     stamp = time.strftime("%H:%M:%S", time.localtime(float(event.get("time", 0.0))))
     known = ("id", "event", "time", "state", "finished")
-    rest = " ".join(f"{k}={v}" for k, v in event.items() if k not in known and v not in ("", None))
+    told = {k: v for k, v in event.items() if k not in known and v not in ("", None) and (k, v) != ("epoch", NO_EPOCH)}
+    rest = " ".join(f"{k}={_time_of_day(v) if k in TIMES else v}" for k, v in told.items())
     return f"{stamp} {event.get('event', '?')} {rest}".rstrip()
+
+
+def _time_of_day(unix_s: float) -> str:
+    return time.strftime("%H:%M:%S", time.localtime(float(unix_s)))
 
 
 def clock(update: Update) -> str:

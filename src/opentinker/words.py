@@ -6,6 +6,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from opentinker.shared.errors import plural
 from opentinker.shared.types import JobState
 
 Job = Mapping[str, Any]
@@ -30,14 +31,15 @@ def doing(job: Job, now: float | None = None) -> list[str]:
     if state == JobState.RUNNING and job["kind"] == "rl":
         said += _flow(job, now)
     if job.get("restarts"):
-        said.append(f"Its trainer was lost {job['restarts']} times in a row.")
+        said.append(f"Its trainer was lost {plural(job['restarts'], 'time')} in a row.")
     return said
 
 
 def _ended(job: Job) -> list[str]:
     unit = "episode" if job["kind"] == "eval" else "step"
     at = f" at {unit} {job['step']} of {job['steps']}" if job["steps"] else ""
-    return [f"It has {job['state']}{at}" + (f": {job['reason']}" if job["reason"] else "") + "."]
+    reason = str(job["reason"]).rstrip(".")
+    return [f"It has {job['state']}{at}" + (f": {reason}" if reason else "") + "."]
 
 
 def _state(job: Job, now: float) -> str:
@@ -47,7 +49,7 @@ def _state(job: Job, now: float) -> str:
             on = (
                 f"after {job['step']} episodes" if plays else f"from its last checkpoint (it was at step {job['step']})"
             )
-            return f"It is in the queue again, and goes on {on}."
+            return f"It is in the queue again, and continues {on}."
         case JobState.QUEUED:
             return f"It is in the queue, for {since} now."
         case JobState.STARTING:
@@ -67,7 +69,7 @@ def _runs(job: Job) -> str:
 
 
 def _worker(worker: dict[str, Any]) -> str:
-    does = {"loading": "loads the model", "ready": "works", "draining": "ends what it has begun", "idle": "is idle"}
+    does = {"loading": "loads the model", "ready": "works", "draining": "finishes what it has begun", "idle": "is idle"}
     return f"{worker['id']} on {worker['host']} {does.get(worker['status'], worker['status'])}."
 
 
@@ -82,7 +84,7 @@ def _flow(job: Job, now: float) -> list[str]:
         why = ", ".join(
             f"{count} {name}" for name, count in {**ledger["discarded"], **ledger["failed"]}.items() if count
         )
-        said.append(f"{discarded + failed} groups came to nothing and were replaced: {why}.")
+        said.append(f"{discarded + failed} groups were discarded or failed, and were replaced: {why}.")
     point = job["metrics"].get("trainer")
     if point is None or now - point["time"] > FRESH_S:
         last = "no step yet" if point is None else f"the last step was {_since(now - point['time'])} ago"

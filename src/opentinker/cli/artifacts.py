@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from opentinker.cli.common import AsJson, JobId, Url, ago, client, print_json, print_table, say
+from opentinker.cli.common import AsJson, JobId, Url, UsageError, ago, client, print_json, print_table, say
+from opentinker.shared.errors import plural
+
+if TYPE_CHECKING:
+    from opentinker.shared.answers import Artifact
 
 
 def register(app: typer.Typer) -> None:
@@ -29,19 +34,20 @@ def checkpoints(job_id: JobId, url: Url = None, as_json: AsJson = False) -> None
 
 
 def download(
-    job_id: Annotated[str, typer.Argument(metavar="JOB", help="Or the name that a checkpoint is published under.")],
-    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Made if missing; must be empty.")],
-    step: Annotated[int | None, typer.Option(help="Default: the newest.", min=0)] = None,
+    job_id: Annotated[str, typer.Argument(metavar="JOB", help="Job id, or the name of a published checkpoint.")],
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Created if missing; must be empty.")],
+    step: Annotated[int | None, typer.Option(help="Checkpoint of this step; default: the newest.", min=0)] = None,
     merge: Annotated[
-        bool, typer.Option("--merge", help="Put an adapter into its base model, here, with peft.")
+        bool, typer.Option("--merge", help="Merge an adapter into its base model, on this machine, with peft.")
     ] = False,
     base: Annotated[
-        str | None, typer.Option(metavar="DIR", help="Of --merge: where that model is, if not where the job had it.")
+        str | None,
+        typer.Option(metavar="DIR", help="With --merge: where the base model is, if not where the job had it."),
     ] = None,
     url: Url = None,
     as_json: AsJson = False,
 ) -> None:
-    """Fetch a checkpoint as a Hugging Face directory; a try that broke off is gone on with."""
+    """Fetch a checkpoint as a Hugging Face directory; an interrupted download resumes."""
     if base is not None and not merge:
         raise typer.BadParameter("--base needs --merge")
     path = client(url).download(job_id, directory, step=step, merge=merge, base=base)
@@ -54,15 +60,16 @@ def download(
 def artifacts(
     job_id: JobId,
     into: Annotated[
-        Path | None, typer.Option("--into", metavar="DIR", help="Download them: all but checkpoints, or those named.")
+        Path | None,
+        typer.Option("--into", metavar="DIR", help="Download them here: all but checkpoints, or those of --only."),
     ] = None,
     only: Annotated[
-        list[str] | None, typer.Option("--only", metavar="PATH", help="Of --into: this one; may be repeated.")
+        list[str] | None, typer.Option("--only", metavar="PATH", help="With --into: only this file. Repeatable.")
     ] = None,
     url: Url = None,
     as_json: AsJson = False,
 ) -> None:
-    """List the files that a job has left: checkpoints, adapters, metrics, transcripts, logs; or download them."""
+    """List or download the files of a job: checkpoints, adapters, metrics, transcripts, logs."""
     if only and into is None:
         raise typer.BadParameter("--only needs --into")
     api = client(url)
@@ -75,19 +82,23 @@ def artifacts(
         print_json(found)
         return
     rows = [[entry["path"], entry["kind"], _size(entry["bytes"]), ago(entry["created"])] for entry in found]
-    print_table(["path", "kind", "size", "created"], rows, empty="nothing yet")
+    print_table(["path", "kind", "size", "created"], rows, empty="no files yet")
+    if found:
+        say(f"{plural(len(found), 'file')}, {_size(sum(entry['bytes'] for entry in found))}: {_kinds(found)}")
 
 
 def delete(
     job_id: JobId,
-    step: Annotated[int | None, typer.Option(help="This checkpoint alone.", min=0)] = None,
-    everything: Annotated[bool, typer.Option("--all", help="All that the job left, which must be over.")] = False,
+    step: Annotated[int | None, typer.Option(help="Only the checkpoint of this step.", min=0)] = None,
+    everything: Annotated[
+        bool, typer.Option("--all", help="Everything the job left; the job must have ended.")
+    ] = False,
     url: Url = None,
     as_json: AsJson = False,
 ) -> None:
-    """Delete what a job left: one checkpoint, or all of it. What is published or in use stays."""
+    """Delete one checkpoint of a job, or everything it left. What is published or in use stays."""
     if (step is None) is not everything:
-        raise typer.BadParameter("say --step STEP, or --all")
+        raise UsageError("say what to delete: --step STEP for one checkpoint, or --all")
     gone = client(url).delete_artifacts(job_id, step)
     print_json(gone) if as_json else say(f"{_size(gone['bytes'])} of job {job_id} deleted")
 
@@ -98,13 +109,13 @@ def publish(
     url: Url = None,
     as_json: AsJson = False,
 ) -> None:
-    """Give a checkpoint a name in your tenant, for [start], inference jobs and downloads. It stays while it has one."""
+    """Give a checkpoint a name in your tenant, for [start], inference jobs and downloads."""
     made = client(url).publish(checkpoint, name)
     print_json(made) if as_json else say(f"{made['name']} is {made['checkpoint']}")
 
 
 def unpublish(name: Name, url: Url = None, as_json: AsJson = False) -> None:
-    """Take the name from a checkpoint; its job's rules apply to it again."""
+    """Remove the name of a checkpoint; its job's retention rules apply to it again."""
     gone = client(url).unpublish(name)
     print_json(gone) if as_json else say(f"{gone['name']} was {gone['checkpoint']}")
 
@@ -116,7 +127,15 @@ def published(url: Url = None, as_json: AsJson = False) -> None:
         print_json(found)
         return
     rows = [[one["name"], one["checkpoint"], _size(one["bytes"]), ago(one["created"])] for one in found]
-    print_table(["name", "checkpoint", "size", "published"], rows, empty="none is published")
+    print_table(["name", "checkpoint", "size", "published"], rows, empty="no published checkpoints")
+
+
+def _kinds(found: Sequence[Artifact]) -> str:
+    """`2 checkpoint (8.1 MB), 1 metrics (4.0 kB)`"""
+    sizes: dict[str, list[int]] = {}
+    for entry in found:
+        sizes.setdefault(entry["kind"], []).append(entry["bytes"])
+    return ", ".join(f"{len(of)} {kind} ({_size(sum(of))})" for kind, of in sorted(sizes.items()))
 
 
 def _size(count: int) -> str:

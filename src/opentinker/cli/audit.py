@@ -9,7 +9,7 @@ import typer
 from opentinker.cli.common import DATA_DIR, AsJson, DataDir, print_json, print_table, say
 from opentinker.shared import audit
 
-commands = typer.Typer(help="The log of who did what.", no_args_is_help=True, rich_markup_mode=None)
+commands = typer.Typer(help="The audit log: who did what.", no_args_is_help=True, rich_markup_mode=None)
 
 
 def register(app: typer.Typer) -> None:
@@ -52,7 +52,7 @@ def verify(
 
 @commands.callback()
 def main() -> None:
-    """The log of who did what."""
+    """The audit log: who did what."""
 
 
 def _holds(data_dir: DataDir, first: int, expect: str) -> bool:

@@ -25,12 +25,12 @@ def chat(
     ] = None,
     system: Annotated[str | None, typer.Option("--system", help="The system message.")] = None,
     model: Annotated[
-        str | None, typer.Option("--model", help="One of its adapters; default: the job's own model.")
+        str | None, typer.Option("--model", help="One of the job's adapters; default: its own model.")
     ] = None,
     temperature: Annotated[float, typer.Option(help="0: always the most likely token.", min=0.0, max=10.0)] = 1.0,
-    max_tokens: Annotated[int | None, typer.Option(help="Of each answer; default: what fits.", min=1)] = None,
-    seed: Annotated[int | None, typer.Option(help="Of the sampling; default: drawn anew.", min=0)] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="The chunks of the answers, a line each.")] = False,
+    max_tokens: Annotated[int | None, typer.Option(help="Longest answer; default: what fits.", min=1)] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of the sampling; default: a random one.", min=0)] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the chunks of the answers as JSON lines.")] = False,
     url: Url = None,
 ) -> None:
     """Talk with the model of an inference job: each line of the input is answered. Ctrl-D ends it."""

@@ -6,7 +6,9 @@ import os
 import shlex
 import shutil
 import sys
+import textwrap
 from collections.abc import Sequence
+from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,6 +19,8 @@ if TYPE_CHECKING:
 
 PATIENCE_S = 60.0
 """Of commands that stay: a server that is restarted meanwhile is waited for."""
+NARROW = 8
+"""Characters that a column of a table keeps."""
 DEFAULT_URL = "http://127.0.0.1:8080"
 
 DataDir = Annotated[
@@ -30,6 +34,8 @@ Url = Annotated[
 AsJson = Annotated[bool, typer.Option("--json", help="JSON instead of a table.")]
 JobId = Annotated[str, typer.Argument(metavar="JOB", help="Job id, see `opentinker jobs`.")]
 
+UsageError: Any = typer.BadParameter.__mro__[1]
+"""Of the click that typer brings: wrong options, where none has a wrong value."""
 DATA_DIR = Path("data")
 
 
@@ -109,14 +115,33 @@ def print_line(value: Any) -> None:
     sys.stdout.flush()
 
 
-def print_table(columns: Sequence[str], rows: Sequence[Sequence[Any]], *, empty: str) -> None:
+def print_table(columns: Sequence[str], rows: Sequence[Sequence[Any]], *, empty: str, last_below: bool = False) -> None:
+    """Fitted to the terminal by wrapping its widest columns; in a pipe every row is one line. `last_below`: where the
+    table does not fit, the last column stands below each row."""
     if not rows:
         say(empty)
         return
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
     cells = [list(columns), *([str(cell) for cell in row] for row in rows)]
-    widths = [max(len(row[i]) for row in cells) for i in range(len(columns))]
-    for row in cells:
-        say("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    below = [""] * len(cells)
+    if last_below and width is not None and _total(widths) > width:
+        below = ["", *(row[-1] for row in cells[1:])]
+        cells, widths = [row[:-1] for row in cells], widths[:-1]
+    while width is not None and _total(widths) > width and max(widths) > NARROW:
+        widths[widths.index(max(widths))] -= 1
+    for row, note in zip(cells, below, strict=True):
+        wrapped = [
+            [cell] if len(cell) <= size else textwrap.wrap(cell, size) for cell, size in zip(row, widths, strict=True)
+        ]
+        for line in zip_longest(*wrapped, fillvalue=""):
+            say("  ".join(cell.ljust(size) for cell, size in zip(line, widths, strict=True)).rstrip())
+        if note:
+            say(textwrap.fill(note, width or 80, initial_indent="  ", subsequent_indent="  "))
+
+
+def _total(widths: Sequence[int]) -> int:
+    return sum(widths) + 2 * (len(widths) - 1)
 
 
 def quiet() -> None:
@@ -137,6 +162,18 @@ def complain(text: str) -> None:
 
 def say(text: str) -> None:
     sys.stdout.write(text + "\n")
+
+
+def when(unix_s: float) -> str:
+    """`2026-11-23 04:16:33 (3 min ago)`, in local time."""
+    import time
+
+    return f"{time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(unix_s))} ({ago(unix_s)})"
+
+
+def same_server(url: str | None) -> list[str]:
+    """The option that a command to be copied needs to reach the same server."""
+    return ["--url", url] if url else []
 
 
 def ago(unix_s: float) -> str:

@@ -11,6 +11,7 @@ import typer
 from opentinker.cli import trials
 from opentinker.cli.common import AsJson, Url, ago, client, print_json, print_table, say
 from opentinker.cli.serve import serve
+from opentinker.shared.errors import plural
 
 PUSH_S = 60.0
 
@@ -43,7 +44,7 @@ def push(
         print_json(pushed)
         return
     what = "pushed" if pushed["new"] else "unchanged"
-    say(f"{what}: {pushed['name']} version {pushed['version']}, {pushed['files']} files")
+    say(f"{what}: {pushed['name']} version {pushed['version']}, {plural(pushed['files'], 'file')}")
     if not pushed["checked"]:
         say("no env worker has tried it yet: none runs, or its virtual environment is still being made")
     say(f'to play it: [environment] name = "upload:{pushed["name"]}"')
@@ -57,7 +58,7 @@ def list_all(url: Url = None, as_json: AsJson = False) -> None:
         print_json(found)
         return
     rows = [[e["name"], e["version"], e["class"], f"{e['bytes'] / 1024:.0f} KB", ago(e["pushed"])] for e in found]
-    columns = ("NAME", "VERSION", "CLASS", "SIZE", "PUSHED")
+    columns = ("name", "version", "class", "size", "pushed")
     print_table(columns, rows, empty="no environments yet: opentinker env push DIR")
 
 
@@ -69,7 +70,7 @@ def show(name: Name, url: Url = None, as_json: AsJson = False) -> None:
         print_json(found)
         return
     rows = [[v["version"], v["class"], v["lock"], v["files"], v["digest"], ago(v["pushed"])] for v in found["versions"]]
-    print_table(("VERSION", "CLASS", "LOCK", "FILES", "DIGEST", "PUSHED"), rows, empty="no versions")
+    print_table(("version", "class", "lock", "files", "digest", "pushed"), rows, empty="no versions")
 
 
 def delete(

@@ -19,9 +19,13 @@ from opentinker.cli.common import (
     print_json,
     print_line,
     print_table,
+    same_server,
     say,
 )
+from opentinker.cli.job_list import cancel, jobs
+from opentinker.cli.job_record import job
 from opentinker.cli.specs import Changes, FromCheckpoint, SpecFile, Steps, WithOptimizer, read_spec
+from opentinker.shared.manifest import short_list
 
 STATE_EXIT = {"succeeded": 0, "failed": 1, "cancelled": 4}
 """Exit status of `watch` and `run` by the state in which the job ended."""
@@ -46,7 +50,7 @@ def register(app: typer.Typer) -> None:
 def submit(
     path: SpecFile,
     url: Url = None,
-    follow: Annotated[bool, typer.Option("--watch", "-w", help="Watch it afterwards.")] = False,
+    follow: Annotated[bool, typer.Option("--watch", "-w", help="Watch it after submitting.")] = False,
     from_checkpoint: FromCheckpoint = None,
     with_optimizer: WithOptimizer = False,
     changes: Changes = None,
@@ -66,74 +70,20 @@ def submit(
         waits = f", waits for {record['waiting_for']}" if record["waiting_for"] else ""
         say(f"{record['id']}  {record['state']}{waits}")
         if not follow:
-            say(f"watch it with: {as_typed('watch', record['id'], *_same_server(url))}")
+            say(f"watch it with: {as_typed('watch', record['id'], *same_server(url))}")
     if follow:
         raise typer.Exit(show(api, record["id"], as_json=as_json))
-
-
-def jobs(
-    url: Url = None,
-    limit: Annotated[int, typer.Option("--limit", "-n", min=1, help="The newest so many.")] = 100,
-    as_json: AsJson = False,
-) -> None:
-    """List jobs, newest first."""
-    found = client(url).jobs(limit)
-    if as_json:
-        print_json(found)
-        return
-    rows = [
-        [
-            *(j["id"], j["name"], j["state"], f"{j['step']}/{j['steps'] or '?'}", ago(j["created"])),
-            j["reason"] or (f"waits for {j['waiting_for']}" if j["waiting_for"] else ""),
-        ]
-        for j in found
-    ]
-    print_table(
-        ["id", "name", "state", "step", "created", "reason"],
-        rows,
-        empty=f"no jobs yet; try: {as_typed('submit', 'JOB.toml', *_same_server(url))}",
-    )
-
-
-def _same_server(url: str | None) -> list[str]:
-    return ["--url", url] if url else []
-
-
-def job(job_id: JobId, url: Url = None, as_json: AsJson = False) -> None:
-    """Say what a job is doing now, what it waits for, and all that is known of it."""
-    from opentinker.words import doing, next_commands
-
-    record = client(url).job(job_id)
-    said = doing(record)
-    if as_json:
-        print_json({**record, "doing": said})
-        return
-    for sentence in said:
-        say(sentence)
-    for command in next_commands(record):
-        say(f"  {as_typed(*command, *_same_server(url))}")
-    say("")
-    plain = {
-        key: value for key, value in record.items() if not isinstance(value, dict | list) and value not in ("", None)
-    }
-    print_table(["field", "value"], [list(item) for item in plain.items()], empty="")
-    if record.get("result"):
-        say(f"\nresult, of weights {record['result']['version']}")
-        values = record["result"]["values"]
-        print_table(["metric", "value"], [[name, f"{values[name]:.6g}"] for name in sorted(values)], empty="")
-    for part in ("ledger", "workers", "artifacts", "spec"):
-        if record.get(part):
-            say(f"\n{part}")
-            print_json(record[part])
 
 
 def watch(
     job_id: JobId,
     cancel_on_interrupt: Annotated[
-        bool, typer.Option("--cancel", help="Ctrl-C cancels the job; without, it goes on.")
+        bool, typer.Option("--cancel", help="Ctrl-C cancels the job; otherwise the job continues.")
     ] = False,
     url: Url = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Events, steps and at last the job, a line each.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print JSON lines: events, steps, and at the end the job.")
+    ] = False,
 ) -> None:
     """Show progress, ETA and curves until the job ends. Exit status 0 succeeded, 1 failed, 4 cancelled."""
     api = client(url, patience_s=PATIENCE_S)
@@ -141,7 +91,7 @@ def watch(
         code = show(api, job_id, as_json=as_json)
     except KeyboardInterrupt:
         if not cancel_on_interrupt:
-            complain(f"the job goes on; {as_typed('watch', job_id, *_same_server(url))} shows it again")
+            complain(f"the job continues; watch it again with: {as_typed('watch', job_id, *same_server(url))}")
             raise typer.Exit(130) from None
         api.cancel(job_id)
         complain("cancelled")
@@ -164,20 +114,14 @@ def show(api: Any, job_id: str, *, as_json: bool = False) -> int:
     return STATE_EXIT[last.job["state"]]
 
 
-def cancel(job_id: JobId, url: Url = None, as_json: AsJson = False) -> None:
-    """Cancel a job; its checkpoints stay."""
-    record = client(url).cancel(job_id)
-    print_json(record) if as_json else say(f"{record['id']}  {record['state']}")
-
-
 def pause(job_id: JobId, url: Url = None, as_json: AsJson = False) -> None:
-    """Save what a job has trained and free its workers; `resume` goes on from there."""
+    """Save what a job has trained and free its workers; `resume` continues it."""
     record = client(url).pause(job_id)
     print_json(record) if as_json else say(f"{record['id']}  {record['state']}")
 
 
 def resume(job_id: JobId, url: Url = None, as_json: AsJson = False) -> None:
-    """Queue a paused job again; it goes on from its newest checkpoint."""
+    """Queue a paused job again; it continues from its newest checkpoint."""
     record = client(url).resume(job_id)
     print_json(record) if as_json else say(f"{record['id']}  {record['state']}")
 
@@ -185,7 +129,7 @@ def resume(job_id: JobId, url: Url = None, as_json: AsJson = False) -> None:
 def failures(
     job_id: JobId,
     url: Url = None,
-    limit: Annotated[int, typer.Option("--limit", "-n", min=1, max=1000, help="The newest so many.")] = 20,
+    limit: Annotated[int, typer.Option("--limit", "-n", min=1, max=1000, help="Show this many, the newest.")] = 20,
     as_json: AsJson = False,
 ) -> None:
     """Show the groups of a job that failed for good, and why."""
@@ -199,14 +143,14 @@ def failures(
     ]
     print_table(["group", "reason", "when", "error"], rows, empty="no group has failed for good")
     if found["counts"]:
-        say("in all: " + ", ".join(f"{reason} {count}" for reason, count in sorted(found["counts"].items())))
+        say("total: " + ", ".join(f"{reason} {count}" for reason, count in sorted(found["counts"].items())))
 
 
 def events(
     job_id: JobId,
     url: Url = None,
     after: Annotated[str, typer.Option(help="Only events after this event id.")] = "0",
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the job ends.")] = False,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Keep printing until the job ends.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Print what happened to a job."""
@@ -231,12 +175,12 @@ def events(
 def transcripts(
     job_id: JobId,
     step: Annotated[
-        int | None, typer.Option(help="Of the evaluation after this step; default: the newest.", min=0)
+        int | None, typer.Option(help="The evaluation after this step; default: the newest.", min=0)
     ] = None,
     url: Url = None,
     as_json: AsJson = False,
 ) -> None:
-    """Read the validation episodes that were kept, word by word."""
+    """Show the validation episodes that were kept, in full."""
     found = client(url).transcripts(job_id, step)
     if as_json:
         print_json(found)
@@ -244,7 +188,7 @@ def transcripts(
     if not found["transcripts"]:
         say("no transcripts yet: they come with the first evaluation of a job that has [validation]")
         return
-    say(f"step {found['step']}; there are: {', '.join(map(str, found['steps']))}")
+    say(f"step {found['step']}; kept steps: {short_list(found['steps'])}")
     for one in found["transcripts"]:
         measured = " ".join(f"{name} {value:g}" for name, value in one["metrics"].items())
         say(f"\n--- episode {one['index']}: reward {one['reward']:g} {measured} ({one['ending']})")

@@ -14,11 +14,11 @@ from opentinker.cli.common import AsJson, Url, ago, client, complain, print_json
 from opentinker.shared.errors import OpenTinkerError
 
 UNITS_S = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
-keys = typer.Typer(help="Keys of the API: who may use a server.", no_args_is_help=True, rich_markup_mode=None)
+keys = typer.Typer(help="API keys: who may use a server.", no_args_is_help=True, rich_markup_mode=None)
 
 KeyId = Annotated[str, typer.Argument(metavar="ID", help="See `opentinker keys list`; it is the third part of a key.")]
 Out = Annotated[
-    Path | None, typer.Option("--out", metavar="FILE", help="Write the key into this new file, for you alone to read.")
+    Path | None, typer.Option("--out", metavar="FILE", help="Write the key to this new file, which only you can read.")
 ]
 
 
@@ -28,34 +28,36 @@ def register(app: typer.Typer) -> None:
 
 
 def whoami(url: Url = None, as_json: AsJson = False) -> None:
-    """Show whose key is used here, and what it may."""
+    """Show which key is used here: its tenant, role and scopes."""
     found = client(url).whoami()
     if as_json:
         print_json(found)
         return
     if found["key"] is None:
-        say(f"nobody is asked for a key at {server_url(url)}: an {found['role']} of tenant {found['tenant']}")
+        say(f"{server_url(url)} asks for no key: everyone is an {found['role']} of tenant {found['tenant']}")
         return
     named = f", {found['name']!r}" if found["name"] else ""
     until = f"expires: {_when(found['expires'])}"
     say(f"key {found['key']}{named}, {found['role']} of tenant {found['tenant']}, {until}")
-    say(f"it may {', '.join(found['scopes'])}")
+    say(f"scopes: {', '.join(found['scopes'])}")
 
 
 @keys.command()
 def create(
     role: Annotated[str, typer.Option(help="viewer, member, admin or operator; see docs/keys.md.")] = "member",
-    tenant: Annotated[str | None, typer.Option(help="Default: yours. Operators may name any, a new one too.")] = None,
-    name: Annotated[str, typer.Option(help="For people: whose it is, or what for.")] = "",
-    scopes: Annotated[
-        str | None, typer.Option(help="With commas, e.g. jobs:read,checkpoints:read; default: all that the role may.")
+    tenant: Annotated[
+        str | None, typer.Option(help="Default: yours. Operators may name any tenant, also a new one.")
     ] = None,
-    expires: Annotated[str | None, typer.Option(help="E.g. 12h or 90d; default: never.")] = None,
+    name: Annotated[str, typer.Option(help="A note for people: whose key it is, or what for.")] = "",
+    scopes: Annotated[
+        str | None, typer.Option(help="For example jobs:read,checkpoints:read; default: all scopes of the role.")
+    ] = None,
+    expires: Annotated[str | None, typer.Option(help="For example 12h or 90d; default: never.")] = None,
     out: Out = None,
     url: Url = None,
     as_json: AsJson = False,
 ) -> None:
-    """Make a key. It is shown this once."""
+    """Create a key. It is shown only once."""
     _refuse_existing(out)
     named = [scope.strip() for scope in scopes.split(",")] if scopes is not None else None
     expires_in_s = None if expires is None else seconds(expires, "--expires")
@@ -65,7 +67,7 @@ def create(
 
 @keys.command("list")
 def list_(
-    tenant: Annotated[str | None, typer.Option(help="Of operators: another tenant's.")] = None,
+    tenant: Annotated[str | None, typer.Option(help="For operators: keys of another tenant.")] = None,
     url: Url = None,
     as_json: AsJson = False,
 ) -> None:
@@ -88,12 +90,12 @@ def list_(
 @keys.command()
 def rotate(
     key_id: KeyId,
-    grace: Annotated[str, typer.Option(help="How long the secret before it stays valid, e.g. 0s or 2d.")] = "1d",
+    grace: Annotated[str, typer.Option(help="How long the old secret stays valid, e.g. 0s or 2d.")] = "1d",
     out: Out = None,
     url: Url = None,
     as_json: AsJson = False,
 ) -> None:
-    """Give a key a new secret, shown this once.
+    """Give a key a new secret, which is shown only once.
 
     The operator's key of the server in this directory is replaced in its file.
     """
@@ -105,13 +107,13 @@ def rotate(
     file = key_file_for(server_url(url))
     if file is not None and (parse(file.read_text().strip()) or ("", ""))[1] == key_id:
         replace_key(file, made["key"])
-        complain(f"it is in {file} now")
+        complain(f"written to {file}")
     _hand_out(made, out, as_json)
 
 
 @keys.command()
 def revoke(key_id: KeyId, url: Url = None, as_json: AsJson = False) -> None:
-    """A key opens nothing any more, and what it has open is cut off, within a second."""
+    """Revoke a key and close its open connections, within a second."""
     gone = client(url).revoke_key(key_id)
     if as_json:
         print_json(gone)
@@ -121,7 +123,7 @@ def revoke(key_id: KeyId, url: Url = None, as_json: AsJson = False) -> None:
 
 @keys.command()
 def init(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="A new file, for you alone to read.")],
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="A new file, which only you can read.")],
     env: Annotated[str, typer.Option(help="Name of the deployment, its setting key_env.")] = "local",
     as_json: AsJson = False,
 ) -> None:
@@ -139,7 +141,7 @@ def seconds(text: str, option: str) -> float:
     """Of `90`, `30s`, `15m`, `12h`, `90d`."""
     match = re.fullmatch(r"(\d{1,9})([smhd]?)", text)
     if match is None:
-        raise typer.BadParameter(f"{option} {text!r}: say e.g. 30s, 15m, 12h or 90d")
+        raise typer.BadParameter(f"{option} {text!r} is not a duration, such as 30s, 15m, 12h or 90d")
     return float(match[1]) * UNITS_S[match[2] or "s"]
 
 
@@ -158,7 +160,7 @@ def _hand_out(made: Mapping[str, Any], out: Path | None, as_json: bool) -> None:
 def _refuse_existing(file: Path | None) -> None:
     """Before anything is made that would have no place."""
     if file is not None and os.path.lexists(file):
-        raise OpenTinkerError(f"{file} is there already")
+        raise OpenTinkerError(f"{file} exists already")
 
 
 def _write(file: Path, key: str) -> None:

@@ -9,8 +9,12 @@ import typer
 
 from opentinker.cli.common import AsJson, JobId, Url, client, print_json, print_table, say
 from opentinker.shared.answers import Rollout
+from opentinker.shared.errors import plural
+from opentinker.shared.manifest import short_list
 
 BAR = 40
+WHOLE = {"turns": 1, "length": 0, "staleness": 0}
+"""Distributions of whole numbers, and the smallest."""
 
 
 def register(app: typer.Typer) -> None:
@@ -22,7 +26,7 @@ Step = Annotated[int | None, typer.Option(help="The optimizer step that trained 
 
 
 def rollouts(job_id: JobId, step: Step = None, url: Url = None, as_json: AsJson = False) -> None:
-    """Read training episodes, word by word, with their rewards."""
+    """Show kept training episodes in full, with their rewards."""
     found = client(url).rollouts(job_id, step)
     if as_json:
         print_json(found)
@@ -30,7 +34,7 @@ def rollouts(job_id: JobId, step: Step = None, url: Url = None, as_json: AsJson 
     if not found["rollouts"]:
         say("no episodes yet: they come with the first step of an rl job whose rollout.transcripts is not 0")
         return
-    say(f"step {found['step']}; there are: {', '.join(map(str, found['steps']))}")
+    say(f"step {found['step']}; kept steps: {short_list(found['steps'])}")
     for one in found["rollouts"]:
         say(f"\n--- group {one['group']}, sample {one['sample']}: {_facts(one)}")
         for view in one["views"]:
@@ -45,23 +49,22 @@ def _facts(one: Rollout) -> str:
     """`reward 1 (format 0.2, answer 0.8) exact 1; env_done after 1 turn (eos), 12 tokens of version 1.3`"""
     parts = ", ".join(f"{name} {value:g}" for name, value in {**one["components"], **one["scores"]}.items())
     measured = "".join(f" {name} {value:g}" for name, value in one["metrics"].items())
-    turns = f"{one['turns']} turn{'s' if one['turns'] != 1 else ''}"
-    versions = ", ".join(one["versions"])
+    tokens = f"{plural(one['tokens'], 'token')} of version {', '.join(one['versions'])}"
     return (
-        f"reward {one['reward']:g}{f' ({parts})' if parts else ''}{measured}; {one['ending']} after {turns} "
-        f"({', '.join(sorted(set(one['stops'])))}), {one['tokens']} tokens of version {versions}"
+        f"reward {one['reward']:g}{f' ({parts})' if parts else ''}{measured}; {one['ending']} "
+        f"after {plural(one['turns'], 'turn')} ({', '.join(sorted(set(one['stops'])))}), {tokens}"
     )
 
 
 def distributions(job_id: JobId, step: Step = None, url: Url = None, as_json: AsJson = False) -> None:
-    """Show how a step's rewards, lengths, turns, staleness and importance ratios are spread."""
+    """Show histograms of a step: rewards, lengths, turns, staleness, importance ratios."""
     found = client(url).distributions(job_id, step)
     if as_json:
         print_json(found)
         return
     if not found:
         say(
-            "there is none"
+            "no distributions"
             + (" yet: they come with the first step of an rl job" if step is None else f" of step {step}")
         )
         return
@@ -70,20 +73,20 @@ def distributions(job_id: JobId, step: Step = None, url: Url = None, as_json: As
     for name, spread in line.items():
         if isinstance(spread, dict):
             say(f"\n{name}")
-            for row in bars(spread["edges"], spread["counts"]):
+            for row in bars(spread["edges"], spread["counts"], WHOLE.get(name)):
                 say(f"  {row}")
 
 
-def bars(edges: list[float], counts: list[int]) -> list[str]:
-    """A line per bin, from the first that holds something to the last."""
+def bars(edges: list[float], counts: list[int], least: int | None = None) -> list[str]:
+    """A line per bin, from the first that holds something to the last. `least`: of whole numbers, the smallest."""
     full = [place for place, count in enumerate(counts) if count]
     if not full:
         return ["nothing"]
-    names = [
-        f"below {edges[0]:g}",
-        *(f"{a:g} to {b:g}" for a, b in pairwise(edges)),
-        f"{edges[-1]:g} or more",
-    ]
+    below, between = f"below {edges[0]:g}", [f"{a:g} to {b:g}" for a, b in pairwise(edges)]
+    if least is not None:
+        below = _whole(least, edges[0])
+        between = [_whole(a, b) for a, b in pairwise(edges)]
+    names = [below, *between, f"{edges[-1]:g} or more"]
     shown = range(full[0], full[-1] + 1)
     width, most = max(len(names[place]) for place in shown), max(counts)
     return [
@@ -91,20 +94,27 @@ def bars(edges: list[float], counts: list[int]) -> list[str]:
     ]
 
 
+def _whole(first: float, end: float) -> str:
+    """`1`, or `2 to 3`: the whole numbers below `end`."""
+    return f"{first:g}" if end - first == 1 else f"{first:g} to {end - 1:g}"
+
+
 def usage(
-    by: Annotated[str, typer.Option(help="job, day or key.")] = "job",
-    job: Annotated[str | None, typer.Option(metavar="JOB", help="This one alone.")] = None,
+    by: Annotated[str, typer.Option(help="One row per job, day or key.")] = "job",
+    job: Annotated[str | None, typer.Option(metavar="JOB", help="Only this job.")] = None,
     first: Annotated[
-        str | None, typer.Option("--from", metavar="DAY", help="With --by day: the first, 2026-11-22.")
+        str | None, typer.Option("--from", metavar="DAY", help="With --by day: the first day, as 2026-11-22.")
     ] = None,
-    last: Annotated[str | None, typer.Option("--to", metavar="DAY", help="With --by day: the last.")] = None,
-    limit: Annotated[int, typer.Option("--limit", "-n", min=1, max=1000, help="The newest so many jobs.")] = 100,
+    last: Annotated[str | None, typer.Option("--to", metavar="DAY", help="With --by day: the last day.")] = None,
+    limit: Annotated[
+        int, typer.Option("--limit", "-n", min=1, max=1000, help="Count this many jobs, the newest.")
+    ] = 100,
     url: Url = None,
     as_json: AsJson = False,
 ) -> None:
     """Show what jobs cost: worker-, GPU- and CPU-seconds, tokens generated and trained on, bytes stored."""
     if by not in ("job", "day", "key"):
-        raise typer.BadParameter(f"--by {by!r} is none; there are: job, day, key")
+        raise typer.BadParameter(f"--by {by!r} is unknown; choose job, day or key")
     if by != "day" and (first or last):
         raise typer.BadParameter("--from and --to go with --by day")
     if by == "day" and job:
@@ -119,7 +129,7 @@ def usage(
     rows = [[*(row[name] for name in named), *(_amount(row[kind]) for kind in kinds)] for row in spent]
     total: dict[str, Any] = {**found["total"]}
     rows += [["total", *[""] * (len(named) - 1), *(_amount(total[kind]) for kind in kinds)]] if rows else []
-    print_table([*named, *(COLUMNS[kind] for kind in kinds)], rows, empty="nothing was spent")
+    print_table([*named, *(COLUMNS[kind] for kind in kinds)], rows, empty="no usage yet")
 
 
 COLUMNS = {

@@ -32,23 +32,24 @@ def logs(
         str | None,
         typer.Argument(
             metavar="JOB|SERVICE",
-            help="A job: what all services said about it. A service on this machine, e.g. trainer-0 or nats. "
+            help="A job: its lines from all services. A service on this machine, e.g. trainer-0 or nats. "
             "Default: every service here. `-` makes JSON lines from standard input readable.",
         ),
     ] = None,
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on with new lines.")] = False,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Keep printing new lines.")] = False,
     lines: Annotated[
         int | None,
-        typer.Option("--lines", "-n", help=f"The last so many; default: all of a job, {LINES} of a file.", min=0),
+        typer.Option("--lines", "-n", help=f"Only the last N lines; default: all of a job, {LINES} of a file.", min=0),
     ] = None,
-    level: Annotated[str, typer.Option(help=f"And graver ones: {', '.join(LEVELS)}.")] = LEVELS[0],
+    level: Annotated[str, typer.Option(help=f"This level and above: {', '.join(LEVELS)}.")] = LEVELS[0],
     data_dir: DataDir = DATA_DIR,
     url: Url = None,
     as_json: AsJson = False,
 ) -> None:
     """Print the log of a job, or of the services on this machine."""
+    level = {"warn": "warning", "fatal": "critical"}.get(level.lower(), level.lower())
     if level not in LEVELS:
-        raise typer.BadParameter(f"--level {level!r} is none; there are: {', '.join(LEVELS)}")
+        raise typer.BadParameter(f"--level {level!r} is unknown; choose from {', '.join(LEVELS)}")
     if of == "-":
         _of_input(level)
     elif of is not None and of.startswith("j-"):
@@ -80,7 +81,7 @@ def _of_job(job: str, follow: bool, lines: int | None, level: str, url: str | No
         say(orjson.dumps(line).decode() if as_json else format_job_line(line))
         count += 1
     if not count and not as_json:
-        say(f"nothing was said about {job}" + (f" at level {level} or above" if level != LEVELS[0] else ""))
+        say(f"no log lines of {job}" + (f" at level {level} or above" if level != LEVELS[0] else ""))
 
 
 def _of_files(service: str | None, follow: bool, lines: int, level: str, data_dir: Path, as_json: bool) -> None:
@@ -89,7 +90,7 @@ def _of_files(service: str | None, follow: bool, lines: int, level: str, data_di
     if service is not None:
         if service not in files:
             known = ", ".join(files) or f"none yet in {folder}"
-            raise OpenTinkerError(f"no log of {service!r}; there is: {known}. Ids of jobs look like j-0123456789")
+            raise OpenTinkerError(f"there is no log of {service!r}; there is: {known}. Job ids look like j-0123456789")
         files = {service: files[service]}
     elif not files:
         raise OpenTinkerError(f"no logs in {folder}; --data-dir says where to look. Of a job: opentinker logs JOB")

@@ -26,19 +26,22 @@ def register(app: typer.Typer) -> None:
 def up(
     data_dir: DataDir = DATA_DIR,
     port: Annotated[
-        int | None, typer.Option(help="Of the HTTP API; default 8080, or a free one.", min=0, max=65535)
+        int | None, typer.Option(help="Port of the HTTP API; default: 8080, or a free one.", min=0, max=65535)
     ] = None,
     host: Annotated[str, typer.Option(help="Address the HTTP API listens on.")] = "127.0.0.1",
-    rollout_workers: Annotated[int, typer.Option(help="Processes that generate.", min=0)] = 1,
-    trainers: Annotated[int, typer.Option(help="Processes that train; one per job at a time.", min=0)] = 1,
-    env_workers: Annotated[int, typer.Option(help="Processes that play environments.", min=0)] = 1,
-    reference: Annotated[int, typer.Option(help="Processes with frozen models.", min=0)] = 1,
+    rollout_workers: Annotated[int, typer.Option(help="Number of processes that generate.", min=0)] = 1,
+    trainers: Annotated[
+        int, typer.Option(help="Number of processes that train; each trains one job at a time.", min=0)
+    ] = 1,
+    env_workers: Annotated[int, typer.Option(help="Number of processes that play environments.", min=0)] = 1,
+    reference: Annotated[int, typer.Option(help="Number of processes with frozen models.", min=0)] = 1,
     nats_url: Annotated[str | None, typer.Option(help="Use this NATS instead of starting one.")] = None,
     redis_url: Annotated[str | None, typer.Option(help="Use this Redis or Valkey instead of starting one.")] = None,
     auth: Annotated[
-        bool, typer.Option("--auth/--no-auth", help="Ask for keys; without, on this machine alone.")
+        bool,
+        typer.Option("--auth/--no-auth", help="Whether the API asks for keys; --no-auth works on this machine only."),
     ] = True,
-    as_json: Annotated[bool, typer.Option("--json", help="What it says as lines of JSON, on stdout.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the log as JSON lines on stdout.")] = False,
 ) -> None:
     """Start everything here; Ctrl-C stops it.
 
@@ -105,7 +108,7 @@ def configure_logging(*, as_json: bool = False) -> None:
 
 def down(
     data_dir: DataDir = DATA_DIR,
-    force: Annotated[bool, typer.Option("--force", help="Kill instead of waiting for a clean end.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Kill instead of waiting for a clean stop.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Stop the `opentinker up` that runs on a data directory."""

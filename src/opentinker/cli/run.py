@@ -40,14 +40,16 @@ def run(
     data_dir: Annotated[
         Path | None, typer.Option("--data-dir", help="Default: a new one, runs/NAME-TIME.", show_default=False)
     ] = None,
-    port: Annotated[int, typer.Option(help="Of the HTTP API; 0 takes a free one.", min=0, max=65535)] = 0,
-    env_workers: Annotated[int, typer.Option(help="Processes that play environments.", min=1)] = 1,
+    port: Annotated[int, typer.Option(help="Port of the HTTP API; 0: a free one.", min=0, max=65535)] = 0,
+    env_workers: Annotated[int, typer.Option(help="Number of processes that play environments.", min=1)] = 1,
     steps: Steps = None,
     from_checkpoint: FromCheckpoint = None,
     with_optimizer: WithOptimizer = False,
     changes: Changes = None,
-    keep: Annotated[bool, typer.Option("--keep", help="Leave everything running afterwards.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Events, steps and at last the job, a line each.")] = False,
+    keep: Annotated[bool, typer.Option("--keep", help="Leave everything running after the job.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print JSON lines: events, steps, and at the end the job.")
+    ] = False,
 ) -> None:
     """Start everything, train one job, stop everything.
 

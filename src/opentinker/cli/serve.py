@@ -35,7 +35,7 @@ def serve(
         typer.Option(metavar="HOST:PORT", help="Let env workers connect, as ws://HOST:PORT, instead of connecting."),
     ] = None,
     url: Url = None,
-    as_json: Annotated[bool, typer.Option("--json", help="What it says as lines of JSON.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON lines.")] = False,
 ) -> None:
     """Serve an environment from this machine, over one outgoing connection, until Ctrl-C.
 

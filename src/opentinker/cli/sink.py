@@ -23,11 +23,11 @@ def sink(
     to: Annotated[
         str, typer.Option(metavar="KIND:WHERE", help="tensorboard:DIR, mlflow:URI, wandb:PROJECT or trackio:PROJECT.")
     ],
-    after: Annotated[int, typer.Option(help="Only points after this cursor, which the last run has said.", min=0)] = 0,
+    after: Annotated[int, typer.Option(help="Only points after this cursor, which the last run printed.", min=0)] = 0,
     url: Url = None,
-    as_json: Annotated[bool, typer.Option("--json", help="At the end, as JSON: points and cursor.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print points and cursor as JSON at the end.")] = False,
 ) -> None:
-    """Send a job's metrics to another tool as they come, until the job ends. Ctrl-C ends this, and not the job."""
+    """Send a job's metrics to another tool as they come, until the job ends. Ctrl-C stops this, not the job."""
     from opentinker.sinks import open_sink
 
     api = client(url, patience_s=PATIENCE_S)
@@ -48,7 +48,7 @@ def send(api: Client, job_id: str, opened: Sink, after: int = 0) -> dict[str, An
             sent["points"], sent["cursor"] = sent["points"] + 1, point["cursor"]
         sent["state"] = api.job(job_id)["state"]
     except KeyboardInterrupt:
-        complain(f"the job goes on; --after {sent['cursor']} goes on here")
+        complain(f"the job continues; resume with --after {sent['cursor']}")
     finally:
         opened.close(sent["state"])
     return sent

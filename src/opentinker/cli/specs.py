@@ -30,10 +30,10 @@ Changes = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="SETTING=VALUE", help="Change a setting of the file: train.lr=1e-4. Repeatable."),
 ]
-WithOptimizer = Annotated[bool, typer.Option("--with-optimizer", help="And with the state of its optimizer.")]
+WithOptimizer = Annotated[bool, typer.Option("--with-optimizer", help="Also take the state of its optimizer.")]
 
 
-Steps = Annotated[int | None, typer.Option("--steps", help="Instead of the spec's train.steps.", min=1)]
+Steps = Annotated[int | None, typer.Option("--steps", help="Train this many steps instead of train.steps.", min=1)]
 
 
 def register(app: typer.Typer) -> None:
@@ -134,8 +134,8 @@ def _check_environment(spec: JobSpec) -> None:
 
 def validate(
     path: SpecFile,
-    quick: Annotated[bool, typer.Option("--quick", help="What is written alone: ask no server, play nothing.")] = False,
-    here: Annotated[bool, typer.Option("--here", help="On this machine, also where a server runs.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Check the file alone: ask no server, play nothing.")] = False,
+    here: Annotated[bool, typer.Option("--here", help="Check on this machine, even if a server runs.")] = False,
     changes: Changes = None,
     url: Url = None,
     as_json: AsJson = False,
@@ -207,7 +207,7 @@ def _any_bad(checks: list[Check]) -> bool:
 def _subject(spec: JobSpec) -> str:
     if spec.kind == "inference":
         workers = spec.resources.rollout_workers
-        return f"{workers} rollout worker{'s' if workers > 1 else ''}, for whoever asks"
+        return f"{workers} rollout worker{'s' if workers > 1 else ''}, on demand"
     if spec.kind == "eval":
         return f"{spec.environment.name}, {spec.evaluation.total} episodes"
     if spec.data is None:

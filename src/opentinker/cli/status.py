@@ -51,7 +51,7 @@ def free(
     url: Url = None,
     as_json: AsJson = False,
 ) -> None:
-    """Cancel the job that holds a worker, whosever it is (operators only)."""
+    """Cancel the job that holds a worker, of any tenant (operators only)."""
     freed = client(url).free_worker(worker)
     print_json(freed) if as_json else say(f"{freed['job']}  {freed['state']}; {freed['worker']} is free in a moment")
 
@@ -110,7 +110,7 @@ def _show_processes(state: dict[str, Any], data_dir: Any) -> None:
 
 def _show_cluster(found: dict[str, Any]) -> None:
     if found["error"]:
-        say(f"\nthe server does not say more: {found['error']}")
+        say(f"\nno answer from the server: {found['error']}")
         return
     say("")
     if found["workers"] is not None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from opentinker.cli.common import AsJson, assigned, complain, print_json, say
+from opentinker.shared.errors import plural
 
 if TYPE_CHECKING:
     from opentinker.envs.base import Environment
@@ -95,7 +96,7 @@ def play(
         print_json({"ended": tried.ended, "rewards": tried.rewards, "said": said})
         return
     totals = ", ".join(f"{f'{seat}: ' if seat else ''}{reward:g}" for seat, reward in tried.rewards.items())
-    say(f"{'done' if tried.ended else 'given up'} after {len(tried.said)} turns; reward {totals or 0}")
+    say(f"{'done' if tried.ended else 'given up'} after {plural(len(tried.said), 'turn')}; reward {totals or 0}")
 
 
 def _show(reply: SessionReply, shown: list[str]) -> None:

@@ -6,7 +6,7 @@ import asyncio
 import inspect
 import threading
 import weakref
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Coroutine, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -102,8 +102,15 @@ class Client(FetchingSync, GrantingSync, KnowingSync):
             )
         )
 
-    def jobs(self, limit: int = 100) -> list[JobSummary]:
-        return self._call(self._core.jobs(limit))
+    def jobs(
+        self,
+        limit: int = 100,
+        *,
+        states: Collection[str] | None = None,
+        kinds: Collection[str] | None = None,
+        name: str | None = None,
+    ) -> list[JobSummary]:
+        return self._call(self._core.jobs(limit, states=states, kinds=kinds, name=name))
 
     def job(self, id: str) -> Job:
         return self._call(self._core.job(id))

@@ -1,0 +1,67 @@
+"""`opentinker job JOB`: what it does now, what to type next, and its record."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+import typer
+
+from opentinker.cli.common import (
+    AsJson,
+    JobId,
+    Url,
+    as_typed,
+    client,
+    print_json,
+    print_table,
+    same_server,
+    say,
+    when,
+)
+
+SHORT = ("name", "kind", "model", "environment", "data", "endpoint", "priority")
+TIMES = ("created", "since", "updated", "finished", "deleted")
+
+
+def job(
+    job_id: JobId,
+    url: Url = None,
+    full: Annotated[
+        bool, typer.Option("--full", help="Everything that is known: workers, ledger, artifacts, spec.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Show what a job is doing now and what it waits for; --full shows its whole record."""
+    from opentinker.words import doing, next_commands
+
+    record: Mapping[str, Any] = client(url).job(job_id)
+    said = doing(record)
+    if as_json:
+        print_json({**record, "doing": said})
+        return
+    for sentence in said:
+        say(sentence)
+    for command in next_commands(record):
+        say(f"  {as_typed(*command, *same_server(url))}")
+    say("")
+    print_table(["field", "value"], _fields(record, full), empty="")
+    if record.get("result"):
+        say(f"\nresult of weights {record['result']['version']}")
+        values = record["result"]["values"]
+        print_table(["metric", "value"], [[name, f"{values[name]:.6g}"] for name in sorted(values)], empty="")
+    for part in ("ledger", "workers", "artifacts", "spec") if full else ():
+        if record.get(part):
+            say(f"\n{part}")
+            print_json(record[part])
+
+
+def _fields(record: Mapping[str, Any], full: bool) -> list[list[Any]]:
+    """Those that say something; times as dates."""
+    wanted = [
+        name
+        for name, value in record.items()
+        if not isinstance(value, dict | list) and value not in ("", None) and name != "id"
+    ]
+    names = ["id", *wanted] if full else [name for name in (*SHORT, "created", "finished") if name in wanted]
+    return [[name, when(record[name]) if name in TIMES else record[name]] for name in names]
