@@ -140,7 +140,7 @@ class Settings(BaseModel):
     """By tenant, its weight and quotas; `*` is for those that are not named. In a file `[tenants.acme]` with
     `weight = 2.0`, `running_jobs = 4`...; in an environment variable the same as JSON. See docs/scheduling.md."""
     inference_idle_s: Annotated[float, Field(gt=0)] | None = None
-    """An inference job that names no serving.idle_s of its own ends when nobody has asked it anything for so long; one
+    """An inference job that names no serving.idle_s of its own ends when it has been idle for so long; one
     with serving.sleep_s so long after it fell asleep. None: it goes on until it is completed or cancelled."""
     inference_lend_s: Annotated[float, Field(ge=0)] = 120.0
     """An inference job that has been idle for this long goes to sleep when a job of the same or a higher priority

@@ -42,7 +42,7 @@ def said(**changes: Any) -> str:
 def test_a_running_job_says_what_limits_it() -> None:
     words = said(metrics=trainer(0.8))
     assert "step 10 of 20" in words and "3 groups are being generated, 2 wait to be trained" in words
-    assert "1 groups came to nothing and were replaced: 1 stale." in words
+    assert "1 group discarded or failed, and replaced: 1 stale." in words
     assert "waits 80% of its time for trajectories: more rollout workers would help" in words
     idle = job_of()["ledger"] | {"running": 0}
     assert "max_staleness lets no group begin" in said(metrics=trainer(0.02), ledger=idle)
@@ -54,7 +54,7 @@ def test_who_waits_says_for_what() -> None:
     assert "in the queue, for 10 min now. It waits for a free trainer." in said(
         state="queued", step=0, waiting_for="a free trainer"
     )
-    assert "goes on from its last checkpoint (it was at step 10)" in said(state="queued")
+    assert "continues from its last checkpoint (it was at step 10)" in said(state="queued")
     worker = {"id": "rollout-0", "host": "here", "status": "loading"}
     assert "rollout-0 on here loads the model." in said(state="starting", workers=[worker])
     assert said(state="failed", reason="no room") == "It has failed at step 10 of 20: no room."
@@ -82,7 +82,7 @@ def commands(of: Any, above: tuple[str, ...] = ()) -> Iterator[tuple[str, set[st
 COMMANDS = dict(commands(typer.main.get_command(app)))
 
 
-@pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.parametrize("name", sorted(COMMANDS.keys() - {"help", "script"}))
 def test_every_command_speaks_json(name: str) -> None:
     assert "--json" in COMMANDS[name]
 

@@ -84,7 +84,7 @@ def _flow(job: Job, now: float) -> list[str]:
         why = ", ".join(
             f"{count} {name}" for name, count in {**ledger["discarded"], **ledger["failed"]}.items() if count
         )
-        said.append(f"{discarded + failed} groups were discarded or failed, and were replaced: {why}.")
+        said.append(f"{plural(discarded + failed, 'group')} discarded or failed, and replaced: {why}.")
     point = job["metrics"].get("trainer")
     if point is None or now - point["time"] > FRESH_S:
         last = "no step yet" if point is None else f"the last step was {_since(now - point['time'])} ago"

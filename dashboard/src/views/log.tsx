@@ -42,7 +42,7 @@ export function Log({ job, follow }: { job: JobDetail; follow: Follow | null }):
         <select aria-label="Level" value={level} onChange={(event) => setLevel(event.currentTarget.value)}>
           {LEVELS.slice(1).map((one) => (
             <option key={one} value={one}>
-              {one} and graver
+              {one} and above
             </option>
           ))}
         </select>

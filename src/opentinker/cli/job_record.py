@@ -20,7 +20,7 @@ from opentinker.cli.common import (
     when,
 )
 
-SHORT = ("name", "kind", "model", "environment", "data", "endpoint", "priority")
+SHORT = ("name", "kind", "model", "environment", "data", "endpoint", "asleep", "priority")
 TIMES = ("created", "since", "updated", "finished", "deleted")
 
 
@@ -63,5 +63,6 @@ def _fields(record: Mapping[str, Any], full: bool) -> list[list[Any]]:
         for name, value in record.items()
         if not isinstance(value, dict | list) and value not in ("", None) and name != "id"
     ]
-    names = ["id", *wanted] if full else [name for name in (*SHORT, "created", "finished") if name in wanted]
+    short = [name for name in (*SHORT, "created", "finished") if name in wanted and record[name] is not False]
+    names = ["id", *wanted] if full else short
     return [[name, when(record[name]) if name in TIMES else record[name]] for name in names]
