@@ -306,7 +306,7 @@ class Cluster:
         return self.processes[name].logged
 
 
-BESIDE_METRICS = {"epoch", "step", "time", "seqs", "trace"}
+BESIDE_METRICS = {"epoch", "step", "time", "seqs", "trace", "point"}
 """What else stands in a line of metrics.jsonl."""
 
 

@@ -53,6 +53,10 @@ def test_a_single_wrong_swap_is_heard_and_an_ordinary_one_is_not() -> None:
     assert not any(alarm.look({"swap/mismatch": value}) for value in usual)
     assert alarm.look({"swap/mismatch": 0.5}) == ["swap/mismatch"] and alarm.ringing
     assert alarm.look({"swap/mismatch": 0.01}) == [] and not alarm.ringing
+    alarm.look({"swap/mismatch": 0.5})
+    assert alarm.look({"entropy": 1.0}) == [] and alarm.ringing, "not every version is compared"
+    assert alarm.look({"swap/mismatch": 0.5}) == [], "still wrong, and told of before"
+    assert alarm.look({"swap/mismatch": 0.01}) == [] and not alarm.ringing
     exact = MismatchAlarm()
     assert not any(exact.look({"swap/mismatch": value}) for value in [1e-7] * 10 + [5e-6]), "rounding"
 

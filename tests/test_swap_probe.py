@@ -15,7 +15,7 @@ from opentinker.services.rollout_worker.engine import EngineError, Scores
 from opentinker.services.rollout_worker.taking import WeightTaker
 from opentinker.services.rollout_worker.toy_engine import ToyEngine
 from opentinker.services.trainer.alarm import MismatchAlarm
-from opentinker.services.trainer.torch_learner import PROBE_TOKENS, TorchLearner, probe_of
+from opentinker.services.trainer.torch_learner import PROBE_EVERY, PROBE_TOKENS, TorchLearner, probe_of
 from opentinker.shared.nn.transport import unpack
 from opentinker.shared.spec import ToySpec
 from opentinker.shared.store import Store
@@ -74,7 +74,9 @@ class Swaps:
         probe = None
         version = WeightVersion(1, step)
         if self.learner is not None and isinstance(self.engine, Loading):
-            self.learner.step(random_groups(step, groups=2), WeightVersion(1, step - 1))
+            groups = random_groups(step, groups=2)
+            self.learner.step(groups, WeightVersion(1, step - 1))
+            self.learner.probed = probe_of(groups)  # of each version, to be quick
             snapshot = self.learner.snapshot(version)
             self.engine.sent, probe = dict(unpack(snapshot.manifest, snapshot.buckets)), snapshot.probe
         command = SwapCommand(
@@ -170,6 +172,18 @@ def test_a_snapshot_says_what_its_weights_compute(tiny: Path, lora: dict[str, An
         )
     again = learner.snapshot(WeightVersion(1, 1)).probe
     assert again == probe
+
+
+def test_few_versions_are_compared(tiny: Path) -> None:
+    """The pass over the probe is 4 % of a step of the smallest models."""
+    learner = TorchLearner(torch_spec(tiny))
+    learner.load(None)
+    compared = []
+    for step in range(1, 2 * PROBE_EVERY + 2):
+        learner.step(random_groups(step), WeightVersion(1, step - 1))
+        if learner.snapshot(WeightVersion(1, step)).probe is not None:
+            compared.append(step)
+    assert compared == [1, 1 + PROBE_EVERY, 1 + 2 * PROBE_EVERY]
 
 
 def test_a_probe_is_short_and_leaves_room_for_a_token() -> None:

@@ -6,8 +6,6 @@ import sys
 from opentinker.services.env_worker.service import serve
 from opentinker.shared.service import main
 
-if os.getcwd() not in sys.path:
-    sys.path.append(
-        os.getcwd()
-    )  # for environments given as module:Class; last, so that no folder there hides a package
+if os.getcwd() not in sys.path:  # for environments given as module:Class; last, so that nothing there hides a package
+    sys.path.append(os.getcwd())
 main("env-worker", serve)

@@ -76,9 +76,9 @@ class ReferenceForward:
         self._bell = Bell()
         self._scored: asyncio.Queue[Work] = asyncio.Queue()
         self._readers: set[str] = set()
+        """Jobs that are read."""
         self._checked: set[str] = set()
         """Jobs that may read the models they name, when their first group came; asked again of what is loaded."""
-        """Jobs that are read."""
         self._full_until: dict[str, float] = {}
         """Jobs for whose last group the stream had no room."""
         self.log = structlog.get_logger()

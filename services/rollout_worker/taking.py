@@ -1,8 +1,8 @@
 """A rollout worker's end of SWAP: weights of one job, taken through its trainer's weight group.
 
 swap handler   answers SWAP: join the weight group, receive a version, say hello
-probe          after each version has the engine compute what the trainer computed of a few tokens; how far the two
-               differ goes with the answer to the next version, so that no swap waits for it
+probe          has the engine compute, after a version that has one, what the trainer computed of a few tokens; how far
+               the two differ goes with the answer to the next version, so that no swap waits for it
 """
 
 from __future__ import annotations

@@ -66,7 +66,9 @@ class MismatchAlarm:
             if name in values:
                 window.append(values[name])
         now = {name for name, window in self.windows.items() if len(window) == WINDOW and grows(window)}
-        if SWAPS in values and jumps(self.windows[SWAPS]):
+        if SWAPS not in values:  # nothing has been compared since
+            now |= self.ringing & {SWAPS}
+        elif jumps(self.windows[SWAPS]):
             now.add(SWAPS)
         began = sorted(now - self.ringing)
         self.ringing = now
