@@ -42,6 +42,7 @@ def typed(*arguments: object) -> subprocess.CompletedProcess[str]:
     """The same in this process: it need not start one and import everything again."""
     argv = ["opentinker", *map(str, arguments)]
     out, err, code = io.StringIO(), io.StringIO(), 0
+    before = structlog.get_config()
     with (
         patch.dict(os.environ, environ(), clear=True),
         patch.object(sys, "argv", argv),
@@ -53,7 +54,7 @@ def typed(*arguments: object) -> subprocess.CompletedProcess[str]:
         except SystemExit as end:
             code = int(end.code or 0)
         finally:
-            structlog.reset_defaults()  # a command may have sent its log where nothing is any more
+            structlog.configure(**before)  # a command may have sent its log where nothing is any more
     return subprocess.CompletedProcess(argv, code, out.getvalue(), err.getvalue())
 
 

@@ -6,9 +6,11 @@ import asyncio
 import io
 import os
 import subprocess
+import sys
 
 import orjson
 import pytest
+import structlog
 
 from opentinker import AsyncClient
 from opentinker.cli import common
@@ -23,8 +25,10 @@ from tests.test_cli import typed
 
 
 @pytest.fixture
-def on(client: AsyncClient, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def on(client: AsyncClient, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> list[str]:
     monkeypatch.setenv("OPENTINKER_API_KEY", OPERATOR)
+    structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.__stderr__))  # the scheduler is in this process
+    request.addfinalizer(structlog.reset_defaults)
     return ["--url", client.url]
 
 
