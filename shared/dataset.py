@@ -7,7 +7,7 @@ where they are needed alone. Blocking: call it in a thread.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple, Protocol
@@ -196,7 +196,12 @@ def _hub(id: str, subset: str | None, split: str) -> Rows:
         import datasets
 
     try:
-        found = datasets.load_dataset(id, subset, split=split)
+        builder = datasets.load_dataset_builder(id, subset)
+        _refuse_files_off_hub(id, builder.config.data_files or {})
+        builder.download_and_prepare()
+        found = builder.as_dataset(split)
+    except RowError:
+        raise
     except (OSError, ValueError, KeyError, RuntimeError, datasets.exceptions.DatasetsError) as error:
         said = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise RowError(
@@ -204,3 +209,11 @@ def _hub(id: str, subset: str | None, split: str) -> Rows:
             f"(split {split!r}): {said}"
         ) from error
     return TableRows(f"{id}, split {split}", found.with_format("arrow")[:])
+
+
+def _refuse_files_off_hub(id: str, files: Mapping[Any, Sequence[str]]) -> None:
+    """Raises RowError if any is on this machine: an id such as `text` is a format, of which `datasets` reads all files
+    below the working directory, and a data set of the hub may name whatever path its author likes."""
+    for name in (name for names in files.values() for name in names):
+        if not name.rpartition("::")[2].startswith(("hf://", "https://")):
+            raise RowError(f"{id!r} is no data set of the hub alone: its rows would be read from files of this machine")

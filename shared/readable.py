@@ -39,7 +39,8 @@ MOST_NAME_BYTES = 255
 MOST_ENTRIES = 100_000
 """Of a directory that a job names, and of the directories in it."""
 DEPTH = 2
-TOKENIZER_CONFIG = "tokenizer_config.json"
+TOKENIZER_CONFIG, INDEX = "tokenizer_config.json", ".index.json"
+"""Files of a model that name other files: transformers opens those wherever they are."""
 MOST_CONFIG_BYTES = 64 << 20
 SHOWN = 200
 """Characters of a wrong text."""
@@ -87,8 +88,13 @@ class Readable:
         """What keeps the models and rows of a spec from being opened, by what is there."""
         found = []
         for field, text in _opened_by(spec):
-            path = rows_path(text) if field.startswith("data.") else local_path(text)
-            if path is not None and (why := self.why_closed(path)):
+            if field.startswith("data."):
+                path = rows_path(text)
+                places = [] if path is None else [path]
+            else:
+                path = local_path(text)
+                places = _downloaded(text) if path is None else [path]
+            if why := next(filter(None, map(self.why_closed, places)), ""):
                 found.append({"field": field, "value": text[:SHOWN], "problem": why})
         return found
 
@@ -100,48 +106,55 @@ class Readable:
         """Why this file or directory, or what is in it, may not be opened; empty: it may be, or there is nothing."""
         place = resolved(path, self._here)
         try:
-            return self.refusal(place) or self._why_closed(place, DEPTH, iter(range(MOST_ENTRIES)))
+            return self.refusal(place) or self._why_closed(place, place, DEPTH, iter(range(MOST_ENTRIES)))
         except OSError:  # nothing is there, or it may not be looked at: whoever opens it says so
             return ""
 
-    def _why_closed(self, place: Path, depth: int, budget: Iterator[int]) -> str:
-        """Links lead out of a directory: each is judged by where it leads. Raises OSError."""
+    def _why_closed(self, place: Path, called: Path, depth: int, budget: Iterator[int]) -> str:
+        """Links lead out of a directory: each is judged by where it leads. `called`: the link, or the same; its name
+        is what loaders go by. Raises OSError."""
         mode = place.stat().st_mode
         if not stat.S_ISDIR(mode):
-            if not stat.S_ISREG(mode):
-                return NO_FILE
-            return self._why_tokenizer_closed(place) if place.name == TOKENIZER_CONFIG else ""
+            return self._why_named_closed(place, called) if stat.S_ISREG(mode) else NO_FILE
         with os.scandir(place) as entries:
             for entry in entries:
                 if next(budget, None) is None:
                     return f"holds more than {MOST_ENTRIES} files: give a directory of a model or a data set alone"
-                inner = Path(entry.path)
+                link = inner = Path(entry.path)
                 if entry.is_symlink():
-                    inner = resolved(inner)
+                    inner = resolved(link)
                     if why := self.refusal(inner):
                         return f"holds {entry.name!r}, which {why}"
                 if entry.is_dir() and not depth:
                     continue
                 try:
-                    why = self._why_closed(inner, depth - 1, budget)
+                    why = self._why_closed(inner, link, depth - 1, budget)
                 except OSError:
                     continue
-                if why and inner.name != TOKENIZER_CONFIG:
-                    why = f"holds {entry.name!r}, which {why}"
                 if why:
-                    return why
+                    return why if _names_files(link) else f"holds {entry.name!r}, which {why}"
         return ""
 
-    def _why_tokenizer_closed(self, file: Path) -> str:
-        """Its entries `..._file` say where transformers reads vocabularies from."""
+    def _why_named_closed(self, file: Path, called: Path) -> str:
+        """Of a file that says where transformers reads weights or vocabularies from."""
+        if not _names_files(called):
+            return ""
         if file.stat().st_size > MOST_CONFIG_BYTES:
-            return f"has a {file.name} of more than {MOST_CONFIG_BYTES >> 20} MiB"
+            return f"has a {called.name} of more than {MOST_CONFIG_BYTES >> 20} MiB"
         try:
             config = orjson.loads(file.read_bytes())
         except orjson.JSONDecodeError:
             return ""  # the loader says so
-        named = {key: text for key, text in config.items() if key.endswith("_file")} if isinstance(config, dict) else {}
-        return next((f"has a {file.name} whose {m['field']} {m['problem']}" for m in self.mistakes_in(named)), "")
+        if not isinstance(config, dict):
+            return ""
+        if called.name == TOKENIZER_CONFIG:
+            named = {key: text for key, text in config.items() if isinstance(text, str) and key != "name_or_path"}
+            return next((f"has a {called.name} whose {m['field']} {m['problem']}" for m in self.mistakes_in(named)), "")
+        weights = config.get("weight_map")
+        for name in {text for text in weights.values() if isinstance(text, str)} if isinstance(weights, dict) else ():
+            if why := self.refusal(resolved(called.parent / name)):
+                return f"has a {called.name} that names {name[:SHOWN]!r}, which {why}"
+        return ""
 
     def _leads_nowhere(self, text: str) -> bool:
         """Most texts are no paths: that their first part is not here is told sooner than where they lead."""
@@ -201,6 +214,19 @@ def _opened_by(data: Any) -> list[tuple[str, str]]:
     """Fields of a spec that name files or directories of this machine, or something of a hub, and what they say."""
     named = re.compile(r"(model|teacher|value_model|reward_models\.[0-9]+)\.base|data\.(path|validation)")
     return [(field, text) for field, text in texts_in(data) if named.fullmatch(field)]
+
+
+def _names_files(path: Path) -> bool:
+    return path.name == TOKENIZER_CONFIG or path.name.endswith(INDEX)
+
+
+def _downloaded(hub_id: str) -> list[Path]:
+    """Where the hub's client keeps what it has downloaded of a model: strangers wrote what its files name."""
+    try:
+        from huggingface_hub.constants import HF_HUB_CACHE
+    except ImportError:
+        return []  # then nobody downloads here
+    return sorted(Path(HF_HUB_CACHE, f"models--{hub_id.replace('/', '--')}", "snapshots").glob("*"))
 
 
 async def readable_by(store: Store, settings: Settings, tenant: str, data: Any) -> Readable:

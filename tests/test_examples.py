@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import lzma
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import datasets
@@ -100,14 +101,24 @@ def test_what_is_not_there_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_hub_ids_are_loaded_by_subset_and_split(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 
-    def load_dataset(*names: Any, split: str) -> datasets.Dataset:
-        asked.append((*names, split))
-        return datasets.Dataset.from_list(ROWS)
+    class Builder:
+        def __init__(self, id: str, subset: str | None) -> None:
+            self.names = (id, subset)
+            files = {"train": ["/etc/passwd"] if id == "thief/set" else ["zip://a.csv::hf://datasets/owner/set/a.zip"]}
+            self.config = SimpleNamespace(data_files=files)
 
-    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+        def download_and_prepare(self) -> None: ...
+
+        def as_dataset(self, split: str) -> datasets.Dataset:
+            asked.append((*self.names, split))
+            return datasets.Dataset.from_list(ROWS)
+
+    monkeypatch.setattr(datasets, "load_dataset_builder", Builder)
     examples = make("owner/set", subset="main", split="test", validation="owner/set")
     assert said(examples.train) == said(examples.validation) == [f"{n}{END}" for n in range(3)]
     assert asked == [("owner/set", "main", "test"), ("owner/set", "main", "validation")]
+    with pytest.raises(JobFailed, match="files of this machine"):
+        make("thief/set")
     with pytest.raises(JobFailed, match="only hub ids have subsets"):
         make(tmp_path, subset="main")
 

@@ -21,10 +21,12 @@ from opentinker.services.scheduler.submission import submit
 from opentinker.services.trainer.record import Record
 from opentinker.services.trainer.supervised import SupervisedJob
 from opentinker.shared.config import Settings
+from opentinker.shared.dataset import open_rows
 from opentinker.shared.env_client import EnvClient
 from opentinker.shared.errors import JobFailed, SpecError
 from opentinker.shared.leasing import LeasedWorker
 from opentinker.shared.readable import Readable, check_opened, opening, readable_by, resolved
+from opentinker.shared.rows import RowError
 from opentinker.shared.service import Context
 from opentinker.shared.spec import parse_spec
 from opentinker.shared.store import Store
@@ -251,6 +253,40 @@ def test_what_is_no_file_and_what_leads_out_of_a_directory_is_refused(machine: M
     entries["vocab_file"] = str(machine.home / "jobs" / OTHER / "metrics.jsonl")
     (model / "tokenizer_config.json").write_bytes(orjson.dumps(entries))
     assert "vocab_file is kept by the server" in why(model)
+    (model / "tokenizer_config.json").rename(tmp_path / "renamed.json")
+    (model / "tokenizer_config.json").symlink_to(tmp_path / "renamed.json")
+    assert "vocab_file is kept by the server" in why(model), "loaders go by the link's name"
+    (model / "tokenizer_config.json").unlink()
+    weights = os.path.relpath(machine.home / "jobs" / OTHER / "checkpoints" / "model.safetensors", resolved(model))
+    shards = {"weight_map": {"a": "model.safetensors", "b": weights}}
+    (model / "model.safetensors.index.json").write_bytes(orjson.dumps(shards))
+    assert "has a model.safetensors.index.json that names" in why(model) and "kept by the server" in why(model)
+    shards["weight_map"]["b"] = "model.safetensors"
+    (model / "model.safetensors.index.json").write_bytes(orjson.dumps(shards))
+    assert why(model) == ""
+
+
+def test_what_a_model_of_the_hub_names_is_judged_once_it_is_downloaded(
+    machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    place = tmp_path / "hub" / "models--some--model"
+    (place / "blobs").mkdir(parents=True)
+    (place / "snapshots" / "0123").mkdir(parents=True)
+    blob = place / "blobs" / "4567"
+    (place / "snapshots" / "0123" / "tokenizer_config.json").symlink_to(blob)
+    for stolen, wrong in ((tmp_path / "vocab.txt", 0), (machine.home / "run" / "operator-key", 1)):
+        blob.write_bytes(orjson.dumps({"vocab_file": str(stolen)}))
+        assert len(machine.readable.mistakes_in(sft("rows.jsonl", "some/model"), files=True)) == wrong
+
+
+def test_a_format_is_no_data_set_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`datasets` takes `text` for all files below the working directory."""
+    (tmp_path / "data" / "run").mkdir(parents=True)
+    (tmp_path / "data" / "run" / "operator-key").write_text("canary\n")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(RowError, match="'text' is no data set of the hub alone"):
+        open_rows("text", None, "train")
 
 
 @pytest.mark.parametrize("place", ["fifo.jsonl", "/dev/zero", "/dev/stdin", "/proc/self/environ", "socket"])
