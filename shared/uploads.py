@@ -27,6 +27,7 @@ from opentinker.shared.errors import SpecError
 
 PREFIX = "upload:"
 NAME = r"[a-z0-9][a-z0-9_-]{0,62}"
+NAME_RULE = "must be lower case letters, digits, - and _, at most 63; give one with --name"
 DESCRIPTION, PROJECT = "environment.toml", "pyproject.toml"
 LOCKS = ("requirements.lock", "uv.lock")
 MOST_TOML, MOST_LOCK = 1 << 16, 1 << 22
@@ -159,7 +160,7 @@ def read_package(files: Path, name: str = "") -> Package:
         wrong(f"{source}: {key}", own[key], f"is not known here; known are: {', '.join(sorted(KEYS))}")
     name = name or _text(own.get("name")) or canonicalize_name(_text(project.get("name")))
     if not re.fullmatch(NAME, name):
-        wrong("name", name, "must be lower case letters, digits, - and _, at most 63; give one with --name")
+        wrong("name", name, NAME_RULE)
     path = own.get("class")
     root = "src" if (files / "src").is_dir() else ""
     if not isinstance(path, str) or not _CLASS.fullmatch(path):

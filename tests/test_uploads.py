@@ -209,6 +209,21 @@ def test_what_is_no_tar_is_refused(held: Uploads) -> None:
         receive(held, b"PK" * 5000)
 
 
+@pytest.mark.parametrize("name", ["a\0b", "\ud800", "-m", "x" * 64])
+def test_a_name_that_no_process_can_be_told_is_refused(held: Uploads, tmp_path: Path, name: str) -> None:
+    with pytest.raises(SpecError, match="must be lower case letters"):
+        keep(held, package(tmp_path / "x"), name)
+
+
+def test_a_package_is_unpacked_beside_a_directory_called_like_ours(
+    held: Uploads, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "checkout" / "opentinker").mkdir(parents=True)
+    (tmp_path / "checkout" / "opentinker" / "__init__.py").touch()
+    monkeypatch.chdir(tmp_path / "checkout")
+    assert keep(held, package(tmp_path / "x"))[1]
+
+
 def test_packing_sends_plain_files_alone(tmp_path: Path) -> None:
     place = package(tmp_path / "x")
     for made in (".git/config", "__pycache__/small.pyc", ".venv/bin/python", "data/levels.txt"):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import resource
 import shutil
 import subprocess
@@ -55,7 +56,10 @@ def unpack(tar: IO[bytes], directory: Path, most_bytes: int, name: str) -> tuple
     """Blocking, in a process of its own: files below `directory`, what they describe, and their digest. `name` goes
     before the one that the package gives itself. Raises SpecError for whatever is wrong with the tar or the package,
     OSError for the disk."""
-    argv = [sys.executable, "-m", __name__, str(directory), str(most_bytes), name]
+    if name and not re.fullmatch(uploads.NAME, name):
+        raise SpecError([{"field": "name", "value": name[:100], "problem": uploads.NAME_RULE}])
+    # -P: nothing in the working directory is taken for a package of ours
+    argv = [sys.executable, "-P", "-m", __name__, str(directory), str(most_bytes), name]
     try:
         ended = subprocess.run(argv, stdin=tar, capture_output=True, timeout=WAIT_S, check=False)
     except subprocess.TimeoutExpired:
