@@ -142,16 +142,13 @@ class Readable:
         if file.stat().st_size > MOST_CONFIG_BYTES:
             return f"has a {called.name} of more than {MOST_CONFIG_BYTES >> 20} MiB"
         try:
-            config = orjson.loads(file.read_bytes())
+            told = orjson.loads(file.read_bytes())
         except orjson.JSONDecodeError:
             return ""  # the loader says so
-        if not isinstance(config, dict):
-            return ""
         if called.name == TOKENIZER_CONFIG:
-            named = {key: text for key, text in config.items() if isinstance(text, str) and key != "name_or_path"}
+            named = {key: text for key, text in _texts_of(told).items() if key != "name_or_path"}
             return next((f"has a {called.name} whose {m['field']} {m['problem']}" for m in self.mistakes_in(named)), "")
-        weights = config.get("weight_map")
-        for name in {text for text in weights.values() if isinstance(text, str)} if isinstance(weights, dict) else ():
+        for name in set(_texts_of(told.get("weight_map") if isinstance(told, dict) else None).values()):
             if why := self.refusal(resolved(called.parent / name)):
                 return f"has a {called.name} that names {name[:SHOWN]!r}, which {why}"
         return ""
@@ -218,6 +215,10 @@ def _opened_by(data: Any) -> list[tuple[str, str]]:
 
 def _names_files(path: Path) -> bool:
     return path.name == TOKENIZER_CONFIG or path.name.endswith(INDEX)
+
+
+def _texts_of(table: Any) -> dict[str, str]:
+    return {key: text for key, text in table.items() if isinstance(text, str)} if isinstance(table, dict) else {}
 
 
 def _downloaded(hub_id: str) -> list[Path]:
