@@ -102,6 +102,22 @@ def test_environments_and_the_command_line_need_one_extra() -> None:
     assert "it can be trained" in done.stdout, done.stderr
 
 
+def test_published_scripts_need_one_extra() -> None:
+    (own,) = [line for line in PROJECT["optional-dependencies"]["published"] if line.startswith("opentinker[")]
+    extras = Requirement(own).extras
+    imports = "import opentinker.client.utils.http_training_client, opentinker.environment.math, pyarrow.parquet\n"
+    done = with_packages_of(
+        *extras,
+        run=imports + "import sys\nsys.argv = ['', 'script', 'x.py']\nfrom opentinker.command import main\nmain()",
+    )
+    assert "x.py: there is no such file" in done.stderr, done.stderr
+    graded = (
+        "from opentinker.client.utils.utils import math_reward_function as f\nprint(f('math', '\\\\boxed{1/2}', '0.5'))"
+    )
+    done = with_packages_of(*extras, run=graded)
+    assert done.stdout == "1.0\n", done.stderr
+
+
 def test_the_command_line_without_its_extra_says_what_to_install() -> None:
     done = with_packages_of(run="from opentinker.command import main\nmain()")
     assert done.returncode == 1

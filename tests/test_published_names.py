@@ -143,6 +143,7 @@ CONSTANTS = {
 }
 REFUSED = {
     "client.utils.http_training_client:HTTPTrainingClient": "ServiceClient",
+    "client.utils.http_training_client:ServiceClient.upload_reward_function": "step()",
     "client.utils.utils:serialize_dataproto": "fit",
     "client.utils.utils:deserialize_dataproto": "fit",
     "client.utils.utils:prepare_dataset": "data_paths",
