@@ -202,6 +202,9 @@ class Settings(BaseModel):
     job that has none yet gets one even where all are taken, up to four times as many in all."""
     env_sessions_per_child: Annotated[int, Field(gt=0)] = 8
     """Sessions that share one such process; it plays one call at a time."""
+    env_import_timeout_s: Annotated[float, Field(gt=0, le=3600)] = 120.0
+    """For the import of an environment's module, the check of its config, and before that the start of the process, or
+    the installation of an upload, that plays it. An episode's own time, rollout.episode_timeout_s, begins after it."""
     env_modules: bool = False
     """Allow environments named `module:Class`, importable by the env worker (operator-written code)."""
     env_tool_commands: bool = False

@@ -12,7 +12,8 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager, nullcontext
 
 import msgspec
 import structlog
@@ -21,6 +22,7 @@ from opentinker.shared.bus import Bus, NoReply, NoResponders
 from opentinker.shared.codec import WireError
 from opentinker.shared.sessions import (
     AWAY_S,
+    IMPORTED,
     OPEN,
     REMOTE,
     SERVED,
@@ -43,6 +45,10 @@ OPENING_S = 2.5
 job are gone within its 5 s."""
 ASKED_AT_ONCE = 256
 """Opens that one client has not been answered yet: large groups open in portions."""
+IMPORT_MOST_S = 3600.0
+"""Of env_import_timeout_s; no worker is believed that says more."""
+LATE_S = 2.0
+"""An env worker's own deadline comes first: its words say what was late."""
 IN_LINE_S = 2.0
 """At one full env worker, before another is asked: a place there is taken the moment it is free."""
 
@@ -88,12 +94,17 @@ class EnvClient:
         policy: Policy = UNKNOWN,
         tools: list[dict[str, object]] | None = None,
         tool_turns: int = 1,
+        importing: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> SessionReply:
-        """Gives up a little before the deadline, with the reason why no session could be had."""
+        """Gives up a little before the deadline, with the reason why no session could be had.
+
+        `importing`: around the import of the environment, which does not count; its deadline is the env worker's.
+        """
         deadline = time.monotonic() + deadline_s
         give_up = deadline - min(1.0, 0.1 * deadline_s)
         pause, why = 0.02, "it did not answer in time"
         call, keys, nobody = self._way(environment, isolation)
+        imported_s = 0.0
         request = OpenSession(
             job=job,
             session=session,
@@ -105,7 +116,7 @@ class EnvClient:
             deadline_s=deadline_s,
             tools=tools or [],
             tool_turns=tool_turns,
-            answer_within_s=min(OPENING_S, 0.5 * self._ask_s),
+            answer_within_s=0.0,
             policy=policy,
             own_jobs=self._own_jobs,
             owner=self._owner,
@@ -117,10 +128,22 @@ class EnvClient:
                     now = time.monotonic()
                     within_s = max(0.0, min(self._ask_s, give_up - now))
                     room_s = min(IN_LINE_S, 0.25 * self._ask_s, max(0.0, 0.5 * (give_up - now)))
-                    request = msgspec.structs.replace(request, deadline_s=deadline - now, room_within_s=room_s)
+                    request = msgspec.structs.replace(
+                        request,
+                        deadline_s=deadline - now,
+                        room_within_s=room_s,
+                        answer_within_s=min(OPENING_S, 0.5 * within_s),
+                    )
                     reply = await self._ask(call, request, within_s, keys)
+                if reply.opening and reply.importing_s > 0.0:
+                    most_s = max(0.0, min(reply.importing_s + LATE_S, IMPORT_MOST_S - imported_s))
+                    began = time.monotonic()
+                    with importing():
+                        reply = await self._outcome(reply.worker, session, IMPORTED, most_s)
+                    took_s = time.monotonic() - began
+                    imported_s, deadline, give_up = imported_s + took_s, deadline + took_s, give_up + took_s
                 if reply.opening:
-                    reply = await self._opened(reply.worker, session, give_up - time.monotonic())
+                    reply = await self._outcome(reply.worker, session, OPEN, give_up - time.monotonic())
                 if reply.failure != Ending.ENV_LOST and not reply.busy:
                     return reply
                 why = "all env workers are full" if reply.busy else reply.error
@@ -168,11 +191,12 @@ class EnvClient:
         name = REMOTE if is_url(environment) else environment
         return ENV_OPEN, {"environment": name}, "no env worker serves it"
 
-    async def _opened(self, worker: str, session: str, within_s: float) -> SessionReply:
-        """What the open came to on the worker that has begun it; a session given up is closed there."""
+    async def _outcome(self, worker: str, session: str, turn: int, within_s: float) -> SessionReply:
+        """What the open, or the import before it, came to on the worker that has begun it; a session given up is closed
+        there."""
         try:
             async with asyncio.timeout(within_s):
-                return await self.step(worker, StepSession(session=session, turn=OPEN, text="", stop=StopReason.EOS))
+                return await self.step(worker, StepSession(session=session, turn=turn, text="", stop=StopReason.EOS))
         except TimeoutError:
             await self.close(worker=worker, session=session)
             return _failed(worker, Ending.ENV_LOST, "it did not answer in time")

@@ -50,6 +50,12 @@ def failure(worker: str, ending: Ending, error: str) -> SessionReply:
     return SessionReply(worker=worker, failure=ending, error=text)
 
 
+def late_import(worker: str, within_s: float) -> SessionReply:
+    """Of a worker that has given up an import: `within_s` is its deadline."""
+    why = f"the environment was not imported within {within_s:g} s (operator setting env_import_timeout_s)"
+    return failure(worker, Ending.ENV_TIMEOUT, why)
+
+
 def _problem(reply: SessionReply) -> str:
     """The first that is wrong, in words; empty if nothing is."""
     size = size_of(reply.messages, reply.tools, reply.stop, reply.prompt_text)

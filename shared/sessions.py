@@ -9,6 +9,7 @@ import msgspec
 from opentinker.shared.types import Ending, Message, StopReason, Tool, ToolCall
 
 OPEN = -1
+IMPORTED = -2
 Isolation = Literal["process", "sandbox"]
 """`process`: in the env worker, or in a child process where the environment says that it blocks: for what the operator
 wrote. `sandbox`: in a child process that sees nothing of this machine (shared/sandbox.py)."""
@@ -51,9 +52,10 @@ class OpenSession(msgspec.Struct, frozen=True, kw_only=True):
     row: int
     seed: int
     deadline_s: float
-    """Seconds the whole episode may take, from now."""
+    """Seconds the whole episode may take, from when its environment has been imported."""
     answer_within_s: float
-    """If the environment takes longer to open, the worker answers `opening`, and is asked for the turn OPEN."""
+    """If the environment takes longer to open, the worker answers `opening`, and is asked for the turn OPEN; for the
+    turn IMPORTED before that, if it is being imported."""
     room_within_s: float = 0.0
     """How long a full env worker keeps the request in line for a place before it answers `busy`."""
     policy: Policy = Policy()
@@ -73,7 +75,7 @@ class StepSession(msgspec.Struct, frozen=True, kw_only=True):
     session: str
     turn: int
     """0, 1, 2... over all seats: a repeated turn is answered from memory, never played twice. OPEN: what the open came
-    to."""
+    to. IMPORTED: answered when the environment has been imported, with `opening`, or what the open came to."""
     seat: str = ""
     """Who acts: the seat that the last reply named."""
     text: str
@@ -134,6 +136,8 @@ class SessionReply(msgspec.Struct, frozen=True, kw_only=True):
     """The worker is full: try another."""
     opening: bool = False
     """The worker has the session, and its environment takes its time to open."""
+    importing_s: float = 0.0
+    """With `opening`, while the environment is being imported: seconds after which the worker gives that up."""
 
 
 class EnvCheck(msgspec.Struct, frozen=True, kw_only=True):

@@ -9,7 +9,8 @@ waiting point.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import structlog
@@ -117,3 +118,16 @@ async def put_down(*tasks: asyncio.Task[Any] | None) -> None:
             log.info("failed_while_put_down", task=ended.get_name(), error=f"{type(error).__name__}: {error}")
     if cancelled:
         raise asyncio.CancelledError
+
+
+@contextmanager
+def stopped(clock: asyncio.Timeout) -> Iterator[None]:
+    """The time in which this is open does not count."""
+    loop, until = asyncio.get_running_loop(), clock.when()
+    assert until is not None
+    left_s = until - loop.time()
+    clock.reschedule(None)
+    try:
+        yield
+    finally:
+        clock.reschedule(loop.time() + left_s)

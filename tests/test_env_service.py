@@ -7,8 +7,10 @@ import os
 import signal
 import subprocess
 import sys
+import time
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -189,6 +191,37 @@ async def test_who_gives_up_in_line_leaves_no_session_behind(workers: Workers, c
     assert third.failure is None
     await client.close(worker=third.worker, session="third")
     assert not client._given_up
+
+
+async def test_import_has_a_deadline_of_its_own_for_who_waits(
+    client: EnvClient, workers: Workers, tmp_path: Path
+) -> None:
+    waiting = "import time\nfrom pathlib import Path\nwhile not Path({!r}).exists():\n    time.sleep(0.01)\n{}"
+    gate, kind = tmp_path / "gate", "from tests.env_samples import Counting"
+    (tmp_path / "slowly_imported.py").write_text(waiting.format(str(gate), kind))
+    (tmp_path / "never_imported.py").write_text(waiting.format(str(tmp_path / "none"), kind))
+    places = os.pathsep.join([PYTHONPATH, str(tmp_path)])
+    await workers.start("env-0", PYTHONPATH=places, OPENTINKER_ENV_IMPORT_TIMEOUT_S="5")
+    began, deadline_s = time.monotonic(), 3.0
+    clocks: list[str] = []
+
+    @contextmanager
+    def stopped() -> Iterator[None]:
+        clocks.append("stopped")
+        yield
+        clocks.append("goes on")
+
+    slow = opening("slow", "slowly_imported:Counting", deadline_s) | {"importing": stopped}
+    opened = asyncio.create_task(client.open(**slow))
+    hung = asyncio.create_task(client.open(**opening("hung", "never_imported:Counting", deadline_s=1.0)))
+    await until(lambda: time.monotonic() > began + deadline_s)
+    assert clocks == ["stopped"]
+    gate.touch()
+    reply = await opened
+    assert reply.failure is None and clocks == ["stopped", "goes on"]
+    assert (await client.step(*guess(reply, "slow"))).reward == 1.0
+    late = await hung
+    assert late.failure == Ending.ENV_TIMEOUT and "was not imported within 5 s" in late.error
 
 
 async def test_open_without_any_worker_says_so(client: EnvClient) -> None:

@@ -7,6 +7,7 @@ import os
 import socket
 import sys
 import threading
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from importlib import invalidate_caches
 from pathlib import Path
@@ -28,7 +29,7 @@ from opentinker.services.env_worker.worker import Sessions
 from opentinker.shared import codec
 from opentinker.shared.errors import SpecError
 from opentinker.shared.replies import OBSERVATION_BYTES, PROMPT_IDS, sound
-from opentinker.shared.sessions import OPEN, CloseSession, EnvCheck, OpenSession, SessionReply, StepSession
+from opentinker.shared.sessions import IMPORTED, OPEN, CloseSession, EnvCheck, OpenSession, SessionReply, StepSession
 from opentinker.shared.telemetry import REGISTRY
 from opentinker.shared.types import Ending, Message, StopReason
 from tests import env_samples
@@ -126,7 +127,7 @@ async def test_a_repeat_that_is_given_up_does_not_disturb_the_turn(sessions: Ses
     assert (await playing).failure == Ending.ENV_TIMEOUT
 
 
-@pytest.mark.parametrize("turn", [-2, 1, 2, 10**9])
+@pytest.mark.parametrize("turn", [-3, 1, 2, 10**9])
 async def test_turn_out_of_order_is_refused_and_the_session_goes_on(sessions: Sessions, turn: int) -> None:
     await sessions.open(opening())
     refused = await sessions.step(step(turn))
@@ -427,12 +428,13 @@ while not Path({str(gate)!r}).exists():
 
 
 async def test_an_import_that_never_ends_times_out_and_blocks_nobody(
-    sessions: Sessions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    sessions = Sessions("w", limit=8, resolver=Resolver(modules=True), import_timeout_s=0.3)
     code = "import threading\nEND = threading.Event()\nEND.wait(30)\n"
     write_module(tmp_path, "endless_module", code)
     monkeypatch.syspath_prepend(str(tmp_path))
-    endless = opening(session="endless", environment="endless_module:X", deadline_s=0.3)
+    endless = opening(session="endless", environment="endless_module:X")
     reply, other = await asyncio.gather(sessions.open(endless), sessions.open(opening(session="other")))
     assert (reply.failure, other.failure) == (Ending.ENV_TIMEOUT, None)
     sys.modules["endless_module"].END.set()
@@ -486,6 +488,89 @@ async def test_a_module_that_raises_is_explained_and_tried_again(
 def write_module(directory: Path, name: str, code: str) -> None:
     (directory / f"{name}.py").write_text(code)
     invalidate_caches()
+
+
+# --- imports that take long -----------------------------------------------------------------------------------------
+
+GATED = """
+import os, time
+from pathlib import Path
+from tests.env_samples import Counting
+
+with Path({pids!r}).open("a") as pids:
+    pids.write(f"{{os.getpid()}} ")
+while {waits} and not Path({gate!r}).exists():
+    time.sleep(0.01)
+
+class Gated(Counting):
+    blocking = {blocking}
+
+    async def open(self, row, seed):
+        while self.config.tag == "hang":
+            time.sleep(0.01) if {blocking} else await __import__("asyncio").sleep(0.01)
+        return await super().open(row, seed)
+"""
+"""An environment whose module waits for a file, and whose open may hang."""
+
+
+class Gate:
+    def __init__(self, directory: Path, *, blocking: bool, waits: str = "True") -> None:
+        self.file, self._pids = directory / "gate", directory / "pids"
+        name = f"gated_{'in_a_child' if blocking else 'here'}_{directory.name.replace('-', '_')}"
+        self.environment = f"{name}:Gated"
+        code = GATED.format(pids=str(self._pids), gate=str(self.file), blocking=blocking, waits=waits)
+        write_module(directory, name, code)
+
+    def importers(self) -> list[int]:
+        """Processes that have begun to import it."""
+        return [int(pid) for pid in self._pids.read_text().split()] if self._pids.exists() else []
+
+
+@pytest.mark.parametrize("blocking", [False, True])
+async def test_import_does_not_count_as_time_of_the_episode(
+    sessions: Sessions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, blocking: bool
+) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    gate = Gate(tmp_path, blocking=blocking)
+    began, deadline_s = time.monotonic(), 1.0
+    request = msgspec.structs.replace(opening(environment=gate.environment, deadline_s=deadline_s), answer_within_s=0.0)
+    told = await sessions.open(request)
+    assert told.opening and deadline_s < told.importing_s <= 120.0
+    imported = asyncio.create_task(sessions.step(step(IMPORTED)))
+    await until(lambda: time.monotonic() > began + deadline_s)
+    assert not imported.done()
+    gate.file.touch()
+    assert (await imported).failure is None
+    assert (await sessions.step(step(OPEN))).messages
+    hung = await sessions.open(opening("h", gate.environment, deadline_s=0.3, tag="hang"))
+    assert hung.failure == Ending.ENV_TIMEOUT and "the episode's 0.3 s were over (last request: open)" in hung.error
+
+
+async def test_import_that_hangs_in_a_child_is_given_up_at_its_own_deadline_with_the_child(
+    host: Host, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    sessions = Sessions("w", limit=8, resolver=Resolver(modules=True), host=host, import_timeout_s=2.0)
+    gate = Gate(tmp_path, blocking=True, waits=f"os.getpid() != {os.getpid()}")
+    late = await sessions.open(opening(environment=gate.environment, deadline_s=0.1))
+    assert late.failure == Ending.ENV_TIMEOUT
+    assert "was not imported within 2 s (operator setting env_import_timeout_s)" in late.error
+    await until(lambda: not alive(gate.importers()[-1]))
+    gate.file.touch()
+    assert (await sessions.open(opening("n", gate.environment))).failure is None
+    await sessions.drain(0.01)
+
+
+async def test_import_in_a_child_that_nobody_waits_for_is_given_up(
+    sessions: Sessions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    gate = Gate(tmp_path, blocking=True, waits=f"os.getpid() != {os.getpid()}")
+    opened = asyncio.create_task(sessions.open(opening(environment=gate.environment)))
+    await until(lambda: len(gate.importers()) == 2)
+    await sessions.close(CloseSession(session="s"))
+    assert (await opened).failure == Ending.CANCELLED
+    await until(lambda: not alive(gate.importers()[-1]))
 
 
 # --- environments that block ----------------------------------------------------------------------------------------

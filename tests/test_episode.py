@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -77,8 +78,13 @@ class Env:
     requests: list[StepSession] = field(default_factory=list)
     closed: int = 0
     hang: bool = False
+    import_s: float = 0.0
 
-    async def open(self, **_: object) -> SessionReply:
+    async def open(
+        self, *, importing: Callable[[], AbstractContextManager[object]] = nullcontext, **_: object
+    ) -> SessionReply:
+        with importing():
+            await asyncio.wait([asyncio.get_running_loop().create_future()], timeout=self.import_s)
         return self.replies.pop(0)
 
     async def step(self, worker: str, request: StepSession) -> SessionReply:
@@ -241,6 +247,11 @@ async def test_failures_are_data_with_a_reason_and_the_session_is_closed(
         await episode(Script([say(a) for a in answers]), env).run()
     assert failure.value.ending == ending
     assert env.closed == int(opened)
+
+
+async def test_import_of_the_environment_does_not_count_as_time_of_the_episode() -> None:
+    env = Env([reply("q"), reply(done=True)], import_s=0.6)
+    assert await episode(Script([say("a$")]), env, rollout__episode_timeout_s=0.5).run()
 
 
 async def test_hanging_environment_ends_at_the_deadline() -> None:

@@ -10,7 +10,6 @@ What an episode leaves behind ends with it (leftovers.py).
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import ctypes
 import resource
 import signal
@@ -25,10 +24,9 @@ from opentinker.envs.base import Environment
 from opentinker.envs.registry import check, find, rehearse
 from opentinker.services.env_worker.checks import mistakes_of
 from opentinker.services.env_worker.leftovers import Leftovers
-from opentinker.services.env_worker.player import LocalPlayer
+from opentinker.services.env_worker.player import LocalPlayer, contain
 from opentinker.services.env_worker.wire import HEAD, Answer, Call, frame
 from opentinker.shared import codec
-from opentinker.shared.errors import SpecError
 from opentinker.shared.replies import failure
 from opentinker.shared.sessions import CloseSession, EnvCheck, OpenSession, SessionReply, StepSession
 from opentinker.shared.types import Ending
@@ -64,6 +62,8 @@ class Table:
     async def play(self, call: Call) -> Answer:
         body, cost = bytes(call.body), 1.0
         match call.verb:
+            case "import":
+                reply = await contain("", self._import(codec.decode(OpenSession, body)))
             case "open":
                 reply, cost = await self._open(codec.decode(OpenSession, body))
             case "step":
@@ -88,12 +88,15 @@ class Table:
                 await closing.close()
             self._leftovers.end(session)
 
+    async def _import(self, opening: OpenSession) -> SessionReply:
+        """Before any session: what a module, or a check of its config, imports and starts is no episode's."""
+        check(self._uploaded or opening.environment, opening.config, modules=self._modules)
+        return SessionReply(worker="")
+
     async def _open(self, opening: OpenSession) -> tuple[SessionReply, float]:
         """With what it costs."""
         opening = msgspec.structs.replace(opening, environment=self._uploaded or opening.environment)
         player = self._players[opening.session] = LocalPlayer("", modules=self._modules)
-        with contextlib.suppress(SpecError):  # what is wrong is said when it is opened
-            find(opening.environment, modules=self._modules)  # what its module starts is no episode's
         with self._leftovers.of(opening.session):
             reply = await player.open(opening)
         if reply.failure is not None:

@@ -22,6 +22,7 @@ from opentinker.services.env_worker.wire import HEAD, LARGEST, Answer, Call, fra
 from opentinker.shared import codec, egress
 from opentinker.shared.errors import OpenTinkerError
 from opentinker.shared.replies import failure
+from opentinker.shared.sessions import OpenSession
 from opentinker.shared.types import Ending
 
 KEPT_VARIABLES = ("PATH", "HOME", "LANG", "LC_ALL", "TZ", "TMPDIR", "VIRTUAL_ENV", "LD_LIBRARY_PATH", egress.VARIABLE)
@@ -72,6 +73,7 @@ class Child:
         self._process: Running | None = None
         self._writer: asyncio.StreamWriter | None = None
         self._idle: asyncio.TimerHandle | None = None
+        self._importing: asyncio.Task[Answer | None] | None = None
         self._running = asyncio.get_running_loop().create_task(self._run())
 
     def come(self) -> None:
@@ -81,13 +83,35 @@ class Child:
 
     def leave(self) -> None:
         self.sessions -= 1
-        if self.sessions == 0:
+        if self.sessions == 0 and self._importing is not None and not self._importing.done():
+            self.kill("nobody waits any more for its environment to be imported")
+        elif self.sessions == 0:
             self._idle = asyncio.get_running_loop().call_later(IDLE_S, self.kill, "nobody needed it any more")
 
     def retire(self) -> None:
         """After a session was closed: a spent child ends with its last one."""
         if self.spent and not self.sessions and not self._waiting:
             self.kill("it was spent: recycle_after or memory_mb of what it played")
+
+    async def prepare(self, request: OpenSession, within_s: float) -> Answer | None:
+        """Import the environment, once for all sessions; a failure is tried again when asked for.
+
+        None: it took longer than `within_s`, from the start of the process, which is then killed.
+        """
+        importing = self._importing
+        if importing is None:
+            importing = self._importing = asyncio.get_running_loop().create_task(self._import(request, within_s))
+        answer = await asyncio.shield(importing)
+        if answer is not None and answer.reply.failure is not None and self._importing is importing:
+            self._importing = None
+        return answer
+
+    async def _import(self, request: OpenSession, within_s: float) -> Answer | None:
+        try:
+            async with asyncio.timeout(within_s):
+                return await self.call("import", request)
+        except TimeoutError:
+            return None
 
     async def call(self, verb: str, body: Any) -> Answer:
         """Play one call. If it is cancelled while the child is busy with it, the child is killed."""

@@ -24,7 +24,7 @@ from opentinker.services.env_worker.sandboxes import Sandboxes
 from opentinker.services.env_worker.turns import Turns
 from opentinker.services.env_worker.wire import Answer
 from opentinker.shared.errors import SpecError
-from opentinker.shared.replies import failure, sound, sound_mistakes
+from opentinker.shared.replies import failure, late_import, sound, sound_mistakes
 from opentinker.shared.sessions import CloseSession, EnvCheck, OpenSession, SessionReply, StepSession
 from opentinker.shared.types import Ending
 
@@ -191,6 +191,14 @@ class ChildPlayer:
         self._session = ""
         child.come()
 
+    async def prepare(self, request: OpenSession, within_s: float) -> SessionReply | None:
+        """Import the environment, if the child has not yet. What was wrong, if anything."""
+        answer = await self._child.prepare(request, within_s)
+        if answer is None:
+            return late_import(self._worker, within_s)
+        reply = self._checked(answer)
+        return None if reply.failure is None else reply
+
     async def open(self, request: OpenSession) -> SessionReply:
         self._session = request.session
         answer = await self._child.call("open", request)
@@ -207,7 +215,8 @@ class ChildPlayer:
     async def close(self) -> None:
         self._child.leave()
         try:
-            await self._child.call("close", CloseSession(session=self._session))
+            if self._session:
+                await self._child.call("close", CloseSession(session=self._session))
         finally:
             self._child.retire()
 

@@ -64,6 +64,7 @@ async def serve(ctx: Context) -> None:
         host=host,
         shop=shop,
         lanes=lanes,
+        import_timeout_s=settings.env_import_timeout_s,
     )
     try:
         await first_failure(

@@ -20,7 +20,7 @@ class Call(msgspec.Struct, frozen=True, array_like=True):
 
     serial: int
     verb: str
-    """open | step | close | check | rehearse"""
+    """import | open | step | close | check | rehearse"""
     body: msgspec.Raw
     """OpenSession, StepSession, CloseSession or EnvCheck."""
 

@@ -1,10 +1,11 @@
 """The sessions of one env worker: open, step, close, exactly one answer per (session, turn). Knows no transport.
 
-    opening --answer--> waiting <--step/answer--> playing
+    importing --> opening --answer--> waiting <--step/answer--> playing
     any of these --done | failure | deadline | close--> ended (its last answer is remembered for a while)
 
 A turn is played in a task of its own and answered through a future: whoever repeats a request waits for, or reads,
-the same future. One timer per session ends the episode at its deadline whatever the environment is doing.
+the same future. One timer per session ends the episode at its deadline whatever the environment is doing: first that of
+the import, and then the episode's own.
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ import msgspec
 import structlog
 from prometheus_client import Counter, Gauge
 
-from opentinker.services.env_worker.host import Host
+from opentinker.services.env_worker.host import ChildPlayer, Host
 from opentinker.services.env_worker.player import LocalPlayer, Player, contain
 from opentinker.services.env_worker.resolver import Resolver
 from opentinker.services.env_worker.tools.player import ToolPlayer
 from opentinker.services.env_worker.tools.shop import Shop
 from opentinker.shared.lanes import LanesByJob
-from opentinker.shared.replies import failure
-from opentinker.shared.sessions import OPEN, CloseSession, OpenSession, SessionReply, StepSession
+from opentinker.shared.replies import failure, late_import
+from opentinker.shared.sessions import IMPORTED, OPEN, CloseSession, OpenSession, SessionReply, StepSession
 from opentinker.shared.telemetry import REGISTRY, Meters
 from opentinker.shared.types import Ending
 
@@ -44,11 +45,12 @@ ENDED = Counter("opentinker_env_endings", "Sessions ended, by reason", ["reason"
 
 
 class Session:
-    __slots__ = ("answer", "cost", "ended", "opened", "player", "request", "task", "timer", "turn")
+    __slots__ = ("answer", "cost", "ended", "imported", "opened", "player", "request", "task", "timer", "turn")
 
     def __init__(self, request: OpenSession, opened: asyncio.Future[SessionReply]) -> None:
         self.request = request
         self.opened = opened
+        self.imported: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.cost = 1.0
         """Of the worker's limit; what its environment says, once that is known."""
         self.answer = opened
@@ -79,6 +81,7 @@ class Sessions:
         host: Host | None = None,
         shop: Shop | None = None,
         lanes: LanesByJob | None = None,
+        import_timeout_s: float = 120.0,
     ) -> None:
         self.worker = worker
         self.limit = limit
@@ -91,6 +94,7 @@ class Sessions:
         self._host = host
         self._shop = shop
         self._lanes = lanes
+        self._import_timeout_s = import_timeout_s
         self._sessions: dict[str, Session] = {}
         self._ended: deque[tuple[float, Session]] = deque()
         self._line: deque[tuple[OpenSession, float, asyncio.Future[Session | None]]] = deque()
@@ -110,7 +114,15 @@ class Sessions:
         if session is None:
             return SessionReply(worker=self.worker, busy=True)
         await asyncio.wait([session.opened], timeout=request.answer_within_s)
-        return session.opened.result() if session.opened.done() else SessionReply(worker=self.worker, opening=True)
+        return self._opened(session)
+
+    def _opened(self, session: Session) -> SessionReply:
+        """What the open came to, or how far it is."""
+        if session.opened.done():
+            return session.opened.result()
+        assert session.timer is not None
+        left_s = 0.0 if session.imported.done() else session.timer.when() - asyncio.get_running_loop().time()
+        return SessionReply(worker=self.worker, opening=True, importing_s=max(0.0, left_s))
 
     async def _place(self, request: OpenSession) -> Session | None:
         """The session, begun as soon as there is room for it; None if there is none in time."""
@@ -146,7 +158,7 @@ class Sessions:
         ACTIVE.set(self.active)
         LOAD.set(self.load)
         self.meters.of(request.job).gauges["env/sessions"] += 1
-        session.timer = loop.call_later(min(max(0.0, request.deadline_s), LONGEST_S), self._expire, session)
+        session.timer = loop.call_later(self._import_timeout_s, self._expire, session)
         self._play(session, "open", contain(self.worker, self._begin(session)))
         return session
 
@@ -154,8 +166,10 @@ class Sessions:
         session = self._sessions.get(request.session)
         if session is None:
             return failure(self.worker, Ending.ENV_LOST, "no such session on this worker: it expired or was lost")
-        if request.turn == OPEN:
-            return await asyncio.shield(session.opened)
+        if request.turn in (IMPORTED, OPEN):
+            awaited = [session.opened] if request.turn == OPEN else [session.opened, session.imported]
+            await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
+            return self._opened(session)
         if request.turn == session.turn:
             return await asyncio.shield(session.answer)
         if session.ended:
@@ -198,6 +212,9 @@ class Sessions:
         if player is None:
             return SessionReply(worker=self.worker, busy=True)
         session.player = player
+        if isinstance(player, ChildPlayer) and (wrong := await player.prepare(request, self._import_timeout_s)):
+            return wrong
+        self._start_clock(session)
         if request.tools:
             if self._shop is None:
                 return failure(self.worker, Ending.ENV_ERROR, "this env worker has no tools")
@@ -206,6 +223,14 @@ class Sessions:
         if self._is_elsewhere(request) and reply.failure is None and not self._charge(session, self._told(request)):
             return SessionReply(worker=self.worker, busy=True)
         return reply
+
+    def _start_clock(self, session: Session) -> None:
+        """Of the episode: its environment has been imported."""
+        assert session.timer is not None
+        session.timer.cancel()
+        deadline_s = min(max(0.0, session.request.deadline_s), LONGEST_S)
+        session.timer = asyncio.get_running_loop().call_later(deadline_s, self._expire, session)
+        session.imported.set_result(None)
 
     async def _placed(self, session: Session) -> Player | None:
         """Who plays it; None if there is no room."""
@@ -342,6 +367,8 @@ class Sessions:
         return failure(self.worker, Ending.ENV_ERROR, f"the session has ended ({session.ended}); it takes no turns")
 
     def _timeout(self, session: Session) -> SessionReply:
+        if not session.imported.done():
+            return late_import(self.worker, self._import_timeout_s)
         what = "open" if session.turn == OPEN else f"turn {session.turn}"
         text = f"the episode's {session.request.deadline_s:g} s were over (last request: {what})"
         return failure(self.worker, Ending.ENV_TIMEOUT, text)

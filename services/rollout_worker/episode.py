@@ -17,6 +17,7 @@ import time
 import uuid
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Protocol
 
 import msgspec
@@ -30,6 +31,7 @@ from opentinker.shared.sessions import Isolation, Policy, SessionReply, StepSess
 from opentinker.shared.spec import JobSpec
 from opentinker.shared.trajectories import Picture, Span, Trajectory, Turn
 from opentinker.shared.types import Ending, Message, StopReason, Ticket, Tool
+from opentinker.shared.waiting import stopped
 
 Busy = Callable[[str], AbstractContextManager[object]]
 """Of a lane (`generation`, `env`): around what the episode waits for there."""
@@ -49,6 +51,7 @@ class Sessions(Protocol):
     async def open(
         self, *, job: str, session: str, environment: str, isolation: Isolation, config: dict[str, object], row: int,
         seed: int, deadline_s: float, policy: Policy, tools: list[dict[str, object]], tool_turns: int,
+        importing: Callable[[], AbstractContextManager[object]],
     ) -> SessionReply: ...  # fmt: skip
 
     async def step(self, worker: str, request: StepSession) -> SessionReply: ...
@@ -152,8 +155,8 @@ class Episode:
         started = time.monotonic()
         worker = None
         try:
-            async with asyncio.timeout(self.spec.rollout.episode_timeout_s):
-                reply = self._good(await self._open())
+            async with asyncio.timeout(self.spec.rollout.episode_timeout_s) as clock:
+                reply = self._good(await self._open(clock))
                 worker = reply.worker
                 self.wants_tokens = reply.wants_tokens
                 ending = await self._play(worker, reply)
@@ -173,7 +176,7 @@ class Episode:
         seconds = time.monotonic() - started
         return [self._trajectory(stream, ending, seconds) for stream in self.streams.values() if stream.turns]
 
-    async def _open(self) -> SessionReply:
+    async def _open(self, clock: asyncio.Timeout) -> SessionReply:
         with self._busy("env"):
             return await self.sessions.open(
                 job=self.ticket.job,
@@ -187,6 +190,7 @@ class Episode:
                 policy=Policy(model=self.spec.model.base, context_length=self.context),
                 tools=[tool.model_dump() for tool in self.spec.environment.tools],
                 tool_turns=self.spec.environment.tool_turns,
+                importing=partial(stopped, clock),
             )
 
     @staticmethod

@@ -93,7 +93,8 @@ class RolloutSpec(Part):
     """Episodes that a group starts beyond algorithm.group_size: when group_size have ended, it is closed and the rest
     is cut off. Nobody waits for the slowest, but what is slow is left out: the sample leans towards short episodes."""
     episode_timeout_s: Annotated[float, Field(gt=0.0, le=604_800.0)] = 120.0
-    """Wall clock over open, all steps and close."""
+    """Wall clock over open, all steps and close. The import of the environment before its first open has a deadline of
+    its own: the operator's env_import_timeout_s."""
     retries: Annotated[int, Field(ge=0, le=10)] = 3
     """Tries of an episode after its first failure, before its group is failed."""
     max_failed_share: Fraction = 0.5
