@@ -248,7 +248,11 @@ async def test_words_before_tool_calls_are_said_and_stay_in_the_stream() -> None
 async def test_the_model_is_listed_with_its_context() -> None:
     async def talk(model: AsyncOpenAI) -> Any:
         await model.chat.completions.create(**chat("a"))
-        return [card async for card in model.models.list()]
+        listed = [card async for card in model.models.list()]
+        assert await model.models.retrieve(listed[0].id) == listed[0]
+        with pytest.raises(openai.NotFoundError, match="`gpt` does not exist here; this job has: m"):
+            await model.models.retrieve("gpt")
+        return listed
 
     (card,), _ = await play(talk, "x")
     assert (card.id, card.model_extra["max_model_len"]) == ("m", 100)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -121,9 +122,14 @@ def test_another_interpreter_plays_what_is_named_for_it(tmp_path: Path, monkeypa
     python.write_text(f'#!/bin/sh\necho "$@" >> {trace}\nexec {sys.executable} "$@"\n')
     python.chmod(0o755)
     monkeypatch.setenv("OPENTINKER_ENV_INTERPRETERS", f"copy_digits={python}")
+    line = [sys.executable, "-c", "from opentinker.command import main; main()", "env", "play", "copy_digits"]
+    by_hand = subprocess.run(line, input="12\n", capture_output=True, text=True, check=True)
+    assert "you> " in by_hand.stdout and "done after 1 turns; reward " in by_hand.stdout
+    assert trace.read_text().startswith("-m opentinker.trial ")
+    trace.unlink()
     played = CliRunner().invoke(app, ["env", "check", "copy_digits", "--episodes", "2"])
     assert played.exit_code == 0 and played.output.endswith("it can be trained\n"), played.output
-    assert trace.read_text() == "-m opentinker.trial\n"
+    assert trace.read_text().startswith("-m opentinker.trial ")
     wrong = CliRunner().invoke(app, ["env", "check", "copy_digits", "--set", "digits=x"])
     assert wrong.exit_code != 0 and "environment.config.digits" in wrong.output + str(wrong.exception)
 

@@ -2,7 +2,7 @@
 
     POST {base}/v1/chat/completions    messages, tools, streams
     POST {base}/v1/completions         a prompt as plain text or as token ids
-    GET  {base}/v1/models
+    GET  {base}/v1/models              the model; {base}/v1/models/NAME by its name
     POST {base}/inference/v1/generate  token ids in, token ids and logprobs out (X-Session-ID tells conversations apart)
 
 Consumes HTTP requests, produces what they ask in the order of their arrival; waits for the policy's turn. `{base}` is
@@ -94,8 +94,11 @@ class Endpoint:
         if not secrets.compare_digest(request.match_info["key"].encode(), self._key.encode()):
             raise Refused("no such model server", status=404)
         path = request.match_info["path"]
+        listed = answers.models(self._policy.model, self._policy.context_length)
         if path == "v1/models" and request.method == "GET":
-            return web.json_response(answers.models(self._policy.model, self._policy.context_length))
+            return web.json_response(listed)
+        if path.startswith("v1/models/") and request.method == "GET":
+            return web.json_response(answers.card_of(listed, path.removeprefix("v1/models/")))
         if path not in ROUTES:
             served = ", ".join(["v1/models", *ROUTES])
             raise Refused(f"{request.method} {path} is not served; there are: {served}", status=404)

@@ -167,8 +167,8 @@ class Sessions:
         if session is None:
             return failure(self.worker, Ending.ENV_LOST, "no such session on this worker: it expired or was lost")
         if request.turn in (IMPORTED, OPEN):
-            awaited = [session.opened] if request.turn == OPEN else [session.opened, session.imported]
-            await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
+            imported = [] if request.turn == OPEN else [session.imported]
+            await asyncio.wait((session.opened, *imported), return_when=asyncio.FIRST_COMPLETED)
             return self._opened(session)
         if request.turn == session.turn:
             return await asyncio.shield(session.answer)

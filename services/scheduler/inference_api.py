@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import aclosing
 
 import orjson
@@ -20,7 +20,7 @@ from opentinker.services.scheduler.problems import json_response, read_json
 from opentinker.services.scheduler.replicas import Replicas, refuse_unless_served
 from opentinker.shared.inference import Ask, Reply, adapters_in, models_of, names_of
 from opentinker.shared.openai import answers, requests
-from opentinker.shared.openai.fields import Json, Refused
+from opentinker.shared.openai.fields import Json, Refused, unknown_model
 from opentinker.shared.openai.requests import Asked
 from opentinker.shared.openai.sampling import parse_manner
 from opentinker.shared.types import JobRecord
@@ -47,10 +47,7 @@ class InferenceApi:
 
     async def model(self, request: web.Request) -> web.Response:
         job, name = await self._job(request), request.match_info["model"]
-        cards = {card["id"]: card for card in self._cards(job)["data"]}
-        if name not in cards:
-            raise _unknown(name, cards)
-        return json_response(cards[name])
+        return json_response(answers.card_of(self._cards(job), name))
 
     async def chat(self, request: web.Request) -> web.StreamResponse:
         return await self._ask(request, requests.parse_chat, chat=True)
@@ -71,7 +68,7 @@ class InferenceApi:
         manner, asked = parse_manner(body, chat=chat), parse(body, likely=True)
         models = models_of(job.id, job.spec)
         if asked.model and asked.model not in models:
-            raise _unknown(asked.model, models)
+            raise unknown_model(asked.model, models)
         asked.model = asked.model or next(iter(models))
         ask = Ask(
             id=f"q-{uuid.uuid4().hex}",
@@ -135,11 +132,6 @@ class InferenceApi:
             await _write(response, [refused.body])
         await response.write_eof()
         return response
-
-
-def _unknown(model: str, known: Iterable[str]) -> Refused:
-    message = f"The model `{model}` does not exist here; this job has: {', '.join(known)}"
-    return Refused(message, status=404, param="model", code="model_not_found")
 
 
 def _rest(stream: answers.Stream, asked: Asked, reply: Reply, sent: int, counted: int) -> list[Json]:

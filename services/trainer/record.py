@@ -348,11 +348,11 @@ class Record:
         return "there is no checkpoint yet" if self.saved is None else f"the last good checkpoint is step {self.saved}"
 
     async def succeed(self, step: int) -> None:
-        """All is done and saved."""
+        """All is done and saved. The job's reason says so if nothing was learned: who waits for its end sees that."""
         why = "target reached" if self.target_met() else ""
-        if self.spec.kind == "rl" and not why and (warning := self._comparisons.warning):
+        if self.spec.kind == "rl" and not why and (why := self._comparisons.warning):
             log.warning("nothing_learned", steps=step)
-            await self.event("nothing_learned", {"steps": step, "why": warning})
+            await self.event("nothing_learned", {"steps": step, "why": why})
         await self.ctx.bus.settle()  # who has waited for the end reads the last metrics too
         with contextlib.suppress(Conflict):  # cancelled or failed meanwhile: the lease is about to go
             await self.ctx.store.transition(

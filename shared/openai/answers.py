@@ -8,7 +8,7 @@ import uuid
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from opentinker.shared.openai.fields import Json
+from opentinker.shared.openai.fields import Json, unknown_model
 from opentinker.shared.openai.requests import Asked
 from opentinker.shared.types import Message, StopReason, ToolCall
 
@@ -176,6 +176,14 @@ def models(model: str, context_length: int, *others: str, adapters: Mapping[str,
         for name, root in (adapters or {}).items()
     ]
     return {"object": "list", "data": cards}
+
+
+def card_of(listed: Json, name: str) -> Json:
+    """One of `models`, by any of its names. Raises Refused."""
+    cards: dict[str, Json] = {card["id"]: card for card in listed["data"]}
+    if name not in cards:
+        raise unknown_model(name, cards)
+    return cards[name]
 
 
 def _head(asked: Asked, kind: str, mark: str) -> Json:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 Json = dict[str, Any]
@@ -32,6 +33,11 @@ def too_long(limit: int, size: int, unit: str = "tokens") -> Refused:
         "be one token, and at least one must be left for the answer.",
         code="context_length_exceeded",
     )
+
+
+def unknown_model(model: str, known: Iterable[str]) -> Refused:
+    message = f"The model `{model}` does not exist here; this job has: {', '.join(known)}"
+    return Refused(message, status=404, param="model", code="model_not_found")
 
 
 def items(body: Json, name: str) -> list[Any]:

@@ -262,29 +262,74 @@ def _judge(found: type[Environment], experts: list[Tried], guesses: list[Tried],
         report.facts["step"] = f"{1000 * statistics.median(steps):.3f} ms, {len(steps) / sum(steps):,.0f} per s"
 
 
+# --- by a person ------------------------------------------------------------------------------------------------------
+
+
+class Person:
+    """Reads what the model would be shown, and types what it would say. Ctrl-D gives the episode up."""
+
+    def __init__(self) -> None:
+        self._is_first = True
+
+    def __call__(self, _: Environment, reply: SessionReply) -> Message | None:
+        show(reply, rewarded=not self._is_first)
+        self._is_first = False
+        sys.stdout.write(f"{reply.seat or 'you'}> ")
+        sys.stdout.flush()
+        line = sys.stdin.readline()
+        return Message(role="assistant", content=line.rstrip("\n")) if line else None
+
+
+def show(reply: SessionReply, *, rewarded: bool) -> None:
+    """On stdout. `rewarded`: it answers a turn."""
+    if rewarded and (reply.reward or reply.components):
+        parts = "".join(f", {name} {value:g}" for name, value in reply.components.items())
+        sys.stdout.write(f"  -> reward {reply.reward:g}{parts}\n")
+    for message in reply.messages:
+        sys.stdout.write(f"{message.role}: {message.text}\n")
+    sys.stdout.flush()
+
+
 # --- by another interpreter ------------------------------------------------------------------------------------------
 
 
 class Asked(msgspec.Struct):
-    """What `look_at` is asked, for the interpreter that plays the environment."""
+    """What to play, for the interpreter that plays the environment."""
 
     name: str
     config: dict[str, Any]
     episodes: int
     seed: int
     turns: int
-    report: str = ""
-    """The file that its report goes to: what libraries print goes elsewhere."""
+    row: int | None = None
+    """Of the one episode that a person plays; None: `look_at` plays `episodes`."""
+    answer: str = ""
+    """The file that Answered goes to: stdout is for the person, and for what libraries print."""
 
 
 class Answered(msgspec.Struct):
     report: Report | None = None
+    tried: Tried | None = None
     mistakes: list[dict[str, Any]] = []
 
 
 def look(asked: Asked) -> Report:
-    """`look_at`, by the interpreter that OPENTINKER_ENV_INTERPRETERS, or the settings file, names for the environment,
-    else by this one. Raises SpecError."""
+    """`look_at`. Raises SpecError."""
+    report = _answered(asked).report
+    assert report is not None
+    return report
+
+
+def play_by_hand(asked: Asked) -> Tried:
+    """The episode of `asked.row`, at the terminal. Raises SpecError."""
+    tried = _answered(asked).tried
+    assert tried is not None
+    return tried
+
+
+def _answered(asked: Asked) -> Answered:
+    """By the interpreter that OPENTINKER_ENV_INTERPRETERS, or the settings file, names for the environment, else by
+    this one. Raises SpecError."""
     from opentinker.services.env_worker.interpreters import Interpreters  # which the named one needs nothing of
     from opentinker.shared.config import load_settings
 
@@ -292,36 +337,40 @@ def look(asked: Asked) -> Report:
     try:
         interpreter = interpreters.of(asked.name)
         if not interpreter:
-            return asyncio.run(_looked(asked))
+            return asyncio.run(_played(asked))
         with tempfile.TemporaryDirectory(prefix="opentinker-") as place:
-            asked.report = str(Path(place, "report"))
-            return _look_from(interpreter, interpreters.python_path, asked)
+            asked.answer = str(Path(place, "answer"))
+            return _answered_by(interpreter, interpreters.python_path, asked)
     finally:
         interpreters.close()
 
 
-async def _looked(asked: Asked) -> Report:
-    return await look_at(asked.name, asked.config, episodes=asked.episodes, seed=asked.seed, turns=asked.turns)
+async def _played(asked: Asked) -> Answered:
+    if asked.row is None:
+        episodes = asked.episodes
+        return Answered(await look_at(asked.name, asked.config, episodes=episodes, seed=asked.seed, turns=asked.turns))
+    policy, row = Person(), asked.row
+    return Answered(tried=await play(asked.name, asked.config, policy, row=row, seed=asked.seed, turns=asked.turns))
 
 
-def _look_from(interpreter: str, python_path: str, asked: Asked) -> Report:
-    command, environ = [interpreter, "-m", "opentinker.trial"], {**os.environ, "PYTHONPATH": python_path}
-    ran = subprocess.run(command, input=msgspec.json.encode(asked), env=environ, check=False)
+def _answered_by(interpreter: str, python_path: str, asked: Asked) -> Answered:
+    command = [interpreter, "-m", "opentinker.trial", msgspec.json.encode(asked).decode()]
+    ran = subprocess.run(command, env={**os.environ, "PYTHONPATH": python_path}, check=False)
     if ran.returncode:
         raise OpenTinkerError(f"{interpreter} could not play {asked.name}: see what it said above")
-    answered = msgspec.json.decode(Path(asked.report).read_bytes(), type=Answered)
-    if answered.report is None:
+    answered = msgspec.json.decode(Path(asked.answer).read_bytes(), type=Answered)
+    if answered.mistakes:
         raise SpecError(answered.mistakes)
-    return answered.report
+    return answered
 
 
 def main() -> None:
-    asked = msgspec.json.decode(sys.stdin.buffer.read(), type=Asked)
+    asked = msgspec.json.decode(sys.argv[1], type=Asked)
     try:
-        answered = Answered(report=asyncio.run(_looked(asked)))
+        answered = asyncio.run(_played(asked))
     except SpecError as error:
         answered = Answered(mistakes=[{**mistake, "value": str(mistake["value"])} for mistake in error.mistakes])
-    Path(asked.report).write_bytes(msgspec.json.encode(answered))
+    Path(asked.answer).write_bytes(msgspec.json.encode(answered))
 
 
 if __name__ == "__main__":

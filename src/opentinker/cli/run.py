@@ -220,9 +220,6 @@ def report(last: Update, home: Path, url: str, began: float, api: Client, *, kee
     say(f"{job['name']} {state} at {unit} {step}/{job['steps'] or '?'} in {duration(time.time() - began)}")
     for name, value in job.get("result", {}).get("values", {}).items():
         say(f"  {name} {value:.6g}")
-    for event in last.seen:
-        if event["event"] == "nothing_learned":
-            say(f"  warning: {event['why']}")
     for line in figures(last, began):
         say("  " + line)
     found = [] if plays else api.checkpoints(job["id"])

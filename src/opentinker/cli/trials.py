@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -13,9 +12,6 @@ from opentinker.cli.common import AsJson, assigned, complain, print_json, say
 from opentinker.shared.errors import plural
 
 if TYPE_CHECKING:
-    from opentinker.envs.base import Environment
-    from opentinker.shared.sessions import SessionReply
-    from opentinker.shared.types import Message
     from opentinker.trial import Report
 
 Name = Annotated[str, typer.Argument(metavar="ENVIRONMENT", help="module:Class, found from here, or a built-in name.")]
@@ -77,44 +73,20 @@ def play(
     as_json: Annotated[bool, typer.Option("--json", help="At the end: what was said, and the rewards.")] = False,
 ) -> None:
     """Be the model: read what it is shown, type what it would say. End with Ctrl-D."""
-    from opentinker import trial
+    from opentinker.trial import Asked, play_by_hand, show
 
     here()
-    shown: list[str] = []
-
-    def person(_: Environment, reply: SessionReply) -> Message | None:
-        _show(reply, shown)
-        return _typed(reply.seat)
-
-    tried = asyncio.run(trial.play(name, config_of(settings), person, row=row, seed=seed, turns=turns))
+    tried = play_by_hand(Asked(name, config_of(settings), 1, seed, turns, row))
     if tried.failure:
         complain(f"error: {tried.failure}")
         raise typer.Exit(1)
-    _show(tried.replies[-1], shown)
+    show(tried.replies[-1], rewarded=len(tried.replies) > 1)
     if as_json:
         said = [{"seat": seat, "content": message.text} for seat, message in tried.said]
         print_json({"ended": tried.ended, "rewards": tried.rewards, "said": said})
         return
     totals = ", ".join(f"{f'{seat}: ' if seat else ''}{reward:g}" for seat, reward in tried.rewards.items())
     say(f"{'done' if tried.ended else 'given up'} after {plural(len(tried.said), 'turn')}; reward {totals or 0}")
-
-
-def _show(reply: SessionReply, shown: list[str]) -> None:
-    if shown and (reply.reward or reply.components):
-        parts = "".join(f", {name} {value:g}" for name, value in reply.components.items())
-        say(f"  -> reward {reply.reward:g}{parts}")
-    for message in reply.messages:
-        say(f"{message.role}: {message.text}")
-    shown.append(reply.seat)
-
-
-def _typed(seat: str) -> Message | None:
-    from opentinker.shared.types import Message
-
-    sys.stdout.write(f"{seat or 'you'}> ")
-    sys.stdout.flush()
-    line = sys.stdin.readline()
-    return Message(role="assistant", content=line.rstrip("\n")) if line else None
 
 
 def here() -> None:
