@@ -167,8 +167,9 @@ class Sessions:
         if session is None:
             return failure(self.worker, Ending.ENV_LOST, "no such session on this worker: it expired or was lost")
         if request.turn in (IMPORTED, OPEN):
-            imported = [] if request.turn == OPEN else [session.imported]
-            await asyncio.wait((session.opened, *imported), return_when=asyncio.FIRST_COMPLETED)
+            either: list[asyncio.Future[Any]] = [session.opened]
+            either += [session.imported] if request.turn == IMPORTED else []
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
             return self._opened(session)
         if request.turn == session.turn:
             return await asyncio.shield(session.answer)
