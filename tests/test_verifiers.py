@@ -170,7 +170,7 @@ async def trains(tmp_path: Path, config: dict[str, Any], **rollout: Any) -> None
         )  # fmt: skip
         job = await cluster.submit(spec)
         record = await cluster.wait(job, 500.0)
-        assert (record["state"], record["reason"]) == ("succeeded", "")
+        assert record["state"] == "succeeded", record["reason"]  # which may be that all rewards were equal
         ledger = await cluster.ledger(job)
         assert ledger.trained == 4 and ledger.failed == {}
         points = await cluster.client.metrics(job, source="trainer")
