@@ -13,7 +13,7 @@ import errno
 import os
 import re
 import stat
-from collections.abc import AsyncIterator, Collection, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
@@ -22,7 +22,7 @@ import orjson
 
 from opentinker.shared.config import Settings
 from opentinker.shared.errors import JobFailed
-from opentinker.shared.paths import local_path
+from opentinker.shared.paths import HUB_ID, local_path
 from opentinker.shared.rows import rows_path
 from opentinker.shared.store import Store
 
@@ -223,6 +223,8 @@ def _texts_of(table: Any) -> dict[str, str]:
 
 def _downloaded(hub_id: str) -> list[Path]:
     """Where the hub's client keeps what it has downloaded of a model: strangers wrote what its files name."""
+    if not HUB_ID.fullmatch(hub_id):
+        return []
     try:
         from huggingface_hub.constants import HF_HUB_CACHE
     except ImportError:
@@ -230,10 +232,16 @@ def _downloaded(hub_id: str) -> list[Path]:
     return sorted(Path(HF_HUB_CACHE, f"models--{hub_id.replace('/', '--')}", "snapshots").glob("*"))
 
 
-async def readable_by(store: Store, settings: Settings, tenant: str, data: Any) -> Readable:
-    """Of the tenant, with what of it `data` names."""
-    readable = await asyncio.to_thread(Readable, settings)
-    jobs = await asyncio.to_thread(readable.jobs_in, data)
+async def readable_by(
+    store: Store,
+    settings: Settings,
+    tenant: str,
+    data: Any,
+    in_thread: Callable[..., Awaitable[Any]] = asyncio.to_thread,
+) -> Readable:
+    """Of the tenant, with what of it `data` names. `in_thread`: how the file systems that it names are looked at."""
+    readable: Readable = await in_thread(Readable, settings)
+    jobs: set[str] = await in_thread(readable.jobs_in, data)
     readable.own = frozenset(job.id for job in await store.jobs(sorted(jobs)) if job.tenant == tenant)
     return readable
 

@@ -8,8 +8,11 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestClient, TestServer
 from structlog.testing import capture_logs
 
+from opentinker.services.scheduler.problems import last_resort
 from opentinker.shared.store import Store
 from tests.api import SPEC, Http
 from tests.conftest import soon
@@ -53,6 +56,16 @@ async def test_what_nobody_foresaw_is_a_problem_with_an_id_that_the_log_has(http
             assert logged["id"] in str(said) and "JSON" not in str(said) and logged["exc_info"] is not None
             if not path.endswith("models"):
                 assert (response.content_type, said["title"]) == ("application/problem+json", "Internal error")
+
+
+async def test_a_connection_of_ours_that_broke_is_a_problem_like_any_other() -> None:
+    async def handler(_: web.Request) -> web.Response:
+        raise ConnectionRefusedError("another server's")
+
+    app = web.Application(middlewares=[last_resort])
+    app.router.add_get("/", handler)
+    async with TestClient(TestServer(app)) as client, client.get("/") as response:
+        assert (response.status, response.content_type) == (500, "application/problem+json")
 
 
 async def test_no_answer_tells_versions(http: Http) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -297,6 +298,23 @@ async def test_what_is_no_file_is_refused_at_once(ctx: Context, store: Store, tm
         with pytest.raises(SpecError) as refused:
             await submit(ctx, spec, "red")
         assert len(refused.value.mistakes) == 1, refused.value.mistakes
+
+
+async def test_a_submission_looks_at_the_places_that_it_names_in_threads_for_file_systems_alone(
+    ctx: Context, store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that hangs must not hold up the threads that all else is done in."""
+    named, looked, read_link = str(tmp_path / "hangs"), set(), os.readlink
+
+    def readlink(path: str) -> str:
+        if str(path).startswith(named):
+            looked.add(threading.current_thread().name.partition("_")[0])
+        return read_link(path)
+
+    monkeypatch.setattr(os, "readlink", readlink)
+    with pytest.raises(SpecError):
+        await submit(ctx, sft(f"{named}/rows.jsonl"), "red")
+    assert looked == {"disk"}
 
 
 # --- two tenants ----------------------------------------------------------------------------------------------------

@@ -208,7 +208,7 @@ def _http_problem(request: web.Request, error: web.HTTPException) -> web.Respons
 def _unforeseen(request: web.Request, error: Exception) -> web.Response:
     """A mistake of ours: the log has it under an id that the answer repeats. Raises it where an answer has begun, or
     nobody hears one."""
-    if isinstance(error, ConnectionError) or request.writer.output_size > 0:
+    if request.transport is None or request.transport.is_closing() or request.writer.output_size > 0:
         raise error
     id = secrets.token_hex(6)
     log.error("request_failed", id=id, method=request.method, path=request.path[:300], exc_info=error)

@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import secrets
 import string
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -131,7 +132,7 @@ async def _keep(ctx: Context, plain: dict[str, Any], found: Found, tenant: str, 
 
 async def look_at(ctx: Context, data: Any, spec: JobSpec | None, tenant: str, mistakes: Mistakes) -> Found:
     """What the spec names, as far as it can be seen here; `mistakes` grow. `spec`: of `data`, None if that is none."""
-    readable = await readable_by(ctx.store, ctx.settings, tenant, data)
+    readable = await readable_by(ctx.store, ctx.settings, tenant, data, partial(on_disk, ctx))
     if wrong_places := await on_disk(ctx, readable.mistakes_in, data, files=True):  # nobody looks at what is there
         mistakes += wrong_places
         return Found()
