@@ -14,6 +14,8 @@ HUB_PAGES = ("datasets", "models", "spaces")
 """Pages of the hub itself: nobody there has such a name."""
 IMPOSSIBLE = Path("(a name that no file can have)")
 SYNC_THREADS = 8
+BLANK = b"\0 \t\r\n"
+"""What a power cut leaves of a file that was not synced."""
 
 
 def local_path(name: str, files: tuple[str, ...] = ()) -> Path | None:
@@ -123,17 +125,20 @@ def replace_durably(path: Path, data: bytes, mode: int = 0o666) -> None:
 
 
 def create_durably(path: Path, data: bytes, mode: int = 0o600) -> None:
-    """Makes a new file, on the disk with its name. Raises FileExistsError if there is one with content: an empty file
-    is what a power cut left of an earlier try, and counts as missing."""
-    try:
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
-    except FileExistsError:
-        if not is_blank(path):
-            raise
-        replace_durably(path, data, mode)
-        return
-    with open(descriptor, "wb") as file:
+    """Makes a new file, on the disk with its name. Raises FileExistsError if there is one with content, also if another
+    process has just made it: an empty file is what a power cut left of an earlier try, and counts as missing."""
+    import fcntl  # not on Windows, where clients run
+
+    if not is_blank(path):
+        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path))
+    with open(os.open(path, os.O_RDWR | os.O_CREAT, mode), "r+b") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        if file.read().strip(BLANK):
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path))
+        os.fchmod(file.fileno(), mode)
+        file.seek(0)
         file.write(data)
+        file.truncate()
         file.flush()
         os.fsync(file.fileno())
     sync_directory(path.parent)
@@ -142,6 +147,6 @@ def create_durably(path: Path, data: bytes, mode: int = 0o600) -> None:
 def is_blank(path: Path) -> bool:
     """Whether the file is missing, or holds nothing, as a power cut leaves files that were not synced."""
     try:
-        return not path.read_bytes().strip(b"\0 \t\r\n")
+        return not path.read_bytes().strip(BLANK)
     except FileNotFoundError:
         return True

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import errno
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from opentinker.services.scheduler.data_check import check_data
-from opentinker.shared.paths import local_path, not_on_hub
+from opentinker.shared.paths import create_durably, local_path, not_on_hub
 from opentinker.shared.rows import rows_path
 from opentinker.shared.spec import DataSpec
 
@@ -72,3 +74,25 @@ def test_what_a_server_keeps_is_not_offered(tmp_path: Path, monkeypatch: pytest.
         (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / file).touch()
     assert not_on_hub("jobs/secret") is None
+
+
+def test_of_those_who_make_a_file_at_the_same_time_one_does(tmp_path: Path) -> None:
+    """Also where a power cut has left an empty one: nobody believes in a secret that another has replaced."""
+    makers = 4
+
+    def make(path: Path, start: threading.Barrier, text: bytes) -> bytes | None:
+        start.wait()
+        try:
+            create_durably(path, text)
+        except FileExistsError:
+            return None
+        return text
+
+    with ThreadPoolExecutor(makers) as pool:
+        for round in range(100):
+            path, start = tmp_path / str(round), threading.Barrier(makers)
+            if round % 2:
+                path.touch()
+            made = [pool.submit(make, path, start, b"secret of %d" % maker) for maker in range(makers)]
+            assert [text for one in made if (text := one.result()) is not None] == [path.read_bytes()]
+            assert path.stat().st_mode & 0o777 == 0o600
