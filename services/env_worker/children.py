@@ -21,6 +21,7 @@ import structlog
 from opentinker.services.env_worker.wire import HEAD, LARGEST, Answer, Call, frame
 from opentinker.shared import codec, egress
 from opentinker.shared.errors import OpenTinkerError
+from opentinker.shared.renewal import below
 from opentinker.shared.replies import failure
 from opentinker.shared.sessions import OpenSession
 from opentinker.shared.types import Ending
@@ -215,7 +216,14 @@ class Plain:
         if self._process.returncode is None and self._last is None:
             self.reason = self.reason or reason
             self._process.terminate()
-            self._last = asyncio.get_running_loop().call_later(KILL_S, self._kill_group)
+            self._last = asyncio.get_running_loop().call_later(KILL_S, self._kill_all)
+
+    def _kill_all(self) -> None:
+        """Its keeper has not: it was stopped."""
+        for pid in below(self._process.pid):
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+        self._kill_group()
 
     def _kill_group(self) -> None:
         with contextlib.suppress(ProcessLookupError):  # nothing is left

@@ -1,0 +1,25 @@
+"""A keeper that was stopped cannot end what an environment has started: the env worker does."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+
+import pytest
+
+from opentinker.services.env_worker import children
+from opentinker.shared.renewal import below
+from tests.conftest import soon, until
+
+
+async def test_what_a_stopped_keeper_keeps_is_killed_by_the_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(children, "KILL_S", 0.2)
+    process = await asyncio.create_subprocess_exec("sh", "-c", "setsid sleep 60 & wait", start_new_session=True)
+    await until(lambda: any(os.getsid(pid) == pid for pid in below(process.pid)))
+    kept = below(process.pid)
+    process.send_signal(signal.SIGSTOP)
+    plain = children.Plain(process)
+    plain.kill("it is over")
+    assert await soon(plain.wait()) == -signal.SIGKILL
+    await until(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in kept))
