@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+from pathlib import Path
 
 import pytest
 
@@ -19,6 +20,8 @@ async def test_what_a_stopped_keeper_keeps_is_killed_by_the_worker(monkeypatch: 
     await until(lambda: any(os.getsid(pid) == pid for pid in below(process.pid)))
     kept = below(process.pid)
     process.send_signal(signal.SIGSTOP)
+    stat = Path(f"/proc/{process.pid}/stat")
+    await until(lambda: stat.read_text().rpartition(")")[2].split()[0] == "T")
     plain = children.Plain(process)
     plain.kill("it is over")
     assert await soon(plain.wait()) == -signal.SIGKILL
