@@ -115,10 +115,11 @@ async def test_job_runs_from_submission_to_download(shared: System, tmp_path: Pa
     job = await cluster.submit(spec)
     events = [event async for event in cluster.client.events(job)]
     record = await cluster.wait(job)
-    assert (record["state"], record["step"], record["reason"]) == ("succeeded", 10, "")
+    assert (record["state"], record["step"]) == ("succeeded", 10), record["reason"]
 
     kinds = [event["event"] for event in events]
-    assert [k for k in kinds if k != "checkpoint"] == ["queued", "starting", "model_loaded", "running", "succeeded"]
+    life = [kind for kind in kinds if kind not in ("checkpoint", "nothing_learned")]
+    assert life == ["queued", "starting", "model_loaded", "running", "succeeded"]
     assert [event["step"] for event in events if event["event"] == "checkpoint"] == [4, 8, 10]
 
     assert faults_of(cluster, job, spec) == []

@@ -93,7 +93,7 @@ async def system(tmp_path_factory: pytest.TempPathFactory, tiny: Path) -> AsyncI
     log, toy = folder / "up.log", toy_model(folder / "toy")
     up = start("-P", "-m", "opentinker.cli", "up", "--port", 0, "--data-dir", folder / "data", folder=checkout, log=log)
     try:
-        await until(lambda: " ready " in log.read_text() or up.poll() is not None)
+        await until(lambda: read_state(folder / "data").get("ready") or up.poll() is not None)
         system = System(folder, toy, tiny, read_state(folder / "data"))
         async with system.client:
             yield system
