@@ -183,7 +183,7 @@ class LocalSessions:
     def __init__(self) -> None:
         self.players: dict[str, LocalPlayer] = {}
 
-    async def open(self, **request: Any) -> SessionReply:
+    async def open(self, importing: object = None, **request: Any) -> SessionReply:
         player = self.players[request["session"]] = LocalPlayer("here", modules=False)
         return await player.open(OpenSession(**request, answer_within_s=request["deadline_s"]))
 

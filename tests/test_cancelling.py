@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 import shutil
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +11,7 @@ import pytest
 import pytest_asyncio
 
 from opentinker.shared.types import JobState, WorkerInfo
-from tests.cluster import Cluster, toy_model
+from tests.cluster import ROOT, Cluster, toy_model
 from tests.conftest import until
 from tests.row_samples import chat_model, copies, row_spec, write_rows
 
@@ -56,53 +54,39 @@ async def cancelled(cluster: Cluster, job: str) -> None:
     assert (record.state, record.restarts, record.rollout_losses) == (JobState.CANCELLED, 0, 0)
 
 
-def endless(path: Path) -> None:
-    path.unlink()
-    os.mkfifo(path)
-
-
-@contextlib.contextmanager
-def writing() -> Iterator[list[int]]:
-    """For what `is_read` opens."""
-    writers: list[int] = []
-    yield writers
-    for writer in writers:
-        os.close(writer)
-
-
-def is_read(path: Path, writers: list[int]) -> bool:
-    """Somebody has begun to read the file, and waits from now on for what does not come."""
-    try:
-        writers.append(os.open(path, os.O_WRONLY | os.O_NONBLOCK))
-    except OSError:  # nobody yet
-        return False
-    return True
+def endless(system: Cluster, event: str, path: Path, **more: str) -> Path:
+    """Workers that are added from now on wait for ever at this place. Gives a file that is there when one does."""
+    mark = path.parent.with_suffix(".reached")
+    system.env |= {"PYTHONPATH": str(ROOT / "tests" / "endless"), "ENDLESS_MARK": str(mark), **more}
+    system.env |= {"ENDLESS_EVENT": event, "ENDLESS_PATH": str(path)}
+    return mark
 
 
 async def test_trainer_that_is_loading_is_free_again(system: Cluster, tmp_path: Path) -> None:
     model = chat_model(tmp_path / "model")
     rows = write_rows(tmp_path / "rows.jsonl", copies(4))
+    (model / "generation_config.json").write_text("{}")
     job = await system.submit(row_spec(model, rows))
-    endless(model / "config.json")
+    reached = endless(system, "open", model / "generation_config.json")
     name = system.add("trainer")
-    with writing() as writers:
-        await until(lambda: is_read(model / "config.json", writers))
-        before = await seen(system, name)
-        assert before is not None and before.status == "loading"
-        await cancelled(system, job)
-        await is_free_again(system, name, before)
+    await until(reached.exists)
+    before = await seen(system, name)
+    assert before is not None and before.status == "loading"
+    await cancelled(system, job)
+    await is_free_again(system, name, before)
 
 
 async def test_vllm_that_is_starting_is_free_again_and_serves_the_next_job(
-    system: Cluster, small: Path, tmp_path: Path
+    system: Cluster, tiny: Path, tmp_path: Path
 ) -> None:
     model = tmp_path / "model"
-    shutil.copytree(small, model)
+    shutil.copytree(tiny, model)
     parts: dict[str, Any] = {"name": "chat", "kind": "inference"}
     job = (await system.client.submit({**parts, "model": {"base": str(model)}}))["id"]
-    endless(model / "model.safetensors")
+    reached = endless(system, "glob.glob", model, ENDLESS_CHILD="1")
     name = system.add("rollout_worker")
-    await until(lambda: system.children(name))
+    await until(reached.exists)
+    assert system.children(name)
     before = await seen(system, name)
     assert before is not None and before.status == "loading"
     await cancelled(system, job)

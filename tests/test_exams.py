@@ -225,7 +225,7 @@ async def test_job_is_evaluated_from_start_to_end_whoever_dies(tmp_path: Path) -
         told = await asyncio.to_thread(
             subprocess.run, argv, capture_output=True, text=True, env=cluster.env, check=True
         )
-        for line in ("step 8; there are: 0, 4, 8, 10", "--- episode 1: reward ", "[user] ", "[assistant] "):
+        for line in ("step 8; kept steps: 0, 4, 8, 10", "--- episode 1: reward ", "[user] ", "[assistant] "):
             assert line in told.stdout
 
         plan = {"every": 4, "episodes": 30, "at_start": False}

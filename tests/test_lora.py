@@ -80,12 +80,12 @@ def test_each_way_to_begin_is_another_one_and_follows_the_seed(tiny: Path) -> No
 
 @pytest.mark.parametrize("init", ["pissa", "olora", "eva", "loftq", "mica", True])
 def test_what_would_change_the_base_or_needs_data_is_refused(init: object) -> None:
-    with pytest.raises(SpecError, match=r"model\.lora\.init=.*'kaiming', 'gaussian' or 'orthogonal'"):
+    with pytest.raises(SpecError, match=r"model\.lora\.init = .*'kaiming', 'gaussian' or 'orthogonal'"):
         make_spec(model={"base": "m", "lora": {"init": init}}, train={"steps": 1}, rollout={})
 
 
 def test_orthogonal_needs_an_even_rank() -> None:
-    with pytest.raises(SpecError, match=r"model\.lora\.rank=3: must be even"):
+    with pytest.raises(SpecError, match=r"model\.lora\.rank = 3: must be even"):
         make_spec(model={"base": "m", "lora": {"init": "orthogonal", "rank": 3}}, train={"steps": 1}, rollout={})
     assert LoraSpec(init="orthogonal").rank % 2 == 0
 

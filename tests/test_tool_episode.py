@@ -29,7 +29,7 @@ class Near:
     def __init__(self, sessions: Sessions) -> None:
         self.sessions = sessions
 
-    async def open(self, **fields: Any) -> SessionReply:
+    async def open(self, importing: object = None, **fields: Any) -> SessionReply:
         return await self.sessions.open(OpenSession(answer_within_s=60.0, **fields))
 
     async def step(self, worker: str, request: StepSession) -> SessionReply:

@@ -319,7 +319,7 @@ def test_the_calculator_knows_whole_numbers_and_three_signs(expression: str, val
         ({"tools": [{"type": "python", "command": ["x"]}]}, "tools.0.command", "does not apply to type = 'python'"),
         ({"tools": [{"type": "mcp"}]}, "tools.0.command", "a command or a url"),
         ({"tools": [{"type": "mcp", "command": ["x"], "url": "http://x"}]}, "tools.0.command", "a command or a url"),
-        ({"tools": [{"type": "mcp", "url": "ftp://x"}]}, "tools.0.url", "should match"),
+        ({"tools": [{"type": "mcp", "url": "ftp://x"}]}, "tools.0.url", "must match"),
         ({"tools": [{"type": "functions"}]}, "tools.0.module", "is needed"),
         ({"tools": [{"type": "shell"}]}, "tools.0.type", "'python', 'mcp' or 'functions'"),
         ({"tool_turns": 0}, "tool_turns", "greater than or equal to 1"),

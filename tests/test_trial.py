@@ -124,7 +124,7 @@ def test_another_interpreter_plays_what_is_named_for_it(tmp_path: Path, monkeypa
     monkeypatch.setenv("OPENTINKER_ENV_INTERPRETERS", f"copy_digits={python}")
     line = [sys.executable, "-c", "from opentinker.command import main; main()", "env", "play", "copy_digits"]
     by_hand = subprocess.run(line, input="12\n", capture_output=True, text=True, check=True)
-    assert "you> " in by_hand.stdout and "done after 1 turns; reward " in by_hand.stdout
+    assert "you> " in by_hand.stdout and "done after 1 turn; reward " in by_hand.stdout
     assert trace.read_text().startswith("-m opentinker.trial ")
     trace.unlink()
     played = CliRunner().invoke(app, ["env", "check", "copy_digits", "--episodes", "2"])
@@ -143,7 +143,7 @@ def test_a_library_that_fits_nowhere_is_not_advised_as_an_extra() -> None:
 def test_play_lets_a_person_be_the_model() -> None:
     played = CliRunner().invoke(app, ["env", "play", "copy_digits", "--row", "1"], input="12\n")
     assert played.exit_code == 0
-    assert "you> " in played.output and "done after 1 turns; reward " in played.output
+    assert "you> " in played.output and "done after 1 turn; reward " in played.output
     left = CliRunner().invoke(app, ["env", "play", "guess_number"], input="")
     assert left.exit_code == 0 and "given up after 0 turns" in left.output
 

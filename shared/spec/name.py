@@ -8,6 +8,8 @@ from typing import Annotated
 
 from pydantic import AfterValidator, Field, StringConstraints
 
+from opentinker.shared.key_text import FORM
+
 LONGEST = 200
 JOINERS = "\u200c\u200d"
 """Format characters of ordinary words and emoji; the others reorder or hide what stands beside them."""
@@ -19,6 +21,8 @@ def _printable(name: str) -> str:
     """Raises ValueError for what a terminal or a table would not show as it stands."""
     if odd := [char for char in name if unicodedata.category(char) in REFUSED and char not in JOINERS]:
         raise ValueError(f'has a control character (U+{ord(odd[0]):04X}); e.g. "Qwen3 run 2"')
+    if FORM.search(name):
+        raise ValueError('holds an API key; revoke that key, and choose another name, e.g. "Qwen3 run 2"')
     return name
 
 
