@@ -34,7 +34,7 @@ import msgspec
 import torch
 
 from examples.models.make_tiny import make_tiny
-from opentinker.services.env_worker.player import LocalPlayer
+from opentinker.envs.runtime.player import LocalPlayer
 from opentinker.services.rollout_worker.engine import Completion, Sampling, Shown
 from opentinker.services.rollout_worker.episode import Episode
 from opentinker.services.rollout_worker.render import Renderer

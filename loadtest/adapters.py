@@ -22,9 +22,9 @@ from pathlib import Path
 from typing import Any
 
 from loadtest._machine import Meter
-from opentinker.services.env_worker.host import Host
-from opentinker.services.env_worker.resolver import Resolver
-from opentinker.services.env_worker.worker import Sessions
+from opentinker.envs.runtime.child_pool import Host
+from opentinker.envs.runtime.resolver import Resolver
+from opentinker.envs.runtime.sessions import Sessions
 from opentinker.shared.sessions import CloseSession, OpenSession, StepSession
 from opentinker.shared.types import StopReason
 
@@ -36,11 +36,11 @@ SLOW_S = 1e-3
 def gymnasium(config: dict[str, Any], text: str) -> Iterator[None]:
     import gymnasium
 
-    from opentinker.envs.adapters import known, spaces
+    from opentinker.envs.adapters import env_notes, spaces
 
-    known.register(config["id"])
+    env_notes.register(config["id"])
     environment = gymnasium.make(config["id"], disable_env_checker=True)
-    action = spaces.read(environment.action_space, text, known.names_of(config["id"], environment))
+    action = spaces.read(environment.action_space, text, env_notes.names_of(config["id"], environment))
     for seed in count():
         environment.reset(seed=seed)
         over = False

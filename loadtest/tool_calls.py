@@ -21,8 +21,8 @@ import numpy as np
 import uvloop
 
 from loadtest._machine import QUIET_CORES, Meter
+from opentinker.envs.runtime.tools.tool_factory import Shop
 from opentinker.envs.tools import ToolTurns
-from opentinker.services.env_worker.tools.shop import Shop
 from opentinker.shared.config import Settings
 from opentinker.shared.types import ToolCall
 

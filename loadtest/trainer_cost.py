@@ -36,7 +36,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import AttentionInterface, AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from examples.models.make_tiny import tiny_tokenizer
-from opentinker.envs import gsm8k
+from opentinker.envs.builtin import gsm8k
 from opentinker.services.trainer import micro_batch
 from opentinker.services.trainer.torch_learner import TorchLearner
 from opentinker.shared.nn.layout import layout

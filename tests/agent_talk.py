@@ -11,7 +11,7 @@ from openai import AsyncOpenAI
 
 from opentinker.envs.agent import AgentEnvironment, Result
 from opentinker.envs.base import Action, EnvironmentConfig, Opening, Step
-from opentinker.services.env_worker.player import action_of, opening_of, reply_of
+from opentinker.envs.runtime.player import action_of, opening_of, reply_of
 from opentinker.shared.sessions import Policy, SessionReply, StepSession
 from opentinker.shared.types import StopReason
 

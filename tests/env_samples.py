@@ -18,7 +18,7 @@ from pydantic import field_validator
 
 from opentinker.envs.adapters.library import Randomness, episode_seed
 from opentinker.envs.base import Action, Environment, EnvironmentConfig, Opening, Step, user
-from opentinker.envs.copy_digits import CopyDigits
+from opentinker.envs.builtin.copy_digits import CopyDigits
 from opentinker.envs.tools import tool
 from opentinker.shared.types import Message, Tool, ToolCall
 

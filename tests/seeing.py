@@ -13,7 +13,7 @@ import PIL.Image
 import torch
 
 from examples.models.make_seeing import make_seeing
-from opentinker.envs.pictures import png
+from opentinker.envs.png import png
 from opentinker.services.rollout_worker.render import Renderer, images_of
 from opentinker.shared import trajectories as trajectories_of
 from opentinker.shared.trajectories import Group, Trajectory

@@ -18,13 +18,13 @@ import pytest
 from gymnasium import spaces as gs
 
 from opentinker.envs.adapters import library, spaces
-from opentinker.envs.adapters.known import plain_colours
+from opentinker.envs.adapters.env_notes import plain_colours
 from opentinker.envs.adapters.library import Randomness, episode_seed
 from opentinker.envs.registry import ADAPTERS, check, rehearse
-from opentinker.services.env_worker.host import Host
-from opentinker.services.env_worker.resolver import Resolver
+from opentinker.envs.runtime.child_pool import Host
+from opentinker.envs.runtime.resolver import Resolver
+from opentinker.envs.runtime.sessions import Sessions
 from opentinker.services.env_worker.service import check_environment
-from opentinker.services.env_worker.worker import Sessions
 from opentinker.shared.errors import SpecError
 from opentinker.shared.sessions import EnvCheck, OpenSession, StepSession
 from opentinker.shared.types import Ending, Image, StopReason
@@ -270,7 +270,7 @@ def test_what_can_be_played_can_be_rehearsed(name: str, config: dict[str, Any], 
 async def test_a_submission_hears_what_is_missing_and_does_not_wait_for_what_takes_long(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("opentinker.services.env_worker.host.REHEARSAL_S", 0.5)
+    monkeypatch.setattr("opentinker.envs.runtime.child_pool.REHEARSAL_S", 0.5)
     host, resolver = Host(children=1, per_child=1, modules=True), Resolver(modules=True)
     try:
         asked = [EnvCheck(name=f"tests.published_games:{game}", config={}) for game in ("Lacking", "Endless")]

@@ -14,9 +14,9 @@ from openai import AsyncOpenAI
 
 from opentinker.envs.agents.program import AgentProgram
 from opentinker.envs.registry import check, find
-from opentinker.services.env_worker.host import Host
-from opentinker.services.env_worker.resolver import Resolver
-from opentinker.services.env_worker.worker import Sessions
+from opentinker.envs.runtime.child_pool import Host
+from opentinker.envs.runtime.resolver import Resolver
+from opentinker.envs.runtime.sessions import Sessions
 from opentinker.services.rollout_worker.episode import Episode
 from opentinker.shared.errors import SpecError
 from opentinker.shared.sessions import CloseSession, OpenSession, Policy, StepSession

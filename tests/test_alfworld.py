@@ -17,14 +17,14 @@ import pytest
 
 from opentinker.environment.alfworld import ALFWorldGame
 from opentinker.envs.adapters import library
-from opentinker.envs.alfworld_games import TASKS, NoGames, Split, choose, listing, read
-from opentinker.envs.alfworld_play import Play, command_of
 from opentinker.envs.base import play_gold
+from opentinker.envs.builtin.alfworld_games import TASKS, NoGames, Split, choose, listing, read
+from opentinker.envs.builtin.alfworld_play import Play, command_of
 from opentinker.envs.game import StepResult, opening_of
 from opentinker.envs.registry import check, find, make
-from opentinker.services.env_worker.host import Host
-from opentinker.services.env_worker.resolver import Resolver
-from opentinker.services.env_worker.worker import Sessions
+from opentinker.envs.runtime.child_pool import Host
+from opentinker.envs.runtime.resolver import Resolver
+from opentinker.envs.runtime.sessions import Sessions
 from opentinker.shared.errors import SpecError
 from opentinker.shared.sessions import OpenSession, StepSession
 from opentinker.shared.types import StopReason

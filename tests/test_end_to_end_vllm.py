@@ -20,8 +20,8 @@ from openai import AsyncOpenAI
 
 from examples.models.make_seeing import make_seeing
 from examples.models.make_tiny import make_tiny
-from opentinker.envs.colours import COLOURS
-from opentinker.envs.pictures import png
+from opentinker.envs.builtin.color_naming import COLOURS
+from opentinker.envs.png import png
 from opentinker.shared import codec
 from opentinker.shared.rights import OPERATOR
 from opentinker.shared.spec import JobSpec, parse_spec

@@ -20,12 +20,12 @@ from hypothesis import strategies as st
 
 from opentinker.envs.base import user
 from opentinker.envs.registry import find
-from opentinker.services.env_worker.children import Child
-from opentinker.services.env_worker.host import Host
-from opentinker.services.env_worker.resolver import Resolver
+from opentinker.envs.runtime.child_pool import Host
+from opentinker.envs.runtime.child_process import Child
+from opentinker.envs.runtime.child_protocol import Answer, frame
+from opentinker.envs.runtime.resolver import Resolver
+from opentinker.envs.runtime.sessions import Sessions
 from opentinker.services.env_worker.service import check_environment
-from opentinker.services.env_worker.wire import Answer, frame
-from opentinker.services.env_worker.worker import Sessions
 from opentinker.shared import codec
 from opentinker.shared.errors import SpecError
 from opentinker.shared.replies import OBSERVATION_BYTES, PROMPT_IDS, sound
@@ -70,7 +70,7 @@ async def host() -> AsyncIterator[Host]:
 
 @pytest.fixture
 async def sessions(host: Host, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Sessions]:
-    monkeypatch.setattr("opentinker.services.env_worker.worker.CLOSE_S", 0.5)
+    monkeypatch.setattr("opentinker.envs.runtime.sessions.CLOSE_S", 0.5)
     env_samples.Counting.calls.clear()
     env_samples.LET_GO.clear()
     sessions = Sessions("w", limit=8, resolver=Resolver(modules=True), host=host)
@@ -257,7 +257,7 @@ async def test_drain_gives_up_on_what_does_not_finish(sessions: Sessions) -> Non
 async def test_answers_of_ended_sessions_are_forgotten_in_the_end(
     sessions: Sessions, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("opentinker.services.env_worker.worker.REMEMBERED", 10)
+    monkeypatch.setattr("opentinker.envs.runtime.sessions.REMEMBERED", 10)
     for number in range(50):
         await sessions.open(opening(session=str(number), turns=1))
         assert (await sessions.step(step(0, session=str(number)))).done
@@ -445,7 +445,7 @@ async def test_a_check_has_a_time_limit_and_says_so(
 ) -> None:
     write_module(tmp_path, "stuck_module", "import threading\nEND = threading.Event()\nEND.wait(30)\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr("opentinker.services.env_worker.resolver.CHECK_S", 0.2)
+    monkeypatch.setattr("opentinker.envs.runtime.resolver.CHECK_S", 0.2)
     check = EnvCheck(name="stuck_module:X", config={})
     (mistake,) = (await soon(check_environment(check, sessions._resolver, host))).errors
     assert mistake["field"] == "environment.name" and "took more than 0.2 s" in mistake["problem"]

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from opentinker.envs import base, gsm8k
+from opentinker.envs import base
 from opentinker.envs.base import Action, Environment, Step, play_gold
+from opentinker.envs.builtin import gsm8k
 from opentinker.envs.registry import check, find, make
 from opentinker.shared.errors import SpecError
 from opentinker.shared.types import Message, StopReason

@@ -23,7 +23,7 @@ from opentinker.environment.game_stats_client import GameStatsClient
 from opentinker.envs.base import Action, Environment, Step
 from opentinker.envs.game import concurrent, numbers_of
 from opentinker.envs.registry import check, find, make
-from opentinker.services.env_worker.serving import _playable
+from opentinker.envs.runtime.in_process_server import _playable
 from opentinker.shared.errors import SpecError
 from opentinker.shared.types import Message, StopReason
 from tests.conftest import WAIT_S

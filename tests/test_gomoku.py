@@ -9,8 +9,8 @@ import pyspiel
 import pytest
 
 from opentinker.envs.base import Action, Opening, Step, play_gold
-from opentinker.envs.gomoku import Gomoku
-from opentinker.envs.gomoku_board import BLACK, WHITE, Board, bot, expert, other
+from opentinker.envs.builtin.gomoku import Gomoku
+from opentinker.envs.builtin.gomoku_board import BLACK, WHITE, Board, bot, expert, other
 from opentinker.envs.registry import check, make
 from opentinker.shared.errors import SpecError
 from opentinker.shared.types import StopReason

@@ -19,8 +19,8 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from opentinker.services.env_worker import children
-from opentinker.services.env_worker.sandboxes import Sandboxes
+from opentinker.envs.runtime import child_process
+from opentinker.envs.runtime.sandboxes import Sandboxes
 from opentinker.shared.config import Settings
 from opentinker.shared.sessions import CloseSession, SessionReply
 from opentinker.shared.types import Ending
@@ -176,7 +176,7 @@ async def test_first_children_have_a_bound_too(worker: Worker) -> None:
 
 
 async def test_an_idle_child_ends(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(children, "IDLE_S", 0.05)
+    monkeypatch.setattr(child_process, "IDLE_S", 0.05)
     session, opened = await worker.open(HOSTILE, "idle")
     looked(opened)
     (child,) = [one for one in worker.host._children if one.key.startswith(f"{HOSTILE} of idle")]
@@ -203,9 +203,9 @@ async def test_what_an_environment_has_started_ends_with_the_worker() -> None:
     """Killed at once, so that nothing of it can clear up."""
     code = (
         "import asyncio, sys\n"
-        "from opentinker.services.env_worker.host import Host\n"
-        "from opentinker.services.env_worker.resolver import Resolver\n"
-        "from opentinker.services.env_worker.worker import Sessions\n"
+        "from opentinker.envs.runtime.child_pool import Host\n"
+        "from opentinker.envs.runtime.resolver import Resolver\n"
+        "from opentinker.envs.runtime.sessions import Sessions\n"
         "from opentinker.shared.sessions import OpenSession, StepSession\n"
         "from opentinker.shared.types import StopReason\n"
         "async def main():\n"

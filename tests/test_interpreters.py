@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 from uv import find_uv_bin
 
-from opentinker.services.env_worker.host import Host
-from opentinker.services.env_worker.interpreters import Interpreters
-from opentinker.services.env_worker.resolver import Resolver
+from opentinker.envs.runtime.child_pool import Host
+from opentinker.envs.runtime.interpreters import Interpreters
+from opentinker.envs.runtime.resolver import Resolver
+from opentinker.envs.runtime.sessions import Sessions
 from opentinker.services.env_worker.service import check_environment
-from opentinker.services.env_worker.worker import Sessions
 from opentinker.shared.config import load_settings
 from opentinker.shared.errors import SpecError
 from opentinker.shared.sessions import EnvCheck, OpenSession, SessionReply, StepSession

@@ -20,14 +20,14 @@ from typing import Any, Literal
 import pytest
 import uvloop
 
+from opentinker.envs.runtime import child_process, fair_queue
+from opentinker.envs.runtime.child_pool import Host
+from opentinker.envs.runtime.packages import Packages
+from opentinker.envs.runtime.resolver import Resolver
+from opentinker.envs.runtime.sandboxes import Sandboxes
+from opentinker.envs.runtime.sessions import Sessions
+from opentinker.envs.runtime.venv_overlay import Runtime
 from opentinker.pushing import pack
-from opentinker.services.env_worker import children, turns
-from opentinker.services.env_worker.host import Host
-from opentinker.services.env_worker.packages import Packages
-from opentinker.services.env_worker.resolver import Resolver
-from opentinker.services.env_worker.runtime import Runtime
-from opentinker.services.env_worker.sandboxes import Sandboxes
-from opentinker.services.env_worker.worker import Sessions
 from opentinker.services.scheduler.receiving import Uploads
 from opentinker.shared import uploads
 from opentinker.shared.config import Settings
@@ -192,7 +192,7 @@ async def test_an_idle_child_leaves_its_place_or_ends(
         await worker.step(session, "odd")
         await until(lambda: all(child.sessions == 0 for child in worker.host._children))
     assert [child.key[-1] for child in worker.host._children] == ["b", "c", "d"]
-    monkeypatch.setattr(children, "IDLE_S", 0.05)
+    monkeypatch.setattr(child_process, "IDLE_S", 0.05)
     session, _ = await worker.open(name, "d")
     await worker.step(session, "odd")
     last = worker.host._children[-1]
@@ -201,7 +201,7 @@ async def test_an_idle_child_leaves_its_place_or_ends(
 
 
 async def test_who_waits_for_a_child_gets_one_in_the_end(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(turns, "TURN_S", 0.0)
+    monkeypatch.setattr(fair_queue, "TURN_S", 0.0)
     worker.host._limit = worker.host._spare = 1
     name = worker.push(PARITY)
     first, opened = await worker.open(name, "greedy")
@@ -220,9 +220,9 @@ async def test_who_waits_for_a_child_gets_one_in_the_end(worker: Worker, monkeyp
 
 
 def test_who_stops_asking_does_not_wait() -> None:
-    waiting = turns.Turns()
+    waiting = fair_queue.Turns()
     waiting.refused("a", 0.0)
-    assert waiting.due(turns.TURN_S - 1) is None
+    assert waiting.due(fair_queue.TURN_S - 1) is None
     for now in range(0, 20, 4):
         waiting.refused("b", float(now))
     assert waiting.due(16.0) == "b"

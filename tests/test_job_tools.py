@@ -12,15 +12,15 @@ from typing import Any
 import msgspec
 import pytest
 
+from opentinker.envs.runtime.child_pool import Host
+from opentinker.envs.runtime.resolver import Resolver
+from opentinker.envs.runtime.sessions import Sessions
+from opentinker.envs.runtime.tools import functions
+from opentinker.envs.runtime.tools.errors import NoTools
+from opentinker.envs.runtime.tools.python_monty import Interpreters
+from opentinker.envs.runtime.tools.refcounted_pool import Lending
+from opentinker.envs.runtime.tools.tool_factory import Shop, Tools
 from opentinker.envs.tools import RESULT_BYTES, Offered, Outcome, perform
-from opentinker.services.env_worker.host import Host
-from opentinker.services.env_worker.resolver import Resolver
-from opentinker.services.env_worker.tools import functions
-from opentinker.services.env_worker.tools.errors import NoTools
-from opentinker.services.env_worker.tools.lending import Lending
-from opentinker.services.env_worker.tools.monty import Interpreters
-from opentinker.services.env_worker.tools.shop import Shop, Tools
-from opentinker.services.env_worker.worker import Sessions
 from opentinker.shared.config import Settings
 from opentinker.shared.sessions import OpenSession, StepSession
 from opentinker.shared.types import Ending, Message, StopReason, ToolCall
@@ -167,7 +167,7 @@ async def test_the_sandbox_has_numpy_and_sympy_and_forgets_everything(shop: Shop
     assert await said(tools, "import os\nos.listdir('/tmp')") == "[]\n"
     failed = await use(tools, "python", code="def f():\n    return 1 / 0\nf()")
     assert failed.failed
-    assert "line 3, in <module>" in failed.text and "runner.py" not in failed.text
+    assert "line 3, in <module>" in failed.text and "sandbox_runner.py" not in failed.text
     assert (await use(tools, "python", code="import sys; sys.exit(2)")).failed
     await tools.close()
 
@@ -483,7 +483,7 @@ async def test_results_wait_for_the_stream_that_called_where_another_one_acts_ne
 
 
 async def test_two_tools_of_one_name_fail_the_episode(sessions: Sessions) -> None:
-    clash = {"type": "functions", "module": "opentinker.envs.tool_calc:value_of"}
+    clash = {"type": "functions", "module": "opentinker.envs.builtin.tool_calc:value_of"}
     opened = await sessions.open(with_tools(clash, clash))
     assert opened.failure == Ending.ENV_ERROR and "a name of its own" in opened.error
 

@@ -12,8 +12,8 @@ import msgspec
 import pytest
 
 from opentinker.client import AsyncClient
-from opentinker.services.env_worker.resolver import Resolver
-from opentinker.services.env_worker.worker import Sessions
+from opentinker.envs.runtime.resolver import Resolver
+from opentinker.envs.runtime.sessions import Sessions
 from opentinker.services.rollout_worker.render import Renderer
 from opentinker.shared.bus import Bus
 from opentinker.shared.lanes import GLUE_S, MOST, Lanes, LanesByJob, glued

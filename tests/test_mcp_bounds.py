@@ -14,18 +14,18 @@ import orjson
 import pytest
 from aiohttp import web
 
-from opentinker.envs.tool_bounds import bounded_tools, depth_beyond
-from opentinker.envs.tools import RESULT_BYTES, perform
-from opentinker.services.env_worker.tools import mcp_http
-from opentinker.services.env_worker.tools.errors import NoTools
-from opentinker.services.env_worker.tools.mcp_bounds import (
+from opentinker.envs.runtime.tools import mcp_http
+from opentinker.envs.runtime.tools.errors import NoTools
+from opentinker.envs.runtime.tools.mcp_client import Connection
+from opentinker.envs.runtime.tools.mcp_limits import (
     MESSAGE_BYTES,
     UNASKED_BYTES,
     UNASKED_MESSAGES,
     Allowance,
     TooMuch,
 )
-from opentinker.services.env_worker.tools.mcp_servers import Connection
+from opentinker.envs.tool_limits import bounded_tools, depth_beyond
+from opentinker.envs.tools import RESULT_BYTES, perform
 from opentinker.shared.spec.tools import ToolSpec
 from opentinker.shared.types import Tool, ToolCall
 from tests import mcp_hostile

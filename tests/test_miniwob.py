@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 
-from opentinker.envs.adapters import miniwob_browsers, miniwob_page
+from opentinker.envs.adapters import browser_pool, miniwob_page
 from opentinker.envs.adapters.library import Illegal
 from opentinker.envs.registry import check
-from opentinker.services.env_worker.children import Plain
-from opentinker.services.env_worker.host import Host
-from opentinker.services.env_worker.resolver import Resolver
-from opentinker.services.env_worker.worker import Sessions
+from opentinker.envs.runtime.child_pool import Host
+from opentinker.envs.runtime.child_process import Plain
+from opentinker.envs.runtime.resolver import Resolver
+from opentinker.envs.runtime.sessions import Sessions
 from opentinker.shared.errors import SpecError
 from opentinker.shared.sessions import OpenSession, StepSession
 from opentinker.shared.types import Ending, Image, StopReason
@@ -27,7 +27,7 @@ from tests.conftest import until
 from tests.playing import Table, sit
 
 browser = pytest.mark.skipif(
-    shutil.which("chromedriver") is None or not any(map(shutil.which, miniwob_browsers.BROWSERS)),
+    shutil.which("chromedriver") is None or not any(map(shutil.which, browser_pool.BROWSERS)),
     reason="no Chromium on this machine: make browser (as root, on Debian), or install chromium and chromium-driver",
 )
 
@@ -175,7 +175,7 @@ class Idle:
 
 
 async def test_browsers_wait_for_their_task_and_not_for_ever() -> None:
-    shelf: Any = miniwob_browsers.Shelf(2, 3600.0)
+    shelf: Any = browser_pool.Shelf(2, 3600.0)
     first, second, third, dead = Idle(), Idle(), Idle(), Idle(runs=False)
     for task, browser in (("a", first), ("b", second), ("a", third)):
         shelf.put(task, browser)
@@ -183,7 +183,7 @@ async def test_browsers_wait_for_their_task_and_not_for_ever() -> None:
     assert shelf.take("c") is None and shelf.take("a") is third and shelf.take("a") is None
     shelf.put("d", dead)
     assert shelf.take("d") is None and shelf.take("b") is second
-    brief: Any = miniwob_browsers.Shelf(2, 0.01)
+    brief: Any = browser_pool.Shelf(2, 0.01)
     brief.put("a", third)
     await until(lambda: third.closed)
     assert brief.take("a") is None

@@ -24,7 +24,7 @@ from aiohttp import web
 
 from opentinker.access import Access, WebSocket
 from opentinker.embedded import nats_binary
-from opentinker.services.env_worker import worker as _env_worker  # noqa: F401 - what they count is in the registry
+from opentinker.envs.runtime import sessions as _env_worker  # noqa: F401 - what they count is in the registry
 from opentinker.services.scheduler import service as _scheduler  # noqa: F401
 from opentinker.shared import asyncapi, stream_credentials
 from opentinker.shared.bus import Bus

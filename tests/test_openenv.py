@@ -12,14 +12,14 @@ import pytest
 
 from opentinker.envs.adapters import openenv
 from opentinker.envs.adapters.library import Illegal, episode_seed
-from opentinker.envs.adapters.openenv_forms import form_of
+from opentinker.envs.adapters.openenv_schema import form_of
 from opentinker.envs.base import BadReply
 from opentinker.envs.registry import check
 from opentinker.envs.remote import REPLY_BYTES
+from opentinker.envs.runtime.player import LocalPlayer
+from opentinker.envs.runtime.resolver import Resolver
+from opentinker.envs.runtime.sessions import Sessions
 from opentinker.processes import free_port
-from opentinker.services.env_worker.player import LocalPlayer
-from opentinker.services.env_worker.resolver import Resolver
-from opentinker.services.env_worker.worker import Sessions
 from opentinker.shared.egress import LOOPBACK, VARIABLE
 from opentinker.shared.errors import SpecError
 from opentinker.shared.sessions import CloseSession, OpenSession, SessionReply, StepSession

@@ -13,8 +13,8 @@ import pytest
 
 from opentinker.access import Access
 from opentinker.embedded import EmbeddedServers, shipped_conf
+from opentinker.envs.runtime.packages import Packages
 from opentinker.pushing import pack
-from opentinker.services.env_worker.packages import Packages
 from opentinker.services.scheduler.receiving import Unreadable, Uploads
 from opentinker.services.scheduler.stores import DirectoryStore
 from opentinker.services.trainer import checkpoint

@@ -28,10 +28,10 @@ from opentinker.environment.math import (
 )
 from opentinker.environment.prompts import messages_of
 from opentinker.envs.base import Action
+from opentinker.envs.builtin.gomoku_board import expert
 from opentinker.envs.game import opening_of
-from opentinker.envs.gomoku_board import expert
 from opentinker.envs.registry import make
-from opentinker.services.env_worker.serving import _playable
+from opentinker.envs.runtime.in_process_server import _playable
 from opentinker.shared.rows import RowError
 from opentinker.shared.spec import parse_spec
 from opentinker.shared.types import Image, Message, StopReason, Text

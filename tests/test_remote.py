@@ -15,10 +15,10 @@ from aiohttp import web
 from opentinker.envs import remote
 from opentinker.envs.base import Action, Environment, EnvironmentConfig, Opening, Step, user
 from opentinker.envs.registry import check, find
+from opentinker.envs.runtime.resolver import Resolver
+from opentinker.envs.runtime.sessions import Sessions
 from opentinker.listening import listening
 from opentinker.processes import free_port
-from opentinker.services.env_worker.resolver import Resolver
-from opentinker.services.env_worker.worker import Sessions
 from opentinker.shared.egress import LOOPBACK, VARIABLE, Egress, Refused
 from opentinker.shared.errors import SpecError
 from opentinker.shared.frames import Hello, answer_calls, introduce

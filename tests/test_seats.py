@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from opentinker.envs.base import play_gold
-from opentinker.services.env_worker.player import LocalPlayer
+from opentinker.envs.runtime.player import LocalPlayer
 from opentinker.shared.sessions import StepSession
 from opentinker.shared.types import Ending, Message, StopReason
 from tests.env_samples import Race

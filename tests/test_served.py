@@ -20,8 +20,8 @@ import pytest
 from opentinker.client import AsyncClient
 from opentinker.envs.base import Action, Environment, EnvironmentConfig, Step, user
 from opentinker.envs.game import AbstractGame, StepResult
+from opentinker.envs.runtime.in_process_server import Stage
 from opentinker.http import ApiError
-from opentinker.services.env_worker.serving import Stage
 from opentinker.serving import AsyncServing, serve_environment
 from opentinker.shared import codec
 from opentinker.shared.bus import Bus, NoReply, NoResponders

@@ -25,7 +25,7 @@ from tests.conftest import WAIT_S, until
 from tests.factories import make_spec
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.slow]
-DIGITS = "opentinker.envs.copy_digits:CopyDigits"
+DIGITS = "opentinker.envs.builtin.copy_digits:CopyDigits"
 
 
 class System:
@@ -84,7 +84,7 @@ async def test_what_nobody_serves_is_refused_with_what_to_do(system: System) -> 
 
 
 async def test_a_wrong_config_is_refused_by_the_process_that_serves_it(system: System) -> None:
-    from opentinker.envs.copy_digits import CopyDigits
+    from opentinker.envs.builtin.copy_digits import CopyDigits
 
     async with AsyncServing(CopyDigits, name="strict", url=system.url):
         spec = system.spec("served:strict").model_dump(mode="json")

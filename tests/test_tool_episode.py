@@ -9,9 +9,9 @@ import msgspec
 import numpy as np
 import pytest
 
-from opentinker.services.env_worker.resolver import Resolver
-from opentinker.services.env_worker.tools.shop import Shop
-from opentinker.services.env_worker.worker import Sessions
+from opentinker.envs.runtime.resolver import Resolver
+from opentinker.envs.runtime.sessions import Sessions
+from opentinker.envs.runtime.tools.tool_factory import Shop
 from opentinker.services.rollout_worker.engine import Completion
 from opentinker.services.rollout_worker.episode import Episode
 from opentinker.shared.config import Settings

@@ -9,8 +9,9 @@ from typing import Any, Literal
 import pytest
 
 from opentinker.envs.base import Action, Environment, Opening, Step, call, play_gold, user
+from opentinker.envs.builtin.tool_calc import ToolCalc, value_of
 from opentinker.envs.registry import make
-from opentinker.envs.tool_calc import ToolCalc, value_of
+from opentinker.envs.runtime.player import LocalPlayer
 from opentinker.envs.tools import (
     LAST,
     RESULT_BYTES,
@@ -24,7 +25,6 @@ from opentinker.envs.tools import (
     tool,
     with_tools,
 )
-from opentinker.services.env_worker.player import LocalPlayer
 from opentinker.shared.errors import SpecError
 from opentinker.shared.sessions import StepSession
 from opentinker.shared.types import Ending, Message, StopReason, Tool, ToolCall

@@ -1,4 +1,4 @@
-"""Runs chromedriver, and ends with it whatever browser it has started. miniwob_browsers.py calls it:
+"""Runs chromedriver, and ends with it whatever browser it has started. browser_pool.py calls it:
 
 browser_leash.py PARENT CHROMEDRIVER ARGV...
 

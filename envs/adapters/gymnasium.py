@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, Field
 
-from opentinker.envs.adapters import known, minigrid
+from opentinker.envs.adapters import env_notes, minigrid
 from opentinker.envs.adapters.library import ActionConfig, Illegal, Randomness, episode_seed, refusal, unknown
 from opentinker.envs.base import Action, Environment, Step, user
 from opentinker.shared.types import Image, Message, Text
@@ -42,7 +42,7 @@ class Gymnasium(Environment):
 
             if ":" in self.id:
                 raise ValueError(f"id = {self.id!r}: no modules are imported by name")
-            known.register(self.id)
+            env_notes.register(self.id)
             if self.id not in registry:
                 raise unknown(f"environment as id = {self.id!r}", self.id, registry)
             if self.view == "ansi" and "ansi" not in _render_modes(self.id):
@@ -75,7 +75,7 @@ class Gymnasium(Environment):
         self._in_words = not drawn and config.view in ("auto", "words") and minigrid.is_minigrid(self._environment)
         if config.view == "words" and not self._in_words:
             raise ValueError(f"view = 'words' is for MiniGrid; {config.id} is none")
-        self._names = [name.lower() for name in config.actions] or known.names_of(config.id, self._environment)
+        self._names = [name.lower() for name in config.actions] or env_notes.names_of(config.id, self._environment)
         count = getattr(self._environment.action_space, "n", None)
         if config.actions and count != len(config.actions):
             raise ValueError(f"{len(config.actions)} names of actions were given, and {config.id} has {count}")
@@ -124,15 +124,15 @@ class Gymnasium(Environment):
     def _introduction(self) -> str:
         about = self.config.instruction
         if about is None:
-            about = known.ABOUT.get(known.base_name(self.config.id), f"You act in {self.config.id}.")
+            about = env_notes.ABOUT.get(env_notes.base_name(self.config.id), f"You act in {self.config.id}.")
         hint = self._spaces.hint(self._environment.action_space, self._names)
         return "\n".join(part for part in (about, hint if self.config.hint else "") if part)
 
     def _message(self, observation: Any, first: str = "") -> Message:
         image: Image | None = None
         if self._drawn:
-            seen = known.plain_colours(str(self._environment.render())).strip("\n")
-            seen = "\n".join(filter(None, [seen, known.remark(self.config.id, self._environment, observation)]))
+            seen = env_notes.plain_colours(str(self._environment.render())).strip("\n")
+            seen = "\n".join(filter(None, [seen, env_notes.remark(self.config.id, self._environment, observation)]))
         elif self._in_words:
             seen = minigrid.view(observation)
         else:

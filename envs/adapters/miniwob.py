@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from opentinker.envs.adapters import miniwob_page as page
+from opentinker.envs.adapters.browser_pool import Shelf, programs, start
 from opentinker.envs.adapters.library import Illegal, LibraryConfig, Randomness, episode_seed, refusal, unknown
-from opentinker.envs.adapters.miniwob_browsers import Shelf, programs, start
 from opentinker.envs.base import Action, Environment, Step, user
-from opentinker.envs.pictures import png
+from opentinker.envs.png import png
 from opentinker.shared.types import Image, Message, Text
 
 if TYPE_CHECKING:

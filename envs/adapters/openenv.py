@@ -14,8 +14,8 @@ import orjson
 from pydantic import BaseModel, Field, ValidationInfo, field_validator, model_validator
 
 from opentinker.envs.adapters.library import Illegal, episode_seed, refusal
-from opentinker.envs.adapters.openenv_forms import Form, form_of, result_of, tools_of, view
-from opentinker.envs.adapters.openenv_line import Line, Seen, ServerError
+from opentinker.envs.adapters.openenv_client import Line, Seen, ServerError
+from opentinker.envs.adapters.openenv_schema import Form, form_of, result_of, tools_of, view
 from opentinker.envs.base import ELSEWHERE, Action, BadReply, Opening, Step, Unreachable, user
 from opentinker.envs.data import in_event_loop
 from opentinker.envs.remote import AWAY, PAUSE_S, SHOWN, Remote, RemoteFailed, ServerConfig, limited

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, Field
 
-from opentinker.envs.adapters import known
+from opentinker.envs.adapters import env_notes
 from opentinker.envs.adapters.library import ActionConfig, Illegal, Randomness, episode_seed, refusal
 from opentinker.envs.base import Action, Environment, Opening, Step, user
 from opentinker.shared.types import Message
@@ -150,7 +150,7 @@ class PettingZoo(Environment):
         parts = [] if seat in self._introduced else [self._introduction(seat)]
         self._introduced.add(seat)
         if self._drawn:
-            parts.append(known.plain_colours(str(self._environment.render())).strip("\n"))
+            parts.append(env_notes.plain_colours(str(self._environment.render())).strip("\n"))
         else:
             space = self._environment.observation_space(self._agents[seat])
             parts.append(self._spaces.show(space, self._observation))
@@ -161,7 +161,7 @@ class PettingZoo(Environment):
     def _introduction(self, seat: str) -> str:
         about = self.config.instruction
         if about is None:
-            game = known.GAMES.get(known.base_name(self.config.id), "")
+            game = env_notes.GAMES.get(env_notes.base_name(self.config.id), "")
             about = f"You are {seat} in {self.config.id}. {game}".strip()
         space = self._environment.action_space(self._agents[seat])
         return "\n".join(
@@ -173,7 +173,7 @@ class PettingZoo(Environment):
         return self._spaces.allowed(space, self._mask, self._names(space))
 
     def _names(self, space: Any) -> list[str]:
-        names = self.config.actions or known.NAMES.get(known.base_name(self.config.id), [])
+        names = self.config.actions or env_notes.NAMES.get(env_notes.base_name(self.config.id), [])
         if self.config.actions and getattr(space, "n", None) != len(names):
             raise ValueError(f"{len(names)} names of actions were given for {space}")
         return [name.lower() for name in names]

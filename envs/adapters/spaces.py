@@ -13,7 +13,7 @@ import numpy as np
 from gymnasium import spaces
 
 from opentinker.envs.adapters.library import Illegal, said
-from opentinker.envs.pictures import png
+from opentinker.envs.png import png
 from opentinker.shared.types import Image
 
 MASK = "action_mask"

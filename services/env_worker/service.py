@@ -13,14 +13,14 @@ import asyncio
 import msgspec
 
 from opentinker.envs.registry import BUILT_IN
-from opentinker.services.env_worker.checks import mistakes_of
-from opentinker.services.env_worker.host import Host
-from opentinker.services.env_worker.interpreters import Interpreters
-from opentinker.services.env_worker.resolver import Resolver
-from opentinker.services.env_worker.sandboxes import Sandboxes
-from opentinker.services.env_worker.tools.shop import Shop
-from opentinker.services.env_worker.watchdog import watch
-from opentinker.services.env_worker.worker import Sessions
+from opentinker.envs.runtime.child_pool import Host
+from opentinker.envs.runtime.interpreters import Interpreters
+from opentinker.envs.runtime.preflight import mistakes_of
+from opentinker.envs.runtime.resolver import Resolver
+from opentinker.envs.runtime.sandboxes import Sandboxes
+from opentinker.envs.runtime.sessions import Sessions
+from opentinker.envs.runtime.tools.tool_factory import Shop
+from opentinker.envs.runtime.watchdog import watch
 from opentinker.shared.config import Settings
 from opentinker.shared.egress import Egress
 from opentinker.shared.errors import SpecError

@@ -11,7 +11,7 @@ import structlog
 from aiohttp import WSCloseCode, web
 
 from opentinker.envs.base import Environment
-from opentinker.services.env_worker.serving import Stage
+from opentinker.envs.runtime.in_process_server import Stage
 from opentinker.shared.errors import OpenTinkerError
 from opentinker.shared.frames import (
     FRAME_BYTES,

@@ -28,9 +28,9 @@ import aiohttp
 
 from opentinker.envs.base import Environment
 from opentinker.envs.game import AbstractGame
+from opentinker.envs.runtime.in_process_server import Stage
 from opentinker.http import ApiError, Http
 from opentinker.patience import Waiting, why
-from opentinker.services.env_worker.serving import Stage
 from opentinker.shared.frames import (
     FRAME_BYTES,
     GOODBYE,

@@ -23,7 +23,7 @@ from typing import Any
 import msgspec
 
 from opentinker.envs.base import Environment
-from opentinker.services.env_worker.player import LocalPlayer
+from opentinker.envs.runtime.player import LocalPlayer
 from opentinker.shared.errors import OpenTinkerError, SpecError
 from opentinker.shared.sessions import OpenSession, SessionReply, StepSession
 from opentinker.shared.types import Message, StopReason
@@ -330,7 +330,7 @@ def play_by_hand(asked: Asked) -> Tried:
 def _answered(asked: Asked) -> Answered:
     """By the interpreter that OPENTINKER_ENV_INTERPRETERS, or the settings file, names for the environment, else by
     this one. Raises SpecError."""
-    from opentinker.services.env_worker.interpreters import Interpreters  # which the named one needs nothing of
+    from opentinker.envs.runtime.interpreters import Interpreters  # which the named one needs nothing of
     from opentinker.shared.config import load_settings
 
     interpreters = Interpreters(load_settings().env_interpreters)

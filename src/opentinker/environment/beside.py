@@ -12,10 +12,10 @@ from collections.abc import Coroutine
 from functools import cache
 from typing import Any, Literal, TypeVar
 
+from opentinker.envs.builtin.gsm8k import answer_of
 from opentinker.envs.grading import Grade, graders
-from opentinker.envs.gsm8k import answer_of
+from opentinker.envs.runtime.tools.tool_factory import Shop, Tools
 from opentinker.envs.tools import Outcome, perform
-from opentinker.services.env_worker.tools.shop import Shop, Tools
 from opentinker.shared.config import Settings
 from opentinker.shared.types import ToolCall
 

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from opentinker.envs.adapters.library import installed
-from opentinker.envs.alfworld_games import RELEASE, TASKS, GameFile, NoGames, listing, read
-from opentinker.envs.alfworld_play import Play, Seen, command_of
+from opentinker.envs.builtin.alfworld_games import RELEASE, TASKS, GameFile, NoGames, listing, read
+from opentinker.envs.builtin.alfworld_play import Play, Seen, command_of
 from opentinker.envs.game import AbstractGame, StepResult
 
 SPLITS = {

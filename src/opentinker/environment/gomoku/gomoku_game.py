@@ -5,11 +5,11 @@ from __future__ import annotations
 import random
 from typing import Any
 
+from opentinker.envs.builtin.gomoku_board import BLACK, STONES, Board, bot
 from opentinker.envs.game import AbstractGame, StepResult
-from opentinker.envs.gomoku_board import BLACK, STONES, Board, bot
 
 NO_FIELD = 1.0
-"""How wrong (envs/gomoku_board.py) an answer is that names no field at all."""
+"""How wrong (envs/builtin/gomoku_board.py) an answer is that names no field at all."""
 
 
 class GomokuGame(AbstractGame):

@@ -6,8 +6,8 @@ import re
 from typing import Any
 
 from opentinker.environment.beside import graded
+from opentinker.envs.builtin.math import INSTRUCTION
 from opentinker.envs.game import AbstractGame, StepResult
-from opentinker.envs.math import INSTRUCTION
 
 HINT = "rows of a data set say it: play it with MathGameEnvironment"
 UNREAD = "No answer was found. Put your final answer into \\boxed{}."

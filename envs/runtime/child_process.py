@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import msgspec
 import structlog
 
-from opentinker.services.env_worker.wire import HEAD, LARGEST, Answer, Call, frame
+from opentinker.envs.runtime.child_protocol import HEAD, LARGEST, Answer, Call, frame
 from opentinker.shared import codec, egress
 from opentinker.shared.errors import OpenTinkerError
 from opentinker.shared.renewal import below
@@ -33,7 +33,7 @@ IDLE_S = 60.0
 END_S = 2.0
 """Between the end of a child's answers and its own."""
 KILL_S = 10.0
-"""A keeper that is told to end has ended so long after it, with all that it has to end (keeper.py)."""
+"""A keeper that is told to end has ended so long after it, with all that it has to end (child_keeper.py)."""
 
 log = structlog.get_logger()
 
@@ -205,7 +205,7 @@ class Child:
 
 
 class Plain:
-    """A child process of the level `process`, and whatever it starts: its keeper ends all of it (keeper.py)."""
+    """A child process of the level `process`, and whatever it starts: its keeper ends all of it (child_keeper.py)."""
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self.reason = ""
@@ -244,7 +244,7 @@ async def start_plain(modules: bool, interpreter: str, python_path: str, descrip
         interpreter,
         "-P",  # PYTHONPATH has the working directory, last: nothing there may hide this package
         "-m",
-        "opentinker.services.env_worker.keeper",
+        "opentinker.envs.runtime.child_keeper",
         str(descriptor),
         str(int(modules)),
         stdin=asyncio.subprocess.DEVNULL,

@@ -2,7 +2,7 @@
 
 A connection lives in a task of its own, from its opening to its close, for the library wants both in the same task.
 When the server is gone every call of its tools is an error that says so; it is started anew with the next episode.
-How much it may say, of its tools (envs/tool_bounds.py) and to a call (mcp_bounds.py), is bounded: who says more is gone
+How much it may say, of its tools (envs/tool_limits.py) and to a call (mcp_limits.py), is bounded: who says more is gone
 as well.
 """
 
@@ -17,16 +17,16 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 import structlog
 
-from opentinker.envs.tool_bounds import MOST_TOOLS, bounded_tools
-from opentinker.envs.tools import Offered, ToolError
-from opentinker.services.env_worker.children import KEPT_VARIABLES
-from opentinker.services.env_worker.tools.errors import NoTools
-from opentinker.services.env_worker.tools.mcp_bounds import (
+from opentinker.envs.runtime.child_process import KEPT_VARIABLES
+from opentinker.envs.runtime.tools.errors import NoTools
+from opentinker.envs.runtime.tools.mcp_limits import (
     BLOCKS,
     CURSOR_CHARACTERS,
     MESSAGE_BYTES,
     MOST_PAGES,
 )
+from opentinker.envs.tool_limits import MOST_TOOLS, bounded_tools
+from opentinker.envs.tools import Offered, ToolError
 from opentinker.shared.spec.tools import ToolSpec
 from opentinker.shared.types import Tool
 
@@ -118,7 +118,7 @@ class Connection:
     @contextlib.asynccontextmanager
     async def _transport(self) -> AsyncIterator[Any]:
         if self._spec.url is None:
-            from opentinker.services.env_worker.tools.mcp_stdio import talking
+            from opentinker.envs.runtime.tools.mcp_stdio import talking
 
             kept = {name: os.environ[name] for name in KEPT_VARIABLES if name in os.environ}
             async with self._listening() as stderr:
@@ -126,7 +126,7 @@ class Connection:
             return
         from mcp.client.streamable_http import streamable_http_client
 
-        from opentinker.services.env_worker.tools.mcp_http import guarded
+        from opentinker.envs.runtime.tools.mcp_http import guarded
 
         async with guarded(self._spec.timeout_s) as http:
             yield streamable_http_client(self._spec.url, http_client=http, max_sse_event_size=MESSAGE_BYTES)

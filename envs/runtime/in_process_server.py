@@ -19,11 +19,11 @@ import msgspec
 from opentinker.envs import registry
 from opentinker.envs.base import Environment
 from opentinker.envs.game import AbstractGame, PlayedGame, environment_of
-from opentinker.services.env_worker.checks import mistakes_of
-from opentinker.services.env_worker.host import Host
-from opentinker.services.env_worker.player import LocalPlayer, Player
-from opentinker.services.env_worker.resolver import Resolver
-from opentinker.services.env_worker.worker import Sessions
+from opentinker.envs.runtime.child_pool import Host
+from opentinker.envs.runtime.player import LocalPlayer, Player
+from opentinker.envs.runtime.preflight import mistakes_of
+from opentinker.envs.runtime.resolver import Resolver
+from opentinker.envs.runtime.sessions import Sessions
 from opentinker.shared.sessions import EnvCheck, EnvCheckReply, OpenSession, SessionReply, StepSession
 
 T = TypeVar("T")

@@ -1,9 +1,8 @@
 """The `python` tool in CPython with numpy and sympy: programs run in a sandbox (shared/sandbox.py), one at a time each.
 
-A job has sandboxes of its own in every env worker. In each stands a warm interpreter (runner.py), which forks for a
-program and clears up after it; no program finds anything of another one. A program that ends its interpreter has
-failed, and the next one gets a new sandbox.
-"""
+A job has sandboxes of its own in every env worker. In each stands a warm interpreter (sandbox_runner.py), which forks
+for a program and clears up after it; no program finds anything of another one. A program that ends its interpreter has
+failed, and the next one gets a new sandbox. """
 
 from __future__ import annotations
 
@@ -18,8 +17,8 @@ from typing import Any
 
 import structlog
 
+from opentinker.envs.runtime.tools import sandbox_runner
 from opentinker.envs.tools import RESULT_BYTES, Failed, Offered, ToolError, checked, describe
-from opentinker.services.env_worker.tools import runner
 from opentinker.shared.sandbox import Sandbox, Sandboxed, Unavailable, own_packages
 from opentinker.shared.spec.tools import ToolSpec
 
@@ -60,7 +59,7 @@ class Runner:
         with theirs:
             sandboxed = await sandbox.start(
                 [sys.executable, PLACE, str(theirs.fileno())],
-                binds={**own_packages(), PLACE: runner.__file__},
+                binds={**own_packages(), PLACE: sandbox_runner.__file__},
                 variables=VARIABLES,
                 limits=limits,
                 pass_fds=[theirs.fileno()],

@@ -1,10 +1,10 @@
 """A child process of an env worker: plays the sessions of environments that block, one call after the other.
 
-    python -m opentinker.services.env_worker.child FD MODULES CLASS      (in a sandbox; else keeper.py, without CLASS)
+    python -m opentinker.envs.runtime.child FD MODULES CLASS      (in a sandbox; else child_keeper.py, without CLASS)
 
 Consumes calls from the socket FD, produces answers on it; waits for the next call; ends when the worker is gone. CLASS
 is the `module:Class` of an uploaded environment, whose name says nothing here; empty: each session says what it plays.
-What an episode leaves behind ends with it (leftovers.py).
+What an episode leaves behind ends with it (episode_cleanup.py).
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ import msgspec
 
 from opentinker.envs.base import Environment
 from opentinker.envs.registry import check, find, rehearse
-from opentinker.services.env_worker.checks import mistakes_of
-from opentinker.services.env_worker.leftovers import Leftovers
-from opentinker.services.env_worker.player import LocalPlayer, contain
-from opentinker.services.env_worker.wire import HEAD, Answer, Call, frame
+from opentinker.envs.runtime.child_protocol import HEAD, Answer, Call, frame
+from opentinker.envs.runtime.episode_cleanup import Leftovers
+from opentinker.envs.runtime.player import LocalPlayer, contain
+from opentinker.envs.runtime.preflight import mistakes_of
 from opentinker.shared import codec
 from opentinker.shared.replies import failure
 from opentinker.shared.sessions import CloseSession, EnvCheck, OpenSession, SessionReply, StepSession

@@ -18,14 +18,14 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from opentinker.envs.runtime.tools import python_sandbox
+from opentinker.envs.runtime.tools.errors import NoTools
+from opentinker.envs.runtime.tools.functions import Functions
+from opentinker.envs.runtime.tools.mcp_client import Connection
+from opentinker.envs.runtime.tools.python_monty import Interpreters, Session
+from opentinker.envs.runtime.tools.python_sandbox import Programs
+from opentinker.envs.runtime.tools.refcounted_pool import Lending
 from opentinker.envs.tools import Offered
-from opentinker.services.env_worker.tools import sandboxed
-from opentinker.services.env_worker.tools.errors import NoTools
-from opentinker.services.env_worker.tools.functions import Functions
-from opentinker.services.env_worker.tools.lending import Lending
-from opentinker.services.env_worker.tools.mcp_servers import Connection
-from opentinker.services.env_worker.tools.monty import Interpreters, Session
-from opentinker.services.env_worker.tools.sandboxed import Programs
 from opentinker.shared.config import Settings
 from opentinker.shared.egress import Egress, Refused
 from opentinker.shared.mistakes import mistakes_of
@@ -133,7 +133,7 @@ class Shop:
 
     async def _sandboxed(self, spec: ToolSpec) -> Programs:
         sandbox = await Sandbox.open(self._settings)
-        return await Programs.open(sandbox, spec, sandboxed.most_programs())
+        return await Programs.open(sandbox, spec, python_sandbox.most_programs())
 
 
 class Tools:

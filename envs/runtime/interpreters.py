@@ -11,7 +11,7 @@ import os
 import tempfile
 from pathlib import Path
 
-from opentinker.services.env_worker.runtime import package_dir
+from opentinker.envs.runtime.venv_overlay import package_dir
 from opentinker.shared.errors import SpecError
 
 

@@ -16,7 +16,7 @@ import httpx2
 from anyio.abc import SocketStream
 from httpcore2._backends.anyio import AnyIOBackend, AnyIOStream
 
-from opentinker.services.env_worker.tools.mcp_bounds import MESSAGE_BYTES, UNASKED_BYTES
+from opentinker.envs.runtime.tools.mcp_limits import MESSAGE_BYTES, UNASKED_BYTES
 from opentinker.shared.egress import Egress
 from opentinker.shared.waiting import rest
 

@@ -11,10 +11,10 @@ from collections.abc import Callable
 
 import msgspec
 
+from opentinker.envs.runtime.player import Player, contain
+from opentinker.envs.runtime.tools.errors import NoTools
+from opentinker.envs.runtime.tools.tool_factory import Shop, Tools
 from opentinker.envs.tools import Outcome, ToolTurns
-from opentinker.services.env_worker.player import Player, contain
-from opentinker.services.env_worker.tools.errors import NoTools
-from opentinker.services.env_worker.tools.shop import Shop, Tools
 from opentinker.shared.replies import failure
 from opentinker.shared.sandbox import Unavailable
 from opentinker.shared.sessions import OpenSession, SessionReply, StepSession

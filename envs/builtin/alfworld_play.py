@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from opentinker.envs.adapters.library import Randomness
-from opentinker.envs.alfworld_games import GameFile
+from opentinker.envs.builtin.alfworld_games import GameFile
 
 _one_call = threading.Lock()
 _TAGGED = re.compile(r"<action>(.*?)(?:</action>|$)", re.IGNORECASE | re.DOTALL)

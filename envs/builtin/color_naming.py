@@ -9,7 +9,7 @@ import numpy as np
 from pydantic import Field
 
 from opentinker.envs.base import Action, Environment, EnvironmentConfig, Step
-from opentinker.envs.pictures import png
+from opentinker.envs.png import png
 from opentinker.shared.types import Image, Message, Text
 
 COLOURS = {

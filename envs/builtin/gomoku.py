@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from opentinker.envs.base import Action, Environment, EnvironmentConfig, Opening, Step, user
-from opentinker.envs.gomoku_board import BLACK, STONES, WHITE, Board, Read, bot, expert, other
+from opentinker.envs.builtin.gomoku_board import BLACK, STONES, WHITE, Board, Read, bot, expert, other
 
 
 class Gomoku(Environment):

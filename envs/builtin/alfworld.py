@@ -7,9 +7,9 @@ from typing import Annotated, ClassVar
 from pydantic import Field
 
 from opentinker.envs.adapters.library import LibraryConfig, episode_seed
-from opentinker.envs.alfworld_games import Split, Task, choose, listing, read
-from opentinker.envs.alfworld_play import Play, command_of
 from opentinker.envs.base import Action, Environment, Step, user
+from opentinker.envs.builtin.alfworld_games import Split, Task, choose, listing, read
+from opentinker.envs.builtin.alfworld_play import Play, command_of
 from opentinker.envs.data import in_event_loop
 from opentinker.shared.types import Message
 

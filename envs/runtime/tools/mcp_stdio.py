@@ -19,7 +19,7 @@ from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStre
 from mcp.shared.message import SessionMessage
 from mcp_types import JSONRPCRequest, jsonrpc_message_adapter
 
-from opentinker.services.env_worker.tools.mcp_bounds import MESSAGE_BYTES, Allowance, TooMuch
+from opentinker.envs.runtime.tools.mcp_limits import MESSAGE_BYTES, Allowance, TooMuch
 from opentinker.shared.waiting import put_down
 
 GRACE_S = 2.0

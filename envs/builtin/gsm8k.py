@@ -17,7 +17,7 @@ from pydantic import Field
 from opentinker.envs.base import Action, Environment, EnvironmentConfig, Step, user
 from opentinker.shared.types import Message
 
-DATA = Path(__file__).parent / "data" / "gsm8k"
+DATA = Path(__file__).parent.parent / "data" / "gsm8k"
 INSTRUCTION = "Think step by step. Give the final answer as a number after ####."
 
 _NUMBER = re.compile(

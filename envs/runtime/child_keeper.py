@@ -1,6 +1,6 @@
 """Keeps a child process of the level `process`, so that whatever an environment has started ends with it.
 
-    python -m opentinker.services.env_worker.keeper FD MODULES      (started by children.py, never by hand)
+    python -m opentinker.envs.runtime.child_keeper FD MODULES      (started by child_process.py, never by hand)
 
 Forks: the new process plays (child.py), this one takes in what loses its parent, wherever that has hidden. When the
 player ends, the env worker is gone or says so (SIGTERM), everything is told to end, and is killed soon after. The exit
@@ -18,7 +18,7 @@ import sys
 import time
 from typing import NoReturn
 
-from opentinker.services.env_worker import child
+from opentinker.envs.runtime import child
 from opentinker.shared.renewal import below, end_children
 
 PR_SET_CHILD_SUBREAPER = 36

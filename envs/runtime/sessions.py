@@ -19,11 +19,11 @@ import msgspec
 import structlog
 from prometheus_client import Counter, Gauge
 
-from opentinker.services.env_worker.host import ChildPlayer, Host
-from opentinker.services.env_worker.player import LocalPlayer, Player, contain
-from opentinker.services.env_worker.resolver import Resolver
-from opentinker.services.env_worker.tools.player import ToolPlayer
-from opentinker.services.env_worker.tools.shop import Shop
+from opentinker.envs.runtime.child_pool import ChildPlayer, Host
+from opentinker.envs.runtime.player import LocalPlayer, Player, contain
+from opentinker.envs.runtime.resolver import Resolver
+from opentinker.envs.runtime.tools.tool_factory import Shop
+from opentinker.envs.runtime.tools.tool_player import ToolPlayer
 from opentinker.shared.lanes import LanesByJob
 from opentinker.shared.replies import failure, late_import
 from opentinker.shared.sessions import IMPORTED, OPEN, CloseSession, OpenSession, SessionReply, StepSession

@@ -25,7 +25,7 @@ from typing import Any
 import structlog
 from packaging.specifiers import SpecifierSet
 
-from opentinker.services.env_worker.runtime import Runtime
+from opentinker.envs.runtime.venv_overlay import Runtime
 from opentinker.shared import codec, uploads
 from opentinker.shared.errors import SpecError
 from opentinker.shared.paths import make_directories, sync_directory, sync_tree
@@ -61,7 +61,7 @@ class Installed:
     files: Path
     venv: Path
     runtime: dict[str, str]
-    """What has to be laid beside it (runtime.py)."""
+    """What has to be laid beside it (venv_overlay.py)."""
 
 
 class Packages:

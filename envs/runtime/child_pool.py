@@ -16,13 +16,13 @@ from functools import partial
 from typing import Any
 from weakref import WeakSet
 
-from opentinker.services.env_worker.children import Child, Start, start_plain
-from opentinker.services.env_worker.interpreters import Interpreters
-from opentinker.services.env_worker.player import on_worker
-from opentinker.services.env_worker.resolver import CHECK_S
-from opentinker.services.env_worker.sandboxes import Sandboxes
-from opentinker.services.env_worker.turns import Turns
-from opentinker.services.env_worker.wire import Answer
+from opentinker.envs.runtime.child_process import Child, Start, start_plain
+from opentinker.envs.runtime.child_protocol import Answer
+from opentinker.envs.runtime.fair_queue import Turns
+from opentinker.envs.runtime.interpreters import Interpreters
+from opentinker.envs.runtime.player import on_worker
+from opentinker.envs.runtime.resolver import CHECK_S
+from opentinker.envs.runtime.sandboxes import Sandboxes
 from opentinker.shared.errors import SpecError
 from opentinker.shared.replies import failure, late_import, sound, sound_mistakes
 from opentinker.shared.sessions import CloseSession, EnvCheck, OpenSession, SessionReply, StepSession

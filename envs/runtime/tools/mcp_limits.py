@@ -1,5 +1,5 @@
 """How much an MCP server may say: of its list of tools, of a result, and beside what it is asked. What it may say of
-each tool: envs/tool_bounds.py."""
+each tool: envs/tool_limits.py."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Child processes in sandboxes: which program plays an environment there, with what laid beside it, and what it prints.
 
-An upload runs in its own virtual environment and sees that, its own files and what plays it (runtime.py). An operator's
-environment that a job wants isolated sees the packages of the env worker and the directories of PYTHONPATH.
+An upload runs in its own virtual environment and sees that, its own files and what plays it (venv_overlay.py). An
+operator's environment that a job wants isolated sees the packages of the env worker and the directories of PYTHONPATH.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from pathlib import Path
 
 import structlog
 
-from opentinker.services.env_worker.packages import Packages
-from opentinker.services.env_worker.runtime import OWN, PATH, own_package, package_dir
+from opentinker.envs.runtime.packages import Packages
+from opentinker.envs.runtime.venv_overlay import OWN, PATH, own_package, package_dir
 from opentinker.shared import uploads
 from opentinker.shared.config import Settings
 from opentinker.shared.errors import SpecError
 from opentinker.shared.sandbox import Sandbox, Sandboxed, Unavailable, own_packages
 from opentinker.shared.waiting import put_down, rest
 
-CHILD = "opentinker.services.env_worker.child"
+CHILD = "opentinker.envs.runtime.child"
 VENV, FILES = "/venv", "/upload"
 VARIABLES = {"PYTHONSAFEPATH": "1", "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
 CHUNK = 8192

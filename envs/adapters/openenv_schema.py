@@ -10,9 +10,9 @@ import msgspec
 import orjson
 
 from opentinker.envs.adapters.library import Illegal, said
-from opentinker.envs.adapters.openenv_line import Seen
+from opentinker.envs.adapters.openenv_client import Seen
 from opentinker.envs.base import BadReply
-from opentinker.envs.tool_bounds import bounded_tools
+from opentinker.envs.tool_limits import bounded_tools
 from opentinker.shared.types import Tool
 
 Kind = Literal["text", "json", "tools"]

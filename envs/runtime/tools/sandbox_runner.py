@@ -1,6 +1,6 @@
 """Runs in a sandbox: a warm interpreter that forks for every program. Knows nothing of ours but this file.
 
-    python runner.py FD
+    python sandbox_runner.py FD
 
 Consumes frames from the socket FD (four bytes of length, then JSON: code, timeout_s, most bytes of output), produces
 one per program (length, one byte: 0 it failed, 1 it ended well, then its output); waits for the next one. After every

@@ -11,8 +11,8 @@ from typing import Any
 
 import msgspec
 
+from opentinker.envs.runtime.tools.errors import NoTools
 from opentinker.envs.tools import Offered, ToolError, as_text, checked, describe, shortened
-from opentinker.services.env_worker.tools.errors import NoTools
 from opentinker.shared.spec.tools import ToolSpec
 
 MOST_RUNNING = 16

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from opentinker.services.env_worker.player import contain
+from opentinker.envs.runtime.player import contain
 from opentinker.shared.errors import SpecError
 from opentinker.shared.sessions import EnvCheck, SessionReply
 
