@@ -1,6 +1,6 @@
 import { defineConfig } from "vite";
 
-// The scheduler serves index.html at / and everything else below /page/ (services/scheduler/page.py).
+// The scheduler serves index.html at / and everything else below /page/ (services/scheduler/http/dashboard.py).
 export default defineConfig({
   base: "/page/",
   build: {

@@ -12,8 +12,8 @@ from unittest.mock import MagicMock
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
-from opentinker.services.scheduler.api import Api
-from opentinker.services.scheduler.openapi import document
+from opentinker.services.scheduler.http.openapi import document
+from opentinker.services.scheduler.http.server import Api
 from opentinker.shared import answers as types_of_answers
 from opentinker.shared.config import Settings
 

@@ -20,7 +20,7 @@ from pathlib import Path
 import structlog
 
 from loadtest._machine import Meter, keep, met
-from opentinker.services.scheduler.reconcile import Reconciler
+from opentinker.services.scheduler.placement.reconciler import Reconciler
 from opentinker.shared.store import Store
 from opentinker.shared.types import JobState, Pool, WorkerInfo
 from tests.conftest import Server, start_nats, start_valkey

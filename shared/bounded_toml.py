@@ -1,8 +1,8 @@
 """TOML from people whom nobody trusts: `tomllib` takes memory that grows with the square of a dotted key's parts, and
 recurses into brackets.
 
-What somebody might still find is for a process with limits of its own to bear (`services/scheduler/unpacking.py`).
-"""
+What somebody might still find is for a process with limits of its own to bear
+(`services/scheduler/environments/unpack.py`). """
 
 from __future__ import annotations
 

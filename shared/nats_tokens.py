@@ -1,6 +1,6 @@
 """The tokens in which nats-server asks who may come in, and is answered: JWTs signed with an nkey.
 
-    nats-server --who is this?--> callout.py --a user, its rights, until when--> nats-server
+    nats-server --who is this?--> nats_auth.py --a user, its rights, until when--> nats-server
 
 The key that signs answers is an account's: its seed is a secret of the schedulers, its public half stands in the
 server's configuration, which believes no other.

@@ -5,10 +5,9 @@ was asked for, a job):
     streams:open            sorted set of groups by the end of their last connection
     streams:open:{group}    sorted set of `{server}/{client}` by the end of each
 
-`services/scheduler/callout.py` notes them before a server hears that somebody may come in,
-`services/scheduler/hanging_up.py` closes those whose key or job is over. Ids of servers and clients are never used
-twice. One that has gone by itself stays noted until it would have ended, which costs nothing but room.
-"""
+`services/scheduler/streams/nats_auth.py` notes them before a server hears that somebody may come in,
+`services/scheduler/streams/disconnect.py` closes those whose key or job is over. Ids of servers and clients are never
+used twice. One that has gone by itself stays noted until it would have ended, which costs nothing but room. """
 
 from __future__ import annotations
 

@@ -255,7 +255,7 @@ async def ctx(
     """The surroundings of a scheduler; job directories lie in `tmp_path / "data"`."""
     from tests.scheduling import context
 
-    monkeypatch.setattr("opentinker.services.scheduler.environment.ENV_CHECK_S", WAIT_S)
+    monkeypatch.setattr("opentinker.services.scheduler.jobs.check_environment.ENV_CHECK_S", WAIT_S)
     async with context(nats_server, valkey_server, "scheduler-0", tmp_path / "data") as ctx:
         yield ctx
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 
 from msgspec.structs import replace
 
-from opentinker.services.scheduler.allowances import Used
-from opentinker.services.scheduler.placing import NO_GPUS, Gpus, Held, Job, Need, Rules, View
+from opentinker.services.scheduler.placement.quotas import Used
+from opentinker.services.scheduler.placement.types import NO_GPUS, Gpus, Held, Job, Need, Rules, View
 from opentinker.shared.config import TenantLimits
 from opentinker.shared.types import Pool
 

@@ -6,8 +6,17 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Mapping
 
-from opentinker.services.scheduler.placement import plan
-from opentinker.services.scheduler.placing import AddWorker, Decision, Job, Preempt, Requeue, Start, TakeBack, View
+from opentinker.services.scheduler.placement.planner import plan
+from opentinker.services.scheduler.placement.types import (
+    AddWorker,
+    Decision,
+    Job,
+    Preempt,
+    Requeue,
+    Start,
+    TakeBack,
+    View,
+)
 from opentinker.shared.types import Pool
 from tests.placement_cluster import DAY_S, POOLS, ROLLOUT, RULES, Cluster, Tenant
 

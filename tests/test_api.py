@@ -15,9 +15,9 @@ import aiohttp
 import orjson
 import pytest
 
-from opentinker.services.scheduler import jobs_api
-from opentinker.services.scheduler.jobs_api import JOB_ID
-from opentinker.services.scheduler.submission import new_job_id
+from opentinker.services.scheduler.http import jobs as jobs_api
+from opentinker.services.scheduler.http.jobs import JOB_ID
+from opentinker.services.scheduler.jobs.submit import new_job_id
 from opentinker.shared.admission import Admission
 from opentinker.shared.bus import Bus
 from opentinker.shared.service import Context

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from opentinker.services.scheduler.receiving import Uploads
-from opentinker.services.scheduler.unpacking import read
+from opentinker.services.scheduler.environments.unpack import read
+from opentinker.services.scheduler.environments.upload import Uploads
 from opentinker.shared import uploads
 from opentinker.shared.errors import SpecError
 from tests.api import Http

@@ -14,9 +14,9 @@ import pytest
 
 from opentinker import ApiError, AsyncClient
 from opentinker.api_client import ApiConflict
-from opentinker.services.scheduler.artifacts import Artifacts
-from opentinker.services.scheduler.keeping import Keeping
-from opentinker.services.scheduler.stores import ArtifactStore, DirectoryStore, store_of
+from opentinker.services.scheduler.artifacts.archiver import Keeping
+from opentinker.services.scheduler.artifacts.catalog import Artifacts
+from opentinker.services.scheduler.artifacts.store import ArtifactStore, DirectoryStore, store_of
 from opentinker.shared.config import Settings, load_settings
 from opentinker.shared.errors import NotFound, SpecError
 from opentinker.shared.reports import LogLine
@@ -63,7 +63,7 @@ async def ctx(
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Jobs are put away as soon as they are over."""
-    monkeypatch.setattr("opentinker.services.scheduler.keeping.LINGER_S", 0.0)
+    monkeypatch.setattr("opentinker.services.scheduler.artifacts.archiver.LINGER_S", 0.0)
 
 
 def spec_with(**artifacts: Any) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import aiohttp
 import orjson
 import pytest
 
-from opentinker.services.scheduler import audit as scheduler_audit
+from opentinker.services.scheduler.http import audit as scheduler_audit
 from opentinker.shared.audit import AuditBroken, AuditFile, files_of, folder, verify, writers
 from opentinker.shared.authority import Role
 from opentinker.shared.service import Context

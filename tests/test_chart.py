@@ -19,7 +19,7 @@ import yaml
 from opentinker.access import Access
 from opentinker.embedded import shipped_conf
 from opentinker.envs.runtime.sessions import LOAD, WAITING
-from opentinker.services.scheduler.launch_kubernetes import KubernetesLauncher
+from opentinker.services.scheduler.autoscaler.kubernetes import KubernetesLauncher
 from opentinker.shared.config import PREFIX, Settings
 from opentinker.shared.subjects import SERVICES
 from opentinker.shared.telemetry import REGISTRY

@@ -9,9 +9,9 @@ import msgspec
 import orjson
 import pytest
 
-from opentinker.services.scheduler.cluster import Cluster
-from opentinker.services.scheduler.placing import Rules
-from opentinker.services.scheduler.reconcile import Reconciler
+from opentinker.services.scheduler.placement.cluster_view import Cluster
+from opentinker.services.scheduler.placement.reconciler import Reconciler
+from opentinker.services.scheduler.placement.types import Rules
 from opentinker.shared.leases import CHARGED_AT_MOST_S
 from opentinker.shared.service import Context
 from opentinker.shared.store import Store

@@ -10,7 +10,7 @@ import pytest
 from multidict import CIMultiDictProxy
 from pydantic import ValidationError
 
-from opentinker.services.scheduler.cross_origin import SHOWN, TAKEN
+from opentinker.services.scheduler.http.cors import SHOWN, TAKEN
 from opentinker.shared.config import PREFIX, Settings
 from opentinker.up import page_origins
 from tests.api import bearing

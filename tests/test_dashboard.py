@@ -22,7 +22,7 @@ import orjson
 import pytest
 from playwright.async_api import Browser, Page, Route, async_playwright, expect
 
-from opentinker.services.scheduler import page
+from opentinker.services.scheduler.http import dashboard
 from opentinker.shared.authority import Role
 from opentinker.shared.bus import Bus
 from opentinker.shared.reports import LogLine, MetricPoint, Segment, TimelinePart
@@ -40,7 +40,7 @@ from tests.scheduling import context, new_job, scheduler
 expect.set_options(timeout=WAIT_S * 1000)
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-BUILT = (page.HOME / page.INDEX).exists()
+BUILT = (dashboard.HOME / dashboard.INDEX).exists()
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine: make browser (as root, on Debian)"),

@@ -18,7 +18,7 @@ import pytest
 from pydantic import ValidationError
 
 from opentinker.envs.registry import check
-from opentinker.services.scheduler.submission import _check_files
+from opentinker.services.scheduler.jobs.submit import _check_files
 from opentinker.shared import uploads
 from opentinker.shared.config import Settings
 from opentinker.shared.egress import LOOPBACK, VARIABLE

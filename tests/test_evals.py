@@ -14,8 +14,8 @@ import msgspec
 import orjson
 import pytest
 
-from opentinker.services.scheduler import evaluating
-from opentinker.services.scheduler.evaluating import Evaluating, Evaluation, read_results
+from opentinker.services.scheduler.jobs import eval_coordinator
+from opentinker.services.scheduler.jobs.eval_coordinator import Evaluating, Evaluation, read_results
 from opentinker.shared.bus import Bus
 from opentinker.shared.errors import Conflict, SpecError
 from opentinker.shared.manifest import MANIFEST, Manifest, start_of
@@ -148,7 +148,7 @@ async def started(ctx: Context, id: str, **changes: Any) -> Asked:
 
 
 async def test_the_next_scheduler_goes_on_with_what_has_a_result(ctx: Context, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(evaluating, "LOST_S", 0.2)
+    monkeypatch.setattr(eval_coordinator, "LOST_S", 0.2)
     asked = await started(ctx, "j-nextone000")
 
     async def all_asked() -> bool:
@@ -262,7 +262,7 @@ async def test_an_evaluation_that_an_earlier_leader_has_told_of_is_not_told_of_a
 
     record = await ctx.store.job(asked.job)
     with monkeypatch.context() as patched:
-        patched.setattr(evaluating, "end", dies)
+        patched.setattr(eval_coordinator, "end", dies)
         with pytest.raises(Conflict):
             await soon(Evaluation(ctx, UNFENCED, record, V).run())
     await soon(Evaluation(ctx, UNFENCED, record, V).run())

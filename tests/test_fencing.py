@@ -16,9 +16,9 @@ from typing import Any
 
 import pytest
 
-from opentinker.services.scheduler.clearing import Clearing
-from opentinker.services.scheduler.keeping import Keeping
-from opentinker.services.scheduler.stores import DirectoryStore
+from opentinker.services.scheduler.artifacts.archiver import Keeping
+from opentinker.services.scheduler.artifacts.store import DirectoryStore
+from opentinker.services.scheduler.jobs.cleanup import Clearing
 from opentinker.shared.artifacts import ArtifactIndex, Kept
 from opentinker.shared.errors import Fenced
 from opentinker.shared.service import Context
@@ -217,7 +217,7 @@ async def test_leader_stopped_anywhere_when_a_job_is_over(
 ) -> None:
     """What it left is put away, to a store apart, and expires; meanwhile the next leader does all of that."""
     monkeypatch.setattr(DirectoryStore, "apart", True)
-    monkeypatch.setattr("opentinker.services.scheduler.keeping.LINGER_S", -60.0)
+    monkeypatch.setattr("opentinker.services.scheduler.artifacts.archiver.LINGER_S", -60.0)
     spec = make_spec(artifacts={"keep_last": 1, "expire_days": 1e-9}).model_dump(mode="json")
     at, refused, done = 1, 0, False
     while not done:

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from opentinker.services.scheduler.fitting import described
-from opentinker.services.scheduler.placing import NO_GPUS, Gpus
+from opentinker.services.scheduler.placement.gpu_matching import described
+from opentinker.services.scheduler.placement.types import NO_GPUS, Gpus
 from opentinker.shared import gpus
 from opentinker.shared.types import Gpu
 from opentinker.up import Plan, service_specs

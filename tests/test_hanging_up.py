@@ -13,8 +13,8 @@ import pytest
 
 from opentinker.access import Access, WebSocket
 from opentinker.embedded import nats_binary
-from opentinker.services.scheduler.callout import Callout
-from opentinker.services.scheduler.hanging_up import HangingUp
+from opentinker.services.scheduler.streams.disconnect import HangingUp
+from opentinker.services.scheduler.streams.nats_auth import Callout
 from opentinker.shared import stream_connections
 from opentinker.shared.key_text import digest_of, new_key, parse
 from opentinker.shared.keys import Keys

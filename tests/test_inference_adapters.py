@@ -21,8 +21,8 @@ import pytest
 from opentinker.client import ApiError, AsyncClient
 from opentinker.services.rollout_worker.lease import run_lease
 from opentinker.services.rollout_worker.service import make_engine
-from opentinker.services.scheduler.keeping import used_by
-from opentinker.services.scheduler.replicas import Replicas
+from opentinker.services.scheduler.artifacts.archiver import used_by
+from opentinker.services.scheduler.inference.router import Replicas
 from opentinker.shared.errors import SpecError
 from opentinker.shared.inference import Ask
 from opentinker.shared.leasing import LeasedWorker

@@ -28,7 +28,7 @@ from opentinker.envs.runtime.sandboxes import Sandboxes
 from opentinker.envs.runtime.sessions import Sessions
 from opentinker.envs.runtime.venv_overlay import Runtime
 from opentinker.pushing import pack
-from opentinker.services.scheduler.receiving import Uploads
+from opentinker.services.scheduler.environments.upload import Uploads
 from opentinker.shared import uploads
 from opentinker.shared.config import Settings
 from opentinker.shared.errors import SpecError

@@ -161,7 +161,7 @@ async def test_the_log_is_served_by_level_from_a_cursor_and_by_its_end(http: Htt
 async def test_the_log_is_live_goes_on_where_it_was_and_ends_with_the_job(
     client: AsyncClient, ctx: Context, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("opentinker.services.scheduler.knowing_api.LINGER_S", 0.0)
+    monkeypatch.setattr("opentinker.services.scheduler.http.observability.LINGER_S", 0.0)
     job = (await client.submit(SPEC))["id"]
 
     async def say(event: str) -> None:

@@ -14,12 +14,12 @@ import msgspec
 import orjson
 import pytest
 
-from opentinker.services.scheduler import checkpoints
-from opentinker.services.scheduler.checkpoints import Held
-from opentinker.services.scheduler.keeping import Keeping
-from opentinker.services.scheduler.measured import Measured
-from opentinker.services.scheduler.retention import Rule
-from opentinker.services.scheduler.stores import DirectoryStore, StoreAway
+from opentinker.services.scheduler.artifacts import checkpoint_dir
+from opentinker.services.scheduler.artifacts.archiver import Keeping
+from opentinker.services.scheduler.artifacts.checkpoint_dir import Held
+from opentinker.services.scheduler.artifacts.checkpoint_metrics import Measured
+from opentinker.services.scheduler.artifacts.retention import Rule
+from opentinker.services.scheduler.artifacts.store import DirectoryStore, StoreAway
 from opentinker.shared.bus import NoReply
 from opentinker.shared.manifest import read_manifest
 from opentinker.shared.service import Context
@@ -44,7 +44,7 @@ async def ctx(nats_server: Server, valkey_server: Server, store: Store, tmp_path
 def apart(monkeypatch: pytest.MonkeyPatch) -> None:
     """The store is on another file system than the jobs; those are put away as soon as they are over."""
     monkeypatch.setattr(DirectoryStore, "apart", True)
-    monkeypatch.setattr("opentinker.services.scheduler.keeping.LINGER_S", -60.0)
+    monkeypatch.setattr("opentinker.services.scheduler.artifacts.archiver.LINGER_S", -60.0)
 
 
 async def begun(ctx: Context) -> str:
@@ -76,7 +76,7 @@ async def size_of(keeping: Keeping, job: str, name: str = "model.safetensors") -
 
 
 async def tar_of(keeping: Keeping, job: JobRecord, first: int = 0) -> tuple[str, bytes]:
-    archive = await checkpoints.open_archive(await keeping.artifacts.checkpoints(job), 10, everything=True)
+    archive = await checkpoint_dir.open_archive(await keeping.artifacts.checkpoints(job), 10, everything=True)
     try:
         return archive.etag, b"".join([chunk async for chunk in archive.chunks(first, archive.size - first)])
     finally:
@@ -95,7 +95,7 @@ async def test_disk_that_refuses_costs_no_checkpoint(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoints, "second_name", full)
+        patch.setattr(checkpoint_dir, "second_name", full)
         for _ in range(2):
             await keeping.look()
             await keeping.put()
@@ -254,7 +254,7 @@ async def test_what_killed_schedulers_left_is_swept(ctx: Context, monkeypatch: p
     trainers.mkdir()
     keeping.sweep()
     assert all(place.exists() for place in left), "somebody may be at it"
-    monkeypatch.setattr("opentinker.services.scheduler.keeping.ORPHAN_S", -60.0)
+    monkeypatch.setattr("opentinker.services.scheduler.artifacts.archiver.ORPHAN_S", -60.0)
     keeping.sweep()
     assert not any(place.exists() for place in left) and list((data / "staged").iterdir()) == []
     assert trainers.exists() and (checkpoint / "model.safetensors").exists()

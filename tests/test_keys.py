@@ -18,8 +18,8 @@ from redis.exceptions import RedisError
 from opentinker.api_client import AsyncClient
 from opentinker.http import ApiError, api_key
 from opentinker.nearby import key_for
-from opentinker.services.scheduler import gate
-from opentinker.services.scheduler.gate import register_operator
+from opentinker.services.scheduler.http import auth
+from opentinker.services.scheduler.http.auth import register_operator
 from opentinker.shared import keys as keys_module
 from opentinker.shared.authority import MAY, SCOPES, Action, Principal, Role, Verdict, authorize, outranks
 from opentinker.shared.config import load_settings
@@ -212,7 +212,7 @@ async def test_a_key_that_nobody_can_have_been_given_costs_no_question_to_redis(
 async def test_who_guesses_keys_waits_for_other_guesses_and_holds_up_nobody_else(
     closed: Http, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gate, "CACHE_S", -1.0)  # a known key is looked up each time
+    monkeypatch.setattr(auth, "CACHE_S", -1.0)  # a known key is looked up each time
     key, find, go_on = await new_key_of(store), Keys.find, asyncio.Event()
     _, known = parse(key) or ("", "")
     assert (await closed("GET", "/v1/jobs", headers=bearing(key)))[0] == 200
@@ -226,10 +226,10 @@ async def test_who_guesses_keys_waits_for_other_guesses_and_holds_up_nobody_else
 
     monkeypatch.setattr(Keys, "find", slowly)
     guesses = [asyncio.create_task(closed("GET", "/v1/jobs", headers=bearing(new_key("local")))) for _ in range(50)]
-    await until(lambda: len(looking) == gate.STRANGERS)
+    await until(lambda: len(looking) == auth.STRANGERS)
     for _ in range(5):
         assert (await closed("GET", "/v1/jobs", headers=bearing(key)))[0] == 200
-    assert len(looking) == gate.STRANGERS and not any(guess.done() for guess in guesses)
+    assert len(looking) == auth.STRANGERS and not any(guess.done() for guess in guesses)
     go_on.set()
     assert {status for status, _ in await asyncio.gather(*guesses)} == {401}
 
@@ -237,7 +237,7 @@ async def test_who_guesses_keys_waits_for_other_guesses_and_holds_up_nobody_else
 async def test_a_good_key_opens_and_its_use_is_noted_once_a_minute(
     closed: Http, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gate, "CACHE_S", -1.0)
+    monkeypatch.setattr(auth, "CACHE_S", -1.0)
     key = await new_key_of(store)
     _, id = parse(key) or ("", "")
     began = time.time()
@@ -274,11 +274,11 @@ async def test_a_revoked_key_opens_nothing_a_second_later_at_any_scheduler(
                     await store.redis.hset(f"key:{id}", "expires", now)
                 case "rotate":
                     await Keys(store.redis).rotate(id, new_key("local", id), now=now, grace_s=0.0)
-            await asyncio.sleep(gate.CACHE_S)  # what is believed for so long is believed no longer
+            await asyncio.sleep(auth.CACHE_S)  # what is believed for so long is believed no longer
             for http in both:
                 status, body = await http("GET", "/v1/jobs", headers=bearing(key))
                 assert status == 401 and (why in body["detail"] or "does not know" in body["detail"])
-    assert gate.CACHE_S + gate.LOOK_S < 1.0
+    assert auth.CACHE_S + auth.LOOK_S < 1.0
 
 
 async def test_what_a_key_has_open_is_cut_off_when_it_is_over(closed: Http, store: Store) -> None:
@@ -322,7 +322,7 @@ async def test_a_revoked_operator_s_key_does_not_come_back_by_its_file(
     assert (await closed("GET", "/v1/workers", headers=bearing()))[0] == 200
     await Keys(store.redis).revoke((parse(OPERATOR) or ("", ""))[1], now=time.time())
     await register_operator(ctx)
-    await asyncio.sleep(gate.CACHE_S)
+    await asyncio.sleep(auth.CACHE_S)
     assert (await closed("GET", "/v1/workers", headers=bearing()))[0] == 401
 
 

@@ -16,12 +16,12 @@ import pytest
 
 from opentinker.access import Access
 from opentinker.embedded import shipped_conf
-from opentinker.services.scheduler import launching
-from opentinker.services.scheduler.launch_kubernetes import KubernetesLauncher
-from opentinker.services.scheduler.launch_process import ProcessLauncher
-from opentinker.services.scheduler.launcher import Launched, LauncherFailed
-from opentinker.services.scheduler.launching import Launching, lacking, launcher_of
-from opentinker.services.scheduler.placing import NO_GPUS, UNKNOWN, Gpus, Held, Job, Need, Slot, View
+from opentinker.services.scheduler.autoscaler import autoscaler
+from opentinker.services.scheduler.autoscaler.autoscaler import Launching, lacking, launcher_of
+from opentinker.services.scheduler.autoscaler.base import Launched, LauncherFailed
+from opentinker.services.scheduler.autoscaler.kubernetes import KubernetesLauncher
+from opentinker.services.scheduler.autoscaler.process import ProcessLauncher
+from opentinker.services.scheduler.placement.types import NO_GPUS, UNKNOWN, Gpus, Held, Job, Need, Slot, View
 from opentinker.shared import launched
 from opentinker.shared.config import Settings, TenantLimits, load_settings
 from opentinker.shared.errors import SpecError
@@ -505,7 +505,7 @@ async def test_the_loop_starts_pods_for_a_queue_and_outlives_an_api_that_is_away
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     cluster, url = api
-    monkeypatch.setattr(launching, "LOOK_S", 0.02)
+    monkeypatch.setattr(autoscaler, "LOOK_S", 0.02)
     await workers.start("env-0")
     await new_job(store, "job-1")
     cluster.busy = 6

@@ -17,8 +17,9 @@ from urllib.parse import urlsplit
 import aiohttp
 import pytest
 
-from opentinker.services.scheduler import limits, problems
-from opentinker.services.scheduler.limits import HEADERS, Buckets
+from opentinker.services.scheduler.http import errors as problems
+from opentinker.services.scheduler.http import rate_limit
+from opentinker.services.scheduler.http.rate_limit import HEADERS, Buckets
 from opentinker.shared.config import Settings
 from opentinker.shared.key_text import new_key, parse
 from opentinker.shared.keys import Key, Keys
@@ -117,16 +118,16 @@ def waited(monkeypatch: pytest.MonkeyPatch) -> list[float]:
         found.append(seconds)
         await rest(seconds)
 
-    monkeypatch.setattr(limits, "rest", noted)
+    monkeypatch.setattr(rate_limit, "rest", noted)
     return found
 
 
 async def test_of_one_address_only_so_many_wrong_keys_are_in_line(
     ctx: Context, monkeypatch: pytest.MonkeyPatch, waited: list[float]
 ) -> None:
-    monkeypatch.setattr(limits, "WRONG_BURST", 20.0)
-    monkeypatch.setattr(limits, "WRONG_PER_S", 0.001)
-    monkeypatch.setattr(limits, "MOST_IN_LINE", 3)
+    monkeypatch.setattr(rate_limit, "WRONG_BURST", 20.0)
+    monkeypatch.setattr(rate_limit, "WRONG_PER_S", 0.001)
+    monkeypatch.setattr(rate_limit, "MOST_IN_LINE", 3)
     good, late = bearing(await new_key_of(ctx.store)), bearing(await new_key_of(ctx.store))
     async with served(ctx) as (session, url, _):
 
@@ -149,8 +150,8 @@ async def test_of_one_address_only_so_many_wrong_keys_are_in_line(
 async def test_guesses_of_a_connection_wait_one_after_another(
     ctx: Context, monkeypatch: pytest.MonkeyPatch, waited: list[float]
 ) -> None:
-    monkeypatch.setattr(limits, "WRONG_BURST", 1.0)
-    monkeypatch.setattr(limits, "WRONG_PER_S", 20.0)
+    monkeypatch.setattr(rate_limit, "WRONG_BURST", 1.0)
+    monkeypatch.setattr(rate_limit, "WRONG_PER_S", 20.0)
     async with served(ctx) as (_, _, raw):
         guess = b"GET /v1/jobs HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer wrong\r\n"
         reader, writer = await raw.open()
@@ -164,8 +165,8 @@ async def test_guesses_of_a_connection_wait_one_after_another(
 async def test_a_new_key_waits_in_line_behind_guesses_of_its_address_and_is_answered(
     ctx: Context, monkeypatch: pytest.MonkeyPatch, waited: list[float]
 ) -> None:
-    monkeypatch.setattr(limits, "WRONG_BURST", 1.0)
-    monkeypatch.setattr(limits, "WRONG_PER_S", 5.0)
+    monkeypatch.setattr(rate_limit, "WRONG_BURST", 1.0)
+    monkeypatch.setattr(rate_limit, "WRONG_PER_S", 5.0)
     good = bearing(await new_key_of(ctx.store))
     async with served(ctx) as (session, url, _):
         ended: list[int] = []
@@ -181,8 +182,8 @@ async def test_a_new_key_waits_in_line_behind_guesses_of_its_address_and_is_answ
 
 
 async def test_who_hangs_up_in_line_is_not_looked_up(ctx: Context, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "WRONG_BURST", 1.0)
-    monkeypatch.setattr(limits, "WRONG_PER_S", 10.0)
+    monkeypatch.setattr(rate_limit, "WRONG_BURST", 1.0)
+    monkeypatch.setattr(rate_limit, "WRONG_PER_S", 10.0)
     found: list[str] = []
     find = Keys.find
 
@@ -209,8 +210,8 @@ async def test_who_hangs_up_in_line_is_not_looked_up(ctx: Context, monkeypatch: 
 async def test_a_guess_is_not_believed_for_an_answer_that_asks_for_no_key(
     ctx: Context, change: Callable[..., None], monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
-    monkeypatch.setattr(limits, "WRONG_BURST", 1.0)
-    monkeypatch.setattr(limits, "WRONG_PER_S", 20.0)
+    monkeypatch.setattr(rate_limit, "WRONG_BURST", 1.0)
+    monkeypatch.setattr(rate_limit, "WRONG_PER_S", 20.0)
     change(http_origins=["https://page.example"])
     asks = {"Origin": "https://page.example", "Access-Control-Request-Method": "GET"} if method == "OPTIONS" else {}
     async with served(ctx) as (session, url, _):

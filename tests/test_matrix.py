@@ -21,13 +21,13 @@ import pytest
 from pydantic import BaseModel
 
 from opentinker.client import AsyncClient
-from opentinker.services.scheduler import gate
-from opentinker.services.scheduler.api import Api
-from opentinker.services.scheduler.gateway import Gateway
-from opentinker.services.scheduler.keys_api import NewKey, Rotation
-from opentinker.services.scheduler.openapi import Route
-from opentinker.services.scheduler.publishing_api import NewPublication
-from opentinker.services.scheduler.replicas import Replicas
+from opentinker.services.scheduler.environments.served_gateway import Gateway
+from opentinker.services.scheduler.http import auth
+from opentinker.services.scheduler.http.keys import NewKey, Rotation
+from opentinker.services.scheduler.http.openapi import Route
+from opentinker.services.scheduler.http.publishing import NewPublication
+from opentinker.services.scheduler.http.server import Api
+from opentinker.services.scheduler.inference.router import Replicas
 from opentinker.shared.authority import DEFAULT_TENANT, SCOPES, Action, Principal, Role, Verdict
 from opentinker.shared.key_text import new_key, parse
 from opentinker.shared.keys import Keys
@@ -237,7 +237,7 @@ async def site(ctx: Context, store: Store, tmp_path: Any, monkeypatch: pytest.Mo
             super().__init__(*parts)
             made.append(self)
 
-    monkeypatch.setattr("opentinker.services.scheduler.api.Api", Noted)
+    monkeypatch.setattr("opentinker.services.scheduler.http.server.Api", Noted)
     async with scheduler(ctx) as url, aiohttp.ClientSession() as session:
         http = Http(session, url)
         things = {}
@@ -286,7 +286,7 @@ async def test_every_route_answers_whom_it_should_and_nobody_else(site: Site, st
 
 
 def test_how_many_cells_there_are(ctx: Context, figure: Figure) -> None:
-    routes = Api(ctx, gate.Gate(ctx), Gateway(ctx), Replicas(ctx)).routes
+    routes = Api(ctx, auth.Gate(ctx), Gateway(ctx), Replicas(ctx)).routes
     total = len(COLUMNS) * count(routes)
     figure(f"isolation matrix: {len(routes)} routes x {len(COLUMNS)} kinds of asker = {total} cells")
     assert len({who.name for who in COLUMNS}) == len(COLUMNS) and total > 1000
@@ -364,7 +364,7 @@ async def test_no_route_opens_but_through_authorize(site: Site, store: Store, mo
         return Verdict.FORBIDDEN
 
     key = await new_key_of(store, DEFAULT_TENANT, Role.OPERATOR)
-    monkeypatch.setattr(gate, "authorize", forbids)
+    monkeypatch.setattr(auth, "authorize", forbids)
     for route in site.routes:
         path, request = called(route, site.things[DEFAULT_TENANT])
         status, _ = await site.http(route.method, path, headers=bearing(key), **request)
@@ -373,7 +373,7 @@ async def test_no_route_opens_but_through_authorize(site: Site, store: Store, mo
 
 
 def test_nothing_is_served_that_is_not_in_the_table(ctx: Context) -> None:
-    api = Api(ctx, gate.Gate(ctx), Gateway(ctx), Replicas(ctx))
+    api = Api(ctx, auth.Gate(ctx), Gateway(ctx), Replicas(ctx))
     served = [(route.method, route.resource.canonical) for route in api.app().router.routes() if route.resource]
     assert served == [(route.method, route.path) for route in api.routes]
     assert all(isinstance(route.action, Action) for route in api.routes)

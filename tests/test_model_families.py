@@ -9,7 +9,7 @@ from typing import Any
 import orjson
 import pytest
 
-from opentinker.services.scheduler.model_check import look_at
+from opentinker.services.scheduler.jobs.check_model import look_at
 from opentinker.shared.errors import JobFailed
 from opentinker.shared.model_families import SEEING, TEXT_OF_SEEING, unsupported_family, unsupported_on_cpu
 from opentinker.shared.service import Context

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
-from opentinker.services.scheduler.cluster import Cluster, Overdue
-from opentinker.services.scheduler.placing import Rules, View
+from opentinker.services.scheduler.placement.cluster_view import Cluster, Overdue
+from opentinker.services.scheduler.placement.types import Rules, View
 from opentinker.shared.leasing import LET_GO_S
 from opentinker.shared.types import Lease, Pool, WorkerInfo
 

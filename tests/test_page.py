@@ -11,7 +11,7 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from opentinker.services.scheduler import page
+from opentinker.services.scheduler.http import dashboard
 from opentinker.shared.authority import MAY, Action, Role
 from opentinker.shared.key_text import parse
 from opentinker.shared.store import Store
@@ -36,7 +36,7 @@ def built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     }.items():
         (home / name).write_text(text)
     (tmp_path / "secret.js").write_text("secret")
-    monkeypatch.setattr(page, "HOME", home)
+    monkeypatch.setattr(dashboard, "HOME", home)
     return home
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from opentinker.services.scheduler.data_check import check_data
+from opentinker.services.scheduler.jobs.check_dataset import check_data
 from opentinker.shared.paths import create_durably, local_path, not_on_hub
 from opentinker.shared.rows import rows_path
 from opentinker.shared.spec import DataSpec

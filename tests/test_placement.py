@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from opentinker.services.scheduler import placement
-from opentinker.services.scheduler.allowances import Used
-from opentinker.services.scheduler.placement import plan
-from opentinker.services.scheduler.placing import (
+from opentinker.services.scheduler.placement import planner
+from opentinker.services.scheduler.placement.planner import plan
+from opentinker.services.scheduler.placement.quotas import Used
+from opentinker.services.scheduler.placement.types import (
     AddWorker,
     Gpus,
     Held,
@@ -380,7 +380,7 @@ def test_the_queue_is_looked_at_once_however_many_jobs_lack_a_worker(monkeypatch
         said.append(args[0].id)
         return "too few"
 
-    monkeypatch.setattr(placement, "too_few", counted)
+    monkeypatch.setattr(planner, "too_few", counted)
     broken = [held(f"b{i}", f"rollout-{i}", lost_at=NOW - 60, retry_at=NOW + 60) for i in range(20)]
     queue = [job(f"q{i}") for i in range(30)]
     found = planned(*broken, *queue, rollouts=20)

@@ -7,8 +7,18 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from opentinker.services.scheduler.placement import plan
-from opentinker.services.scheduler.placing import AddWorker, Gpus, Held, Job, Need, Preempt, Start, TakeBack, View
+from opentinker.services.scheduler.placement.planner import plan
+from opentinker.services.scheduler.placement.types import (
+    AddWorker,
+    Gpus,
+    Held,
+    Job,
+    Need,
+    Preempt,
+    Start,
+    TakeBack,
+    View,
+)
 from tests.test_placement import NOW, ROLLOUT, TRAINER, held, job, planned
 
 LOOK_S = 2.0

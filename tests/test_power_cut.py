@@ -15,8 +15,8 @@ from opentinker.access import Access
 from opentinker.embedded import EmbeddedServers, shipped_conf
 from opentinker.envs.runtime.packages import Packages
 from opentinker.pushing import pack
-from opentinker.services.scheduler.receiving import Unreadable, Uploads
-from opentinker.services.scheduler.stores import DirectoryStore
+from opentinker.services.scheduler.artifacts.store import DirectoryStore
+from opentinker.services.scheduler.environments.upload import Unreadable, Uploads
 from opentinker.services.trainer import checkpoint
 from opentinker.shared import audit, uploads
 from opentinker.shared.bus import Bus

@@ -12,7 +12,7 @@ from aiohttp import web
 from aiohttp.test_utils import TestClient, TestServer
 from structlog.testing import capture_logs
 
-from opentinker.services.scheduler.problems import last_resort
+from opentinker.services.scheduler.http.errors import last_resort
 from opentinker.shared.store import Store
 from tests.api import SPEC, Http
 from tests.conftest import soon

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from opentinker.services.scheduler.keeping import Keeping
-from opentinker.services.scheduler.start import read_start
+from opentinker.services.scheduler.artifacts.archiver import Keeping
+from opentinker.services.scheduler.jobs.check_start_checkpoint import read_start
 from opentinker.shared.authority import Role
 from opentinker.shared.manifest import read_manifest, start_of
 from opentinker.shared.service import Context

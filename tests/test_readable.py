@@ -18,7 +18,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from opentinker.services.rollout_worker.lease import run_lease
-from opentinker.services.scheduler.submission import submit
+from opentinker.services.scheduler.jobs.submit import submit
 from opentinker.services.trainer.record import Record
 from opentinker.services.trainer.supervised import SupervisedJob
 from opentinker.shared.config import Settings

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from opentinker.services.scheduler.recent import Recent
+from opentinker.services.scheduler.http.single_flight import Recent
 from tests.conftest import until
 
 

@@ -15,8 +15,8 @@ import orjson
 import pytest
 import structlog
 
-from opentinker.services.scheduler.losses import MAX_RESTARTS
-from opentinker.services.scheduler.reconcile import Reconciler
+from opentinker.services.scheduler.placement.reconciler import Reconciler
+from opentinker.services.scheduler.placement.worker_loss import MAX_RESTARTS
 from opentinker.shared.artifacts import ArtifactIndex, Kept
 from opentinker.shared.leasing import LeasedWorker
 from opentinker.shared.service import Context

@@ -16,9 +16,9 @@ from opentinker.client import AsyncClient
 from opentinker.services.rollout_worker import inference
 from opentinker.services.rollout_worker.inference import InferenceJob
 from opentinker.services.rollout_worker.talking import Talk
-from opentinker.services.scheduler import replicas
-from opentinker.services.scheduler.lookout import LOOK_S, Lookout
-from opentinker.services.scheduler.replicas import Replicas
+from opentinker.services.scheduler.inference import router
+from opentinker.services.scheduler.inference.ready_workers import LOOK_S, Lookout
+from opentinker.services.scheduler.inference.router import Replicas
 from opentinker.shared.inference import Ask, Piece
 from opentinker.shared.service import Context
 from opentinker.shared.store import Store
@@ -71,19 +71,19 @@ async def test_a_worker_that_loses_every_answer_is_named_in_the_end(
 
     monkeypatch.setattr(InferenceJob, "_begin", counted)
     monkeypatch.setattr(Talk, "say", mute)
-    monkeypatch.setattr(replicas, "SILENCE_S", 0.2)
+    monkeypatch.setattr(router, "SILENCE_S", 0.2)
     job = await site.job()
     async with site.openai(job) as model:
         with pytest.raises(openai.InternalServerError, match="was answering is gone"):
             await model.chat.completions.create(model=job, messages=HELLO)
-    await until(lambda: len(begun) == replicas.MOST_TRIES)
-    assert len(set(begun)) == replicas.MOST_TRIES, "each has an id of its own: an earlier one may still be at work"
+    await until(lambda: len(begun) == router.MOST_TRIES)
+    assert len(set(begun)) == router.MOST_TRIES, "each has an id of its own: an earlier one may still be at work"
 
 
 async def test_requests_survive_a_restart_of_the_message_server(
     own_server: Server, valkey_server: Server, store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(replicas, "SILENCE_S", 3.0)
+    monkeypatch.setattr(router, "SILENCE_S", 3.0)
     monkeypatch.setattr(inference, "BEAT_S", 0.3)
     data = tmp_path / "data"
     async with (

@@ -20,7 +20,7 @@ from opentinker.services.rollout_worker.render import Renderer
 from opentinker.services.rollout_worker.service import ENGINE, import_engine
 from opentinker.services.rollout_worker.toy_engine import ToyEngine
 from opentinker.services.rollout_worker.worker import MAX_DELIVERIES, RolloutJob
-from opentinker.services.scheduler.tickets import JUDGED_FROM, too_many_failures
+from opentinker.services.scheduler.jobs.tickets import JUDGED_FROM, too_many_failures
 from opentinker.shared.admission import Admission
 from opentinker.shared.bus import Bus, StreamFull
 from opentinker.shared.config import Settings

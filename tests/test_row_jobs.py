@@ -13,8 +13,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from opentinker.services.scheduler.reconcile import Reconciler
-from opentinker.services.scheduler.submission import submit
+from opentinker.services.scheduler.jobs.submit import submit
+from opentinker.services.scheduler.placement.reconciler import Reconciler
 from opentinker.shared.errors import SpecError
 from opentinker.shared.service import Context
 from opentinker.shared.spec import JobSpec, parse_spec

@@ -263,7 +263,7 @@ async def test_who_says_goodbye_loses_its_sessions_at_once(
 async def test_a_process_that_stays_away_loses_its_sessions(
     url: str, bus: Bus, job: str, environment: type[Counting], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("opentinker.services.scheduler.served.AWAY_S", 0.3)
+    monkeypatch.setattr("opentinker.services.scheduler.environments.served_process.AWAY_S", 0.3)
     async with serving(environment, url) as served:
         episode = Episode(bus, job, "count")
         await episode.open()
@@ -405,8 +405,8 @@ async def test_another_tenants_job_is_not_played(url: str, bus: Bus, store: Stor
 
 
 async def test_a_half_open_connection_is_noticed(url: str, bus: Bus, job: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("opentinker.services.scheduler.gateway.HEARTBEAT_S", 0.1)
-    monkeypatch.setattr("opentinker.services.scheduler.served.AWAY_S", 0.1)
+    monkeypatch.setattr("opentinker.services.scheduler.environments.served_gateway.HEARTBEAT_S", 0.1)
+    monkeypatch.setattr("opentinker.services.scheduler.environments.served_process.AWAY_S", 0.1)
     async with raw(url, autoping=False) as client:
         await client.send(HELLO)
         await client.next(Welcome)
@@ -535,7 +535,7 @@ async def test_the_key_travels_in_the_header_and_nowhere_else(
 async def test_submission_asks_who_serves_it(
     ctx: Context, url: str, environment: type[Counting], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("opentinker.services.scheduler.environment.SERVED_S", 0.3)
+    monkeypatch.setattr("opentinker.services.scheduler.jobs.check_environment.SERVED_S", 0.3)
     spec = make_spec(environment={"name": "served:count", "config": {"limit": "no number"}}).model_dump(mode="json")
     async with AsyncClient(url) as client:
         with pytest.raises(ApiError, match="opentinker env serve module:Class --name count"):

@@ -13,9 +13,9 @@ import msgspec
 import pytest
 
 from opentinker.envs.base import user
-from opentinker.services.scheduler import gateway as gateway_module
 from opentinker.services.scheduler import service
-from opentinker.services.scheduler.gateway import Gateway
+from opentinker.services.scheduler.environments import served_gateway as gateway_module
+from opentinker.services.scheduler.environments.served_gateway import Gateway
 from opentinker.shared.bus import Bus, NoReply
 from opentinker.shared.env_client import EnvClient
 from opentinker.shared.frames import GOODBYE, Call, Hello, Welcome
@@ -40,7 +40,7 @@ async def ctx(nats_server: Server, valkey_server: Server, store: Store, tmp_path
 @pytest.fixture
 async def made(ctx: Context, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[str, Gateway]]:
     """The URL of a scheduler, and its gateway; who is away is soon given up."""
-    monkeypatch.setattr("opentinker.services.scheduler.served.AWAY_S", 0.1)
+    monkeypatch.setattr("opentinker.services.scheduler.environments.served_process.AWAY_S", 0.1)
     found: list[Gateway] = []
 
     class Noted(Gateway):

@@ -11,9 +11,9 @@ import openai
 import pytest
 
 from opentinker.client import AsyncClient
-from opentinker.services.scheduler.cluster import Cluster
-from opentinker.services.scheduler.replicas import refuse_unless_served
-from opentinker.services.scheduler.untrained import attend
+from opentinker.services.scheduler.inference.router import refuse_unless_served
+from opentinker.services.scheduler.placement.cluster_view import Cluster
+from opentinker.services.scheduler.placement.untrained_jobs import attend
 from opentinker.shared.errors import Fenced, SpecError
 from opentinker.shared.openai.fields import Refused
 from opentinker.shared.service import Context

@@ -14,8 +14,8 @@ import torch
 from safetensors.torch import save_file
 
 from opentinker import ApiError, AsyncClient
-from opentinker.services.scheduler import start
-from opentinker.services.scheduler.clearing import Clearing
+from opentinker.services.scheduler.jobs import check_start_checkpoint
+from opentinker.services.scheduler.jobs.cleanup import Clearing
 from opentinker.services.trainer import checkpoint
 from opentinker.shared.manifest import read_manifest, start_of
 from opentinker.shared.script import UNFENCED
@@ -339,8 +339,8 @@ async def test_what_a_broken_submission_kept_is_swept_when_it_is_old(ctx: Contex
         place.mkdir(parents=True)
     for job in ("j-active", "j-old"):
         os.utime(places[job], (1e9, 1e9))
-    assert start.kept_long(ctx.settings.data_dir) == {"j-active", "j-old"}
-    assert start.kept_long(tmp_path / "empty") == set()
+    assert check_start_checkpoint.kept_long(ctx.settings.data_dir) == {"j-active", "j-old"}
+    assert check_start_checkpoint.kept_long(tmp_path / "empty") == set()
     await new_job(ctx.store, "j-active")
     await Clearing(ctx, UNFENCED).sweep()
     assert [job for job, place in places.items() if place.exists()] == ["j-active", "j-new"]

@@ -12,7 +12,7 @@ import aiohttp
 import pytest
 from pydantic import ValidationError
 
-from opentinker.services.scheduler.streams_api import reached_by
+from opentinker.services.scheduler.http.stream_credentials import reached_by
 from opentinker.shared import stream_credentials
 from opentinker.shared.config import Settings
 from opentinker.shared.key_text import digest_of, new_key, parse

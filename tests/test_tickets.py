@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from nats.js.api import DiscardPolicy
 
-from opentinker.services.scheduler.clearing import Clearing
-from opentinker.services.scheduler.tickets import JUDGED_FROM, TicketIssuer, ticket_seed
+from opentinker.services.scheduler.jobs.cleanup import Clearing
+from opentinker.services.scheduler.jobs.tickets import JUDGED_FROM, TicketIssuer, ticket_seed
 from opentinker.shared.admission import Admission
 from opentinker.shared.script import UNFENCED
 from opentinker.shared.service import Context
@@ -70,7 +70,7 @@ async def test_job_without_a_seed_has_the_start_states_of_seed_0(ctx: Context, s
 
 
 async def test_a_wake_issues_at_once(ctx: Context, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("opentinker.services.scheduler.tickets.LOOK_S", 4 * WAIT_S)
+    monkeypatch.setattr("opentinker.services.scheduler.jobs.tickets.LOOK_S", 4 * WAIT_S)
     job = await running_job(store, "j-wake")
     issuer, looked = TicketIssuer(ctx), asyncio.Event()
     sweep = issuer.sweep

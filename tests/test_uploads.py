@@ -16,9 +16,9 @@ from pydantic import ValidationError
 
 from opentinker.client import ApiConflict, ApiError, ApiNotFound, AsyncClient
 from opentinker.pushing import pack
-from opentinker.services.scheduler import receiving
-from opentinker.services.scheduler.quotas import MIB, Kept, OverQuota, Quota, bytes_of, room
-from opentinker.services.scheduler.receiving import Uploads
+from opentinker.services.scheduler.environments import upload
+from opentinker.services.scheduler.environments.upload import Uploads
+from opentinker.services.scheduler.environments.upload_quota import MIB, Kept, OverQuota, Quota, bytes_of, room
 from opentinker.shared import uploads
 from opentinker.shared.bus import Bus
 from opentinker.shared.config import Settings
@@ -289,10 +289,10 @@ def test_what_a_killed_process_left_is_swept_when_it_is_old(held: Uploads, tmp_p
     held.incoming().close()
     home = uploads.home(tmp_path / "data")
     for name in ("old", "new"):
-        (home / f"{receiving.INCOMING}{name}").mkdir()
-    os.utime(home / f"{receiving.INCOMING}old", (0, 0))
+        (home / f"{upload.INCOMING}{name}").mkdir()
+    os.utime(home / f"{upload.INCOMING}old", (0, 0))
     keep(held, package(tmp_path / "x"))
-    assert [path.name for path in home.glob(f"{receiving.INCOMING}*")] == [f"{receiving.INCOMING}new"]
+    assert [path.name for path in home.glob(f"{upload.INCOMING}*")] == [f"{upload.INCOMING}new"]
 
 
 def test_every_user_may_read_what_was_pushed(held: Uploads, tmp_path: Path) -> None:

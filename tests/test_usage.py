@@ -12,7 +12,7 @@ from datetime import UTC, datetime, timedelta
 import pytest
 
 from opentinker import AsyncClient
-from opentinker.services.scheduler.keeping import Keeping
+from opentinker.services.scheduler.artifacts.archiver import Keeping
 from opentinker.shared.artifacts import ArtifactIndex, Kept
 from opentinker.shared.service import Context
 from opentinker.shared.store import Store

@@ -15,8 +15,8 @@ from transformers import AutoTokenizer
 
 from opentinker import ApiError, AsyncClient, inspecting
 from opentinker.cli.specs import _looked_at
-from opentinker.services.scheduler import validating
-from opentinker.services.scheduler.submission import submit
+from opentinker.services.scheduler.http import validate
+from opentinker.services.scheduler.jobs.submit import submit
 from opentinker.shared import light_tokenizer, spec_checks
 from opentinker.shared.answers import Check, Validation
 from opentinker.shared.bus import Bus
@@ -294,7 +294,7 @@ async def test_a_server_plays_an_episode_and_counts_its_workers(client: AsyncCli
     }  # fmt: skip
     (queue,) = (check for check in found["checks"] if check["what"] == "queue")
     assert queue["found"] == "it would wait for rollout worker (none is running); 0 jobs are queued"
-    assert hand.said == [validating.SAID] * validating.TURNS and hand.closed.is_set()
+    assert hand.said == [validate.SAID] * validate.TURNS and hand.closed.is_set()
     assert await client.jobs() == []
     spec["train"]["learner"], spec["resources"] = "torch", {"trainer_gpus": 2}
     for name in ("step_s", "simulated_step_s"):
@@ -331,7 +331,7 @@ async def test_a_server_of_a_user_that_is_silent_holds_no_validation_up_for_long
     spec = make_spec(model__base="some/model", environment={"name": "http://[::1]:6379/"}).model_dump(mode="json")
     found = await client.validate(spec)
     (episode,) = (check for check in found["checks"] if check["what"] == "episode")
-    assert episode["result"] == "bad" and max(asked) <= validating.ELSEWHERE_S < validating.EPISODE_S
+    assert episode["result"] == "bad" and max(asked) <= validate.ELSEWHERE_S < validate.EPISODE_S
 
 
 async def test_mistakes_are_those_of_a_submission(client: AsyncClient) -> None:
@@ -391,7 +391,7 @@ async def test_quotas_of_the_tenant_are_looked_at(ctx: Context, store: Store) ->
         (TenantLimits(running_jobs=1, workers=2), "ok", "at once"),
     ):
         settings = ctx.settings.model_copy(update={"tenants": {"*": limits}})
-        found = await validating.report_on(
+        found = await validate.report_on(
             Context(**{**vars(ctx), "settings": settings}), make_spec(model__base="some/model").model_dump(), "default"
         )
         (queue,) = (check for check in found["checks"] if check["what"] == "queue")
@@ -406,7 +406,7 @@ async def test_the_operator_says_how_long_inference_jobs_are_kept_that_do_not(ct
         settings = ctx.settings.model_copy(update={"inference_idle_s": idle_s})
         limited = Context(**{**vars(ctx), "settings": settings})
         spec = plain | {"serving": serving}
-        found = await validating.report_on(limited, spec, "default")
+        found = await validate.report_on(limited, spec, "default")
         (said,) = (check["found"] for check in found["checks"] if check["what"] == "kept")
         id, _ = await submit(limited, spec, "default")
         return (await store.job(id)).spec["serving"]["idle_s"], said

@@ -13,7 +13,7 @@ import numpy as np
 import orjson
 import pytest
 
-from opentinker.services.scheduler.tickets import ticket_seed
+from opentinker.services.scheduler.jobs.tickets import ticket_seed
 from opentinker.services.trainer import validation
 from opentinker.services.trainer.batch_metrics import batch_metrics
 from opentinker.services.trainer.learner import EmptySnapshot, SimulatedLearner

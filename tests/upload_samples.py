@@ -7,7 +7,7 @@ import tarfile
 from collections.abc import Set
 from pathlib import Path
 
-from opentinker.services.scheduler.receiving import Uploads, Version
+from opentinker.services.scheduler.environments.upload import Uploads, Version
 from opentinker.shared.uploads import Package
 from tests import attacks
 

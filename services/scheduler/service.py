@@ -1,7 +1,7 @@
 """The scheduler process: HTTP API, placement, admission. It keeps nothing: all it knows is in Redis and NATS.
 
     api         consumes HTTP requests; produces jobs and cancellations
-    lead        decides which scheduler does the next seven, see `leadership.py`
+    lead        decides which scheduler does the next seven, see `leader_election.py`
     reconcile   consumes jobs, heartbeats, leases; produces leases; woken by WAKE "scheduler"
     launch      consumes what the queue lacks; produces trainers and rollout workers, where a launcher is set
     clear       consumes jobs that have ended; removes their messages
@@ -24,21 +24,21 @@ from __future__ import annotations
 from collections.abc import Coroutine
 from typing import Any
 
-from opentinker.services.scheduler.api import listening
-from opentinker.services.scheduler.callout import Callout
-from opentinker.services.scheduler.clearing import Clearing
-from opentinker.services.scheduler.evaluating import Evaluating
-from opentinker.services.scheduler.feed import Feed
-from opentinker.services.scheduler.gate import Gate, register_operator
-from opentinker.services.scheduler.gateway import Gateway
-from opentinker.services.scheduler.hanging_up import HangingUp
-from opentinker.services.scheduler.keeping import Keeping
-from opentinker.services.scheduler.launching import Launching, launcher_of, on_their_way
-from opentinker.services.scheduler.leadership import Leadership
-from opentinker.services.scheduler.measuring import Measuring
-from opentinker.services.scheduler.reconcile import Reconciler
-from opentinker.services.scheduler.replicas import Replicas
-from opentinker.services.scheduler.tickets import TicketIssuer
+from opentinker.services.scheduler.artifacts.archiver import Keeping
+from opentinker.services.scheduler.autoscaler.autoscaler import Launching, launcher_of, on_their_way
+from opentinker.services.scheduler.environments.served_gateway import Gateway
+from opentinker.services.scheduler.http.auth import Gate, register_operator
+from opentinker.services.scheduler.http.server import listening
+from opentinker.services.scheduler.inference.router import Replicas
+from opentinker.services.scheduler.jobs.cleanup import Clearing
+from opentinker.services.scheduler.jobs.eval_coordinator import Evaluating
+from opentinker.services.scheduler.jobs.metrics import Measuring
+from opentinker.services.scheduler.jobs.tickets import TicketIssuer
+from opentinker.services.scheduler.placement.leader_election import Leadership
+from opentinker.services.scheduler.placement.reconciler import Reconciler
+from opentinker.services.scheduler.streams.disconnect import HangingUp
+from opentinker.services.scheduler.streams.event_feed import Feed
+from opentinker.services.scheduler.streams.nats_auth import Callout
 from opentinker.shared.service import Context, first_failure
 
 

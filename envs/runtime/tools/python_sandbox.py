@@ -2,7 +2,7 @@
 
 A job has sandboxes of its own in every env worker. In each stands a warm interpreter (sandbox_runner.py), which forks
 for a program and clears up after it; no program finds anything of another one. A program that ends its interpreter has
-failed, and the next one gets a new sandbox. """
+failed, and the next one gets a new sandbox."""
 
 from __future__ import annotations
 

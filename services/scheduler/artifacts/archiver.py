@@ -1,0 +1,392 @@
+"""What jobs leave behind goes into the artifact store, stays as long as it shall, and is removed.
+
+look loop   consumes checkpoints that trainers commit, by the rules of their jobs (`retention.py`); produces second
+            names of their files in {data_dir}/staged, which no trainer sweeps, and what is to be removed; looks once a
+            second
+put loop    consumes what is staged and what is to be removed; produces what is in the store and its index; woken by
+            look
+
+When a job is over and its workers have let go, its log, its events, metrics and episodes follow, as files of JSON
+lines. All of it may be done twice: a scheduler that is killed leaves nothing half done that the next one does not
+finish. One that was stopped, and wakes when another one leads, records nothing and deletes nothing but what is to be
+deleted anyway: every script carries the number of its leadership, and no place in the store is used twice
+(`shared/artifacts.py`, `staging.py`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import shutil
+import time
+import uuid
+from collections.abc import Iterable
+from pathlib import Path
+
+import msgspec
+import nats.errors
+import orjson
+import structlog
+
+from opentinker.services.scheduler.artifacts import checkpoint_dir, staging
+from opentinker.services.scheduler.artifacts.catalog import EVENTS, LOG, Artifacts, key_of, live_files
+from opentinker.services.scheduler.artifacts.checkpoint_dir import Held
+from opentinker.services.scheduler.artifacts.checkpoint_metrics import Measured
+from opentinker.services.scheduler.artifacts.retention import DAY_S, Rule
+from opentinker.services.scheduler.artifacts.store import (
+    Damaged,
+    DirectoryStore,
+    StoreAway,
+    drop_old,
+    remove_empty,
+    sweep,
+)
+from opentinker.shared import subjects
+from opentinker.shared.artifacts import CHECKPOINTS, Kept, checkpoint_path
+from opentinker.shared.bus import NoReply
+from opentinker.shared.errors import Fenced, NotFound
+from opentinker.shared.manifest import MANIFEST, Manifest
+from opentinker.shared.script import UNFENCED
+from opentinker.shared.service import Context, first_failure
+from opentinker.shared.types import JobRecord
+from opentinker.shared.usage import Usage
+from opentinker.shared.waiting import rest, set_within
+
+log = structlog.get_logger()
+
+LOOK_S = 1.0
+LINGER_S = 5.0
+"""After a job's end its services still say how they let go of it."""
+PAGE = 5000
+ORPHAN_S = 3600.0
+"""What is half done for so long nobody works on any more."""
+COUNT_S = 30.0
+"""So often the day's usage learns what is stored."""
+
+
+class Keeping:
+    def __init__(self, ctx: Context, leadership: int = UNFENCED) -> None:
+        """`leadership`: without one it only does what somebody asks for, see `keep`."""
+        self.ctx, self.store, self.leader = ctx, ctx.store, leadership
+        self.artifacts = Artifacts(ctx)
+        self.index = self.artifacts.index
+        self._staged = ctx.settings.data_dir / "staged"
+        self._news = asyncio.Event()
+        self._usage = Usage(ctx.store.redis)
+        self._measured = Measured()
+        self._mark = uuid.uuid4().hex[:8]
+        """Of this leadership."""
+        self._told: set[tuple[str, int, int]] = set()
+        """Checkpoints, by job, epoch and step, of which the log has it that they cannot be kept."""
+
+    async def run(self) -> None:
+        await asyncio.to_thread(self.sweep)
+        await first_failure({"look": self._look_loop(), "put": self._put_loop()})
+
+    def sweep(self) -> None:
+        """What schedulers that were killed have left half done. Blocking."""
+        for place in list(self._staged.glob("*/*/.*")):
+            drop_old(place, ORPHAN_S)
+        for home in list(self._staged.glob("*/*")):
+            remove_empty(home, self._staged)
+        for store in (self.artifacts.workshop, self.artifacts.store):
+            if isinstance(store, DirectoryStore):
+                sweep(store.root, ORPHAN_S)
+
+    async def _look_loop(self) -> None:
+        counted_at = float("-inf")
+        while True:
+            await self.look()
+            if time.monotonic() - counted_at > COUNT_S:
+                await self.count()
+                counted_at = time.monotonic()
+            await rest(LOOK_S)
+
+    async def _put_loop(self) -> None:
+        while True:
+            self._news.clear()
+            await self.put()
+            await set_within(self._news, LOOK_S)
+
+    # --- look ----------------------------------------------------------------------------------------------------
+
+    async def look(self) -> None:
+        """Once over all jobs that may have left something new, or have something that is to go."""
+        active = await self.store.active_jobs()
+        await self.index.open(*(job.id for job in active if job.epoch > 0), leader=self.leader)
+        in_use = used_by(active)
+        ending = set(await self.store.ending_jobs())
+        for job in await self.store.jobs(await self.index.opened()):
+            try:
+                await self._look_at(job, in_use.get(job.id, set()), over=job.state.final and job.id not in ending)
+            except (StoreAway, NoReply, nats.errors.Error, OSError, NotFound) as error:  # looked at again in a moment
+                log.warning("artifacts_later", job=job.id, error=str(error))
+        for id in await self.index.expired(time.time()):
+            for job in await self.store.jobs([id]):
+                await self._expire(job, in_use.get(id, set()))
+        self._news.set()
+
+    async def count(self) -> None:
+        """What is stored, for the day's usage."""
+        for tenant in await self.index.tenants():
+            size = sum((await self.index.stored(tenant)).values())
+            await self._usage.store(tenant, size, leader=self.leader)
+
+    async def _look_at(self, job: JobRecord, used: set[int], *, over: bool) -> None:
+        """`over`: nobody writes in its directory any more."""
+        rule, home = Rule.of(job.spec), self.artifacts.home(job)
+        kept = {e.manifest.step: e for e in (await self.index.of(job.id)).values() if e.manifest is not None}
+        here = {m.step: m for _, m in await asyncio.to_thread(checkpoint_dir.committed, home / CHECKPOINTS)}
+        found = await self.artifacts.checkpoints(job)
+        if rule.best:
+            found = await asyncio.to_thread(self._measured.of, home, found, rule, over=job.state.final)
+            await self._note(job, found, kept)
+        stay = rule.stay(found) | used
+        published = {p.step for p in (await self.index.published(job.tenant)).values() if p.job == job.id}
+        new = {
+            step
+            for step in stay & here.keys()
+            if step not in kept or (kept[step].manifest != here[step] and step not in published)
+        }
+        made = [await asyncio.to_thread(self.stage, job, here[step]) for step in sorted(new)]
+        gone = kept.keys() - stay - (set() if over else here.keys())
+        removed = await self._remove(job, gone)
+        if over:
+            removed |= await self.index.sweep(job.tenant, job.id, here.keys() - stay - published, leader=self.leader)
+            await self.clean()
+        if removed:
+            detail = {"steps": sorted(removed), "kept": str(rule)}
+            await self.store.update(job.id, event="checkpoints_removed", detail=detail, leader=self.leader)
+        if over and not any(made) and time.time() - job.finished > LINGER_S:
+            await self._close(job, rule)
+
+    async def _note(self, job: JobRecord, found: list[Held], kept: dict[int, Kept]) -> None:
+        """What was measured stays known when the files are away."""
+        for held in found:
+            entry = kept.get(held.manifest.step)
+            if entry is not None and entry.manifest == held.manifest and entry.metric != held.metric:
+                await self.index.note(job.id, entry, held.metric, leader=self.leader)
+
+    def stage(self, job: JobRecord, manifest: Manifest) -> Path | None:
+        """Blocking. None: it is damaged, or the trainer has swept it meanwhile. Raises OSError: the disk refuses."""
+        source = self.artifacts.home(job) / CHECKPOINTS / manifest.name
+        try:
+            return staging.stage(source, manifest, self._staged / job.tenant / job.id)
+        except Damaged as error:
+            if (known := (job.id, *manifest.age)) not in self._told:
+                self._told.add(known)
+                log.warning("checkpoint_not_kept", job=job.id, step=manifest.step, error=str(error))
+            return None
+
+    async def _remove(self, job: JobRecord, steps: Iterable[int]) -> set[int]:
+        """Which went: what is published stays."""
+        by_path = {checkpoint_path(step): step for step in steps}
+        gone = await self.index.remove(job.tenant, job.id, list(by_path), leader=self.leader)
+        return {by_path[path] for path in gone}
+
+    async def _expire(self, job: JobRecord, used: set[int]) -> None:
+        kept = await self.index.of(job.id)
+        stays = {checkpoint_path(step) for step in used}
+        paths = [path for path in kept if path not in stays]
+        gone = await self.index.remove(job.tenant, job.id, paths, leader=self.leader)
+        if gone or self.artifacts.home(job).exists():
+            await self.index.sweep_all(job.id, leader=self.leader)
+            await self.clean()
+        if gone:
+            detail = {"artifacts": len(gone), "bytes": sum(kept[path].bytes for path in gone)}
+            await self.store.update(job.id, event="artifacts_expired", detail=detail, leader=self.leader)
+            log.info("artifacts_expired", job=job.id, **detail)
+        if len(gone) == len(kept):
+            await self.index.over(job.id, leader=self.leader)
+
+    # --- put -----------------------------------------------------------------------------------------------------
+
+    async def put(self) -> None:
+        """All that is staged, and remove what is to go. What fails holds up nothing else, and is tried again."""
+        await self.remove()
+        await self.clean()
+        for place in await asyncio.to_thread(staging.staged, self._staged):
+            for job in await self.store.jobs([place.parent.name]):
+                try:
+                    await self.put_staged(job, place)
+                except (StoreAway, OSError) as error:
+                    log.warning("artifacts_later", job=job.id, checkpoint=place.name, error=str(error))
+
+    async def remove(self) -> None:
+        """In the store, what has left the index. Also when we are late nothing else is there."""
+        for key in await self.index.removing():
+            try:
+                await self.artifacts.store.delete(key)
+                await self.index.removed(key, leader=self.leader)
+            except (StoreAway, OSError) as error:
+                log.warning("artifacts_later", key=key, error=str(error))
+
+    async def clean(self) -> None:
+        """In the directories of jobs that are over, what need not be there."""
+        for name in await self.index.sweeping():
+            try:
+                await self.artifacts.workshop.delete(name)
+                await self.index.swept(name, leader=self.leader)
+            except (StoreAway, OSError) as error:
+                log.warning("artifacts_later", key=name, error=str(error))
+
+    async def put_staged(self, job: JobRecord, place: Path) -> None:
+        """The manifest comes last: a checkpoint that has one is whole."""
+        path = f"{CHECKPOINTS}/{place.stem}"
+        kept = Kept(path=path, place=f"{CHECKPOINTS}/{place.name}", bytes=0, created=0.0)
+        try:
+            manifest = await asyncio.to_thread(checkpoint_dir.whole, place)
+        except Damaged as error:  # by a power cut, or another scheduler has put it: staged anew if need be
+            log.warning("staged_dropped", job=job.id, checkpoint=place.name, error=str(error))
+            await self._drop(job, kept, place)
+            return
+        size = sum(entry.bytes for entry in manifest.files.values())
+        kept = msgspec.structs.replace(kept, bytes=size, created=manifest.created, manifest=manifest)
+        before = (await self.index.of(job.id)).get(path)
+        if before is None or before.manifest is None or _newer(manifest, before.manifest):
+            files = [(name, place / name) for name in [*manifest.files, MANIFEST]]
+            if await self._put(job, kept, before, files) == "published":
+                why = "another of its step is published"
+                log.warning("checkpoint_not_kept", job=job.id, step=manifest.step, error=why)
+        await self._drop(job, kept, place)
+
+    async def _put(self, job: JobRecord, kept: Kept, before: Kept | None, files: list[tuple[str, Path]]) -> str:
+        """At its place, then into the index: `ok`, or `published`: the one before is. Raises StoreAway, OSError,
+        Fenced."""
+        key = f"{key_of(job)}/{kept.place}"
+        if await self.index.is_removed(key):
+            return "removed"
+        try:
+            for name, file in files:
+                await self.artifacts.store.put(f"{key}/{name}" if name else key, file)
+            answer = await self.index.add(job.tenant, job.id, kept, before=before, leader=self.leader)
+        except Fenced:  # we were stopped, and have put what others do not know of, or had deleted
+            known = (await self.index.of(job.id)).get(kept.path)
+            ours = kept.manifest is None and (known is None or known.at != kept.at)
+            if ours or await self.index.is_removed(key):
+                await self.artifacts.store.delete(key)
+            raise
+        if answer == "changed":
+            raise StoreAway("another of its step has come meanwhile")
+        return answer
+
+    async def _drop(self, job: JobRecord, kept: Kept, place: Path) -> None:
+        """What is staged there, and what was put of it, unless the index has it."""
+        await self.index.discard(job.tenant, job.id, kept.path, kept.place, leader=self.leader)
+        await asyncio.to_thread(staging.drop, place)
+        await asyncio.to_thread(remove_empty, place.parent, self._staged)
+
+    async def keep(self, job: JobRecord, held: Held) -> Kept:
+        """One checkpoint at once, whatever the rule says. Raises Conflict, NotFound, StoreAway."""
+        path = checkpoint_path(held.manifest.step)
+        kept = (await self.index.of(job.id)).get(path)
+        if kept is not None and kept.manifest == held.manifest:
+            return kept
+        try:
+            place = await asyncio.to_thread(self.stage, job, held.manifest) if held.here else None
+            if place is not None:
+                await self.put_staged(job, place)
+        except (StoreAway, OSError):  # perhaps the scheduler that leads was faster, and took what is staged
+            kept = (await self.index.of(job.id)).get(path)
+            if kept is None or kept.manifest != held.manifest:
+                raise
+            return kept
+        kept = (await self.index.of(job.id)).get(path)
+        if kept is None:
+            raise NotFound(f"the checkpoint of step {held.manifest.step} has just been removed, or is damaged")
+        return kept
+
+    # --- a job's end ---------------------------------------------------------------------------------------------
+
+    async def _close(self, job: JobRecord, rule: Rule) -> None:
+        """All that it left is in the store after this; where that is apart, what is here of checkpoints goes."""
+        expires = await self.index.expires(job.id)
+        if expires is not None and expires < time.time():  # what is left of it is published, or in use
+            await self.index.close(job.id, expires, leader=self.leader)
+            return
+        kept = await self.index.of(job.id)
+        work = self._staged / job.tenant / job.id / f".files-{uuid.uuid4().hex}"
+        try:
+            await asyncio.to_thread(work.mkdir, parents=True)
+            for path in await self._files(job, work):
+                if path not in kept:
+                    entry = await asyncio.to_thread(_measure, work / path, path, self._mark)
+                    await self._put(job, entry, None, [("", work / path)])
+        finally:
+            await asyncio.to_thread(shutil.rmtree, work, ignore_errors=True)
+            await asyncio.to_thread(remove_empty, work.parent, self._staged)
+        if self.artifacts.store.apart:
+            kept = await self.index.of(job.id)
+            known = {e.manifest.step: e.manifest for e in kept.values() if e.manifest is not None}
+            found = [held.manifest for held in await self.artifacts.checkpoints(job) if held.here]
+            there = [manifest.step for manifest in found if known.get(manifest.step) == manifest]
+            await self.index.sweep(job.tenant, job.id, there, kept=True, leader=self.leader)
+            await self.clean()
+        await self._tidy(job)
+        days = rule.expire_days
+        expires = None if days is None else job.finished + days * DAY_S
+        await self.index.close(job.id, expires, leader=self.leader)
+        log.info("artifacts_kept", job=job.id)
+
+    async def _tidy(self, job: JobRecord) -> None:
+        """What schedulers that were killed have put, and the index knows nothing of. Raises StoreAway."""
+        prefix = key_of(job) + "/"
+        found = {_place_of(key.removeprefix(prefix)) for key in await self.artifacts.store.list(key_of(job))}
+        waiting = await asyncio.to_thread(staging.staged, self._staged)
+        found -= {f"{CHECKPOINTS}/{place.name}" for place in waiting if place.parent.name == job.id}
+        for place in sorted(found - {entry.at for entry in (await self.index.of(job.id)).values()}):
+            path, _, _ = place.rpartition(".")
+            await self.index.discard(job.tenant, job.id, path, place, leader=self.leader)
+
+    async def _files(self, job: JobRecord, work: Path) -> list[str]:
+        """Copies of what others wrote, which they might touch again, and what Redis and NATS have; their paths."""
+        home = self.artifacts.home(job)
+        paths = list(await asyncio.to_thread(live_files, home))
+        for path in paths:
+            await asyncio.to_thread(_copy, home / path, work / path)
+        lines, after = [], 0
+        while page := await self.ctx.bus.history(subjects.LOG, after, PAGE, job=job.id, level="*"):
+            lines += [msgspec.json.encode(line) for _, line in page]
+            after = page[-1][0]
+        events, last = [], "0"
+        while found := await self.store.events(job.id, last):
+            events += [orjson.dumps(event) for event in found]
+            last = found[-1]["id"]
+        for path, written in ((LOG, lines), (EVENTS, events)):
+            await asyncio.to_thread((work / path).write_bytes, b"".join(line + b"\n" for line in written))
+        return [*paths, LOG, EVENTS]
+
+
+def used_by(active: Iterable[JobRecord]) -> dict[str, set[int]]:
+    """Steps by job that jobs which are not over begin with, or serve."""
+    found: dict[str, set[int]] = {}
+    for job in active:
+        start, serving = job.spec.get("start") or {}, job.spec.get("serving") or {}
+        for named in (start, *serving.get("adapters", [])):
+            source, _, step = named.get("from", "").partition("@")
+            if step.isdigit():
+                found.setdefault(source, set()).add(int(step))
+    return found
+
+
+def _newer(manifest: Manifest, before: Manifest) -> bool:
+    """What a trainer wrote after it resumed takes the place of what was there."""
+    return (manifest.age, manifest.created) > (before.age, before.created)
+
+
+def _place_of(name: str) -> str:
+    """Of a file in the store, below its job: a checkpoint has many at one place."""
+    return "/".join(name.split("/")[:2]) if name.startswith(f"{CHECKPOINTS}/") else name
+
+
+def _copy(source: Path, target: Path) -> None:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    shutil.copyfile(source, target)
+
+
+def _measure(file: Path, path: str, mark: str) -> Kept:
+    """At a place that no other scheduler, and no other content, has."""
+    with file.open("rb") as opened:
+        sha256 = hashlib.file_digest(opened, "sha256").hexdigest()
+    place = f"{path}.{mark}-{sha256[:16]}"
+    return Kept(path=path, place=place, bytes=file.stat().st_size, created=time.time(), sha256=sha256)

@@ -1,0 +1,215 @@
+"""Checkpoints as the API shows them: those in a job's directory, and one tar stream made on the fly. Read only.
+
+The trainer writes `{data_dir}/jobs/{job}/checkpoints/step-NNNNNN` with `manifest.json`; only what a manifest names
+leaves the machine. The tar is the same to the byte whenever it is made, so that a download can go on where it broke
+off.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import re
+import stat
+import tarfile
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from opentinker.services.scheduler.artifacts.store import ArtifactStore, Damaged, Opened, inside, second_name
+from opentinker.shared.errors import NotFound
+from opentinker.shared.manifest import (
+    MANIFEST,
+    TRAINER_STATE,
+    Manifest,
+    fenced_epoch,
+    instead,
+    read_manifest,
+    short_list,
+)
+from opentinker.shared.paths import make_directories, sync_directory, write_durably
+
+_STEP = re.compile(r"^step-(\d{1,12})$")
+
+
+@dataclass(frozen=True)
+class Held:
+    """A committed checkpoint, and where it is."""
+
+    manifest: Manifest
+    store: ArtifactStore
+    prefix: str
+    """Key of its directory."""
+    metric: float | None = None
+    """See Kept."""
+    awaited: bool = False
+    """The metric is still to come: its step is about to be evaluated."""
+    here: bool = False
+    """In its job's directory, where the trainer wrote it."""
+
+    @property
+    def size(self) -> int:
+        return sum(entry.bytes for entry in self.manifest.files.values())
+
+
+def committed(root: Path) -> list[tuple[Path, Manifest]]:
+    """In a job's directory, oldest first; what has no readable manifest is left out. Blocking."""
+    found = []
+    try:
+        names = os.listdir(root)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    for name in names:
+        try:
+            if _STEP.match(name):
+                found.append((root / name, read_manifest(root / name)))
+        except (OSError, msgspec.MsgspecError):
+            continue  # removed meanwhile, or damaged: the trainer tells of it
+    return sorted(found, key=lambda pair: pair[1].age)
+
+
+def second_names(directory: Path, manifest: Manifest, place: Path) -> None:
+    """The files of a checkpoint under names of their own, which stay whatever a trainer sweeps. Blocking.
+
+    Raises Damaged: it has gone, or is another one by now; OSError: the disk refuses. What was made of it is left."""
+    for name, entry in manifest.files.items():
+        source, target = directory / inside(name), place / inside(name)
+        check(source, name, entry.bytes)
+        make_directories(target.parent)
+        try:
+            second_name(source, target)
+        except FileNotFoundError:
+            check(source, name, entry.bytes)
+            raise
+    with contextlib.suppress(FileNotFoundError, msgspec.MsgspecError):  # it is removed by now: we have it all
+        if read_manifest(directory) != manifest:  # a trainer that resumed wrote the same step again
+            raise Damaged(0, "it was written anew just now")
+    make_directories(place)
+    write_durably(place / MANIFEST, msgspec.json.encode(manifest))
+    for made in (*(path for path in place.rglob("*") if path.is_dir()), place, place.parent):
+        sync_directory(made)
+
+
+def check(file: Path, name: str, size: int) -> None:
+    """That it is there, with so many bytes. Blocking. Raises Damaged, OSError."""
+    try:
+        found = file.lstat()
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise Damaged(0, f"{name} is not there") from error
+    if not stat.S_ISREG(found.st_mode) or found.st_size != size:
+        raise Damaged(0, f"{name} is not the file of {size} bytes that its manifest names")
+
+
+def whole(place: Path) -> Manifest:
+    """What a directory that `second_names` made holds. Blocking. Raises Damaged, OSError."""
+    try:
+        manifest = read_manifest(place)
+    except (FileNotFoundError, NotADirectoryError, msgspec.MsgspecError) as error:
+        raise Damaged(0, f"{MANIFEST} cannot be read: {error}") from error
+    for name, entry in manifest.files.items():
+        check(place / inside(name), name, entry.bytes)
+    return manifest
+
+
+def newest_epoch(root: Path) -> int:
+    """That may have written here; 0 if there is none. Blocking."""
+    return max([fenced_epoch(root), *(manifest.epoch for _, manifest in committed(root))])
+
+
+def listed(found: Sequence[Held]) -> list[dict[str, Any]]:
+    """Step, epoch, version, created, bytes, files; in the order given."""
+    return [
+        {
+            "step": held.manifest.step,
+            "epoch": held.manifest.epoch,
+            "version": msgspec.to_builtins(held.manifest.version),
+            "created": held.manifest.created,
+            "bytes": held.size,
+            "model_bytes": sum(e.bytes for n, e in held.manifest.files.items() if not n.startswith(TRAINER_STATE)),
+            "files": msgspec.to_builtins(held.manifest.files),
+        }
+        for held in found
+    ]
+
+
+def choose(found: Sequence[Held], step: int | None) -> Held:
+    """That of `step`; None: the newest. Raises NotFound."""
+    by_step = {held.manifest.step: held for held in found}
+    if not by_step or (step is not None and step not in by_step):
+        have = short_list(sorted(by_step)) or "none yet"
+        raise NotFound(f"no checkpoint of step {'latest' if step is None else step}; there are: {have}")
+    return found[-1] if step is None else by_step[step]
+
+
+@dataclass
+class Archive:
+    """A checkpoint as a tar, open: what lies in a directory stays readable even if it is removed meanwhile."""
+
+    step: int
+    etag: str
+    """Of these very bytes."""
+    parts: list[bytes | Opened] = field(default_factory=list)
+    """One after the other they are the tar."""
+
+    @property
+    def size(self) -> int:
+        return sum(map(_size, self.parts))
+
+    def add(self, name: str, part: bytes | Opened, mtime: int) -> None:
+        info = tarfile.TarInfo(name)
+        info.size, info.mtime, info.mode = _size(part), mtime, 0o644
+        self.parts += [info.tobuf(tarfile.GNU_FORMAT), part, b"\0" * (-info.size % tarfile.BLOCKSIZE)]
+
+    def end(self) -> None:
+        self.parts.append(b"\0" * (2 * tarfile.BLOCKSIZE))
+
+    async def chunks(self, first: int, length: int) -> AsyncIterator[bytes]:
+        last = first + length
+        at = 0
+        for part in self.parts:
+            size = _size(part)
+            begin, end = max(first - at, 0), min(last - at, size)
+            if begin < end:
+                if isinstance(part, bytes):
+                    yield part[begin:end]
+                else:
+                    async for chunk in part.chunks(begin, end - begin):
+                        yield chunk
+            at += size
+
+    def close(self) -> None:
+        for part in self.parts:
+            if not isinstance(part, bytes):
+                part.close()
+
+
+def _size(part: bytes | Opened) -> int:
+    return len(part) if isinstance(part, bytes) else part.size
+
+
+async def open_archive(found: Sequence[Held], step: int | None, everything: bool) -> Archive:
+    """The checkpoint of `step` (None: the newest), its model files or also the trainer's state. Raises NotFound."""
+    held = choose(found, step)
+    manifest = held.manifest
+    said = msgspec.json.encode(manifest)
+    digest = hashlib.sha256(said).hexdigest()
+    archive = Archive(manifest.step, f'"{digest[:32]}{"-all" if everything else ""}"')
+    archive.add(MANIFEST, said, int(manifest.created))  # the files of that name differ from place to place, in spaces
+    try:
+        for name in sorted(manifest.files):
+            if everything or not name.startswith(TRAINER_STATE):
+                opened = await held.store.open(f"{held.prefix}/{inside(name)}")
+                archive.add(name, opened, int(manifest.created))
+    except (NotFound, OSError) as error:
+        archive.close()
+        others = [known.manifest.step for known in reversed(found) if known is not held]
+        why = error.strerror if isinstance(error, OSError) else error
+        raise NotFound(
+            f"the checkpoint of step {manifest.step} cannot be read: {why}; {instead(manifest.job, others)}"
+        ) from None
+    archive.end()
+    return archive

@@ -1,0 +1,252 @@
+"""Where artifacts are kept: files under keys `{tenant}/{job}/...`, in a directory or in an object store.
+
+    put     a file of this machine under a key, whole or not at all
+    open    what is under a key, to be read in pieces from anywhere
+    stat    how many bytes that has
+    list    keys below a prefix
+    delete  a key, and all keys below it
+
+Who may have what is decided elsewhere: a store knows nothing of tenants.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import re
+import shutil
+import stat
+import time
+import uuid
+from collections.abc import AsyncIterator
+from pathlib import Path, PurePosixPath
+from typing import Protocol
+
+from opentinker.shared.config import Settings
+from opentinker.shared.errors import NotFound, OpenTinkerError
+from opentinker.shared.paths import make_directories, sync_directory, sync_file
+
+CHUNK = 1 << 20
+_LEFT = re.compile(r"\.(removing|putting)-[0-9a-f]{32}")
+"""Names of ours alone: a trainer's `.removing-step-...` may still be a checkpoint."""
+
+
+class StoreAway(OpenTinkerError):
+    """The store does not answer, or refuses; the text says what it said."""
+
+
+class Damaged(OSError):
+    """A checkpoint is not, or no more, what its manifest says: trying again does not help."""
+
+
+class Opened(Protocol):
+    """Bytes that stay the same while they are open, in a directory even if they are deleted meanwhile."""
+
+    @property
+    def size(self) -> int: ...
+
+    def chunks(self, first: int, length: int) -> AsyncIterator[bytes]:
+        """`length` bytes from `first` on, in pieces. Raises StoreAway, OSError."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class ArtifactStore(Protocol):
+    """All may raise StoreAway."""
+
+    @property
+    def apart(self) -> bool:
+        """What is put takes room of its own: no bytes are shared with the file that it was made from."""
+        ...
+
+    async def put(self, key: str, file: Path) -> None:
+        """Replaces what is there."""
+        ...
+
+    async def open(self, key: str) -> Opened:
+        """Raises NotFound."""
+        ...
+
+    async def stat(self, key: str) -> int | None:
+        """Bytes; None if there is nothing."""
+        ...
+
+    async def list(self, prefix: str) -> dict[str, int]:
+        """Bytes by key, of what is below."""
+        ...
+
+    async def delete(self, prefix: str) -> None:
+        """What is not there is deleted already."""
+        ...
+
+
+def store_of(settings: Settings) -> ArtifactStore:
+    """What the settings name. Raises SpecError."""
+    if settings.artifacts_url.startswith("s3://"):
+        from opentinker.services.scheduler.artifacts.s3_store import ObjectStore
+
+        return ObjectStore(settings)
+    place = settings.artifact_directory
+    assert place is not None
+    return DirectoryStore(place, settings.data_dir)
+
+
+def inside(name: str) -> PurePosixPath:
+    """A name, if it stays in its directory. Raises Damaged."""
+    path = PurePosixPath(name)
+    if path.is_absolute() or ".." in path.parts or "\0" in name or not path.parts:
+        raise Damaged(0, f"its manifest names {name!r}")
+    return path
+
+
+class DirectoryStore:
+    """A key is a path below `root`. A file gets a second name there, where the file system has such: no copy."""
+
+    def __init__(self, root: Path, sources: Path | None = None) -> None:
+        """`sources`: what is put lies below it."""
+        self.root = root
+        self._sources = sources
+
+    @property
+    def apart(self) -> bool:
+        """Two file systems share no bytes. Blocking, shortly."""
+        return self._sources is None or _device(self.root) != _device(self._sources)
+
+    def path(self, key: str) -> Path:
+        """Raises OSError."""
+        return self.root / inside(key)
+
+    async def put(self, key: str, file: Path) -> None:
+        try:
+            await asyncio.to_thread(_link, file, self.path(key))
+        except OSError as error:
+            raise StoreAway(f"{self.root}: {error.strerror or error}") from error
+
+    async def open(self, key: str) -> Opened:
+        try:
+            return await asyncio.to_thread(OpenFile, self.path(key))
+        except OSError as error:
+            raise NotFound(error.strerror or f"nothing is under {key}") from None
+
+    async def stat(self, key: str) -> int | None:
+        try:
+            found = await asyncio.to_thread(self.path(key).lstat)
+        except OSError:
+            return None
+        return found.st_size if stat.S_ISREG(found.st_mode) else None
+
+    async def list(self, prefix: str) -> dict[str, int]:
+        return await asyncio.to_thread(self._below, self.path(prefix))
+
+    def _below(self, place: Path) -> dict[str, int]:
+        found = {}
+        for path in sorted(place.rglob("*")):
+            status = path.lstat()
+            if stat.S_ISREG(status.st_mode):
+                found[path.relative_to(self.root).as_posix()] = status.st_size
+        return found
+
+    async def delete(self, prefix: str) -> None:
+        try:
+            await asyncio.to_thread(self._remove, self.path(prefix))
+        except OSError as error:
+            raise StoreAway(f"{self.root}: {error.strerror or error}") from error
+
+    def _remove(self, place: Path) -> None:
+        """Renamed before it is removed: a directory that has its name is whole."""
+        doomed = place.with_name(f".removing-{uuid.uuid4().hex}")
+        try:
+            place.rename(doomed)
+        except (FileNotFoundError, NotADirectoryError):
+            return
+        if doomed.is_dir():
+            shutil.rmtree(doomed)
+        else:
+            doomed.unlink()
+        for parent in place.parents:
+            if parent == self.root or not parent.is_relative_to(self.root) or any(parent.iterdir()):
+                break
+            parent.rmdir()
+
+
+class OpenFile:
+    """A regular file. Blocking; raises OSError."""
+
+    def __init__(self, path: Path) -> None:
+        self._descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        status = os.fstat(self._descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            self.close()
+            raise OSError(0, f"{path.name!r} is not a file")
+        self._size = status.st_size
+
+    @property
+    def size(self) -> int:
+        return self._size
+
+    async def chunks(self, first: int, length: int) -> AsyncIterator[bytes]:
+        while length:
+            chunk = await asyncio.to_thread(os.pread, self._descriptor, min(CHUNK, length), first)
+            if not chunk:
+                raise OSError(0, "the file is shorter than it was")
+            first, length = first + len(chunk), length - len(chunk)
+            yield chunk
+
+    def close(self) -> None:
+        os.close(self._descriptor)
+
+
+def _link(source: Path, target: Path) -> None:
+    make_directories(target.parent)
+    temporary = target.with_name(f".putting-{uuid.uuid4().hex}")
+    try:
+        second_name(source, temporary)
+        sync_file(temporary)
+        temporary.replace(target)  # nothing happens where both are names of the same file
+    finally:
+        temporary.unlink(missing_ok=True)
+    sync_directory(target.parent)
+
+
+def second_name(source: Path, target: Path) -> None:
+    """For the same file where the file system has such, for a copy where it has not. Blocking."""
+    try:
+        os.link(source, target)
+    except FileNotFoundError:
+        raise
+    except OSError:
+        shutil.copyfile(source, target)
+        sync_file(target)
+
+
+def sweep(root: Path, older_s: float) -> None:
+    """What a process that was killed left of putting and removing below `root`. Blocking."""
+    for place, directories, files in os.walk(root):
+        for name in filter(_LEFT.fullmatch, [*directories, *files]):
+            drop_old(Path(place) / name, older_s)
+        directories[:] = [name for name in directories if not _LEFT.fullmatch(name)]
+
+
+def drop_old(path: Path, older_s: float) -> None:
+    """A file or directory, if nothing was made, named or renamed in it for so long. Blocking."""
+    with contextlib.suppress(OSError):  # somebody else was faster, or it stays until the next time
+        status = path.lstat()
+        if time.time() - status.st_ctime > older_s:
+            shutil.rmtree(path) if stat.S_ISDIR(status.st_mode) else path.unlink()
+
+
+def remove_empty(place: Path, root: Path) -> None:
+    """A directory below `root`, and those above it there, as far as they are empty. Blocking."""
+    with contextlib.suppress(OSError):  # not empty, or gone
+        while place != root and place.is_relative_to(root):
+            place.rmdir()
+            place = place.parent
+
+
+def _device(path: Path) -> int:
+    """Of the path, or of what it will be made in."""
+    while not path.exists():
+        path = path.absolute().parent
+    return path.stat().st_dev

@@ -1,0 +1,207 @@
+"""Workers on demand: what the queue lacks is started, within limits; what failed to start is tried again later.
+
+    launch loop   consumes jobs, heartbeats, leases and what the launcher has started; produces workers and `starting`;
+                  looks every two seconds
+
+What is lacking is no rule of its own: `placement.plan` is asked what it would do with as many workers more as may be
+started, and what it would give to jobs is what is started. So order, quotas and minima are those of the queue, and what
+has the GPUs that a job needs is started for it.
+
+Idle workers end by themselves. While one is on its way the reconcile loop counts it as coming: nobody is interrupted
+for what will be there in a moment.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import msgspec
+import structlog
+
+from opentinker.services.scheduler.autoscaler.base import Launched, Launcher, LauncherFailed, names_of
+from opentinker.services.scheduler.autoscaler.kubernetes import KubernetesLauncher
+from opentinker.services.scheduler.autoscaler.process import ProcessLauncher
+from opentinker.services.scheduler.placement import planner
+from opentinker.services.scheduler.placement.cluster_view import Cluster, Overdue
+from opentinker.services.scheduler.placement.gpu_matching import described
+from opentinker.services.scheduler.placement.operator_limits import rules_of, used_today
+from opentinker.services.scheduler.placement.types import LEASED, NO_GPUS, UNKNOWN, AddWorker, Gpus, Slot, Start, View
+from opentinker.services.scheduler.placement.untrained_jobs import awaits_source
+from opentinker.shared.config import Settings
+from opentinker.shared.service import Context
+from opentinker.shared.types import JobRecord, JobState, Pool, WorkerInfo
+from opentinker.shared.waiting import rest
+
+log = structlog.get_logger()
+
+LOOK_S = 2.0
+PAUSE_S = (5.0, 300.0)
+"""First and longest pause of a pool after one that did not come up; doubled with each in a row."""
+
+
+def launcher_of(settings: Settings) -> Launcher | None:
+    """None: workers are started by others. Raises SpecError if what it is to start is not there."""
+    match settings.launcher:
+        case "process":
+            return ProcessLauncher(settings)
+        case "kubernetes":
+            return KubernetesLauncher(settings)
+    return None
+
+
+def lacking(view: View, room: Mapping[str, Slot]) -> list[str]:
+    """Which of the workers that may be started jobs would get if those ran. What is `coming` goes first."""
+
+    def with_room(workers: Mapping[Pool, Sequence[str]]) -> dict[Pool, list[str]]:
+        return {
+            pool: [*workers.get(pool, ()), *(name for name, slot in room.items() if slot.pool == pool)]
+            for pool in LEASED
+        }
+
+    free = {pool: [*view.free.get(pool, ()), *view.coming.get(pool, ())] for pool in LEASED}
+    gpus = {**view.gpus, **{name: slot.gpus for name, slot in room.items() if slot.gpus != NO_GPUS}}
+    planned = planner.plan(
+        msgspec.structs.replace(view, free=with_room(free), alive=with_room(view.alive), coming={}, gpus=gpus)
+    )
+    used: set[str] = set()
+    for decision in planned.decisions:
+        if isinstance(decision, Start):
+            used.update(decision.workers)
+        elif isinstance(decision, AddWorker):
+            used.add(decision.worker)
+    return [name for name in room if name in used]
+
+
+@dataclass
+class _Failures:
+    """Of one pool, in a row."""
+
+    count: int = 0
+    again_at: float = 0.0
+    """Monotonic."""
+
+
+class Launching:
+    def __init__(self, ctx: Context, launcher: Launcher) -> None:
+        self.ctx, self.launcher = ctx, launcher
+        self.starting: dict[str, Slot] = {}
+        """Started, and not beating yet."""
+        settings = ctx.settings
+        self._most = {Pool.TRAINER: settings.launcher_trainers, Pool.ROLLOUT: settings.launcher_rollout_workers}
+        self._failures = {pool: _Failures() for pool in self._most}
+        self._fresh: set[str] = set()
+        """Started in this life of the scheduler, and not heard of yet."""
+        self._seen: dict[str, float] = {}
+        """By name, when it last beat; monotonic."""
+        self._known: dict[str, float] = {}
+        """By name, when it was first seen or started."""
+        self._ending: set[str] = set()
+        self._told: dict[Pool, Gpus] = {}
+        """Of each pool, the GPUs that workers started in this life had, where the launcher does not know them before:
+        those with the most memory. So nothing is started for a job that no worker of the pool would do for."""
+        self._overdue = Overdue(settings.drain_s)
+
+    async def run(self) -> None:
+        while True:
+            try:
+                await self.look()
+            except LauncherFailed as error:
+                log.warning("launcher_failed", error=str(error))
+            await rest(LOOK_S)
+
+    async def look(self) -> None:
+        """Once over everything. Raises LauncherFailed."""
+        launched = await self.launcher.running()
+        workers, leases = await self.ctx.store.workers(), await self.ctx.store.leases()
+        beating = {worker.id for worker in workers}
+        for worker in workers:
+            if worker.id in self._fresh:
+                self._learn(worker)
+        kept = [one for one in launched if not await self._over(one, beating)]
+        self.starting.clear()
+        self.starting.update((one.name, self._slot(one.pool, one.name)) for one in kept if one.name not in beating)
+        cluster = Cluster(workers, leases, self._overdue.look(workers, leases))
+        active = await self.ctx.store.active_jobs()
+        held = {job.id for job in active if job.state.held}
+        jobs = [job for job in active if _wants_workers(job) and not awaits_source(job, held)]
+        view = cluster.view(
+            jobs,
+            now=time.time(),
+            limits=self.ctx.settings.tenants,
+            used=await used_today(self.ctx, {job.tenant for job in jobs}),
+            rules=rules_of(self.ctx.settings),
+            starting=self.starting,
+        )
+        here, taken = Counter(one.pool for one in launched), beating | {one.name for one in launched}
+        room: dict[str, Slot] = {}
+        for pool, most in self._most.items():
+            free = [name for name in names_of(self.launcher.prefix, pool, most) if name not in taken]
+            room |= {name: self._slot(pool, name) for name in free[: max(0, most - here[pool])]}
+        for name in lacking(view, room):
+            await self._start(name, room[name])
+
+    async def _over(self, one: Launched, beating: set[str]) -> bool:
+        """It has ended, or is ended because it says nothing."""
+        now = time.monotonic()
+        known = self._known.setdefault(one.name, now)
+        if one.name in beating and not one.ended:
+            self._seen[one.name] = now
+            if one.name in self._fresh:
+                self._failures[one.pool] = _Failures()
+                self._fresh.discard(one.name)
+            self._ending.discard(one.name)
+            return False
+        silent = now - self._seen.get(one.name, known) > self.ctx.settings.launcher_start_s
+        if not (one.ended or silent or one.name in self._ending):
+            return False
+        if one.name not in self._ending:
+            why = one.ended or f"it said nothing for {self.ctx.settings.launcher_start_s:g} s"
+            log.info("launched_worker_over", launched=one.name, pool=one.pool, why=why)
+            if one.name in self._fresh:
+                self._fresh.discard(one.name)
+                self._failed(one.pool)
+            self._ending.add(one.name)
+        await self.launcher.end(one.name)
+        if one.ended:
+            self._ending.discard(one.name)
+            self._seen.pop(one.name, None)
+            self._known.pop(one.name, None)
+        return True
+
+    def _failed(self, pool: Pool) -> None:
+        failures = self._failures[pool]
+        pause_s = min(PAUSE_S[1], PAUSE_S[0] * 2**failures.count)
+        failures.count += 1
+        failures.again_at = time.monotonic() + pause_s
+        log.warning("launched_worker_failed", pool=pool, in_a_row=failures.count, again_in_s=pause_s)
+
+    def _learn(self, worker: WorkerInfo) -> None:
+        """From its first heartbeat."""
+        if UNKNOWN in self.launcher.gpus(worker.pool, worker.id).memory:
+            has = described(worker.gpus)
+            self._told[worker.pool] = max(has, self._told.get(worker.pool, has), key=lambda gpus: gpus.memory)
+
+    def _slot(self, pool: Pool, name: str) -> Slot:
+        gpus = self.launcher.gpus(pool, name)
+        return Slot(pool, self._told.get(pool, gpus) if UNKNOWN in gpus.memory else gpus)
+
+    async def _start(self, name: str, slot: Slot) -> None:
+        if time.monotonic() < self._failures[slot.pool].again_at:
+            return
+        log.info("launch", launched=name, pool=slot.pool, gpus=len(slot.gpus.memory))
+        self._known[name] = time.monotonic()
+        self._seen.pop(name, None)
+        self._fresh.add(name)
+        await self.launcher.start(slot.pool, name)
+        self.starting[name] = slot
+
+
+def _wants_workers(job: JobRecord) -> bool:
+    return (job.state.held or job.state == JobState.QUEUED) and not job.asleep
+
+
+def on_their_way(launching: Launching | None) -> Mapping[str, Slot]:
+    return {} if launching is None else launching.starting

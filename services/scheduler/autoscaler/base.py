@@ -1,0 +1,53 @@
+"""What starts trainers and rollout workers where there are none: a protocol, and what is said of a worker so started.
+
+Two implementations: `process.py`, processes of this machine, and `kubernetes.py`, pods. Both know what
+they have started however often the scheduler was started since, and give a name away once at a time: so no more can be
+started than there are names, even by two schedulers that both believe to lead. What they start ends by itself when no
+job wants it (`idle_exit_s`), whether or not a scheduler still looks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from opentinker.services.scheduler.placement.types import Gpus
+from opentinker.shared.errors import OpenTinkerError
+from opentinker.shared.types import Pool
+
+
+class LauncherFailed(OpenTinkerError):
+    """Nothing could be started or seen now; tried again with the next look."""
+
+
+@dataclass(frozen=True, slots=True)
+class Launched:
+    name: str
+    pool: Pool
+    since: float
+    """Unix time of its start."""
+    ended: str = ""
+    """Why it does not run any more."""
+
+
+class Launcher(Protocol):
+    prefix: str
+    """Of all names that are given to `start`."""
+
+    async def running(self) -> list[Launched]:
+        """Everything that it started and that has not been forgotten by `end`. Raises LauncherFailed."""
+
+    def gpus(self, pool: Pool, name: str) -> Gpus:
+        """What a worker of this name will have; memory that only the worker knows is UNKNOWN."""
+
+    async def start(self, pool: Pool, name: str) -> None:
+        """A worker of this pool under this id; nothing if there is one of this name. Raises LauncherFailed."""
+
+    async def end(self, name: str) -> None:
+        """Asks it to end in good order, insists when it does not, forgets it when it has ended: called with every look
+        until it is seen no more. Raises LauncherFailed."""
+
+
+def names_of(prefix: str, pool: Pool, most: int) -> list[str]:
+    """Of all that a launcher may start of a pool."""
+    return [f"{prefix}-{pool}-{n}" for n in range(most)]

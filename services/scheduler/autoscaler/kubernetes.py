@@ -1,0 +1,190 @@
+"""The launcher of a cluster: trainers and rollout workers as pods, over Kubernetes' HTTP API.
+
+A pod is what the operator wrote in `launcher_pods` (the chart does), under the worker's name. It is never started
+again by itself: one that ended is deleted, and made anew if it is wanted. All are owned by the scheduler's Deployment,
+and are collected with it. What is there is asked with every look, by label; nothing is remembered here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from copy import deepcopy
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import orjson
+
+from opentinker.services.scheduler.autoscaler.base import Launched, LauncherFailed
+from opentinker.services.scheduler.placement.types import NO_GPUS, UNKNOWN, Gpus
+from opentinker.shared.config import PREFIX, Settings
+from opentinker.shared.errors import SpecError
+from opentinker.shared.subjects import ROLLOUT, TRAINER
+from opentinker.shared.types import Pool
+
+FILES = {Pool.TRAINER: f"{TRAINER}.json", Pool.ROLLOUT: f"{ROLLOUT}.json"}
+BY, POOL = "opentinker.dev/launched-by", "opentinker.dev/pool"
+"""Labels."""
+TIMEOUT_S = 15.0
+PAGE = 200
+BUSY_TRIES = 4
+LONGEST_PAUSE_S = 10.0
+"""After a 429, whatever it asks for."""
+CONFLICT, GONE = 409, 404
+
+
+class KubernetesLauncher:
+    def __init__(self, settings: Settings) -> None:
+        assert settings.launcher_pods is not None
+        self.prefix = settings.launcher_owner or "launched"
+        self._settings = settings
+        self._account = settings.launcher_account
+        self._templates = {pool: _template(settings.launcher_pods / name) for pool, name in FILES.items()}
+        self._owner: dict[str, Any] | None = None
+        _read(self._account / "token")
+        self._pods = f"/api/v1/namespaces/{_read(self._account / 'namespace')}/pods"
+        self._tls = _tls(settings)
+
+    async def running(self) -> list[Launched]:
+        found: list[Launched] = []
+        query = {"labelSelector": f"{BY}={self.prefix}", "limit": str(PAGE)}
+        async with self._session() as session:
+            while True:
+                page = await self._ask(session, "GET", self._pods, query=query)
+                found += [_launched(pod) for pod in page["items"]]
+                if not (more := page.get("metadata", {}).get("continue")):
+                    return found
+                query["continue"] = more
+
+    def gpus(self, pool: Pool, name: str) -> Gpus:
+        """As many as the pod asks for. What memory they have nobody knows before one has told."""
+        limits = self._templates[pool]["spec"]["containers"][0].get("resources", {}).get("limits", {})
+        asked = sum(int(count) for resource, count in limits.items() if resource.rpartition("/")[2] == "gpu")
+        return Gpus((UNKNOWN,) * asked, linked=asked, near=asked) if asked else NO_GPUS
+
+    async def start(self, pool: Pool, name: str) -> None:
+        async with self._session() as session:
+            pod = self._pod(pool, name, await self._owned_by(session))
+            await self._ask(session, "POST", self._pods, body=pod, fine=(CONFLICT,))
+
+    async def end(self, name: str) -> None:
+        """With the grace that the pod gives itself; asked again it changes nothing."""
+        async with self._session() as session:
+            await self._ask(session, "DELETE", f"{self._pods}/{name}", fine=(GONE, CONFLICT))
+
+    def _pod(self, pool: Pool, name: str, owner: dict[str, Any] | None) -> dict[str, Any]:
+        pod = deepcopy(self._templates[pool])
+        metadata, spec = pod.setdefault("metadata", {}), pod["spec"]
+        metadata["name"] = name
+        metadata["labels"] = {**metadata.get("labels", {}), BY: self.prefix, POOL: str(pool)}
+        if owner is not None:
+            metadata["ownerReferences"] = [owner]
+        spec["restartPolicy"] = "Never"
+        own = {PREFIX + "WORKER_ID": name, PREFIX + "IDLE_EXIT_S": f"{self._settings.launcher_idle_s:g}"}
+        given = [one for one in spec["containers"][0].get("env", []) if one["name"] not in own]
+        spec["containers"][0]["env"] = [*given, *({"name": key, "value": value} for key, value in own.items())]
+        return {"apiVersion": "v1", "kind": "Pod", **pod}
+
+    async def _owned_by(self, session: aiohttp.ClientSession) -> dict[str, Any] | None:
+        """Its uid is asked once: a Deployment that was made anew comes with a new scheduler."""
+        name = self._settings.launcher_owner
+        if name and self._owner is None:
+            path = self._pods.replace("/api/v1/", "/apis/apps/v1/").removesuffix("pods") + f"deployments/{name}"
+            found = await self._ask(session, "GET", path)
+            uid = found["metadata"]["uid"]
+            self._owner = {"apiVersion": "apps/v1", "kind": "Deployment", "name": name, "uid": uid}
+        return self._owner
+
+    # --- HTTP ----------------------------------------------------------------------------------------------------
+
+    @asynccontextmanager
+    async def _session(self) -> AsyncIterator[aiohttp.ClientSession]:
+        """The token is read each time: Kubernetes writes a new one from time to time."""
+        headers = {"Authorization": f"Bearer {_read(self._account / 'token')}", "Accept": "application/json"}
+        timeout = aiohttp.ClientTimeout(total=TIMEOUT_S)
+        async with aiohttp.ClientSession(
+            self._settings.launcher_api, headers=headers, timeout=timeout,
+            connector=aiohttp.TCPConnector(ssl=self._tls),
+        ) as session:  # fmt: skip
+            yield session
+
+    async def _ask(
+        self, session: aiohttp.ClientSession, method: str, path: str, *,
+        query: dict[str, str] | None = None, body: dict[str, Any] | None = None, fine: tuple[int, ...] = (),
+    ) -> dict[str, Any]:  # fmt: skip
+        """Empty for an answer that is `fine`. Waits where the API is busy (429); raises LauncherFailed otherwise."""
+        data = None if body is None else orjson.dumps(body)
+        headers = {} if body is None else {"Content-Type": "application/json"}
+        for tries in range(BUSY_TRIES):
+            try:
+                async with session.request(method, path, params=query, data=data, headers=headers) as answer:
+                    status, text = answer.status, await answer.read()
+                    pause = answer.headers.get("Retry-After", "1")
+            except (aiohttp.ClientError, TimeoutError) as error:
+                raise LauncherFailed(f"{method} {path}: {error or type(error).__name__}") from error
+            if status != 429 or tries == BUSY_TRIES - 1:
+                break
+            await asyncio.sleep(min(LONGEST_PAUSE_S, float(pause) if pause.isdigit() else 1.0))
+        if status in fine:
+            return {}
+        if status >= 300:
+            raise LauncherFailed(f"{method} {path} was answered {status}: {_message(text)}")
+        return dict(_object(text, f"{method} {path}"))
+
+
+def _launched(pod: dict[str, Any]) -> Launched:
+    metadata, status = pod["metadata"], pod.get("status", {})
+    since = datetime.fromisoformat(metadata["creationTimestamp"]).timestamp()
+    phase = status.get("phase", "Pending")
+    ended = ""
+    if phase in ("Succeeded", "Failed"):
+        ended = " ".join(filter(None, [f"its pod has {phase.lower()}", status.get("reason"), status.get("message")]))
+    return Launched(metadata["name"], Pool(metadata["labels"][POOL]), since, ended)
+
+
+def _template(path: Path) -> dict[str, Any]:
+    """Raises SpecError."""
+    try:
+        pod = orjson.loads(path.read_bytes())
+        found = pod["spec"]["containers"][0]["name"]
+    except (OSError, orjson.JSONDecodeError, KeyError, IndexError, TypeError) as error:
+        problem = f"must be a Pod as JSON, with spec.containers: {error!r}"
+        raise SpecError([{"field": "launcher_pods", "value": str(path), "problem": problem}]) from None
+    assert found
+    return dict(pod)
+
+
+def _read(path: Path) -> str:
+    """Raises SpecError."""
+    try:
+        return path.read_text().strip()
+    except OSError as error:
+        problem = f"{error.strerror}: does the pod have a service account's token?"
+        raise SpecError([{"field": "launcher_account", "value": str(path), "problem": problem}]) from None
+
+
+def _tls(settings: Settings) -> ssl.SSLContext | bool:
+    if settings.launcher_api.startswith("http:"):
+        return True
+    path = settings.launcher_account / "ca.crt"
+    _read(path)
+    return ssl.create_default_context(cafile=str(path))
+
+
+def _object(text: bytes, what: str) -> Any:
+    try:
+        return orjson.loads(text)
+    except orjson.JSONDecodeError:
+        raise LauncherFailed(f"{what} was answered with what is no JSON") from None
+
+
+def _message(text: bytes) -> str:
+    """Of a Status, as Kubernetes answers."""
+    try:
+        return str(orjson.loads(text)["message"])
+    except (orjson.JSONDecodeError, KeyError, TypeError):
+        return text[:200].decode(errors="replace")

@@ -1,0 +1,161 @@
+"""The launcher of one machine: trainers and rollout workers as processes beside the scheduler, which they outlive.
+
+Of the GPUs that the scheduler's process sees each slot has its own part: GPUs over slots, trainers first. Where there
+are fewer, the slots that are left see none; and what a process still has that was started under other settings is
+nobody else's. What each is told is written down here: the servers, its own passwords, its name, its GPUs. The files
+that say what runs are described in `shared/launched.py`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+from opentinker.services.scheduler.autoscaler.base import Launched, LauncherFailed, names_of
+from opentinker.services.scheduler.placement.gpu_matching import described
+from opentinker.services.scheduler.placement.types import Gpus
+from opentinker.shared import launched
+from opentinker.shared.config import PREFIX, Settings
+from opentinker.shared.errors import SpecError
+from opentinker.shared.gpus import ORDER, VISIBLE, parted, pin_of, visible
+from opentinker.shared.secrets import AWS
+from opentinker.shared.subjects import ROLLOUT, TRAINER
+from opentinker.shared.types import Gpu, Pool
+
+MODULES = {Pool.TRAINER: "trainer", Pool.ROLLOUT: "rollout_worker"}
+USERS = {Pool.TRAINER: TRAINER, Pool.ROLLOUT: ROLLOUT}
+HANDED_ON = (
+    *("nats_url", "redis_url", "data_dir", "advertise_host", "log_level", "log_format", "heartbeat_s", "worker_ttl_s"),
+    *("drain_s", "cancel_grace_s", "swap_timeout_s", "preload"),
+)
+"""Settings of the scheduler that are theirs too."""
+EXTRA_S = 10.0
+"""Beyond `drain_s`, from SIGTERM to SIGKILL."""
+
+
+class ProcessLauncher:
+    def __init__(self, settings: Settings) -> None:
+        self.prefix = launched.prefix()
+        self.settings = settings
+        self._folder = launched.folder(settings.data_dir)
+        self._logs = settings.data_dir.resolve() / "logs"
+        self._children: dict[str, subprocess.Popen[bytes]] = {}
+        """Of this life of the scheduler: nobody else can reap them."""
+        self._told: dict[str, float] = {}
+        """By name, when it was told to end; monotonic."""
+        most = {Pool.TRAINER: settings.launcher_trainers, Pool.ROLLOUT: settings.launcher_rollout_workers}
+        self._visible = visible()
+        self._parts = parted(self._visible, [name for pool in most for name in names_of(self.prefix, pool, most[pool])])
+        self._held: dict[str, set[str]] = {}
+        """By name of what runs, the GPUs that it sees, as they were told to it."""
+        for file in self._passwords(Pool.TRAINER) | self._passwords(Pool.ROLLOUT):
+            if not Path(file).is_file():
+                problem = "is not there; `opentinker access FOLDER` makes all files of a folder"
+                raise SpecError([{"field": "launcher_access", "value": file, "problem": problem}])
+
+    async def running(self) -> list[Launched]:
+        return await asyncio.to_thread(self._running)
+
+    def gpus(self, pool: Pool, name: str) -> Gpus:
+        return described(self._part(name))
+
+    def _part(self, name: str) -> list[Gpu]:
+        """What it sees if it runs; else its own, without what another process still sees."""
+        if (held := self._held.get(name)) is not None:
+            return [gpu for gpu in self._visible if str(gpu.index) in held]
+        others = {gpu for held in self._held.values() for gpu in held}
+        return [gpu for gpu in self._parts.get(name, []) if str(gpu.index) not in others]
+
+    async def start(self, pool: Pool, name: str) -> None:
+        try:
+            await asyncio.to_thread(self._start, pool, name)
+        except OSError as error:
+            raise LauncherFailed(f"cannot start {name}: {error}") from error
+
+    async def end(self, name: str) -> None:
+        await asyncio.to_thread(self._end, name)
+
+    # --- blocking ------------------------------------------------------------------------------------------------
+
+    def _running(self) -> list[Launched]:
+        for child in self._children.values():
+            child.poll()
+        found = []
+        held: dict[str, set[str]] = {}
+        for path in sorted(self._folder.glob("*.json")):
+            process = launched.read(path)
+            if process is not None:
+                if process.alive:
+                    held[path.stem] = {*process.gpus.split(",")}
+                ended = "" if process.alive else f"its process has ended; see {self._logs / path.stem}.log"
+                found.append(Launched(path.stem, Pool(process.pool), process.since, ended))
+                continue
+            with suppress(FileNotFoundError):
+                since, pool = path.stat().st_mtime, Pool(path.stem.rsplit("-", 2)[-2])
+                late = time.time() - since > self.settings.launcher_start_s
+                found.append(
+                    Launched(path.stem, pool, since, "whoever started it did not live to say so" if late else "")
+                )
+        self._held = held
+        return found
+
+    def _start(self, pool: Pool, name: str) -> None:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._logs.mkdir(parents=True, exist_ok=True)
+        path = self._folder / f"{name}.json"
+        try:
+            path.touch(exist_ok=False)
+        except FileExistsError:
+            return
+        try:
+            with (self._logs / f"{name}.log").open("ab") as log:
+                child = subprocess.Popen(
+                    [sys.executable, "-P", "-m", f"opentinker.services.{MODULES[pool]}"],
+                    stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
+                    env=self._environment(pool, name), start_new_session=True,
+                )  # fmt: skip
+        except OSError:
+            path.unlink()
+            raise
+        self._children[name] = child
+        ticks, pin = launched.ticks_of(child.pid) or 0, pin_of(self._part(name))
+        launched.write(path, launched.Process(pid=child.pid, ticks=ticks, pool=pool, since=time.time(), gpus=pin))
+
+    def _environment(self, pool: Pool, name: str) -> dict[str, str]:
+        """Ours without our own settings, the key of whoever typed a command and those of the artifact store."""
+        others = {key: value for key, value in os.environ.items() if not key.startswith(PREFIX) and key not in AWS}
+        handed = {one: getattr(self.settings, one) for one in HANDED_ON}
+        handed["data_dir"] = self.settings.data_dir.resolve()
+        own = {"worker_id": name, "idle_exit_s": self.settings.launcher_idle_s, "health_port": 0}
+        told = {PREFIX + key.upper(): str(value) for key, value in {**handed, **own}.items()}
+        pin = {VISIBLE: pin_of(self._part(name)), **ORDER} if self._visible else {}
+        return {**others, **told, **pin, **{key: path for path, key in self._passwords(pool).items()}}
+
+    def _passwords(self, pool: Pool) -> dict[str, str]:
+        """File -> variable that names it."""
+        access = self.settings.launcher_access
+        if access is None:
+            return {}
+        names = {"nats": "NATS_PASSWORD_FILE", "valkey": "REDIS_PASSWORD_FILE"}
+        return {str(access.resolve() / f"{server}-{USERS[pool]}"): PREFIX + key for server, key in names.items()}
+
+    def _end(self, name: str) -> None:
+        path = self._folder / f"{name}.json"
+        process = launched.read(path)
+        if process is not None and process.alive:
+            told = self._told.setdefault(name, time.monotonic())
+            late = time.monotonic() - told > self.settings.drain_s + EXTRA_S
+            process.signal(signal.SIGKILL if late else signal.SIGTERM)
+            return
+        if process is not None:
+            process.signal(signal.SIGKILL)  # what it has left behind
+        self._told.pop(name, None)
+        if child := self._children.pop(name, None):
+            child.wait()  # it has ended, perhaps since it was looked at
+        path.unlink(missing_ok=True)

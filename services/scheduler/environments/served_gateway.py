@@ -1,0 +1,191 @@
+"""Environments that their users serve: what rollout workers ask on NATS goes to a process behind a WebSocket, and back.
+
+    connect   consumes WebSockets of `opentinker env serve`; serves SERVED_OPEN, SERVED_CHECK for their name, and
+              ENV_STEP, ENV_CLOSE at the address of each process; woken by frames
+    run       produces the heartbeats of these processes, so that they are seen like env workers
+
+A process keeps its address whatever scheduler it connects to, and through broken connections: it is told by a random
+name that only it knows. While it is away its turns wait; after AWAY_S they are lost. Opens go to who is there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import re
+from typing import Any
+
+import nats.errors
+import structlog
+from aiohttp import WSCloseCode, web
+from prometheus_client import Gauge
+
+from opentinker.services.scheduler.environments.served_process import Served
+from opentinker.services.scheduler.http.auth import tenant_of
+from opentinker.services.scheduler.http.errors import json_response, problem
+from opentinker.shared import codec
+from opentinker.shared.errors import SpecError
+from opentinker.shared.frames import (
+    FRAME_BYTES,
+    GOODBYE,
+    HEARTBEAT_S,
+    Asker,
+    BadFrame,
+    ConnectionLost,
+    Hello,
+    Welcome,
+    greet,
+    refuse,
+)  # fmt: skip
+from opentinker.shared.service import Context
+from opentinker.shared.sessions import SERVED, SERVED_WORKER
+from opentinker.shared.telemetry import REGISTRY
+from opentinker.shared.types import Pool, WorkerInfo
+from opentinker.shared.waiting import rest
+
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
+MOST_PROCESSES = 1000
+"""Connected to one scheduler."""
+MOST_KNOWN = 2 * MOST_PROCESSES
+"""With those that are away."""
+
+log = structlog.get_logger()
+CONNECTED = Gauge("opentinker_served_processes", "Connected processes that serve environments", registry=REGISTRY)
+
+
+class Gateway:
+    def __init__(self, ctx: Context) -> None:
+        self.ctx = ctx
+        self.closing = False
+        self._served: dict[str, Served] = {}
+        """By address; also those that are away."""
+        self._sockets: set[web.WebSocketResponse] = set()
+
+    async def connect(self, request: web.Request) -> web.StreamResponse:
+        tenant, name = tenant_of(request), request.match_info["name"]
+        if not NAME.fullmatch(name):
+            problem_ = "must be up to 64 letters, digits and -_. and begin with a letter or digit"
+            raise SpecError([{"field": "name", "value": name[:100], "problem": problem_}])
+        if "Origin" in request.headers:
+            return problem(403, "a web page may not serve environments", title="Forbidden")
+        socket = web.WebSocketResponse(heartbeat=HEARTBEAT_S, max_msg_size=FRAME_BYTES, compress=False, timeout=2.0)
+        if not socket.can_prepare(request).ok:
+            return problem(426, "this route is a WebSocket: opentinker env serve", title="Upgrade required")
+        if self.closing or len(self._sockets) >= MOST_PROCESSES:
+            return problem(503, "no more connections here now", title="Unavailable")
+        await socket.prepare(request)
+        self._sockets.add(socket)
+        CONNECTED.set(len(self._sockets))
+        try:
+            await self._converse(socket, tenant, name, request.remote or "")
+        finally:
+            self._sockets.discard(socket)
+            CONNECTED.set(len(self._sockets))
+            await socket.close()
+        return socket
+
+    async def _converse(self, socket: web.WebSocketResponse, tenant: str, name: str, remote: str) -> None:
+        """From the Hello to the end of the connection."""
+        try:
+            hello = await greet(socket)
+        except ConnectionLost:
+            return
+        except BadFrame as error:
+            log.warning("served_environment_refused", environment=name, remote=remote, reason=str(error))
+            await refuse(socket, error)
+            return
+        served = self._of(tenant, name, hello)
+        if served is None or not await self._welcome(served, hello, socket):
+            await socket.close(code=WSCloseCode.TRY_AGAIN_LATER)
+            return
+        facts = {"environment": served.environment, "worker": served.address, "remote": remote}
+        log.info("served_environment_connected", capacity=hello.capacity, **facts)
+        asker, reason = Asker(socket), ""
+        served.come(asker, socket)
+        try:
+            await asker.run()
+        except BadFrame as error:
+            reason = str(error)
+        finally:
+            over = socket.close_code == GOODBYE
+            await served.leave(asker, for_good=over)
+            if over and served.gone:
+                await self.ctx.store.leave(self._info(served))
+            log.info("served_environment_disconnected", code=socket.close_code, reason=reason, **facts)
+
+    async def _welcome(self, served: Served, hello: Hello, socket: web.WebSocketResponse) -> bool:
+        """Whether the connection may come; if so, `served` counts it as one that does until it has come."""
+        served.claim(hello)
+        why = "another scheduler has it"
+        try:
+            await served.expect()
+            if not served.gone:
+                await socket.send_bytes(codec.encode(Welcome(worker=served.address)))
+                why = "" if not served.gone else why
+        except (TimeoutError, nats.errors.Error, ConnectionError, RuntimeError) as error:  # aiohttp: closing, or closed
+            why = str(error) or type(error).__name__
+        except BaseException:
+            await served.abandon()
+            raise
+        if why:
+            log.info("served_environment_sent_away", environment=served.environment, worker=served.address, reason=why)
+            await served.abandon()
+        return not why
+
+    def _of(self, tenant: str, name: str, hello: Hello) -> Served | None:
+        """None if there are too many."""
+        digest = hashlib.sha256("\0".join((tenant, name, hello.process)).encode()).hexdigest()[:20]
+        address = SERVED_WORKER + digest
+        served = self._served.get(address)
+        if served is None and len(self._served) < MOST_KNOWN:
+            served = self._served[address] = Served(self.ctx, address, SERVED + name, tenant, self._served.pop)
+        return served
+
+    # --- what is seen of them -----------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Say that they live, as every worker does for itself."""
+        while True:
+            for served in list(self._served.values()):
+                if served.connected:
+                    await self.ctx.store.beat(self._info(served), self.ctx.settings.worker_ttl_s)
+            await rest(self.ctx.settings.heartbeat_s)
+
+    def _info(self, served: Served) -> WorkerInfo:
+        detail = {
+            "served": served.environment,
+            "tenant": served.tenant,
+            "class": served.hello.environment,
+            "sessions": served.sessions,
+            "capacity": served.hello.capacity,
+        }
+        return WorkerInfo(
+            id=served.address,
+            incarnation=served.address,
+            pool=Pool.ENV,
+            host=served.hello.host,
+            pid=0,
+            status="ready",
+            detail=detail,
+        )
+
+    async def list(self, request: web.Request) -> web.Response:
+        """Of all schedulers."""
+        found: dict[str, dict[str, Any]] = {}
+        for worker in await self.ctx.store.workers():
+            environment = worker.detail.get("served")
+            if environment is None or worker.detail["tenant"] != tenant_of(request):
+                continue
+            of_name = {"environment": environment, "processes": 0, "sessions": 0, "capacity": 0, "classes": []}
+            entry = found.setdefault(environment, of_name)
+            entry["processes"] += 1
+            entry["sessions"] += worker.detail["sessions"]
+            entry["capacity"] += worker.detail["capacity"]
+            entry["classes"] = sorted({*entry["classes"], worker.detail["class"]})
+        return json_response({"served": [found[environment] for environment in sorted(found)]})
+
+    async def close(self) -> None:
+        """Let go of all connections: whoever served goes on at the next scheduler, or at this one's next life."""
+        self.closing = True
+        await asyncio.gather(*(served.release() for served in list(self._served.values())))
+        await asyncio.gather(*(socket.close(code=WSCloseCode.GOING_AWAY) for socket in list(self._sockets)))

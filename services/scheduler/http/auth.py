@@ -1,0 +1,243 @@
+"""Who asks, and whether they may: every request passes here, by the row of the route table that it is for.
+
+    key in Authorization --> Principal --> authorize(principal, the route's action) --> handler --> may_see(object)
+
+A key that no server gave out (its form or check sum is wrong, or its env is another) costs no question to Redis. What
+Redis said of one is believed for CACHE_S, so a key that is revoked or runs out opens nothing a second later, at any
+number of schedulers, and what it has open (event streams, answers, WebSockets) is cut off.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+import structlog
+from aiohttp import web
+from aiohttp.typedefs import Middleware
+from redis.exceptions import RedisError
+
+from opentinker.services.scheduler.http.errors import Handler
+from opentinker.services.scheduler.http.openapi import Route
+from opentinker.shared.authority import DEFAULT_TENANT, SCOPES, Action, Principal, Role, Verdict, authorize
+from opentinker.shared.config import LOOPBACK_HOSTS
+from opentinker.shared.errors import NotFound, SpecError
+from opentinker.shared.key_text import digest_of, parse, read_key
+from opentinker.shared.keys import Key, Keys
+from opentinker.shared.service import Context
+from opentinker.shared.waiting import rest
+
+log = structlog.get_logger()
+
+CACHE_S = 0.4
+"""With LOOK_S less than a second."""
+LOOK_S = 0.3
+"""How often the keys of open requests are looked at."""
+STRANGERS = 4
+"""Keys that were never right are looked up so many at a time: whoever guesses keys waits for other guesses."""
+MOST_CACHED = 10_000
+TINKER = "/api/v1/"
+"""Where the paths of Tinker's API begin."""
+ANYBODY = Principal(DEFAULT_TENANT, Role.OPERATOR, "", SCOPES)
+"""Whoever asks a server that wants no keys."""
+PRINCIPAL: web.RequestKey[Principal] = web.RequestKey("principal", Principal)
+ACTION: web.RequestKey[Action] = web.RequestKey("action", Action)
+TOUCHED: web.RequestKey[str] = web.RequestKey("touched", str)
+"""The job that a request was about, where its path does not say so: for the audit log."""
+
+
+def principal_of(request: web.Request) -> Principal:
+    """Who is asking."""
+    return request[PRINCIPAL]
+
+
+def tenant_of(request: web.Request) -> str:
+    """Whose things are looked at, and made."""
+    return request[PRINCIPAL].tenant
+
+
+def secret_of(request: web.Request) -> str:
+    """SHA-256 of the key that was shown; empty on a server that wants none."""
+    return digest_of(_shown(request.headers.get("Authorization", ""))[1]) if principal_of(request).key else ""
+
+
+def may_see(request: web.Request, tenant: str) -> bool:
+    """Whether an object of this tenant is there for whoever asks, and for what they ask."""
+    return authorize(request[PRINCIPAL], request[ACTION], tenant) is Verdict.ALLOWED
+
+
+class BadKey(Exception):
+    """`str(error)`: why, to be told."""
+
+
+@dataclass(slots=True, eq=False)
+class _Open:
+    """A request that is being answered."""
+
+    task: asyncio.Task[object]
+    header: str
+
+
+class Gate:
+    """In front of all routes."""
+
+    def __init__(self, ctx: Context) -> None:
+        self._actions: dict[tuple[str, str], Action] = {}
+        self._asks = ctx.settings.auth
+        self._env = ctx.settings.key_env
+        self._keys = Keys(ctx.store.redis)
+        self._cache: dict[str, tuple[Key, float]] = {}
+        """By digest: keys that were right, and when."""
+        self._strangers = asyncio.Semaphore(STRANGERS)
+        self._open: set[_Open] = set()
+
+    def before(self, routes: Sequence[Route]) -> Middleware:
+        """The middleware of an application with these routes."""
+        self._actions = {(route.method, route.path): route.action for route in routes}
+        return self._passes
+
+    @web.middleware
+    async def _passes(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Raises HTTPUnauthorized, also for paths that do not exist, HTTPForbidden, and, for whoever asks for a path of
+        Tinker, whose clients show a key of theirs in a header of its own, NotFound."""
+        resource = request.match_info.route.resource
+        action = None if resource is None else self._actions[request.method, resource.canonical]
+        if action is None and request.path.startswith(TINKER):
+            raise NotFound("there is no Tinker API here yet: what trains is a job, see /openapi.json")
+        if action is Action.FREE and self._asks:
+            return await handler(request)
+        principal = await self._principal(request)
+        if action is None:  # no such path, or not with this method
+            return await handler(request)
+        if authorize(principal, action) is not Verdict.ALLOWED:
+            raise web.HTTPForbidden(text=_refusal(principal, action))
+        request[PRINCIPAL], request[ACTION] = principal, action
+        if not self._asks:
+            return await handler(request)
+        task = asyncio.current_task()
+        assert task is not None
+        entry = _Open(task, request.headers.get("Authorization", ""))
+        self._open.add(entry)
+        try:
+            return await handler(request)
+        finally:
+            self._open.discard(entry)
+
+    async def _principal(self, request: web.Request) -> Principal:
+        if not self._asks:
+            _refuse_pages(request)
+            return ANYBODY
+        try:
+            return (await self._key(request.headers.get("Authorization", ""))).principal
+        except BadKey as error:
+            raise web.HTTPUnauthorized(text=str(error)) from None
+
+    async def _key(self, header: str) -> Key:
+        """Raises BadKey."""
+        scheme, text = _shown(header)
+        if scheme != "bearer" or not text:
+            raise BadKey("this server asks for a key")
+        parsed = parse(text)
+        if parsed is None:
+            raise BadKey("this is not an OpenTinker key, or it is incomplete")
+        env, id = parsed
+        if env != self._env:
+            raise BadKey(f"this is a key of {env!r}, and this server is {self._env!r}")
+        digest, now, at = digest_of(text), time.time(), time.monotonic()
+        found, seen = self._cache.get(digest, (None, 0.0))
+        if found is None or at - seen > CACHE_S:
+            async with self._strangers if found is None else contextlib.nullcontext():
+                found = await self._keys.find(id)
+            self._cache.pop(digest, None)
+            if found is None or not found.fits(digest, now):
+                raise BadKey("this server does not know this key")
+            if found.state(now) == "live":
+                await self._keys.note_use(found, now)
+            while len(self._cache) >= MOST_CACHED:
+                del self._cache[next(iter(self._cache))]
+            self._cache[digest] = (found, at)
+        if not found.fits(digest, now):  # its time of grace is over
+            raise BadKey("this key was rotated: there is a new one")
+        if (state := found.state(now)) != "live":
+            raise BadKey("this key was revoked" if state == "revoked" else "this key has expired")
+        return found
+
+    async def run(self) -> None:
+        """Cut off what keys that are over have open."""
+        while True:
+            await rest(LOOK_S)
+            for entry in list(self._open):
+                try:
+                    await self._key(entry.header)
+                except BadKey as error:
+                    if entry in self._open:  # it has not ended meanwhile
+                        log.info("request_cut_off", reason=str(error))
+                        self._open.discard(entry)
+                        entry.task.cancel()
+                except (RedisError, OSError, TimeoutError) as error:  # looked at again in a moment
+                    log.warning("keys_unavailable", error=str(error) or type(error).__name__)
+                    break
+
+
+async def register_operator(ctx: Context) -> None:
+    """Make the key in `admin_key_file` one of an operator. Raises SpecError: nobody could ask this server anything."""
+    if not ctx.settings.auth:
+        log.warning("auth_off", reason="whoever is on this machine is an operator: this is for development alone")
+        return
+    keys, now = Keys(ctx.store.redis), time.time()
+    operators = [key for key in await keys.of(DEFAULT_TENANT) if key.role is Role.OPERATOR and key.state(now) == "live"]
+    file = ctx.settings.admin_key_file
+    if file is None:
+        if operators:
+            return
+        problem = "no operator has a key yet: name a file with one, made by `opentinker keys init FILE`"
+        raise SpecError([{"field": "admin_key_file", "value": None, "problem": problem}])
+    text = await asyncio.to_thread(read_key, file)
+    env, id = parse(text) or ("", "")
+    if env != ctx.settings.key_env:
+        problem = f"holds a key of {env!r}, and key_env is {ctx.settings.key_env!r}"
+        raise SpecError([{"field": "admin_key_file", "value": str(file), "problem": problem}])
+    found = await keys.create(
+        text, now=now, tenant=DEFAULT_TENANT, role=Role.OPERATOR, scopes=None, name="admin_key_file", by="file"
+    )
+    if not found.fits(digest_of(text), now) or found.state(now) != "live":
+        log.warning("operator_key_over", file=str(file), key=id, hint="revoked or rotated: put another one there")
+    else:
+        log.info("operator_key", file=str(file), key=id, others=[key.id for key in operators if key.id != id])
+
+
+async def say_open(_: web.Request, response: web.StreamResponse) -> None:
+    """Every answer of a server that asks for no keys says so."""
+    response.headers["X-OpenTinker-Auth"] = "off"
+
+
+def _shown(header: str) -> tuple[str, str]:
+    """How somebody says who they are, and what they show."""
+    scheme, _, text = header.partition(" ")
+    return scheme.lower(), text.strip()
+
+
+def _refusal(principal: Principal, action: Action) -> str:
+    return f"this key, a {principal.role}'s of tenant {principal.tenant}, does not allow {action}"
+
+
+def _refuse_pages(request: web.Request) -> None:
+    """For a server that wants no keys. A page of another site may send requests here, under its own name (Origin) or,
+    if that name leads here, as if it were us (Host)."""
+    origin, host = request.headers.get("Origin"), request.headers.get("Host", "")
+    if host and _name_of(host) not in LOOPBACK_HOSTS:
+        names = ", ".join(LOOPBACK_HOSTS)
+        raise web.HTTPForbidden(text=f"this server asks for no key (auth = false), and answers to {names} alone")
+    if origin is not None and origin != f"http://{host}":
+        raise web.HTTPForbidden(text="this server asks for no key, and answers no pages of others")
+
+
+def _name_of(host: str) -> str | None:
+    try:
+        return urlsplit(f"//{host}").hostname
+    except ValueError:
+        return None

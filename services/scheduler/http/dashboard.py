@@ -1,0 +1,89 @@
+"""The dashboard, as browsers get it: one page at `/`, and what it loads below `/page/`.
+
+    dashboard/ --make dashboard--> page/ beside this file --index, part--> a browser, which asks the API as anybody does
+
+The page has no rights of its own, and its policy lets it load and reach nothing but this server and the message
+server, which it hears live: no script that is not ours runs in it, whatever names and transcripts contain.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from pathlib import Path
+
+from aiohttp import web
+
+from opentinker.services.scheduler.http.stream_credentials import reached_by
+from opentinker.shared.errors import NotFound
+
+HOME = Path(__file__).resolve().parents[1] / "page"
+INDEX = "index.html"
+TYPES = {
+    ".css": "text/css",
+    ".html": "text/html",
+    ".js": "text/javascript",
+    ".svg": "image/svg+xml",
+}
+_PART = re.compile(r"[A-Za-z0-9_-]+(-[A-Za-z0-9_-]{8})?\.(css|js|svg)")
+FOR_EVER = "public, max-age=31536000, immutable"
+"""Of files that have a hash of what is in them as part of their name."""
+HEADERS = {
+    "Referrer-Policy": "no-referrer",
+    "X-Frame-Options": "DENY",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Permissions-Policy": "camera=(), geolocation=(), microphone=(), payment=(), usb=()",
+}
+POLICY = (
+    "default-src 'none'",
+    "script-src 'self'",
+    "style-src 'self'",
+    "img-src 'self' blob:",
+    "base-uri 'none'",
+    "form-action 'none'",
+    "frame-ancestors 'none'",
+)
+NOT_BUILT = """<!doctype html>
+<html lang="en"><meta charset="utf-8"><title>OpenTinker</title>
+<h1>The dashboard is not built</h1>
+<p>In a checkout of OpenTinker, <code>make dashboard</code> builds it; then load this page again. Wheels contain it.</p>
+<p>The API works without it: <a href="/openapi.json">/openapi.json</a>, <code>opentinker status</code>.</p>
+</html>
+"""
+
+
+class Page:
+    def __init__(self, streams: str = "") -> None:
+        """`streams`: nats_websocket_url."""
+        self._home, self._streams = HOME, streams
+
+    async def index(self, request: web.Request) -> web.Response:
+        """Also where there is none: in words how to make it."""
+        try:
+            text = await asyncio.to_thread((self._home / INDEX).read_text)
+        except FileNotFoundError:
+            text = NOT_BUILT
+        response = web.Response(text=text, content_type="text/html", headers=HEADERS)
+        response.headers["Content-Security-Policy"] = self._policy(request.url.host or "")
+        response.headers["Cache-Control"] = "no-cache"
+        response.enable_compression()
+        return response
+
+    async def part(self, request: web.Request) -> web.Response:
+        name = request.match_info["name"]
+        if not _PART.fullmatch(name):
+            raise NotFound(f"the page has no {name[:100]!r}")
+        try:
+            body = await asyncio.to_thread((self._home / name).read_bytes)
+        except FileNotFoundError:
+            raise NotFound(f"the page has no {name[:100]!r}; load it again: it was built anew") from None
+        suffix = Path(name).suffix
+        response = web.Response(body=body, content_type=TYPES[suffix], charset="utf-8", headers=HEADERS)
+        response.headers["Cache-Control"] = "no-cache" if suffix == ".svg" else FOR_EVER
+        response.enable_compression()
+        return response
+
+    def _policy(self, host: str) -> str:
+        reached = ["'self'", *([reached_by(self._streams, host)] if self._streams else [])]
+        return "; ".join([*POLICY, f"connect-src {' '.join(reached)}"])

@@ -1,0 +1,149 @@
+"""Handlers of /v1/environments: uploaded environments come in, are listed, and go.
+
+What was pushed is tried before it is a version: an env worker builds its virtual environment and imports its class in a
+sandbox. Where none answers in time the version is kept, unchecked, and the answer says so.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import hashlib
+import re
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+from opentinker.services.scheduler.environments.unpack import MIB
+from opentinker.services.scheduler.environments.upload import Uploads, Version
+from opentinker.services.scheduler.http.auth import tenant_of
+from opentinker.services.scheduler.http.errors import body_read, json_response
+from opentinker.services.scheduler.jobs.check_environment import ask
+from opentinker.shared import uploads
+from opentinker.shared.errors import Conflict, SpecError
+from opentinker.shared.service import Context
+from opentinker.shared.sessions import EnvCheck
+from opentinker.shared.uploads import Reference
+
+TAR_OVERHEAD = 4 * MIB
+"""Headers and padding of a tar with the most files, and more."""
+
+HEARD_OUT = 16
+AT_ONCE = 2
+"""Packages that are unpacked at the same time: each takes a process (unpack.py)."""
+
+
+class EnvironmentsApi:
+    def __init__(self, ctx: Context) -> None:
+        self.ctx = ctx
+        self._uploads = Uploads.of(ctx.settings)
+        self._unpacking = asyncio.Semaphore(AT_ONCE)
+
+    async def push(self, request: web.Request) -> web.Response:
+        name = request.query.get("name", "")
+        tenant = tenant_of(request)
+        with await asyncio.to_thread(self._uploads.incoming) as file:
+            await self._receive(request, file)
+            await asyncio.to_thread(file.seek, 0)
+            used = await self._used()
+            async with self._unpacking:
+                package, version, new = await asyncio.to_thread(self._uploads.keep, file, tenant, name, used)
+        reference = Reference(package.name, version.version, version.digest)
+        mistakes, checked = await ask(self.ctx, EnvCheck(name=str(reference), config=None, isolation="sandbox"), tenant)
+        if new and not mistakes:
+            try:
+                await asyncio.to_thread(self._uploads.fit, tenant, await self._used())
+            except SpecError as error:  # with its virtual environment it is too much
+                mistakes = error.mistakes
+        if mistakes:
+            if new:
+                await asyncio.to_thread(self._uploads.delete, tenant, package.name, version.version)
+            raise SpecError(mistakes)
+        answer = {
+            "name": package.name,
+            "environment": str(reference),
+            **_shown(version),
+            "new": new,
+            "checked": checked,
+        }
+        return json_response(answer, 201, {"Location": f"/v1/environments/{package.name}"})
+
+    async def _used(self) -> set[str]:
+        """Digests of the packages that jobs play which are not over."""
+        names = [str(job.spec.get("environment", {}).get("name", "")) for job in await self.ctx.store.active_jobs()]
+        return {uploads.parse(name).digest for name in names if uploads.is_upload(name)}
+
+    async def _receive(self, request: web.Request, file: Any) -> None:
+        """Raises SpecError for a body that no package can have."""
+        most, size = self.ctx.settings.upload_mb * MIB + TAR_OVERHEAD, 0
+        said, digest = _said_digest(request), hashlib.sha256()
+        while chunk := await _part(request):
+            size += len(chunk)
+            digest.update(chunk)
+            if size <= most:
+                await asyncio.to_thread(file.write, chunk)
+            elif (
+                size > HEARD_OUT * most
+            ):  # who sends little more than that is heard out, and then reads why it is refused
+                break
+        if size > most:
+            problem = f"is larger than what is taken: {self.ctx.settings.upload_mb} MB (upload_mb)"
+            raise SpecError([{"field": "(package)", "value": None, "problem": problem}])
+        if said is not None and said != digest.digest():
+            raise SpecError([{"field": "Content-Digest", "value": request.headers["Content-Digest"][:100],
+                              "problem": "is not the digest of what has come: send it again"}])  # fmt: skip
+
+    async def list(self, request: web.Request) -> web.Response:
+        names = await asyncio.to_thread(self._uploads.names, tenant_of(request))
+        newest = [{"name": name, **_shown(found[-1]), "versions": len(found)} for name, found in names.items()]
+        return json_response({"environments": newest})
+
+    async def get(self, request: web.Request) -> web.Response:
+        name = request.match_info["name"]
+        versions = await asyncio.to_thread(self._uploads.versions, tenant_of(request), name)
+        return json_response({"name": name, "versions": [_shown(version) for version in versions]})
+
+    async def delete(self, request: web.Request) -> web.Response:
+        """A version that a job still needs stays: of a name all of whose versions shall go, all of them do."""
+        tenant, name, version = tenant_of(request), request.match_info["name"], _version(request)
+        versions = await asyncio.to_thread(self._uploads.versions, tenant, name)
+        going = {str(Reference(name, v.version, v.digest)) for v in versions if version in (None, v.version)}
+        active = [job for job in await self.ctx.store.active_jobs() if job.tenant == tenant]
+        used = [job for job in active if job.spec.get("environment", {}).get("name") in going]
+        if used:
+            jobs = ", ".join(job.id for job in used[:5])
+            raise Conflict(f"{len(used)} jobs that are not over play it: {jobs}; cancel them first")
+        gone = await asyncio.to_thread(self._uploads.delete, tenant, name, version)
+        return json_response({"name": name, "deleted": [v.version for v in gone]})
+
+
+async def _part(request: web.Request) -> bytes:
+    """The next part of the body, empty at its end. Raises SlowBody, BrokenBody."""
+    async with body_read("the next part of the body"):
+        return await request.content.read(MIB)
+
+
+def _said_digest(request: web.Request) -> bytes | None:
+    """`Content-Digest: sha-256=:BASE64:` (RFC 9530). Raises SpecError for one that says nothing we know."""
+    text = request.headers.get("Content-Digest")
+    if text is None:
+        return None
+    for part in text.split(","):
+        if found := re.fullmatch(r"sha-256=:([A-Za-z0-9+/]{43}=):", part.strip()):
+            return base64.b64decode(found[1])
+    problem = "must have sha-256=:BASE64: (RFC 9530)"
+    raise SpecError([{"field": "Content-Digest", "value": text[:100], "problem": problem}])
+
+
+def _shown(version: Version) -> dict[str, Any]:
+    shown: dict[str, Any] = msgspec.to_builtins(version)
+    shown["class"] = shown.pop("path")
+    return shown
+
+
+def _version(request: web.Request) -> int | None:
+    text = request.query.get("version")
+    if text is not None and not re.fullmatch(r"[1-9][0-9]{0,8}", text):
+        raise SpecError([{"field": "version", "value": text[:100], "problem": "must be the number of a version"}])
+    return None if text is None else int(text)

@@ -1,0 +1,323 @@
+"""What goes wrong in a request, as application/problem+json (RFC 9457) with a `hint`; and strict JSON in.
+
+Bad input is never a 500: the middleware knows every error of ours and aiohttp's. Anything else is a bug, which is
+logged with an id and answered as a problem too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import math
+import re
+import secrets
+import time
+from collections import Counter as Counting
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, TypeVar
+
+import nats.errors
+import orjson
+import structlog
+from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
+from prometheus_client import Counter, Histogram
+from pydantic import BaseModel, ValidationError
+from redis.exceptions import RedisError
+
+from opentinker.services.scheduler.artifacts.store import StoreAway
+from opentinker.services.scheduler.jobs.disk_threads import DiskAway
+from opentinker.shared.bus import NoReply
+from opentinker.shared.errors import Conflict, NotFound, OpenTinkerError, SpecError
+from opentinker.shared.mistakes import mistakes_of
+from opentinker.shared.openai.fields import Refused
+from opentinker.shared.redact import without_keys
+from opentinker.shared.telemetry import REGISTRY
+
+log = structlog.get_logger()
+M = TypeVar("M", bound=BaseModel)
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+PROBLEM = "application/problem+json"
+BODY_LIMIT = 1 << 20
+SMALL_BODY = 1 << 14
+"""A larger one is parsed in a thread: meanwhile others are answered."""
+BODY_S = 10.0
+"""A body that is read as a whole may take so long to come; of one that is read in parts, each part."""
+DEPTH_LIMIT = 32
+NODE_LIMIT = 100_000
+REQUESTS = Counter("opentinker_http_requests", "HTTP requests", ["method", "route", "status"], registry=REGISTRY)
+LATENCY = Histogram("opentinker_http_seconds", "Time until the response began", ["route"], registry=REGISTRY)
+
+HINTS = {
+    400: "see /openapi.json for what this route takes",
+    401: "send `Authorization: Bearer KEY`; our clients read OPENTINKER_API_KEY, or the file OPENTINKER_API_KEY_FILE",
+    403: "docs/keys.md says which roles and scopes allow what; `opentinker keys create` makes a key that may",
+    404: "see /openapi.json for the routes; GET /v1/jobs lists your jobs",
+    405: "see /openapi.json for the methods of this route",
+    408: "send it again, or over a better line",
+    409: "GET the object to see its present state",
+    413: f"a body may have {BODY_LIMIT} bytes",
+    416: "ask for the whole of it",
+    415: "send JSON with `Content-Type: application/json`; a spec may be TOML with `Content-Type: application/toml`",
+    422: "correct the fields under `errors` and send it again",
+    429: "ask less often; `Retry-After` says when again",
+    500: "tell whoever operates the server the id",
+    503: "a part of the service is restarting; try again in a few seconds",
+}
+
+
+TITLES = {
+    400: "Bad request",
+    404: "Not found",
+    408: "Request timeout",
+    409: "Conflict",
+    429: "Overloaded",
+    503: "Unavailable",
+}
+STARTED: web.RequestKey[float] = web.RequestKey("started", float)
+"""Of a request: when it came."""
+OPENAI = re.compile(r"/v1/jobs/[^/]+/v1(/|$)")
+"""Paths below which errors look as OpenAI's do."""
+
+
+class TooMany(OpenTinkerError):
+    """Of one asker in too little time."""
+
+    def __init__(self, what: str, wait_s: float) -> None:
+        self.wait_s = max(1, math.ceil(wait_s))
+        super().__init__(f"too many {what}: the next is looked at in {self.wait_s} s")
+
+
+class SlowBody(OpenTinkerError):
+    """It has not come within the time that a body may take."""
+
+
+class BrokenBody(OpenTinkerError):
+    """It ended before its end, or is framed as no body is."""
+
+
+@contextlib.asynccontextmanager
+async def body_read(what: str) -> AsyncIterator[None]:
+    """Around the reading of a body or of a part of it. Raises SlowBody, BrokenBody."""
+    try:
+        async with asyncio.timeout(BODY_S):
+            yield
+    except TimeoutError:
+        raise SlowBody(f"{what} has not come within {BODY_S:g} s") from None
+    except (ConnectionError, web.RequestPayloadError, HttpProcessingError) as error:
+        raise BrokenBody(f"{what} is broken off or wrongly framed: {type(error).__name__}") from None
+
+
+def json_response(data: Any, status: int = 200, headers: dict[str, str] | None = None) -> web.Response:
+    body = orjson.dumps(data, option=orjson.OPT_NON_STR_KEYS, default=str)
+    return web.Response(body=body, status=status, headers=headers, content_type="application/json")
+
+
+def problem(status: int, detail: str, *, title: str, **more: Any) -> web.Response:
+    body = {
+        "type": f"urn:opentinker:problem:{title.lower().replace(' ', '-')}",
+        "title": title,
+        "status": status,
+        "detail": detail,
+        "hint": HINTS.get(status, "see /openapi.json"),
+        **more,
+    }
+    response = json_response(body, status)
+    assert isinstance(response.body, bytes)
+    response.body = without_keys(response.body)  # whoever sent one in a wrong place may keep what we answer
+    response.content_type = PROBLEM
+    if status in (429, 503):
+        response.headers["Retry-After"] = "2"
+    return response
+
+
+def _as_openai(response: web.Response) -> web.Response:
+    """The same problem in OpenAI's shape; what is wrong in a body is a 400 there."""
+    assert isinstance(response.body, bytes)
+    said = orjson.loads(response.body)
+    status = 400 if response.status == 422 else response.status
+    detail = f"{said['detail']}: {said['hint']}" if status == 401 else said["detail"]
+    body = said.get("openai") or Refused(detail, status=status, code="invalid_api_key" if status == 401 else "").body
+    kept = ("Retry-After", "Allow", "WWW-Authenticate")
+    headers = {name: response.headers[name] for name in kept if name in response.headers}
+    return json_response(body, status, headers)
+
+
+async def _answer(request: web.Request, handler: Handler) -> web.StreamResponse:
+    try:
+        return await handler(request)
+    except SpecError as error:
+        submitted = request.method == "POST" and request.path == "/v1/jobs"
+        title = "Invalid job" if submitted else "Invalid request"
+        count = len(error.mistakes)
+        detail = f"{count} mistake{'s' if count != 1 else ''}: {error}"
+        return problem(422, detail, title=title, errors=error.mistakes)
+    except Refused as error:
+        return problem(error.status, error.message, title=TITLES.get(error.status, "Refused"), openai=error.body)
+    except (NotFound, Conflict, TooMany, SlowBody, BrokenBody) as error:
+        return _plain_problem(error)
+    except (RedisError, NoReply, TimeoutError, nats.errors.Error, StoreAway, DiskAway) as error:
+        log.warning("request_unavailable", path=request.path, error=str(error) or type(error).__name__)
+        return problem(503, _silent(error), title="Unavailable")
+    except web.HTTPException as error:
+        if error.status < 400:
+            raise
+        return _http_problem(request, error)
+
+
+def _silent(error: Exception) -> str:
+    if isinstance(error, DiskAway):
+        return str(error)
+    silent = "artifact store" if isinstance(error, StoreAway) else "state store or the message server"
+    return f"the {silent} does not answer"
+
+
+def _plain_problem(error: NotFound | Conflict | TooMany | SlowBody | BrokenBody) -> web.Response:
+    kinds = {NotFound: 404, Conflict: 409, TooMany: 429, SlowBody: 408, BrokenBody: 400}
+    status = next(status for kind, status in kinds.items() if isinstance(error, kind))
+    title = "Too many requests" if status == 429 else TITLES[status]
+    response = problem(status, str(error), title=title)
+    if isinstance(error, TooMany):
+        response.headers["Retry-After"] = str(error.wait_s)
+    if isinstance(error, SlowBody | BrokenBody):
+        response.force_close()
+    return response
+
+
+def _http_problem(request: web.Request, error: web.HTTPException) -> web.Response:
+    match error:
+        case web.HTTPMethodNotAllowed():
+            allowed = sorted(error.allowed_methods)
+            response = problem(405, f"{request.method} is not a method of {request.path}", title="Method not allowed")
+            response.headers["Allow"] = ", ".join(allowed)
+            return response
+        case web.HTTPUnauthorized():
+            response = problem(401, error.text or error.reason, title="Unauthorized")
+            response.headers["WWW-Authenticate"] = "Bearer"
+            return response
+        case web.HTTPNotFound():
+            return problem(404, f"there is no {request.path}", title="Not found")
+        case web.HTTPRequestEntityTooLarge():
+            return problem(413, "the body is too large", title="Body too large")
+        case _:
+            return problem(error.status, error.text or error.reason, title=error.reason)
+
+
+def _unforeseen(request: web.Request, error: Exception) -> web.Response:
+    """A mistake of ours: the log has it under an id that the answer repeats. Raises it where an answer has begun, or
+    nobody hears one."""
+    if request.transport is None or request.transport.is_closing() or request.writer.output_size > 0:
+        raise error
+    id = secrets.token_hex(6)
+    log.error("request_failed", id=id, method=request.method, path=request.path[:300], exc_info=error)
+    return problem(500, f"a fault of the server, which its log has under the id {id}", title="Internal error", id=id)
+
+
+@web.middleware
+async def last_resort(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Outside of all others: what they did not foresee is answered as a problem too."""
+    try:
+        return await handler(request)
+    except web.HTTPException:
+        raise
+    except Exception as error:  # noqa: BLE001 - nothing else is left that could answer it
+        return _unforeseen(request, error)
+
+
+@web.middleware
+async def problems(request: web.Request, handler: Handler) -> web.StreamResponse:
+    request[STARTED] = time.monotonic()
+    try:
+        response = await _answer(request, handler)
+    except web.HTTPException:
+        raise
+    except Exception as error:  # noqa: BLE001 - it is counted and audited as any answer is
+        response = _unforeseen(request, error)
+    if OPENAI.match(request.path) and response.content_type == PROBLEM and isinstance(response, web.Response):
+        response = _as_openai(response)
+    REQUESTS.labels(request.method, _route(request), response.status).inc()
+    response.headers.setdefault("X-Content-Type-Options", "nosniff")
+    return response
+
+
+async def begins(request: web.Request, _: web.StreamResponse) -> None:
+    """The first bytes of a response are about to go out, of a stream too, whose handler goes on."""
+    if STARTED in request:
+        LATENCY.labels(_route(request)).observe(time.monotonic() - request[STARTED])
+
+
+def _route(request: web.Request) -> str:
+    resource = request.match_info.route.resource
+    return "(none)" if resource is None else resource.canonical
+
+
+async def read_json(request: web.Request) -> Any:
+    """The body as plain data. Raises SpecError: not JSON, a name twice in an object, NaN, too deep, too many values;
+    SlowBody, BrokenBody."""
+    async with body_read("the body"):
+        raw = await request.read()
+    return parse_json(raw) if len(raw) <= SMALL_BODY else await asyncio.to_thread(parse_json, raw)
+
+
+def parse_json(raw: bytes) -> Any:
+    """Raises SpecError."""
+    try:
+        data = orjson.loads(raw)
+        json.loads(raw, object_pairs_hook=_unique)
+    except RecursionError:
+        raise _bad_body("nested too deeply") from None
+    except ValueError as error:  # both JSON errors, and integers of absurd length
+        raise _bad_body(str(error)) from None
+    _measure(data)
+    return data
+
+
+def _bad_body(what: str) -> SpecError:
+    return SpecError([{"field": "(body)", "value": None, "problem": f"not acceptable JSON: {what}"}])
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        twice = Counting(name for name, _ in pairs).most_common(1)[0][0]
+        raise ValueError(f"the name {twice[:100]!r} appears twice in one object")
+    return found
+
+
+def _measure(data: Any) -> None:
+    level, nodes, depth = [data], 0, 0
+    while level:
+        nodes, depth = nodes + len(level), depth + 1
+        if depth > DEPTH_LIMIT:
+            raise _bad_body(f"nested deeper than {DEPTH_LIMIT} levels")
+        if nodes > NODE_LIMIT:
+            raise _bad_body(f"more than {NODE_LIMIT} values")
+        level = [
+            child
+            for value in level
+            if isinstance(value, (dict, list))
+            for child in (value.values() if isinstance(value, dict) else value)
+        ]
+
+
+def parsed(kind: type[M], data: Any) -> M:
+    """What a body says. Raises SpecError."""
+    try:
+        return kind.model_validate(data)
+    except ValidationError as error:
+        found = [mistake for item in error.errors(include_url=False) for mistake in mistakes_of(item)]
+        raise SpecError(
+            [{**mistake, "field": mistake["field"].replace("(whole spec)", "(body)")} for mistake in found]
+        ) from None
+
+
+def integer(request: web.Request, name: str, default: int, low: int, high: int) -> int:
+    """A whole number of the query. Raises SpecError."""
+    text = request.query.get(name)
+    if text is None:
+        return default
+    if not re.fullmatch(r"[0-9]{1,19}", text) or not low <= int(text) <= high:
+        raise SpecError([{"field": name, "value": text[:100], "problem": f"must be a whole number, {low} to {high}"}])
+    return int(text)

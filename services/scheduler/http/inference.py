@@ -1,0 +1,170 @@
+"""The OpenAI-compatible endpoint of inference jobs: /v1/jobs/{id}/v1/{chat/completions,completions,models}.
+
+ask   consumes an HTTP request; produces ASK, and the response, as its pieces come or as a whole;
+      ends when the answer is out or the client is gone
+"""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import Callable, Sequence
+from contextlib import aclosing
+
+import orjson
+import structlog
+from aiohttp import web
+
+from opentinker.services.scheduler.http.errors import json_response, read_json
+from opentinker.services.scheduler.http.jobs import JobsApi
+from opentinker.services.scheduler.inference.router import Replicas, refuse_unless_served
+from opentinker.shared.inference import Ask, Reply, adapters_in, models_of, names_of
+from opentinker.shared.openai import answers, requests
+from opentinker.shared.openai.fields import Json, Refused, unknown_model
+from opentinker.shared.openai.requests import Asked
+from opentinker.shared.openai.sampling import parse_manner
+from opentinker.shared.types import JobRecord
+from opentinker.shared.waiting import put_down
+
+log = structlog.get_logger()
+
+GONE_S = 0.2
+"""How often it is looked whether the client is still there."""
+
+
+class InferenceApi:
+    def __init__(self, jobs: JobsApi, replicas: Replicas) -> None:
+        self.jobs, self.replicas = jobs, replicas
+
+    async def models(self, request: web.Request) -> web.Response:
+        return json_response(self._cards(await self._job(request)))
+
+    @staticmethod
+    def _cards(job: JobRecord) -> Json:
+        first, *others = names_of(job.id, job.spec)
+        length = job.spec["rollout"]["context_length"] or 0
+        return answers.models(first, length, *others, adapters=adapters_in(job.spec))
+
+    async def model(self, request: web.Request) -> web.Response:
+        job, name = await self._job(request), request.match_info["model"]
+        return json_response(answers.card_of(self._cards(job), name))
+
+    async def chat(self, request: web.Request) -> web.StreamResponse:
+        return await self._ask(request, requests.parse_chat, chat=True)
+
+    async def completions(self, request: web.Request) -> web.StreamResponse:
+        return await self._ask(request, requests.parse_completion, chat=False)
+
+    async def _job(self, request: web.Request) -> JobRecord:
+        job = await self.jobs.found(request)
+        refuse_unless_served(job)
+        return job
+
+    async def _ask(self, request: web.Request, parse: Callable[..., Asked], *, chat: bool) -> web.StreamResponse:
+        job = await self._job(request)
+        body = await read_json(request)
+        if not isinstance(body, dict):
+            raise Refused("the body must be a JSON object")
+        manner, asked = parse_manner(body, chat=chat), parse(body, likely=True)
+        models = models_of(job.id, job.spec)
+        if asked.model and asked.model not in models:
+            raise unknown_model(asked.model, models)
+        asked.model = asked.model or next(iter(models))
+        ask = Ask(
+            id=f"q-{uuid.uuid4().hex}",
+            asker=self.replicas.name,
+            job=job.id,
+            model=models[asked.model],
+            messages=asked.messages,
+            tools=asked.tools,
+            text=asked.text,
+            token_ids=asked.token_ids,
+            max_tokens=asked.max_tokens,
+            stop=asked.stop,
+            manner=manner,
+            stream=asked.stream,
+            tokens=asked.logprobs,
+            offsets=asked.logprobs and not chat,
+            likely=asked.likely,
+        )
+        respond = self._streamed if asked.stream else self._whole
+        return await _while_there(request, asyncio.create_task(respond(request, job, asked, ask, chat)))
+
+    async def _whole(
+        self, request: web.Request, job: JobRecord, asked: Asked, ask: Ask, chat: bool
+    ) -> web.StreamResponse:
+        async with aclosing(self.replicas.answer(job, ask)) as pieces:
+            async for piece in pieces:
+                if (reply := piece.reply) is not None:
+                    if chat:
+                        whole = answers.chat_answer(asked, reply, reply.tokens, _mark(reply), reply.likely)
+                    else:
+                        names = reply.tokens, _mark(reply), reply.offsets, reply.likely
+                        whole = answers.completion_answer(asked, reply, *names)
+                    return json_response(whole)
+        raise AssertionError("an answer ends with a reply")
+
+    async def _streamed(
+        self, request: web.Request, job: JobRecord, asked: Asked, ask: Ask, chat: bool
+    ) -> web.StreamResponse:
+        """What is wrong before the first piece is a status; afterwards it is an event, and there is no [DONE]."""
+        response = web.StreamResponse(
+            headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no", "X-Content-Type-Options": "nosniff"}
+        )
+        response.content_type = "text/event-stream"
+        stream, sent, counted = answers.Stream(asked, chat=chat), 0, 0
+        try:
+            async with aclosing(self.replicas.answer(job, ask)) as pieces:
+                async for piece in pieces:
+                    if not response.prepared:
+                        await response.prepare(request)
+                        await _write(response, stream.begin(piece.reply))
+                    if piece.reply is not None:
+                        await _write(response, _rest(stream, asked, piece.reply, sent, counted))
+                        await response.write(b"data: [DONE]\n\n")
+                    else:
+                        numbers = piece.logprobs, piece.tokens, piece.offsets, piece.likely
+                        await _write(response, [stream.more(piece.text, piece.ids, *numbers)])
+                        sent, counted = sent + len(piece.text), counted + len(piece.ids)
+        except Refused as refused:
+            if not response.prepared:
+                raise
+            await _write(response, [refused.body])
+        await response.write_eof()
+        return response
+
+
+def _rest(stream: answers.Stream, asked: Asked, reply: Reply, sent: int, counted: int) -> list[Json]:
+    """What of the reply is not out yet: characters from `sent` on, tokens from `counted` on."""
+    if reply.tool_calls:
+        return [stream.calls(reply, reply.tokens, reply.likely), *stream.end(reply)]
+    text, ids = answers.said(asked, reply).text[sent:], reply.ids[counted:]
+    if not text and not ids:
+        return stream.end(reply)
+    numbers = reply.logprobs[counted:], reply.tokens[counted:], reply.offsets[counted:], reply.likely
+    return [stream.more(text, ids, *numbers), *stream.end(reply)]
+
+
+def _mark(reply: Reply) -> str:
+    return f"weights-{reply.version}"
+
+
+async def _write(response: web.StreamResponse, chunks: Sequence[Json]) -> None:
+    for chunk in chunks:
+        await response.write(b"data: " + orjson.dumps(chunk) + b"\n\n")
+
+
+async def _while_there(request: web.Request, answering: asyncio.Task[web.StreamResponse]) -> web.StreamResponse:
+    """The response, as long as the client waits for it."""
+    try:
+        while not answering.done():
+            await asyncio.wait([answering], timeout=GONE_S)
+            if request.transport is None or request.transport.is_closing():
+                await put_down(answering)
+                log.info("client_gone", path=request.path)
+                return web.Response(status=499, reason="Client closed request")
+        return answering.result()
+    except ConnectionResetError:
+        return web.Response(status=499, reason="Client closed request")
+    finally:
+        await put_down(answering)

@@ -1,0 +1,170 @@
+"""Handlers of /v1/keys and /v1/tenants. A key's secret is in one answer alone: the one that makes it.
+
+Nobody gives more than they have: whoever makes, rotates or revokes a key may all that this key may.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+from aiohttp import web
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from opentinker.services.scheduler.http.auth import may_see, principal_of, tenant_of
+from opentinker.services.scheduler.http.errors import json_response, parsed, read_json
+from opentinker.shared.authority import DEFAULT_TENANT, MAY, Action, Role, outranks
+from opentinker.shared.errors import NotFound, SpecError
+from opentinker.shared.key_text import KEY_ID, new_key
+from opentinker.shared.keys import TENANT, Key, Keys
+from opentinker.shared.mistakes import Mistakes
+from opentinker.shared.paths import file_system
+from opentinker.shared.service import Context
+
+DAY_S = 86400.0
+GRACE_S = DAY_S
+NO_STORE = {"Cache-Control": "no-store"}
+
+
+class NewKey(BaseModel):
+    """The body of POST /v1/keys."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+    role: Role
+    tenant: Annotated[str, Field(pattern=f"^{TENANT.pattern}$")] | None = None
+    """Default: that of the key that asks. An operator may name any; its first key makes a tenant."""
+    name: Annotated[str, Field(max_length=100, pattern=r"^[^\x00-\x1f\x7f]*$")] = ""
+    """For people."""
+    scopes: list[Action] | None = None
+    """What it is confined to; default: all that its role allows."""
+    expires_in_s: Annotated[float, Field(ge=1, le=3650 * DAY_S)] | None = None
+    """Default: never."""
+
+    @model_validator(mode="after")
+    def _of_its_role(self) -> NewKey:
+        beyond = sorted(set(self.scopes or ()) - MAY[self.role])
+        if beyond:
+            problem = f"a {self.role} may not {', '.join(beyond)}; it may: {', '.join(sorted(MAY[self.role]))}"
+            raise Mistakes([{"field": "scopes", "value": beyond, "problem": problem}])
+        if self.scopes == []:
+            raise Mistakes([{"field": "scopes", "value": [], "problem": "leave it out for all that the role allows"}])
+        return self
+
+
+class Rotation(BaseModel):
+    """The body of POST /v1/keys/{id}/rotate."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+    grace_s: Annotated[float, Field(ge=0, le=30 * DAY_S)] = GRACE_S
+    """How long the secret before it stays valid."""
+
+
+class KeysApi:
+    def __init__(self, ctx: Context) -> None:
+        self._env, self._asks = ctx.settings.key_env, ctx.settings.auth
+        self._keys = Keys(ctx.store.redis)
+
+    async def create(self, request: web.Request) -> web.Response:
+        asked = parsed(NewKey, await read_json(request))
+        tenant = asked.tenant or tenant_of(request)
+        if not may_see(request, tenant):
+            raise _no_tenant(tenant)
+        if asked.role is Role.OPERATOR and tenant != DEFAULT_TENANT:
+            problem = f"operators belong to tenant {DEFAULT_TENANT}"
+            raise SpecError([{"field": "role", "value": asked.role, "problem": problem}])
+        _refuse_more(request, asked.role, asked.scopes)
+        now, text = time.time(), new_key(self._env)
+        expires = 0.0 if asked.expires_in_s is None else now + asked.expires_in_s
+        key = await self._keys.create(
+            text, now=now, tenant=tenant, role=asked.role, scopes=asked.scopes, name=asked.name,
+            by=principal_of(request).key, expires=expires,
+        )  # fmt: skip
+        return json_response({"key": text, **_shown(key, now)}, 201, NO_STORE)
+
+    async def list(self, request: web.Request) -> web.Response:
+        tenant = request.query.get("tenant", tenant_of(request))
+        if tenant != tenant_of(request) and not (may_see(request, tenant) and tenant in await self._keys.tenants()):
+            raise _no_tenant(tenant)
+        now = time.time()
+        return json_response({"keys": [_shown(key, now) for key in await self._keys.of(tenant)]})
+
+    async def rotate(self, request: web.Request) -> web.Response:
+        """The id stays, and with it whatever the key may."""
+        key = await self._found(request)
+        raw = await read_json(request) if request.can_read_body else {}
+        grace_s = parsed(Rotation, raw).grace_s
+        now, text = time.time(), new_key(self._env, key.id)
+        await self._keys.rotate(key.id, text, now=now, grace_s=grace_s)
+        return json_response({"key": text, **_shown(await self._known(key.id), now)}, headers=NO_STORE)
+
+    async def revoke(self, request: web.Request) -> web.Response:
+        """Revoking what is revoked already is fine: the call may be repeated."""
+        key = await self._found(request)
+        now = time.time()
+        await self._keys.revoke(key.id, now=now)
+        return json_response(_shown(await self._known(key.id), now))
+
+    async def whoami(self, request: web.Request) -> web.Response:
+        """Of the key that asks. On a server without keys: an operator, and `auth` says why."""
+        asked = principal_of(request)
+        key = await self._keys.find(asked.key) if asked.key else None
+        return json_response(
+            {
+                "auth": "on" if self._asks else "off",
+                "tenant": asked.tenant,
+                "role": asked.role,
+                "scopes": sorted(asked.may),
+                "key": asked.key or None,
+                "name": key.name if key else "",
+                "expires": (key.expires or None) if key else None,
+                "files": file_system(),
+            }
+        )
+
+    async def tenants(self, _: web.Request) -> web.Response:
+        found = await self._keys.tenants()
+        return json_response({"tenants": [{"name": name, "since": since} for name, since in found.items()]})
+
+    async def _found(self, request: web.Request) -> Key:
+        """Raises NotFound, HTTPForbidden; a key of another tenant looks like one that does not exist."""
+        id = request.match_info["id"]
+        key = await self._keys.find(id) if KEY_ID.fullmatch(id) else None
+        if key is None or not may_see(request, key.tenant):
+            raise NotFound(f"you have no key {id[:100]!r}")
+        _refuse_more(request, key.role, sorted(key.principal.scopes))
+        return key
+
+    async def _known(self, id: str) -> Key:
+        key = await self._keys.find(id)
+        if key is None:  # forgotten meanwhile
+            raise NotFound(f"you have no key {id!r}")
+        return key
+
+
+def _refuse_more(request: web.Request, role: Role, scopes: Sequence[Action] | None) -> None:
+    principal = principal_of(request)
+    if not outranks(principal, role, MAY[role] if scopes is None else scopes):
+        raise web.HTTPForbidden(text=f"a {role}'s key with these scopes may what yours, a {principal.role}'s, may not")
+
+
+def _no_tenant(name: str) -> NotFound:
+    return NotFound(f"no tenant {name[:100]!r} whose keys you may see")
+
+
+def _shown(key: Key, now: float) -> dict[str, Any]:
+    return {
+        "id": key.id,
+        "tenant": key.tenant,
+        "role": key.role,
+        "scopes": sorted(key.principal.may),
+        "name": key.name,
+        "state": key.state(now),
+        "created": key.created,
+        "created_by": key.by,
+        "expires": key.expires or None,
+        "last_used": key.used or None,
+        "previous_valid_until": key.old_until if key.old_until > now else None,
+    }

@@ -1,0 +1,206 @@
+"""The route table's type, and the OpenAPI 3.1 document made from it: nothing is documented that is not served."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, is_typeddict
+
+import msgspec
+from pydantic import BaseModel
+
+import opentinker
+from opentinker.services.scheduler.http.errors import OPENAI, Handler
+from opentinker.services.scheduler.http.spec_body import TOML
+from opentinker.shared import answers
+from opentinker.shared.asyncapi import documented
+from opentinker.shared.authority import Action
+from opentinker.shared.spec import JobSpec
+
+_SCHEMAS = "#/components/schemas/"
+
+
+@dataclass(frozen=True)
+class Parameter:
+    name: str
+    place: str
+    """query | header | path"""
+    meaning: str
+    type: str = "string"
+
+
+@dataclass(frozen=True)
+class Route:
+    method: str
+    path: str
+    handler: Handler
+    action: Action
+    """What whoever asks must be allowed; `auth.py` sees to it."""
+    summary: str
+    status: int = 200
+    parameters: tuple[Parameter, ...] = ()
+    body: type[BaseModel] | None = None
+    """Of JSON."""
+    content: str = "application/json"
+    """Of the answer."""
+    takes: str = ""
+    """Media type of a body that is not JSON."""
+    answer: Any = None
+    """One of `shared/answers`, where its fields are told."""
+    slashes: str = ""
+    """The name in the path whose value may hold slashes."""
+
+    @property
+    def pattern(self) -> str:
+        """The path as aiohttp's router takes it."""
+        return self.path.replace(f"{{{self.slashes}}}", f"{{{self.slashes}:.+}}") if self.slashes else self.path
+
+
+def document(routes: Sequence[Route]) -> dict[str, Any]:
+    schemas: dict[str, Any] = {}
+    for body in (route.body for route in routes if route.body is not None):
+        schema = body.model_json_schema(ref_template=_SCHEMAS + "{model}")
+        schemas |= {**schema.pop("$defs", {}), body.__name__: schema}
+    told = _answers([route.answer for route in routes if route.answer is not None])
+    assert not schemas.keys() & told.keys(), "a body and an answer of the same name"
+    schemas |= told
+    paths: dict[str, dict[str, Any]] = {}
+    for route in routes:
+        paths.setdefault(route.path, {})[route.method.lower()] = _operation(route)
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "OpenTinker", "version": opentinker.__version__},
+        "paths": paths,
+        "security": [{"bearer": []}],
+        "components": {
+            "schemas": {**schemas, "Problem": _PROBLEM, "OpenAIError": _OPENAI_ERROR},
+            "securitySchemes": {"bearer": {"type": "http", "scheme": "bearer", "description": _BEARER}},
+        },
+    }
+
+
+def _answers(kinds: Sequence[Any]) -> dict[str, Any]:
+    """Schemas of these and of what is in them, with what stands below each field."""
+    _, schemas = msgspec.json.schema_components(kinds, ref_template=_SCHEMAS + "{name}")
+    told = [(one, documented(inspect.getsource(one))) for one in vars(answers).values() if is_typeddict(one)]
+    for name, schema in schemas.items():
+        own = vars(answers)[name].__annotations__
+        for other, meanings in told:
+            if other.__annotations__.items() <= own.items():  # it, or what it is made of
+                for field, meaning in meanings.items():
+                    found = schema["properties"][field]
+                    schema["properties"][field] = {**found, "description": meaning}
+    return schemas
+
+
+_BEARER = "An API key, ot_ENV_ID_SECRET; what it may do is a matter of its role and its scopes."
+
+
+def _operation(route: Route) -> dict[str, Any]:
+    in_path = [Parameter(name, "path", "") for name in re.findall(r"{(\w+)}", route.path)]
+    errors = {"422": "Every mistake in the request"} if route.body or route.takes or route.parameters else {}
+    errors |= {"404": "Unknown id"} if in_path else {}
+    ranged = any(p.name == "Range" for p in route.parameters)
+    errors |= {"416": "Nothing is where the range begins"} if ranged else {}
+    if route.action is not Action.FREE:
+        errors |= {"401": "A key is asked for", "429": "Too many requests; see Retry-After"}
+        errors |= {} if route.action is Action.ABOUT else {"403": f"The key does not allow {route.action}"}
+    errors |= (
+        {
+            "408": "The body did not come",
+            "413": "The body is too large",
+            "415": "A compressed body, or of another type",
+        }
+        if route.body or route.takes
+        else {}
+    )
+    errors |= {"503": "Redis or NATS does not answer"} if route.path.startswith("/v1") else {}
+    problem = {"application/problem+json": {"schema": {"$ref": _SCHEMAS + "Problem"}}}
+    if OPENAI.match(route.path):
+        errors = {status: text for status, text in errors.items() if status != "422"} | _OPENAI_ERRORS
+        errors |= _OPENAI_ANSWERS if route.takes else {}
+        problem = {"application/json": {"schema": {"$ref": _SCHEMAS + "OpenAIError"}}}
+    answer = {"schema": {"$ref": _SCHEMAS + route.answer.__name__}} if route.answer is not None else {}
+    operation: dict[str, Any] = {
+        "summary": route.summary,
+        "x-action": route.action.value,
+        "parameters": [
+            {
+                "name": p.name,
+                "in": p.place,
+                "required": p.place == "path",
+                "schema": {"type": p.type},
+                **({"description": p.meaning} if p.meaning else {}),
+            }
+            for p in [*in_path, *route.parameters]
+        ],
+        "responses": {
+            str(route.status): {"description": route.summary, "content": {route.content: answer}},
+            **({"206": {"description": "The range", "content": {route.content: {}}}} if ranged else {}),
+            **{status: {"description": text, "content": problem} for status, text in errors.items()},
+        },
+    }
+    if route.action is Action.FREE:
+        operation["security"] = []
+    if route.body:
+        media = ("application/json", TOML) if route.body is JobSpec else ("application/json",)
+        content = {kind: {"schema": {"$ref": _SCHEMAS + route.body.__name__}} for kind in media}
+        operation["requestBody"] = {"required": True, "content": content}
+    if route.takes:
+        operation["requestBody"] = {"required": True, "content": {route.takes: {}}}
+    return operation
+
+
+_OPENAI_ERRORS = {
+    "400": "What is wrong in the request, or not to be done",
+    "409": "The job is over: it answers no more requests",
+    "503": "No rollout worker can answer now, or Redis or NATS does not",
+}
+_OPENAI_ANSWERS = {
+    "429": "More requests than the job's rollout workers take, or than the server does; see Retry-After",
+    "500": "The engine failed, or the answer is too large",
+    "504": "No answer within serving.request_timeout_s",
+}
+"""Of those that generate."""
+_OPENAI_ERROR = {
+    "type": "object",
+    "required": ["error"],
+    "properties": {
+        "error": {
+            "type": "object",
+            "required": ["message", "type", "param", "code"],
+            "properties": {
+                "message": {"type": "string"},
+                "type": {"type": "string"},
+                "param": {"type": ["string", "null"]},
+                "code": {"type": ["string", "null"]},
+            },
+        }
+    },
+}
+_PROBLEM = {
+    "type": "object",
+    "required": ["type", "title", "status", "detail", "hint"],
+    "properties": {
+        "type": {"type": "string"},
+        "title": {"type": "string"},
+        "status": {"type": "integer"},
+        "detail": {"type": "string"},
+        "hint": {"type": "string", "description": "What to do about it"},
+        "errors": {
+            "type": "array",
+            "items": {
+                "type": "object",
+                "required": ["field", "value", "problem"],
+                "properties": {
+                    "field": {"type": "string"},
+                    "value": {},
+                    "problem": {"type": "string"},
+                    "suggestion": {"type": "string", "description": "What to write instead"},
+                },
+            },
+        },
+    },
+}

@@ -1,0 +1,47 @@
+"""A job's spec as the body of a request: JSON, or TOML by its media type."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+from aiohttp import web
+
+from opentinker.services.scheduler.http.errors import body_read, parse_json, read_json
+from opentinker.shared import bounded_toml
+from opentinker.shared.errors import SpecError
+
+TOML = "application/toml"
+JSON = ("application/json", "application/octet-stream", "application/x-www-form-urlencoded", "text/plain")
+"""What clients call it that say nothing of their own, curl's --data among them."""
+MOST_TOML = 1 << 16
+"""Characters; a longer spec is sent as JSON."""
+
+
+async def read_spec(request: web.Request) -> Any:
+    """The body as plain data. Raises SpecError, SlowBody, BrokenBody; HTTPUnsupportedMediaType (415)."""
+    kind = request.content_type
+    if kind == TOML:
+        async with body_read("the body"):
+            raw = await request.read()
+        return await asyncio.to_thread(_toml, raw)
+    if kind not in JSON and not kind.endswith("+json"):
+        raise web.HTTPUnsupportedMediaType(text=f"a spec is sent as application/json or {TOML}, not as {kind[:100]}")
+    try:
+        return await read_json(request)
+    except SpecError as error:
+        if (await request.read()).lstrip()[:1] in (b"{", b"["):
+            raise
+        told = [{**one, "problem": f"{one['problem']}; TOML needs `Content-Type: {TOML}`"} for one in error.mistakes]
+        raise SpecError(told) from None
+
+
+def _toml(raw: bytes) -> Any:
+    """As the same spec in JSON would be. Raises SpecError."""
+    try:
+        data = bounded_toml.loads(raw.decode(), MOST_TOML)
+        plain = json.dumps(data, allow_nan=False, default=str)  # dates are texts
+    except ValueError as error:
+        raise SpecError([{"field": "(body)", "value": None, "problem": f"not acceptable TOML: {error}"}]) from None
+    return parse_json(plain.encode())

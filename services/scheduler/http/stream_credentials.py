@@ -1,0 +1,65 @@
+"""Handler of POST /v1/jobs/{id}/stream-credentials: how to hear a job live on NATS, from a browser or a program.
+
+What is heard by such a credential is what `Subject.shown` names, of this job alone; nothing can be sent. What came
+before is served over HTTP (`history`): a subscriber listens first, then reads it, and joins both by the counters
+that the messages carry.
+"""
+
+from __future__ import annotations
+
+import time
+from urllib.parse import urlsplit, urlunsplit
+
+from aiohttp import web
+
+from opentinker.services.scheduler.http.auth import principal_of, secret_of
+from opentinker.services.scheduler.http.errors import TooMany, json_response
+from opentinker.services.scheduler.http.jobs import JobsApi
+from opentinker.shared import stream_credentials
+from opentinker.shared.errors import Conflict
+from opentinker.shared.rights import shown_of
+from opentinker.shared.stream_credentials import StreamCredentials, TooManyCredentials
+
+ANY_HOST = ("0.0.0.0", "::")
+
+
+class StreamsApi:
+    def __init__(self, jobs: JobsApi) -> None:
+        self.jobs = jobs
+        self._url = jobs.ctx.settings.nats_websocket_url
+        self._credentials = StreamCredentials(jobs.store.redis)
+
+    async def give(self, request: web.Request) -> web.Response:
+        job = await self.jobs.found(request)
+        if not self._url:
+            raise Conflict("this server has no live streams: nats_websocket_url is not set (docs/security.md)")
+        asked, now = principal_of(request), time.time()
+        try:
+            token, given = await self._credentials.give(
+                key=asked.key, secret=secret_of(request), tenant=asked.tenant, job=job.id, now=now,
+                life_s=stream_credentials.LIFE_S,
+            )  # fmt: skip
+        except TooManyCredentials as error:
+            raise TooMany(f"credentials ({error})", error.wait_s) from None
+        shown = shown_of(job.id)
+        return json_response(
+            {
+                "servers": [reached_by(self._url, request.url.host or "")],
+                "token": token,
+                "inbox": given.inbox,
+                "expires_at": given.expires,
+                "subjects": shown,
+                "history": {name: f"/v1/jobs/{job.id}/{name}" for name in shown},
+            },
+            201,
+            {"Cache-Control": "no-store"},
+        )
+
+
+def reached_by(url: str, host: str) -> str:
+    """A listener on all addresses is reached by the name by which we were."""
+    parts = urlsplit(url)
+    if parts.hostname not in ANY_HOST or not host:
+        return url
+    name = f"[{host}]" if ":" in host else host
+    return urlunsplit(parts._replace(netloc=f"{name}:{parts.port}"))

@@ -1,0 +1,138 @@
+"""A spec is looked at as if it were submitted, and nothing comes of it: mistakes, an episode of its environment, and
+who would do the work.
+
+validate   consumes a spec; asks env workers (ENV_CHECK, one episode by ENV_OPEN, ENV_STEP); produces a report
+"""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from typing import Any, cast
+
+from aiohttp import web
+
+from opentinker.services.scheduler.http.auth import tenant_of
+from opentinker.services.scheduler.http.errors import json_response
+from opentinker.services.scheduler.http.spec_body import read_spec
+from opentinker.services.scheduler.jobs.disk_threads import on_disk
+from opentinker.services.scheduler.jobs.submit import Mistakes, kept_idle_s, look_at
+from opentinker.services.scheduler.placement import forecast
+from opentinker.shared import spec_checks
+from opentinker.shared.answers import Check, Mistake, Said, Validation
+from opentinker.shared.env_client import EnvClient
+from opentinker.shared.errors import SpecError, plural
+from opentinker.shared.reasons import error_sentence
+from opentinker.shared.service import Context
+from opentinker.shared.sessions import Policy, SessionReply, StepSession
+from opentinker.shared.spec import JobSpec, parse_spec
+from opentinker.shared.spec.rollout import ELSEWHERE
+from opentinker.shared.spec_checks import NOT_LOOKED_AT, check
+from opentinker.shared.types import StopReason
+
+EPISODE_S = 30.0
+ELSEWHERE_S = 5.0
+"""Of an environment that its user runs, whose server may be silent for as long as it likes."""
+TURNS = 4
+SAID = "0"
+"""What the episode is answered with, whatever it asks."""
+SHOWN = 2000
+"""Characters of what the environment said."""
+NO_PROMPTS = "a server renders no prompts: reading a tokenizer would hold up everything else"
+
+
+class Validating:
+    def __init__(self, ctx: Context) -> None:
+        self.ctx = ctx
+
+    async def validate(self, request: web.Request) -> web.Response:
+        return json_response(await report_on(self.ctx, await read_spec(request), tenant_of(request)))
+
+
+async def report_on(ctx: Context, data: Any, tenant: str) -> Validation:
+    mistakes: Mistakes = []
+    spec: JobSpec | None = None
+    try:
+        spec = parse_spec(data)
+    except SpecError as error:
+        mistakes += error.mistakes
+    asked, *_ = await look_at(ctx, data, spec, tenant, mistakes)
+    if spec is None or mistakes:
+        return {"valid": False, "mistakes": cast(list[Mistake], mistakes), "checks": [], "messages": []}
+    checks: list[Check] = [check("spec", f"{spec.name}, of kind {spec.kind}")]
+    messages: list[Said] = []
+    if spec.environment.name:
+        if asked.answered:
+            name = asked.check.name if asked.check is not None else spec.environment.name
+            own_jobs = [] if asked.check is None else asked.check.own_jobs
+            client = EnvClient(ctx.bus, tenant=tenant, own_jobs=own_jobs)
+            played, messages = await _episode(client, spec, name)
+            checks.append(played)
+        else:
+            hint = "start one: it is checked at the first episode otherwise"
+            checks.append(check("environment", "no env worker answered", "note", hint))
+    checks.append(await on_disk(ctx, spec_checks.model, spec))
+    checks.append(
+        check("prompt", f"{NOT_LOOKED_AT}{NO_PROMPTS}", "note", "opentinker validate renders it, with the model here")
+    )
+    checks += await on_disk(ctx, spec_checks.rows, spec, here=False)
+    if spec.kind == "inference":
+        checks.append(_kept(kept_idle_s(spec, ctx.settings), own=spec.serving.idle_s is not None))
+    checks += await forecast.look(ctx, spec, tenant)
+    valid = not any(one["result"] == "bad" for one in checks)
+    return {"valid": valid, "mistakes": [], "checks": checks, "messages": messages}
+
+
+def _kept(idle_s: float | None, *, own: bool) -> Check:
+    if idle_s is None:
+        found = "until it is completed or cancelled, whether or not anybody asks it"
+        return check("kept", found, hint="serving.idle_s ends it when nobody does")
+    whose = "serving.idle_s" if own else "this server's inference_idle_s; serving.idle_s is the job's own"
+    return check("kept", f"until it has been idle for {idle_s:g} s ({whose})")
+
+
+async def _episode(client: EnvClient, spec: JobSpec, name: str) -> tuple[Check, list[Said]]:
+    """The first start state, a few turns of it, whatever is said."""
+    session = f"validate-{uuid.uuid4().hex}"
+    within_s = ELSEWHERE_S if name.startswith(ELSEWHERE) else EPISODE_S
+    policy = Policy(model=spec.model.base, context_length=spec.rollout.context_length or 0)
+    messages: list[Said] = []
+    worker, turns, rewards = "", 0, 0.0
+    try:
+        async with asyncio.timeout(within_s):
+            reply = await client.open(
+                job="validate",
+                session=session,
+                environment=name,
+                isolation=spec.environment.isolation or "process",
+                config=spec.environment.config,
+                row=0,
+                seed=0,
+                deadline_s=within_s,
+                policy=policy,
+                tools=[tool.model_dump() for tool in spec.environment.tools],
+                tool_turns=spec.environment.tool_turns,
+            )
+            worker = reply.worker
+            messages = [{"role": said.role, "content": said.text[:SHOWN]} for said in reply.messages]
+            while reply.failure is None and not reply.done and not reply.wants_tokens and turns < TURNS:
+                reply = await client.step(worker, _step(session, turns, reply))
+                rewards, turns = rewards + reply.reward, turns + 1
+    except TimeoutError:
+        return _bad(f"no answer within {within_s:g} s after {plural(turns, 'turn')}"), messages
+    if worker and not reply.done:
+        await client.close(worker=worker, session=session)
+    if reply.failure is not None:
+        return _bad(f"{reply.failure} after {plural(turns, 'turn')}: {error_sentence(reply.error)}"), messages
+    how = "and is done" if reply.done else "and goes on"
+    return check(
+        "episode", f"begins with {plural(len(messages), 'message')}, {plural(turns, 'turn')}, reward {rewards:g}, {how}"
+    ), messages
+
+
+def _step(session: str, turn: int, asked: SessionReply) -> StepSession:
+    return StepSession(session=session, turn=turn, seat=asked.seat, text=SAID, stop=StopReason.EOS)
+
+
+def _bad(found: str) -> Check:
+    return check("episode", found, "bad", "see to the environment or its config: opentinker env check plays it alone")

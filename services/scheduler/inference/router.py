@@ -1,0 +1,241 @@
+"""Requests of inference jobs: which rollout worker answers, what if it dies, and when nobody waits any more.
+A request to a job that sleeps wakes it.
+
+The least busy one is asked, as far as this scheduler knows; among those about as busy, always the same one for the same
+model and beginning of a conversation, whose tokens it has in its cache. One that refuses because it is full, or that is
+lost before it has said anything, is replaced by another, and a job whose workers are being replaced is waited for. Who
+was lost is asked again where nobody else is ready: what was lost may have been a connection.
+
+wanted   answers WANTED: which requests of ours somebody still waits for
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import time
+import uuid
+from collections import Counter
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+
+import msgspec
+import structlog
+
+from opentinker.services.scheduler.inference.ready_workers import LOOK_S, Lookout
+from opentinker.shared import codec
+from opentinker.shared.bus import NoReply, NoResponders, TooLarge
+from opentinker.shared.errors import Conflict
+from opentinker.shared.inference import SILENCE_S, Abandoned, Ask, Piece, Refusal, Underway
+from opentinker.shared.openai.fields import Refused
+from opentinker.shared.service import Context
+from opentinker.shared.streaming import ask as ask_in_pieces
+from opentinker.shared.subjects import ABANDON, GENERATE, WAKE, WANTED
+from opentinker.shared.types import JobRecord, JobState, WorkerInfo
+from opentinker.shared.waiting import rest
+
+log = structlog.get_logger()
+
+PATIENCE_S = 30.0
+"""A running job without a rollout worker that could be asked is waited for so long."""
+MOST_TRIES = 5
+UNHEARD_S = 0.5
+"""A worker that NATS does not know at the moment is asked again after so long."""
+LOST = "the rollout worker that was answering is gone; ask again"
+NEAR = 2
+"""Requests more than the least busy one has: as good, if it knows the beginning."""
+BEGINNING = 512
+"""Characters or tokens of a plain prompt that may be shared with others."""
+
+
+class Tries:
+    """Of one request: whom it has asked, and what came of it."""
+
+    def __init__(self, patience_s: float = PATIENCE_S) -> None:
+        self.last: Refusal | None = None
+        self.left = MOST_TRIES
+        self._patience_s = patience_s
+        self.until = time.monotonic() + patience_s
+        self._refused: set[str] = set()
+        self._lost: dict[str, float] = {}
+        """From when on it may be asked again, by address."""
+
+    def refused(self, worker: WorkerInfo, refusal: Refusal) -> None:
+        self.last = refusal
+        self._refused.add(worker.address)
+        self._count()
+
+    def lost(self, worker: WorkerInfo, *, heard: bool) -> bool:
+        """It fell silent, or what it said did not arrive: the connection may have been lost, and it may be there again.
+        True for the first time.
+
+        `heard`: it may have got the request; else nothing was done, and that costs no try.
+        """
+        first = worker.address not in self._lost
+        self.last = Refusal(message=LOST, status=503, elsewhere=True)
+        self._lost[worker.address] = time.monotonic() + (0.0 if heard else UNHEARD_S)
+        if heard:
+            self._count()
+        return first
+
+    def _count(self) -> None:
+        self.left -= 1
+        self.until = time.monotonic() + self._patience_s
+
+    def best(self, ready: list[WorkerInfo], of: Callable[[list[WorkerInfo]], WorkerInfo]) -> WorkerInfo | None:
+        """Those that were lost only where there is no other."""
+        others = [worker for worker in ready if worker.address not in self._refused | self._lost.keys()]
+        now = time.monotonic()
+        back = {address for address, since in self._lost.items() if since <= now}
+        again = [worker for worker in ready if worker.address in back - self._refused]
+        return of(others or again) if others or again else None
+
+    def hopes(self, ready: list[WorkerInfo]) -> bool:
+        """One of them may be asked again later."""
+        return any(worker.address not in self._refused for worker in ready)
+
+
+class Replicas:
+    def __init__(self, ctx: Context) -> None:
+        self.ctx = ctx
+        self.name = f"{ctx.worker}-{uuid.uuid4().hex[:12]}"
+        self._wanted: set[str] = set()
+        self._busy: Counter[str] = Counter()
+        """Requests of ours under way, by the worker's address."""
+        self._waking: set[str] = set()
+        self._lookout = Lookout(ctx.store)
+
+    async def run(self) -> None:
+        """Serves WANTED until it is cancelled."""
+        subscription = await self.ctx.bus.serve(WANTED, self._still, asker=self.name)
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await subscription.unsubscribe()
+
+    async def _still(self, asked: Underway) -> Underway:
+        return Underway([id for id in asked.ids if id in self._wanted])
+
+    async def answer(self, job: JobRecord, ask: Ask) -> AsyncGenerator[Piece, None]:
+        """Pieces with something in them, the reply last. Raises Refused. Closing the generator ends the request."""
+        tries, begun = Tries(job.spec["serving"].get("wake_s") or PATIENCE_S), False
+        while True:
+            replica = await self._choose(job, ask, tries)
+            asked = msgspec.structs.replace(ask, id=f"{ask.id}-{uuid.uuid4().hex[:6]}")  # one that is lost may go on
+            try:
+                async with aclosing(self._ask(replica.address, asked)) as pieces:
+                    async for piece in pieces:
+                        if (refusal := piece.refusal) is not None:
+                            tries.refused(replica, refusal)
+                            log.info("request_refused", job=job.id, replica=replica.id, why=refusal.message)
+                        elif piece.text or piece.reply is not None:
+                            begun = True
+                            yield piece
+                            if piece.reply is not None:
+                                return
+            except (NoReply, codec.WireError) as error:
+                if tries.lost(replica, heard=not isinstance(error, NoResponders)):
+                    log.warning("replica_lost", job=job.id, replica=replica.id, error=str(error))
+            assert tries.last is not None
+            if begun or not tries.last.elsewhere or not tries.left:
+                raise _refused(tries.last)
+
+    async def _ask(self, address: str, ask: Ask) -> AsyncGenerator[Piece, None]:
+        """To the piece with the reply or the refusal, which may be ours. Raises NoReply or WireError for a worker that
+        is lost."""
+        self._wanted.add(ask.id)
+        self._busy[address] += 1
+        seq, over = 0, False
+        try:
+            async with aclosing(
+                ask_in_pieces(self.ctx.bus, GENERATE, ask, silence_s=SILENCE_S, worker=address)
+            ) as pieces:
+                async for piece in pieces:
+                    if piece.seq != seq:
+                        raise NoReply(f"piece {seq} of an answer was lost on the way")
+                    seq += 1
+                    over = piece.reply is not None or piece.refusal is not None
+                    yield piece
+                    if over:
+                        return
+        except TooLarge as error:
+            over = True
+            size = f"the request has {error.size} bytes, and the NATS server takes {error.limit} (max_payload)"
+            yield Piece(seq=seq, refusal=Refusal(message=size, status=413))
+        finally:
+            self._wanted.discard(ask.id)
+            self._busy[address] -= 1
+            if not self._busy[address]:
+                del self._busy[address]
+            if not over:
+                await self.ctx.bus.emit(ABANDON, Abandoned(ask.id), worker=address)
+
+    async def _choose(self, job: JobRecord, ask: Ask, tries: Tries) -> WorkerInfo:
+        """Raises Refused: as the last one who was asked, when nobody else comes."""
+        job, ready = await self._lookout.look(job.id)
+        if chosen := tries.best(ready, lambda workers: self._best(workers, ask)):
+            return chosen
+        with self._lookout.place(job):
+            while True:
+                if ready and tries.last is not None and tries.last.status == 429 and not tries.hopes(ready):
+                    raise _refused(tries.last)
+                refuse_unless_served(job)
+                if job.asleep:
+                    await self._wake(job.id)
+                if time.monotonic() >= tries.until:
+                    if tries.last is not None:
+                        raise _refused(tries.last)
+                    why = f": it waits for {job.waiting_for}" if job.waiting_for else ""
+                    raise Refused(f"no rollout worker of job {job.id} is ready now{why}; try again", status=503)
+                await rest(LOOK_S)
+                job, ready = await self._lookout.look(job.id)
+                if chosen := tries.best(ready, lambda workers: self._best(workers, ask)):
+                    return chosen
+
+    async def _wake(self, job: str) -> None:
+        """It waits in the queue like any other from now on."""
+        if job not in self._waking:
+            self._waking.add(job)
+            try:
+                if (await self.ctx.store.job(job)).asleep:
+                    await self.ctx.store.update(
+                        job, only_active=True, event="woken", asleep=False, since=time.time(), waiting_for=""
+                    )
+                    await self.ctx.bus.emit(WAKE, {"job": job}, who="scheduler")
+            except Conflict:  # it is over: the next look says so
+                log.info("job_not_woken", job=job)
+            finally:
+                self._waking.discard(job)
+
+    def _requests(self, worker: WorkerInfo) -> int:
+        """Under way: ours, as of now, or all that it told of with its last heartbeat, those of other schedulers too."""
+        return max(self._busy[worker.address], int(worker.detail.get("requests", 0)))
+
+    def _best(self, workers: list[WorkerInfo], ask: Ask) -> WorkerInfo:
+        busy = {worker.address: self._requests(worker) for worker in workers}
+        near = [worker for worker in workers if busy[worker.address] <= min(busy.values()) + NEAR]
+        key = codec.encode(
+            [ask.model, ask.tools, ask.messages[:2], (ask.text or "")[:BEGINNING], (ask.token_ids or [])[:BEGINNING]]
+        )
+        return max(near, key=lambda worker: hashlib.blake2b(key + worker.address.encode()).digest())
+
+
+def refuse_unless_served(job: JobRecord) -> None:
+    """Raises Refused for a job that answers no requests, now or ever."""
+    if job.kind != "inference":
+        raise Refused(
+            f"job {job.id} is of kind {job.kind}, and only jobs of kind inference answer requests: submit one with "
+            f"start.from = '{job.id}@latest' to serve its newest checkpoint"
+        )
+    if job.state.final:
+        reason = f" ({job.reason})" if job.reason else ""
+        raise Refused(f"job {job.id} has {job.state}{reason}: it answers no more requests", status=409)
+    if job.state == JobState.PAUSED:
+        raise Refused(f"job {job.id} is paused: opentinker resume {job.id}", status=503)
+    if job.state == JobState.QUEUED and not job.epoch:
+        why = f" for {job.waiting_for}" if job.waiting_for else ""
+        raise Refused(f"job {job.id} is queued: it waits{why}; try again", status=503)
+
+
+def _refused(refusal: Refusal) -> Refused:
+    return Refused(refusal.message, status=refusal.status, param=refusal.param, code=refusal.code)

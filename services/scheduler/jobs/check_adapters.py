@@ -1,0 +1,98 @@
+"""The adapters that an inference job serves beside its base: found, compared with the base, and kept for it.
+
+Kept as the checkpoint is that a job starts from (`check_start_checkpoint.py`), each in
+{data_dir}/jobs/{job}/start/adapters/{name}. """
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import orjson
+from pydantic import ValidationError
+
+from opentinker.services.scheduler.jobs.check_start_checkpoint import Chosen, Mistakes, find
+from opentinker.services.scheduler.jobs.disk_threads import on_disk
+from opentinker.shared.manifest import ADAPTER
+from opentinker.shared.paths import local_path
+from opentinker.shared.service import Context
+from opentinker.shared.spec import AdapterSpec, JobSpec
+from opentinker.shared.spec.serving import LARGEST_RANK
+
+CONFIG = "adapter_config.json"
+TOKENIZER = "tokenizer.json"
+Found = Sequence[tuple[str, Chosen]]
+"""Name and checkpoint of each, in the order of the spec."""
+
+
+async def look_at(ctx: Context, data: Any, spec: JobSpec | None, base: str, tenant: str) -> tuple[Mistakes, Found]:
+    """`data`: the spec as it was sent. `base`: model.base, an absolute path if it is a directory."""
+    mistakes: Mistakes = []
+    found: list[tuple[str, Chosen]] = []
+    for place, adapter in _written(data, spec):
+        chosen = await find(ctx, adapter, tenant)
+        if isinstance(chosen, str):
+            problems = [chosen]
+        else:
+            found.append((adapter.name, chosen))
+            problems = [] if spec is None else await on_disk(ctx, _misfits, chosen, spec, base)
+        field = f"serving.adapters.{place}.from"
+        mistakes += [{"field": field, "value": adapter.checkpoint, "problem": problem} for problem in problems]
+    return mistakes, found
+
+
+def _written(data: Any, spec: JobSpec | None) -> list[tuple[int, AdapterSpec]]:
+    """By place; of a spec that is wrong somewhere, those that are right in themselves."""
+    if spec is not None:
+        return list(enumerate(spec.serving.adapters))
+    serving = data.get("serving") if isinstance(data, dict) else None
+    listed = serving.get("adapters") if isinstance(serving, dict) else None
+    found = []
+    for place, one in enumerate(listed if isinstance(listed, list) else []):
+        try:
+            found.append((place, AdapterSpec.model_validate(one)))
+        except ValidationError:
+            continue  # among the mistakes already
+    return found
+
+
+def _misfits(chosen: Chosen, spec: JobSpec, base: str) -> list[str]:
+    """Blocking. Why it cannot be served on this base."""
+    if ADAPTER not in chosen.manifest.files:
+        weights = any(name.endswith(".safetensors") and "/" not in name for name in chosen.manifest.files)
+        held = "full weights, which a job of their own serves (start.from)" if weights else "no weights"
+        return [f"it is no adapter: it holds {held}"]
+    theirs = chosen.job.spec["model"]
+    if theirs["base"] != base:
+        return [f"it is an adapter of {theirs['base']}, and model.base is {base}"]
+    try:
+        rank = int(orjson.loads((chosen.directory / CONFIG).read_bytes())["r"])
+        problems = [] if rank <= LARGEST_RANK else [f"its rank is {rank}, and vLLM serves {LARGEST_RANK} at most"]
+        if (path := local_path(base)) is not None and (odd := _other_ids(chosen.directory, path)):
+            problems.append(f"it was trained with another tokenizer than that of {base}: {odd}")
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        return [f"it cannot be read: {error}"]
+    if theirs["chat_template"] != spec.model.chat_template:
+        said = f"{theirs['chat_template']!r}, and this job renders with {spec.model.chat_template!r}"
+        problems.append(f"it was trained with model.chat_template = {said}")
+    return problems
+
+
+def _other_ids(checkpoint: Path, base: Path) -> str:
+    """How the tokenizer that was saved with a checkpoint differs from the base's, where both are there."""
+    if not (checkpoint / TOKENIZER).is_file() or not (base / TOKENIZER).is_file():
+        return ""
+    theirs, ours = _ids(checkpoint / TOKENIZER), _ids(base / TOKENIZER)
+    odd = sorted(token for token, id in ours.items() if theirs.get(token) != id)
+    if odd:
+        return f"token {odd[0]!r} has id {ours[odd[0]]} here and {theirs.get(odd[0], 'none')} there"
+    return f"it has {len(theirs)} tokens, this one {len(ours)}" if len(theirs) > len(ours) else ""
+
+
+def _ids(file: Path) -> dict[str, int]:
+    """Raises OSError, ValueError, KeyError, TypeError."""
+    told = orjson.loads(file.read_bytes())
+    vocabulary = told["model"]["vocab"]
+    ids = vocabulary if isinstance(vocabulary, dict) else {entry[0]: id for id, entry in enumerate(vocabulary)}
+    return {**ids, **{token["content"]: token["id"] for token in told.get("added_tokens") or []}}

@@ -1,0 +1,138 @@
+"""The environment of a submitted job or of a pushed package: which version it is, and what an env worker says of it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from opentinker.services.scheduler.environments.upload import Uploads
+from opentinker.shared import uploads
+from opentinker.shared.bus import NoReply, NoResponders
+from opentinker.shared.codec import WireError
+from opentinker.shared.errors import SpecError
+from opentinker.shared.service import Context
+from opentinker.shared.sessions import SERVED, EnvCheck, is_url
+from opentinker.shared.spec import EnvironmentSpec, JobSpec
+from opentinker.shared.spec.validation import validation_episodes
+from opentinker.shared.subjects import ENV_CHECK, SANDBOX_CHECK, SERVED_CHECK
+from opentinker.shared.types import Pool
+from opentinker.shared.waiting import rest
+
+ENV_CHECK_S = 15.0
+"""Nobody there is answered at once; this is for one that is busy, or whose libraries take long to import."""
+URL_CHECK_S = 5.0
+"""Of an environment at a URL, whose server may be silent for as long as it likes."""
+SANDBOX_CHECK_S = 20.0
+"""A virtual environment may have to be made first. Less than a client waits for an answer."""
+SERVED_CHECK_S = 12.0
+SERVED_S = 4.0
+"""Whoever has lost its connection is back by then."""
+LOOK_S = 0.2
+Mistakes = list[dict[str, Any]]
+
+
+@dataclass
+class Asked:
+    check: EnvCheck | None = None
+    """What was asked, with the exact name of an upload; None if nothing could be."""
+    answered: bool = False
+    """Whether an env worker did."""
+    mistakes: Mistakes = field(default_factory=list)
+
+
+async def examine(
+    ctx: Context, data: Any, spec: JobSpec | None, tenant: str, known: Mistakes, own_jobs: Collection[str]
+) -> Asked:
+    """Of the environment that `data` names, even if other parts of it are wrong (`spec` None)."""
+    check = _named(data, spec, sorted(own_jobs))
+    if check is None or any(mistake["field"].startswith("environment.") for mistake in known):
+        return Asked()
+    if uploads.is_upload(check.name):
+        held = Uploads.of(ctx.settings)
+        try:
+            exact = await asyncio.to_thread(held.resolve, check.name, tenant)
+        except SpecError as error:
+            return Asked(mistakes=error.mistakes)
+        check = msgspec.structs.replace(check, name=str(exact), isolation="sandbox")
+    mistakes, answered = await ask(ctx, check, tenant)
+    if answered and not mistakes and spec is not None and spec.validation is not None and spec.validation.config:
+        mistakes = await _of_evaluations(ctx, check, spec, tenant)
+    return Asked(check, answered, mistakes)
+
+
+async def gone(ctx: Context, check: EnvCheck, tenant: str) -> Mistakes:
+    """An upload whose version was deleted, or had to make room for another, while it was looked at."""
+    if uploads.is_upload(check.name):
+        try:
+            await asyncio.to_thread(Uploads.of(ctx.settings).resolve, check.name, tenant)
+        except SpecError as error:
+            return error.mistakes
+    return []
+
+
+async def _of_evaluations(ctx: Context, check: EnvCheck, spec: JobSpec, tenant: str) -> Mistakes:
+    """What evaluations lay over the environment's settings."""
+    config = validation_episodes(spec).environment.config
+    found, _ = await ask(ctx, msgspec.structs.replace(check, config=config, tools=[]), tenant)
+    return [{**m, "field": m["field"].replace("environment.config", "validation.config", 1)} for m in found]
+
+
+async def ask(ctx: Context, check: EnvCheck, tenant: str) -> tuple[Mistakes, bool]:
+    """An env worker's mistakes, and whether one answered. A level that none of those that run has is a mistake, and so
+    is an environment of a user that nobody serves."""
+    if check.name.startswith(SERVED):
+        return await _served(ctx, check, tenant), True
+    sandboxed = check.isolation == "sandbox"
+    call, within_s = (SANDBOX_CHECK, SANDBOX_CHECK_S) if sandboxed else (ENV_CHECK, ENV_CHECK_S)
+    try:
+        reply = await ctx.bus.request(call, check, min(within_s, URL_CHECK_S) if is_url(check.name) else within_s)
+    except NoResponders:
+        return await _without_sandboxes(ctx) if sandboxed else [], False
+    except (NoReply, WireError):
+        return [], False
+    return reply.errors, True
+
+
+async def _served(ctx: Context, check: EnvCheck, tenant: str) -> Mistakes:
+    """What a process of this tenant that serves it says. One that is just connecting again, to us or to another
+    scheduler, is waited for."""
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + SERVED_S
+    while loop.time() < deadline:
+        try:
+            keys = {"tenant": tenant, "environment": check.name}
+            return (await ctx.bus.request(SERVED_CHECK, check, SERVED_CHECK_S, **keys)).errors
+        except NoResponders:
+            await rest(LOOK_S)
+    name = check.name.removeprefix(SERVED)
+    problem = f"nobody serves it now: start `opentinker env serve module:Class --name {name}` and submit again"
+    return [{"field": "environment.name", "value": check.name, "problem": problem}]
+
+
+async def _without_sandboxes(ctx: Context) -> Mistakes:
+    """Nothing to say where no env worker runs yet: it may have them."""
+    reasons = [str(w.detail.get("no_sandbox", "")) for w in await ctx.store.workers() if w.pool == Pool.ENV]
+    if not any(reasons):
+        return []
+    problem = f"none of the {len(reasons)} env workers has sandboxes: {next(filter(None, reasons))}"
+    return [{"field": "environment.isolation", "value": "sandbox", "problem": problem}]
+
+
+def _named(data: Any, spec: JobSpec | None, own_jobs: list[str]) -> EnvCheck | None:
+    if spec is not None:
+        return _check(spec.environment, own_jobs) if spec.environment.name else None
+    raw = data.get("environment") if isinstance(data, dict) else None
+    try:
+        return _check(EnvironmentSpec.model_validate(raw), own_jobs)
+    except ValueError:
+        return None
+
+
+def _check(part: EnvironmentSpec, own_jobs: list[str]) -> EnvCheck:
+    tools = [tool.model_dump() for tool in part.tools]
+    isolation = part.isolation or "process"
+    return EnvCheck(name=part.name, config=part.config, isolation=isolation, tools=tools, own_jobs=own_jobs)

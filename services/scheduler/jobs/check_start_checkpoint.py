@@ -1,0 +1,267 @@
+"""The checkpoint that a new job starts from: found, compared with what the job trains, and kept for it.
+
+Kept means: hard links in {data_dir}/jobs/{new job}/start. Whatever the other job's trainer removes later, the new job's
+trainer finds it there when its turn comes, after every restart, and reference-forward until the end; `cleanup.py`
+takes it away. Functions without `async` block.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from opentinker.services.scheduler.artifacts import checkpoint_dir
+from opentinker.services.scheduler.artifacts.catalog import Artifacts
+from opentinker.shared.errors import NotFound
+from opentinker.shared.manifest import ADAPTER, CRITIC, OPTIMIZER, Manifest, adapter_of, read_manifest, start_of
+from opentinker.shared.service import Context
+from opentinker.shared.spec import JobSpec, LoraSpec, StartSpec
+from opentinker.shared.spec.start import Origin
+from opentinker.shared.tensors import NAMED, Shapes, difference, shapes_in
+from opentinker.shared.types import JobRecord
+
+Mistakes = list[dict[str, Any]]
+SUBMISSION_S = 3600.0
+"""Longer than any submission takes."""
+ADVICE = "submit it again; `opentinker checkpoints JOB` lists what there is"
+
+
+@dataclass(frozen=True)
+class Chosen:
+    job: JobRecord
+    directory: Path
+    manifest: Manifest
+
+    @property
+    def name(self) -> str:
+        """With a number in the place of `latest`."""
+        return f"{self.job.id}@{self.manifest.step}"
+
+
+async def find(ctx: Context, start: Origin, tenant: str) -> Chosen | str:
+    """The checkpoint, or why there is none. A job of another tenant looks like one that does not exist."""
+    artifacts = Artifacts(ctx)
+    source, step = start.job, start.step
+    if start.published:
+        try:
+            named = await artifacts.index.publication(tenant, start.checkpoint)
+        except NotFound as error:
+            return str(error)
+        source, step = named.job, named.step
+    jobs = [job for job in await ctx.store.jobs([source]) if job.tenant == tenant]
+    if not jobs:
+        return f"there is no job {source} of yours; `opentinker jobs` lists them"
+    try:
+        held = checkpoint_dir.choose(await artifacts.checkpoints(jobs[0]), step)
+    except NotFound as error:
+        return f"job {source} has {error}"
+    try:
+        return Chosen(jobs[0], await artifacts.on_disk(held), held.manifest)
+    except (NotFound, OSError) as error:
+        return f"the checkpoint of step {held.manifest.step} cannot be fetched from the artifact store: {error}"
+
+
+async def mistakes_in_live(ctx: Context, start: StartSpec, spec: JobSpec | None, base: str, tenant: str) -> Mistakes:
+    """Of the job whose live policy shall be served. `base` as in `mistakes_in`."""
+    found = [job for job in await ctx.store.jobs([start.job]) if job.tenant == tenant]
+    if not found:
+        return [_wrong(f"there is no job {start.job} of yours; `opentinker jobs` lists them")]
+    (job,) = found
+    if job.kind != "rl" or job.state.final:
+        why = f"has {job.state}" if job.state.final else f"is of kind {job.kind}, which publishes no versions"
+        return [_wrong(f"job {job.id} {why}: take a checkpoint of it, {job.id}@latest")]
+    return [] if spec is None else _unlike(job, spec, base)
+
+
+def _unlike(job: JobRecord, spec: JobSpec, base: str) -> Mistakes:
+    """What does not fit the versions that the trainer of this job sends."""
+    model, engine = job.spec["model"], job.spec["rollout"]["engine"]
+    lora = None if spec.model.lora is None else spec.model.lora.model_dump(mode="json")
+    found: list[tuple[str, Any, str]] = []
+    if model["base"] != base:
+        found.append(("model.base", spec.model.base, f"is not that of job {job.id}, {model['base']}"))
+    if lora is not None and lora != model["lora"]:
+        found.append(("model.lora", lora, f"is not that of job {job.id}: leave it out"))
+    if spec.rollout.engine != engine:
+        found.append(("rollout.engine", spec.rollout.engine, f"must be that of job {job.id}, {engine!r}"))
+    return [{"field": field, "value": value, "problem": problem} for field, value, problem in found]
+
+
+def followed(plain: dict[str, Any], job: JobRecord) -> dict[str, Any]:
+    """The part `model` of a job that serves the live policy of this one: what its trainer sends is of this kind."""
+    theirs = job.spec["model"]
+    return {**plain["model"], **{name: theirs[name] for name in ("dtype", "fp32_head", "lora")}}
+
+
+def mistakes_in(chosen: Chosen, spec: JobSpec, base: str) -> Mistakes:
+    """What does not fit. `base`: model.base, an absolute path if it is a directory."""
+    files = chosen.manifest.files
+    weights = [name for name in files if name.endswith(".safetensors") and "/" not in name]
+    held = "an adapter" if ADAPTER in weights else "full weights" if weights else "nothing"
+    try:
+        lora, wanted = _wanted(chosen, spec, held)
+        if held != wanted:
+            does = _DOES.get(spec.kind, "trains")
+            instead = (_TO_SERVE if spec.kind in _DOES else _TO_TRAIN).get(held, "")
+            return [_wrong(f"it holds {_KINDS[held]}, and this job {does} {_KINDS[wanted]}{instead}")]
+        if lora is not None:
+            problems = _other_adapter(chosen, lora, base)
+        else:
+            problems = _other_model(chosen.directory, weights, Path(base)) if weights else []
+    except (OSError, ValueError) as error:
+        problems = [f"it cannot be read: {error}"]
+    return [_wrong(problem) for problem in problems] + _rounded_reference(chosen, spec) + _lacking_state(chosen, spec)
+
+
+def _wanted(chosen: Chosen, spec: JobSpec, held: str) -> tuple[LoraSpec | None, str]:
+    """The adapter that the job is about, and which kind of checkpoint it can begin with."""
+    lora = spec.model.lora
+    if spec.kind not in _DOES:
+        simulated = spec.train.learner == "simulated"
+        return lora, "nothing" if simulated else "full weights" if lora is None else "an adapter"
+    if lora is None and held == "an adapter":
+        lora = adapter_in(chosen)
+    if held == "nothing" and spec.rollout.engine == "toy":  # which has no weights
+        return lora, "nothing"
+    return lora, "full weights" if lora is None else "an adapter"
+
+
+_KINDS = {"nothing": "no weights (learner = 'simulated')", "full weights": "full weights", "an adapter": "an adapter"}
+_DOES = {"inference": "serves", "eval": "plays with"}
+"""Of jobs that train nothing."""
+_TO_TRAIN = {
+    "full weights": "; to train an adapter on them, download it and give the directory as model.base",
+    "an adapter": "; to train all weights, `opentinker download --merge` makes a directory for model.base",
+}
+
+_TO_SERVE = {
+    "nothing": "; serve it with rollout.engine = 'toy', which has no weights either",
+    "full weights": "; leave model.lora out to serve them",
+}
+
+
+def _wrong(problem: str, field: str = "from") -> dict[str, Any]:
+    return {"field": f"start.{field}", "value": None, "problem": problem}
+
+
+def _lacking_state(chosen: Chosen, spec: JobSpec) -> Mistakes:
+    if spec.start is None or not spec.start.optimizer:
+        return []
+    if OPTIMIZER not in chosen.manifest.files:
+        return [_wrong("the checkpoint has no optimizer state", "optimizer")]
+    trains_critic = spec.algorithm.advantage == "gae" and spec.value_model is None
+    if trains_critic and CRITIC not in chosen.manifest.files:
+        problem = "this job trains a critic and the checkpoint has none, so only the weights can be taken over"
+        return [_wrong(problem, "optimizer")]
+    return []
+
+
+def _rounded_reference(chosen: Chosen, spec: JobSpec) -> Mistakes:
+    """A bfloat16 job's trainer state has the float32 weights that a float32 job begins with; its model files, which
+    reference-forward reads, have them rounded. A bfloat16 job rounds them itself."""
+    narrow = chosen.job.spec["model"]["dtype"] == "bfloat16" and spec.model.dtype == "float32"
+    if spec.kind != "rl" or spec.algorithm.kl_coef == 0 or not narrow or spec.train.learner == "simulated":
+        return []
+    merge = "" if spec.model.lora is None else " --merge"
+    return [
+        _wrong(
+            "it is of a bfloat16 job: a float32 one begins with its float32 weights, and the reference of "
+            f"algorithm.kl_coef = {spec.algorithm.kl_coef:g} would be the rounded ones. Set model.dtype = 'bfloat16', "
+            f"or begin with the rounded ones too: `opentinker download{merge}` makes a directory for model.base"
+        )
+    ]
+
+
+def _other_adapter(chosen: Chosen, lora: LoraSpec, base: str) -> list[str]:
+    of = chosen.job.spec["model"]["base"]
+    if of != base:
+        return [f"it is an adapter of {of}, and model.base is {base}"]
+    shapes = shapes_in(chosen.directory / ADAPTER)
+    config = orjson.loads((chosen.directory / "adapter_config.json").read_bytes())
+    if (config["r"], config["lora_alpha"]) != (lora.rank, lora.alpha):
+        return [
+            f"its adapter has rank {config['r']} and alpha {config['lora_alpha']:g}, model.lora has rank {lora.rank} "
+            f"and alpha {lora.alpha:g}: {_some(shapes, sorted(shapes))}"
+        ]
+    if isinstance(lora.target_modules, str):
+        return []  # which layers that means the trainer finds out, and it compares
+    modules = {name: name.partition(".lora_")[0] for name in shapes}
+    odd = sorted(name for name, module in modules.items() if not any(_is(module, t) for t in lora.target_modules))
+    absent = [t for t in lora.target_modules if not any(_is(module, t) for module in modules.values())]
+    return ([f"model.lora.target_modules leaves out what its adapter has: {_some(shapes, odd)}"] if odd else []) + (
+        [f"its adapter has nothing for {', '.join(absent)} of model.lora.target_modules"] if absent else []
+    )
+
+
+def adapter_in(chosen: Chosen) -> LoraSpec | None:
+    """What the checkpoint's adapter is, as a job would describe it. Blocking. Raises OSError, ValueError."""
+    if ADAPTER not in chosen.manifest.files:
+        return None
+    config = orjson.loads((chosen.directory / "adapter_config.json").read_bytes())
+    targets = config["target_modules"]
+    return LoraSpec(
+        rank=config["r"],
+        alpha=config["lora_alpha"],
+        target_modules="all-linear" if targets == "all-linear" else sorted(targets),
+    )
+
+
+def _is(module: str, target: str) -> bool:
+    """As peft understands a list of target modules."""
+    return module == target or module.endswith(f".{target}")
+
+
+def _other_model(directory: Path, files: list[str], base: Path) -> list[str]:
+    """What the headers tell of a base that is a directory here; the trainer compares the models themselves."""
+    if not base.is_dir():
+        return []
+    have, want = shapes_in(*(directory / name for name in files)), shapes_in(*base.glob("*.safetensors"))
+    if not have.keys() & want.keys():
+        return []  # an older way of naming tensors
+    odd = difference(have, {name: want[name] for name in have if name in want})  # a tied head may be absent in one
+    return [f"it is of another model than {base}: {odd}"] if odd else []
+
+
+def _some(shapes: Shapes, names: list[str]) -> str:
+    said = ", ".join(f"{name} {list(shapes[name])}" for name in names[:NAMED])
+    return f"{said} ({len(names)} tensors)"
+
+
+def keep(chosen: Chosen, data_dir: Path, job: str, adapter: str = "") -> str | None:
+    """Make the new job's own name for every file. Returns what is wrong with the checkpoint, having left nothing.
+
+    `adapter`: under which name it is served beside the job's base."""
+    home = start_of(data_dir, job).parent
+    try:
+        place = adapter_of(data_dir, job, adapter) if adapter else start_of(data_dir, job)
+        checkpoint_dir.second_names(chosen.directory, chosen.manifest, place)
+    except OSError as error:
+        shutil.rmtree(home, ignore_errors=True)
+        return f"it could not be kept for the new job: {error.strerror}; {ADVICE}"
+    return None
+
+
+def read_start(data_dir: Path, job: str) -> Manifest:
+    """Of the checkpoint that is kept for it. Raises OSError, ValueError."""
+    return read_manifest(start_of(data_dir, job))
+
+
+def drop(data_dir: Path, job: str) -> None:
+    """The job is over, or never was."""
+    shutil.rmtree(start_of(data_dir, job), ignore_errors=True)
+
+
+def kept_long(data_dir: Path) -> set[str]:
+    """Jobs for which a checkpoint is kept, but for those that a submission may be about to store."""
+    found = set()
+    for path in data_dir.glob("jobs/*/start"):
+        with contextlib.suppress(FileNotFoundError):  # its job is over by now
+            if time.time() - path.stat().st_mtime > SUBMISSION_S:
+                found.add(path.parent.name)
+    return found

@@ -1,0 +1,220 @@
+"""What the reconcile loop saw in one look: live workers and leases; and what placement makes of it and of job records.
+Plain memory, no I/O."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Any
+
+from opentinker.services.scheduler.placement.gpu_matching import Fitting, Stock, described
+from opentinker.services.scheduler.placement.quotas import Used
+from opentinker.services.scheduler.placement.shortages import GB, too_few
+from opentinker.services.scheduler.placement.types import LEASED, NAMES, NO_GPUS, Held, Job, Need, Rules, Slot, View
+from opentinker.shared.config import TenantLimits
+from opentinker.shared.leasing import LET_GO_S
+from opentinker.shared.sessions import SERVED
+from opentinker.shared.spec.frozen import is_scored
+from opentinker.shared.types import JobRecord, JobState, Lease, Pool, WorkerInfo
+
+LONGEST_RETRY_S = 60.0
+"""A job that lost workers waits no longer before the next try."""
+POOLS = {"rl": (Pool.TRAINER, Pool.ROLLOUT), "inference": (Pool.ROLLOUT,), "eval": (Pool.ROLLOUT,)}
+"""Of which a job needs workers of its own, by its kind; the others need a trainer."""
+
+GPUS = {Pool.TRAINER: "trainer_gpus", Pool.ROLLOUT: "rollout_gpus"}
+"""Where a spec says what a worker must have."""
+
+
+class Overdue:
+    """Workers that were to be free, or gone, and are not. By the clock (monotonic) of whoever looks."""
+
+    def __init__(self, drain_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        """`drain_s`: of the trainers."""
+        self._drain_s, self._clock = drain_s, clock
+        self._since: dict[tuple[object, ...], float] = {}
+        """When each was first seen holding on to its work without a lease, or with one about to leave."""
+
+    def look(self, workers: Iterable[WorkerInfo], leases: Iterable[Lease]) -> frozenset[str]:
+        now, leased = self._clock(), {lease.worker for lease in leases}
+        before, self._since = self._since, {}
+        found = set()
+        for worker in workers:
+            held, leaves = worker.id in leased, worker.status == "draining"
+            if worker.pool not in LEASED or _is_idle(worker) or (held and not leaves):
+                continue
+            key = worker.id, worker.incarnation, worker.job, worker.epoch, held
+            since = self._since[key] = before.get(key, now)
+            if now - since > LET_GO_S + (self._drain_s if leaves else 0.0):
+                found.add(worker.id)
+        return frozenset(found)
+
+
+class Cluster:
+    def __init__(
+        self, workers: Iterable[WorkerInfo], leases: Iterable[Lease], overdue: Collection[str] = frozenset()
+    ) -> None:
+        self._overdue = overdue
+        """Workers that nobody counts on any more."""
+        self.workers = {worker.id: worker for worker in workers}
+        self._leases = {lease.worker: lease for lease in leases}
+        self._of_job: dict[str, dict[str, Lease]] = {}
+        """The same by job and worker."""
+        for lease in self._leases.values():
+            self._of_job.setdefault(lease.job, {})[lease.worker] = lease
+
+    def lease(self, worker: str) -> Lease:
+        return self._leases[worker]
+
+    def forget(self, lease: Lease) -> None:
+        self._leases.pop(lease.worker, None)
+        self._of_job.get(lease.job, {}).pop(lease.worker, None)
+
+    def alive(self, pool: Pool) -> list[WorkerInfo]:
+        """By id; without those that serve one environment of a user."""
+        return [
+            worker
+            for _, worker in sorted(self.workers.items())
+            if worker.pool == pool and not worker.detail.get("served")
+        ]
+
+    def serves(self, environment: str, tenant: str) -> bool:
+        """A process that serves this environment of a user is connected."""
+        found = (worker.detail for worker in self.workers.values() if worker.detail.get("served") == environment)
+        return any(detail["tenant"] == tenant for detail in found)
+
+    def leases_outside(self, jobs: set[str]) -> list[Lease]:
+        return [lease for lease in self._leases.values() if lease.job not in jobs]
+
+    def leases_of(self, job: str, pool: Pool | None = None) -> list[Lease]:
+        return [lease for lease in self._of_job.get(job, {}).values() if pool in (None, lease.pool)]
+
+    def has_left(self, lease: Lease) -> bool:
+        """Its worker has ended what it had begun, or is another process by now."""
+        worker = self.workers.get(lease.worker)
+        return worker is None or worker.incarnation != lease.incarnation or worker.job != lease.job
+
+    def serving(self, job: str) -> bool:
+        """A rollout worker of the job lives and has loaded its model."""
+        return bool(self._ready(job))
+
+    def quiet_s(self, job: str) -> float | None:
+        """How long nobody has asked any of the job's ready rollout workers anything; None if none is ready."""
+        return min((float(worker.detail.get("quiet_s", 0.0)) for worker in self._ready(job)), default=None)
+
+    def _ready(self, job: str) -> list[WorkerInfo]:
+        """Of those that hold a lease."""
+        workers = [self.workers.get(lease.worker) for lease in self.leases_of(job, Pool.ROLLOUT)]
+        return [worker for worker in workers if worker is not None and worker.ready_for(job)]
+
+    # --- for placement ------------------------------------------------------------------------------------------
+
+    def view(
+        self,
+        jobs: Iterable[JobRecord],
+        *,
+        now: float,
+        limits: Mapping[str, TenantLimits],
+        used: Mapping[str, Used],
+        rules: Rules,
+        starting: Mapping[str, Slot] | None = None,
+    ) -> View:
+        """`jobs`: those that have begun or are queued. `starting`: workers that are on their way (autoscaler.py)."""
+        on_their_way = {id: slot for id, slot in (starting or {}).items() if id not in self.workers}
+        alive = {pool: self.alive(pool) for pool in Pool}
+        new = {pool: [id for id, slot in on_their_way.items() if slot.pool == pool] for pool in LEASED}
+        ours = [worker for pool in LEASED for worker in alive[pool]]
+        free = {pool: [w.id for w in alive[pool] if w.id not in self._leases and _is_idle(w)] for pool in LEASED}
+        counted = {pool: [w.id for w in alive[pool] if w.id not in self._overdue] for pool in LEASED}
+        busy = [w for w in ours if w.id not in self._leases and not _is_idle(w) and w.status != "draining"]
+        gpus = {w.id: described(w.gpus) for w in ours if w.gpus}
+        gpus |= {id: slot.gpus for id, slot in on_their_way.items() if slot.gpus != NO_GPUS}
+        winding_down = {worker.job for worker in ours if worker.job is not None}
+        absent = {pool: not found for pool, found in alive.items()}
+        return View(
+            now=now,
+            jobs=[self._job(job, now, winding_down, absent, rules.inference_lend_s) for job in jobs],
+            free=free,
+            alive={pool: counted[pool] + new[pool] for pool in LEASED},
+            coming={pool: [w.id for w in busy if w.id in counted[pool]] + new[pool] for pool in LEASED},
+            gpus=gpus,
+            leases=[
+                Held(lease.worker, lease.job, lease.pool, bool(lease.leaves_by))
+                for _, lease in sorted(self._leases.items())
+                if self._is_worked_for(lease)
+            ],
+            limits=limits,
+            used=used,
+            rules=rules,
+        )
+
+    def lacks(self, job: JobRecord) -> str:
+        """In words, what nobody runs of what the job needs."""
+        view = self.view([job], now=time.time(), limits={}, used={}, rules=Rules())
+        (one,), fitting = view.jobs, Fitting(view.gpus)
+        return too_few(one, *(Stock(fitting, workers).count(one) for workers in (view.alive, view.free)))
+
+    def _job(
+        self, job: JobRecord, now: float, winding_down: set[str], absent: Mapping[Pool, bool], lend_s: float
+    ) -> Job:
+        resources = job.spec["resources"]
+        needs = needs_of(job.kind, resources)
+        saving = job.state == JobState.QUEUED and job.id in winding_down and now - job.since < LET_GO_S
+        return Job(
+            id=job.id,
+            tenant=job.tenant,
+            priority=int(resources.get("priority", 0)),
+            created=job.created,
+            needs=needs,
+            gpus=gpus_of(needs, resources),
+            most=int(resources["rollout_workers"]) if Pool.ROLLOUT in needs else 0,
+            held=job.state.held,
+            since=job.since,
+            retry_at=job.retry_at if job.retry_at - now <= LONGEST_RETRY_S else 0.0,  # else a clock was set back
+            lost_at=job.lost_at,
+            absent=", ".join(self._absent(job, absent)),
+            kind=job.kind,
+            idle=self._lends(job, lend_s),
+            unready="its last workers, which save what they have" if saving else "",
+        )
+
+    def _lends(self, job: JobRecord, lend_s: float) -> bool:
+        if not lend_s or job.kind != "inference" or job.state != JobState.RUNNING:
+            return False
+        return (self.quiet_s(job.id) or 0.0) >= lend_s
+
+    def _absent(self, job: JobRecord, absent: Mapping[Pool, bool]) -> list[str]:
+        """Env workers and reference-forward serve every job and are not leased."""
+        if "environment" not in job.spec:
+            return []
+        name = str(job.spec["environment"]["name"])
+        served = name if name.startswith(SERVED) else ""
+        shared = ([] if served else [Pool.ENV]) + ([Pool.REFERENCE] if is_scored(job.spec) else [])
+        found = [NAMES[pool] for pool in shared if absent[pool]]
+        return found + ([f"whoever serves {served}"] if served and not self.serves(served, job.tenant) else [])
+
+    def _is_worked_for(self, lease: Lease) -> bool:
+        """Not by who is about to leave; but a trainer then saves what it has, and whoever took its place before it has
+        left would fence it off and train that again."""
+        worker = self.workers.get(lease.worker)
+        if worker is None or worker.status != "draining":
+            return True
+        return lease.pool == Pool.TRAINER and not self.has_left(lease) and worker.id not in self._overdue
+
+
+def needs_of(kind: str, resources: Mapping[str, Any]) -> dict[Pool, int]:
+    """The least that a job of this kind works with; `resources`: of its spec, as it is stored."""
+    least = {Pool.TRAINER: 1, Pool.ROLLOUT: int(resources.get("min_rollout_workers", 1))}
+    return {pool: least[pool] for pool in POOLS.get(kind, (Pool.TRAINER,))}
+
+
+def gpus_of(pools: Iterable[Pool], resources: Mapping[str, Any]) -> dict[Pool, Need]:
+    """What GPUs its workers of these pools must have."""
+    counts = {pool: int(resources.get(GPUS[pool], 0)) for pool in pools}
+    memory = int((resources.get("gpu_memory_gb") or 0.0) * GB)
+    return {pool: Need(count, memory) for pool, count in counts.items() if count}
+
+
+def _is_idle(worker: WorkerInfo) -> bool:
+    """It has let go of its last job."""
+    return worker.job is None and worker.status == "idle"

@@ -1,0 +1,107 @@
+"""When a job would begin if it were submitted now: who is there for it, and what placement itself would do with it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+
+from opentinker.services.scheduler.placement import planner
+from opentinker.services.scheduler.placement.cluster_view import Cluster, gpus_of, needs_of
+from opentinker.services.scheduler.placement.gpu_matching import ANY, described
+from opentinker.services.scheduler.placement.operator_limits import rules_of, used_today
+from opentinker.services.scheduler.placement.quotas import Used, over_quota
+from opentinker.services.scheduler.placement.shortages import with_gpus
+from opentinker.services.scheduler.placement.types import ANYBODY, UNLIMITED, Start
+from opentinker.shared.answers import Check
+from opentinker.shared.service import Context
+from opentinker.shared.sessions import SERVED
+from opentinker.shared.spec import JobSpec
+from opentinker.shared.spec.frozen import is_scored
+from opentinker.shared.spec_checks import check
+from opentinker.shared.types import JobRecord, JobState, Pool, WorkerInfo
+
+CANDIDATE = "(this job)"
+
+
+async def look(ctx: Context, spec: JobSpec, tenant: str) -> list[Check]:
+    """A check for each pool that it needs workers of, and one of the queue."""
+    workers, leases = await ctx.store.workers(), await ctx.store.leases()
+    cluster = Cluster(workers, leases)
+    taken = {lease.worker for lease in leases}
+    free = [worker for worker in workers if worker.job is None and worker.id not in taken]
+    found = _pools(spec, workers, free)
+    return [*found, await _queue(ctx, spec, tenant, cluster)]
+
+
+def _pools(spec: JobSpec, workers: list[WorkerInfo], unused: list[WorkerInfo]) -> list[Check]:
+    alive = Counter(worker.pool for worker in workers)
+    resources = spec.resources.model_dump()
+    needs = needs_of(spec.kind, resources)
+    gpus = gpus_of(needs, resources)
+    checks = []
+    for pool, least in needs.items():
+        need, most = gpus.get(pool, ANY), spec.resources.rollout_workers if pool == Pool.ROLLOUT else 1
+        fit = [sum(w.pool == pool and described(w.gpus).suit(need) for w in some) for some in (workers, unused)]
+        checks.append(_leased(f"{pool} workers{with_gpus(need)}", least, most, *fit))
+    shared = [Pool.ENV] if spec.environment.name and not spec.environment.name.startswith(SERVED) else []
+    shared += [Pool.REFERENCE] if is_scored(spec.model_dump()) else []
+    return checks + [_leased(f"{pool} workers", 1, 1, alive[pool], alive[pool]) for pool in shared]
+
+
+def _leased(what: str, least: int, most: int, alive: int, free: int) -> Check:
+    wanted = f"{least} wanted" if least == most else f"{least} needed, {most} wanted"
+    found = f"{wanted}, {alive} running, {free} free"
+    if alive < least:
+        return check(what, found, "note", f"the job waits until {_run(least)}")
+    if free < least:
+        return check(what, found, "note", f"the job waits until {_are(least)} free")
+    return check(what, found, hint="" if free >= most else f"it begins with {free}, and gets more as they become free")
+
+
+def _run(count: int) -> str:
+    return "one runs" if count == 1 else f"{count} run"
+
+
+def _are(count: int) -> str:
+    return "one is" if count == 1 else f"{count} are"
+
+
+async def _queue(ctx: Context, spec: JobSpec, tenant: str, cluster: Cluster) -> Check:
+    """What placement decides about it among those that run and wait."""
+    settings, now = ctx.settings, time.time()
+    candidate = _record(spec, tenant, now)
+    active = [job for job in await ctx.store.active_jobs() if job.state != JobState.PAUSED and not job.asleep]
+    used = await used_today(ctx, {job.tenant for job in active} | {tenant})
+    view = cluster.view([*active, candidate], now=now, limits=settings.tenants, used=used, rules=rules_of(settings))
+    (job,) = (job for job in view.jobs if job.id == CANDIDATE)
+    limits = settings.tenants.get(tenant) or settings.tenants.get(ANYBODY) or UNLIMITED
+    if never := over_quota(limits, Used(), jobs=0, workers=0, more=sum(job.needs.values())):
+        hint = "it would never start: ask for less (resources), or the operator for more (tenants)"
+        return check("queue", f"beyond {never}", "bad", hint)
+    planned = await asyncio.to_thread(planner.plan, view)  # others ask meanwhile, and a long queue takes its time
+    if any(isinstance(made, Start) and made.job == CANDIDATE for made in planned.decisions):
+        return check("queue", "it would begin at once")
+    ahead = sum(one.state == JobState.QUEUED for one in active)
+    why = planned.waiting.get(CANDIDATE) or "what others must give back first"
+    hint = "the scheduler starts workers for it" if settings.launcher != "none" else ""
+    return check("queue", f"it would wait for {why}; {ahead} jobs are queued", "note", hint)
+
+
+def _record(spec: JobSpec, tenant: str, now: float) -> JobRecord:
+    return JobRecord(
+        id=CANDIDATE,
+        name=spec.name,
+        kind=spec.kind,
+        tenant=tenant,
+        state=JobState.QUEUED,
+        version=0,
+        epoch=0,
+        created=now,
+        updated=now,
+        since=now,
+        step=0,
+        steps=0,
+        reason="",
+        spec=spec.model_dump(mode="json"),
+    )

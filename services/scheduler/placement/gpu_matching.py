@@ -1,0 +1,109 @@
+"""Which workers suit which jobs, by the GPUs that they have: workers with the same GPUs are one kind, and placement
+counts kinds. Plain memory.
+
+A worker that suits is chosen in this order: the fewest GPUs, so that what needs none goes where there are none; then
+those whose GPUs NVLink joins, or that are on one NUMA node, as far as the job has ranks for them; then the least
+memory.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+
+from opentinker.services.scheduler.placement.types import LEASED, NO_GPUS, Gpus, Job, Need
+from opentinker.shared.gpus import nearest
+from opentinker.shared.types import Gpu, Pool
+
+ANY = Need()
+
+
+class Fitting:
+    """`gpus`: of workers that have some."""
+
+    def __init__(self, gpus: Mapping[str, Gpus]) -> None:
+        self.kinds = [NO_GPUS, *sorted({*gpus.values()} - {NO_GPUS}, key=lambda kind: (len(kind.memory), kind.memory))]
+        number = {kind: n for n, kind in enumerate(self.kinds)}
+        self._kind = {worker: number[kind] for worker, kind in gpus.items()}
+        self._suiting: dict[Need, list[int]] = {ANY: list(range(len(self.kinds)))}
+
+    def kind(self, worker: str) -> int:
+        """Its place in `kinds`."""
+        return self._kind.get(worker, 0)
+
+    def suiting(self, job: Job, pool: Pool) -> list[int]:
+        """Kinds that do for the job, the first choice first."""
+        need = job.gpus.get(pool, ANY) if job.gpus else ANY
+        found = self._suiting.get(need)
+        if found is None:
+            fine = [number for number, kind in enumerate(self.kinds) if kind.suit(need)]
+            found = self._suiting[need] = sorted(fine, key=lambda number: _order(self.kinds[number], need))
+        return found
+
+    def those(self, workers: Sequence[str], job: Job, pool: Pool) -> Sequence[str]:
+        """Of these workers of a pool those that do for the job."""
+        if not job.gpus or len(suiting := self.suiting(job, pool)) == len(self.kinds):
+            return workers
+        return [worker for worker in workers if self.kind(worker) in suiting]
+
+    def least_first(self, workers: Iterable[str]) -> list[str]:
+        """Those with fewer GPUs first, otherwise as they were."""
+        return sorted(workers, key=self.kind) if self._kind else list(workers)
+
+
+class Stock:
+    """Workers by pool and kind, each kind in the order in which they were put in."""
+
+    def __init__(self, fitting: Fitting, workers: Mapping[Pool, Iterable[str]]) -> None:
+        self._fitting = fitting
+        self._workers: dict[Pool, list[deque[str]]] = {}
+        for pool in LEASED:
+            if len(fitting.kinds) == 1:
+                self._workers[pool] = [deque(workers.get(pool, ()))]
+                continue
+            self._workers[pool] = [deque() for _ in fitting.kinds]
+            for worker in workers.get(pool, ()):
+                self.put(pool, worker)
+
+    def put(self, pool: Pool, worker: str) -> None:
+        self._workers[pool][self._fitting.kind(worker)].append(worker)
+
+    def count(self, job: Job) -> dict[Pool, int]:
+        """Of each pool that it needs, those that do for the job."""
+        if len(self._fitting.kinds) == 1 and not job.gpus:
+            return {pool: len(self._workers[pool][0]) for pool in job.needs}
+        found = {}
+        for pool in job.needs:
+            kinds, found[pool] = self._workers[pool], 0
+            for number in self._fitting.suiting(job, pool):
+                found[pool] += len(kinds[number])
+        return found
+
+    def take(self, job: Job, pool: Pool, most: int) -> list[str]:
+        """Up to so many that do for the job."""
+        taken: list[str] = []
+        for number in self._fitting.suiting(job, pool):
+            there = self._workers[pool][number]
+            while there and len(taken) < most:
+                taken.append(there.popleft())
+        return taken
+
+    def all(self, pool: Pool) -> list[str]:
+        """Those with fewer GPUs first."""
+        return [worker for kind in self._workers[pool] for worker in kind]
+
+
+def described(found: Sequence[Gpu]) -> Gpus:
+    """What a worker says of its GPUs, as placement counts them."""
+    if not found:
+        return NO_GPUS
+    first, *others = order = nearest(found)
+    return Gpus(
+        memory=tuple(gpu.memory for gpu in order),
+        linked=1 + sum(gpu.index in first.links for gpu in others),
+        near=1 + sum(gpu.numa == first.numa >= 0 for gpu in others),
+    )
+
+
+def _order(kind: Gpus, need: Need) -> tuple[int, bool, bool, tuple[int, ...]]:
+    return len(kind.memory), kind.linked < need.gpus, kind.near < need.gpus, kind.memory

@@ -1,0 +1,41 @@
+"""What the operator has settled, as placement takes it: its rules, and what tenants have used of what they may."""
+
+from __future__ import annotations
+
+from opentinker.services.scheduler.placement.quotas import Used
+from opentinker.services.scheduler.placement.types import ANYBODY, Rules
+from opentinker.shared.artifacts import ArtifactIndex
+from opentinker.shared.config import Settings
+from opentinker.shared.service import Context
+from opentinker.shared.usage import Usage
+
+NAMED = 3
+"""Jobs that a tenant is told of whose artifacts leave no room."""
+
+
+def rules_of(settings: Settings) -> Rules:
+    return Rules(
+        reserve_after_s=settings.queue_reserve_after_s,
+        preempt_after_s=settings.queue_preempt_after_s,
+        min_run_s=settings.queue_min_run_s,
+        gang_s=settings.queue_gang_s,
+        inference_lend_s=settings.inference_lend_s,
+    )
+
+
+async def used_today(ctx: Context, tenants: set[str]) -> dict[str, Used]:
+    """Of those for whom it is limited: seconds, and what is stored now."""
+    limits, index = ctx.settings.tenants, ArtifactIndex(ctx.store.redis)
+    bound = {tenant: limit for tenant in tenants if (limit := limits.get(tenant) or limits.get(ANYBODY))}
+    counted = [tenant for tenant, limit in bound.items() if limit.by_time]
+    seconds = await Usage(ctx.store.redis).today(counted) if counted else {}
+    stored = await index.stored_by([tenant for tenant, limit in bound.items() if limit.stored_gb is not None])
+    return {
+        tenant: Used(
+            seconds.get(tenant, {}).get("worker_s", 0.0),
+            seconds.get(tenant, {}).get("gpu_s", 0.0),
+            sum(stored.get(tenant, {}).values()),
+            tuple(stored.get(tenant, {}).items())[:NAMED],
+        )
+        for tenant in seconds.keys() | stored.keys()
+    }

@@ -1,0 +1,514 @@
+"""Who gets which worker: a view of jobs, workers and leases and the time -> a list of decisions. No I/O, no clock.
+
+`plan` is called with every look of the reconcile loop and remembers nothing. In this order:
+
+0. Jobs whose tenants have used up their day go back to the queue (`Requeue`), where they wait for the next one.
+1. Jobs that have begun and lost a part of what they need get it back (`AddWorker`), once their back-off is over. One
+   that lacks a part for `gang_s`, while another waits for what it holds, goes back to the queue (`Requeue`): two halves
+   of two jobs never wait for each other.
+2. Queued jobs: highest priority first; among equals the tenant that holds least (its dominant share: the largest part
+   of any pool that its jobs hold as their minimum, divided by its weight); of one tenant the oldest. A job starts with
+   all that it needs (`Start`) or with nothing. One that cannot start never holds back the next, except:
+   - what it lacks is lent to others: that much is taken back (`TakeBack`) and kept for it;
+   - jobs of lower priority hold what it lacks: they are interrupted (`Preempt`), lowest priority and shortest run
+     first, as few as do, and only after it waited for `preempt_after_s` and they ran for `min_run_s`. A job is never
+     interrupted for one of its own priority, so no two interrupt each other in turns; but inference jobs of its own
+     priority that are idle lend it their workers before anybody is interrupted (`Sleep`);
+   - it waited for `reserve_after_s`: the first such job in the order above has what is free and what becomes free kept
+     for it, up to its need. Small jobs that keep coming cannot starve a large one; until then they fill the gaps. One
+     behind it that may interrupt others has of this what it could interrupt them for, as far as who waits longer can
+     interrupt them instead when its time comes.
+3. Rollout workers that are left over are lent to jobs that may have more than they need (`AddWorker`), to the tenant
+   that holds least first, and are taken back at a group boundary when another job can start with them.
+
+A worker does for a job if it has the GPUs that the job needs of it (gpu_matching.py): only such are counted, given,
+kept or taken back for it, and what needs none takes workers without GPUs first.
+
+Nothing is reserved, interrupted or taken back for a job that could not start then either: its quota is used up, a pool
+is too small for it, or nobody runs what is not leased (env workers, reference-forward).
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import groupby
+
+from opentinker.services.scheduler.placement.gpu_matching import Fitting, Stock
+from opentinker.services.scheduler.placement.planner_state import Begun, Reserve, Tenant
+from opentinker.services.scheduler.placement.quotas import Used, over_quota, used_up
+from opentinker.services.scheduler.placement.shortages import (
+    called,
+    held_by,
+    in_words,
+    joined,
+    missing,
+    named,
+    next_try,
+    too_few,
+)
+from opentinker.services.scheduler.placement.types import (
+    ANYBODY,
+    LEASED,
+    UNLIMITED,
+    AddWorker,
+    Counts,
+    Decision,
+    Job,
+    Need,
+    Plan,
+    Preempt,
+    Requeue,
+    Sleep,
+    Start,
+    TakeBack,
+    View,
+)
+from opentinker.shared.types import Pool
+
+
+def plan(view: View) -> Plan:
+    return _Planning(view).run()
+
+
+_Turn = tuple[int, float, float, str, str]
+"""Priority, share, age; the job and its tenant."""
+_Lack = tuple[tuple[Pool, Need | None], ...]
+"""Pools of which nothing is free, and what is needed of them."""
+
+
+class _Planning:
+    """One run of `plan`: what is left to give, as it goes on."""
+
+    def __init__(self, view: View) -> None:
+        self.view, self.rules, self.now = view, view.rules, view.now
+        self.decisions: list[Decision] = []
+        self.waiting: dict[str, str] = {}
+        self.fitting = fitting = Fitting(view.gpus)
+        self.size = {pool: len(view.alive.get(pool, ())) for pool in LEASED}
+        self.alive, self.free = Stock(fitting, view.alive), Stock(fitting, view.free)
+        self.coming = Stock(fitting, view.coming)
+        """Workers that will be free soon, and are nobody's yet."""
+        self.reserve: Reserve | None = None
+        self.tenants: dict[str, Tenant] = {}
+        self.begun: dict[str, Begun] = {}
+        """By rank."""
+        for job in sorted(view.jobs, key=_rank):
+            tenant = self._tenant(job.tenant)
+            if job.held:
+                self.begun[job.id] = Begun(job, tenant)
+            else:
+                tenant.queue.append(job)
+        self._see_leases()
+        for one in self.begun.values():
+            self._count(one)
+        self.turns: list[_Turn] = []
+        """A heap; what is not its tenant's turn any more is passed over."""
+        self.lenders = [one for one in self.begun.values() if one.lent]
+        """Jobs with workers that they could do without."""
+        self._may_go: list[Begun] | None = None
+        self._holder_texts: dict[tuple[str, Pool, Need | None], str] = {}
+        """By tenant, pool and what is needed there; asked for by every job that waits."""
+
+    def run(self) -> Plan:
+        self._stop_used_up()
+        self._complete()
+        self._start()
+        self._lend()
+        return Plan(self.decisions, self.waiting)
+
+    def _see_leases(self) -> None:
+        for lease in self.view.leases:
+            if lease.leaving:
+                self.coming.put(lease.pool, lease.worker)
+            elif one := self.begun.get(lease.job):
+                one.has[lease.pool] += 1
+                one.own[lease.pool].append(lease.worker)
+        for one in self.begun.values():
+            least = one.job.needs.get(Pool.ROLLOUT, 0)
+            if one.has[Pool.ROLLOUT] > least:
+                found = self.fitting.least_first(one.own[Pool.ROLLOUT])
+                one.own[Pool.ROLLOUT], one.lent = found[:least], found[least:]
+
+    def _tenant(self, id: str) -> Tenant:
+        found = self.tenants.get(id)
+        if found is None:
+            limits = self.view.limits.get(id) or self.view.limits.get(ANYBODY) or UNLIMITED
+            found = self.tenants[id] = Tenant(id, limits, self.view.used.get(id) or Used())
+        return found
+
+    def _count(self, one: Begun, sign: int = 1) -> None:
+        """What a job that has begun needs is its own whether or not it has it at this moment."""
+        tenant = one.tenant
+        tenant.running += sign
+        for pool, needed in one.job.needs.items():
+            tenant.least[pool] += sign * needed
+            tenant.total[pool] += sign * max(needed, one.has[pool])
+        tenant.share = self._share(tenant, tenant.least)
+
+    def _share(self, tenant: Tenant, held: Counts) -> float:
+        return max([held[pool] / max(1, self.size[pool]) for pool in LEASED]) / tenant.limits.weight
+
+    # --- jobs that have begun ------------------------------------------------------------------------------------
+
+    def _stop_used_up(self) -> None:
+        """What their tenants have used up today is no longer theirs: they go on tomorrow, from what they save now."""
+        timed = [one for one in self.begun.values() if one.tenant.limits.by_time]
+        for one in timed:
+            if why := used_up(one.tenant.limits, one.tenant.used):
+                self.decisions.append(Requeue(one.job.id, why))
+                self.waiting[one.job.id] = why
+                self._goes(one)
+        if timed:
+            self.lenders = [one for one in self.lenders if not one.goes]
+
+    def _complete(self) -> None:
+        """What they lost comes first: they hold the rest of it, and did work that others have not done yet."""
+        broken = []
+        for one in self.begun.values():
+            if one.goes:
+                continue
+            job, short = one.job, missing(one.job.needs, one.has)
+            early = self.now < job.retry_at
+            if short and not early:
+                self._replace_lost(one, short)
+                short = missing(job.needs, one.has)
+            if short:
+                broken.append((one, short))
+            if short or job.absent:
+                again = next_try(job) if short and early else ""
+                self.waiting[job.id] = joined(self._lack(job, short), again)
+            else:
+                self.waiting[job.id] = ""
+        # What it lacks may come back, or is on its way out: only then is it asked who waits.
+        long = [(one, short) for one, short in broken if self._lacks_long(one.job)]
+        queued = self._short_of() if long else {}
+        for one, short in reversed(long):  # one at a time: what it frees may be what the others lack
+            job = one.job
+            if other := self._wants_part_of(one, broken, queued):
+                lack = ", ".join(called(pool, job.gpus.get(pool)) for pool in short)
+                who = named(other, job.tenant)
+                self.decisions.append(Requeue(job.id, f"it lacks a {lack}, and {who} waits for what it holds"))
+                self._goes(one)
+                break
+
+    def _replace_lost(self, one: Begun, short: Counts) -> None:
+        for pool, n in short.items():
+            for worker in self.free.take(one.job, pool, n):
+                self.decisions.append(AddWorker(one.job.id, worker, pool))
+                one.has[pool] += 1
+                one.own[pool].append(worker)
+
+    def _goes(self, one: Begun) -> None:
+        """Back to the queue; what it has becomes free, and its tenant has less."""
+        for pool in LEASED:
+            for worker in one.holds(pool):
+                self.coming.put(pool, worker)
+        one.goes, one.lent = True, []
+        self._count(one, -1)
+        self._line_up(one.tenant)
+
+    def _lacks_long(self, job: Job) -> bool:
+        return bool(job.lost_at) and self.now - job.lost_at >= self.rules.gang_s
+
+    def _short_of(self) -> dict[_Lack, Job]:
+        """By pools of which nothing is free for them, and what they need there: the first queued job that could start
+        otherwise. Looked at once a plan, however many jobs lack a part."""
+        found: dict[_Lack, Job] = {}
+        for job in self.view.jobs:
+            if not job.held:
+                none = tuple((pool, job.gpus.get(pool)) for pool, n in self.free.count(job).items() if not n)
+                if none and none not in found and not self._is_blocked(job, self._tenant(job.tenant)):
+                    found[none] = job
+        return found
+
+    def _wants_part_of(
+        self, one: Begun, broken: Iterable[tuple[Begun, Counts]], queued: Mapping[_Lack, Job]
+    ) -> Job | None:
+        """A job that lacks something which this one holds."""
+
+        def holds(pool: Pool, other: Job) -> bool:
+            return bool(self.fitting.those(one.holds(pool), other, pool))
+
+        for other, short in broken:
+            if other is not one and self.now >= other.job.retry_at and any(holds(pool, other.job) for pool in short):
+                return other.job
+        return next((job for none, job in queued.items() if any(holds(pool, job) for pool, _ in none)), None)
+
+    # --- the queue -----------------------------------------------------------------------------------------------
+
+    def _alive(self, job: Job) -> Counts:
+        """Workers that would do for it, whoever has them."""
+        return self.alive.count(job) if job.gpus else self.size
+
+    def _blocked(self, job: Job, tenant: Tenant) -> str:
+        """Why it cannot start whatever becomes free; in words."""
+        alive = self._alive(job)
+        if job.absent or missing(job.needs, alive):
+            return too_few(job, alive, self.free.count(job))
+        if self.now < job.retry_at:
+            return next_try(job)
+        return job.unready or self._beyond(job, tenant)
+
+    def _is_blocked(self, job: Job, tenant: Tenant) -> bool:
+        """The same without words, which take their time."""
+        if job.absent or job.unready or self.now < job.retry_at or missing(job.needs, self._alive(job)):
+            return True
+        return bool(self._beyond(job, tenant))
+
+    @staticmethod
+    def _beyond(job: Job, tenant: Tenant) -> str:
+        """The quota that has no room for it."""
+        return over_quota(
+            tenant.limits,
+            tenant.used,
+            jobs=tenant.running + tenant.promised_jobs,
+            workers=sum(tenant.least.values()) + tenant.promised_workers,
+            more=sum(job.needs.values()),
+        )
+
+    def _start(self) -> None:
+        """Tenant by tenant, as the order at the top says: of each, the first job that had no turn yet."""
+        for tenant in self.tenants.values():
+            self._line_up(tenant)
+        while self.turns:
+            turn = heapq.heappop(self.turns)
+            tenant = self.tenants[turn[-1]]
+            if turn == self._turn(tenant):
+                job = tenant.queue[tenant.tried]
+                tenant.tried += 1
+                self._try(job, tenant)
+                self._line_up(tenant)
+
+    def _line_up(self, tenant: Tenant) -> None:
+        """Again when its share has changed."""
+        if turn := self._turn(tenant):
+            heapq.heappush(self.turns, turn)
+
+    @staticmethod
+    def _turn(tenant: Tenant) -> _Turn | None:
+        if tenant.tried == len(tenant.queue):
+            return None
+        job = tenant.queue[tenant.tried]
+        return -job.priority, tenant.share, job.created, job.id, tenant.id
+
+    def _try(self, job: Job, tenant: Tenant) -> None:
+        if why := self._blocked(job, tenant):
+            self.waiting[job.id] = why
+            return
+        short = missing(job.needs, self.free.count(job))
+        if not short:
+            self._begin(job, tenant)
+            return
+        other = self.reserve and named(self.reserve.job, job.tenant)
+        kept = f"what is free is kept for {other}, which waits longer" if other else ""
+        self.waiting[job.id] = joined(self._lack(job, short), kept)
+        soon = self._make_room(job, missing(short, self.coming.count(job)))
+        if soon and not missing(job.needs, self.free.count(job)):
+            self._begin(job, tenant)
+        elif soon or (not self.reserve and self.now - job.since >= self.rules.reserve_after_s):
+            self._keep(job, tenant, soon=soon)
+
+    def _lack(self, job: Job, short: Counts) -> str:
+        """What it lacks and who holds it, in words."""
+        holders = {pool: self._held_by(job, pool) for pool in short}
+        return in_words(dict(short), self._alive(job), job.absent, job.gpus, holders)
+
+    def _held_by(self, job: Job, pool: Pool) -> str:
+        key = job.tenant, pool, job.gpus.get(pool)
+        if key not in self._holder_texts:
+            those = [one.job for one in self.begun.values() if self.fitting.those(one.holds(pool), job, pool)]
+            self._holder_texts[key] = held_by(those, pool, job.tenant)
+        return self._holder_texts[key]
+
+    def _begin(self, job: Job, tenant: Tenant) -> None:
+        chosen = tuple(worker for pool, n in job.needs.items() for worker in self.free.take(job, pool, n))
+        self._return_own(job, tenant)
+        self.decisions.append(Start(job.id, chosen))
+        self.begun[job.id] = one = Begun(job, tenant)
+        one.has.update(job.needs)
+        self._count(one)
+        self.waiting[job.id] = ""
+
+    def _keep(self, job: Job, tenant: Tenant, *, soon: bool) -> None:
+        """What is free, and what comes, up to its need, is for this job and nobody behind it."""
+        reserve = Reserve(job)
+        for pool, needed in job.needs.items():
+            reserve.free[pool] = self.free.take(job, pool, needed)
+            rest = needed - len(reserve.free[pool])
+            reserve.coming[pool] = self.coming.take(job, pool, rest)
+            rest -= len(reserve.coming[pool])
+            if not soon and pool == Pool.ROLLOUT:
+                lent = [worker for one in self.lenders for worker in self._spared(one, job)]
+                reserve.owed = self.fitting.least_first(lent)[:rest]
+                rest -= len(reserve.owed)
+            reserve.lacks[pool] = rest
+        tenant.promised_jobs += 1
+        tenant.promised_workers += sum(job.needs.values())
+        if not soon:
+            self.reserve = reserve
+
+    def _make_room(self, job: Job, short: dict[Pool, int]) -> bool:
+        """True if what others can do without and what jobs of lower priority hold covers what is short; then it is
+        taken from them."""
+        back = 0
+        if Pool.ROLLOUT in short:
+            lent = sum(len(self._spared(one, job)) for one in self.lenders)
+            back = min(lent, short[Pool.ROLLOUT])
+        left = missing(short, {Pool.TRAINER: 0, Pool.ROLLOUT: back})
+        victims = self._victims(job, left)
+        if victims is None:
+            return False
+        if victims and self.reserve:
+            given = self._given(self.reserve, job, left)
+            victims = self._victims(job, missing(left, {pool: len(workers) for pool, workers in given.items()}))
+            assert victims is not None, "fewer do where more do"
+            back += self.reserve.let_go(given, self.free, self.coming)
+        for other in victims:
+            self.decisions.append((Sleep if other.job.idle else Preempt)(other.job.id, job.id))
+            if other.job.idle:
+                del self.waiting[other.job.id]  # reconciler.py says what a job that sleeps waits for
+            self._goes(other)
+            self._interruptible().remove(other)
+        if back:
+            self._take_back(self.lenders, back, job)
+        return True
+
+    def _spared(self, one: Begun, job: Job) -> Sequence[str]:
+        """What this one can do without and is not owed to another that waits longer."""
+        owed = self.reserve.owed if self.reserve else ()
+        return [worker for worker in self.fitting.those(one.lent, job, Pool.ROLLOUT) if worker not in owed]
+
+    def _take_back(self, lenders: Iterable[Begun], count: int, wanted_by: Job, *, any_worker: bool = False) -> None:
+        """From the lowest priority, the tenant that has most, the youngest job; `any_worker`: also what does not suit
+        the job that wants it."""
+        lenders = sorted(
+            lenders, key=lambda one: (one.job.priority, -self._share(one.tenant, one.tenant.total), -one.job.created)
+        )
+        lent = [
+            (one, worker) for one in lenders for worker in (one.lent if any_worker else self._spared(one, wanted_by))
+        ]
+        for holder, worker in lent[:count]:
+            holder.lent.remove(worker)
+            holder.has[Pool.ROLLOUT] -= 1
+            holder.tenant.total[Pool.ROLLOUT] -= 1
+            self.coming.put(Pool.ROLLOUT, worker)
+            self.decisions.append(TakeBack(holder.job.id, worker, wanted_by.id))
+
+    def _return_own(self, job: Job, tenant: Tenant) -> None:
+        """What is lent to other jobs of its tenant goes where the quota has no room for both."""
+        most, wanted = tenant.limits.workers, sum(tenant.total.values()) + sum(job.needs.values())
+        if most is not None and wanted > most:
+            own = [one for one in self.lenders if one.tenant is tenant]
+            self._take_back(own, wanted - most, job, any_worker=True)
+
+    def _given(self, reserve: Reserve, job: Job, short: Mapping[Pool, int]) -> dict[Pool, Sequence[str]]:
+        """What this one has of what is kept, in the place of what it could interrupt others for: that would be kept
+        too, and it would interrupt others again and again."""
+        return {
+            pool: self.fitting.those(reserve.holds(pool), job, pool)[:n] if self._can_spare(reserve, pool, n) else ()
+            for pool, n in {**dict.fromkeys(LEASED, 0), **short}.items()
+        }
+
+    def _can_spare(self, reserve: Reserve, pool: Pool, count: int) -> bool:
+        """Whether who waits longer can interrupt others for so many, beside those that it lacks."""
+        job = reserve.job
+        if pool not in job.needs:
+            return True
+        held = sum(len(self.fitting.those(other.own[pool], job, pool)) for other in self._yielding(job))
+        return held >= reserve.lacks[pool] + count
+
+    def _victims(self, job: Job, short: dict[Pool, int]) -> list[Begun] | None:
+        """As few as hold, as their minimum, what is short; None if all that may be interrupted do not."""
+        if not short:
+            return []
+        if self.now - job.since < self.rules.preempt_after_s:
+            return None
+
+        reserve = self.reserve
+        not_spared = {pool for pool, n in short.items() if reserve and not self._can_spare(reserve, pool, n)}
+
+        def own(other: Begun, pool: Pool) -> int:
+            found = self.fitting.those(other.own[pool], job, pool)
+            kept = self.fitting.those(found, reserve.job, pool) if reserve and pool in not_spared else ()
+            return len(found) - len(kept)
+
+        chosen: list[Begun] = []
+        left = short
+        for other in self._yielding(job):
+            if not left:
+                break
+            holds = {pool: own(other, pool) for pool in left}
+            if any(holds.values()):
+                chosen.append(other)
+                left = missing(left, holds)
+        if left:
+            return None
+        for other in list(chosen):  # of those that came first some may not be needed any more
+            rest = [one for one in chosen if one is not other]
+            if all(sum(own(one, pool) for one in rest) >= n for pool, n in short.items()):
+                chosen = rest
+        return chosen
+
+    def _yielding(self, job: Job) -> Iterator[Begun]:
+        """Jobs that may be interrupted for this one, the first choice first."""
+        for other in self._interruptible():
+            if other.job.priority < job.priority or (other.job.idle and other.job.priority == job.priority):
+                yield other
+            elif not other.job.idle:
+                return
+
+    def _interruptible(self) -> list[Begun]:
+        """Jobs that ran for long enough: idle ones first, then lowest priority, shortest run, youngest."""
+        if self._may_go is None:
+            found = [one for one in self.begun.values() if one.job.held and not one.goes]
+            ran = [one for one in found if self.now - one.job.since >= self.rules.min_run_s]
+            self._may_go = sorted(
+                ran, key=lambda one: (not one.job.idle, one.job.priority, -one.job.since, -one.job.created)
+            )
+        return self._may_go
+
+    # --- what is left over ---------------------------------------------------------------------------------------
+
+    def _lend(self) -> None:
+        kept = self.reserve.free[Pool.ROLLOUT] if self.reserve else []
+        left_over = self.fitting.least_first([*self.free.all(Pool.ROLLOUT), *kept])
+        if not left_over:
+            return
+        gave = {
+            decision.job for decision in self.decisions if isinstance(decision, Preempt | Sleep | Requeue | TakeBack)
+        }
+        may = [one for one in self.begun.values() if one.job.most and one.job.id not in gave]
+        may = [one for one in may if not missing(one.job.needs, one.has)]
+        for kind, workers in groupby(left_over, self.fitting.kind):
+            suited = [one for one in may if kind in self.fitting.suiting(one.job, Pool.ROLLOUT)]
+            turns = [self._lending_turn(one) for one in suited]
+            heapq.heapify(turns)
+            for worker in workers:
+                one = self._next_to_lend(turns)
+                if one is None:
+                    break
+                self.decisions.append(AddWorker(one.job.id, worker, Pool.ROLLOUT))
+                one.has[Pool.ROLLOUT] += 1
+                one.tenant.total[Pool.ROLLOUT] += 1
+
+    def _next_to_lend(self, turns: list[tuple[int, float, int, float, str]]) -> Begun | None:
+        """What jobs and tenants have only grows meanwhile: who is first by what he has now, is first."""
+        while turns:
+            one = self.begun[turns[0][-1]]
+            most = one.tenant.limits.workers
+            if one.has[Pool.ROLLOUT] >= one.job.most or (most is not None and sum(one.tenant.total.values()) >= most):
+                heapq.heappop(turns)
+            elif (now := self._lending_turn(one)) != turns[0]:
+                heapq.heapreplace(turns, now)
+            else:
+                return one
+        return None
+
+    def _lending_turn(self, one: Begun) -> tuple[int, float, int, float, str]:
+        share = self._share(one.tenant, one.tenant.total)
+        return -one.job.priority, share, one.has[Pool.ROLLOUT], one.job.created, one.job.id
+
+
+def _rank(job: Job) -> tuple[int, float, str]:
+    return -job.priority, job.created, job.id

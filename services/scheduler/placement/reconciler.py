@@ -1,0 +1,406 @@
+"""Placement carried out: what every active job should have, against what it has. Leases are written here and nowhere
+else.
+
+    reconcile loop   consumes jobs, heartbeats and leases; produces leases, epochs and events;
+                     waits for half a second; woken by WAKE "scheduler"
+
+One look:
+
+    lease of a job that has no workers (over, paused, queued, unknown)  -> revoked; of one that went to sleep as if it
+                                               were taken back
+    lease of a worker that is gone          -> revoked; lost trainers and rollout workers are counted, too many in a row
+                                               fail the job, and from the second on it waits before the next try
+    lease of a worker that was taken back   -> revoked when its work has ended, or its time is over
+    all else                                -> what `placement.plan` decides, one script of the store per decision
+
+A job that starts changes its state and gets all its leases in one act, with an epoch higher than any before. A trainer
+that is replaced gets the next epoch; rollout workers keep generating.
+
+Inference and eval jobs need rollout workers alone; `untrained_jobs.py` says when they run, sleep, and are over.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import msgspec
+import structlog
+
+from opentinker.services.scheduler.artifacts.checkpoint_dir import newest_epoch
+from opentinker.services.scheduler.placement import planner
+from opentinker.services.scheduler.placement.cluster_view import Cluster, Overdue
+from opentinker.services.scheduler.placement.operator_limits import rules_of, used_today
+from opentinker.services.scheduler.placement.shortages import named
+from opentinker.services.scheduler.placement.types import (
+    AddWorker,
+    Decision,
+    Preempt,
+    Requeue,
+    Sleep,
+    Slot,
+    Start,
+    TakeBack,
+)
+from opentinker.services.scheduler.placement.untrained_jobs import (
+    LENT,
+    SLEEPS,
+    UNTRAINED,
+    attend,
+    awaits_source,
+    followed_by,
+)
+from opentinker.services.scheduler.placement.worker_loss import lost
+from opentinker.shared.errors import Conflict, NotFound
+from opentinker.shared.pulses import Pulses
+from opentinker.shared.script import UNFENCED
+from opentinker.shared.service import Context
+from opentinker.shared.subjects import WAKE
+from opentinker.shared.types import JobRecord, JobState, Lease, Pool, WorkerInfo
+from opentinker.shared.waiting import rest, set_within
+
+log = structlog.get_logger()
+
+LOOK_S = 0.5
+REST = 4.0
+"""Times what a look took, that nothing wakes the next one."""
+CHARGE_S = 2.0
+"""So often what leases have held is counted."""
+SAID_AT_ONCE = 100
+"""Jobs per look that are told of a change in what they wait for."""
+HELD = (JobState.STARTING, JobState.RUNNING)
+
+
+class Reconciler:
+    """`leader`: the number of this scheduler's leadership; what it writes into leases and jobs is refused after it.
+    `clock`: monotonic."""
+
+    def __init__(
+        self,
+        ctx: Context,
+        leader: int = UNFENCED,
+        starting: Mapping[str, Slot] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.ctx, self.store, self.leader = ctx, ctx.store, leader
+        self._ttl_s = ctx.settings.worker_ttl_s
+        self._starting: Mapping[str, Slot] = {} if starting is None else starting
+        """What the launcher has started and does not beat yet; it changes as that goes on."""
+        self._wake = asyncio.Event()
+        self._clock = clock
+        self._pulses = Pulses(clock)
+        self._overdue = Overdue(ctx.settings.drain_s, clock)
+        self._seen_at = float("-inf")
+        self._charged_at = float("-inf")
+        self._absence_counts_from = 0.0
+        self._ignored_since: dict[Lease, float] = {}
+        """When a live worker was first seen not acting on its lease."""
+        self._leaving_since: dict[Lease, float] = {}
+        """When a lease was first seen being taken back."""
+        self._granted: set[Lease] = set()
+        """Written by us, not by a scheduler that led before."""
+        self._stopping: set[Lease] = set()
+        """Whose holder was told to stop."""
+
+    async def run(self) -> None:
+        async def wake(_: dict[str, Any]) -> None:
+            self._wake.set()
+
+        subscription = await self.ctx.bus.listen(WAKE, wake, who="scheduler")
+        try:
+            while True:
+                self._wake.clear()
+                began = time.monotonic()
+                await self.look()
+                # However many wake us: requests are answered by the same process.
+                await rest(min(LOOK_S, REST * (time.monotonic() - began)))
+                await set_within(self._wake, LOOK_S)
+        finally:
+            await subscription.unsubscribe()
+
+    async def look(self) -> int:
+        """Once over everything. Returns how many decisions were made. Raises Fenced if another scheduler leads."""
+        cluster = await self._observe()
+        jobs = await self.store.active_jobs()
+        await self._revoke_others(cluster, jobs)
+        kept = [await self._keep(job, cluster) if job.state.held else job for job in jobs]
+        active = {job.id: job for job in kept if job.state.held or job.state == JobState.QUEUED}
+        early = await self._hold_followers(active, cluster)
+        planned = planner.plan(
+            cluster.view(
+                [job for job in active.values() if not job.asleep and job.id not in early],
+                now=time.time(),
+                limits=self.ctx.settings.tenants,
+                used=await used_today(self.ctx, {job.tenant for job in active.values()}),
+                rules=rules_of(self.ctx.settings),
+                starting=self._starting,
+            )
+        )
+        for decision in planned.decisions:
+            with _over_meanwhile(decision.job):
+                active[decision.job] = await self._carry_out(decision, active, cluster)
+        known = {job.id for job in jobs}
+        for job in active.values():
+            if job.kind in UNTRAINED:
+                with _over_meanwhile(job.id):
+                    if await attend(self.store, job, cluster, known, self.ctx.settings.inference_lend_s, self.leader):
+                        await self._put_to_sleep(job, cluster)
+        await self._say_waiting(active, planned.waiting | early)
+        await self._charge()
+        return len(planned.decisions)
+
+    async def _observe(self) -> Cluster:
+        """Leases are read before jobs: a lease whose job has no workers then is of a job that has none any more.
+
+        Whose heart stands still by our clock is gone, for everybody else too.
+        """
+        beats, leases = await self.store.beats(), await self.store.leases()
+        now = self._clock()
+        if now - self._seen_at > max(self._ttl_s / 2, 3 * LOOK_S):
+            # We start, or Redis was away, and may have lost what workers said although they live. Let them beat first.
+            self._absence_counts_from = now + self._ttl_s
+        self._seen_at = now
+        lost = {beat.id for beat in self._pulses.silent(beats) if await self.store.lose(beat, leader=self.leader)}
+        self._leaving_since = {lease: self._leaving_since.get(lease, now) for lease in leases if lease.leaves_by}
+        living = [beat for beat in beats if beat.id not in lost]
+        return Cluster(living, leases, self._overdue.look(living, leases))
+
+    async def _charge(self) -> None:
+        if self._clock() - self._charged_at >= CHARGE_S:
+            await self.store.charge()
+            self._charged_at = self._clock()
+
+    # --- what goes ----------------------------------------------------------------------------------------------
+
+    async def _revoke_others(self, cluster: Cluster, jobs: list[JobRecord]) -> None:
+        queued = {job.id for job in jobs if job.state == JobState.QUEUED}
+        for lease in cluster.leases_outside({job.id for job in jobs if job.state.held}):
+            if lease.job in queued and not self._is_over(lease, cluster):
+                continue  # of a job that went to sleep: it answers what it has begun
+            log.info("lease_revoked", job=lease.job, lease_worker=lease.worker, why="the job has no workers now")
+            await self._revoke(lease, cluster)
+
+    def _is_over(self, lease: Lease, cluster: Cluster) -> bool:
+        """It is not being taken back, or has been, or we have waited for that long enough."""
+        if not lease.leaves_by or cluster.has_left(lease):
+            return True
+        return self._clock() - self._leaving_since.get(lease, self._clock()) > self.ctx.settings.take_back_s
+
+    async def _revoke(self, lease: Lease, cluster: Cluster) -> None:
+        await self.store.revoke(lease.worker, leader=self.leader)
+        cluster.forget(lease)
+        self._ignored_since.pop(lease, None)
+        self._granted.discard(lease)
+        self._stopping.discard(lease)
+        await self._wake_worker(lease.worker)
+
+    def _lost(self, lease: Lease, cluster: Cluster) -> str | None:
+        """Why the holder will not do its work any more; None if it does, or may."""
+        worker, now = cluster.workers.get(lease.worker), self._clock()
+        if worker is None:
+            return "it stopped beating" if now >= self._absence_counts_from else None
+        if worker.incarnation != lease.incarnation:
+            return "its process was restarted"
+        if worker.status == "draining":
+            self._stopping.add(lease)
+        if worker.job == lease.job or worker.status == "draining":
+            self._ignored_since.pop(lease, None)
+            return None
+        since = self._ignored_since.setdefault(lease, now)
+        return "it does not act on its lease" if now - since > 3 * self._ttl_s else None
+
+    async def _keep(self, job: JobRecord, cluster: Cluster) -> JobRecord:
+        """Take back what dead workers hold, and those that were lent and have ended. Returns the job as it is
+        afterwards."""
+        for lease in cluster.leases_of(job.id):
+            if lease.leaves_by:
+                if self._is_over(lease, cluster):
+                    await self._revoke(lease, cluster)
+                continue
+            why = self._lost(lease, cluster)
+            if why is None:
+                continue
+            counts = lease in self._granted and lease not in self._stopping
+            log.warning("worker_lost", job=job.id, lost=lease.worker, pool=lease.pool, why=why, counts=counts)
+            await self._revoke(lease, cluster)
+            with _over_meanwhile(job.id):
+                job = await self._count(job, lease, why, counts=counts)
+        if job.rollout_losses and job.state == JobState.RUNNING and cluster.serving(job.id):
+            with _over_meanwhile(job.id):
+                await self.store.update(job.id, only_active=True, leader=self.leader, rollout_losses=0)
+                job = msgspec.structs.replace(job, rollout_losses=0)
+        return job
+
+    async def _count(self, job: JobRecord, lease: Lease, why: str, *, counts: bool) -> JobRecord:
+        loss = lost(job, lease, why, counts=counts, now=time.time(), retry_s=self.ctx.settings.queue_retry_s)
+        if loss.failed:
+            await self.store.transition(job.id, JobState.FAILED, allowed=HELD, reason=loss.failed, leader=self.leader)
+            return msgspec.structs.replace(job, state=JobState.FAILED)
+        await self._note(job, loss.event, loss.detail, **loss.changes)
+        return msgspec.structs.replace(job, **loss.changes)
+
+    # --- what is decided ----------------------------------------------------------------------------------------
+
+    async def _carry_out(self, decision: Decision, jobs: Mapping[str, JobRecord], cluster: Cluster) -> JobRecord:
+        """Returns the job as it is afterwards. What is written down of it, its tenant may read."""
+        job = jobs[decision.job]
+        match decision:
+            case Start(_, workers):
+                return await self._start(job, [cluster.workers[id] for id in workers])
+            case AddWorker(_, worker, Pool.TRAINER):
+                return await self._replace_trainer(job, cluster.workers[worker])
+            case AddWorker(_, worker, _):
+                await self._add_rollout_worker(job, cluster.workers[worker])
+            case TakeBack(_, worker, wanted_by):
+                await self._take_back(job, cluster.lease(worker), named(jobs[wanted_by], job.tenant))
+            case Preempt(_, by):
+                return await self._back_to_queue(job, cluster, "preempted", {"by": named(jobs[by], job.tenant)})
+            case Sleep(_, by):
+                return await self._put_to_sleep(job, cluster, lent_to=named(jobs[by], job.tenant))
+            case Requeue(_, why):
+                return await self._back_to_queue(job, cluster, "requeued", {"why": why})
+        return job
+
+    async def _start(self, job: JobRecord, workers: list[WorkerInfo]) -> JobRecord:
+        names: dict[str, str] = {}
+        for worker in workers:
+            kind = LEASED[worker.pool]
+            names[kind] = ", ".join([*([names[kind]] if kind in names else []), worker.id])
+        epoch = await self._next_epoch(job)
+        changes: dict[str, Any] = {"since": time.time(), "waiting_for": ""}
+        await self._change(job, workers, epoch, allowed=[JobState.QUEUED], detail=names, **changes)
+        log.info("job_started", job=job.id, epoch=epoch, **names)
+        return msgspec.structs.replace(job, state=JobState.STARTING, epoch=epoch, **changes)
+
+    async def _replace_trainer(self, job: JobRecord, trainer: WorkerInfo) -> JobRecord:
+        epoch = await self._next_epoch(job)
+        detail = {"trainer": trainer.id, "restarts": job.restarts}
+        await self._change(job, [trainer], epoch, allowed=HELD, event="trainer_restarted", detail=detail)
+        log.info("trainer_restarted", job=job.id, epoch=epoch, trainer=trainer.id)
+        return msgspec.structs.replace(job, state=JobState.STARTING, epoch=epoch)
+
+    async def _change(self, job: JobRecord, workers: list[WorkerInfo], epoch: int, **changes: Any) -> None:
+        """To starting, with these workers, in one act."""
+        leases = [_lease(job.id, epoch, worker) for worker in workers]
+        await self.store.transition(
+            job.id,
+            JobState.STARTING,
+            epoch=epoch,
+            leader=self.leader,
+            leases=leases,
+            gpus=[len(worker.gpus) for worker in workers],
+            tenant=job.tenant,
+            **changes,
+        )
+        self._granted.update(leases)
+        for worker in workers:
+            await self._wake_worker(worker.id)
+
+    async def _add_rollout_worker(self, job: JobRecord, worker: WorkerInfo) -> None:
+        """Leases of rollout workers stay as they are when the trainer changes; new ones carry today's epoch."""
+        lease = _lease(job.id, job.epoch, worker)
+        await self.store.grant(lease, tenant=job.tenant, gpus=len(worker.gpus), leader=self.leader)
+        self._granted.add(lease)
+        await self._wake_worker(worker.id)
+        await self._note(job, "rollout_worker_added", {"worker": worker.id})
+        log.info("rollout_worker_added", job=job.id, added=worker.id)
+
+    async def _take_back(self, job: JobRecord, lease: Lease, wanted_by: str) -> None:
+        await self._leave(lease)
+        await self._note(job, "rollout_worker_taken_back", {"worker": lease.worker, "wanted_by": wanted_by})
+        log.info("rollout_worker_taken_back", job=job.id, taken=lease.worker, wanted_by=wanted_by)
+
+    async def _leave(self, lease: Lease) -> None:
+        """Nothing more is begun for it; it is revoked when what was begun has ended."""
+        leaving = msgspec.structs.replace(lease, leaves_by=time.time() + self.ctx.settings.take_back_s)
+        await self.store.leave_lease(leaving, leader=self.leader)
+        await self._wake_worker(lease.worker)
+
+    async def _put_to_sleep(self, job: JobRecord, cluster: Cluster, lent_to: str = "") -> JobRecord:
+        """What its workers say is as old as their last beat: a request may have come since, and is answered.
+
+        `lent_to`: the job that gets its workers, if that is why.
+        """
+        why = LENT.format(lent_to) if lent_to else SLEEPS
+        detail = {"lent_to": lent_to} if lent_to else {}
+        changes: dict[str, Any] = {"since": time.time(), "waiting_for": why, "asleep": True}
+        await self.store.transition(
+            job.id, JobState.QUEUED, allowed=HELD, leader=self.leader, event="asleep", detail=detail, **changes
+        )
+        log.info("job_asleep", job=job.id, **detail)
+        for lease in cluster.leases_of(job.id):
+            if not lease.leaves_by:
+                await self._leave(lease)
+        return msgspec.structs.replace(job, state=JobState.QUEUED, **changes)
+
+    async def _hold_followers(self, active: dict[str, JobRecord], cluster: Cluster) -> dict[str, str]:
+        """Jobs that would serve the live policy of one that has no workers, and what they wait for: theirs may be the
+        very worker that it needs. One that serves already goes on with what it has."""
+        held = {id for id, job in active.items() if job.state.held}
+        early = {}
+        for job in list(active.values()):
+            if not awaits_source(job, held):
+                continue
+            source = followed_by(job)
+            early[job.id] = f"job {source} to run"
+            if job.state == JobState.STARTING:
+                with _over_meanwhile(job.id):
+                    why = {"why": f"job {source}, whose live policy it serves, has no workers"}
+                    active[job.id] = await self._back_to_queue(job, cluster, "requeued", why)
+        return early
+
+    async def _back_to_queue(self, job: JobRecord, cluster: Cluster, event: str, why: dict[str, str]) -> JobRecord:
+        """Its trainer saves what it has trained when its lease is gone; the job starts again after that."""
+        changes: dict[str, Any] = {"since": time.time(), "waiting_for": ""}
+        await self.store.transition(
+            job.id, JobState.QUEUED, allowed=HELD, leader=self.leader, event=event, detail=why, **changes
+        )
+        log.info(f"job_{event}", job=job.id, **why)
+        for lease in cluster.leases_of(job.id):
+            await self._revoke(lease, cluster)
+        return msgspec.structs.replace(job, state=JobState.QUEUED, **changes)
+
+    async def _note(self, job: JobRecord, event: str, detail: dict[str, Any], **changes: Any) -> None:
+        """Into the log of an active job."""
+        await self.store.update(job.id, only_active=True, leader=self.leader, event=event, detail=detail, **changes)
+
+    async def _next_epoch(self, job: JobRecord) -> int:
+        """Higher than any that Redis or a checkpoint knows of."""
+        root = self.ctx.settings.data_dir / "jobs" / job.id / "checkpoints"
+        return max(job.epoch, await asyncio.to_thread(newest_epoch, root)) + 1
+
+    async def _wake_worker(self, worker: str) -> None:
+        await self.ctx.bus.emit(WAKE, {}, who=worker)
+
+    # --- what is said -------------------------------------------------------------------------------------------
+
+    async def _say_waiting(self, jobs: dict[str, JobRecord], waiting: dict[str, str]) -> None:
+        """Shown with the job; an event only when it changes."""
+        changed = [id for id, why in waiting.items() if why != jobs[id].waiting_for]
+        for id in changed[:SAID_AT_ONCE]:
+            event, why = "waiting" if waiting[id] else "", waiting[id]
+            with _over_meanwhile(id):
+                detail = {"for": why}
+                await self.store.update(
+                    id, only_active=True, leader=self.leader, event=event, detail=detail, waiting_for=why
+                )
+
+
+@contextmanager
+def _over_meanwhile(job: str) -> Iterator[None]:
+    """The job was cancelled, paused or ended since we read it: leave it alone, the next look takes its leases back."""
+    try:
+        yield
+    except (Conflict, NotFound) as error:
+        log.info("job_changed_meanwhile", job=job, why=str(error))
+
+
+LEASED = {Pool.TRAINER: "trainer", Pool.ROLLOUT: "rollout_worker"}
+"""As events name them."""
+
+
+def _lease(job: str, epoch: int, worker: WorkerInfo) -> Lease:
+    return Lease(job=job, worker=worker.id, incarnation=worker.incarnation, epoch=epoch, pool=worker.pool)

@@ -1,0 +1,92 @@
+"""What is lacking of what a job needs: counted, and in words, as `opentinker job JOB` shows them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+
+from opentinker.services.scheduler.placement.types import NAMES, Counts, Job, Need
+from opentinker.shared.types import JobRecord, Pool
+
+GB = 10**9
+SHOWN_HOLDERS = 2
+"""Jobs of its own that a waiting job's tenant is told of."""
+
+
+def missing(needs: Counts, has: Counts) -> dict[Pool, int]:
+    """Of which pools how many; `has` names every pool."""
+    return {pool: n - has[pool] for pool, n in needs.items() if n > has[pool]}
+
+
+def called(pool: Pool, need: Need | None = None, count: int = 1) -> str:
+    """`trainer`, `rollout workers`, `trainer with 2 GPUs of 80 GB`; `need`: of each of them."""
+    name = NAMES[pool] if count == 1 else f"{NAMES[pool]}s"
+    return name if need is None else name + with_gpus(need)
+
+
+def with_gpus(need: Need) -> str:
+    """To be said of a worker; empty if it needs none."""
+    if not need.gpus:
+        return ""
+    count = "a GPU" if need.gpus == 1 else f"{need.gpus} GPUs"
+    return f" with {count}" + (f" of {need.memory / GB:g} GB" if need.memory else "")
+
+
+def in_words(
+    short: Mapping[Pool, int],
+    alive: Counts,
+    absent: str = "",
+    gpus: Mapping[Pool, Need] | None = None,
+    holders: Mapping[Pool, str] | None = None,
+) -> str:
+    """`a free trainer (held by rl job j-1; ...); rollout worker, env worker (none is running)`. `alive`: of those that
+    would do; `gpus`: what they must have; `holders`: who has those that are not free."""
+    gpus, holders = gpus or {}, holders or {}
+    busy = [
+        (f"a free {called(pool, gpus.get(pool))}" if n == 1 else f"{n} more free {called(pool, gpus.get(pool), n)}")
+        + (f" ({holders[pool]})" if holders.get(pool) else "")
+        for pool, n in short.items()
+        if alive.get(pool, 0)
+    ]
+    lack = [called(pool, gpus.get(pool)) for pool in short if not alive.get(pool, 0)]
+    none = ", ".join(lack + ([absent] if absent else []))
+    return "; ".join(busy + ([f"{none} (none is running)"] if none else []))
+
+
+def too_few(job: Job, alive: Counts, free: Counts) -> str:
+    """In words, what nobody runs of what it needs; empty if all that it needs is there, free or not. `alive`, `free`:
+    of those that would do for it."""
+    small = missing(job.needs, alive)
+    if not small and not job.absent:
+        return ""
+    few = [pool for pool in small if alive[pool]]
+    counts = [f"{job.needs[p]} {called(p, job.gpus.get(p), job.needs[p])} ({alive[p]} of them running)" for p in few]
+    rest = {pool: n for pool, n in missing(job.needs, free).items() if pool not in few}
+    return joined(in_words(rest, alive, job.absent, job.gpus), *counts)
+
+
+def held_by(jobs: Sequence[Job], pool: Pool, tenant: str) -> str:
+    """Who holds the workers of a pool, and the next step, as this tenant may read it; empty if nobody does."""
+    if not jobs:
+        return ""
+    own = [f"{job.kind} job {job.id}".strip() for job in jobs if job.tenant == tenant]
+    if not own:
+        return "held by " + ("a job of another tenant" if len(jobs) == 1 else f"{len(jobs)} jobs of other tenants")
+    shown = own[:SHOWN_HOLDERS]
+    if rest := len(jobs) - len(shown):
+        shown.append(f"{rest} more")
+    whom = "it" if len(jobs) == 1 else "one"
+    return f"held by {' and '.join(shown)}; cancel {whom} or add a {NAMES[pool]}"
+
+
+def next_try(job: Job) -> str:
+    return f"another try at {time.strftime('%H:%M:%S', time.gmtime(job.retry_at))} UTC, after its last failure"
+
+
+def joined(*parts: str) -> str:
+    return "; ".join(part for part in parts if part)
+
+
+def named(job: Job | JobRecord, tenant: str) -> str:
+    """As this tenant may read it."""
+    return job.id if job.tenant == tenant else "a job of another tenant"

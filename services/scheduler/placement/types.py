@@ -1,0 +1,179 @@
+"""The nouns of placement: what it sees and what it decides."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from opentinker.services.scheduler.placement.quotas import Used
+from opentinker.shared.config import TenantLimits
+from opentinker.shared.types import Pool
+
+LEASED = (Pool.TRAINER, Pool.ROLLOUT)
+NAMES = {
+    Pool.TRAINER: "trainer",
+    Pool.ROLLOUT: "rollout worker",
+    Pool.REFERENCE: "shared reference-forward",
+    Pool.ENV: "env worker",
+}
+ANYBODY = "*"
+"""In the limits, a tenant that is not named."""
+UNLIMITED = TenantLimits()
+Counts = Mapping[Pool, int]
+
+
+UNKNOWN = 1 << 60
+"""Bytes of a GPU that has not told yet: enough for every job."""
+
+
+class Gpus(msgspec.Struct, frozen=True):
+    """Those of one worker, in the order in which ranks take them: the first, and what is nearest to it."""
+
+    memory: tuple[int, ...] = ()
+    """Bytes of each."""
+    linked: int = 1
+    """How many of them NVLink joins with the first, itself counted."""
+    near: int = 1
+    """How many are on its NUMA node; 1 also where that is not known."""
+
+    def suit(self, need: Need) -> bool:
+        taken = self.memory[: need.gpus]
+        return len(taken) == need.gpus and all(memory >= need.memory for memory in taken)
+
+
+NO_GPUS = Gpus()
+
+
+class Need(msgspec.Struct, frozen=True):
+    """What GPUs each worker of a pool must have for a job."""
+
+    gpus: int = 0
+    memory: int = 0
+    """Bytes of each."""
+
+
+class Slot(msgspec.Struct, frozen=True):
+    """A worker that was started, or could be."""
+
+    pool: Pool
+    gpus: Gpus = Gpus()
+
+
+class Job(msgspec.Struct, frozen=True, kw_only=True):
+    """What placement knows of a job that is neither paused nor over."""
+
+    id: str
+    tenant: str
+    priority: int
+    created: float
+    needs: Counts
+    """Of each pool the least that it works with."""
+    gpus: Mapping[Pool, Need] = {}
+    """What these must have; a pool that is not named needs none."""
+    most: int = 0
+    """Rollout workers that it may have."""
+    held: bool = False
+    """It has begun: starting or running. Else it is queued."""
+    since: float = 0.0
+    """When it came to the queue or, of one that has begun, when it started."""
+    retry_at: float = 0.0
+    """After failures: no new try before."""
+    lost_at: float = 0.0
+    """When it last lost a worker."""
+    absent: str = ""
+    """What it needs beside workers of its own, and nobody runs; in words."""
+    kind: str = ""
+    idle: bool = False
+    """An inference job that nobody has asked anything for `Rules.inference_lend_s`: others may have its workers."""
+    unready: str = ""
+    """Why it cannot start yet whatever is free: its last workers have not let go."""
+
+
+class Held(msgspec.Struct, frozen=True):
+    """A lease whose worker does its work."""
+
+    worker: str
+    job: str
+    pool: Pool
+    leaving: bool = False
+    """It is being taken back, and ends what it has begun."""
+
+
+class Rules(msgspec.Struct, frozen=True, kw_only=True):
+    """Seconds; settings of the scheduler under the same names, the first four with `queue_` before them."""
+
+    reserve_after_s: float = 300.0
+    preempt_after_s: float = 5.0
+    min_run_s: float = 60.0
+    gang_s: float = 15.0
+    inference_lend_s: float = 0.0
+    """0: idle inference jobs keep their workers."""
+
+
+class View(msgspec.Struct, frozen=True, kw_only=True):
+    now: float
+    jobs: Sequence[Job]
+    free: Mapping[Pool, Sequence[str]]
+    """Idle workers without a lease."""
+    alive: Mapping[Pool, Sequence[str]]
+    """All workers, and those that were just started."""
+    coming: Mapping[Pool, Sequence[str]] = {}
+    """Workers without a lease that have not let go of their last job yet, or were just started."""
+    gpus: Mapping[str, Gpus] = {}
+    """Of workers that have some."""
+    leases: Sequence[Held] = ()
+    limits: Mapping[str, TenantLimits] = {}
+    used: Mapping[str, Used] = {}
+    """By tenant, today."""
+    rules: Rules = Rules()
+
+
+class Start(msgspec.Struct, frozen=True):
+    job: str
+    workers: tuple[str, ...]
+
+
+class AddWorker(msgspec.Struct, frozen=True):
+    job: str
+    worker: str
+    pool: Pool
+
+
+class TakeBack(msgspec.Struct, frozen=True):
+    """The worker ends what it has begun and goes."""
+
+    job: str
+    worker: str
+    wanted_by: str
+
+
+class Preempt(msgspec.Struct, frozen=True):
+    """Back to the queue, from where it goes on with its checkpoint."""
+
+    job: str
+    by: str
+
+
+class Sleep(msgspec.Struct, frozen=True):
+    """An idle inference job lends its workers: it ends what it has begun, and the next request wakes it."""
+
+    job: str
+    by: str
+
+
+class Requeue(msgspec.Struct, frozen=True):
+    """Back to the queue: its tenant has used up its day, or it lacks a part of what it needs and others wait for the
+    rest."""
+
+    job: str
+    why: str
+
+
+Decision = Start | AddWorker | TakeBack | Preempt | Sleep | Requeue
+
+
+class Plan(msgspec.Struct, frozen=True):
+    decisions: list[Decision]
+    waiting: dict[str, str]
+    """By job, in words, what it waits for; empty for one that lacks nothing."""

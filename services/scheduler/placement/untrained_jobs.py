@@ -1,0 +1,84 @@
+"""Jobs without a trainer: nobody else says that they run, have nothing more to do, or may sleep.
+
+starting -> running     a rollout worker is ready
+running -> queued       inference: idle for `serving.sleep_s`, or for `inference_lend_s` while another job waits for its
+                        workers (planner.py); it sleeps, and placement leaves it alone until a request has woken it
+                        (router.py); its workers answer what they have begun
+starting -> queued      inference: the job whose live policy it would serve has no workers any more
+any -> succeeded        inference: idle for `serving.idle_s`
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Container
+
+import structlog
+
+from opentinker.services.scheduler.placement.cluster_view import Cluster
+from opentinker.shared.script import UNFENCED
+from opentinker.shared.store import Store
+from opentinker.shared.types import JobRecord, JobState
+
+log = structlog.get_logger()
+
+UNTRAINED = ("inference", "eval")
+SLEEPS = "a request: it sleeps, and the next one wakes it (serving.sleep_s)"
+LENT = "a request: idle, it lent its rollout workers to {}, and the next request wakes it"
+
+
+async def attend(
+    store: Store,
+    job: JobRecord,
+    cluster: Cluster,
+    active: Container[str],
+    lend_s: float = 0.0,
+    leader: int = UNFENCED,
+) -> bool:
+    """One look at a job of these kinds. True if it shall sleep. Raises Conflict or NotFound if it is over meanwhile,
+    Fenced if another scheduler leads than `leader`.
+
+    `active`: jobs that are not over; `lend_s`: the setting `inference_lend_s`.
+    """
+    if (followed := followed_by(job)) and followed not in active:
+        over = (await store.job(followed)).state
+        reason = f"job {followed}, whose live policy it served, has {over}; {followed}@latest is its newest checkpoint"
+        await store.transition(job.id, JobState.SUCCEEDED, allowed=[job.state], leader=leader, reason=reason)
+        log.info("job_followed_to_its_end", job=job.id, followed=followed)
+        return False
+    if job.state == JobState.STARTING and cluster.serving(job.id):
+        await store.transition(job.id, JobState.RUNNING, allowed=[JobState.STARTING], leader=leader)
+        log.info("job_serves", job=job.id)
+    if job.kind != "inference":
+        return False
+    quiet_s, serving = _quiet_s(job, cluster, lend_s), job.spec["serving"]
+    idle_s, sleep_s = serving["idle_s"], serving.get("sleep_s")
+    if quiet_s is not None and idle_s is not None and quiet_s >= idle_s:
+        if job.asleep and not (await store.job(job.id)).asleep:
+            return False  # a request has just woken it
+        reason = f"idle for {idle_s:g} s (serving.idle_s)"
+        await store.transition(job.id, JobState.SUCCEEDED, allowed=[job.state], leader=leader, reason=reason)
+        log.info("job_idle", job=job.id, idle_s=idle_s)
+        return False
+    return quiet_s is not None and sleep_s is not None and not job.asleep and quiet_s >= sleep_s
+
+
+def followed_by(job: JobRecord) -> str:
+    """The job whose live policy this one serves, if it does."""
+    id, _, which = str((job.spec.get("start") or {}).get("from", "")).partition("@")
+    return id if which == "live" else ""
+
+
+def awaits_source(job: JobRecord, held: Container[str]) -> bool:
+    """It would serve the live policy of a job that is none of `held`, those that have workers. One that serves already
+    goes on with what it has."""
+    source = followed_by(job)
+    return bool(source) and source not in held and not job.asleep and job.state != JobState.RUNNING
+
+
+def _quiet_s(job: JobRecord, cluster: Cluster, lend_s: float) -> float | None:
+    """Seconds without a request, at least; None if that is not known now."""
+    if job.asleep:
+        before = [seconds for seconds in (job.spec["serving"].get("sleep_s"), lend_s) if seconds]
+        return min(before, default=0.0) + time.time() - job.since
+    return cluster.quiet_s(job.id) if job.state == JobState.RUNNING else None

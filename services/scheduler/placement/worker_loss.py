@@ -1,0 +1,74 @@
+"""What the loss of a worker means for its job: it is tried again at once or later, or it fails.
+
+A job fails for what it does itself. A trainer's loss counts unless the trainer had made a step since it was loaded, and
+not ended at the very step where the one before it did; nothing counts of a worker that was told to stop, or whose lease
+is older than the leadership of the scheduler: then scheduler and worker have ended together, or one of them while
+nobody looked.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from opentinker.services.scheduler.placement.cluster_view import LONGEST_RETRY_S
+from opentinker.shared.types import JobRecord, Lease, Pool
+
+MAX_RESTARTS = 5
+"""Losses of trainers in a row that count; the next one fails the job. As many rollout workers, and one for each that
+the job asks for beyond the first, may be lost before one serves it."""
+
+
+class Loss(NamedTuple):
+    """`failed`: the reason to fail the job, or empty. Else `changes` are of its record, `detail` of the event."""
+
+    event: str
+    failed: str
+    changes: dict[str, Any]
+    detail: dict[str, Any]
+
+
+def lost(job: JobRecord, lease: Lease, why: str, *, counts: bool, now: float, retry_s: float) -> Loss:
+    """`counts`: the worker was not told to stop, and this scheduler has leased it. `retry_s`: pause after the second
+    loss in a row; doubled with each."""
+    return (_trainer if lease.pool == Pool.TRAINER else _rollout_worker)(job, lease, why, counts, now, retry_s)
+
+
+def _trainer(job: JobRecord, lease: Lease, why: str, counts: bool, now: float, retry_s: float) -> Loss:
+    stepped = 0 <= job.resumed_step < job.step
+    if not counts:
+        restarts = job.restarts
+    elif stepped and job.step != job.restart_step:
+        restarts = 1
+    else:
+        restarts = job.restarts + 1
+    failed = ""
+    if restarts > MAX_RESTARTS:
+        failed = (
+            f"the trainer was lost {restarts} times in a row without a new step (step {job.step} of {job.steps}); "
+            f"the last one was {lease.worker}: {why}. See the trainer's log"
+        )
+    again = _again(restarts if counts else 0, now, retry_s)
+    restart_step = job.step if counts else job.restart_step
+    changes = {"restarts": restarts, "restart_step": restart_step, "resumed_step": -1, **again}
+    detail = {"worker": lease.worker, "why": why, "step": job.step, "restarts": restarts}
+    return Loss("trainer_lost", failed, changes, detail)
+
+
+def _rollout_worker(job: JobRecord, lease: Lease, why: str, counts: bool, now: float, retry_s: float) -> Loss:
+    """What kills every process that loads the job's model must have an end."""
+    losses = job.rollout_losses + counts
+    failed = ""
+    if counts and losses >= MAX_RESTARTS + job.spec["resources"]["rollout_workers"]:
+        failed = (
+            f"rollout workers were lost {losses} times in a row before one served the job; the last one was "
+            f"{lease.worker}: {why}. See its log. If nothing is said there it was killed, most often for want of "
+            "memory: take a smaller model or a shorter rollout.context_length, or a machine with more memory"
+        )
+    changes = {"rollout_losses": losses, **_again(losses if counts else 0, now, retry_s)}
+    return Loss("rollout_worker_lost", failed, changes, {"worker": lease.worker, "why": why})
+
+
+def _again(losses: int, now: float, retry_s: float) -> dict[str, Any]:
+    """When the job is tried again after so many losses in a row: at once after the first."""
+    pause_s = min(LONGEST_RETRY_S, retry_s * 2 ** (losses - 2)) if losses > 1 else 0.0
+    return {"lost_at": now, "retry_at": now + pause_s}

@@ -1,0 +1,153 @@
+"""Connections to NATS that somebody has opened with a credential of ours end with the key, or the job, that it is for.
+
+    hang up loop   consumes connections that `nats_auth.py` has noted, API keys, jobs; produces KICK, to the nats-server
+                   that has the connection; looks every LOOK_S
+
+Every scheduler does it, none remembers anything: what has to be closed follows from Redis alone, and is tried again
+until the server says that it has no such connection. KICK is a right of the servers' own account: a user of that
+one sends it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from urllib.parse import urlsplit, urlunsplit
+
+import msgspec
+import nats.errors
+import structlog
+from nats.aio.client import Client
+from prometheus_client import Counter
+from redis.exceptions import RedisError
+
+from opentinker.services.scheduler.streams.nats_auth import Refused, standing
+from opentinker.shared.bus import LOST
+from opentinker.shared.config import Settings
+from opentinker.shared.keys import Keys
+from opentinker.shared.rights import SYSTEM, inbox
+from opentinker.shared.secrets import password_in
+from opentinker.shared.service import Context
+from opentinker.shared.stream_connections import Connection, Group, StreamConnections
+from opentinker.shared.subjects import KICK
+from opentinker.shared.telemetry import REGISTRY
+from opentinker.shared.waiting import heed, rest
+
+log = structlog.get_logger()
+
+LOOK_S = 0.3
+ANSWER_S = 2.0
+AT_ONCE = 64
+"""Connections that are being closed."""
+RETRY_S = 1
+SAY_S = 10.0
+HINT = "until it answers this user, connections of revoked keys stay; nats-users.conf of this release names it"
+CLOSED = Counter(
+    "opentinker_stream_hangups", "Connections that were closed because their key or job was over", registry=REGISTRY
+)
+
+
+class _Error(msgspec.Struct):
+    description: str = ""
+
+
+class _Reply(msgspec.Struct):
+    error: _Error | None = None
+
+
+class HangingUp:
+    def __init__(self, ctx: Context) -> None:
+        self.ctx = ctx
+        self._keys, self._connections = Keys(ctx.store.redis), StreamConnections(ctx.store.redis)
+
+    async def run(self) -> None:
+        """Until it is cancelled."""
+        if self.ctx.settings.nats_issuer_file is None:  # nobody comes in by a credential
+            await asyncio.Event().wait()
+        async with _system(self.ctx.settings, self.ctx.worker) as nc:
+            while True:
+                try:
+                    await self.look(nc)
+                except (RedisError, OSError, TimeoutError, nats.errors.Error) as error:  # again in a moment
+                    log.warning("streams_not_looked_at", error=str(error) or type(error).__name__)
+                await rest(LOOK_S)
+
+    async def look(self, nc: Client) -> None:
+        """Once over all groups of connections."""
+        now = time.time()
+        groups = await self._connections.groups(now)
+        if not groups:
+            return
+        keys = await self._keys.several({group.key for group in groups if group.key})
+        tenants = await self.ctx.store.tenants_of({group.job for group in groups})
+        away: set[str] = set()
+        over: list[tuple[Group, str]] = []
+        for group in groups:
+            try:
+                standing(group, keys.get(group.key), tenants.get(group.job), now, auth=self.ctx.settings.auth)
+            except Refused as error:
+                over.append((group, str(error)))
+        room = asyncio.Semaphore(AT_ONCE)
+        await asyncio.gather(*(self._close(nc, group, why, now, room, away) for group, why in over))
+
+    async def _close(
+        self, nc: Client, group: Group, why: str, now: float, room: asyncio.Semaphore, away: set[str]
+    ) -> None:
+        """All of a group. What is closed is asked for once more, and forgotten when its server has it no more: it may
+        have been on its way in. `away`: servers that do not answer now; they hold up no other's."""
+
+        async def kicked(one: Connection) -> bool | None:
+            async with room:
+                if one.server in away:
+                    return None
+                try:
+                    return await _kick(nc, one)
+                except (TimeoutError, nats.errors.Error):  # it ended, or cannot be reached: until the time is over
+                    away.add(one.server)
+                    return None
+
+        found = await self._connections.of(group, now)
+        answers = await asyncio.gather(*(kicked(one) for one in found))
+        if closed := sum(answer is True for answer in answers):
+            CLOSED.inc(closed)
+            log.info("stream_connections_closed", key=group.key, job=group.job, connections=closed, reason=why)
+        gone = [one for one, answer in zip(found, answers, strict=True) if answer is False]
+        await self._connections.gone(group, gone)
+
+
+async def _kick(nc: Client, one: Connection) -> bool:
+    """False: its server has no such connection. Raises TimeoutError, nats.errors.Error."""
+    asked = msgspec.json.encode({"cid": one.client})
+    reply = await heed(nc.request(KICK.format(server=one.server), asked, timeout=ANSWER_S))
+    said = msgspec.json.decode(reply.data, type=_Reply)
+    return said.error is None
+
+
+@asynccontextmanager
+async def _system(settings: Settings, name: str) -> AsyncIterator[Client]:
+    """A connection as the user of nats-server's own account. Waits for the server as long as it takes."""
+    url = urlsplit(settings.nats_url)
+    bare = urlunsplit(url._replace(netloc=url.netloc.rpartition("@")[2]))
+    password = settings.password("nats_password_file") or password_in(settings.nats_url)
+    said_at = float("-inf")
+
+    async def report(error: Exception) -> None:
+        nonlocal said_at
+        if isinstance(error, LOST):  # it is away, which the scheduler's own connection says
+            return
+        if time.monotonic() - said_at > SAY_S:
+            said_at = time.monotonic()
+            log.warning("system_user_refused", user=SYSTEM, error=str(error) or type(error).__name__, hint=HINT)
+
+    nc = Client()
+    try:
+        await nc.connect(
+            bare, name=f"{name} {SYSTEM}", user=SYSTEM, password=password, inbox_prefix=inbox(SYSTEM),
+            max_reconnect_attempts=-1, reconnect_time_wait=RETRY_S, ping_interval=5, max_outstanding_pings=2,
+            connect_timeout=3, error_cb=report,
+        )  # fmt: skip
+        yield nc
+    finally:
+        await nc.close()

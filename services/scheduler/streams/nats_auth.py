@@ -1,0 +1,173 @@
+"""Who may come in to NATS beside the services: whoever has a credential of ours for the streams of a job.
+
+    callout   consumes nats-server's question who somebody is; produces a user with the rights of that credential, or a
+              refusal; woken by each question; schedulers share them
+
+Services have users of their own in the server's configuration and are never asked about here. While no scheduler runs
+nobody new comes in; who is in stays until the credential expires. Who comes in is noted before the server hears of it:
+`disconnect.py` closes the connection when the key or the job is over.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Annotated, Any
+
+import msgspec
+import structlog
+from nats.aio.msg import Msg
+from prometheus_client import Counter
+from redis.exceptions import RedisError
+
+from opentinker.services.scheduler.http.auth import ANYBODY
+from opentinker.shared.authority import Action, Verdict, authorize
+from opentinker.shared.keys import Key, Keys
+from opentinker.shared.nats_tokens import Signer, claims_of
+from opentinker.shared.rights import shown_of
+from opentinker.shared.service import Context
+from opentinker.shared.stream_connections import Connection, Group, StreamConnections
+from opentinker.shared.stream_credentials import Credential, StreamCredentials
+from opentinker.shared.subjects import LOGINS
+from opentinker.shared.telemetry import REGISTRY
+
+log = structlog.get_logger()
+
+AT_ONCE = 16
+"""Questions that wait for Redis; others wait for them."""
+MOST_WAITING = 1000
+"""More than that are not answered: nats-server refuses whoever it gets no answer for."""
+SUBSCRIPTIONS = 32
+"""Of one connection."""
+ACCOUNT = "$G"
+"""Where all users of a nats-server without accounts are."""
+SEEN = Counter("opentinker_stream_logins", "Who asked to hear streams of jobs", ["let_in"], registry=REGISTRY)
+for _let_in in ("yes", "no", "unanswered"):
+    SEEN.labels(_let_in)  # from zero on: Prometheus sees no rate in a series that begins with its first event
+
+
+class _Server(msgspec.Struct):
+    id: Annotated[str, msgspec.Meta(pattern="^[0-9A-Za-z]{1,64}$")]
+
+
+class _Client(msgspec.Struct):
+    id: int
+    host: str = ""
+    type: str = ""
+    """nats | mqtt | websocket"""
+
+
+class _Said(msgspec.Struct):
+    auth_token: str = ""
+
+
+class _Login(msgspec.Struct):
+    server_id: _Server
+    user_nkey: str
+    client_info: _Client
+    connect_opts: _Said
+
+
+class _Question(msgspec.Struct):
+    nats: _Login
+
+
+class Refused(Exception):
+    """`str(error)` is for the server's log: whoever asks is told nothing."""
+
+
+class Callout:
+    def __init__(self, ctx: Context) -> None:
+        self.ctx = ctx
+        settings = ctx.settings
+        self._signer = Signer(settings.password("nats_issuer_file")) if settings.nats_issuer_file else None
+        self._keys, self._credentials = Keys(ctx.store.redis), StreamCredentials(ctx.store.redis)
+        self._connections = StreamConnections(ctx.store.redis)
+        self._room = asyncio.Semaphore(AT_ONCE)
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def run(self) -> None:
+        """Until it is cancelled."""
+        if self._signer is None:
+            await asyncio.Event().wait()
+        subscription = await self.ctx.bus.nc.subscribe(LOGINS, queue="scheduler", cb=self._receive)
+        try:
+            await asyncio.Event().wait()
+        finally:
+            if not self.ctx.bus.nc.is_closed:
+                await subscription.unsubscribe()
+            for task in list(self._tasks):
+                task.cancel()
+
+    async def _receive(self, message: Msg) -> None:
+        if len(self._tasks) >= MOST_WAITING:
+            SEEN.labels("unanswered").inc()
+            return
+        task = asyncio.create_task(self._answer(message))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _answer(self, message: Msg) -> None:
+        assert self._signer is not None
+        try:
+            login = claims_of(message.data, _Question).nats
+        except ValueError as error:
+            log.warning("bad_login_question", error=str(error))
+            return
+        about: dict[str, Any] = {"type": "authorization_response", "version": 2}
+        try:
+            async with self._room:
+                credential = await self._admitted(login)
+            about["jwt"] = self._signer.sign(user(credential, login.user_nkey))
+            SEEN.labels("yes").inc()
+        except Refused as error:
+            about["error"] = str(error)
+            SEEN.labels("no").inc()
+        except (RedisError, OSError, TimeoutError) as error:
+            log.warning("login_not_looked_at", error=str(error) or type(error).__name__)
+            about["error"] = "the state store does not answer"
+            SEEN.labels("no").inc()
+        answer = self._signer.sign({"sub": login.user_nkey, "aud": login.server_id.id, "nats": about})
+        if not self.ctx.bus.nc.is_closed:
+            await self.ctx.bus.nc.publish(message.reply, answer.encode())
+
+    async def _admitted(self, login: _Login) -> Credential:
+        """With the time at which it ends, at the latest with its key. Raises Refused."""
+        if login.client_info.type != "websocket":
+            raise Refused("credentials are for the WebSocket listener")
+        now = time.time()
+        credential = await self._credentials.find(login.connect_opts.auth_token, now)
+        if credential is None:
+            raise Refused("no such credential, or not any more")
+        group = Group(credential.key, credential.secret, credential.job)
+        key = await self._keys.find(credential.key) if credential.key else None
+        tenant = (await self.ctx.store.tenants_of([credential.job])).get(credential.job)
+        until = min(credential.expires, standing(group, key, tenant, now, auth=self.ctx.settings.auth))
+        one = Connection(login.server_id.id, login.client_info.id)
+        if not await self._connections.note(group, one, until=until, now=now):
+            raise Refused("its key has too many connections")
+        return msgspec.structs.replace(credential, expires=until)
+
+
+def standing(group: Group, key: Key | None, tenant: str | None, now: float, *, auth: bool) -> float:
+    """Until when, as far as is known now, connections of this group may stay. `key`: the one of that id, `tenant`:
+    whose the job is. Raises Refused."""
+    if not group.key and not auth:
+        principal, until = ANYBODY, float("inf")
+    else:
+        if key is None or key.state(now) != "live" or not key.fits(group.secret, now):
+            raise Refused("the key that asked for it is over")
+        principal, until = key.principal, key.expires or float("inf")
+        until = until if key.digest == group.secret else min(until, key.old_until)
+    if tenant is None or authorize(principal, Action.JOBS_READ, tenant) is not Verdict.ALLOWED:
+        raise Refused("its job is not there for it any more")
+    return until
+
+
+def user(credential: Credential, nkey: str) -> dict[str, Any]:
+    """Claims of a user of NATS that hears what a credential shows, and sends nothing."""
+    heard = [*shown_of(credential.job).values(), credential.inbox + ".>"]
+    rights = {"pub": {"deny": [">"]}, "sub": {"allow": heard}, "subs": SUBSCRIPTIONS, "payload": 1, "data": -1}
+    kind = {"allowed_connection_types": ["WEBSOCKET"], "type": "user", "version": 2}
+    name = f"{credential.job}:{credential.id}"
+    return {"sub": nkey, "aud": ACCOUNT, "name": name, "exp": int(credential.expires), "nats": {**rights, **kind}}
