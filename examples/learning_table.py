@@ -35,10 +35,10 @@ import torch
 
 from examples.models.make_tiny import make_tiny
 from opentinker.envs.runtime.player import LocalPlayer
-from opentinker.services.rollout_worker.engine import Completion, Sampling, Shown
+from opentinker.services.rollout_worker.engines.base import Completion, Sampling, Shown
 from opentinker.services.rollout_worker.episode import Episode
-from opentinker.services.rollout_worker.render import Renderer
-from opentinker.services.trainer.torch_learner import TorchLearner
+from opentinker.services.rollout_worker.renderer import Renderer
+from opentinker.services.trainer.learners.rl import TorchLearner
 from opentinker.shared.nn.attention import PACKED
 from opentinker.shared.sessions import OpenSession, SessionReply, StepSession
 from opentinker.shared.spec import JobSpec, parse_spec

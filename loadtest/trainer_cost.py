@@ -37,8 +37,8 @@ from transformers import AttentionInterface, AutoModelForCausalLM, Qwen3Config, 
 
 from examples.models.make_tiny import tiny_tokenizer
 from opentinker.envs.builtin import gsm8k
-from opentinker.services.trainer import micro_batch
-from opentinker.services.trainer.torch_learner import TorchLearner
+from opentinker.services.trainer.batch import micro_batch
+from opentinker.services.trainer.learners.rl import TorchLearner
 from opentinker.shared.nn.layout import layout
 from opentinker.shared.spec import JobSpec, parse_spec
 from opentinker.shared.trajectories import Group, Trajectory

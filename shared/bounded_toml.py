@@ -2,7 +2,7 @@
 recurses into brackets.
 
 What somebody might still find is for a process with limits of its own to bear
-(`services/scheduler/environments/unpack.py`). """
+(`services/scheduler/environments/unpack.py`)."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@
 
 The scheduler writes them (`services/scheduler/autoscaler/process.py`); `opentinker up` ends what is left when it stops.
 A process is known by its number and the moment of its start, so another one with its number is never taken for it. It
-leads a group of its own, which goes with it. """
+leads a group of its own, which goes with it."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ was asked for, a job):
 
 `services/scheduler/streams/nats_auth.py` notes them before a server hears that somebody may come in,
 `services/scheduler/streams/disconnect.py` closes those whose key or job is over. Ids of servers and clients are never
-used twice. One that has gone by itself stays noted until it would have ended, which costs nothing but room. """
+used twice. One that has gone by itself stays noted until it would have ended, which costs nothing but room."""
 
 from __future__ import annotations
 

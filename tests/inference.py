@@ -12,9 +12,9 @@ from typing import Any
 from openai import AsyncOpenAI
 
 from opentinker.client import AsyncClient
-from opentinker.services.rollout_worker.engine import Completion, EngineLost, Likely, Progress, Sampling, Shown
-from opentinker.services.rollout_worker.inference import InferenceJob
-from opentinker.services.rollout_worker.render import Renderer
+from opentinker.services.rollout_worker.engines.base import Completion, EngineLost, Likely, Progress, Sampling, Shown
+from opentinker.services.rollout_worker.inference_job import InferenceJob
+from opentinker.services.rollout_worker.renderer import Renderer
 from opentinker.shared.leasing import LeasedWorker
 from opentinker.shared.spec import JobSpec
 from opentinker.shared.trajectories import Span

@@ -11,8 +11,8 @@ import orjson
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from examples.models.make_tiny import make_tiny, tiny_tokenizer
-from opentinker.services.trainer.chat import Tokens
-from opentinker.services.trainer.examples import Example
+from opentinker.services.trainer.data.chat import Tokens
+from opentinker.services.trainer.data.examples import Example
 from opentinker.shared.spec import JobSpec, parse_spec
 
 START, END = "<|im_start|>", "<|im_end|>"

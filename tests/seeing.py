@@ -14,7 +14,7 @@ import torch
 
 from examples.models.make_seeing import make_seeing
 from opentinker.envs.png import png
-from opentinker.services.rollout_worker.render import Renderer, images_of
+from opentinker.services.rollout_worker.renderer import Renderer, images_of
 from opentinker.shared import trajectories as trajectories_of
 from opentinker.shared.trajectories import Group, Trajectory
 from opentinker.shared.types import F32, Image, Message, Text

@@ -9,8 +9,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from opentinker.services.trainer import advantages
-from opentinker.services.trainer.credit import Values, assign
+from opentinker.services.trainer.algorithm import advantages
+from opentinker.services.trainer.algorithm.credit_assignment import Values, assign
 from opentinker.shared.errors import JobFailed
 from opentinker.shared.spec import AlgorithmSpec
 from opentinker.shared.trajectories import Group, Trajectory

@@ -6,8 +6,8 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from opentinker.services.trainer.alarm import WINDOW, MismatchAlarm, grows, theil_sen
-from opentinker.services.trainer.collapse import CollapseAlarm
+from opentinker.services.trainer.collapse_alarm import CollapseAlarm
+from opentinker.services.trainer.mismatch_alarm import WINDOW, MismatchAlarm, grows, theil_sen
 from opentinker.shared.spec import TrainSpec
 
 NOISE = np.random.default_rng(0).normal(size=WINDOW)

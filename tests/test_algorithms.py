@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from opentinker.services.trainer.learner import NonFinite
-from opentinker.services.trainer.micro_batch import micro_batches
-from opentinker.services.trainer.torch_learner import TorchLearner
+from opentinker.services.trainer.batch.micro_batch import micro_batches
+from opentinker.services.trainer.learners.base import NonFinite
+from opentinker.services.trainer.learners.rl import TorchLearner
 from opentinker.shared.algorithms import ADVANTAGES, AGGREGATIONS, CORRECTIONS, LOSSES, OPTIONS, PRESETS
 from opentinker.shared.errors import JobFailed, SpecError
 from opentinker.shared.spec import AlgorithmSpec, parse_spec

@@ -16,9 +16,9 @@ import pytest
 
 from opentinker.client import ApiConflict, AsyncClient, answers
 from opentinker.envs.base import Environment
-from opentinker.services.rollout_worker.examiner import views_of
-from opentinker.services.trainer.distributions import distributions, ratio_counts
-from opentinker.services.trainer.told import Told
+from opentinker.services.rollout_worker.eval_runner import views_of
+from opentinker.services.trainer.batch.distributions import distributions, ratio_counts
+from opentinker.services.trainer.rollout_log import Told
 from opentinker.serving import AsyncServing
 from opentinker.shared.evaluations import transcript_of
 from opentinker.shared.reports import LogLine, Segment, TimelinePart

@@ -10,7 +10,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from opentinker.services.trainer.chat import ChatEncoder, Tokens, Unrenderable
+from opentinker.services.trainer.data.chat import ChatEncoder, Tokens, Unrenderable
 from opentinker.shared.errors import JobFailed
 from tests.row_samples import CHATML, END, FORGETFUL, START, TAGGED, chat_tokenizer, turns
 

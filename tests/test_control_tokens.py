@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from opentinker.services.rollout_worker.render import Renderer, as_chat
-from opentinker.services.trainer.chat import ChatEncoder
+from opentinker.services.rollout_worker.renderer import Renderer, as_chat
+from opentinker.services.trainer.data.chat import ChatEncoder
 from opentinker.shared.control_tokens import ControlTokens
 from opentinker.shared.errors import JobFailed
 from opentinker.shared.types import Message, Text, Tool, ToolCall

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from opentinker.services.rollout_worker.engine import Completion, EngineError, Progress, Sampling, Shown
-from opentinker.services.trainer.assembler import Assembler
+from opentinker.services.rollout_worker.engines.base import Completion, EngineError, Progress, Sampling, Shown
+from opentinker.services.trainer.batch.assembler import Assembler
 from opentinker.shared.admission import Admission
 from opentinker.shared.bus import Bus
 from opentinker.shared.errors import JobFailed, SpecError

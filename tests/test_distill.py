@@ -14,14 +14,14 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from examples.models.make_tiny import make_tiny
-from opentinker.services.reference_forward.needs import TEACHER, ModelKey
+from opentinker.services.reference_forward.required_models import TEACHER, ModelKey
 from opentinker.services.reference_forward.results import with_results
 from opentinker.services.reference_forward.scorer import Scorer
-from opentinker.services.reference_forward.vocabulary import check_same_tokens
-from opentinker.services.trainer import losses
-from opentinker.services.trainer.advantages import distillation, grpo
-from opentinker.services.trainer.credit import assign
-from opentinker.services.trainer.torch_learner import TorchLearner
+from opentinker.services.reference_forward.tokenizer_check import check_same_tokens
+from opentinker.services.trainer.algorithm import losses
+from opentinker.services.trainer.algorithm.advantages import distillation, grpo
+from opentinker.services.trainer.algorithm.credit_assignment import assign
+from opentinker.services.trainer.learners.rl import TorchLearner
 from opentinker.shared.bus import Bus
 from opentinker.shared.errors import JobFailed, SpecError
 from opentinker.shared.spec import AlgorithmSpec, parse_spec

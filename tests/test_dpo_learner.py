@@ -11,10 +11,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from opentinker.services.trainer import dpo_learner
-from opentinker.services.trainer.chat import Tokens
-from opentinker.services.trainer.dpo_learner import DpoLearner
-from opentinker.services.trainer.examples import Example, load_examples
+from opentinker.services.trainer.data.chat import Tokens
+from opentinker.services.trainer.data.examples import Example, load_examples
+from opentinker.services.trainer.learners import dpo as dpo_learner
+from opentinker.services.trainer.learners.dpo import DpoLearner
 from tests.row_samples import chat_model, preferences, random_pairs, row_spec, write_rows
 from tests.test_torch_learner import digest
 

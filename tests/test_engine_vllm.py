@@ -13,7 +13,7 @@ import pytest
 import pytest_asyncio
 import torch
 
-from opentinker.services.rollout_worker.engine import EngineError, Sampling, SwapError
+from opentinker.services.rollout_worker.engines.base import EngineError, Sampling, SwapError
 from opentinker.shared.spec import ToySpec
 from opentinker.shared.trajectories import Span
 from opentinker.shared.types import StopReason, WeightVersion
@@ -48,7 +48,7 @@ def base(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def engine(base: Path) -> AsyncIterator[Any]:
-    from opentinker.services.rollout_worker.vllm_engine import VllmEngine
+    from opentinker.services.rollout_worker.engines.vllm import VllmEngine
 
     vllm = VllmEngine(
         str(base), eos_ids=[EOS], context_length=512, max_concurrent=32, stop_strings=True, group_timeout_s=GROUP_S
@@ -254,7 +254,7 @@ async def test_a_silent_trainer_fails_the_swap_in_time_and_generation_goes_on(
 
 
 async def test_a_late_engine_joins_the_next_group_and_gets_the_current_version(engine: Any, base: Path) -> None:
-    from opentinker.services.rollout_worker.toy_engine import ToyEngine
+    from opentinker.services.rollout_worker.engines.toy import ToyEngine
 
     early = ToyEngine(ToySpec(), eos_id=EOS, vocab_size=64, context_length=64)
     model = other_weights(base, 4)

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from opentinker.services.rollout_worker.engine import Completion, EngineError, EngineLost, Sampling
+from opentinker.services.rollout_worker.engines.base import Completion, EngineError, EngineLost, Sampling
 from opentinker.shared.errors import JobFailed
 from opentinker.shared.model_families import CPU_HEAD_SIZES
 from opentinker.shared.spec import LoraSpec
@@ -51,7 +51,7 @@ def untied(tmp_path_factory: pytest.TempPathFactory) -> Path:
 async def test_lora_adapters_change_the_output_and_versions_stay_apart(untied: Path) -> None:
     from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 
-    from opentinker.services.rollout_worker.vllm_engine import VllmEngine
+    from opentinker.services.rollout_worker.engines.vllm import VllmEngine
 
     lora = LoraSpec(rank=4, alpha=8.0)
     vllm = VllmEngine(str(untied), eos_ids=[EOS], context_length=512, max_concurrent=8, lora=lora, max_adapters=4)
@@ -104,7 +104,7 @@ async def test_lora_adapters_change_the_output_and_versions_stay_apart(untied: P
 
 
 async def test_an_adapter_that_is_served_later_is_the_one_that_answers(untied: Path, tmp_path: Path) -> None:
-    from opentinker.services.rollout_worker.vllm_engine import VllmEngine
+    from opentinker.services.rollout_worker.engines.vllm import VllmEngine
 
     models = {name: adapted(untied, tmp_path, name, seed) for name, seed in ADAPTERS}
     vllm = VllmEngine(str(untied), eos_ids=[EOS], context_length=512, lora=LoraSpec(rank=6, alpha=8.0))
@@ -123,8 +123,8 @@ async def test_adapters_beside_the_model_answer_together_each_as_itself_and_shar
     untied: Path, tmp_path: Path
 ) -> None:
     """Requests without an adapter among them: vLLM's CPU kernels give those what is in the last slot."""
-    from opentinker.services.rollout_worker.vllm_engine import VllmEngine
-    from opentinker.services.rollout_worker.vllm_images import engine_input
+    from opentinker.services.rollout_worker.engines.vllm import VllmEngine
+    from opentinker.services.rollout_worker.engines.vllm_images import engine_input
 
     models = {
         "": other_weights_of_disk(untied),
@@ -196,7 +196,7 @@ def other_weights_of_disk(base: Path) -> Any:
 
 async def test_a_float32_head_samples_from_logits_that_were_never_rounded(untied: Path) -> None:
     """The rest is bfloat16. transformers agrees with `float32_head`, and is far away with its own rounded logits."""
-    from opentinker.services.rollout_worker.vllm_engine import VllmEngine
+    from opentinker.services.rollout_worker.engines.vllm import VllmEngine
     from opentinker.shared.nn.layers import float32_head
 
     vllm = VllmEngine(
@@ -223,7 +223,7 @@ async def test_a_float32_head_samples_from_logits_that_were_never_rounded(untied
 
 
 async def test_the_engine_process_holds_no_connection_of_ours_and_its_death_is_an_error(untied: Path) -> None:
-    from opentinker.services.rollout_worker.vllm_engine import VllmEngine
+    from opentinker.services.rollout_worker.engines.vllm import VllmEngine
 
     listener = socket.create_server(("127.0.0.1", 0))
     port = listener.getsockname()[1]
@@ -254,7 +254,7 @@ async def test_the_engine_process_holds_no_connection_of_ours_and_its_death_is_a
 
 
 async def test_half_loaded_weights_lose_the_engine_and_sample_nothing_more(untied: Path) -> None:
-    from opentinker.services.rollout_worker.vllm_engine import VllmEngine
+    from opentinker.services.rollout_worker.engines.vllm import VllmEngine
 
     vllm = VllmEngine(str(untied), eos_ids=[EOS], context_length=512, max_concurrent=4)
     await vllm.start()
@@ -283,7 +283,7 @@ def children() -> list[int]:
 
 
 async def test_a_model_that_does_not_exist_is_named(tmp_path: Path) -> None:
-    from opentinker.services.rollout_worker.vllm_engine import VllmEngine
+    from opentinker.services.rollout_worker.engines.vllm import VllmEngine
 
     with pytest.raises(EngineError, match="nowhere"):
         await VllmEngine(str(tmp_path / "nowhere"), eos_ids=[EOS]).start()
@@ -292,7 +292,7 @@ async def test_a_model_that_does_not_exist_is_named(tmp_path: Path) -> None:
 async def test_a_model_with_a_window_that_the_job_may_outgrow_fails_at_start(tmp_path: Path) -> None:
     from transformers import Qwen2Config
 
-    from opentinker.services.rollout_worker.vllm_engine import VllmEngine
+    from opentinker.services.rollout_worker.engines.vllm import VllmEngine
 
     Qwen2Config(use_sliding_window=True, sliding_window=64, max_window_layers=0).save_pretrained(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"never read")
@@ -302,7 +302,7 @@ async def test_a_model_with_a_window_that_the_job_may_outgrow_fails_at_start(tmp
 
 async def test_an_engine_whose_job_is_cancelled_while_it_loads_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its processes and its memory would be nobody's."""
-    from opentinker.services.rollout_worker.vllm_engine import VllmEngine
+    from opentinker.services.rollout_worker.engines.vllm import VllmEngine
 
     class Loaded:
         output_handler = None
@@ -331,7 +331,7 @@ async def test_an_engine_whose_job_is_cancelled_while_it_loads_is_ended(monkeypa
 
 
 async def test_one_by_one_logprobs_do_not_depend_on_what_else_is_asked_for(tiny: Path) -> None:
-    from opentinker.services.rollout_worker.vllm_engine import VllmEngine
+    from opentinker.services.rollout_worker.engines.vllm import VllmEngine
 
     engine = VllmEngine(str(tiny), eos_ids=[1], context_length=256, max_concurrent=32, one_by_one=True)
     try:
@@ -356,7 +356,7 @@ async def test_a_model_whose_class_lacks_a_module_fails_its_job_and_not_the_work
 ) -> None:
     from vllm.model_executor.models.registry import ModelRegistry
 
-    from opentinker.services.rollout_worker.vllm_engine import VllmEngine
+    from opentinker.services.rollout_worker.engines.vllm import VllmEngine
 
     ModelRegistry.register_model("LacksAModule", "no_such_torchvision:Sees")
     model = Path(shutil.copytree(untied, tmp_path / "model"))
@@ -371,7 +371,7 @@ async def test_a_model_whose_class_lacks_a_module_fails_its_job_and_not_the_work
 async def test_attention_heads_without_a_cpu_kernel_are_named_at_once(tmp_path: Path) -> None:
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
-    from opentinker.services.rollout_worker.vllm_engine import VllmEngine
+    from opentinker.services.rollout_worker.engines.vllm import VllmEngine
 
     assert list(CPU_HEAD_SIZES) == CPUAttentionBackend.get_supported_head_sizes()
     vllm = VllmEngine(str(build(tmp_path, tied=True, head_dim=16)), eos_ids=[EOS])

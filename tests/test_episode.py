@@ -18,9 +18,9 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from transformers import PreTrainedTokenizerFast
 
-from opentinker.services.rollout_worker.engine import Completion, EngineError, Progress, Sampling, Shown
+from opentinker.services.rollout_worker.engines.base import Completion, EngineError, Progress, Sampling, Shown
 from opentinker.services.rollout_worker.episode import Episode, EpisodeFailed, merge, turn_seed
-from opentinker.services.rollout_worker.render import Renderer
+from opentinker.services.rollout_worker.renderer import Renderer
 from opentinker.shared.errors import JobFailed
 from opentinker.shared.sessions import SessionReply, StepSession
 from opentinker.shared.trajectories import Span

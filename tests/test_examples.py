@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from opentinker.services.trainer.examples import (
+from opentinker.services.trainer.data.examples import (
     Example,
     Examples,
     Maker,

@@ -12,8 +12,15 @@ from typing import Any
 import pytest
 from nats.js.errors import NotFoundError
 
-from opentinker.services.rollout_worker import examiner
-from opentinker.services.rollout_worker.engine import Completion, EngineError, EngineLost, Progress, Sampling, Shown
+from opentinker.services.rollout_worker import eval_runner
+from opentinker.services.rollout_worker.engines.base import (
+    Completion,
+    EngineError,
+    EngineLost,
+    Progress,
+    Sampling,
+    Shown,
+)
 from opentinker.services.rollout_worker.transcripts import shortened
 from opentinker.shared.bus import Bus
 from opentinker.shared.spec import JobSpec
@@ -53,7 +60,7 @@ class Exams(Bench):
 
 @pytest.fixture
 def exams(bus: Bus, store: Store, monkeypatch: pytest.MonkeyPatch) -> Exams:
-    monkeypatch.setattr(examiner, "EXAM_WAIT_S", 0.5)
+    monkeypatch.setattr(eval_runner, "EXAM_WAIT_S", 0.5)
     return Exams(bus, store)
 
 
@@ -95,7 +102,7 @@ async def test_exams_that_come_while_the_version_is_lacking_are_left_to_others(
     exams: Exams, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever is asked for meanwhile is neither held nor delivered again and again, which would use up its tries."""
-    monkeypatch.setattr(examiner, "EXAM_WAIT_S", 60.0)
+    monkeypatch.setattr(eval_runner, "EXAM_WAIT_S", 60.0)
     await exams.ask(V(1, 0))
     engine = Mortal()
     engine.version = None
@@ -161,9 +168,9 @@ async def test_episode_that_always_fails_is_a_result_with_its_reason(exams: Exam
 
 
 def test_tokens_of_an_episode_in_many_contexts_are_the_first_so_many_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(examiner, "TOKENS", 8)
+    monkeypatch.setattr(eval_runner, "TOKENS", 8)
     kept = [make_trajectory(stream=name, pieces=["p", "q", "r", "x", "y"]) for name in "abc"]
-    views = examiner.views_of([make_trajectory(stream="none"), *kept])
+    views = eval_runner.views_of([make_trajectory(stream="none"), *kept])
     assert [(one.stream, one.tokens.text, one.tokens.left_out) for one in views] == [
         ("a", ["p", "q", "r", "x", "y"], 1),
         ("b", ["p", "q", "r"], 3),

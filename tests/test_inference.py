@@ -17,7 +17,7 @@ from nats.aio.client import Client as Nats
 
 from opentinker.asking import text_of
 from opentinker.client import ApiConflict, ApiError, AsyncClient
-from opentinker.services.rollout_worker.inference import InferenceJob
+from opentinker.services.rollout_worker.inference_job import InferenceJob
 from opentinker.shared.bus import Bus
 from opentinker.shared.inference import Ask, Piece
 from opentinker.shared.service import Context

@@ -19,7 +19,7 @@ import orjson
 import pytest
 
 from opentinker.client import ApiError, AsyncClient
-from opentinker.services.rollout_worker.lease import run_lease
+from opentinker.services.rollout_worker.run_lease import run_lease
 from opentinker.services.rollout_worker.service import make_engine
 from opentinker.services.scheduler.artifacts.archiver import used_by
 from opentinker.services.scheduler.inference.router import Replicas

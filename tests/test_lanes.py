@@ -14,7 +14,7 @@ import pytest
 from opentinker.client import AsyncClient
 from opentinker.envs.runtime.resolver import Resolver
 from opentinker.envs.runtime.sessions import Sessions
-from opentinker.services.rollout_worker.render import Renderer
+from opentinker.services.rollout_worker.renderer import Renderer
 from opentinker.shared.bus import Bus
 from opentinker.shared.lanes import GLUE_S, MOST, Lanes, LanesByJob, glued
 from opentinker.shared.reports import JobEvent, Segment, TimelinePart

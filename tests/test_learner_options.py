@@ -10,10 +10,10 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoModelForCausalLM
 
-from opentinker.services.reference_forward.needs import needs
+from opentinker.services.reference_forward.required_models import needs
 from opentinker.services.reference_forward.scorer import Scorer
-from opentinker.services.trainer.learner import Interrupted
-from opentinker.services.trainer.torch_learner import TorchLearner
+from opentinker.services.trainer.learners.base import Interrupted
+from opentinker.services.trainer.learners.rl import TorchLearner
 from opentinker.shared.errors import JobFailed, SpecError
 from opentinker.shared.nn.layers import recompute_layers
 from opentinker.shared.nn.layout import layout

@@ -23,7 +23,7 @@ from examples.learning_table import (
     verdict,
 )
 from examples.models.make_tiny import make_tiny
-from opentinker.services.trainer.torch_learner import TorchLearner
+from opentinker.services.trainer.learners.rl import TorchLearner
 from opentinker.shared.types import WeightVersion
 from tests.learning import plain_logprobs
 

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from examples.models.make_tiny import make_tiny
 from opentinker import ApiError, AsyncClient
-from opentinker.services.trainer.torch_learner import TorchLearner
+from opentinker.services.trainer.learners.rl import TorchLearner
 from opentinker.shared.errors import SpecError
 from opentinker.shared.service import Context
 from opentinker.shared.spec import LoraSpec

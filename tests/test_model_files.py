@@ -9,7 +9,7 @@ from typing import Any
 import orjson
 import pytest
 
-from opentinker.services.rollout_worker.render import Renderer
+from opentinker.services.rollout_worker.renderer import Renderer
 from opentinker.shared.errors import JobFailed
 from opentinker.shared.model_files import CODE_KEYS, CONFIGS, code_in, pickled_in, unsafe_weights_in
 from tests.api import Http

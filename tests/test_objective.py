@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from opentinker.services.trainer.credit import assign
-from opentinker.services.trainer.micro_batch import MicroBatch, give_credit, micro_batches
-from opentinker.services.trainer.objective import objective
+from opentinker.services.trainer.algorithm.credit_assignment import assign
+from opentinker.services.trainer.algorithm.objective import objective
+from opentinker.services.trainer.batch.micro_batch import MicroBatch, give_credit, micro_batches
 from opentinker.shared.spec import JobSpec
 from opentinker.shared.types import WeightVersion
 from tests.learning import random_groups, torch_spec

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from opentinker.services.reference_forward.rewards import RewardModel
-from opentinker.services.trainer.assembler import Assembler
-from opentinker.services.trainer.batch_metrics import batch_metrics
-from opentinker.services.trainer.credit import Credit, Values, assign
-from opentinker.services.trainer.micro_batch import micro_batches
-from opentinker.services.trainer.players import players_of
+from opentinker.services.trainer.algorithm.credit_assignment import Credit, Values, assign
+from opentinker.services.trainer.algorithm.seats import players_of
+from opentinker.services.trainer.batch.assembler import Assembler
+from opentinker.services.trainer.batch.metrics import batch_metrics
+from opentinker.services.trainer.batch.micro_batch import micro_batches
 from opentinker.shared.errors import JobFailed
 from opentinker.shared.spec import AlgorithmSpec
 from opentinker.shared.trajectories import Group, Trajectory

@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from opentinker.services.trainer.alarm import WINDOW, MismatchAlarm
-from opentinker.services.trainer.torch_learner import TorchLearner
+from opentinker.services.trainer.learners.rl import TorchLearner
+from opentinker.services.trainer.mismatch_alarm import WINDOW, MismatchAlarm
 from opentinker.shared.types import WeightVersion
 from tests.learning import Sampler, torch_spec
 

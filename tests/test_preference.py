@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from opentinker.services.trainer import preference
+from opentinker.services.trainer.algorithm import preference
 
 with mock.patch("trl.import_utils.is_vllm_available", return_value=False):  # it would load vLLM to look at its version
     from trl.trainer.dpo_trainer import DPOTrainer

@@ -20,11 +20,11 @@ import pytest_asyncio
 import torch
 from nats.aio.subscription import Subscription
 
-from opentinker.services.rollout_worker.engine import SwapError
-from opentinker.services.rollout_worker.toy_engine import ToyEngine
-from opentinker.services.trainer import publisher as module
-from opentinker.services.trainer.learner import BUCKET_BYTES, EmptySnapshot
-from opentinker.services.trainer.publisher import Publisher
+from opentinker.services.rollout_worker.engines.base import SwapError
+from opentinker.services.rollout_worker.engines.toy import ToyEngine
+from opentinker.services.trainer.learners.base import BUCKET_BYTES, EmptySnapshot
+from opentinker.services.trainer.weights import publisher as module
+from opentinker.services.trainer.weights.publisher import Publisher
 from opentinker.shared.bus import NoReply
 from opentinker.shared.errors import JobFailed
 from opentinker.shared.nn import transport

@@ -18,12 +18,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
-from opentinker.services.trainer import ranked_learner, ranks
-from opentinker.services.trainer.learner import NonFinite
-from opentinker.services.trainer.rank_wire import Gather
-from opentinker.services.trainer.ranked_learner import RankedLearner
-from opentinker.services.trainer.ranks import RankLost, Ranks
-from opentinker.services.trainer.torch_learner import TorchLearner
+from opentinker.services.trainer.distributed import multi_rank_learner, rank_processes
+from opentinker.services.trainer.distributed.multi_rank_learner import RankedLearner
+from opentinker.services.trainer.distributed.rank_processes import RankLost, Ranks
+from opentinker.services.trainer.distributed.rank_protocol import Gather
+from opentinker.services.trainer.learners.base import NonFinite
+from opentinker.services.trainer.learners.rl import TorchLearner
 from opentinker.shared.errors import JobFailed, OpenTinkerError
 from opentinker.shared.gpus import VISIBLE
 from opentinker.shared.nn.packing import share
@@ -243,7 +243,7 @@ def test_a_rank_that_stops_is_noticed_and_ended_and_the_next_job_has_others(
 ) -> None:
     """SIGSTOP between two steps. Its silence is noticed whatever our own part waits for."""
     pair.job(train={"lr": 1e-3, "parallel": "zero2"})
-    monkeypatch.setattr(ranks, "SILENT_S", 3.0)
+    monkeypatch.setattr(rank_processes, "SILENT_S", 3.0)
     assert pair.gang.ranks is not None
     (pid,) = pair.gang.ranks.pids
     os.kill(pid, signal.SIGSTOP)
@@ -253,7 +253,7 @@ def test_a_rank_that_stops_is_noticed_and_ended_and_the_next_job_has_others(
     assert gone(pid)
     pair.gang.close()
 
-    monkeypatch.setattr(ranks, "START_S", 2.0)  # it imports torch for longer, and uses its processor meanwhile
+    monkeypatch.setattr(rank_processes, "START_S", 2.0)  # it imports torch for longer, and uses its processor meanwhile
     pair.gang = RankedLearner(two_ranks(pair.base), "cpu")
     alone = pair.job(train={"lr": 1e-3, "parallel": "zero1"})
     pair.both_step(alone, random_groups(0), 0)
@@ -262,7 +262,7 @@ def test_a_rank_that_stops_is_noticed_and_ended_and_the_next_job_has_others(
 def test_what_lost_the_ranks_is_not_hidden_by_a_part_of_ours_that_does_not_let_go(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(ranks, "CLOSE_S", 0.1)
+    monkeypatch.setattr(rank_processes, "CLOSE_S", 0.1)
     stuck = threading.Event()
 
     def started() -> Ranks:
@@ -302,7 +302,7 @@ def test_ranks_that_were_starting_when_the_job_was_let_go_end(pair: Pair, monkey
         gang.close()
         return started[0]
 
-    monkeypatch.setattr(ranked_learner, "Ranks", slowly)
+    monkeypatch.setattr(multi_rank_learner, "Ranks", slowly)
     with pytest.raises(OpenTinkerError, match="let go"):
         gang.load(None)
     assert all(gone(pid) for pid in started[0].pids)
@@ -314,16 +314,16 @@ def test_ranks_that_were_starting_when_the_job_was_let_go_end(pair: Pair, monkey
 def test_ranks_take_no_gpu_that_their_trainer_was_not_given(
     monkeypatch: pytest.MonkeyPatch, told: str | None, taken: list[str]
 ) -> None:
-    monkeypatch.setattr(ranked_learner, "visible", list)
+    monkeypatch.setattr(multi_rank_learner, "visible", list)
     monkeypatch.delenv(VISIBLE, raising=False)
     if told is not None:
         monkeypatch.setenv(VISIBLE, told)
-    assert [ranked_learner._variables(1, rank)[VISIBLE] for rank in range(3)] == taken
+    assert [multi_rank_learner._variables(1, rank)[VISIBLE] for rank in range(3)] == taken
 
 
 async def test_ranks_end_with_a_trainer_that_is_killed() -> None:
     code = (
-        "import sys; from opentinker.services.trainer.ranks import Ranks\n"
+        "import sys; from opentinker.services.trainer.distributed.rank_processes import Ranks\n"
         "print(*Ranks(2, lambda rank: {}).pids, flush=True); sys.stdin.read()"
     )
     trainer = await asyncio.create_subprocess_exec(

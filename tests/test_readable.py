@@ -17,10 +17,10 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from opentinker.services.rollout_worker.lease import run_lease
+from opentinker.services.rollout_worker.run_lease import run_lease
 from opentinker.services.scheduler.jobs.submit import submit
-from opentinker.services.trainer.record import Record
-from opentinker.services.trainer.supervised import SupervisedJob
+from opentinker.services.trainer.job_reporter import Record
+from opentinker.services.trainer.supervised_loop import SupervisedJob
 from opentinker.shared.config import Settings
 from opentinker.shared.dataset import open_rows
 from opentinker.shared.env_client import EnvClient

@@ -22,11 +22,11 @@ import torch
 from structlog.testing import capture_logs
 from transformers import AutoModelForCausalLM
 
-from opentinker.services.reference_forward.needs import REFERENCE, ModelKey, needs
+from opentinker.services.reference_forward.required_models import REFERENCE, ModelKey, needs
 from opentinker.services.reference_forward.results import with_results
 from opentinker.services.reference_forward.scorer import Scorer
 from opentinker.services.reference_forward.service import ReferenceForward
-from opentinker.services.trainer.torch_learner import TorchLearner
+from opentinker.services.trainer.learners.rl import TorchLearner
 from opentinker.shared.bus import Bus, StreamFull
 from opentinker.shared.config import Settings
 from opentinker.shared.service import Context

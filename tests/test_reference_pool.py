@@ -13,9 +13,9 @@ import msgspec
 import numpy as np
 import pytest
 
-from opentinker.services.reference_forward.desk import Desk, Work
-from opentinker.services.reference_forward.needs import REFERENCE, ModelKey
-from opentinker.services.reference_forward.residence import PATIENCE, Residence
+from opentinker.services.reference_forward.group_queue import Desk, Work
+from opentinker.services.reference_forward.model_cache import PATIENCE, Residence
+from opentinker.services.reference_forward.required_models import REFERENCE, ModelKey
 from opentinker.services.reference_forward.scorer import Scorer
 from opentinker.shared.bus import Bus
 from opentinker.shared.errors import JobFailed

@@ -13,9 +13,9 @@ import openai
 import pytest
 
 from opentinker.client import AsyncClient
-from opentinker.services.rollout_worker import inference
-from opentinker.services.rollout_worker.inference import InferenceJob
-from opentinker.services.rollout_worker.talking import Talk
+from opentinker.services.rollout_worker import inference_job
+from opentinker.services.rollout_worker.inference_job import InferenceJob
+from opentinker.services.rollout_worker.inference_request import Talk
 from opentinker.services.scheduler.inference import router
 from opentinker.services.scheduler.inference.ready_workers import LOOK_S, Lookout
 from opentinker.services.scheduler.inference.router import Replicas
@@ -84,7 +84,7 @@ async def test_requests_survive_a_restart_of_the_message_server(
     own_server: Server, valkey_server: Server, store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(router, "SILENCE_S", 3.0)
-    monkeypatch.setattr(inference, "BEAT_S", 0.3)
+    monkeypatch.setattr(inference_job, "BEAT_S", 0.3)
     data = tmp_path / "data"
     async with (
         context(own_server, valkey_server, "scheduler-0", data) as ctx,

@@ -22,10 +22,10 @@ from transformers import (
 )
 
 from examples.models.make_tiny import make_tiny
-from opentinker.services.reference_forward.needs import REWARD, ModelKey
+from opentinker.services.reference_forward.required_models import REWARD, ModelKey
 from opentinker.services.reference_forward.results import with_results
 from opentinker.services.reference_forward.scorer import Scorer
-from opentinker.services.trainer.batch_metrics import batch_metrics
+from opentinker.services.trainer.batch.metrics import batch_metrics
 from opentinker.shared.bus import Bus
 from opentinker.shared.errors import JobFailed, SpecError
 from opentinker.shared.spec import parse_spec

@@ -14,12 +14,19 @@ from typing import Any
 import pytest
 import structlog
 
-from opentinker.services.rollout_worker.engine import Completion, EngineError, EngineLost, Progress, Sampling, Shown
+from opentinker.services.rollout_worker.engines.base import (
+    Completion,
+    EngineError,
+    EngineLost,
+    Progress,
+    Sampling,
+    Shown,
+)
+from opentinker.services.rollout_worker.engines.toy import ToyEngine
 from opentinker.services.rollout_worker.episode import Sessions
-from opentinker.services.rollout_worker.render import Renderer
+from opentinker.services.rollout_worker.renderer import Renderer
+from opentinker.services.rollout_worker.rl_job import MAX_DELIVERIES, RolloutJob
 from opentinker.services.rollout_worker.service import ENGINE, import_engine
-from opentinker.services.rollout_worker.toy_engine import ToyEngine
-from opentinker.services.rollout_worker.worker import MAX_DELIVERIES, RolloutJob
 from opentinker.services.scheduler.jobs.tickets import JUDGED_FROM, too_many_failures
 from opentinker.shared.admission import Admission
 from opentinker.shared.bus import Bus, StreamFull
@@ -115,7 +122,7 @@ class Bench:
 
 @pytest.fixture
 def bench(bus: Bus, store: Store, monkeypatch: pytest.MonkeyPatch) -> Bench:
-    monkeypatch.setattr("opentinker.services.rollout_worker.worker.TICKET_WAIT_S", 0.5)
+    monkeypatch.setattr("opentinker.services.rollout_worker.rl_job.TICKET_WAIT_S", 0.5)
     return Bench(bus, store)
 
 
@@ -271,7 +278,7 @@ async def test_siblings_that_begin_differently_are_told_of_and_trained_only_by_c
 async def test_groups_wait_while_the_store_is_full_and_go_on_with_nothing_lost(
     small_server: Server, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("opentinker.services.rollout_worker.worker.FULL_PAUSE_S", 0.05)
+    monkeypatch.setattr("opentinker.services.rollout_worker.rl_job.FULL_PAUSE_S", 0.05)
     async with Bus.connect(small_server.url, "test") as bus:
         for stream in (TICKETS, GROUPS):
             await bus.js.add_stream(stream)

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from opentinker.services.trainer import ranks
-from opentinker.services.trainer.examples import Example
-from opentinker.services.trainer.learner import Interrupted, NonFinite
-from opentinker.services.trainer.rank import LEARNERS
-from opentinker.services.trainer.rank_wire import examples_of, rows_of
-from opentinker.services.trainer.ranked_learner import RankedRows
+from opentinker.services.trainer.data.examples import Example
+from opentinker.services.trainer.distributed import rank_processes
+from opentinker.services.trainer.distributed.multi_rank_learner import RankedRows
+from opentinker.services.trainer.distributed.rank_main import LEARNERS
+from opentinker.services.trainer.distributed.rank_protocol import examples_of, rows_of
+from opentinker.services.trainer.learners.base import Interrupted, NonFinite
 from tests.row_samples import chat_model, random_pairs, random_rows, row_spec
 
 LORA = {"rank": 4, "alpha": 8.0}
@@ -170,7 +170,9 @@ def test_work_is_given_up_when_asked_and_the_next_job_has_other_ranks(
     gang: RankedRows, base: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     both(gang, base, "sft")
-    monkeypatch.setattr(ranks, "GRACE_S", float("inf"))  # the others have nothing to say, and nobody waits for it
+    monkeypatch.setattr(
+        rank_processes, "GRACE_S", float("inf")
+    )  # the others have nothing to say, and nobody waits for it
     gang.interrupt()
     with pytest.raises(Interrupted):
         gang.evaluate(examples("sft", 5))

@@ -16,10 +16,10 @@ from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from opentinker.merge import merge
-from opentinker.services.reference_forward.needs import ModelKey
+from opentinker.services.reference_forward.required_models import ModelKey
 from opentinker.services.reference_forward.scorer import Scorer
-from opentinker.services.rollout_worker.render import Renderer, images_of
-from opentinker.services.trainer.torch_learner import TorchLearner
+from opentinker.services.rollout_worker.renderer import Renderer, images_of
+from opentinker.services.trainer.learners.rl import TorchLearner
 from opentinker.shared import codec
 from opentinker.shared.errors import BadImage, JobFailed
 from opentinker.shared.nn.models import load_model, model_bytes

@@ -12,9 +12,9 @@ import pytest_asyncio
 import torch
 
 from opentinker.merge import merge
-from opentinker.services.rollout_worker.engine import Completion, Engine, Sampling
-from opentinker.services.rollout_worker.render import Renderer, images_of
-from opentinker.services.trainer.torch_learner import TorchLearner
+from opentinker.services.rollout_worker.engines.base import Completion, Engine, Sampling
+from opentinker.services.rollout_worker.renderer import Renderer, images_of
+from opentinker.services.trainer.learners.rl import TorchLearner
 from opentinker.shared.spec import LoraSpec
 from opentinker.shared.types import Message, WeightVersion
 from tests.factories import V0
@@ -43,7 +43,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def engine_of(base: Path, lora: LoraSpec | None = None) -> Any:
-    from opentinker.services.rollout_worker.vllm_engine import VllmEngine
+    from opentinker.services.rollout_worker.engines.vllm import VllmEngine
 
     return VllmEngine(str(base), eos_ids=[1], context_length=256, max_concurrent=8, lora=lora, group_timeout_s=GROUP_S)
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from opentinker.services.trainer.examples import Example, load_examples
-from opentinker.services.trainer.learner import NonFinite
-from opentinker.services.trainer.sft_learner import SftLearner
+from opentinker.services.trainer.data.examples import Example, load_examples
+from opentinker.services.trainer.learners.base import NonFinite
+from opentinker.services.trainer.learners.sft import SftLearner
 from opentinker.shared.nn.models import longest_context
 from tests.row_samples import chat_model, copies, random_rows, row_spec, write_rows
 from tests.test_torch_learner import digest

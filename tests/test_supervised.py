@@ -14,10 +14,10 @@ import orjson
 import pytest
 
 from opentinker.services.trainer import checkpoint
-from opentinker.services.trainer.chat import Tokens
-from opentinker.services.trainer.examples import Example, Examples
-from opentinker.services.trainer.learner import Interrupted, NonFinite
-from opentinker.services.trainer.supervised import SupervisedJob
+from opentinker.services.trainer.data.chat import Tokens
+from opentinker.services.trainer.data.examples import Example, Examples
+from opentinker.services.trainer.learners.base import Interrupted, NonFinite
+from opentinker.services.trainer.supervised_loop import SupervisedJob
 from opentinker.shared.errors import JobFailed
 from opentinker.shared.leasing import LeasedWorker
 from opentinker.shared.service import Context

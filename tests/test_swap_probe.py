@@ -11,11 +11,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from opentinker.services.rollout_worker.engine import EngineError, Scores
-from opentinker.services.rollout_worker.taking import WeightTaker
-from opentinker.services.rollout_worker.toy_engine import ToyEngine
-from opentinker.services.trainer.alarm import MismatchAlarm
-from opentinker.services.trainer.torch_learner import PROBE_EVERY, PROBE_TOKENS, TorchLearner, probe_of
+from opentinker.services.rollout_worker.engines.base import EngineError, Scores
+from opentinker.services.rollout_worker.engines.toy import ToyEngine
+from opentinker.services.rollout_worker.weight_receiver import WeightTaker
+from opentinker.services.trainer.learners.rl import PROBE_EVERY, PROBE_TOKENS, TorchLearner, probe_of
+from opentinker.services.trainer.mismatch_alarm import MismatchAlarm
 from opentinker.shared.nn.transport import unpack
 from opentinker.shared.spec import ToySpec
 from opentinker.shared.store import Store

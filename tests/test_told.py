@@ -13,8 +13,8 @@ import pytest
 from opentinker import AsyncClient
 from opentinker.cli.knowing import bars
 from opentinker.services.rollout_worker.transcripts import is_kept, shortened
-from opentinker.services.trainer.distributions import RATIO, distributions, histogram, ratio_counts, reward_edges
-from opentinker.services.trainer.told import NEWEST, Told, swept
+from opentinker.services.trainer.batch.distributions import RATIO, distributions, histogram, ratio_counts, reward_edges
+from opentinker.services.trainer.rollout_log import NEWEST, Told, swept
 from opentinker.shared.service import Context
 from opentinker.shared.step_log import StepLog
 from opentinker.shared.trajectories import Group

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from opentinker.services.rollout_worker.render import Renderer
+from opentinker.services.rollout_worker.renderer import Renderer
 from opentinker.services.rollout_worker.tool_calls import FORMATS, MOST_CALLS, Said, parse, recognise
 from opentinker.shared import codec
 from opentinker.shared.errors import JobFailed

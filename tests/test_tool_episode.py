@@ -12,7 +12,7 @@ import pytest
 from opentinker.envs.runtime.resolver import Resolver
 from opentinker.envs.runtime.sessions import Sessions
 from opentinker.envs.runtime.tools.tool_factory import Shop
-from opentinker.services.rollout_worker.engine import Completion
+from opentinker.services.rollout_worker.engines.base import Completion
 from opentinker.services.rollout_worker.episode import Episode
 from opentinker.shared.config import Settings
 from opentinker.shared.sessions import CloseSession, OpenSession, SessionReply, StepSession

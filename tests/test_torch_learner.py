@@ -16,9 +16,9 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from examples.models.make_tiny import make_tiny
-from opentinker.services.trainer.learner import NonFinite, SimulatedLearner
-from opentinker.services.trainer.policy import Policy
-from opentinker.services.trainer.torch_learner import TorchLearner
+from opentinker.services.trainer.learners.base import NonFinite, SimulatedLearner
+from opentinker.services.trainer.learners.policy_model import Policy
+from opentinker.services.trainer.learners.rl import TorchLearner
 from opentinker.shared.errors import JobFailed
 from opentinker.shared.nn.transport import unpack
 from opentinker.shared.spec import JobSpec

@@ -5,8 +5,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from opentinker.services.rollout_worker.engine import EngineError, Sampling, SwapError
-from opentinker.services.rollout_worker.toy_engine import ToyEngine
+from opentinker.services.rollout_worker.engines.base import EngineError, Sampling, SwapError
+from opentinker.services.rollout_worker.engines.toy import ToyEngine
 from opentinker.shared.nn.transport import WeightGroup, host_store, snapshot
 from opentinker.shared.spec import ToySpec
 from opentinker.shared.trajectories import Span

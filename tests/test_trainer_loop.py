@@ -16,9 +16,9 @@ import msgspec
 import orjson
 import pytest
 
-from opentinker.services.trainer import checkpoint, loop, service
-from opentinker.services.trainer.learner import NonFinite, SimulatedLearner
-from opentinker.services.trainer.loop import TrainerJob
+from opentinker.services.trainer import checkpoint, rl_loop, service
+from opentinker.services.trainer.learners.base import NonFinite, SimulatedLearner
+from opentinker.services.trainer.rl_loop import TrainerJob
 from opentinker.shared import codec
 from opentinker.shared.admission import Admission
 from opentinker.shared.config import Settings
@@ -234,7 +234,7 @@ def test_half_a_line_is_taken_back(tmp_path: Path) -> None:
 async def test_checkpoints_come_earlier_when_the_stream_would_hold_too_much(
     ctx: Context, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loop, "UNSAVED_BYTES", 1)
+    monkeypatch.setattr(rl_loop, "UNSAVED_BYTES", 1)
     job = await prepare(ctx)
     await train(job)
     made = [event["step"] for event in await ctx.store.events(JOB) if event["event"] == "checkpoint"]
@@ -242,8 +242,8 @@ async def test_checkpoints_come_earlier_when_the_stream_would_hold_too_much(
 
 
 async def test_starved_trainer_makes_a_checkpoint_to_make_room(ctx: Context, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loop, "STARVED_S", 0.0)
-    monkeypatch.setattr(loop, "STARVED_BYTES", 0)
+    monkeypatch.setattr(rl_loop, "STARVED_S", 0.0)
+    monkeypatch.setattr(rl_loop, "STARVED_BYTES", 0)
     job = await prepare(ctx)
     async with running(job.run()):
         await until(lambda: job.stepped > 0)  # it waits for two groups now
@@ -262,8 +262,8 @@ async def stored(ctx: Context) -> int:
 
 async def test_starved_trainer_removes_all_that_it_trained_on(ctx: Context, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also before its first checkpoint: the stream may be full."""
-    monkeypatch.setattr(loop, "STARVED_S", 0.2)
-    monkeypatch.setattr(loop, "STARVED_BYTES", 0)
+    monkeypatch.setattr(rl_loop, "STARVED_S", 0.2)
+    monkeypatch.setattr(rl_loop, "STARVED_BYTES", 0)
     job = await prepare(ctx)
     async with running(job.run()):
         await until(lambda: job.stepped > 0)
@@ -282,8 +282,8 @@ async def test_starved_trainer_removes_all_that_it_trained_on(ctx: Context, monk
 async def test_checkpoint_that_failed_is_tried_again_by_a_starved_trainer(
     ctx: Context, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loop, "STARVED_S", 0.05)
-    monkeypatch.setattr(loop, "STARVED_BYTES", 0)
+    monkeypatch.setattr(rl_loop, "STARVED_S", 0.05)
+    monkeypatch.setattr(rl_loop, "STARVED_BYTES", 0)
     job = await prepare(ctx, full_at=(0,))
     learner = job.learner
     assert isinstance(learner, Clumsy)

@@ -19,10 +19,10 @@ import numpy as np
 import pytest
 import torch
 
-from opentinker.services.trainer import advantages
-from opentinker.services.trainer.credit import assign
-from opentinker.services.trainer.micro_batch import MicroBatch, give_credit, micro_batches
-from opentinker.services.trainer.objective import objective
+from opentinker.services.trainer.algorithm import advantages
+from opentinker.services.trainer.algorithm.credit_assignment import assign
+from opentinker.services.trainer.algorithm.objective import objective
+from opentinker.services.trainer.batch.micro_batch import MicroBatch, give_credit, micro_batches
 from opentinker.shared.nn.forward import token_logprobs
 from opentinker.shared.nn.models import load_model
 from opentinker.shared.spec import JobSpec

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from opentinker.services.rollout_worker.render import Renderer
-from opentinker.services.rollout_worker.unfolding import Offsets, Unfolding
+from opentinker.services.rollout_worker.detokenizer import Offsets, Unfolding
+from opentinker.services.rollout_worker.renderer import Renderer
 from opentinker.shared.openai.answers import cut
 
 

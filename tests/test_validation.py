@@ -14,11 +14,11 @@ import orjson
 import pytest
 
 from opentinker.services.scheduler.jobs.tickets import ticket_seed
-from opentinker.services.trainer import validation
-from opentinker.services.trainer.batch_metrics import batch_metrics
-from opentinker.services.trainer.learner import EmptySnapshot, SimulatedLearner
-from opentinker.services.trainer.record import Record
-from opentinker.services.trainer.validation import Validation
+from opentinker.services.trainer import eval_scheduler
+from opentinker.services.trainer.batch.metrics import batch_metrics
+from opentinker.services.trainer.eval_scheduler import Validation
+from opentinker.services.trainer.job_reporter import Record
+from opentinker.services.trainer.learners.base import EmptySnapshot, SimulatedLearner
 from opentinker.shared.errors import JobFailed, SpecError
 from opentinker.shared.service import Context
 from opentinker.shared.spec import JobSpec, parse_spec
@@ -275,8 +275,8 @@ async def test_version_that_is_due_waits_for_the_evaluation_before_it(ctx: Conte
 async def test_results_of_other_weights_do_not_count_and_are_asked_for_again(
     ctx: Context, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(validation, "LOST_S", 0.05)
-    monkeypatch.setattr(validation, "LOOK_S", 0.05)
+    monkeypatch.setattr(eval_scheduler, "LOST_S", 0.05)
+    monkeypatch.setattr(eval_scheduler, "LOOK_S", 0.05)
     t = await trial(ctx)
     async with running(t.it.run()):
         await t.offer(0)

@@ -20,12 +20,12 @@ from transformers import (
 )
 
 from examples.models.make_tiny import make_tiny
-from opentinker.services.reference_forward.needs import REFERENCE, VALUES, ModelKey, needs
+from opentinker.services.reference_forward.required_models import REFERENCE, VALUES, ModelKey, needs
 from opentinker.services.reference_forward.results import with_results
 from opentinker.services.reference_forward.scorer import Scorer
-from opentinker.services.trainer.credit import assign
-from opentinker.services.trainer.micro_batch import micro_batches
-from opentinker.services.trainer.torch_learner import TorchLearner
+from opentinker.services.trainer.algorithm.credit_assignment import assign
+from opentinker.services.trainer.batch.micro_batch import micro_batches
+from opentinker.services.trainer.learners.rl import TorchLearner
 from opentinker.shared.bus import Bus
 from opentinker.shared.errors import JobFailed, SpecError
 from opentinker.shared.manifest import CRITIC

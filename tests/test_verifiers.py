@@ -17,7 +17,7 @@ from opentinker.envs.agents import verifiers
 from opentinker.envs.agents.verifiers import Runner, Verifiers
 from opentinker.envs.base import Opening, Step, user
 from opentinker.services.rollout_worker.episode import Episode
-from opentinker.services.rollout_worker.render import Renderer
+from opentinker.services.rollout_worker.renderer import Renderer
 from opentinker.shared.sessions import Policy
 from opentinker.shared.types import ToolCall
 from tests.agent_talk import Direct, action, texts

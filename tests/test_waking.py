@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from opentinker.services.rollout_worker.taking import WeightTaker
-from opentinker.services.trainer.examples import Example
-from opentinker.services.trainer.learner import SimulatedLearner
-from opentinker.services.trainer.loop import TrainerJob, consumer_of
-from opentinker.services.trainer.record import Record
-from opentinker.services.trainer.supervised import SupervisedJob
+from opentinker.services.rollout_worker.weight_receiver import WeightTaker
+from opentinker.services.trainer.data.examples import Example
+from opentinker.services.trainer.job_reporter import Record
+from opentinker.services.trainer.learners.base import SimulatedLearner
+from opentinker.services.trainer.rl_loop import TrainerJob, consumer_of
+from opentinker.services.trainer.supervised_loop import SupervisedJob
 from opentinker.shared.admission import Admission
 from opentinker.shared.errors import Fenced
 from opentinker.shared.leasing import LeasedWorker

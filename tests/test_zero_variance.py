@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from opentinker.services.trainer.learned import Comparisons
+from opentinker.services.trainer.learning_check import Comparisons
 from opentinker.shared.spec import AlgorithmSpec
 from tests.cluster import toy_cluster
 from tests.factories import make_spec

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from opentinker.services.rollout_worker.engine import Completion, Engine, Sampling
+from opentinker.services.rollout_worker.engines.base import Completion, Engine, Sampling
 from opentinker.shared.nn.transport import Snapshot, WeightGroup, host_store, snapshot
 from opentinker.shared.types import SwapCommand, WeightVersion
 

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from opentinker.services.reference_forward.needs import REFERENCE, REWARD, TEACHER, VALUES
+from opentinker.services.reference_forward.required_models import REFERENCE, REWARD, TEACHER, VALUES
 from opentinker.shared.trajectories import Group, Trajectory
 from opentinker.shared.types import F32
 

@@ -14,10 +14,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from opentinker.services.reference_forward.needs import ModelKey
+from opentinker.services.reference_forward.required_models import ModelKey
 from opentinker.services.reference_forward.rewards import RewardModel
+from opentinker.services.reference_forward.tokenizer_check import check_same_tokens
 from opentinker.services.reference_forward.values import ValueModel
-from opentinker.services.reference_forward.vocabulary import check_same_tokens
 from opentinker.shared.errors import JobFailed
 from opentinker.shared.nn.forward import token_logprobs
 from opentinker.shared.nn.layers import float32_head

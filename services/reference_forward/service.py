@@ -28,9 +28,9 @@ import msgspec
 import structlog
 from redis.exceptions import RedisError
 
-from opentinker.services.reference_forward.desk import AHEAD, Desk, Work
-from opentinker.services.reference_forward.needs import ModelKey, needs
-from opentinker.services.reference_forward.residence import Residence
+from opentinker.services.reference_forward.group_queue import AHEAD, Desk, Work
+from opentinker.services.reference_forward.model_cache import Residence
+from opentinker.services.reference_forward.required_models import ModelKey, needs
 from opentinker.services.reference_forward.results import with_results
 from opentinker.shared.bus import ACK_WAIT_S, ConsumerDeleted, Delivery, StreamFull, TooLarge
 from opentinker.shared.errors import Conflict, JobFailed, NotFound, SpecError

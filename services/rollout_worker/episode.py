@@ -23,8 +23,8 @@ from typing import Protocol
 import msgspec
 import numpy as np
 
-from opentinker.services.rollout_worker.engine import Completion, Engine, EngineError, EngineLost, Sampling, Shown
-from opentinker.services.rollout_worker.render import Renderer, images_of
+from opentinker.services.rollout_worker.engines.base import Completion, Engine, EngineError, EngineLost, Sampling, Shown
+from opentinker.services.rollout_worker.renderer import Renderer, images_of
 from opentinker.services.rollout_worker.transcripts import CHARACTERS, TOKENS, is_kept, shortened
 from opentinker.shared.errors import BadImage, JobFailed
 from opentinker.shared.sessions import Isolation, Policy, SessionReply, StepSession

@@ -10,12 +10,12 @@ import tempfile
 from collections.abc import Sequence
 from functools import partial
 
-from opentinker.services.rollout_worker import vllm_boot
-from opentinker.services.rollout_worker.engine import Engine
-from opentinker.services.rollout_worker.given import Beside
-from opentinker.services.rollout_worker.lease import run_lease
-from opentinker.services.rollout_worker.render import Renderer
-from opentinker.services.rollout_worker.toy_engine import ToyEngine
+from opentinker.services.rollout_worker.checkpoint_weights import Beside
+from opentinker.services.rollout_worker.engines import vllm_startup
+from opentinker.services.rollout_worker.engines.base import Engine
+from opentinker.services.rollout_worker.engines.toy import ToyEngine
+from opentinker.services.rollout_worker.renderer import Renderer
+from opentinker.services.rollout_worker.run_lease import run_lease
 from opentinker.shared.config import Settings
 from opentinker.shared.env_client import EnvClient
 from opentinker.shared.leasing import LeasedWorker
@@ -26,7 +26,7 @@ from opentinker.shared.spec import JobSpec
 from opentinker.shared.types import Lease, Pool
 from opentinker.shared.waiting import see_through
 
-ENGINE = "opentinker.services.rollout_worker.vllm_engine"
+ENGINE = "opentinker.services.rollout_worker.engines.vllm"
 AGENTS = ("agent_program", "verifiers")
 
 TOY_CONTEXT = 4096
@@ -36,7 +36,7 @@ MAX_SEQUENCES = 256
 
 async def serve(ctx: Context) -> None:
     async def work(worker: LeasedWorker, lease: Lease, spec: JobSpec) -> None:
-        worker.leftovers.append(f"{glob.escape(tempfile.gettempdir())}/{vllm_boot.OWN}{os.getpid()}-*")
+        worker.leftovers.append(f"{glob.escape(tempfile.gettempdir())}/{vllm_startup.OWN}{os.getpid()}-*")
         await import_engine(spec)
         owner = owner_of(worker.info.id, worker.info.incarnation)
         record = await ctx.store.job(lease.job)
@@ -46,8 +46,8 @@ async def serve(ctx: Context) -> None:
 
     if ctx.settings.preload:
         # Before the first heartbeat: imports hold the interpreter for seconds, and a silent worker counts as dead.
-        await asyncio.to_thread(vllm_boot.preload)
-    with tempfile.TemporaryDirectory(prefix=f"{vllm_boot.OWN}{os.getpid()}-", ignore_cleanup_errors=True) as place:
+        await asyncio.to_thread(vllm_startup.preload)
+    with tempfile.TemporaryDirectory(prefix=f"{vllm_startup.OWN}{os.getpid()}-", ignore_cleanup_errors=True) as place:
         os.environ.setdefault("VLLM_RPC_BASE_PATH", place)  # its sockets: of an engine that is killed they are left
         await LeasedWorker(ctx, Pool.ROLLOUT, work).serve()
 
@@ -55,7 +55,7 @@ async def serve(ctx: Context) -> None:
 async def import_engine(spec: JobSpec) -> None:
     """What the job generates with, if it is not there yet: in a thread, because heartbeats go on meanwhile."""
     if spec.rollout.toy is None and ENGINE not in sys.modules:
-        await see_through(asyncio.to_thread(vllm_boot.preload))
+        await see_through(asyncio.to_thread(vllm_startup.preload))
 
 
 LIVE_ADAPTERS = 6
@@ -73,7 +73,7 @@ def make_engine(spec: JobSpec, renderer: Renderer, model: str, beside: Sequence[
             echo_ids=renderer.digit_ids,
             group_timeout_s=settings.swap_timeout_s,
         )
-    from opentinker.services.rollout_worker.vllm_engine import VllmEngine
+    from opentinker.services.rollout_worker.engines.vllm import VllmEngine
 
     rollout = spec.rollout
     serves = spec.kind == "inference"

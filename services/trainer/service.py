@@ -8,9 +8,9 @@ import os
 from typing import Any
 
 from opentinker.services.trainer import checkpoint
-from opentinker.services.trainer.learner import SimulatedLearner
-from opentinker.services.trainer.loop import TrainerJob
-from opentinker.services.trainer.supervised import SupervisedJob
+from opentinker.services.trainer.learners.base import SimulatedLearner
+from opentinker.services.trainer.rl_loop import TrainerJob
+from opentinker.services.trainer.supervised_loop import SupervisedJob
 from opentinker.shared.leasing import LeasedWorker
 from opentinker.shared.service import Context
 from opentinker.shared.spec import JobSpec
@@ -52,7 +52,7 @@ def make_learner(spec: JobSpec) -> Any:
 
 def _learners(ranks: int) -> dict[str, type]:
     """By kind of job. Imports torch and transformers: seconds, so it is done before the first job comes."""
-    from opentinker.services.trainer.rank import LEARNERS
-    from opentinker.services.trainer.ranked_learner import RankedLearner, RankedRows
+    from opentinker.services.trainer.distributed.multi_rank_learner import RankedLearner, RankedRows
+    from opentinker.services.trainer.distributed.rank_main import LEARNERS
 
     return {"rl": RankedLearner, "sft": RankedRows, "dpo": RankedRows} if ranks > 1 else LEARNERS

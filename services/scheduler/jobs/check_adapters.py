@@ -1,7 +1,7 @@
 """The adapters that an inference job serves beside its base: found, compared with the base, and kept for it.
 
 Kept as the checkpoint is that a job starts from (`check_start_checkpoint.py`), each in
-{data_dir}/jobs/{job}/start/adapters/{name}. """
+{data_dir}/jobs/{job}/start/adapters/{name}."""
 
 from __future__ import annotations
 

@@ -1,0 +1,240 @@
+"""A simulated engine: deterministic tokens, given durations, no model. For everything that is not about generation.
+
+Tokens are a function of prompt, seed (not at temperature 0) and `skill` alone, never of the version or of time. With a
+real weight group it receives and verifies the bytes like any other member and throws them away.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import math
+import random
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from opentinker.services.rollout_worker.engines.base import (
+    Completion,
+    EngineError,
+    Progress,
+    Sampling,
+    Scores,
+    Shown,
+    SwapError,
+)
+from opentinker.shared.spec import ToySpec
+from opentinker.shared.trajectories import Span
+from opentinker.shared.types import SIMULATED, StopReason, SwapCommand, WeightVersion
+
+if TYPE_CHECKING:
+    from opentinker.shared.nn.transport import WeightGroup
+
+
+class ToyEngine:
+    def __init__(
+        self,
+        spec: ToySpec,
+        *,
+        eos_id: int,
+        vocab_size: int,
+        context_length: int,
+        echo_ids: frozenset[int] = frozenset(),
+        group_timeout_s: float = 10.0,
+    ) -> None:
+        """`echo_ids`: tokens (digits, usually) that a skilled answer repeats from the last message of the prompt."""
+        self.version: WeightVersion | None = None
+        self.context_length = context_length
+        self._spec = spec
+        self._eos_id = eos_id
+        self._vocab_size = vocab_size
+        self._echo_ids = echo_ids
+        self._group_timeout_s = group_timeout_s
+        self._group: WeightGroup | None = None
+        self._generation = -1
+        self._adapters: dict[str, WeightVersion] = {}
+        self._running: dict[str, asyncio.Task[Completion]] = {}
+        self._unpaused = asyncio.Event()
+        self._unpaused.set()
+
+    async def start(self) -> None:
+        """Nothing to load."""
+
+    async def generate(
+        self,
+        request: str,
+        prompt_ids: list[int],
+        sampling: Sampling,
+        progress: Progress | None = None,
+        shown: Sequence[Shown] = (),
+    ) -> Completion:
+        if shown:
+            raise EngineError("the simulated engine does not see")
+        if sampling.likely:
+            raise EngineError("the simulated engine draws from no distribution: no tokens are the likeliest")
+        if self.version is None:
+            raise EngineError("the engine has no weights yet")
+        if len(prompt_ids) >= self.context_length:
+            raise EngineError(f"the prompt has {len(prompt_ids)} tokens, the context holds {self.context_length}")
+        if sampling.adapter and sampling.adapter not in self._adapters:
+            raise EngineError(f"there is no adapter {sampling.adapter!r}")
+        if request in self._running:
+            raise EngineError(f"request {request} is already running")
+        task = asyncio.ensure_future(self._sample(prompt_ids, sampling, progress))
+        self._running[request] = task
+        try:
+            return await task
+        except asyncio.CancelledError:
+            if request in self._running:
+                task.cancel()
+                raise  # the caller was cancelled, not the request
+            raise EngineError(f"request {request} was aborted") from None
+        finally:
+            self._running.pop(request, None)
+
+    async def score(self, ids: list[int]) -> Scores | None:
+        return None
+
+    async def abort(self, request: str) -> None:
+        task = self._running.pop(request, None)
+        if task is not None:
+            task.cancel()
+
+    async def watch(self) -> None:
+        await asyncio.Event().wait()
+
+    async def serve(self, version: WeightVersion, adapter: Path | None = None) -> None:
+        """It has no weights, so an adapter is nothing to it."""
+        self.version = version
+
+    async def add(self, name: str, version: WeightVersion, adapter: Path) -> None:
+        """What is sampled is the same; the spans alone tell of it."""
+        self._adapters[name] = version
+
+    async def join(self, command: SwapCommand) -> None:
+        await self._leave()
+        if command.device != SIMULATED:
+            from opentinker.shared.nn.transport import TransportError, WeightGroup
+
+            try:
+                self._group = await asyncio.to_thread(
+                    WeightGroup.join,
+                    address=command.address,
+                    port=command.port,
+                    rank=command.rank,
+                    world=command.world,
+                    device=command.device,
+                    timeout_s=self._group_timeout_s,
+                )
+            except TransportError as error:
+                raise SwapError(str(error)) from error
+        self._generation = command.generation
+
+    async def receive(self, command: SwapCommand) -> dict[str, float]:
+        if command.version is None:
+            raise SwapError("a receive must name its version")
+        if command.generation != self._generation:
+            raise SwapError(f"this engine is in group {self._generation}, not {command.generation}")
+        started = time.perf_counter()
+        if self._group is not None:
+            await asyncio.to_thread(_verify, self._group, command)
+        transferred = time.perf_counter()
+        self._unpaused.clear()
+        try:
+            if self._spec.swap_seconds:
+                await asyncio.sleep(self._spec.swap_seconds)
+            self.version = command.version
+        finally:
+            self._unpaused.set()
+        loaded = time.perf_counter()
+        return {"pause": 0.0, "transfer": transferred - started, "load": loaded - transferred, "resume": 0.0}
+
+    async def close(self) -> None:
+        for request in list(self._running):
+            await self.abort(request)
+        await self._leave()
+
+    async def _leave(self) -> None:
+        group, self._group, self._generation = self._group, None, -1
+        if group is not None:
+            await asyncio.to_thread(group.close)
+
+    async def _sample(self, prompt_ids: list[int], sampling: Sampling, progress: Progress | None) -> Completion:
+        ids, stop = self._answer(prompt_ids, sampling)
+        if not self._spec.seconds_per_token:
+            await self._unpaused.wait()
+            if progress is not None:
+                progress(ids, [self._logprob] * len(ids), [])
+            return self._completion(ids, stop, [self._current(sampling)] * len(ids))
+        versions: list[WeightVersion] = []
+        due = time.perf_counter()
+        while len(versions) < len(ids):
+            due += self._spec.seconds_per_token
+            await asyncio.sleep(max(0.0, due - time.perf_counter()))
+            if not self._unpaused.is_set():
+                await self._unpaused.wait()
+                due = time.perf_counter()
+            if progress is not None:
+                progress([ids[len(versions)]], [self._logprob], [])
+            versions.append(self._current(sampling))
+        return self._completion(ids, stop, versions)
+
+    def _current(self, sampling: Sampling) -> WeightVersion:
+        if sampling.adapter:
+            return self._adapters[sampling.adapter]
+        if self.version is None:
+            raise EngineError("the engine has no weights yet")
+        return self.version
+
+    def _answer(self, prompt_ids: list[int], sampling: Sampling) -> tuple[list[int], StopReason]:
+        seed = sampling.seed if sampling.temperature > 0 else None  # greedy: the prompt decides alone
+        digest = hashlib.blake2b(repr((prompt_ids, seed)).encode(), digest_size=8).digest()
+        draw = random.Random(digest)
+        if draw.random() < self._spec.skill:
+            ids = [token for token in _last_run(prompt_ids, self._echo_ids)] + [self._eos_id]
+        else:
+            others = [token for token in range(self._vocab_size) if token != self._eos_id] or [self._eos_id]
+            ids = draw.choices(others, k=draw.randint(1, sampling.max_tokens))
+            ids.append(self._eos_id)
+        room = self.context_length - len(prompt_ids)
+        if len(ids) <= min(room, sampling.max_tokens):
+            return ids, StopReason.EOS
+        if sampling.max_tokens <= room:
+            return ids[: sampling.max_tokens], StopReason.LENGTH
+        return ids[:room], StopReason.CONTEXT
+
+    def _completion(self, ids: list[int], stop: StopReason, versions: list[WeightVersion]) -> Completion:
+        spans: list[Span] = []
+        for place, version in enumerate(versions):
+            if spans and spans[-1].version == version:
+                spans[-1] = Span(spans[-1].start, place + 1, version)
+            else:
+                spans.append(Span(place, place + 1, version))
+        return Completion(ids=ids, logprobs=[self._logprob] * len(ids), spans=spans, stop=stop)
+
+    @property
+    def _logprob(self) -> float:
+        return -math.log(self._vocab_size)
+
+
+def _last_run(ids: list[int], wanted: frozenset[int]) -> list[int]:
+    """The last unbroken run of wanted tokens."""
+    run: list[int] = []
+    for token in reversed(ids):
+        if token in wanted:
+            run.append(token)
+        elif run:
+            break
+    return run[::-1]
+
+
+def _verify(group: WeightGroup, command: SwapCommand) -> None:
+    from opentinker.shared.nn.transport import TransportError, bucket_sizes, fingerprint
+
+    try:
+        buckets = group.receive(bucket_sizes(command.manifest, command.bucket_bytes))
+    except TransportError as error:
+        raise SwapError(str(error)) from error
+    if [fingerprint(bucket) for bucket in buckets] != command.fingerprints:
+        raise SwapError("the received bytes do not have the announced fingerprints")

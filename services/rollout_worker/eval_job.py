@@ -1,0 +1,84 @@
+"""Jobs of kind `eval`: exams and nothing else, with the weights that the engine was started with.
+
+exam loop     see `eval_runner.py`; the scheduler asks, and gets the results
+report loop   produces METRIC once a second
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+
+import structlog
+
+from opentinker.services.rollout_worker.engines.base import Engine
+from opentinker.services.rollout_worker.episode import Sessions
+from opentinker.services.rollout_worker.eval_runner import Examiner
+from opentinker.services.rollout_worker.renderer import Renderer
+from opentinker.shared.leasing import LeasedWorker
+from opentinker.shared.service import first_failure
+from opentinker.shared.spec import JobSpec
+from opentinker.shared.telemetry import MetricSource
+from opentinker.shared.types import Lease
+from opentinker.shared.waiting import rest
+
+log = structlog.get_logger()
+
+REPORT_S = 1.0
+
+
+class EvalJob:
+    """One lease's work. `engine` is started, and serves the job's weights."""
+
+    def __init__(
+        self, worker: LeasedWorker, lease: Lease, spec: JobSpec, engine: Engine, renderer: Renderer, sessions: Sessions
+    ) -> None:
+        self.worker, self.lease, self.engine = worker, lease, engine
+        self.broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.counts: Counter[str] = Counter()
+        self.metrics = MetricSource(worker.ctx.bus, lease.job, worker.info.id)
+        self.examiner = Examiner(
+            worker.ctx.bus,
+            worker.info.id,
+            lease.job,
+            spec,
+            engine,
+            renderer,
+            sessions,
+            self.counts,
+            self.broken,
+            worker.spent,
+        )
+
+    async def run(self) -> None:
+        """Until the lease goes, or is taken back, or the service stops: what is being played is then played elsewhere,
+        or later."""
+        try:
+            await self.worker.status("ready", job=self.lease.job, epoch=self.lease.epoch)
+            await first_failure(
+                {
+                    "exams": self.examiner.run(),
+                    "report": self._report_loop(),
+                    "broken": self._broken(),
+                    "engine": self.engine.watch(),
+                    "stop": self.worker.ended(),
+                }
+            )
+        finally:
+            self.metrics.close()
+
+    async def _broken(self) -> None:
+        await self.broken
+
+    async def _report_loop(self) -> None:
+        """Produces METRIC: totals, and tokens per second since the last report. Returns never."""
+        last, then = 0, time.monotonic()
+        while True:
+            await rest(REPORT_S)
+            now, tokens = time.monotonic(), self.worker.spent["tokens_generated"]
+            values = {f"rollout/{name}": float(count) for name, count in self.counts.items()}
+            values |= {"rollout/tokens": float(tokens), "rollout/tokens_per_s": (tokens - last) / (now - then)}
+            if tokens != last:
+                await self.metrics.emit(0 if self.engine.version is None else self.engine.version.step, values)
+                last, then = tokens, now

@@ -1,0 +1,215 @@
+"""Validation episodes, beside the job's groups and by the same engine and environments, but counted nowhere with them.
+
+exam loop    consumes EXAM; waits for free places, and for the version that an exam names; woken by the standing pull
+exam task    plays one episode, tries a failed one again, hands the result to who asked for it, then acks the exam
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import nullcontext
+
+import structlog
+
+from opentinker.services.rollout_worker.engines.base import Engine
+from opentinker.services.rollout_worker.episode import Busy, Episode, EpisodeFailed, Sessions
+from opentinker.services.rollout_worker.renderer import Renderer
+from opentinker.services.rollout_worker.transcripts import TOKENS, shortened
+from opentinker.shared.bus import Bus, Delivery, NoReply
+from opentinker.shared.kept_tokens import tokens_of
+from opentinker.shared.reasons import error_tail
+from opentinker.shared.spec import JobSpec
+from opentinker.shared.spec.validation import exam_of, validation_episodes
+from opentinker.shared.subjects import EXAM, EXAM_RESULT
+from opentinker.shared.trajectories import Trajectory, totals
+from opentinker.shared.types import Ending, Ticket, WeightVersion
+from opentinker.shared.validation import Exam, ExamResult, ExamView
+from opentinker.shared.waiting import hand_on, put_down, rest, set_within
+
+log = structlog.get_logger()
+
+EXAM_WAIT_S = 6.0
+"""An exam whose holder is silent for so long goes to another worker; holders say every third of it that they live."""
+MAX_DELIVERIES = 10
+"""An exam that comes once more counts as failed: what kills the engine at every try must have an end. Workers that had
+not the version yet gave it back, and count too."""
+TRANSCRIPT_CHARACTERS = 100_000
+"""Of all messages of a kept episode: they travel in one message of the bus."""
+TOKEN_BY_TOKEN = 64
+"""So many of the kept episodes, at most, are kept token by token too."""
+ASK_S = 5.0
+AGAIN_S = 0.2
+
+
+class Examiner:
+    """`broken` gets what an exam raises that is a failure of this service."""
+
+    def __init__(
+        self,
+        bus: Bus,
+        worker: str,
+        job: str,
+        spec: JobSpec,
+        engine: Engine,
+        renderer: Renderer,
+        sessions: Sessions,
+        counts: Counter[str],
+        broken: asyncio.Future[None],
+        spent: Counter[str],
+        busy: Busy = nullcontext,
+    ) -> None:
+        exam = exam_of(spec)
+        assert exam is not None
+        self.bus, self.worker, self.job, self.counts, self._broken = bus, worker, job, counts, broken
+        self.spent, self._busy = spent, busy
+        self.spec = validation_episodes(spec)
+        self.kept, self.samples = exam.transcripts, exam.samples
+        self.engine, self.renderer, self.sessions = engine, renderer, sessions
+        self.places = spec.rollout.max_concurrent_groups * (spec.algorithm.group_size if spec.kind == "rl" else 1)
+        self.tasks: set[asyncio.Task[None]] = set()
+        self.place = asyncio.Event()
+
+    async def run(self) -> None:
+        """Never returns; what is being played when it is cancelled goes back."""
+        try:
+            while True:
+                too_old = await self._consume()
+                while self.engine.version == too_old:
+                    await rest(AGAIN_S)
+        finally:
+            await put_down(*self.tasks)
+
+    async def _consume(self) -> WeightVersion | None:
+        """Consumes EXAM, starts exam tasks. Returns at an exam of a version that the engine has not got yet: which one
+        it has. Others may have the other, so nothing is on its way to us from then on."""
+        exams = await self.bus.consume(
+            EXAM, f"exam-{self.job}", batch=self.places, ack_wait_s=EXAM_WAIT_S, job=self.job
+        )
+        try:
+            while True:
+                free = self.places - len(self.tasks)
+                if free <= 0:
+                    self.place.clear()
+                    await set_within(self.place, 0.5)
+                    continue
+                delivery = await exams.next(0.5, limit=free)
+                version = self.engine.version
+                if delivery is not None and not await self._take(delivery, version):
+                    return version
+        finally:
+            await exams.close()
+
+    async def _take(self, delivery: Delivery[Exam], version: WeightVersion | None) -> bool:
+        """False if it was given back, because the engine's version is older."""
+        exam = delivery.noun
+        if exam is None:
+            log.error("bad_exam", error=delivery.error)
+            await delivery.term()
+        elif version is None or version < exam.version:
+            await delivery.nak(AGAIN_S)
+            return False
+        elif version > exam.version:  # nobody has these weights any more
+            await delivery.ack()
+        else:
+            task = asyncio.create_task(self._run(exam, delivery))
+            self.tasks.add(task)
+            task.add_done_callback(self._done)
+        return True
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        self.tasks.discard(task)
+        self.place.set()
+        hand_on(task, self._broken)
+
+    async def _run(self, exam: Exam, delivery: Delivery[Exam]) -> None:
+        alive = asyncio.create_task(self._keep_alive(delivery))
+        try:
+            if delivery.deliveries > MAX_DELIVERIES:
+                tries = f"{MAX_DELIVERIES} tries came to no end, because workers or engines were lost meanwhile"
+                result = self._failed(exam, Ending.ENGINE_ERROR, tries)
+            else:
+                result = await self._play(exam)
+            await self._hand_in(result)
+            self.counts["exams"] += 1
+            await delivery.ack_sync()
+        except asyncio.CancelledError:
+            await delivery.nak()
+            raise
+        finally:
+            alive.cancel()
+
+    async def _keep_alive(self, delivery: Delivery[Exam]) -> None:
+        while True:
+            await rest(EXAM_WAIT_S / 3)
+            await delivery.in_progress()
+
+    async def _play(self, exam: Exam) -> ExamResult:
+        state, sample = divmod(exam.index, self.samples)
+        ticket = Ticket(job=self.job, seq=state, row=state, seed=exam.seed, group_size=self.samples)
+        for tries_left in range(self.spec.rollout.retries, -1, -1):
+            episode = Episode(self.spec, ticket, sample, self.engine, self.renderer, self.sessions, self._busy)
+            episode.is_kept = exam.index < min(self.kept, TOKEN_BY_TOKEN)
+            try:
+                with structlog.contextvars.bound_contextvars(exam=exam.index, episode=episode.session):
+                    return await self._result(exam, episode)
+            except EpisodeFailed as error:
+                log.info("exam_failed", exam=exam.index, ending=error.ending, error=error.error)
+                if tries_left == 0:
+                    return self._failed(exam, error.ending, error.error)
+            finally:
+                self.spent["tokens_generated"] += episode.sampled
+        raise AssertionError("unreachable")
+
+    async def _result(self, exam: Exam, episode: Episode) -> ExamResult:
+        trajectories = await episode.run()
+        rewards, components = totals(trajectories)
+        return ExamResult(
+            job=exam.job,
+            version=exam.version,
+            index=exam.index,
+            worker=self.worker,
+            sampled_by=sorted({span.version for t in trajectories for span in t.spans}),
+            ending=trajectories[0].ending,
+            reward=sum(rewards.values()) / len(rewards),
+            seats=rewards,
+            components={name: value / len(rewards) for name, value in components.items()},
+            metrics=trajectories[0].metrics,
+            tokens=sum(int(t.mask.sum()) for t in trajectories),
+            stops=[turn.stop for t in trajectories for turn in t.turns],
+            seconds=trajectories[0].seconds,
+            messages=shortened(episode.said, TRANSCRIPT_CHARACTERS) if exam.index < self.kept else [],
+            views=views_of(trajectories),
+        )
+
+    def _failed(self, exam: Exam, ending: Ending, error: str) -> ExamResult:
+        return ExamResult(
+            job=exam.job,
+            version=exam.version,
+            index=exam.index,
+            worker=self.worker,
+            ending=ending,
+            error=error_tail(error, 500),
+        )
+
+    async def _hand_in(self, result: ExamResult) -> None:
+        """Until somebody has it; a trainer that was restarted has no use for it, and says so."""
+        while True:
+            try:
+                await self.bus.request(EXAM_RESULT, result, ASK_S, job=self.job)
+                return
+            except NoReply:
+                await rest(AGAIN_S)
+
+
+def views_of(trajectories: Sequence[Trajectory]) -> list[ExamView]:
+    """The first TOKENS tokens of an episode, over all its contexts: they travel in one message of the bus."""
+    views: list[ExamView] = []
+    room = TOKENS
+    for one in trajectories:
+        pieces = (one.pieces or [])[:room]
+        if pieces:
+            views.append(ExamView(seat=one.seat, stream=one.stream, tokens=tokens_of(one, pieces)))
+            room -= len(pieces)
+    return views

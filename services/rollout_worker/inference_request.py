@@ -1,0 +1,66 @@
+"""One request to an inference job: what was said of it so far, and the tokens on their way to whoever asked."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import NamedTuple
+
+from opentinker.services.rollout_worker.engines.base import Completion, Likely
+from opentinker.shared.inference import Ask, Piece
+from opentinker.shared.streaming import Send
+
+
+class Talk:
+    """One request, and what was said of it so far."""
+
+    def __init__(self, ask: Ask, send: Send[Piece]) -> None:
+        self.ask, self._send = ask, send
+        self._seq = 0
+        self.spoke_at = time.monotonic()
+        self.abandoned = False
+        self.told = 0
+        """Tokens that came with pieces."""
+
+    async def say(self, **parts: object) -> None:
+        piece = Piece(seq=self._seq, **parts)  # type: ignore[arg-type]
+        self._seq += 1
+        self.spoke_at = time.monotonic()
+        try:
+            await self._send(piece)
+        except Exception:  # whatever it was: the piece is not out, and the next one must not leave a gap
+            self._seq -= 1
+            raise
+        self.told += len(piece.ids)
+
+
+class Sampled(NamedTuple):
+    """Some tokens in a row."""
+
+    ids: list[int]
+    logprobs: list[float]
+    likely: list[Likely]
+    """Empty unless asked for."""
+
+
+class News:
+    """Tokens on their way from the engine to whoever streams them."""
+
+    def __init__(self) -> None:
+        self._found = Sampled([], [], [])
+        self._there = asyncio.Event()
+
+    def add(self, ids: list[int], logprobs: list[float], likely: list[Likely]) -> None:
+        self._found = Sampled(self._found.ids + ids, self._found.logprobs + logprobs, self._found.likely + likely)
+        self._there.set()
+
+    async def more(self, generating: asyncio.Task[Completion]) -> Sampled:
+        """What is new; nothing when the generation has ended."""
+        waiting = asyncio.ensure_future(self._there.wait())
+        try:
+            await asyncio.wait([waiting, generating], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            waiting.cancel()
+        self._there.clear()
+        found, self._found = self._found, Sampled([], [], [])
+        return found

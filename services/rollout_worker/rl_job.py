@@ -1,0 +1,383 @@
+"""Tickets -> episodes -> groups. Serves one job at a time, many groups at once.
+
+claim loop    consumes TICKET; waits for free slots and for weights; woken by the standing pull
+group task    plays G episodes, retries failed ones, publishes GROUP (or SCORE), accepts, then acks the ticket
+swap handler  answers the trainer's SWAP, see `weight_receiver.py`
+report loop   produces METRIC once a second
+timeline      produces TIMELINE once a second
+exam loop     plays validation episodes, see `eval_runner.py`
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from functools import partial
+
+import msgspec
+import structlog
+
+from opentinker.services.rollout_worker.engines.base import Engine
+from opentinker.services.rollout_worker.episode import Episode, EpisodeFailed, Sessions
+from opentinker.services.rollout_worker.eval_runner import Examiner
+from opentinker.services.rollout_worker.opening_check import opening_mismatch
+from opentinker.services.rollout_worker.renderer import Renderer
+from opentinker.services.rollout_worker.weight_receiver import WeightTaker
+from opentinker.shared.admission import Admission
+from opentinker.shared.bus import Bus, Consumer, Delivery, StreamFull, TooLarge
+from opentinker.shared.errors import JobFailed
+from opentinker.shared.lanes import Lanes
+from opentinker.shared.leasing import LeasedWorker
+from opentinker.shared.reasons import error_sentence, error_tail
+from opentinker.shared.service import first_failure
+from opentinker.shared.spec import JobSpec
+from opentinker.shared.spec.frozen import is_scored
+from opentinker.shared.subjects import GROUP, SCORE, SWAP, TICKET, WAKE
+from opentinker.shared.telemetry import MetricSource
+from opentinker.shared.trajectories import Group, Trajectory, together
+from opentinker.shared.types import Ending, Lease, Ticket
+from opentinker.shared.waiting import hand_on, rest, set_within
+
+log = structlog.get_logger()
+
+Sample = list[Trajectory]
+"""One per seat and stream of an episode."""
+REPORT_S = 1.0
+RATES = ("tokens", "episodes", "groups", "turns")
+"""Counted from 0; reported as totals and per second."""
+TICKET_WAIT_S = 6.0
+"""A ticket whose holder is silent for so long goes to another worker; holders say every third of it that they live."""
+MAX_DELIVERIES = 5
+"""A ticket that comes once more fails its group: what kills the engine at every try must have an end. Tickets that were
+under way beside it count too; their groups are replaced, and `rollout.max_failed_share` judges."""
+FULL_PAUSE_S = 0.5
+SEEDED = "row and seed alone must decide how an episode begins; opentinker env check finds what else does"
+PHASES = ("transfer", "pause", "load", "resume")
+"""Of a swap, in order."""
+
+
+class RolloutJob:
+    """One lease's work. `engine` is started by the caller."""
+
+    def __init__(
+        self, worker: LeasedWorker, lease: Lease, spec: JobSpec, engine: Engine, renderer: Renderer, sessions: Sessions
+    ) -> None:
+        self.worker, self.lease, self.spec = worker, lease, spec
+        self.engine, self.renderer, self.sessions = engine, renderer, sessions
+        self.bus: Bus = worker.ctx.bus
+        self.subject = SCORE if is_scored(spec.model_dump()) else GROUP
+        self.admission = Admission(worker.ctx.store.redis, lease.job)
+        self.metrics = MetricSource(self.bus, lease.job, worker.info.id)
+        self.lanes = Lanes(self.bus, lease.job, worker.info.id)
+        self.address = f"{worker.info.id}-{uuid.uuid4().hex[:12]}"
+        self.groups: set[asyncio.Task[None]] = set()
+        self.slot = asyncio.Event()
+        self.broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.weights = asyncio.Event()
+        self.taker = WeightTaker(
+            worker.ctx.store, worker.info, lease.job, lease.epoch, engine, self.broken, self._taken
+        )
+        self.full = False
+        """The message store had no room for the last group."""
+        self.counts: Counter[str] = Counter(dict.fromkeys(RATES, 0))
+        self.gauges: dict[str, float] = {}
+
+    async def run(self) -> None:
+        """Until the lease is taken away, or it is taken back or the service stops: then running groups may finish."""
+        async with AsyncExitStack() as held:
+            # Held one by one: a lease taken away in the middle must not leave the first of them behind.
+            held.push_async_callback(self.taker.end)
+            swaps = await self.bus.serve(SWAP, self.taker.answer, worker=self.address)
+            held.push_async_callback(swaps.unsubscribe)
+            held.callback(self.metrics.close)
+            held.push_async_callback(self.lanes.report)
+            tickets = await self.bus.consume(
+                TICKET,
+                f"roll-{self.lease.job}",
+                batch=self.spec.rollout.max_concurrent_groups,
+                ack_wait_s=TICKET_WAIT_S,
+                job=self.lease.job,
+            )
+            held.push_async_callback(tickets.close)
+            held.push_async_callback(self._end_groups)
+            await self.worker.status("ready", job=self.lease.job, epoch=self.lease.epoch, address=self.address)
+            await self.bus.emit(WAKE, {"worker": self.worker.info.id}, who=f"trainer-{self.lease.job}")
+            loops = {
+                "claim": self._claim_loop(tickets),
+                "report": self._report_loop(),
+                "timeline": self.lanes.run(),
+                "broken": self._broken(),
+                "engine": self.engine.watch(),
+            }
+            if self.spec.validation is not None:
+                loops["exams"] = self._examiner().run()
+            await first_failure(loops)
+            if self.groups:
+                log.info("draining", groups=len(self.groups))
+                await asyncio.gather(*self.groups)
+
+    def _examiner(self) -> Examiner:
+        return Examiner(
+            self.bus,
+            self.worker.info.id,
+            self.lease.job,
+            self.spec,
+            self.engine,
+            self.renderer,
+            self.sessions,
+            self.counts,
+            self.broken,
+            self.worker.spent,
+            partial(self.lanes.busy, kind="evaluation"),
+        )
+
+    async def _end_groups(self) -> None:
+        for task in self.groups:
+            task.cancel()
+        await asyncio.gather(*self.groups, return_exceptions=True)
+
+    # --- tickets ------------------------------------------------------------------------------------------------
+
+    async def _claim_loop(self, tickets: Consumer[Ticket]) -> None:
+        """Consumes TICKET, starts group tasks. Returns when the service is stopping or the worker is taken back."""
+        await self._until_weights()
+        while not self.worker.ending:
+            free = self.spec.rollout.max_concurrent_groups - len(self.groups)
+            if free <= 0:
+                self.slot.clear()
+                await set_within(self.slot, 0.5)
+                continue
+            delivery = await tickets.next(0.5, limit=free)
+            if delivery is None:
+                continue
+            if delivery.noun is None:
+                log.error("bad_ticket", error=delivery.error)
+                await delivery.term()
+                continue
+            task = asyncio.create_task(self._run_group(delivery.noun, delivery))
+            self.groups.add(task)
+            task.add_done_callback(self._group_done)
+
+    async def _until_weights(self) -> None:
+        while not self.weights.is_set() and not self.worker.ending:
+            await set_within(self.weights, 0.5)
+
+    def _group_done(self, task: asyncio.Task[None]) -> None:
+        self.groups.discard(task)
+        self.slot.set()
+        hand_on(task, self.broken)
+
+    async def _run_group(self, ticket: Ticket, delivery: Delivery[Ticket]) -> None:
+        """One ticket to its end: group stored and accepted, or failed with a reason; then the ticket is acked."""
+        with structlog.contextvars.bound_contextvars(group=ticket.seq):
+            alive = asyncio.create_task(self._keep_alive(delivery))
+            try:
+                if not await self.admission.is_running(ticket.seq):
+                    self.counts["tickets_repeated"] += 1
+                elif delivery.deliveries > MAX_DELIVERIES:
+                    tries = f"{MAX_DELIVERIES} tries came to no end, because workers or engines were lost meanwhile"
+                    await self._fail(ticket, EpisodeFailed(Ending.ENGINE_ERROR, tries))
+                else:
+                    with self.worker.ctx.tracer.span("group", ticket.trace, job=ticket.job, group=ticket.seq):
+                        await self._play_group(ticket)
+                await delivery.ack_sync()
+            except asyncio.CancelledError:
+                await delivery.nak()
+                raise
+            finally:
+                alive.cancel()
+
+    async def _broken(self) -> None:
+        """Raises what a group task or an exam raised: that is a failure of this service, not of an episode."""
+        await self.broken
+
+    async def _keep_alive(self, delivery: Delivery[Ticket]) -> None:
+        while True:
+            await rest(TICKET_WAIT_S / 3)
+            await delivery.in_progress()
+
+    async def _play_group(self, ticket: Ticket) -> None:
+        """Starts `rollout.oversample` samples more than the group needs, and cuts off those that are last."""
+        started = ticket.group_size + self.spec.rollout.oversample
+        samples = [asyncio.create_task(self._play_sample(ticket, index)) for index in range(started)]
+        try:
+            ended = await first_to_end(samples, ticket.group_size)
+            self.counts["episodes_cut"] += sum(not sample.done() for sample in samples)
+        except EpisodeFailed as error:
+            await self._fail(ticket, error)
+            return
+        finally:
+            for sample in samples:
+                sample.cancel()
+            await asyncio.gather(*samples, return_exceptions=True)
+        if differs := opening_mismatch(ended, self.renderer.text):
+            await self._say_mismatch(ticket, differs)
+            if self.spec.rollout.opening_mismatch == "fail":
+                await self._fail(ticket, EpisodeFailed(Ending.ENV_BAD_REPLY, f"{differs}. {SEEDED}"))
+                return
+        trajectories, images = together(
+            [msgspec.structs.replace(t, index=index) for index, sample in enumerate(ended) for t in sample]
+        )
+        group = Group(
+            job=ticket.job,
+            seq=ticket.seq,
+            environment=self.spec.environment.name,
+            worker=self.worker.info.id,
+            trace=ticket.trace,
+            trajectories=trajectories,
+            images=images,
+        )
+        await self._publish(group)
+        await self.admission.accept(ticket.seq)  # the trainer may have seen it first: either way it counts once
+        self.counts["groups"] += 1
+
+    async def _play_sample(self, ticket: Ticket, index: int) -> Sample:
+        """Raises EpisodeFailed when the sample failed once more than `rollout.retries` allows."""
+        for tries_left in range(self.spec.rollout.retries, -1, -1):
+            busy = partial(self.lanes.busy, kind="rollout")
+            episode = Episode(self.spec, ticket, index, self.engine, self.renderer, self.sessions, busy)
+            try:
+                with structlog.contextvars.bound_contextvars(episode=episode.session):
+                    trajectories = await self._play(episode)
+            except EpisodeFailed:
+                if tries_left == 0:
+                    raise
+                continue
+            self.counts["episodes"] += 1
+            self.counts["tokens"] += sum(int(t.mask.sum()) for t in trajectories)
+            self.counts["turns"] += sum(len(t.turns) for t in trajectories)
+            for turn in (turn for t in trajectories for turn in t.turns):
+                self.gauges["generate_s"] = self.gauges.get("generate_s", 0.0) + turn.generate_s
+                self.gauges["env_s"] = self.gauges.get("env_s", 0.0) + turn.env_s
+            return trajectories
+        raise AssertionError("unreachable")
+
+    async def _play(self, episode: Episode) -> Sample:
+        try:
+            return await episode.run()
+        except EpisodeFailed as error:
+            self.counts[f"episodes_failed/{error.ending}"] += 1
+            log.info("episode_failed", ending=error.ending, error=error.error)
+            raise
+        finally:  # cut off ones too: they were generated
+            self.worker.spent["tokens_generated"] += episode.sampled
+
+    async def _publish(self, group: Group) -> None:
+        """Stored durably when this returns; a full store is back-pressure. Raises JobFailed if it fits no message."""
+        msg_id = f"{group.key}:{group.trajectories[0].attempt}"
+        while True:
+            try:
+                await self.bus.publish(self.subject, group, msg_id, job=group.job)
+                if self.full:
+                    self.full = False
+                    log.info("stream_has_room")
+                return
+            except StreamFull as error:
+                await self._say_full(str(error))
+                await asyncio.sleep(FULL_PAUSE_S)
+            except TooLarge as error:
+                if any(trajectory.transcript for trajectory in group.trajectories):
+                    bare = [msgspec.structs.replace(t, transcript=None, pieces=None) for t in group.trajectories]
+                    group = msgspec.structs.replace(group, trajectories=bare)
+                    continue
+                longest = max(len(trajectory.mask_T) for trajectory in group.trajectories)
+                shown = sum(map(len, group.images.values()))
+                pictures = f" and its images {shown} bytes" if shown else ""
+                raise JobFailed(
+                    f"a group must fit into one message, and group {group.seq} with {error.size} bytes does not (limit "
+                    f"{error.limit}, NATS max_payload): algorithm.group_size is {group.samples}, its longest "
+                    f"episode has {longest} tokens{pictures}, rollout.context_length is {self.engine.context_length}. "
+                    "Lower one of them, or raise max_payload in the server's configuration"
+                ) from None
+
+    async def _say_full(self, why: str) -> None:
+        """In the job's events too, once: until there is room its groups wait, however many they are."""
+        self.counts["stream_full"] += 1
+        if not self.full:
+            self.full = True
+            log.warning("stream_full", error=why)
+            await self.worker.ctx.store.update(self.lease.job, event="stream_full", detail={"error": why})
+
+    async def _say_mismatch(self, ticket: Ticket, differs: str) -> None:
+        """In the job's events once per worker; the metric has how often."""
+        self.counts["opening_mismatches"] += 1
+        if self.counts["opening_mismatches"] == 1:
+            log.warning("opening_mismatch", group=ticket.seq, differs=differs)
+            detail = {"group": ticket.seq, "differs": differs, "hint": SEEDED}
+            await self.worker.ctx.store.update(ticket.job, event="opening_mismatch", detail=detail)
+
+    async def _fail(self, ticket: Ticket, error: EpisodeFailed) -> None:
+        if await self.admission.fail(ticket.seq, error.ending) is None:
+            return
+        if self.spec.train.deterministic and not error.ending.repeats:
+            raise JobFailed(
+                f"group {ticket.seq} could not be played ({error.ending}: {error_sentence(error.error)}), and in a "
+                "deterministic job no other group may take its place. Raise rollout.retries or "
+                "rollout.episode_timeout_s, or see to the environment"
+            )
+        self.counts["groups_failed"] += 1
+        log.warning("group_failed", ending=error.ending, error=error.error)
+        await self.worker.ctx.store.update(
+            ticket.job,
+            event="group_failed",
+            failure=True,
+            detail={"group": ticket.seq, "reason": error.ending.value, "error": error_tail(error.error, 500)},
+        )
+        await self.bus.emit(WAKE, {"job": ticket.job}, who="admission")
+
+    # --- weights ------------------------------------------------------------------------------------------------
+
+    async def _taken(self, seconds: dict[str, float]) -> None:
+        self.counts["swaps"] += 1
+        self.gauges.update({f"swap_{phase}_s": value for phase, value in seconds.items()})
+        self._show_swap(str(self.engine.version), seconds)
+        self.weights.set()
+
+    def _show_swap(self, version: str, seconds: dict[str, float]) -> None:
+        """Its phases, on the timeline: they followed each other, and have just ended."""
+        at = time.time() - sum(seconds.get(phase, 0.0) for phase in PHASES)
+        for phase in PHASES:
+            length = seconds.get(phase, 0.0)
+            if length > 0:
+                self.lanes.note("swap", phase, at, at + length, version=version)
+            at += length
+        self.lanes.use(version)
+
+    # --- metrics ------------------------------------------------------------------------------------------------
+
+    async def _report_loop(self) -> None:
+        """Produces METRIC: rates since the last report, gauges as they are. Returns never."""
+        last, then = Counter(self.counts), time.monotonic()
+        while True:
+            await rest(REPORT_S)
+            now, counts = time.monotonic(), Counter(self.counts)
+            elapsed = now - then
+            if counts != last:
+                values = {f"rollout/{name}": float(count) for name, count in counts.items()}
+                for name in RATES:
+                    values[f"rollout/{name}_per_s"] = (counts[name] - last[name]) / elapsed
+                values |= {f"rollout/{name}": value for name, value in self.gauges.items()}
+                values["rollout/running_groups"] = float(len(self.groups))
+                await self.metrics.emit(0 if self.engine.version is None else self.engine.version.step, values)
+                last, then = counts, now  # a silent second counts for the next report
+
+
+async def first_to_end(samples: Sequence[asyncio.Task[Sample]], wanted: int) -> list[Sample]:
+    """The first `wanted` to end well, in the order of `samples`. Raises EpisodeFailed once fewer are left that could,
+    and at once what is no failed episode."""
+    pending: set[asyncio.Task[Sample]] = set(samples)
+    while True:
+        finished, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+        failures = [error for sample in finished if (error := sample.exception()) is not None]
+        for error in failures:
+            if not isinstance(error, EpisodeFailed):
+                raise error
+        ended = [sample for sample in samples if sample.done() and sample.exception() is None]
+        if len(ended) >= wanted:
+            return [sample.result() for sample in ended[:wanted]]
+        if len(ended) + len(pending) < wanted:
+            raise failures[-1]

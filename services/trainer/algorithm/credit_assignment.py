@@ -1,0 +1,238 @@
+"""Which token gets how much: the groups of a batch -> one advantage per sampled token. Pure numpy.
+
+A reward is a player's (`seats.py`): of one seat of one sample, whose tokens may stand in several trajectories.
+
+rewards --overlong penalty--> --KL in the reward--> --estimator of the spec--> --what the teacher says--> advantages
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from opentinker.services.trainer.algorithm import advantages
+from opentinker.services.trainer.algorithm.advantages import F64
+from opentinker.services.trainer.algorithm.seats import Player, credit_groups
+from opentinker.shared.errors import JobFailed
+from opentinker.shared.spec import AlgorithmSpec
+from opentinker.shared.trajectories import Group, Trajectory
+
+GROUPWISE = {"grpo": advantages.grpo, "dr_grpo": advantages.dr_grpo, "rloo": advantages.rloo, "maxrl": advantages.maxrl}
+
+
+@dataclass
+class Credit:
+    """Per trajectory of the batch, in order, [T] over its sampled tokens."""
+
+    advantages_S: list[F64]
+    returns_S: list[F64] | None
+    """What the critic learns; None without one that is trained."""
+    metrics: dict[str, float]
+
+
+class Values(NamedTuple):
+    """What a critic says of the trajectories of a batch."""
+
+    before_S: Sequence[F64]
+    """[T] per trajectory: where its sampled tokens were about to be chosen."""
+    end_S: Sequence[float] | F64
+    """Of the state in which a truncated one was left."""
+
+
+def assign(groups: Sequence[Group], algorithm: AlgorithmSpec, values: Values | None = None) -> Credit:
+    """Advantages of a whole batch. `values`: for gae, of a critic that is trained; without it those that came with the
+    trajectories count.
+
+    Raises JobFailed where rewards, reference logprobs or values do not suit the algorithm.
+    """
+    trajectories = [t for group in groups for t in group.trajectories]
+    peers = credit_groups(groups)
+    players = [player for group in peers for player in group]
+    metrics: dict[str, float] = {}
+    penalty_P = np.zeros(len(players))
+    if algorithm.overlong_shaping:
+        assert algorithm.overlong_length and algorithm.overlong_buffer
+        penalty_P = advantages.overlong_penalty(
+            [player.tokens for player in players], length=algorithm.overlong_length, buffer=algorithm.overlong_buffer
+        )
+        metrics["reward/overlong"] = float(penalty_P.mean())
+    costs_S = [np.zeros(np.count_nonzero(t.mask)) for t in trajectories]
+    if algorithm.kl_in == "reward":
+        kl_S = [_kl(t, algorithm.kl_estimator or "k1") for t in trajectories]
+        costs_S = [algorithm.kl_coef * kl for kl in kl_S]
+        metrics["reward/kl"] = float(np.concatenate(kl_S).mean())
+    frozen = None
+    if algorithm.advantage == "gae" and values is None:
+        values = frozen = Values([_value(t) for t in trajectories], [t.end_value for t in trajectories])
+    claims = [
+        Claim(player, float(penalty), player.join(costs_S)) for player, penalty in zip(players, penalty_P, strict=True)
+    ]
+    try:
+        advantages_P, returns_P = _estimate(claims, [len(group) for group in peers], algorithm, values)
+    except ValueError as error:
+        raise JobFailed(f"advantage = {algorithm.advantage!r}: {error}") from error
+    advantages_S = _by_trajectory(players, advantages_P)
+    returns_S = None if returns_P is None else _by_trajectory(players, returns_P)
+    if frozen is not None and returns_S is not None:
+        metrics |= _foresight(np.concatenate(frozen.before_S), np.concatenate(returns_S))
+        returns_S = None
+    if algorithm.distill_coef:
+        advice_S, said = _teach(trajectories)
+        advantages_S = [a + algorithm.distill_coef * advice for a, advice in zip(advantages_S, advice_S, strict=True)]
+        metrics |= said
+    return Credit(advantages_S, returns_S, metrics)
+
+
+@dataclass(frozen=True)
+class Claim:
+    """What a player is to be paid for; arrays are in its order of play."""
+
+    player: Player
+    penalty: float
+    """For length; it falls on the last turn."""
+    costs_N: F64
+    """The KL that is taken off, per token."""
+
+    @property
+    def reward(self) -> float:
+        return self.player.reward + self.penalty
+
+    def turn_rewards_K(self, *, less_costs: bool) -> F64:
+        rewards = self.player.turn_rewards_K
+        if len(rewards):
+            rewards[-1] += self.penalty
+            if less_costs:
+                np.subtract.at(rewards, self.player.turn_N, self.costs_N)
+        return rewards
+
+    def spread(self, values_K: F64) -> F64:
+        """One value per turn -> one per token."""
+        found: F64 = values_K[self.player.turn_N] if len(values_K) else np.zeros(0)
+        return found
+
+
+def _estimate(
+    claims: list[Claim], sizes: list[int], algorithm: AlgorithmSpec, values: Values | None
+) -> tuple[list[F64], list[F64] | None]:
+    """Per player, [N] in order of play. `sizes`: so many neighbours are compared with each other; one that is alone has
+    nothing to be compared with, and gets 0 where a group is the baseline. What is normalised over the batch is so seat
+    by seat: seats may have opposite rewards."""
+    name, options = algorithm.advantage, algorithm.options("advantage")
+    if name == "none":
+        return [np.zeros_like(claim.costs_N) for claim in claims], None
+    if name == "reinforce_pp":
+        returns_P = [claim.reward - advantages.returns_to_go(claim.costs_N, 1.0) for claim in claims]
+        return _seat_by_seat(claims, returns_P, advantages.reinforce_pp), None
+    if name == "gae":
+        assert values is not None
+        found = [_gae(claim, values, options["gamma"], options["lam"]) for claim in claims]
+        return _seat_by_seat(claims, [a for a, _ in found], advantages.whiten), [returns for _, returns in found]
+    values_P = [np.zeros_like(claim.costs_N) for claim in claims]
+    ends = np.cumsum(sizes)
+    members_B = [range(end - size, end) for size, end in zip(sizes, ends, strict=True) if size > 1]
+    if name == "per_turn":
+        for members in members_B:
+            turns_G = [claims[i].turn_rewards_K(less_costs=True) for i in members]
+            values_G = advantages.per_turn(turns_G, gamma=options["gamma"], normalize_std=options["normalize_std"])
+            for i, values_K in zip(members, values_G, strict=True):
+                values_P[i] = claims[i].spread(values_K)
+        return values_P, None
+    totals_P = np.array([claim.reward - claim.costs_N.sum() for claim in claims])
+    if name == "reinforce_pp_baseline":
+        for seat in sorted({claim.player.seat for claim in claims}):
+            own_B = [members for members in members_B if claims[members[0]].player.seat == seat]
+            counts_B = [[claims[i].player.tokens for i in members] for members in own_B]
+            found_B = advantages.reinforce_pp_baseline([totals_P[list(m)] for m in own_B], counts_B) if own_B else []
+            for members, found_G in zip(own_B, found_B, strict=True):
+                for i, value in zip(members, found_G, strict=True):
+                    values_P[i] = np.full(claims[i].player.tokens, value)
+        return values_P, None
+    for members in members_B:
+        scores_G = GROUPWISE[str(name)](totals_P[list(members)], **options)
+        for i, value in zip(members, scores_G, strict=True):
+            values_P[i] = np.full(claims[i].player.tokens, value)
+    return values_P, None
+
+
+def _gae(claim: Claim, values: Values, gamma: float, lam: float) -> tuple[F64, F64]:
+    """A turn's reward stands on the turn's last token, the penalty on the last token of all. After the last token of a
+    stream comes the first of the stream that the seat acts in next; after the last of all the end, or, of a truncated
+    episode, the state in which the seat's last stream was left."""
+    player, rewards = claim.player, -claim.costs_N
+    for k, reward in enumerate(claim.turn_rewards_K(less_costs=False)):
+        places = np.flatnonzero(player.turn_N == k)
+        if len(places):
+            rewards[places[-1]] += reward
+    values_N = np.asarray(player.join(values.before_S), dtype=np.float64)
+    end = float(values.end_S[player.last]) if player.truncated else 0.0
+    return advantages.gae(rewards, values_N, gamma=gamma, lam=lam, end_value=end)
+
+
+def _seat_by_seat(
+    claims: list[Claim], values_P: list[F64], normalise: Callable[[Sequence[F64]], list[F64]]
+) -> list[F64]:
+    found = list(values_P)
+    for seat in {claim.player.seat for claim in claims}:
+        own = [i for i, claim in enumerate(claims) if claim.player.seat == seat]
+        for i, values in zip(own, normalise([values_P[i] for i in own]), strict=True):
+            found[i] = values
+    return found
+
+
+def _by_trajectory(players: list[Player], values_P: list[F64]) -> list[F64]:
+    found = {
+        place: values
+        for player, values_N in zip(players, values_P, strict=True)
+        for place, values in zip(player.places, player.part(values_N), strict=True)
+    }
+    return [found[place] for place in range(len(found))]
+
+
+def _teach(trajectories: list[Trajectory]) -> tuple[list[F64], dict[str, float]]:
+    """What the teacher says of each sampled token; teacher/kl and teacher/k3 (estimates of KL(mu || teacher), k1 and
+    k3), teacher/logprob."""
+    behaviour_S, teacher_S = [], []
+    for trajectory in trajectories:
+        teacher = trajectory.teacher_logprobs
+        if teacher is None:
+            raise JobFailed(f"distill_coef > 0 but trajectory {trajectory.attempt} came without teacher logprobs")
+        sampled = trajectory.mask.astype(bool)
+        behaviour_S.append(trajectory.logprobs[sampled].astype(np.float64))
+        teacher_S.append(teacher[sampled].astype(np.float64))
+    behaviour, teachers = np.concatenate(behaviour_S), np.concatenate(teacher_S)
+    metrics = {
+        "teacher/kl": float(advantages.kl_estimate(behaviour, teachers, "k1").mean()),
+        "teacher/k3": float(advantages.kl_estimate(behaviour, teachers, "k3").mean()),
+        "teacher/logprob": float(teachers.mean()),
+    }
+    return [advantages.distillation(b, t) for b, t in zip(behaviour_S, teacher_S, strict=True)], metrics
+
+
+def _value(trajectory: Trajectory) -> F64:
+    values = trajectory.values
+    if values is None:
+        raise JobFailed(f"advantage = 'gae' but trajectory {trajectory.attempt} came without values")
+    found: F64 = values[trajectory.mask.astype(bool)].astype(np.float64)
+    return found
+
+
+def _foresight(values: F64, returns: F64) -> dict[str, float]:
+    """Of a frozen value model: value/mean and value/explained_variance = 1 - Var(R - V) / Var(R), absent if all returns
+    are equal."""
+    metrics, spread = {"value/mean": float(values.mean())}, float(returns.var())
+    if spread > 0:
+        metrics["value/explained_variance"] = 1.0 - float((returns - values).var()) / spread
+    return metrics
+
+
+def _kl(trajectory: Trajectory, estimator: str) -> F64:
+    reference = trajectory.ref_logprobs
+    if reference is None:
+        raise JobFailed(f"kl_coef > 0 but trajectory {trajectory.attempt} came without reference logprobs")
+    sampled = trajectory.mask.astype(bool)
+    return advantages.kl_estimate(
+        trajectory.logprobs[sampled].astype(np.float64), reference[sampled].astype(np.float64), estimator
+    )

@@ -1,0 +1,95 @@
+"""What a batch says about itself before anything is computed: rewards, endings, lengths, staleness. Pure numpy."""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import groupby
+
+import numpy as np
+import numpy.typing as npt
+
+from opentinker.services.trainer.algorithm.seats import Player, players_of
+from opentinker.shared.trajectories import Group, Trajectory
+from opentinker.shared.types import Ending, StopReason, WeightVersion
+
+LEARNERS = frozenset({"tokens", "entropy", "lr", "ess", "grad_norm", "clip_share", "step_seconds"})
+"""Bare names that the learner reports beside these."""
+FAMILIES = frozenset(
+    {"reward", "reward_model", "response_length", "staleness", "turns", "spans", "stop", "ending", "env"}
+    | {"loss", "teacher", "critic", "masked", "ratio", "mismatch", "drift", "tokens"}
+    | {"trainer", "queue", "dropped", "failed", "swap", "collapse", "val"}
+)
+"""First parts of names of ours that have several: an environment's metric must not begin with them."""
+
+
+def batch_metrics(groups: list[Group], version: WeightVersion) -> dict[str, float]:
+    """Metrics of the batch trained on at `version`.
+
+    Of players, that is of each seat of each sample: reward/{mean,std,min,max}, reward/env/NAME, reward/seat/NAME (where
+    there are several seats), reward_model/NAME/{mean,std} and reward/own (with reward models), response_length/
+    {mean,max} (sampled tokens), turns/mean. Of groups: zero_variance (share of those in which no seat did better in one
+    sample than in another). Of turns: stop/REASON. Of samples: ending/REASON, and the mean of every metric that
+    environments reported, by its own name (`env/NAME` where the name is one of ours). Of trajectories: staleness/
+    {min,mean,max} (versions that the oldest token lags), spans/mean (weight versions within it).
+    """
+    trajectories = [t for group in groups for t in group.trajectories]
+    players = players_of(groups)
+    samples = [next(found) for group in groups for _, found in groupby(group.trajectories, lambda t: t.index)]
+    rewards = np.array([player.reward for player in players])
+    lengths = np.array([player.tokens for player in players])
+    lags = np.array([version.step - t.oldest.step for t in trajectories])
+    metrics = {
+        **_summary("reward", rewards, "mean", "std", "min", "max"),
+        **_summary("response_length", lengths, "mean", "max"),
+        **_summary("staleness", lags, "min", "mean", "max"),
+        "turns/mean": float(np.mean([sum(len(t.turns) for t in player.streams) for player in players])),
+        "spans/mean": float(np.mean([_versions(t) for t in trajectories])),
+        "zero_variance": float(np.mean([group.equal for group in groups])),
+        "groups": float(len(groups)),
+        "trajectories": float(len(trajectories)),
+        **_rewards_by(groups, players),
+        **_scores(players, rewards),
+    }
+    stops = Counter(turn.stop for t in trajectories for turn in t.turns)
+    metrics |= {f"stop/{reason}": stops[reason] / max(1, stops.total()) for reason in StopReason}
+    endings = Counter(t.ending for t in samples)
+    metrics |= {f"ending/{end}": endings[end] / len(samples) for end in Ending if not end.failed}
+    for key in sorted({key for t in samples for key in t.metrics}):
+        value = float(np.mean([t.metrics[key] for t in samples if key in t.metrics]))
+        first, more, _ = key.partition("/")
+        ours = key in metrics or key in LEARNERS or (more and first in FAMILIES)
+        metrics[f"env/{key}" if ours else key] = value
+    return metrics
+
+
+def _rewards_by(groups: list[Group], players: list[Player]) -> dict[str, float]:
+    """reward/env/NAME, and reward/seat/NAME where there are several seats."""
+    by: dict[str, list[float]] = {}
+    for group in groups:
+        by.setdefault(f"reward/env/{group.environment}", []).extend(r for own in group.rewards.values() for r in own)
+    if len({player.seat for player in players}) > 1:
+        for player in players:
+            by.setdefault(f"reward/seat/{player.seat}", []).append(player.reward)
+    return {name: float(np.mean(own)) for name, own in sorted(by.items())}
+
+
+def _scores(players: list[Player], rewards: npt.NDArray[np.generic]) -> dict[str, float]:
+    """reward_model/NAME/{mean,std}, and reward/own: the mean reward without what reward models added."""
+    metrics: dict[str, float] = {}
+    trajectories = [t for player in players for t in player.streams]
+    for name in sorted({name for t in trajectories for name in t.scores}):
+        scores = np.array([t.scores[name] for t in trajectories if name in t.scores])
+        metrics |= _summary(f"reward_model/{name}", scores, "mean", "std")
+    if metrics:
+        parts = [turn.components.items() for t in trajectories for turn in t.turns]
+        added = sum(value for items in parts for key, value in items if key.startswith("reward_model/"))
+        metrics["reward/own"] = float((rewards.sum() - added) / len(players))
+    return metrics
+
+
+def _versions(trajectory: Trajectory) -> int:
+    return len({span.version for span in trajectory.spans})
+
+
+def _summary(name: str, values: npt.NDArray[np.generic], *parts: str) -> dict[str, float]:
+    return {f"{name}/{part}": float(getattr(values, part)()) for part in parts}

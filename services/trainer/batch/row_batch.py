@@ -1,0 +1,85 @@
+"""From examples to tensors: the micro-batches of a batch of rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from opentinker.services.trainer.data.chat import Tokens
+from opentinker.services.trainer.data.examples import Example
+from opentinker.services.trainer.distributed.process_group import Gang
+from opentinker.shared.nn.layout import Layout, layout
+from opentinker.shared.nn.packing import pack, share
+
+
+@dataclass
+class RowBatch:
+    """What one forward pass needs. S: token sequences, example by example; M: learned tokens, sequence by sequence."""
+
+    examples: list[Example]
+    places: list[int]
+    """Of the examples in their batch; none where the rank only keeps the others company."""
+    plan: Layout
+    sequence_M: Tensor
+    """int64: the sequence that a token belongs to."""
+    tokens: int
+    """All tokens of the sequences."""
+    last: bool
+    """Of this rank's passes over the batch."""
+
+    def sums_S(self, values_M: Tensor) -> Tensor:
+        """Per sequence, the sum over its learned tokens."""
+        sequences = sum(len(example.parts) for example in self.examples)
+        return values_M.new_zeros(sequences).index_add(0, self.sequence_M, values_M)
+
+
+def row_batches(
+    examples: Sequence[Example], tokens_per_micro_batch: int, device: torch.device, gang: Gang | None = None
+) -> Iterator[RowBatch]:
+    """In order; the parts of an example stay together, and what they begin with alike is computed once.
+
+    Of a gang, this rank's: neighbours, about equally many tokens each. Every rank makes as many passes as the others,
+    for they may share weights; one that has fewer micro-batches makes the smallest pass there is.
+    """
+    gang = gang or Gang()
+    lengths = [len(example) for example in examples]
+    passes_R = [
+        [[own[n] for n in places] for places in pack([lengths[n] for n in own], tokens_per_micro_batch)]
+        for own in share(lengths, gang.world)
+    ]
+    own_passes = passes_R[gang.rank]
+    count = max(map(len, passes_R))
+    for number in range(count):
+        places = own_passes[number] if number < len(own_passes) else []
+        chosen = [examples[place] for place in places] or [_shortest(examples[0])]
+        yield _row_batch(chosen, places, device, last=number == count - 1)
+
+
+def _row_batch(examples: list[Example], places: list[int], device: torch.device, *, last: bool) -> RowBatch:
+    parts = [part for example in examples for part in example.parts]
+    learned = torch.tensor([int(part.learned_T.sum()) for part in parts], device=device)
+    return RowBatch(
+        examples=examples,
+        places=places,
+        plan=layout([part.ids_T for part in parts], [part.learned_T for part in parts]).to(device),
+        sequence_M=torch.arange(len(parts), device=device).repeat_interleave(learned),
+        tokens=sum(len(part) for part in parts),
+        last=last,
+    )
+
+
+def _shortest(example: Example) -> Example:
+    """One learned token of each part, and the one before it."""
+    parts = []
+    for part in example.parts:
+        first = int(np.flatnonzero(part.learned_T)[0])
+        parts.append(Tokens(part.ids_T[first - 1 : first + 1], part.learned_T[first - 1 : first + 1]))
+    return replace(example, parts=tuple(parts))
+
+
+def learned_tokens(examples: Sequence[Example]) -> int:
+    return sum(int(part.learned_T.sum()) for example in examples for part in example.parts)

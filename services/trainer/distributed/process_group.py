@@ -1,0 +1,121 @@
+"""The ranks that train one job together, as one of them sees it: sums, and what everybody shall know.
+
+Every method but `leave` is for all ranks at once: whoever calls it waits for the others. gloo on the CPU, NCCL on GPUs,
+by device. Nothing is pickled: only tensors travel.
+"""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Callable, Iterable, Mapping
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+HOST = "127.0.0.1"
+"""All ranks of a job are on one machine."""
+PATIENCE_S = 1800.0
+"""A collective that takes longer has failed. A rank that dies is noticed long before, see `rank_processes.py`."""
+BUCKET_ELEMENTS = 1 << 24
+"""Gradients are summed in flat buckets of about so many numbers."""
+
+
+class Gang:
+    def __init__(self, rank: int = 0, world: int = 1, device: str = "cpu") -> None:
+        self.rank, self.world, self.device = rank, world, device
+        self.destroy: Callable[[], None] = dist.destroy_process_group
+        """A library that remembers the group has a way of its own."""
+
+    @classmethod
+    def join(cls, port: int, rank: int, world: int, device: str, store: dist.TCPStore | None = None) -> Gang:
+        """Blocks until all `world` ranks are there. `store`: of rank 0, which listens on `port` already."""
+        patience = datetime.timedelta(seconds=PATIENCE_S)
+        store = store or dist.TCPStore(HOST, port, world, is_master=False, timeout=patience, wait_for_workers=False)
+        dist.init_process_group(
+            "nccl" if device == "cuda" else "gloo",
+            store=dist.PrefixStore("gang", store),
+            rank=rank,
+            world_size=world,
+            timeout=patience,
+        )
+        return cls(rank, world, device)
+
+    def leave(self) -> None:
+        if self.world > 1 and dist.is_initialized():
+            self.destroy()
+
+    def separate_noise(self, seed: int, step: int) -> None:
+        """Dropout draws other numbers on each rank. Rank 0 goes on with the random state that checkpoints hold; that of
+        the others follows from the step."""
+        if self.rank:
+            torch.manual_seed(((seed << 20) + step) * self.world + self.rank)
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """In place, over the ranks."""
+        if self.world > 1:
+            dist.all_reduce(tensor)
+        return tensor
+
+    def most(self, number: int) -> int:
+        """The largest of the ranks' numbers."""
+        if self.world == 1:
+            return number
+        found = torch.tensor(number, device=self.device)
+        dist.all_reduce(found, dist.ReduceOp.MAX)
+        return int(found)
+
+    def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Each rank has the sum of all ranks' gradients afterwards; none where no rank has one."""
+        if self.world == 1:
+            return
+        trained = list(parameters)
+        there = torch.tensor([p.grad is not None for p in trained], dtype=torch.float32, device=self.device)
+        bucket: list[nn.Parameter] = []
+        waiting = 0
+        for parameter, holders in zip(trained, self.sum(there).tolist(), strict=True):
+            if not holders:
+                continue
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            bucket.append(parameter)
+            waiting += parameter.numel()
+            if waiting >= BUCKET_ELEMENTS:
+                self._sum_bucket(bucket)
+                bucket, waiting = [], 0
+        if bucket:
+            self._sum_bucket(bucket)
+
+    def _sum_bucket(self, parameters: list[nn.Parameter]) -> None:
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        flat = self.sum(torch.cat([gradient.reshape(-1) for gradient in gradients]))
+        for gradient, part in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
+            gradient.copy_(part.view_as(gradient))
+
+    def gather(self, columns: Mapping[str, Tensor]) -> dict[str, npt.NDArray[np.float64]]:
+        """The ranks' columns, one behind the other in the order of ranks; flat, of any length.
+
+        Every rank gives the same names.
+        """
+        if self.world == 1:
+            return {name: _numbers(column) for name, column in columns.items()}
+        own = torch.cat([column.detach().to(self.device, torch.float64).reshape(-1) for column in columns.values()])
+        lengths = torch.zeros(self.world, len(columns), dtype=torch.int64, device=self.device)
+        lengths[self.rank] = torch.tensor([column.numel() for column in columns.values()])
+        counts = self.sum(lengths).tolist()
+        # A sum with zeros from everyone else: one collective, and lengths may differ.
+        everyone = torch.zeros(sum(map(sum, counts)), dtype=torch.float64, device=self.device)
+        before = sum(map(sum, counts[: self.rank]))
+        everyone[before : before + len(own)] = own
+        parts = iter(np.split(_numbers(self.sum(everyone)), np.cumsum(np.concatenate(counts))[:-1]))
+        found: dict[str, list[npt.NDArray[np.float64]]] = {name: [] for name in columns}
+        for _ in range(self.world):
+            for name in columns:
+                found[name].append(next(parts))
+        return {name: np.concatenate(pieces) for name, pieces in found.items()}
+
+
+def _numbers(column: Tensor) -> npt.NDArray[np.float64]:
+    return column.detach().double().cpu().numpy()  # type: ignore[no-any-return]

@@ -1,0 +1,119 @@
+"""Frames between the trainer (rank 0) and the ranks it has started: eight bytes of length, then msgpack."""
+
+from __future__ import annotations
+
+import struct
+
+import msgspec
+import numpy as np
+
+from opentinker.services.trainer.data.chat import Tokens
+from opentinker.services.trainer.data.examples import Example
+from opentinker.shared import codec
+from opentinker.shared.trajectories import Group
+from opentinker.shared.types import WeightVersion
+
+HEAD = struct.Struct("<Q")
+
+
+class Join(msgspec.Struct, frozen=True, tag=True):
+    """The first command: who we are together."""
+
+    device: str
+    port: int
+    """Of rank 0's store."""
+    world: int
+
+
+class Load(msgspec.Struct, frozen=True, tag=True):
+    spec: bytes
+    """JSON."""
+    checkpoint: str | None
+    """Directory; None: the base model."""
+    resume: bool
+    """Otherwise another job's checkpoint gives the weights, and the moments if `optimizer`."""
+    optimizer: bool
+    total_steps: int
+    """Of the learning rate's schedule."""
+
+
+class Step(msgspec.Struct, frozen=True, tag=True):
+    groups: list[Group]
+    version: WeightVersion
+
+
+class Row(msgspec.Struct, frozen=True):
+    """An example: of each part the token ids (int32) and which are learned (bool)."""
+
+    parts: list[tuple[bytes, bytes]]
+    reference: tuple[float, ...]
+
+
+def rows_of(examples: list[Example]) -> list[Row]:
+    return [
+        Row([(part.ids_T.tobytes(), part.learned_T.tobytes()) for part in example.parts], example.reference)
+        for example in examples
+    ]
+
+
+def examples_of(rows: list[Row]) -> list[Example]:
+    return [
+        Example(
+            tuple(Tokens(np.frombuffer(ids, np.int32), np.frombuffer(learned, np.bool_)) for ids, learned in row.parts),
+            row.reference,
+        )
+        for row in rows
+    ]
+
+
+class Prepare(msgspec.Struct, frozen=True, tag=True):
+    """See `RowLearner.prepare`."""
+
+    rows: list[Row]
+    home: str
+
+
+class RowStep(msgspec.Struct, frozen=True, tag=True):
+    rows: list[Row]
+
+
+class Evaluate(msgspec.Struct, frozen=True, tag=True):
+    rows: list[Row]
+
+
+class Gather(msgspec.Struct, frozen=True, tag=True):
+    """Help rank 0 to gather what is shared: the weights, for a checkpoint the optimizer's state too."""
+
+    checkpoint: bool
+
+
+class Done(msgspec.Struct, frozen=True, tag=True):
+    pass
+
+
+class Refused(msgspec.Struct, frozen=True, tag=True):
+    """The command was not carried out: `finite` tells a refused step from what fails the job."""
+
+    why: str
+    finite: bool
+
+
+class Beat(msgspec.Struct, frozen=True, tag=True):
+    """Once a second: this process runs."""
+
+
+Command = Join | Load | Step | Prepare | RowStep | Evaluate | Gather
+Answer = Done | Refused | Beat
+
+
+class ToRank(msgspec.Struct, frozen=True):
+    command: Command
+
+
+class FromRank(msgspec.Struct, frozen=True):
+    answer: Answer
+
+
+def frame(noun: ToRank | FromRank) -> bytes:
+    payload = codec.encode(noun)
+    return HEAD.pack(len(payload)) + payload

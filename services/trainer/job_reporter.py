@@ -1,0 +1,365 @@
+"""What any training job reports and leaves behind, whatever it trains on: metrics, events, checkpoints, how it ended.
+
+The loop that trains decides when; what the manifest says beyond the weights is its own affair.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from pathlib import Path
+from typing import Any, TypeVar
+
+import orjson
+import structlog
+from redis.exceptions import RedisError
+
+from opentinker.services.trainer import checkpoint
+from opentinker.services.trainer.collapse_alarm import HINTS, CollapseAlarm
+from opentinker.services.trainer.learners.base import Interrupted, NonFinite, Trainable, is_out_of_memory, too_large
+from opentinker.services.trainer.learning_check import Comparisons
+from opentinker.services.trainer.mismatch_alarm import WATCHED, WINDOW, MismatchAlarm
+from opentinker.shared.errors import Conflict, Fenced, JobFailed, OpenTinkerError
+from opentinker.shared.evaluations import Evaluations
+from opentinker.shared.lanes import Lanes
+from opentinker.shared.manifest import Manifest, start_of
+from opentinker.shared.readable import opening
+from opentinker.shared.reports import MetricPoint
+from opentinker.shared.service import Context
+from opentinker.shared.spec import JobSpec, StartSpec
+from opentinker.shared.spec.validation import PREFIX
+from opentinker.shared.step_log import StepLog, lineage
+from opentinker.shared.subjects import METRIC, WAKE
+from opentinker.shared.telemetry import SENT_AGAIN, MetricSource
+from opentinker.shared.tracing import trace_id
+from opentinker.shared.types import JobState, Lease, WeightVersion
+from opentinker.shared.usage import Usage
+from opentinker.shared.waiting import put_down, see_through
+
+log = structlog.get_logger()
+T = TypeVar("T")
+
+SOURCE = "trainer"
+"""Of the metrics of steps."""
+TARGET_WINDOW = 10
+"""Steps over which `train.target` looks at the mean of a metric."""
+
+
+class Record:
+    def __init__(self, ctx: Context, lease: Lease, spec: JobSpec, learner: Trainable, trace: str = "") -> None:
+        """`trace`: the job's traceparent."""
+        self.ctx, self.lease, self.spec, self.learner = ctx, lease, spec, learner
+        self.root: Path = ctx.settings.data_dir / "jobs" / lease.job / "checkpoints"
+        self.metrics = MetricSource(ctx.bus, lease.job, SOURCE)
+        self.lanes = Lanes(ctx.bus, lease.job, ctx.worker)
+        self._log = StepLog(self.root.parent / "metrics.jsonl")
+        self._log_refused = False
+        self._trace = trace
+        self.usage = Usage(ctx.store.redis)
+        self.evaluations = Evaluations(ctx.bus, lease.job, self.root.parent, self.event, self.guard)
+        self._alarm = MismatchAlarm()
+        self._collapse = CollapseAlarm(spec.train)
+        self._comparisons = Comparisons(spec.algorithm)
+        self._window: deque[dict[str, float]] = deque(maxlen=TARGET_WINDOW)
+        self.saved: int | None = None
+        """Step of the newest good checkpoint."""
+        self._running = False
+        self._sound = False
+        """The weights are those of a step that came out well."""
+
+    async def restore(self) -> Manifest | None:
+        """Puts the newest good checkpoint into the learner; when there is none, what the job starts from.
+
+        From here on no older epoch can write. Raises JobFailed, Fenced.
+        """
+        await asyncio.to_thread(checkpoint.fence, self.root, self.lease.epoch)
+        damaged: list[dict[str, object]] = []
+        found = await asyncio.to_thread(
+            checkpoint.newest, self.root, lambda at, why: damaged.append({"checkpoint": at.name, "problem": why})
+        )
+        for skipped in damaged:
+            await self.event("checkpoint_damaged", skipped)
+        if found is None and damaged:
+            raise JobFailed(
+                f"none of its {len(damaged)} checkpoints is whole ({damaged[0]['problem']}), and it will not begin "
+                f"anew unasked. They are in {self.root}; submit the job again to begin with step 0"
+            )
+        path, manifest = found or (None, None)
+        if manifest is not None:
+            if manifest.epoch >= self.lease.epoch:
+                raise JobFailed(
+                    f"checkpoint {manifest.name} was written in epoch {manifest.epoch}, this trainer has epoch "
+                    f"{self.lease.epoch}: the job's record is older than its checkpoints"
+                )
+            self.saved = manifest.step
+            lines = await asyncio.to_thread(
+                lineage, self.root.parent / "metrics.jsonl", manifest.resumed, manifest.step
+            )
+            self._window.extend(lines[-TARGET_WINDOW:])
+            for line in lines[-WINDOW:]:
+                self._alarm.look(line)
+            await self._send_lost(lines[-SENT_AGAIN:])
+            for line in lines:
+                self._collapse.look(line)
+                self._comparisons.look(line)
+        step = manifest.step if manifest else 0
+        # Without a checkpoint only the weights that the job starts from are known to be the same.
+        await asyncio.to_thread(self.evaluations.restore, manifest.resumed if manifest else {1: 0}, step)
+        detail: dict[str, object] = {"step": step, "epoch": self.lease.epoch}
+        start = None if manifest else self.spec.start
+        async with opening(self.ctx.store, self.ctx.settings, self.lease.job):
+            load = (
+                functools.partial(self.learner.load, path) if start is None else functools.partial(self._start, start)
+            )
+            await see_through(asyncio.to_thread(load))
+        if start is not None:
+            detail |= {"from": start.checkpoint, "optimizer": start.optimizer}
+        event = "resumed" if manifest else "model_loaded"
+        await self.ctx.store.update(
+            self.lease.job, epoch=self.lease.epoch, step=step, resumed_step=step, event=event, detail=detail
+        )
+        log.info(event, **detail)
+        return manifest
+
+    async def _send_lost(self, lines: list[dict[str, Any]]) -> None:
+        """Points of these steps that the metric history lacks: a NATS server and the trainer died together."""
+        newest = await self.ctx.bus.last(METRIC, job=self.lease.job, source=SOURCE)
+        for line in lines:
+            if "point" in line and (newest is None or line["time"] > newest.time):
+                incarnation, seq = line["point"]
+                values = {name: value for name, value in line.items() if isinstance(value, float) and name != "time"}
+                point = MetricPoint(
+                    job=self.lease.job,
+                    source=SOURCE,
+                    incarnation=incarnation,
+                    seq=seq,
+                    time=line["time"],
+                    step=line["step"],
+                    values=values,
+                )
+                await self.metrics.send(point)
+
+    def _start(self, start: StartSpec) -> None:
+        """Blocking. The weights of the other job's checkpoint, which the scheduler has kept for us."""
+        directory = start_of(self.ctx.settings.data_dir, self.lease.job)
+        try:
+            checkpoint.intact(directory)
+        except JobFailed as error:
+            raise JobFailed(
+                f"it cannot start from {start.checkpoint}: {error}; submit it again from another checkpoint "
+                f"(`opentinker checkpoints {start.job}` lists them)"
+            ) from error
+        self.learner.start(directory, optimizer=start.optimizer)
+
+    async def running(self) -> None:
+        """The job has begun to do its work. Idempotent."""
+        if self._running:
+            return
+        self._running = True
+        with contextlib.suppress(Conflict):  # cancelled meanwhile: the lease is about to go
+            await self.ctx.store.transition(
+                self.lease.job,
+                JobState.RUNNING,
+                allowed=(JobState.STARTING, JobState.RUNNING),
+                epoch=self.lease.epoch,
+            )
+
+    async def compute(self, step: int, work: Callable[[], dict[str, float]]) -> dict[str, float]:
+        """What makes `step`, in a thread. Raises JobFailed when it came out as nonsense.
+
+        Whatever it raises but Interrupted, the weights are in doubt from then on and will not be saved.
+        """
+        before, self._sound = self._sound, False
+        try:
+            with (
+                self.ctx.tracer.span("step", self._trace, job=self.lease.job, step=step),
+                self.lanes.busy("training", "step", str(WeightVersion(self.lease.epoch, step))),
+            ):
+                values = await asyncio.to_thread(work)
+        except Interrupted:
+            self._sound = before
+            raise
+        except NonFinite as error:
+            raise JobFailed(f"step {step} was refused: {error}; {self.last_good()}") from None
+        except (MemoryError, RuntimeError) as error:
+            if not is_out_of_memory(error):
+                raise
+            raise JobFailed(f"step {step}: {too_large(error)}; {self.last_good()}") from None
+        self._sound = True
+        return values
+
+    async def unless_cancelled(self, work: Awaitable[T]) -> T:
+        """Long work of the learner's, given up when the job is cancelled; what goes with it is seen through."""
+        working = asyncio.ensure_future(work)
+        try:
+            return await asyncio.shield(working)
+        except asyncio.CancelledError:
+            self.learner.interrupt()
+            with contextlib.suppress(Interrupted):
+                await see_through(working)
+            raise
+
+    @contextlib.asynccontextmanager
+    async def saving(self, save: Callable[[], Coroutine[Any, Any, None]]) -> AsyncIterator[None]:
+        """However the job ends before its time, what was trained is saved: it failed or was cancelled, or the lease is
+        another's by now."""
+        showing = asyncio.create_task(self.lanes.run())
+        try:
+            yield
+        except JobFailed:
+            if self._sound:
+                try:
+                    await see_through(save())
+                except OpenTinkerError as error:  # why the job failed is what its owner shall read
+                    log.warning("not_saved", error=str(error))
+            raise
+        except asyncio.CancelledError:
+            if self._sound:
+                try:
+                    await see_through(save())
+                except Fenced as error:
+                    log.warning("checkpoint_refused", error=str(error))
+            raise
+        finally:
+            self.close()
+            await put_down(showing)
+            await self.lanes.report()
+
+    async def step(self, step: int, values: dict[str, float], **line: object) -> None:
+        """An optimizer step is done: its metrics go out, into the history and the job's log (`line` beside them).
+        Raises Fenced before any of that."""
+        await self.guard()
+        absent = sorted(name for name in self.spec.train.target if name not in values and not name.startswith(PREFIX))
+        if step == 1 and absent:
+            log.warning("target_metric_absent", metrics=absent)
+            await self.event("target_metric_absent", {"metrics": absent, "there_are": sorted(values)})
+        self._comparisons.look(values)
+        await self._listen(step, values)
+        self._window.append(values)
+        point = await self.metrics.emit(step, values)
+        await self.write_log(
+            step,
+            {
+                "epoch": self.lease.epoch,
+                "step": step,
+                "time": point.time,
+                "trace": trace_id(self._trace),
+                "point": [point.incarnation, point.seq],
+                **line,
+                **point.values,
+            },
+        )
+        names = ("reward/mean", "exact", "loss", *self.spec.train.target)
+        shown = {name: values[name] for name in names if name in values} | self._pace()
+        await self.ctx.store.update(
+            self.lease.job, epoch=self.lease.epoch, step=step, progress=orjson.dumps(shown).decode()
+        )
+        await self.usage.trained(self.lease.job, step, values.get("tokens", 0.0))
+
+    async def _listen(self, step: int, values: dict[str, float]) -> None:
+        """Asks the alarms, and adds to `values` whether they ring."""
+        grown, collapsed = self._alarm.look(values), self._collapse.look(values)
+        if any(name in values for name in WATCHED):
+            values["mismatch/alarm"] = float(bool(self._alarm.ringing))
+        if "reward/mean" in values:
+            values["collapse/alarm"] = float(bool(self._collapse.ringing))
+        for name in grown:
+            log.warning("mismatch_alarm", metric=name, value=values[name])
+            await self.event("mismatch_alarm", {"step": step, "metric": name, "value": values[name]})
+        for why, name in collapsed.items():
+            detail = {"step": step, "metric": name, "value": values[name], "hint": HINTS[why]}
+            log.warning("collapse_alarm", **detail)
+            await self.event("collapse_alarm", detail)
+
+    def _pace(self) -> dict[str, float]:
+        """Seconds that a step takes, over the last ones."""
+        took = [line["step_seconds"] for line in self._window if "step_seconds" in line]
+        return {"step_seconds": sum(took) / len(took)} if took else {}
+
+    async def write_log(self, step: int, line: dict[str, object] | None = None) -> None:
+        """One line per step, also of steps rolled back later; without one, what there is becomes durable.
+
+        What the disk refuses is said once and tried again.
+        """
+        try:
+            await asyncio.to_thread(self._log.sync if line is None else functools.partial(self._log.add, line))
+            self._log_refused = False
+        except OSError as error:
+            if not self._log_refused:
+                log.error("metrics_log_failed", error=str(error))
+                await self.event("metrics_log_failed", {"step": step, "error": str(error)})
+            self._log_refused = True
+
+    def target_met(self) -> bool:
+        """Means of the last steps have reached their values, and the last evaluation has, where it is named."""
+        target = self.spec.train.target
+        if not target or (len(self._window) < TARGET_WINDOW and not all(name.startswith(PREFIX) for name in target)):
+            return False
+        reached = {
+            name: self.evaluations.last.get(name, float("-inf"))
+            if name.startswith(PREFIX)
+            else sum(v.get(name, float("-inf")) for v in self._window) / TARGET_WINDOW
+            for name in target
+        }
+        return all(reached[name] >= wanted for name, wanted in target.items())
+
+    @property
+    def target_is_validated(self) -> bool:
+        """Whether to stop is for evaluations to say: training waits for each."""
+        return any(name.startswith(PREFIX) for name in self.spec.train.target)
+
+    async def commit(self, manifest: Manifest, *, last: bool) -> bool:
+        """Makes a checkpoint, and removes those that are not kept any more. True if it is there.
+
+        When it cannot be written the job goes on and the next one is tried at its time; only the last one is a must:
+        then JobFailed. Raises Fenced if a newer epoch owns the job, also one whose trainer has not yet fenced off the
+        directory.
+        """
+        began = time.monotonic()
+        with contextlib.suppress(RedisError):  # nobody is given the job while Redis is away
+            await self.guard()
+        await self.write_log(manifest.step)
+        try:
+            with self.lanes.busy("training", "checkpoint", str(manifest.version)):
+                await asyncio.to_thread(checkpoint.commit, self.root, manifest, self.learner.save)
+        except JobFailed as error:
+            if last:
+                raise
+            log.error("checkpoint_failed", error=str(error))
+            await self.event("checkpoint_failed", {"step": manifest.step, "error": str(error)})
+            return False
+        await asyncio.to_thread(checkpoint.sweep, self.root, self.spec.train.keep_checkpoints, self.lease.epoch)
+        self.saved = manifest.step
+        await self.event("checkpoint", {"step": manifest.step, "seconds": round(time.monotonic() - began, 3)})
+        return True
+
+    async def guard(self) -> None:
+        """Before what is written by no script of the store. Raises Fenced if a newer epoch owns the job."""
+        await self.ctx.store.refuse_below(self.lease.job, self.lease.epoch)
+
+    async def event(self, event: str, detail: dict[str, object]) -> None:
+        await self.ctx.store.update(self.lease.job, epoch=self.lease.epoch, event=event, detail=detail)
+
+    def last_good(self) -> str:
+        return "there is no checkpoint yet" if self.saved is None else f"the last good checkpoint is step {self.saved}"
+
+    async def succeed(self, step: int) -> None:
+        """All is done and saved. The job's reason says so if nothing was learned: who waits for its end sees that."""
+        why = "target reached" if self.target_met() else ""
+        if self.spec.kind == "rl" and not why and (why := self._comparisons.warning):
+            log.warning("nothing_learned", steps=step)
+            await self.event("nothing_learned", {"steps": step, "why": why})
+        await self.ctx.bus.settle()  # who has waited for the end reads the last metrics too
+        with contextlib.suppress(Conflict):  # cancelled or failed meanwhile: the lease is about to go
+            await self.ctx.store.transition(
+                self.lease.job, JobState.SUCCEEDED, epoch=self.lease.epoch, step=step, reason=why
+            )
+        await self.ctx.bus.emit(WAKE, {"job": self.lease.job}, who="scheduler")
+
+    def close(self) -> None:
+        self.metrics.close()
+        self.evaluations.close()

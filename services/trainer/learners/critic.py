@@ -1,0 +1,157 @@
+"""The critic of `advantage = "gae"`: a second copy of the base model with one number in place of the vocabulary.
+
+It starts from `model.base` with a head of zeros, so that every first value is 0 (or from the critic in the checkpoint
+that the job starts from), and has an optimizer of its own at `critic_lr`, which warms up with the policy's. With LoRA
+it is an adapter too. It is saved in `trainer/critic.safetensors`: `weight/NAME`, `exp_avg/NAME`, `exp_avg_sq/NAME`,
+`step/NAME` per trained parameter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from opentinker.services.trainer.algorithm.advantages import F64
+from opentinker.services.trainer.algorithm.losses import value_loss
+from opentinker.services.trainer.batch.micro_batch import MicroBatch
+from opentinker.services.trainer.learners import optimizer_state
+from opentinker.shared.errors import JobFailed
+from opentinker.shared.manifest import CRITIC
+from opentinker.shared.nn.forward import token_values
+from opentinker.shared.nn.layers import recompute_layers
+from opentinker.shared.nn.layout import Layout
+from opentinker.shared.nn.lora import attach_lora, causal_lm, lora_dropouts
+from opentinker.shared.nn.models import autocast, load_model, torch_dtype
+from opentinker.shared.spec import JobSpec
+from opentinker.shared.tensors import difference
+
+
+class Critic:
+    """V(s): the expected return where a sampled token is about to be chosen."""
+
+    def __init__(self, spec: JobSpec, device: str) -> None:
+        self.spec, self.device = spec, device
+        self.dtype = torch_dtype(spec.model.dtype)
+        lora = spec.model.lora
+        base = load_model(spec.model.base, torch.float32 if lora is None else self.dtype, device)
+        model = base if lora is None else attach_lora(base, lora)
+        self.dropouts = lora_dropouts(model)
+        causal = causal_lm(model)
+        if spec.train.gradient_checkpointing:
+            recompute_layers(causal)
+        self.decoder = causal.get_decoder()
+        self.head = nn.Linear(base.get_input_embeddings().weight.shape[1], 1, device=device)
+        nn.init.zeros_(self.head.weight)
+        nn.init.zeros_(self.head.bias)
+        trained = [(f"decoder.{name}", p) for name, p in self.decoder.named_parameters() if p.requires_grad]
+        self.parameters = dict(trained) | {f"head.{name}": p for name, p in self.head.named_parameters()}
+        train = spec.train
+        self.optimizer: torch.optim.Optimizer = torch.optim.AdamW(
+            list(self.parameters.values()),
+            lr=float(spec.algorithm.critic_lr or 0.0),
+            betas=(train.beta1, train.beta2),
+            eps=1e-8,
+            weight_decay=0.0,
+            fused=True,
+        )
+
+    def values(self, plan: Layout) -> Tensor:
+        """float32 [M]."""
+        with autocast(self.device, self.dtype):
+            return token_values(self.decoder, self.head, plan)
+
+    def dropout(self, *, on: bool) -> None:
+        for module in self.dropouts:
+            module.train(on)
+
+    def measure(self, micros: list[MicroBatch], go_on: Callable[[], None]) -> None:
+        """The values before the batch, without dropout. `go_on` is asked before each micro-batch."""
+        self.dropout(on=False)
+        with torch.no_grad():
+            for micro in micros:
+                go_on()
+                self._measure(micro)
+
+    def _measure(self, micro: MicroBatch) -> None:
+        if micro.ends is None:
+            micro.values_M = self.values(micro.plan)
+            return
+        found = self.values(micro.ends.plan)
+        micro.values_M = found[~micro.ends.added]
+        micro.end_values_S = found.new_zeros(int(micro.sequence_M.max()) + 1)
+        micro.end_values_S[micro.ends.places] = found[micro.ends.added]
+
+    def accumulate(self, micro: MicroBatch) -> Tensor:
+        """Add the gradient of one micro-batch, with dropout; returns its share of the step's value loss."""
+        self.dropout(on=True)
+        assert micro.values_M is not None and micro.returns_M is not None
+        clip = float(self.spec.algorithm.value_clip or 0.0)
+        loss_M = value_loss(self.values(micro.plan), micro.values_M, micro.returns_M, value_clip=clip)
+        loss = loss_M.sum() / micro.batch_tokens
+        loss.backward()
+        return loss.detach()
+
+    def clip(self) -> Tensor:
+        """Bound the gradient's norm; returns it as it was."""
+        return nn.utils.clip_grad_norm_(list(self.parameters.values()), self.spec.train.grad_clip)
+
+    def step(self, lr_share: float) -> None:
+        """`lr_share`: of the learning rate, as the schedule allows."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = float(self.spec.algorithm.critic_lr or 0.0) * lr_share
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def remember(self) -> Callable[[], None]:
+        """Returns what undoes the steps from here on."""
+        memory = optimizer_state.remember(self.parameters, self.optimizer)
+        return partial(optimizer_state.restore, memory, self.parameters, self.optimizer)
+
+    def save(self, directory: Path) -> None:
+        tensors = {f"weight/{name}": p.detach() for name, p in self.parameters.items()}
+        tensors |= optimizer_state.moments(self.parameters, self.optimizer)
+        save_file({name: t.contiguous() for name, t in tensors.items()}, directory / CRITIC)
+
+    def load(self, checkpoint: Path, *, moments: bool = True) -> None:
+        """Raises JobFailed, naming a tensor, if the checkpoint has no critic or another one."""
+        try:
+            tensors = load_file(checkpoint / CRITIC)
+        except (OSError, SafetensorError) as error:
+            raise JobFailed(f"checkpoint {checkpoint} has no usable critic: {error}") from error
+        saved = {name.removeprefix("weight/"): t for name, t in tensors.items() if name.startswith("weight/")}
+        own = {name: p.shape for name, p in self.parameters.items()}
+        if odd := difference({name: t.shape for name, t in saved.items()}, own):
+            raise JobFailed(f"critic of checkpoint {checkpoint} does not fit: {odd}")
+        with torch.no_grad():
+            for name, parameter in self.parameters.items():
+                parameter.copy_(saved[name])
+        if moments:
+            optimizer_state.put_moments(tensors, self.parameters, self.optimizer)
+
+
+def critic_columns(micros: list[MicroBatch]) -> dict[str, Tensor]:
+    """The values before the batch, and what they should have been; empty without a critic."""
+    values = [micro.values_M for micro in micros if micro.values_M is not None]
+    returns = [micro.returns_M for micro in micros if micro.returns_M is not None]
+    parts = {"values": values, "returns": returns}
+    return {name: torch.cat(found) if found else torch.empty(0) for name, found in parts.items()}
+
+
+def critic_metrics(columns: Mapping[str, F64], results: list[dict[str, float]]) -> dict[str, float]:
+    """loss/value, critic/grad_norm, and critic/explained_variance = 1 - Var(R - V) / Var(R) of the values before the
+    batch: 1 is a perfect critic, 0 one that knows nothing; absent if all returns are equal."""
+    values, returns = columns["values"], columns["returns"]
+    metrics = {
+        "loss/value": sum(r["value"] for r in results) / len(results),
+        "critic/grad_norm": max(r["critic_norm"] for r in results),
+    }
+    spread = float(returns.var())
+    if spread > 0:
+        metrics["critic/explained_variance"] = 1.0 - float((returns - values).var()) / spread
+    return metrics

@@ -1,0 +1,21 @@
+"""Supervised fine-tuning: the likelihood of what rows say. Stands behind `learner.RowLearner`."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from opentinker.services.trainer.batch.row_batch import RowBatch, learned_tokens
+from opentinker.services.trainer.data.examples import Example
+from opentinker.services.trainer.learners.supervised import RowPolicy
+
+
+class SftLearner(RowPolicy):
+    """L = -(1/N) sum_{s,t} log pi(x_{s,t} | x_{s,<t}) over the N learned tokens of the batch: a mean per token, not per
+    row. `accuracy` is the share of those tokens that pi finds the likeliest."""
+
+    def weight(self, batch: list[Example]) -> int:
+        return learned_tokens(batch)
+
+    def share(self, micro: RowBatch, weight: int) -> dict[str, Tensor]:
+        logprobs_M, _, hits_M = self.forward(micro.plan, hits=True)
+        return {"loss": -logprobs_M.sum() / weight, "accuracy": hits_M.sum() / weight}

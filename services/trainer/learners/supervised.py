@@ -1,0 +1,85 @@
+"""What sft and dpo have in common: batches of rows in, optimizer steps and evaluations out. See `learner.RowLearner`.
+
+A kind of job says what a micro-batch adds to the batch's loss and metrics, as shares of the whole batch: so the result
+is the same however the batch is packed.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from opentinker.services.trainer.batch.micro_batch import size_metrics
+from opentinker.services.trainer.batch.row_batch import RowBatch, row_batches
+from opentinker.services.trainer.data.examples import Example
+from opentinker.services.trainer.learners.base import NonFinite
+from opentinker.services.trainer.learners.policy_model import Policy
+
+
+class RowPolicy(Policy, ABC):
+    advice = "a lower lr"
+    """To whom a step is refused."""
+
+    @property
+    def prepares(self) -> bool:
+        """Whether something has to be known beforehand."""
+        return False
+
+    def prepare(self, examples: list[Example], home: Path) -> None:
+        """Nothing has to be."""
+
+    @abstractmethod
+    def weight(self, batch: list[Example]) -> int:
+        """What the shares of micro-batches are shares of."""
+
+    @abstractmethod
+    def share(self, micro: RowBatch, weight: int) -> dict[str, Tensor]:
+        """`loss`, with a gradient, and the metrics that go with it: what the micro-batch adds to those of its batch."""
+
+    def step(self, batch: list[Example]) -> dict[str, float]:
+        began = time.perf_counter()
+        self.gang.separate_noise(self.spec.train.seed, self.steps)
+        lr = self.set_lr()
+        self.dropout(on=True)
+        with self.whole_step():
+            sums, counts = self._sums(batch, backward=True)
+        sums["grad_norm"] = self.clip().double()
+        try:
+            result = self.finite(sums, self.advice)
+        except NonFinite:
+            self.forget()
+            raise
+        self.apply()
+        self.steps += 1
+        return {**result, "lr": lr, **counts, "step_seconds": time.perf_counter() - began}
+
+    def evaluate(self, examples: list[Example]) -> dict[str, float]:
+        self.dropout(on=False)
+        with torch.no_grad():
+            sums, counts = self._sums(examples, backward=False)
+        return {name: value.item() for name, value in sums.items()} | {"tokens": counts["tokens"]}
+
+    def _sums(self, batch: list[Example], *, backward: bool) -> tuple[dict[str, Tensor], dict[str, float]]:
+        """Loss and metrics, float64, and the counts of tokens, of all ranks; `backward` adds up the gradient."""
+        weight = self.weight(batch)
+        sums: dict[str, Tensor] = {}
+        sizes = dict.fromkeys(("tokens", "tokens/total", "tokens/computed"), 0)
+        for micro in row_batches(batch, self.spec.train.tokens_per_micro_batch, torch.device(self.device), self.gang):
+            self.go_on(changes=backward)
+            found = self.share(micro, weight)
+            counts = bool(micro.places)
+            if backward:
+                self.backward(found["loss"] * counts, last=micro.last)
+            for name, value in found.items():
+                sums[name] = sums.get(name, 0.0) + value.detach().double() * counts
+            if counts:
+                sizes["tokens"] += len(micro.sequence_M)
+                sizes["tokens/total"] += micro.tokens
+                sizes["tokens/computed"] += len(micro.plan.ids_N)
+        totals = self.gang.sum(torch.stack(list(sums.values())))
+        columns = self.gang.gather({name: torch.tensor([size]) for name, size in sizes.items()})
+        return dict(zip(sums, totals, strict=True)), size_metrics(columns)

@@ -1,0 +1,141 @@
+"""What people look at beyond curves: training episodes word by word, and how a step's numbers are spread.
+
+{data_dir}/jobs/{job}/rollouts/step-000050.jsonl   the kept episodes of the groups that step 50 trained on, one a line
+{data_dir}/jobs/{job}/distributions.jsonl          one line per step, also of steps rolled back later
+
+Kept are the newest steps and, further back, one in so many. A disk that refuses is said once, and the job goes on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import re
+from collections.abc import Awaitable, Callable, Sequence
+from itertools import repeat
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import orjson
+import structlog
+
+from opentinker.services.trainer.algorithm.advantages import F64
+from opentinker.services.trainer.batch.distributions import Histogram
+from opentinker.shared.kept_tokens import tokens_of
+from opentinker.shared.manifest import name_of
+from opentinker.shared.reports import KeptEpisode
+from opentinker.shared.step_log import StepLog
+from opentinker.shared.trajectories import Group, Trajectory, totals
+from opentinker.shared.types import WeightVersion
+
+log = structlog.get_logger()
+
+NEWEST = 50
+"""Steps whose episodes are all kept."""
+OLDER = 50
+"""Of the steps before those, about so many are."""
+_FILE = re.compile(r"step-(\d+)\.jsonl")
+View = tuple[Trajectory, F64 | None]
+Tell = Callable[[str, dict[str, object]], Awaitable[None]]
+
+
+class Told:
+    """`home` is the job's directory, `event` writes into its log of events."""
+
+    def __init__(self, home: Path, kept: int, event: Tell) -> None:
+        self._home, self._kept, self._event = home, kept, event
+        self._log = StepLog(home / "distributions.jsonl")
+        self._refused = False
+
+    async def step(
+        self,
+        version: WeightVersion,
+        at: float,
+        batch: Sequence[Group],
+        spread: dict[str, Histogram],
+        credited: Sequence[F64] | None = None,
+    ) -> list[KeptEpisode]:
+        """An optimizer step is done; `version` is what came of it. `credited`: per trajectory of the batch, the
+        advantage of each sampled token. Returns what was kept."""
+        line = {"epoch": version.epoch, "step": version.step, "time": at, **spread}
+        advantages = iter(credited) if credited is not None else repeat(None)
+        of_groups = [(group, [next(advantages) for _ in group.trajectories]) for group in batch]
+        episodes = [episode for group, found in of_groups for episode in episodes_of(group, found)][: self._kept]
+        try:
+            await asyncio.to_thread(self._write, version.step, line, episodes)
+            self._refused = False
+        except OSError as error:
+            if not self._refused:
+                log.error("rollouts_log_failed", error=str(error))
+                await self._event("rollouts_log_failed", {"step": version.step, "error": str(error)})
+            self._refused = True
+            return []
+        return [KeptEpisode(**{name: one[name] for name in KeptEpisode.__struct_fields__}) for one in episodes]
+
+    def _write(self, step: int, line: dict[str, Any], episodes: list[dict[str, Any]]) -> None:
+        self._log.add(line)
+        if not episodes:
+            return
+        path = self._home / "rollouts" / f"{name_of(step)}.jsonl"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_suffix(".tmp")
+        temporary.write_bytes(b"".join(orjson.dumps({"step": step, **one}) + b"\n" for one in episodes))
+        temporary.rename(path)
+        found = {int(match[1]): file for file in path.parent.iterdir() if (match := _FILE.fullmatch(file.name))}
+        for gone in swept(sorted(found)):
+            found[gone].unlink(missing_ok=True)
+
+
+def swept(steps: Sequence[int]) -> list[int]:
+    """Which of these steps, in order, are kept no longer: of all but the newest, one in so many stays, where so many is
+    a power of two that grows with the job. What is kept now was kept before."""
+    older = steps[:-NEWEST]
+    if not older:
+        return []
+    every = 2 ** max(0, math.ceil(math.log2(max(1, older[-1] / OLDER))))
+    return [step for step in older if step % every]
+
+
+def episodes_of(group: Group, credited: Sequence[F64 | None]) -> list[dict[str, Any]]:
+    """Those samples whose words came with the group. `credited`: per trajectory, see `Told.step`."""
+    samples: dict[int, list[View]] = {}
+    for trajectory, advantages in zip(group.trajectories, credited, strict=True):
+        if trajectory.transcript is not None:
+            samples.setdefault(trajectory.index, []).append((trajectory, advantages))
+    return [_episode(group, index, views) for index, views in samples.items()]
+
+
+def _episode(group: Group, index: int, pairs: list[View]) -> dict[str, Any]:
+    views = [view for view, _ in pairs]
+    rewards, components = totals(views)
+    return {
+        "group": group.seq,
+        "sample": index,
+        "environment": group.environment,
+        "worker": group.worker,
+        "versions": [str(v) for v in sorted({span.version for view in views for span in view.spans})],
+        "reward": sum(rewards.values()) / len(rewards),
+        "rewards": rewards,
+        "group_rewards": group.rewards,
+        "components": components,
+        "scores": views[0].scores,
+        "metrics": views[0].metrics,
+        "ending": views[0].ending,
+        "stops": [turn.stop for view in views for turn in view.turns],
+        "tokens": sum(int(view.mask.sum()) for view in views),
+        "turns": sum(len(view.turns) for view in views),
+        "seconds": views[0].seconds,
+        "views": [
+            {
+                "seat": view.seat,
+                "stream": view.stream,
+                "reward": view.reward,
+                "messages": [{"role": said.role, "content": said.text} for said in view.transcript or []],
+                "tokens": None
+                if view.pieces is None
+                else msgspec.to_builtins(tokens_of(view, view.pieces, advantages)),
+            }
+            for view, advantages in pairs
+        ],
+    }

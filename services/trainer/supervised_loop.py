@@ -1,0 +1,199 @@
+"""One sft or dpo job's training: the same record, checkpoints and end as the RL loop, without anything that generates.
+
+    run   consumes the rows of [data], in an order that the seed alone gives; produces weights, METRIC, checkpoints;
+          waits for nothing; ends after its last step, at the target, or when the service stops
+
+How far it came is one number, the rows used so far: the manifest of each checkpoint holds it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+import time
+from collections.abc import Callable
+
+import structlog
+
+from opentinker.services.trainer.data.examples import Examples, fingerprint, load_examples, places
+from opentinker.services.trainer.job_reporter import Record
+from opentinker.services.trainer.learners.base import Interrupted, RowLearner
+from opentinker.shared.errors import JobFailed
+from opentinker.shared.leasing import LeasedWorker
+from opentinker.shared.manifest import DataCursor, Manifest
+from opentinker.shared.readable import opening
+from opentinker.shared.spec import JobSpec
+from opentinker.shared.spec.validation import PREFIX
+from opentinker.shared.types import Lease, WeightVersion
+from opentinker.shared.waiting import check_cancelled, see_through
+
+log = structlog.get_logger()
+
+
+class SupervisedJob:
+    """One lease's work. Raises JobFailed when the job cannot go on, Fenced when a newer epoch owns it."""
+
+    def __init__(
+        self,
+        worker: LeasedWorker,
+        lease: Lease,
+        spec: JobSpec,
+        learner: RowLearner,
+        load: Callable[[JobSpec, Callable[[], None]], Examples] = load_examples,
+    ) -> None:
+        assert spec.data is not None
+        self.worker, self.lease, self.spec, self.data, self.learner = worker, lease, spec, spec.data, learner
+        self.ctx = worker.ctx
+        self.record = Record(self.ctx, lease, spec, learner, worker.trace)
+        self.step = 0
+        self.resumed = {lease.epoch: 0}
+        """Of the manifest."""
+        self._load = load
+        self.examples: Examples
+        self.steps = spec.train.steps
+        """All that the job will do; with data.epochs it is known once the rows are."""
+
+    async def run(self) -> None:
+        async with self.record.saving(self._save):
+            await self._read()
+            await self._restore()
+            await self.worker.status("ready", job=self.lease.job, epoch=self.lease.epoch)
+            await self.record.running()
+            await self._train()
+
+    # --- start and resume ---------------------------------------------------------------------------------------
+
+    async def _read(self) -> None:
+        """The rows, before the model: what is wrong with them is found at once."""
+        began = time.monotonic()
+        async with opening(self.ctx.store, self.ctx.settings, self.lease.job):
+            self.examples = examples = await self._read_rows()
+        self.fingerprint = await see_through(asyncio.to_thread(fingerprint, examples.train))
+        if self.data.epochs is not None:
+            self.steps = -(-self.data.epochs * len(examples.train) // self.data.batch_size)
+            self.learner.total_steps = self.steps
+            if self.spec.train.warmup_steps > self.steps:
+                raise JobFailed(
+                    f"train.warmup_steps = {self.spec.train.warmup_steps} is larger than the {self.steps} steps that "
+                    f"data.epochs = {self.data.epochs} makes"
+                )
+        detail = {
+            "rows": len(examples.train),
+            "validation_rows": len(examples.validation),
+            **{name: examples.counts[name] for name in ("longer", "dropped", "cut") if examples.counts[name]},
+            "longest": examples.longest,
+            "steps": self.steps,
+            "seconds": round(time.monotonic() - began, 3),
+        }
+        log.info("data_loaded", **detail)
+        await self.ctx.store.update(
+            self.lease.job, epoch=self.lease.epoch, event="data_loaded", detail=detail, steps=self.steps
+        )
+
+    async def _read_rows(self) -> Examples:
+        """In a thread, which gives up at the next row when the job is cancelled."""
+        given_up = threading.Event()
+
+        def go_on() -> None:
+            if given_up.is_set():
+                raise Interrupted("the job was cancelled")
+
+        reading = asyncio.ensure_future(asyncio.to_thread(self._load, self.spec, go_on))
+        try:
+            return await asyncio.shield(reading)
+        except asyncio.CancelledError:
+            given_up.set()
+            with contextlib.suppress(Interrupted):
+                await see_through(reading)
+            raise
+
+    async def _restore(self) -> None:
+        manifest = await self.record.restore()
+        if manifest is not None:
+            self.step = manifest.step
+            self.resumed = {**manifest.resumed, self.lease.epoch: manifest.step}
+            cursor = self._cursor
+            if manifest.data != cursor:
+                raise JobFailed(
+                    f"checkpoint {manifest.name} was made from other rows ({manifest.data}, now {cursor}): the data "
+                    "has changed since, so that the job cannot go on where it was"
+                )
+        examples = [*self.examples.train, *self.examples.validation]
+        home = self.record.root.parent
+        await self.record.unless_cancelled(asyncio.to_thread(self.learner.prepare, examples, home))
+
+    @property
+    def _cursor(self) -> DataCursor:
+        rows = len(self.examples.train)
+        return DataCursor(position=self._used(self.step), rows=rows, fingerprint=self.fingerprint)
+
+    def _used(self, step: int) -> int:
+        """Rows used in the first `step` steps; only the last batch of the last epoch may be smaller than the others."""
+        used = step * self.data.batch_size
+        return used if self.data.epochs is None else min(used, self.data.epochs * len(self.examples.train))
+
+    # --- training -----------------------------------------------------------------------------------------------
+
+    async def _train(self) -> None:
+        if self.step == 0:
+            await self._validate()
+        while self.step < self.steps and not self.record.target_met():
+            check_cancelled()
+            if self.ctx.stopping.is_set():
+                await see_through(self._save())
+                return
+            await self.record.unless_cancelled(self._advance())
+            every = self.data.validate_every
+            if every is not None and self.step % every == 0:
+                await self._validate()
+            if self.step % self.spec.train.checkpoint_every == 0 and self.step < self.steps:
+                await see_through(self._save())
+        await self._validate()
+        await see_through(self._save(last=True))
+        await self.record.succeed(self.step)
+
+    async def _advance(self) -> None:
+        """One step, and what it is reported with; given up, or done whole, when the job is cancelled meanwhile."""
+        began = time.monotonic()
+        first, rows = self._used(self.step), self.examples.train
+        chosen = places(
+            first,
+            self._used(self.step + 1) - first,
+            len(rows),
+            seed=self.spec.train.seed,
+            shuffle=self.data.shuffle,
+        )
+        batch = [rows[place] for place in chosen]
+        values = await self.record.compute(self.step + 1, lambda: self.learner.step(batch))
+        self.step += 1
+        values["train_seconds"] = values.pop("step_seconds", time.monotonic() - began)
+        values |= {"rows": float(len(chosen)), "epochs": self._used(self.step) / len(rows)}
+        values["step_seconds"] = time.monotonic() - began
+        values["trainer/tokens_per_s"] = values["tokens"] / values["step_seconds"]
+        await self.record.step(self.step, values, data=chosen)
+
+    async def _validate(self) -> None:
+        """Of the weights as they are, unless it was done before."""
+        if not self.examples.validation or self.step in self.record.evaluations.steps:
+            return
+        began = time.monotonic()
+        found = await self.record.unless_cancelled(asyncio.to_thread(self.learner.evaluate, self.examples.validation))
+        values = {f"{PREFIX}{name}": value for name, value in found.items()}
+        values[f"{PREFIX}seconds"] = time.monotonic() - began
+        version = WeightVersion(self.lease.epoch, self.step)
+        await self.record.evaluations.add(version, values, self.spec.train.target)
+
+    async def _save(self, *, last: bool = False) -> None:
+        """Commit a checkpoint of the current step, unless there is one."""
+        if self.record.saved == self.step:
+            return
+        manifest = Manifest(
+            job=self.lease.job,
+            epoch=self.lease.epoch,
+            step=self.step,
+            version=WeightVersion(self.lease.epoch, self.step),
+            resumed=self.resumed,
+            data=self._cursor,
+        )
+        await self.record.commit(manifest, last=last)

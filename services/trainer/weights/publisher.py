@@ -1,0 +1,344 @@
+"""Weight versions: trainer -> rollout workers, by one torch.distributed group per job.
+
+    publish loop   consumes the newest snapshot and the workers' heartbeats; produces SWAP commands and the tensors;
+                   waits for a new snapshot or a changed membership; woken by `offer` and WAKE
+
+Membership follows heartbeats: a worker that comes (or comes back) makes a new group and gets the current version.
+One that dies or fails breaks the group for everyone; the next group is formed at once, without it. A dead one is a
+member again when it answers a ping, one that failed after a pause. A version counts for admission once at least one
+of the job's own workers has it; workers of inference jobs that follow its live policy are members beside them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, Any
+
+import structlog
+
+from opentinker.services.trainer.learners.base import BUCKET_BYTES, SnapshotLike
+from opentinker.services.trainer.weights.swap_rpc import Failure, SwapCalls
+from opentinker.shared.errors import JobFailed
+from opentinker.shared.service import Context
+from opentinker.shared.subjects import WAKE
+from opentinker.shared.types import SIMULATED, Lease, SwapCommand, SwapReply, WeightVersion, WorkerInfo
+from opentinker.shared.waiting import set_within
+
+if TYPE_CHECKING:
+    from opentinker.shared.nn.transport import WeightGroup
+
+log = structlog.get_logger()
+
+LOOK_S = 0.5
+AGAIN_S = 2.0
+"""A worker that failed is not tried again earlier; twice as long after each further failure..."""
+AGAIN_AT_MOST_S = 60.0
+TRIES = 5
+"""...and when a version has failed to reach any worker so many times in a row, plus once per worker, the job fails."""
+
+
+class Publisher:
+    """`served(version, seconds)` is awaited each time a version has reached the workers."""
+
+    def __init__(
+        self,
+        ctx: Context,
+        lease: Lease,
+        device: str,
+        served: Callable[[WeightVersion, dict[str, float]], Awaitable[None]],
+    ) -> None:
+        self.ctx, self.lease, self.device, self._served = ctx, lease, device, served
+        self._calls = SwapCalls(ctx, lease)
+        self._snapshot: SnapshotLike | None = None
+        self._wake = asyncio.Event()
+        self._generation = 0
+        self._store: Any = None
+        self._group: WeightGroup | None = None
+        self._members: list[WorkerInfo] = []
+        self._has: dict[str, WeightVersion] = {}
+        self._failures: dict[str, int] = {}
+        """In a row, by worker."""
+        self._not_before: dict[str, float] = {}
+        self._vain = 0
+        """Tries in a row that brought nobody a version."""
+
+    def offer(self, snapshot: SnapshotLike) -> None:
+        """From now on this is the version to have; one that is on its way arrives first."""
+        self._snapshot = snapshot
+        self._wake.set()
+
+    @property
+    def workers(self) -> int:
+        return sum(self._is_own(worker) for worker in self._members)
+
+    async def run(self) -> None:
+        """Raises JobFailed when no worker can take the weights."""
+
+        async def wake(_: dict[str, Any]) -> None:
+            self._wake.set()
+
+        subscription = await self.ctx.bus.listen(WAKE, wake, who=f"trainer-{self.lease.job}")
+        try:
+            while True:
+                if self.ctx.bus.nc.is_connected:
+                    await self._turn()
+                if await set_within(self._wake, LOOK_S):
+                    self._wake.clear()
+        finally:
+            await subscription.unsubscribe()
+            self._leave()
+
+    async def _turn(self) -> None:
+        wanted = await self._wanted()
+        if _addresses(wanted) != _addresses(self._members):
+            await self._rebuild(wanted)
+        if self._behind():
+            await self._send()
+
+    async def _wanted(self) -> list[WorkerInfo]:
+        """The members that the group should have. Whoever makes it change must answer first."""
+        now = time.monotonic()
+        ready = [
+            worker
+            for worker in await self.ctx.store.workers()
+            if worker.takes_weights_of(self.lease.job) and now >= self._not_before.get(worker.address, now)
+        ]
+        if _addresses(ready) == _addresses(self._members):
+            return ready
+        answers = await self._calls.greet(ready)
+        refused = [(w, a) for w, a in zip(ready, answers, strict=True) if isinstance(a, Failure) and not a.absent]
+        for worker, failure in refused:
+            self._put_off(worker, failure)
+        wanted = [worker for worker, answer in zip(ready, answers, strict=True) if isinstance(answer, SwapReply)]
+        if (vain := [(w, f) for w, f in refused if self._is_own(w)]) and not any(self._is_own(w) for w in wanted):
+            self._in_vain([worker for worker, _ in vain], [failure for _, failure in vain], "")
+        return wanted
+
+    def _is_own(self, worker: WorkerInfo) -> bool:
+        """One that generates for the job; the others serve its policy to somebody, and training does not depend on
+        them."""
+        return worker.ready_for(self.lease.job)
+
+    def _behind(self) -> bool:
+        version = None if self._snapshot is None else self._snapshot.version
+        return version is not None and any(self._has.get(w.address) != version for w in self._members)
+
+    def _leave(self) -> None:
+        group, self._group = self._group, None
+        if group is not None:
+            group.close()
+        self._give_up("the trainer has left")
+        self._store = None
+
+    def _give_up(self, why: str) -> None:
+        """Nobody shall wait any longer, neither for the group to be complete nor for bytes."""
+        if self._store is not None:
+            from opentinker.shared.nn import transport
+
+            # In a thread of its own: a store that waits in a join answers nobody else until that ends.
+            threading.Thread(target=transport.give_up, args=(self._store, why), name="give-up", daemon=True).start()
+
+    @property
+    def _timeout_s(self) -> float:
+        return self.ctx.settings.swap_timeout_s
+
+    # --- membership ---------------------------------------------------------------------------------------------
+
+    async def _rebuild(self, members: list[WorkerInfo]) -> None:
+        """A new group of exactly these workers, or none."""
+        self._leave()
+        self._generation += 1
+        self._members = members
+        if not members:
+            return
+        world, port = 1 + len(members), self._host(1 + len(members))
+        commands = [
+            SwapCommand(
+                job=self.lease.job,
+                epoch=self.lease.epoch,
+                action="join",
+                generation=self._generation,
+                address=self.ctx.settings.advertise_host,
+                port=port,
+                rank=rank,
+                world=world,
+                device=self.device,
+            )
+            for rank in range(1, world)
+        ]
+        problem, answers = await self._calls.ask(
+            list(zip(members, commands, strict=True)), self._enter(port, world), self._timeout_s, self._give_up
+        )
+        if problem or any(isinstance(answer, Failure) for answer in answers):
+            self._broken(members, answers, problem)
+            if self._by_own_fault(members, answers, problem):
+                self._in_vain(members, answers, problem)
+            return
+        log.info("weight_group", generation=self._generation, rollout_workers=[w.id for w in members])
+
+    def _host(self, world: int) -> int:
+        """The group's meeting point. Returns its port; 0 for a learner without tensors, which needs no group."""
+        if self.device == SIMULATED:
+            return 0
+        from opentinker.shared.nn import transport
+
+        try:
+            self._store, port = transport.host_store(self.ctx.settings.advertise_host, world, self._timeout_s)
+        except transport.TransportError as error:
+            raise JobFailed(f"{error}; see the setting advertise_host") from error
+        return port
+
+    async def _enter(self, port: int, world: int) -> str:
+        """The trainer's part of a new group. Returns what went wrong, or nothing."""
+        if self._store is None:
+            return ""
+        from opentinker.shared.nn import transport
+
+        try:
+            self._group = await asyncio.to_thread(
+                transport.WeightGroup.join,
+                address=self.ctx.settings.advertise_host,
+                port=port,
+                rank=0,
+                world=world,
+                device=self.device,
+                timeout_s=self._timeout_s,
+                store=self._store,
+            )
+        except transport.TransportError as error:
+            self._give_up(str(error))
+            return str(error)
+        return ""
+
+    # --- one version --------------------------------------------------------------------------------------------
+
+    async def _send(self) -> None:
+        """transfer -> checksum -> pause -> load -> stamp -> resume on every worker at once; who fails stays behind."""
+        snapshot, members = self._snapshot, self._members
+        assert snapshot is not None
+        started = time.monotonic()
+        command = SwapCommand(
+            job=self.lease.job,
+            epoch=self.lease.epoch,
+            action="receive",
+            generation=self._generation,
+            device=self.device,
+            version=snapshot.version,
+            manifest=snapshot.manifest,
+            fingerprints=snapshot.fingerprints,
+            bucket_bytes=BUCKET_BYTES,
+            probe=snapshot.probe,
+        )
+        problem, answers = await self._calls.ask(
+            [(worker, command) for worker in members],
+            self._transfer(snapshot),
+            self._load_s(snapshot),
+            self._give_up,
+        )
+        good: list[SwapReply] = []
+        own = 0
+        for worker, answer in zip(members, answers, strict=True):
+            if isinstance(answer, SwapReply):
+                good.append(answer)
+                own += self._is_own(worker)
+                self._has[worker.address] = snapshot.version
+                self._failures.pop(worker.address, None)
+        if problem or len(good) < len(members):
+            self._broken(members, answers, problem)
+        if not own:
+            if self._by_own_fault(members, answers, problem):
+                self._in_vain(members, answers, problem)
+            return
+        self._vain = 0
+        phases = {f"swap/{name}_s": value for name, value in _slowest(good).items()}
+        if found := [reply.mismatch for reply in good if reply.mismatch is not None]:
+            phases["swap/mismatch"] = max(found)
+        await self._served(snapshot.version, {**phases, "swap/seconds": time.monotonic() - started})
+
+    def _load_s(self, snapshot: SnapshotLike) -> float:
+        """What an engine may take for pause, load and resume; the group itself limits the transfer before it."""
+        if self._group is None:
+            return self._timeout_s
+        from opentinker.shared.nn import transport
+
+        return transport.allowed_s(self._timeout_s, sum(bucket.numel() for bucket in snapshot.buckets))
+
+    async def _transfer(self, snapshot: SnapshotLike) -> str:
+        """The trainer's part of a swap. Returns what went wrong, or nothing."""
+        if self._group is None:
+            return ""
+        from opentinker.shared.nn import transport
+
+        try:
+            await asyncio.to_thread(self._group.send, snapshot.buckets)
+        except transport.TransportError as error:
+            return str(error)
+        return ""
+
+    # --- failures -----------------------------------------------------------------------------------------------
+
+    def _broken(self, members: list[WorkerInfo], answers: list[SwapReply | Failure], problem: str) -> None:
+        """The group is of no use any more: the next turn makes another, without those to blame."""
+        log.warning("weight_group_broken", generation=self._generation, problem=problem)
+        for worker, failure in _blamed(members, answers, problem):
+            self._put_off(worker, failure)
+        self._leave()
+        self._members = []
+        self._wake.set()
+
+    def _put_off(self, worker: WorkerInfo, failure: Failure) -> None:
+        """Leave it out, for longer each time. An absent one may come back as soon as it answers."""
+        log.warning("rollout_worker_left_out", rollout_worker=worker.id, why=failure.why)
+        name = worker.address
+        self._has.pop(name, None)
+        if not failure.absent:
+            self._failures[name] = self._failures.get(name, 0) + 1
+            pause = min(AGAIN_S * 2 ** (self._failures[name] - 1), AGAIN_AT_MOST_S)
+            self._not_before[name] = time.monotonic() + pause
+
+    def _by_own_fault(self, members: list[WorkerInfo], answers: list[SwapReply | Failure], problem: str) -> bool:
+        """Or the trainer's. Where only those are to blame that serve the policy, the next group is without them."""
+        blamed = [worker for worker, _ in _blamed(members, answers, problem)]
+        return any(self._is_own(worker) for worker in blamed or members)
+
+    def _in_vain(self, members: list[WorkerInfo], answers: list[SwapReply | Failure], problem: str) -> None:
+        """Nobody got anything. Raises JobFailed when it has been so too often."""
+        if not self.ctx.bus.nc.is_connected:
+            return  # nobody's fault, and it will pass
+        self._vain += 1
+        if self._vain >= TRIES + len(members):
+            reasons = [f"{worker.id}: {failure.why}" for worker, failure in _blamed(members, answers, problem)]
+            reasons += [problem] if problem else []
+            version = "" if self._snapshot is None else f" {self._snapshot.version}"
+            raise JobFailed(
+                f"no rollout worker could take weights{version}, {self._vain} tries in a row; last: "
+                f"{'; '.join(reasons)} (each phase of a swap may take swap_timeout_s = {self._timeout_s:g} "
+                "s, transfer and load also the time for their bytes at 50 MB/s)"
+            )
+
+
+def _blamed(
+    members: list[WorkerInfo], answers: list[SwapReply | Failure], problem: str
+) -> list[tuple[WorkerInfo, Failure]]:
+    """The dead and the silent. If there are none: everyone who failed, or, where the trainer's own part went wrong
+    too, the first of them, as the others may have failed because of it."""
+    failed = [(w, answer) for w, answer in zip(members, answers, strict=True) if isinstance(answer, Failure)]
+    silent = [(w, failure) for w, failure in failed if failure.silent]
+    if silent or not problem:
+        return silent or failed
+    return sorted(failed, key=lambda one: one[1].at)[:1]
+
+
+def _addresses(workers: list[WorkerInfo]) -> set[str]:
+    return {worker.address for worker in workers}
+
+
+def _slowest(replies: list[SwapReply]) -> dict[str, float]:
+    phases: dict[str, float] = {}
+    for reply in replies:
+        for name, value in reply.seconds.items():
+            phases[name] = max(phases.get(name, 0.0), value)
+    return phases
