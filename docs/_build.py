@@ -14,7 +14,7 @@ from mkdocs.structure.files import File, Files
 
 from opentinker.services.scheduler.http.openapi import document
 from opentinker.services.scheduler.http.server import Api
-from opentinker.shared import answers as types_of_answers
+from opentinker.shared import api_types as types_of_answers
 from opentinker.shared.config import Settings
 
 

@@ -34,7 +34,7 @@ from opentinker.envs.agents.contexts import Contexts
 from opentinker.envs.agents.endpoint import Endpoint, Waiting
 from opentinker.envs.base import Action, Environment, Opening, Step
 from opentinker.shared.openai.fields import Refused
-from opentinker.shared.types import Message
+from opentinker.shared.types.core import Message
 
 OBSERVED_BYTES = 256 * 1024
 """Of one request, without what the policy knows already: what an env worker may answer."""

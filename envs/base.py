@@ -42,8 +42,8 @@ from typing import Any, ClassVar
 import msgspec
 from pydantic import BaseModel, ConfigDict
 
-from opentinker.shared.sessions import Policy
-from opentinker.shared.types import Message, StopReason, Tool, ToolCall
+from opentinker.shared.types.core import Message, StopReason, Tool, ToolCall
+from opentinker.shared.types.env_protocol import Policy
 
 EPISODE_VARIABLE = "ENV_EPISODE"
 """Environment variable of a child process during the calls of an episode. A process that bears it ends with the

@@ -22,9 +22,9 @@ import numpy as np
 from pydantic import Field
 
 from opentinker.envs.base import EnvironmentConfig
-from opentinker.shared.dataset import open_rows
-from opentinker.shared.rows import RowError, rows_path
-from opentinker.shared.types import Image, Text
+from opentinker.shared.data.dataset import open_rows
+from opentinker.shared.data.jsonl import RowError, rows_path
+from opentinker.shared.types.core import Image, Text
 
 Row = tuple[str, dict[str, Any]]
 """Where it stands, for messages to people, and the row."""

@@ -24,7 +24,7 @@ from pydantic import BaseModel, ConfigDict, model_validator
 
 from opentinker.envs.adapters.library import Randomness, episode_seed
 from opentinker.envs.base import Action, Environment, Step, is_truncation, user
-from opentinker.shared.types import Message
+from opentinker.shared.types.core import Message
 
 T = TypeVar("T")
 

@@ -12,10 +12,10 @@ from pydantic import BaseModel, ValidationError
 
 from opentinker.envs.base import ELSEWHERE, Environment
 from opentinker.envs.game import AbstractGame, environment_of
-from opentinker.shared.errors import SpecError
-from opentinker.shared.mistakes import UNKNOWN, WHOLE, mistakes_of, nearest
-from opentinker.shared.reasons import error_sentence
-from opentinker.shared.sessions import is_url
+from opentinker.shared.runtime.error_text import error_sentence
+from opentinker.shared.spec.mistakes import UNKNOWN, WHOLE, mistakes_of, nearest
+from opentinker.shared.types.env_protocol import is_url
+from opentinker.shared.types.errors import SpecError
 
 ADAPTERS = {
     "gem": "opentinker.envs.adapters.gem:Gem",

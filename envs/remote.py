@@ -3,7 +3,8 @@
 http(s)://  The wire of OpenTinker's environment servers, which any language can serve: POST /reset {instance_id,
             job_id, ...} gives {observation, system_prompt}, POST /step {instance_id, job_id, action} gives
             {observation, reward, done, info}; an unknown instance is a 404. The numbers of `info` become metrics.
-ws(s)://    Our own frames (shared/frames.py), as `opentinker env serve --listen` speaks them: seats and tools too.
+ws(s)://    Our own frames (shared/messaging/websocket_frames.py), as `opentinker env serve --listen` speaks them: seats
+and tools too.
 
 The episode's deadline covers everything. A reset, and any call in frames, may be repeated and is while the server is
 away; a step over HTTP might be played twice, and is repeated only if no connection was made. A server that stays away
@@ -35,10 +36,9 @@ from opentinker.envs.base import (
     is_truncation,
     user,
 )
-from opentinker.shared.codec import WireError, encode
-from opentinker.shared.egress import Egress, Refused
-from opentinker.shared.errors import OpenTinkerError, SpecError
-from opentinker.shared.frames import (
+from opentinker.shared.messaging.codec import WireError, encode
+from opentinker.shared.messaging.reply_validation import sound
+from opentinker.shared.messaging.websocket_frames import (
     FRAME_BYTES,
     HEARTBEAT_S,
     Asker,
@@ -47,9 +47,10 @@ from opentinker.shared.frames import (
     Welcome,
     greet,
 )
-from opentinker.shared.replies import sound
-from opentinker.shared.sessions import CloseSession, OpenSession, SessionReply, StepSession
-from opentinker.shared.types import Ending, Message
+from opentinker.shared.security.egress import Egress, Refused
+from opentinker.shared.types.core import Ending, Message
+from opentinker.shared.types.env_protocol import CloseSession, OpenSession, SessionReply, StepSession
+from opentinker.shared.types.errors import OpenTinkerError, SpecError
 
 T = TypeVar("T")
 

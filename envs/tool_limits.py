@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from opentinker.shared import codec
-from opentinker.shared.types import Tool
+from opentinker.shared.messaging import codec
+from opentinker.shared.types.core import Tool
 
 MOST_TOOLS = 64
 """Of one server: every one of them is described in every prompt."""

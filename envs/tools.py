@@ -34,7 +34,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 from pydantic_core import to_json
 
 from opentinker.envs.base import Action, Environment, Opening, Step
-from opentinker.shared.types import Message, Tool, ToolCall
+from opentinker.shared.types.core import Message, Tool, ToolCall
 
 RESULT_BYTES = 20_000
 """Of what one call gives; the middle of more is left out."""

@@ -40,10 +40,10 @@ from opentinker.services.rollout_worker.episode import Episode
 from opentinker.services.rollout_worker.renderer import Renderer
 from opentinker.services.trainer.learners.rl import TorchLearner
 from opentinker.shared.nn.attention import PACKED
-from opentinker.shared.sessions import OpenSession, SessionReply, StepSession
 from opentinker.shared.spec import JobSpec, parse_spec
-from opentinker.shared.trajectories import Group, Span
-from opentinker.shared.types import StopReason, Ticket, WeightVersion
+from opentinker.shared.types.core import StopReason, Ticket, WeightVersion
+from opentinker.shared.types.env_protocol import OpenSession, SessionReply, StepSession
+from opentinker.shared.types.trajectories import Group, Span
 
 PRESETS = ("grpo", "dr_grpo", "rloo", "reinforce_pp", "ppo", "dapo", "cispo", "gspo")
 """Those that learn from rewards alone."""

@@ -26,9 +26,9 @@ from loadtest._report import Report
 from loadtest._target import Target, target
 from opentinker.client import AsyncClient
 from opentinker.nearby import read_state
-from opentinker.shared.answers import MetricPoint
-from opentinker.shared.bus import Bus
-from opentinker.shared.subjects import GROUP, ROLLOUT
+from opentinker.shared.api_types import MetricPoint
+from opentinker.shared.messaging.bus import Bus
+from opentinker.shared.messaging.subjects import GROUP, ROLLOUT
 
 PLANE = "load-plane"
 """Of stored trajectories: no job, so that nobody consumes them."""

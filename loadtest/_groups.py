@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from opentinker.shared.trajectories import Group, Span, Trajectory, Turn
-from opentinker.shared.types import Ending, StopReason, WeightVersion
+from opentinker.shared.types.core import Ending, StopReason, WeightVersion
+from opentinker.shared.types.trajectories import Group, Span, Trajectory, Turn
 
 JOB, GROUP_SIZE, TOKENS, PROMPT = "load", 8, 512, 128
 

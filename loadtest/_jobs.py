@@ -12,7 +12,7 @@ from typing import Any
 from loadtest._report import Report
 from loadtest._target import Target
 from opentinker.client import ApiConflict, AsyncClient
-from opentinker.shared.answers import MetricPoint
+from opentinker.shared.api_types import MetricPoint
 
 SLEEPER = "loadtest._environments:Sleeper"
 END_S = 180.0

@@ -16,7 +16,7 @@ from loadtest._target import START_S, Target, target
 from opentinker.capacity import Pools, Work, predict
 from opentinker.client import AsyncClient
 from opentinker.listening import listening
-from opentinker.shared.answers import MetricPoint, Worker
+from opentinker.shared.api_types import MetricPoint, Worker
 
 BAND = (0.75, 1.25)
 """Measured throughput over that of the prediction."""

@@ -29,7 +29,7 @@ from loadtest._open_loop import Latencies, arrivals, open_loop
 from loadtest._report import Report
 from loadtest._target import ROOT, Target, target
 from opentinker.client import AsyncClient
-from opentinker.shared.answers import Worker
+from opentinker.shared.api_types import Worker
 from tests.toys import toy_model
 
 SUBMIT_P99_S, READ_P99_S, WORSE = 0.150, 0.050, 2.0

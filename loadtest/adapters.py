@@ -25,8 +25,8 @@ from loadtest._machine import Meter
 from opentinker.envs.runtime.child_pool import Host
 from opentinker.envs.runtime.resolver import Resolver
 from opentinker.envs.runtime.sessions import Sessions
-from opentinker.shared.sessions import CloseSession, OpenSession, StepSession
-from opentinker.shared.types import StopReason
+from opentinker.shared.types.core import StopReason
+from opentinker.shared.types.env_protocol import CloseSession, OpenSession, StepSession
 
 SESSIONS = 8
 SHARE = 0.9

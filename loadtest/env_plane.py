@@ -27,10 +27,10 @@ import uvloop
 from loadtest._machine import Meter, met
 from opentinker.embedded import EmbeddedServers
 from opentinker.envs.base import Action, Environment, Step, user
-from opentinker.shared.bus import Bus
-from opentinker.shared.env_client import EnvClient
-from opentinker.shared.sessions import SessionReply, StepSession
-from opentinker.shared.types import Message, StopReason
+from opentinker.shared.messaging.bus import Bus
+from opentinker.shared.messaging.env_client import EnvClient
+from opentinker.shared.types.core import Message, StopReason
+from opentinker.shared.types.env_protocol import SessionReply, StepSession
 
 ACTION, OBSERVATION = "a" * 64, "o" * 200
 ENVIRONMENT = "loadtest.env_plane:Echo"

@@ -28,11 +28,11 @@ from loadtest._machine import Meter
 from loadtest.env_plane import serving
 from opentinker.envs.base import Action, Opening
 from opentinker.envs.registry import make
-from opentinker.shared.bus import Bus
-from opentinker.shared.env_client import EnvClient
-from opentinker.shared.renewal import below
-from opentinker.shared.sessions import Policy, StepSession
-from opentinker.shared.types import Message, StopReason
+from opentinker.shared.messaging.bus import Bus
+from opentinker.shared.messaging.env_client import EnvClient
+from opentinker.shared.runtime.reexec import below
+from opentinker.shared.types.core import Message, StopReason
+from opentinker.shared.types.env_protocol import Policy, StepSession
 
 LONGEST = 1000
 """Turns of an episode, for environments that never end."""

@@ -26,7 +26,7 @@ import uvloop
 from loadtest._machine import QUIET_CORES, Meter, keep
 from opentinker.embedded import EmbeddedServers
 from opentinker.processes import free_port
-from opentinker.shared.key_text import new_key, read_key, write_key
+from opentinker.shared.security.key_text import new_key, read_key, write_key
 
 ROOT = Path(__file__).resolve().parent.parent
 GOOD_PER_S, BAD_PER_S, CONNECTIONS = 200, 1000, 20

@@ -21,8 +21,8 @@ import structlog
 
 from loadtest._machine import Meter, keep, met
 from opentinker.services.scheduler.placement.reconciler import Reconciler
-from opentinker.shared.store import Store
-from opentinker.shared.types import JobState, Pool, WorkerInfo
+from opentinker.shared.state.store import Store
+from opentinker.shared.types.core import JobState, Pool, WorkerInfo
 from tests.conftest import Server, start_nats, start_valkey
 from tests.factories import make_spec
 from tests.scheduling import context

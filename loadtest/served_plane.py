@@ -21,10 +21,10 @@ import uvloop
 from loadtest.env_plane import ENVIRONMENT, Client, measure, options
 from opentinker.embedded import EmbeddedServers
 from opentinker.processes import free_port
-from opentinker.shared.bus import Bus
-from opentinker.shared.key_text import new_key, read_key, write_key
+from opentinker.shared.messaging.bus import Bus
+from opentinker.shared.security.key_text import new_key, read_key, write_key
 from opentinker.shared.spec import parse_spec
-from opentinker.shared.store import Store
+from opentinker.shared.state.store import Store
 
 ROOT = Path(__file__).resolve().parent.parent
 TARGET = 1_000

@@ -24,7 +24,7 @@ from loadtest._machine import QUIET_CORES, Meter
 from opentinker.envs.runtime.tools.tool_factory import Shop
 from opentinker.envs.tools import ToolTurns
 from opentinker.shared.config import Settings
-from opentinker.shared.types import ToolCall
+from opentinker.shared.types.core import ToolCall
 
 PROGRAM = "total = sum(n * n for n in range(100))\nprint('total', total)\ntotal / 7"
 ANSWER = "total 328350\n46907.142857142855"

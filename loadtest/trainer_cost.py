@@ -41,8 +41,8 @@ from opentinker.services.trainer.batch import micro_batch
 from opentinker.services.trainer.learners.rl import TorchLearner
 from opentinker.shared.nn.layout import layout
 from opentinker.shared.spec import JobSpec, parse_spec
-from opentinker.shared.trajectories import Group, Trajectory
-from opentinker.shared.types import WeightVersion
+from opentinker.shared.types.core import WeightVersion
+from opentinker.shared.types.trajectories import Group, Trajectory
 from tests.factories import group_of, trajectory_of
 
 CHARACTERS_PER_TOKEN = 4

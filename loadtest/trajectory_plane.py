@@ -32,9 +32,9 @@ from loadtest._groups import GROUP_SIZE, JOB, TOKENS, make_group
 from loadtest._machine import Meter, met
 from opentinker.embedded import nats_binary
 from opentinker.processes import free_port
-from opentinker.shared.bus import Bus
-from opentinker.shared.subjects import GROUP
-from opentinker.shared.trajectories import Group
+from opentinker.shared.messaging.bus import Bus
+from opentinker.shared.messaging.subjects import GROUP
+from opentinker.shared.types.trajectories import Group
 from tests.conftest import nats_conf
 
 TARGETS = {"default": 20_000, "always": 5_000}

@@ -14,9 +14,9 @@ import orjson
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
-from opentinker.shared.egress import networks
-from opentinker.shared.errors import SpecError
-from opentinker.shared.secrets import AWS, password_in, read_access, read_password
+from opentinker.shared.security.egress import networks
+from opentinker.shared.security.secrets import AWS, password_in, read_access, read_password
+from opentinker.shared.types.errors import SpecError
 
 PREFIX = "OPENTINKER_"
 _STORE = re.compile(r"(file://)?/[^\0]+|s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/[\w!.*'()/-]*)?")

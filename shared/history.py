@@ -7,8 +7,8 @@ from typing import Any
 
 import msgspec
 
-from opentinker.shared.errors import Conflict
-from opentinker.shared.types import JobState
+from opentinker.shared.types.core import JobState
+from opentinker.shared.types.errors import Conflict
 
 
 class Replayed(msgspec.Struct, frozen=True, kw_only=True):

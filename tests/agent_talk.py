@@ -12,8 +12,8 @@ from openai import AsyncOpenAI
 from opentinker.envs.agent import AgentEnvironment, Result
 from opentinker.envs.base import Action, EnvironmentConfig, Opening, Step
 from opentinker.envs.runtime.player import action_of, opening_of, reply_of
-from opentinker.shared.sessions import Policy, SessionReply, StepSession
-from opentinker.shared.types import StopReason
+from opentinker.shared.types.core import StopReason
+from opentinker.shared.types.env_protocol import Policy, SessionReply, StepSession
 
 Talk = Callable[[AsyncOpenAI], Awaitable[Any]]
 

@@ -15,13 +15,13 @@ import aiohttp
 import msgspec
 import orjson
 
-from opentinker.shared import answers
-from opentinker.shared.authority import Action, Role
-from opentinker.shared.key_text import new_key, write_key
-from opentinker.shared.keys import Keys
-from opentinker.shared.manifest import Manifest
-from opentinker.shared.service import Context
-from opentinker.shared.store import Store
+from opentinker.shared import api_types
+from opentinker.shared.data.manifest import Manifest
+from opentinker.shared.runtime.service import Context
+from opentinker.shared.security.authorization import Action, Role
+from opentinker.shared.security.key_text import new_key, write_key
+from opentinker.shared.state.keys import Keys
+from opentinker.shared.state.store import Store
 from tests.factories import make_spec
 
 OPERATOR = new_key("local")
@@ -33,7 +33,7 @@ atexit.register(shutil.rmtree, OPERATOR_FILE.parent, ignore_errors=True)
 SPEC = make_spec(model__base="some/model").model_dump(mode="json")
 
 
-OPEN = (answers.Event, answers.Events, answers.Failure, answers.Failures)
+OPEN = (api_types.Event, api_types.Events, api_types.Failure, api_types.Failures)
 """What else belongs to these has no end."""
 
 

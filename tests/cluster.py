@@ -26,12 +26,12 @@ from opentinker.client import AsyncClient
 from opentinker.embedded import nats_binary, valkey_binary
 from opentinker.processes import free_port
 from opentinker.services.trainer import checkpoint
-from opentinker.shared.admission import Admission, Ledger
-from opentinker.shared.answers import Job
-from opentinker.shared.manifest import Manifest
-from opentinker.shared.rights import OPERATOR
+from opentinker.shared.api_types import Job
+from opentinker.shared.data.manifest import Manifest
+from opentinker.shared.messaging.permissions import OPERATOR
 from opentinker.shared.spec import JobSpec
-from opentinker.shared.store import Store
+from opentinker.shared.state.staleness import Admission, Ledger
+from opentinker.shared.state.store import Store
 from opentinker.up import SERVICE_OF
 from tests.conftest import nats_conf, until
 from tests.listening import living
@@ -174,7 +174,9 @@ class Cluster:
             for line in process.logged.splitlines()
             if any(sign in line.lower() for sign in ("permissions violation", "noperm", "no permissions"))
         ]
-        assert not refused, f"what a service does is not in shared/rights.py or subjects.py: {refused[:5]}"
+        assert not refused, (
+            f"what a service does is not in shared/messaging/permissions.py or subjects.py: {refused[:5]}"
+        )
 
     async def _end(self, *, failed: bool) -> None:
         if self._keeper is not None:

@@ -28,9 +28,9 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 from opentinker.client import AsyncClient
 from opentinker.embedded import nats_binary, shipped_conf, valkey_binary
 from opentinker.processes import free_port as free_port  # noqa: PLC0414 - tests import it from here too
-from opentinker.shared.bus import Bus
-from opentinker.shared.service import Context
-from opentinker.shared.store import Store
+from opentinker.shared.messaging.bus import Bus
+from opentinker.shared.runtime.service import Context
+from opentinker.shared.state.store import Store
 from tests.api import OPERATOR, OPERATOR_FILE, Http, bearing
 
 if TYPE_CHECKING:

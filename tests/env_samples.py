@@ -20,7 +20,7 @@ from opentinker.envs.adapters.library import Randomness, episode_seed
 from opentinker.envs.base import Action, Environment, EnvironmentConfig, Opening, Step, user
 from opentinker.envs.builtin.copy_digits import CopyDigits
 from opentinker.envs.tools import tool
-from opentinker.shared.types import Message, Tool, ToolCall
+from opentinker.shared.types.core import Message, Tool, ToolCall
 
 
 class Counting(Environment):

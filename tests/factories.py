@@ -10,8 +10,8 @@ import numpy as np
 import orjson
 
 from opentinker.shared.spec import JobSpec, parse_spec
-from opentinker.shared.trajectories import Group, Span, Trajectory, Turn
-from opentinker.shared.types import Ending, StopReason, Ticket, WeightVersion
+from opentinker.shared.types.core import Ending, StopReason, Ticket, WeightVersion
+from opentinker.shared.types.trajectories import Group, Span, Trajectory, Turn
 
 V0 = WeightVersion(1, 0)
 

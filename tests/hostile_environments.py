@@ -21,8 +21,8 @@ from contextlib import suppress
 from typing import Any, ClassVar
 
 from opentinker.envs.base import EPISODE_VARIABLE, Action, Environment, EnvironmentConfig, Step, user
-from opentinker.shared.renewal import below
-from opentinker.shared.types import Message
+from opentinker.shared.runtime.reexec import below
+from opentinker.shared.types.core import Message
 
 SLEEP = [sys.executable, "-I", "-S", "-c", "import time; time.sleep(600)"]
 

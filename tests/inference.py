@@ -15,10 +15,10 @@ from opentinker.client import AsyncClient
 from opentinker.services.rollout_worker.engines.base import Completion, EngineLost, Likely, Progress, Sampling, Shown
 from opentinker.services.rollout_worker.inference_job import InferenceJob
 from opentinker.services.rollout_worker.renderer import Renderer
-from opentinker.shared.leasing import LeasedWorker
+from opentinker.shared.runtime.leased_worker import LeasedWorker
 from opentinker.shared.spec import JobSpec
-from opentinker.shared.trajectories import Span
-from opentinker.shared.types import Lease, Pool, StopReason, WeightVersion
+from opentinker.shared.types.core import Lease, Pool, StopReason, WeightVersion
+from opentinker.shared.types.trajectories import Span
 from tests.api import OPERATOR
 from tests.conftest import WAIT_S, Server, soon, until
 from tests.scheduling import context

@@ -9,8 +9,8 @@ import torch
 
 from opentinker.shared.nn.attention import PACKED
 from opentinker.shared.spec import JobSpec
-from opentinker.shared.trajectories import Group
-from opentinker.shared.types import WeightVersion
+from opentinker.shared.types.core import WeightVersion
+from opentinker.shared.types.trajectories import Group
 from tests.factories import group_of, make_spec, trajectory_of
 
 

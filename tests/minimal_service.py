@@ -12,11 +12,11 @@ import threading
 from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 
-from opentinker.shared.leasing import LeasedWorker
-from opentinker.shared.service import Context, main
+from opentinker.shared.asyncio_tools import see_through
+from opentinker.shared.runtime.leased_worker import LeasedWorker
+from opentinker.shared.runtime.service import Context, main
 from opentinker.shared.spec import JobSpec
-from opentinker.shared.types import Lease, Pool
-from opentinker.shared.waiting import see_through
+from opentinker.shared.types.core import Lease, Pool
 
 MODE = sys.argv.pop(1)
 PARENT = """

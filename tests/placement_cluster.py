@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from opentinker.services.scheduler.placement.quotas import Used
 from opentinker.services.scheduler.placement.types import NO_GPUS, Gpus, Held, Job, Need, Rules, View
 from opentinker.shared.config import TenantLimits
-from opentinker.shared.types import Pool
+from opentinker.shared.types.core import Pool
 
 TRAINER, ROLLOUT = Pool.TRAINER, Pool.ROLLOUT
 POOLS = (TRAINER, ROLLOUT)

@@ -17,7 +17,7 @@ from opentinker.services.scheduler.placement.types import (
     TakeBack,
     View,
 )
-from opentinker.shared.types import Pool
+from opentinker.shared.types.core import Pool
 from tests.placement_cluster import DAY_S, POOLS, ROLLOUT, RULES, Cluster, Tenant
 
 RECOUNT_EVERY = 50

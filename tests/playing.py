@@ -6,7 +6,7 @@ from typing import Any
 
 from opentinker.envs.base import Action, Environment, Opening, Step
 from opentinker.envs.registry import make
-from opentinker.shared.types import StopReason
+from opentinker.shared.types.core import StopReason
 
 
 class Table:

@@ -13,9 +13,9 @@ from typing import Any
 
 from opentinker.services.reference_forward.scorer import Scorer
 from opentinker.services.reference_forward.service import ReferenceForward
-from opentinker.shared.service import Context, main
-from opentinker.shared.trajectories import Group
-from opentinker.shared.types import F32
+from opentinker.shared.runtime.service import Context, main
+from opentinker.shared.types.core import F32
+from opentinker.shared.types.trajectories import Group
 
 ACK_WAIT_S = 1.0
 

@@ -14,11 +14,11 @@ import msgspec
 import structlog
 
 from opentinker.services.scheduler.service import serve
-from opentinker.shared.bus import Bus
 from opentinker.shared.config import Settings
-from opentinker.shared.service import Context
-from opentinker.shared.store import Store
-from opentinker.shared.types import Gpu, JobState, Lease, Pool, WorkerInfo
+from opentinker.shared.messaging.bus import Bus
+from opentinker.shared.runtime.service import Context
+from opentinker.shared.state.store import Store
+from opentinker.shared.types.core import Gpu, JobState, Lease, Pool, WorkerInfo
 from tests.api import OPERATOR_FILE
 from tests.conftest import Server, soon, until
 from tests.factories import make_spec

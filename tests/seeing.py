@@ -15,9 +15,9 @@ import torch
 from examples.models.make_seeing import make_seeing
 from opentinker.envs.png import png
 from opentinker.services.rollout_worker.renderer import Renderer, images_of
-from opentinker.shared import trajectories as trajectories_of
-from opentinker.shared.trajectories import Group, Trajectory
-from opentinker.shared.types import F32, Image, Message, Text
+from opentinker.shared.types import trajectories as trajectories_of
+from opentinker.shared.types.core import F32, Image, Message, Text
+from opentinker.shared.types.trajectories import Group, Trajectory
 from tests.factories import group_of, trajectory_of
 
 KINDS: dict[str, dict[str, Any]] = {

@@ -17,11 +17,11 @@ from nats.aio.client import Client
 
 from opentinker.access import Access, WebSocket
 from opentinker.embedded import nats_binary
-from opentinker.shared.bus import Bus
 from opentinker.shared.config import Settings
-from opentinker.shared.service import Context
-from opentinker.shared.store import Store
-from opentinker.shared.subjects import SCHEDULER
+from opentinker.shared.messaging.bus import Bus
+from opentinker.shared.messaging.subjects import SCHEDULER
+from opentinker.shared.runtime.service import Context
+from opentinker.shared.state.store import Store
 from tests.api import OPERATOR_FILE, SPEC, Http, bearing
 from tests.conftest import Server, free_port, nats_conf, soon
 

@@ -25,9 +25,9 @@ from opentinker.envs.runtime.child_pool import Host
 from opentinker.envs.runtime.resolver import Resolver
 from opentinker.envs.runtime.sessions import Sessions
 from opentinker.services.env_worker.service import check_environment
-from opentinker.shared.errors import SpecError
-from opentinker.shared.sessions import EnvCheck, OpenSession, StepSession
-from opentinker.shared.types import Ending, Image, StopReason
+from opentinker.shared.types.core import Ending, Image, StopReason
+from opentinker.shared.types.env_protocol import EnvCheck, OpenSession, StepSession
+from opentinker.shared.types.errors import SpecError
 from tests.playing import transcript
 
 PLAYED: list[tuple[str, dict[str, Any], list[str]]] = [

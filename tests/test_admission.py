@@ -22,11 +22,11 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from opentinker.shared import admission as module
-from opentinker.shared.admission import MAX_OPEN, Admission, Ledger
-from opentinker.shared.errors import Fenced
-from opentinker.shared.store import Store
-from opentinker.shared.types import Discard, Ending, JobState, WeightVersion
+from opentinker.shared.state import staleness as module
+from opentinker.shared.state.staleness import MAX_OPEN, Admission, Ledger
+from opentinker.shared.state.store import Store
+from opentinker.shared.types.core import Discard, Ending, JobState, WeightVersion
+from opentinker.shared.types.errors import Fenced
 from tests.conftest import Server
 from tests.scheduling import new_job
 

@@ -11,9 +11,9 @@ import pytest
 
 from opentinker.services.trainer.algorithm import advantages
 from opentinker.services.trainer.algorithm.credit_assignment import Values, assign
-from opentinker.shared.errors import JobFailed
 from opentinker.shared.spec import AlgorithmSpec
-from opentinker.shared.trajectories import Group, Trajectory
+from opentinker.shared.types.errors import JobFailed
+from opentinker.shared.types.trajectories import Group, Trajectory
 from tests.factories import group_of, trajectory_of
 
 REWARDS = [1.0, 0.0, 0.0, 1.0, 0.5]

@@ -18,9 +18,9 @@ from opentinker.envs.runtime.child_pool import Host
 from opentinker.envs.runtime.resolver import Resolver
 from opentinker.envs.runtime.sessions import Sessions
 from opentinker.services.rollout_worker.episode import Episode
-from opentinker.shared.errors import SpecError
-from opentinker.shared.sessions import CloseSession, OpenSession, Policy, StepSession
-from opentinker.shared.types import Ending, StopReason
+from opentinker.shared.types.core import Ending, StopReason
+from opentinker.shared.types.env_protocol import CloseSession, OpenSession, Policy, StepSession
+from opentinker.shared.types.errors import SpecError
 from tests.agent_talk import Direct, Scripted, chat, generate
 from tests.conftest import until
 from tests.factories import make_spec, make_ticket

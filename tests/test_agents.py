@@ -14,7 +14,7 @@ from opentinker.envs import agent as agent_module
 from opentinker.envs.agent import AgentEnvironment, AgentError
 from opentinker.envs.agents.endpoint import Waiting
 from opentinker.envs.base import Opening, Step
-from opentinker.shared.types import Image, StopReason, ToolCall
+from opentinker.shared.types.core import Image, StopReason, ToolCall
 from tests.agent_talk import Scripted, action, chat, generate, play, root, texts
 from tests.conftest import until
 

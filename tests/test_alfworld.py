@@ -25,9 +25,9 @@ from opentinker.envs.registry import check, find, make
 from opentinker.envs.runtime.child_pool import Host
 from opentinker.envs.runtime.resolver import Resolver
 from opentinker.envs.runtime.sessions import Sessions
-from opentinker.shared.errors import SpecError
-from opentinker.shared.sessions import OpenSession, StepSession
-from opentinker.shared.types import StopReason
+from opentinker.shared.types.core import StopReason
+from opentinker.shared.types.env_protocol import OpenSession, StepSession
+from opentinker.shared.types.errors import SpecError
 from tests.cluster import ROOT
 from tests.playing import Table, sit
 

@@ -13,10 +13,10 @@ import torch
 from opentinker.services.trainer.batch.micro_batch import micro_batches
 from opentinker.services.trainer.learners.base import NonFinite
 from opentinker.services.trainer.learners.rl import TorchLearner
-from opentinker.shared.algorithms import ADVANTAGES, AGGREGATIONS, CORRECTIONS, LOSSES, OPTIONS, PRESETS
-from opentinker.shared.errors import JobFailed, SpecError
 from opentinker.shared.spec import AlgorithmSpec, parse_spec
-from opentinker.shared.types import WeightVersion
+from opentinker.shared.spec.algorithms import ADVANTAGES, AGGREGATIONS, CORRECTIONS, LOSSES, OPTIONS, PRESETS
+from opentinker.shared.types.core import WeightVersion
+from opentinker.shared.types.errors import JobFailed, SpecError
 from tests.factories import group_of, trajectory_of
 from tests.learning import random_groups, torch_spec
 

@@ -1,4 +1,4 @@
-"""What the client returns is what its types say: answers of a scheduler are held against shared/answers."""
+"""What the client returns is what its types say: answers of a scheduler are held against shared/api_types."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from opentinker.services.rollout_worker.eval_runner import views_of
 from opentinker.services.trainer.batch.distributions import distributions, ratio_counts
 from opentinker.services.trainer.rollout_log import Told
 from opentinker.serving import AsyncServing
-from opentinker.shared.evaluations import transcript_of
-from opentinker.shared.reports import LogLine, Segment, TimelinePart
-from opentinker.shared.service import Context
+from opentinker.shared.evaluation.records import transcript_of
+from opentinker.shared.messaging.subjects import LOG, TIMELINE
+from opentinker.shared.runtime.service import Context
+from opentinker.shared.runtime.telemetry import MetricSource
 from opentinker.shared.spec import EvaluationSpec
-from opentinker.shared.store import Store
-from opentinker.shared.subjects import LOG, TIMELINE
-from opentinker.shared.telemetry import MetricSource
-from opentinker.shared.types import Ending, Gpu, JobState, Message, WeightVersion
-from opentinker.shared.usage import Usage
-from opentinker.shared.validation import ExamResult
+from opentinker.shared.state.store import Store
+from opentinker.shared.state.usage import Usage
+from opentinker.shared.types.core import Ending, Gpu, JobState, Message, WeightVersion
+from opentinker.shared.types.evaluation import ExamResult
+from opentinker.shared.types.telemetry import LogLine, Segment, TimelinePart
 from tests.api import SPEC, bearing, fits, write_checkpoint
 from tests.conftest import until
 from tests.factories import group_of, make_group, make_trajectory

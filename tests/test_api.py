@@ -18,14 +18,14 @@ import pytest
 from opentinker.services.scheduler.http import jobs as jobs_api
 from opentinker.services.scheduler.http.jobs import JOB_ID
 from opentinker.services.scheduler.jobs.submit import new_job_id
-from opentinker.shared.admission import Admission
-from opentinker.shared.bus import Bus
-from opentinker.shared.service import Context
-from opentinker.shared.sessions import EnvCheck, EnvCheckReply
-from opentinker.shared.store import Store
-from opentinker.shared.subjects import ENV_CHECK
-from opentinker.shared.telemetry import REGISTRY, MetricSource
-from opentinker.shared.types import JobState, Pool, WorkerInfo
+from opentinker.shared.messaging.bus import Bus
+from opentinker.shared.messaging.subjects import ENV_CHECK
+from opentinker.shared.runtime.service import Context
+from opentinker.shared.runtime.telemetry import REGISTRY, MetricSource
+from opentinker.shared.state.staleness import Admission
+from opentinker.shared.state.store import Store
+from opentinker.shared.types.core import JobState, Pool, WorkerInfo
+from opentinker.shared.types.env_protocol import EnvCheck, EnvCheckReply
 from tests.api import SPEC, Http, bearing, read_events
 from tests.conftest import WAIT_S, Server, free_port, until, wait_port
 from tests.factories import safetensors

@@ -13,10 +13,10 @@ import aiohttp
 import orjson
 import pytest
 
-from opentinker.shared.service import Context
-from opentinker.shared.store import Store
-from opentinker.shared.telemetry import MetricSource
-from opentinker.shared.types import JobState
+from opentinker.shared.runtime.service import Context
+from opentinker.shared.runtime.telemetry import MetricSource
+from opentinker.shared.state.store import Store
+from opentinker.shared.types.core import JobState
 from tests.api import Http, bearing, read_events, write_checkpoint
 from tests.conftest import Server, soon, start_nats, until
 from tests.scheduling import context, scheduler

@@ -11,8 +11,8 @@ import pytest
 
 from opentinker.services.scheduler.environments.unpack import read
 from opentinker.services.scheduler.environments.upload import Uploads
-from opentinker.shared import uploads
-from opentinker.shared.errors import SpecError
+from opentinker.shared.data import uploads
+from opentinker.shared.types.errors import SpecError
 from tests.api import Http
 from tests.archives import ARCHIVES, costly, dotted, good
 from tests.conftest import Figure

@@ -18,14 +18,14 @@ from opentinker.services.scheduler.artifacts.archiver import Keeping
 from opentinker.services.scheduler.artifacts.catalog import Artifacts
 from opentinker.services.scheduler.artifacts.store import ArtifactStore, DirectoryStore, store_of
 from opentinker.shared.config import Settings, load_settings
-from opentinker.shared.errors import NotFound, SpecError
-from opentinker.shared.reports import LogLine
-from opentinker.shared.service import Context
+from opentinker.shared.messaging.subjects import LOG
+from opentinker.shared.runtime.service import Context
+from opentinker.shared.runtime.telemetry import MetricSource
 from opentinker.shared.spec import parse_spec
-from opentinker.shared.store import Store
-from opentinker.shared.subjects import LOG
-from opentinker.shared.telemetry import MetricSource
-from opentinker.shared.types import JobState
+from opentinker.shared.state.store import Store
+from opentinker.shared.types.core import JobState
+from opentinker.shared.types.errors import NotFound, SpecError
+from opentinker.shared.types.telemetry import LogLine
 from tests.api import SPEC, write_checkpoint
 from tests.conftest import Server, until
 from tests.factories import make_spec

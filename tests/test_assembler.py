@@ -1,7 +1,7 @@
 """Batches in arrival order, the hard staleness drop, and the account a checkpoint takes."""
 
 from opentinker.services.trainer.batch.assembler import Assembler
-from opentinker.shared.types import Discard, WeightVersion
+from opentinker.shared.types.core import Discard, WeightVersion
 from tests.factories import make_group
 
 

@@ -13,9 +13,9 @@ import orjson
 import pytest
 
 from opentinker.services.scheduler.http import audit as scheduler_audit
-from opentinker.shared.audit import AuditBroken, AuditFile, files_of, folder, verify, writers
-from opentinker.shared.authority import Role
-from opentinker.shared.service import Context
+from opentinker.shared.runtime.service import Context
+from opentinker.shared.security.audit_log import AuditBroken, AuditFile, files_of, folder, verify, writers
+from opentinker.shared.security.authorization import Role
 from tests.api import OPERATOR, SPEC, bearing, new_key_of
 from tests.scheduling import scheduler
 

@@ -52,7 +52,7 @@ HEAVY = {
     "opentinker.shared.nn.layers",
     "opentinker.shared.nn.lora",
     "opentinker.shared.nn.models",
-    "opentinker.shared.nn.sight",
+    "opentinker.shared.nn.vision",
     "opentinker.shared.nn.transport",
 }
 """The modules that may load what is too heavy for the others. They hold all of the heavy imports."""

@@ -14,15 +14,15 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
-from opentinker.shared.bus import Bus, Consumer, ConsumerDeleted, NoReply, NoResponders, StreamFull, TooLarge
-from opentinker.shared.codec import WireError
-from opentinker.shared.consumer import EXPIRES_S
-from opentinker.shared.errors import OpenTinkerError
-from opentinker.shared.reports import MetricPoint
-from opentinker.shared.sessions import SessionReply, StepSession
-from opentinker.shared.subjects import ENV_STEP, GROUP, GROUPS, METRIC, TICKET, WAKE, Subject, token
-from opentinker.shared.telemetry import MetricSource
-from opentinker.shared.types import StopReason, Ticket
+from opentinker.shared.messaging.bus import Bus, Consumer, ConsumerDeleted, NoReply, NoResponders, StreamFull, TooLarge
+from opentinker.shared.messaging.codec import WireError
+from opentinker.shared.messaging.consumer import EXPIRES_S
+from opentinker.shared.messaging.subjects import ENV_STEP, GROUP, GROUPS, METRIC, TICKET, WAKE, Subject, token
+from opentinker.shared.runtime.telemetry import MetricSource
+from opentinker.shared.types.core import StopReason, Ticket
+from opentinker.shared.types.env_protocol import SessionReply, StepSession
+from opentinker.shared.types.errors import OpenTinkerError
+from opentinker.shared.types.telemetry import MetricPoint
 from tests.conftest import WAIT_S, Server, soon, until
 from tests.factories import make_ticket
 
@@ -226,7 +226,7 @@ async def test_a_publish_that_is_not_stored_says_so_once(bus: Bus, job: str, mon
         return answer or await publish(subject, payload, headers)
 
     monkeypatch.setattr(bus._acks, "publish", unavailable)
-    monkeypatch.setattr("opentinker.shared.bus.PATIENCE_S", 0.1)
+    monkeypatch.setattr("opentinker.shared.messaging.bus.PATIENCE_S", 0.1)
     with capture_logs() as logs:
         await bus.publish(TICKET, make_ticket(job=job), f"{job}/0", job=job)
     assert [(line["event"], line["error"]) for line in logs] == [("publish_waits", "unavailable")]
@@ -269,7 +269,7 @@ async def test_message_is_delivered_at_once_to_a_waiting_consumer(
     bus: Bus, job: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not with the next ask: that is sent when this one expires, EXPIRES_S later."""
-    monkeypatch.setattr("opentinker.shared.consumer.EXPIRES_S", 2 * WAIT_S)
+    monkeypatch.setattr("opentinker.shared.messaging.consumer.EXPIRES_S", 2 * WAIT_S)
     consumer = await bus.consume(TICKET, f"c-{job}", batch=8, job=job)
     for seq in range(10):
         waiting = asyncio.create_task(consumer.next(WAIT_S))
@@ -292,11 +292,11 @@ async def test_many_processes_share_a_durable_without_a_limit_on_what_is_under_w
 
 
 async def test_delivery_goes_on_after_asks_expired(bus: Bus, job: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("opentinker.shared.consumer.EXPIRES_S", 0.2)
+    monkeypatch.setattr("opentinker.shared.messaging.consumer.EXPIRES_S", 0.2)
     consumer = await bus.consume(TICKET, f"c-{job}", batch=8, job=job)
     waiting = asyncio.create_task(consumer.next(2 * WAIT_S))
     await until(lambda: consumer._serial == 1)
-    monkeypatch.setattr("opentinker.shared.consumer.EXPIRES_S", 4 * WAIT_S)
+    monkeypatch.setattr("opentinker.shared.messaging.consumer.EXPIRES_S", 4 * WAIT_S)
     await until(lambda: consumer._serial == 2)  # the first ask has ended without a message
     await publish(bus, job, 1)
     assert await soon(waiting) is not None

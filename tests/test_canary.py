@@ -13,8 +13,8 @@ import aiohttp
 import orjson
 
 from opentinker.client import AsyncClient
-from opentinker.shared.key_text import new_key
-from opentinker.shared.store import Store
+from opentinker.shared.security.key_text import new_key
+from opentinker.shared.state.store import Store
 from tests.api import OPERATOR, SPEC, Http, bearing
 from tests.conftest import WAIT_S, Server, free_port, wait_port
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from opentinker.shared.types import JobState, WorkerInfo
+from opentinker.shared.types.core import JobState, WorkerInfo
 from tests.cluster import ROOT, Cluster, toy_model
 from tests.conftest import until
 from tests.row_samples import chat_model, copies, row_spec, write_rows

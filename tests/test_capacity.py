@@ -19,7 +19,7 @@ from opentinker.cli import app
 from opentinker.cli.estimates import parameters_of
 from opentinker.cli.plan import measured_of
 from opentinker.envs.registry import _found, find
-from opentinker.shared.errors import OpenTinkerError
+from opentinker.shared.types.errors import OpenTinkerError
 
 ROOT = Path(__file__).resolve().parent.parent
 WORK = Work(

@@ -21,9 +21,9 @@ from opentinker.embedded import shipped_conf
 from opentinker.envs.runtime.sessions import LOAD, WAITING
 from opentinker.services.scheduler.autoscaler.kubernetes import KubernetesLauncher
 from opentinker.shared.config import PREFIX, Settings
-from opentinker.shared.subjects import SERVICES
-from opentinker.shared.telemetry import REGISTRY
-from opentinker.shared.types import Pool
+from opentinker.shared.messaging.subjects import SERVICES
+from opentinker.shared.runtime.telemetry import REGISTRY
+from opentinker.shared.types.core import Pool
 from tests.kubernetes_api import TOKEN, kubernetes
 
 ROOT = Path(__file__).resolve().parent.parent

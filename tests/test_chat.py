@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from opentinker.services.trainer.data.chat import ChatEncoder, Tokens, Unrenderable
-from opentinker.shared.errors import JobFailed
+from opentinker.shared.types.errors import JobFailed
 from tests.row_samples import CHATML, END, FORGETFUL, START, TAGGED, chat_tokenizer, turns
 
 CHAT = [{"role": "system", "content": "be brief"}, *turns("what is 1+1?", "2.", "and 2+2?", " 4 \n")]

@@ -19,14 +19,14 @@ from aiohttp import web
 from opentinker import ApiError, AsyncClient, given
 from opentinker.archive import unpack
 from opentinker.client import ApiConflict, ApiNotFound
-from opentinker.shared.answers import Event
-from opentinker.shared.errors import Conflict, NotFound
-from opentinker.shared.paths import file_system
-from opentinker.shared.service import Context
+from opentinker.shared.api_types import Event
+from opentinker.shared.data.durable_files import file_system
+from opentinker.shared.runtime.service import Context
+from opentinker.shared.runtime.telemetry import MetricSource
 from opentinker.shared.spec import parse_spec
-from opentinker.shared.store import Store
-from opentinker.shared.telemetry import MetricSource
-from opentinker.shared.types import JobState
+from opentinker.shared.state.store import Store
+from opentinker.shared.types.core import JobState
+from opentinker.shared.types.errors import Conflict, NotFound
 from tests.api import write_checkpoint
 from tests.conftest import WAIT_S, free_port, soon, until
 from tests.factories import make_spec

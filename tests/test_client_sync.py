@@ -13,8 +13,8 @@ import pytest
 
 from opentinker import ApiError, AsyncClient, Client
 from opentinker.api_client import print_change
-from opentinker.shared.answers import Job
-from opentinker.shared.service import Context
+from opentinker.shared.api_types import Job
+from opentinker.shared.runtime.service import Context
 from tests.api import write_checkpoint
 from tests.conftest import WAIT_S
 from tests.factories import make_spec

@@ -12,11 +12,11 @@ import pytest
 from opentinker.services.scheduler.placement.cluster_view import Cluster
 from opentinker.services.scheduler.placement.reconciler import Reconciler
 from opentinker.services.scheduler.placement.types import Rules
-from opentinker.shared.leases import CHARGED_AT_MOST_S
-from opentinker.shared.service import Context
-from opentinker.shared.store import Store
-from opentinker.shared.types import JobState, Lease, Pool, WorkerInfo
-from opentinker.shared.usage import Usage
+from opentinker.shared.runtime.service import Context
+from opentinker.shared.state.lease_table import CHARGED_AT_MOST_S
+from opentinker.shared.state.store import Store
+from opentinker.shared.state.usage import Usage
+from opentinker.shared.types.core import JobState, Lease, Pool, WorkerInfo
 from tests.conftest import Server, until
 from tests.scheduling import context, kinds, new_job
 from tests.test_pulses import Clock

@@ -11,12 +11,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from opentinker.shared import reports, subjects, trajectories, types
-from opentinker.shared.codec import WireError, decode, encode, from_json, to_json
+from opentinker.shared.messaging import subjects
+from opentinker.shared.messaging.codec import WireError, decode, encode, from_json, to_json
+from opentinker.shared.types import core, telemetry, trajectories
 from tests.factories import make_group
 
 NOUNS = [
-    kind for module in (types, trajectories, reports) for _, kind in inspect.getmembers(module, inspect.isclass)
+    kind for module in (core, trajectories, telemetry) for _, kind in inspect.getmembers(module, inspect.isclass)
     if issubclass(kind, msgspec.Struct) and kind.__module__ == module.__name__
 ]  # fmt: skip
 BINARY = {trajectories.Trajectory, trajectories.Group}
@@ -96,7 +97,7 @@ def test_hostile_payloads_raise_only_wire_errors(kind: type[Any], payload: bytes
 
 def test_text_that_is_not_unicode_raises_a_wire_error() -> None:
     with pytest.raises(WireError):
-        from_json(types.Lease, "\ud800")
+        from_json(core.Lease, "\ud800")
 
 
 def test_arrays_of_a_decoded_group_are_views_with_the_values_sent() -> None:
@@ -110,7 +111,7 @@ def test_arrays_of_a_decoded_group_are_views_with_the_values_sent() -> None:
 
 def test_fields_of_a_later_release_are_skipped() -> None:
     lease = {"job": "j", "worker": "w", "incarnation": "1", "epoch": 2, "pool": "env", "later": [1]}
-    assert decode(types.Lease, encode(lease)).epoch == 2
+    assert decode(core.Lease, encode(lease)).epoch == 2
 
 
 @pytest.mark.parametrize("name", ["a", "A-b_9", "with.dot", "", "a b", ">", "*", "x" * 65, "é", "a\r\nPUB"])

@@ -17,7 +17,7 @@ from packaging.utils import canonicalize_name
 from opentinker.access import Access
 from opentinker.embedded import shipped_conf
 from opentinker.shared.config import PREFIX, Settings
-from opentinker.shared.subjects import SERVICES
+from opentinker.shared.messaging.subjects import SERVICES
 from tests.cluster import ROOT
 
 COMPOSE: dict[str, Any] = yaml.safe_load((ROOT / "docker-compose.yml").read_text())

@@ -22,7 +22,7 @@ import pytest
 
 from opentinker.asking import text_of
 from opentinker.client import AsyncClient
-from opentinker.shared.answers import Job
+from opentinker.shared.api_types import Job
 from tests.cluster import ROOT
 from tests.compose import Project, lacking
 from tests.conftest import free_port, until

@@ -8,8 +8,8 @@ import pytest
 
 from opentinker.cli.run import with_own_modules
 from opentinker.shared.config import Settings, load_settings, worker_name
-from opentinker.shared.egress import LOOPBACK
-from opentinker.shared.errors import SpecError
+from opentinker.shared.security.egress import LOOPBACK
+from opentinker.shared.types.errors import SpecError
 
 
 def test_environment_goes_over_the_file_and_the_file_over_defaults(tmp_path: Path) -> None:

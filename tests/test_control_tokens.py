@@ -19,9 +19,9 @@ from transformers import PreTrainedTokenizerFast
 
 from opentinker.services.rollout_worker.renderer import Renderer, as_chat
 from opentinker.services.trainer.data.chat import ChatEncoder
-from opentinker.shared.control_tokens import ControlTokens
-from opentinker.shared.errors import JobFailed
-from opentinker.shared.types import Message, Text, Tool, ToolCall
+from opentinker.shared.data.control_tokens import ControlTokens
+from opentinker.shared.types.core import Message, Text, Tool, ToolCall
+from opentinker.shared.types.errors import JobFailed
 from tests.row_samples import TAGGED
 
 LOOP = "{% for message in messages %}"

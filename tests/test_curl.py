@@ -12,7 +12,7 @@ from pathlib import Path
 import orjson
 import pytest
 
-from opentinker.shared.store import Store
+from opentinker.shared.state.store import Store
 from tests.api import Http
 from tests.cluster import ROOT
 from tests.test_docs_site import blocks

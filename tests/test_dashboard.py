@@ -23,14 +23,14 @@ import pytest
 from playwright.async_api import Browser, Page, Route, async_playwright, expect
 
 from opentinker.services.scheduler.http import dashboard
-from opentinker.shared.authority import Role
-from opentinker.shared.bus import Bus
-from opentinker.shared.reports import LogLine, MetricPoint, Segment, TimelinePart
-from opentinker.shared.service import Context
+from opentinker.shared.messaging.bus import Bus
+from opentinker.shared.messaging.subjects import LOG, METRIC, TIMELINE
+from opentinker.shared.runtime.service import Context
+from opentinker.shared.security.authorization import Role
 from opentinker.shared.spec import parse_spec
-from opentinker.shared.store import Store
-from opentinker.shared.subjects import LOG, METRIC, TIMELINE
-from opentinker.shared.types import JobState
+from opentinker.shared.state.store import Store
+from opentinker.shared.types.core import JobState
+from opentinker.shared.types.telemetry import LogLine, MetricPoint, Segment, TimelinePart
 from tests.api import OPERATOR, SPEC, Http, new_key_of, write_checkpoint
 from tests.cluster import Cluster, toy_cluster
 from tests.conftest import WAIT_S, Server, until

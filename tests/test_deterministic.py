@@ -11,13 +11,13 @@ import pytest
 
 from opentinker.services.rollout_worker.engines.base import Completion, EngineError, Progress, Sampling, Shown
 from opentinker.services.trainer.batch.assembler import Assembler
-from opentinker.shared.admission import Admission
-from opentinker.shared.bus import Bus
-from opentinker.shared.errors import JobFailed, SpecError
-from opentinker.shared.manifest import name_of, read_manifest
+from opentinker.shared.data.manifest import name_of, read_manifest
+from opentinker.shared.data.step_log import StepLog, lineage
+from opentinker.shared.messaging.bus import Bus
 from opentinker.shared.spec import JobSpec
-from opentinker.shared.step_log import StepLog, lineage
-from opentinker.shared.store import Store
+from opentinker.shared.state.staleness import Admission
+from opentinker.shared.state.store import Store
+from opentinker.shared.types.errors import JobFailed, SpecError
 from tests.cluster import Cluster
 from tests.conftest import soon
 from tests.factories import make_group, make_spec

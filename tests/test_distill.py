@@ -22,13 +22,13 @@ from opentinker.services.trainer.algorithm import losses
 from opentinker.services.trainer.algorithm.advantages import distillation, grpo
 from opentinker.services.trainer.algorithm.credit_assignment import assign
 from opentinker.services.trainer.learners.rl import TorchLearner
-from opentinker.shared.bus import Bus
-from opentinker.shared.errors import JobFailed, SpecError
+from opentinker.shared.messaging.bus import Bus
+from opentinker.shared.messaging.subjects import GROUP, SCORE
 from opentinker.shared.spec import AlgorithmSpec, parse_spec
-from opentinker.shared.store import Store
-from opentinker.shared.subjects import GROUP, SCORE
-from opentinker.shared.trajectories import Group
-from opentinker.shared.types import WeightVersion
+from opentinker.shared.state.store import Store
+from opentinker.shared.types.core import WeightVersion
+from opentinker.shared.types.errors import JobFailed, SpecError
+from opentinker.shared.types.trajectories import Group
 from tests.factories import group_of, trajectory_of
 from tests.learning import Sampler, torch_spec
 from tests.test_reference_forward import add_job, failed, of_job, passed, running

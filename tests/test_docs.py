@@ -13,8 +13,8 @@ import pytest
 from opentinker.cli import app
 from opentinker.envs.adapters.library import installed
 from opentinker.envs.registry import check
-from opentinker.shared import uploads
-from opentinker.shared.egress import LOOPBACK, VARIABLE
+from opentinker.shared.data import uploads
+from opentinker.shared.security.egress import LOOPBACK, VARIABLE
 from opentinker.shared.spec import parse_spec
 from tests.cluster import ROOT
 

@@ -19,11 +19,11 @@ from pydantic import ValidationError
 
 from opentinker.envs.registry import check
 from opentinker.services.scheduler.jobs.submit import _check_files
-from opentinker.shared import uploads
 from opentinker.shared.config import Settings
-from opentinker.shared.egress import LOOPBACK, VARIABLE
-from opentinker.shared.errors import SpecError
+from opentinker.shared.data import uploads
+from opentinker.shared.security.egress import LOOPBACK, VARIABLE
 from opentinker.shared.spec import JobSpec, parse_spec
+from opentinker.shared.types.errors import SpecError
 from tests.cluster import ROOT
 from tests.factories import safetensors
 from tests.test_docs_site import PAGES, TUTORIAL, blocks

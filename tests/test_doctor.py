@@ -8,8 +8,8 @@ import orjson
 
 from opentinker.cli import doctor_servers
 from opentinker.cli.doctor_servers import Place, look, secrets
-from opentinker.shared.bus import Bus
-from opentinker.shared.subjects import STREAMS
+from opentinker.shared.messaging.bus import Bus
+from opentinker.shared.messaging.subjects import STREAMS
 from tests.conftest import Server, free_port
 
 

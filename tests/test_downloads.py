@@ -14,8 +14,8 @@ import pytest
 from aiohttp import web
 
 from opentinker import ApiError, AsyncClient
-from opentinker.shared.service import Context
-from opentinker.shared.store import Store
+from opentinker.shared.runtime.service import Context
+from opentinker.shared.state.store import Store
 from tests.api import SPEC, Http, bearing, write_checkpoint
 from tests.scheduling import scheduler
 

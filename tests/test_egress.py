@@ -12,7 +12,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from opentinker.shared.egress import VARIABLE, Egress, Refused, networks
+from opentinker.shared.security.egress import VARIABLE, Egress, Refused, networks
 
 LOOPBACK = Egress(("127.0.0.0/8",))
 PUBLIC = "93.184.215.14"

@@ -17,10 +17,10 @@ import pytest_asyncio
 
 from opentinker.client import ApiError
 from opentinker.services.trainer import checkpoint
-from opentinker.shared.rights import HISTORY
+from opentinker.shared.messaging.permissions import HISTORY
+from opentinker.shared.messaging.subjects import SERVICES
 from opentinker.shared.spec import JobSpec
-from opentinker.shared.subjects import SERVICES
-from opentinker.shared.types import Pool
+from opentinker.shared.types.core import Pool
 from tests import canaries
 from tests.api import OPERATOR, bearing
 from tests.cluster import SERVERS, Cluster, toy_cluster, toy_model, undocumented

@@ -15,8 +15,8 @@ import torch
 
 from opentinker.services.rollout_worker.engines.base import EngineError, Sampling, SwapError
 from opentinker.shared.spec import ToySpec
-from opentinker.shared.trajectories import Span
-from opentinker.shared.types import StopReason, WeightVersion
+from opentinker.shared.types.core import StopReason, WeightVersion
+from opentinker.shared.types.trajectories import Span
 from tests.conftest import soon
 from tests.learning import plain_logprobs
 from tests.vllm_engines import (

@@ -16,11 +16,11 @@ import pytest
 import torch
 
 from opentinker.services.rollout_worker.engines.base import Completion, EngineError, EngineLost, Sampling
-from opentinker.shared.errors import JobFailed
-from opentinker.shared.model_families import CPU_HEAD_SIZES
+from opentinker.shared.data.model_families import CPU_HEAD_SIZES
 from opentinker.shared.spec import LoraSpec
-from opentinker.shared.trajectories import Span
-from opentinker.shared.types import SIMULATED, SwapCommand, WeightVersion
+from opentinker.shared.types.core import SIMULATED, SwapCommand, WeightVersion
+from opentinker.shared.types.errors import JobFailed
+from opentinker.shared.types.trajectories import Span
 from tests.conftest import WAIT_S, soon
 from tests.learning import plain_logprobs
 from tests.vllm_engines import (

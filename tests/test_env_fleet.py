@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from opentinker.shared.types import Pool
+from opentinker.shared.types.core import Pool
 from tests.cluster import Cluster, toy_cluster
 from tests.conftest import until
 from tests.factories import make_spec

@@ -20,13 +20,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from opentinker.envs.registry import BUILT_IN
-from opentinker.shared.bus import Bus
-from opentinker.shared.env_client import EnvClient
-from opentinker.shared.reports import TimelinePart
-from opentinker.shared.sessions import EnvCheck, SessionReply, StepSession, owner_of
-from opentinker.shared.store import Store
-from opentinker.shared.subjects import ENV_CHECK, ENV_CLOSE, ENV_OPEN, ENV_STEP, TIMELINE
-from opentinker.shared.types import Ending, Pool, StopReason, ToolCall, WorkerInfo
+from opentinker.shared.messaging.bus import Bus
+from opentinker.shared.messaging.env_client import EnvClient
+from opentinker.shared.messaging.subjects import ENV_CHECK, ENV_CLOSE, ENV_OPEN, ENV_STEP, TIMELINE
+from opentinker.shared.state.store import Store
+from opentinker.shared.types.core import Ending, Pool, StopReason, ToolCall, WorkerInfo
+from opentinker.shared.types.env_protocol import EnvCheck, SessionReply, StepSession, owner_of
+from opentinker.shared.types.telemetry import TimelinePart
 from tests.cluster import PYTHONPATH
 from tests.conftest import WAIT_S, Server, start_nats, until
 

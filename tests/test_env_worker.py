@@ -26,12 +26,20 @@ from opentinker.envs.runtime.child_protocol import Answer, frame
 from opentinker.envs.runtime.resolver import Resolver
 from opentinker.envs.runtime.sessions import Sessions
 from opentinker.services.env_worker.service import check_environment
-from opentinker.shared import codec
-from opentinker.shared.errors import SpecError
-from opentinker.shared.replies import OBSERVATION_BYTES, PROMPT_IDS, sound
-from opentinker.shared.sessions import IMPORTED, OPEN, CloseSession, EnvCheck, OpenSession, SessionReply, StepSession
-from opentinker.shared.telemetry import REGISTRY
-from opentinker.shared.types import Ending, Message, StopReason
+from opentinker.shared.messaging import codec
+from opentinker.shared.messaging.reply_validation import OBSERVATION_BYTES, PROMPT_IDS, sound
+from opentinker.shared.runtime.telemetry import REGISTRY
+from opentinker.shared.types.core import Ending, Message, StopReason
+from opentinker.shared.types.env_protocol import (
+    IMPORTED,
+    OPEN,
+    CloseSession,
+    EnvCheck,
+    OpenSession,
+    SessionReply,
+    StepSession,
+)
+from opentinker.shared.types.errors import SpecError
 from tests import env_samples
 from tests.conftest import soon, until
 

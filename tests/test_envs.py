@@ -13,8 +13,8 @@ from opentinker.envs import base
 from opentinker.envs.base import Action, Environment, Step, play_gold
 from opentinker.envs.builtin import gsm8k
 from opentinker.envs.registry import check, find, make
-from opentinker.shared.errors import SpecError
-from opentinker.shared.types import Message, StopReason
+from opentinker.shared.types.core import Message, StopReason
+from opentinker.shared.types.errors import SpecError
 
 PAIRS = [(row, seed) for row in (0, 1, 999, 123_456) for seed in (0, 7)]
 GAMES = ("bandit", "copy_digits", "gsm8k", "guess_number")

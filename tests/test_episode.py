@@ -21,10 +21,10 @@ from transformers import PreTrainedTokenizerFast
 from opentinker.services.rollout_worker.engines.base import Completion, EngineError, Progress, Sampling, Shown
 from opentinker.services.rollout_worker.episode import Episode, EpisodeFailed, merge, turn_seed
 from opentinker.services.rollout_worker.renderer import Renderer
-from opentinker.shared.errors import JobFailed
-from opentinker.shared.sessions import SessionReply, StepSession
-from opentinker.shared.trajectories import Span
-from opentinker.shared.types import Ending, Image, Message, StopReason, Text, Tool, ToolCall, WeightVersion
+from opentinker.shared.types.core import Ending, Image, Message, StopReason, Text, Tool, ToolCall, WeightVersion
+from opentinker.shared.types.env_protocol import SessionReply, StepSession
+from opentinker.shared.types.errors import JobFailed
+from opentinker.shared.types.trajectories import Span
 from tests.factories import V0, make_spec, make_ticket
 
 EOS = 1

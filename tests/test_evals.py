@@ -16,16 +16,16 @@ import pytest
 
 from opentinker.services.scheduler.jobs import eval_coordinator
 from opentinker.services.scheduler.jobs.eval_coordinator import Evaluating, Evaluation, read_results
-from opentinker.shared.bus import Bus
-from opentinker.shared.errors import Conflict, SpecError
-from opentinker.shared.manifest import MANIFEST, Manifest, start_of
-from opentinker.shared.script import UNFENCED
-from opentinker.shared.service import Context
+from opentinker.shared.data.manifest import MANIFEST, Manifest, start_of
+from opentinker.shared.evaluation.metrics import pass_at, validation_metrics
+from opentinker.shared.messaging.bus import Bus
+from opentinker.shared.messaging.subjects import EXAM, EXAM_RESULT
+from opentinker.shared.runtime.service import Context
 from opentinker.shared.spec import JobSpec, parse_spec
-from opentinker.shared.subjects import EXAM, EXAM_RESULT
-from opentinker.shared.types import Ending, JobState, StopReason, WeightVersion
-from opentinker.shared.validation import Exam, ExamResult
-from opentinker.shared.validation_metrics import pass_at, validation_metrics
+from opentinker.shared.state.redis_script import UNFENCED
+from opentinker.shared.types.core import Ending, JobState, StopReason, WeightVersion
+from opentinker.shared.types.errors import Conflict, SpecError
+from opentinker.shared.types.evaluation import Exam, ExamResult
 from opentinker.words import doing
 from tests.cluster import Cluster, toy_cluster, undocumented
 from tests.conftest import soon, until

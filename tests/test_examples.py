@@ -25,7 +25,7 @@ from opentinker.services.trainer.data.examples import (
     places,
     shared_out,
 )
-from opentinker.shared.errors import JobFailed
+from opentinker.shared.types.errors import JobFailed
 from tests.row_samples import END, chat_model, chat_tokenizer, copies, row_spec, turns, write_rows
 
 ROWS = [{"messages": turns("1+1?", "2", f"{n}?", str(n))} for n in range(3)]

@@ -22,12 +22,12 @@ from opentinker.services.rollout_worker.engines.base import (
     Shown,
 )
 from opentinker.services.rollout_worker.transcripts import shortened
-from opentinker.shared.bus import Bus
+from opentinker.shared.messaging.bus import Bus
+from opentinker.shared.messaging.subjects import EXAM, EXAM_RESULT
 from opentinker.shared.spec import JobSpec
-from opentinker.shared.store import Store
-from opentinker.shared.subjects import EXAM, EXAM_RESULT
-from opentinker.shared.types import Ending, Message, WeightVersion
-from opentinker.shared.validation import Exam, ExamResult
+from opentinker.shared.state.store import Store
+from opentinker.shared.types.core import Ending, Message, WeightVersion
+from opentinker.shared.types.evaluation import Exam, ExamResult
 from tests.cluster import toy_cluster, undocumented
 from tests.conftest import soon, until
 from tests.factories import make_spec, make_trajectory
@@ -49,7 +49,7 @@ class Exams(Bench):
             await self.bus.publish(EXAM, exam, f"{self.job}/{index}", job=self.job)
 
     async def hear(self, noun: ExamResult) -> Any:
-        from opentinker.shared.validation import Seen
+        from opentinker.shared.types.evaluation import Seen
 
         self.results.append(noun)
         return Seen(wanted=True)

@@ -19,12 +19,12 @@ import pytest
 from opentinker.services.scheduler.artifacts.archiver import Keeping
 from opentinker.services.scheduler.artifacts.store import DirectoryStore
 from opentinker.services.scheduler.jobs.cleanup import Clearing
-from opentinker.shared.artifacts import ArtifactIndex, Kept
-from opentinker.shared.errors import Fenced
-from opentinker.shared.service import Context
-from opentinker.shared.store import Store
-from opentinker.shared.types import JobState
-from opentinker.shared.usage import Usage
+from opentinker.shared.runtime.service import Context
+from opentinker.shared.state.artifacts import ArtifactIndex, Kept
+from opentinker.shared.state.store import Store
+from opentinker.shared.state.usage import Usage
+from opentinker.shared.types.core import JobState
+from opentinker.shared.types.errors import Fenced
 from tests.api import write_checkpoint
 from tests.conftest import Server
 from tests.factories import make_spec

@@ -19,11 +19,11 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
-from opentinker.shared.errors import JobFailed
 from opentinker.shared.nn import attention
 from opentinker.shared.nn.forward import token_logprobs
 from opentinker.shared.nn.layout import Rows, layout
 from opentinker.shared.nn.models import check_window, load_model
+from opentinker.shared.types.errors import JobFailed
 from tests.learning import plain_logprobs, random_groups
 
 

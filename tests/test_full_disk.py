@@ -23,9 +23,9 @@ from opentinker.embedded import (
     valkey_binary,
 )
 from opentinker.processes import StartError
-from opentinker.shared.bus import Bus, StreamFull
-from opentinker.shared.store import Store
-from opentinker.shared.subjects import GROUP, GROUPS, STREAMS, Subject
+from opentinker.shared.messaging.bus import Bus, StreamFull
+from opentinker.shared.messaging.subjects import GROUP, GROUPS, STREAMS, Subject
+from opentinker.shared.state.store import Store
 from opentinker.supervisor import MISSES, Keeper, Supervisor
 from tests.conftest import soon, until
 from tests.scheduling import new_job

@@ -28,7 +28,7 @@ import schemathesis
 from schemathesis import GenerationMode
 
 from opentinker.shared.spec import JobSpec
-from opentinker.shared.types import JobState
+from opentinker.shared.types.core import JobState
 from tests.api import OPERATOR, bearing, new_key_of
 from tests.cluster import Cluster, toy_cluster
 from tests.conftest import Figure, until

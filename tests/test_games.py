@@ -24,8 +24,8 @@ from opentinker.envs.base import Action, Environment, Step
 from opentinker.envs.game import concurrent, numbers_of
 from opentinker.envs.registry import check, find, make
 from opentinker.envs.runtime.in_process_server import _playable
-from opentinker.shared.errors import SpecError
-from opentinker.shared.types import Message, StopReason
+from opentinker.shared.types.core import Message, StopReason
+from opentinker.shared.types.errors import SpecError
 from tests.conftest import WAIT_S
 from tests.published_games import HigherLower
 

@@ -12,8 +12,8 @@ from opentinker.envs.base import Action, Opening, Step, play_gold
 from opentinker.envs.builtin.gomoku import Gomoku
 from opentinker.envs.builtin.gomoku_board import BLACK, WHITE, Board, bot, expert, other
 from opentinker.envs.registry import check, make
-from opentinker.shared.errors import SpecError
-from opentinker.shared.types import StopReason
+from opentinker.shared.types.core import StopReason
+from opentinker.shared.types.errors import SpecError
 
 WON = {BLACK: [1.0, -1.0], WHITE: [-1.0, 1.0], "": [0.0, 0.0]}
 

@@ -11,8 +11,8 @@ import pytest
 
 from opentinker.services.scheduler.placement.gpu_matching import described
 from opentinker.services.scheduler.placement.types import NO_GPUS, Gpus
-from opentinker.shared import gpus
-from opentinker.shared.types import Gpu
+from opentinker.shared.runtime import gpus
+from opentinker.shared.types.core import Gpu
 from opentinker.up import Plan, service_specs
 
 

@@ -15,14 +15,14 @@ from opentinker.access import Access, WebSocket
 from opentinker.embedded import nats_binary
 from opentinker.services.scheduler.streams.disconnect import HangingUp
 from opentinker.services.scheduler.streams.nats_auth import Callout
-from opentinker.shared import stream_connections
-from opentinker.shared.key_text import digest_of, new_key, parse
-from opentinker.shared.keys import Keys
-from opentinker.shared.rights import SYSTEM
-from opentinker.shared.service import Context
-from opentinker.shared.store import Store
-from opentinker.shared.stream_connections import Connection, Group, StreamConnections
-from opentinker.shared.stream_credentials import StreamCredentials
+from opentinker.shared.messaging.permissions import SYSTEM
+from opentinker.shared.runtime.service import Context
+from opentinker.shared.security.key_text import digest_of, new_key, parse
+from opentinker.shared.state import stream_connections
+from opentinker.shared.state.keys import Keys
+from opentinker.shared.state.store import Store
+from opentinker.shared.state.stream_connections import Connection, Group, StreamConnections
+from opentinker.shared.state.stream_credentials import StreamCredentials
 from tests.api import Http, new_key_of
 from tests.conftest import Server, free_port, nats_conf, until
 from tests.factories import make_spec

@@ -22,8 +22,8 @@ import pytest_asyncio
 from opentinker.envs.runtime import child_process
 from opentinker.envs.runtime.sandboxes import Sandboxes
 from opentinker.shared.config import Settings
-from opentinker.shared.sessions import CloseSession, SessionReply
-from opentinker.shared.types import Ending
+from opentinker.shared.types.core import Ending
+from opentinker.shared.types.env_protocol import CloseSession, SessionReply
 from tests.cluster import PYTHONPATH
 from tests.conftest import soon, until
 from tests.test_isolation import Worker
@@ -206,8 +206,8 @@ async def test_what_an_environment_has_started_ends_with_the_worker() -> None:
         "from opentinker.envs.runtime.child_pool import Host\n"
         "from opentinker.envs.runtime.resolver import Resolver\n"
         "from opentinker.envs.runtime.sessions import Sessions\n"
-        "from opentinker.shared.sessions import OpenSession, StepSession\n"
-        "from opentinker.shared.types import StopReason\n"
+        "from opentinker.shared.types.env_protocol import OpenSession, StepSession\n"
+        "from opentinker.shared.types.core import StopReason\n"
         "async def main():\n"
         "    host = Host(children=1, per_child=1, modules=True)\n"
         "    sessions = Sessions('w', limit=1, resolver=Resolver(modules=True), host=host)\n"

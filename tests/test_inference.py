@@ -18,13 +18,13 @@ from nats.aio.client import Client as Nats
 from opentinker.asking import text_of
 from opentinker.client import ApiConflict, ApiError, AsyncClient
 from opentinker.services.rollout_worker.inference_job import InferenceJob
-from opentinker.shared.bus import Bus
-from opentinker.shared.inference import Ask, Piece
-from opentinker.shared.service import Context
-from opentinker.shared.store import Store
-from opentinker.shared.streaming import ask
-from opentinker.shared.subjects import GENERATE
-from opentinker.shared.types import JobState, Message
+from opentinker.shared.messaging.bus import Bus
+from opentinker.shared.messaging.streaming import ask
+from opentinker.shared.messaging.subjects import GENERATE
+from opentinker.shared.runtime.service import Context
+from opentinker.shared.state.store import Store
+from opentinker.shared.types.core import JobState, Message
+from opentinker.shared.types.inference import Ask, Piece
 from tests.api import bearing, write_checkpoint
 from tests.conftest import WAIT_S, Server, soon, until
 from tests.inference import Site, site_of

@@ -19,7 +19,7 @@ from opentinker.environment.base_game import StepResult
 from opentinker.environment.base_game_server import create_game_app
 from opentinker.environment.chat_client import ChatError
 from opentinker.environment.inference_pipeline import run_inference
-from opentinker.shared.service import Context
+from opentinker.shared.runtime.service import Context
 from tests.conftest import WAIT_S, Server
 from tests.inference import Site, site_of
 from tests.published_games import HigherLower

@@ -15,7 +15,7 @@ import pytest_asyncio
 import torch
 from openai import AsyncOpenAI
 
-from opentinker.shared.types import JobState
+from opentinker.shared.types.core import JobState
 from tests.api import OPERATOR, write_checkpoint
 from tests.cluster import Cluster, undocumented
 from tests.conftest import WAIT_S, until

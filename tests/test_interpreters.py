@@ -18,9 +18,9 @@ from opentinker.envs.runtime.resolver import Resolver
 from opentinker.envs.runtime.sessions import Sessions
 from opentinker.services.env_worker.service import check_environment
 from opentinker.shared.config import load_settings
-from opentinker.shared.errors import SpecError
-from opentinker.shared.sessions import EnvCheck, OpenSession, SessionReply, StepSession
-from opentinker.shared.types import StopReason
+from opentinker.shared.types.core import StopReason
+from opentinker.shared.types.env_protocol import EnvCheck, OpenSession, SessionReply, StepSession
+from opentinker.shared.types.errors import SpecError
 
 
 class Worker:

@@ -29,12 +29,12 @@ from opentinker.envs.runtime.sessions import Sessions
 from opentinker.envs.runtime.venv_overlay import Runtime
 from opentinker.pushing import pack
 from opentinker.services.scheduler.environments.upload import Uploads
-from opentinker.shared import uploads
 from opentinker.shared.config import Settings
-from opentinker.shared.errors import SpecError
-from opentinker.shared.sessions import CloseSession, EnvCheck, OpenSession, SessionReply, StepSession
-from opentinker.shared.types import Ending, StopReason
-from opentinker.shared.uploads import Pin
+from opentinker.shared.data import uploads
+from opentinker.shared.data.uploads import Pin
+from opentinker.shared.types.core import Ending, StopReason
+from opentinker.shared.types.env_protocol import CloseSession, EnvCheck, OpenSession, SessionReply, StepSession
+from opentinker.shared.types.errors import SpecError
 from tests import attacks
 from tests.cluster import PYTHONPATH
 from tests.conftest import soon, until

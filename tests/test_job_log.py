@@ -8,11 +8,11 @@ import random
 import msgspec
 import pytest
 
-from opentinker.shared.errors import Conflict, Fenced
 from opentinker.shared.history import replay
-from opentinker.shared.store import Store
-from opentinker.shared.types import JobState, Lease, Pool
-from opentinker.shared.usage import Usage
+from opentinker.shared.state.store import Store
+from opentinker.shared.state.usage import Usage
+from opentinker.shared.types.core import JobState, Lease, Pool
+from opentinker.shared.types.errors import Conflict, Fenced
 from tests.conftest import until
 from tests.test_store import create
 

@@ -12,16 +12,17 @@ import structlog
 
 from opentinker import AsyncClient
 from opentinker.cli.logs import format_job_line, grave
-from opentinker.shared import answers, telemetry
-from opentinker.shared.bus import Bus
+from opentinker.shared import api_types
 from opentinker.shared.config import Settings
-from opentinker.shared.job_logs import JobLogs
-from opentinker.shared.redact import HIDDEN, redacted, without_secrets
-from opentinker.shared.reports import LogLine
-from opentinker.shared.service import Context
-from opentinker.shared.store import Store
-from opentinker.shared.subjects import LOG
-from opentinker.shared.types import JobState
+from opentinker.shared.messaging.bus import Bus
+from opentinker.shared.messaging.subjects import LOG
+from opentinker.shared.runtime import telemetry
+from opentinker.shared.runtime.job_logs import JobLogs
+from opentinker.shared.runtime.service import Context
+from opentinker.shared.security.redact import HIDDEN, redacted, without_secrets
+from opentinker.shared.state.store import Store
+from opentinker.shared.types.core import JobState
+from opentinker.shared.types.telemetry import LogLine
 from tests.api import SPEC, Http
 from tests.conftest import soon, until
 
@@ -180,7 +181,7 @@ async def test_the_log_is_live_goes_on_where_it_was_and_ends_with_the_job(
     await until(lambda: _count(ctx.bus, job, 3))
     await store.transition(job, JobState.CANCELLED)
 
-    async def rest(of: AsyncGenerator[answers.LogLine, None]) -> list[str]:
+    async def rest(of: AsyncGenerator[api_types.LogLine, None]) -> list[str]:
         return [line["event"] async for line in of]
 
     assert await soon(rest(heard)) == ["three"] and await soon(rest(resumed)) == ["three"]

@@ -22,8 +22,8 @@ from opentinker.envs.runtime.tools.refcounted_pool import Lending
 from opentinker.envs.runtime.tools.tool_factory import Shop, Tools
 from opentinker.envs.tools import RESULT_BYTES, Offered, Outcome, perform
 from opentinker.shared.config import Settings
-from opentinker.shared.sessions import OpenSession, StepSession
-from opentinker.shared.types import Ending, Message, StopReason, ToolCall
+from opentinker.shared.types.core import Ending, Message, StopReason, ToolCall
+from opentinker.shared.types.env_protocol import OpenSession, StepSession
 from tests import env_samples, tool_samples
 from tests.conftest import free_port, until
 from tests.test_env_worker import opening

@@ -20,15 +20,15 @@ from opentinker.http import ApiError, api_key
 from opentinker.nearby import key_for
 from opentinker.services.scheduler.http import auth
 from opentinker.services.scheduler.http.auth import register_operator
-from opentinker.shared import keys as keys_module
-from opentinker.shared.authority import MAY, SCOPES, Action, Principal, Role, Verdict, authorize, outranks
 from opentinker.shared.config import load_settings
-from opentinker.shared.errors import Conflict, NotFound, OpenTinkerError, SpecError
-from opentinker.shared.key_text import digest_of, new_key, parse, read_key, write_key
-from opentinker.shared.keys import Key, Keys
-from opentinker.shared.redact import redacted
-from opentinker.shared.service import Context
-from opentinker.shared.store import Store
+from opentinker.shared.runtime.service import Context
+from opentinker.shared.security.authorization import MAY, SCOPES, Action, Principal, Role, Verdict, authorize, outranks
+from opentinker.shared.security.key_text import digest_of, new_key, parse, read_key, write_key
+from opentinker.shared.security.redact import redacted
+from opentinker.shared.state import keys as keys_module
+from opentinker.shared.state.keys import Key, Keys
+from opentinker.shared.state.store import Store
+from opentinker.shared.types.errors import Conflict, NotFound, OpenTinkerError, SpecError
 from opentinker.up import Plan, locked, operator_key
 from tests.api import OPERATOR, SPEC, Http, bearing, new_key_of, read_events
 from tests.conftest import soon, until

@@ -19,13 +19,13 @@ from typer.testing import CliRunner
 from opentinker.cli import app
 from opentinker.client import AsyncClient, Client
 from opentinker.http import ApiError
-from opentinker.shared.audit import files_of, folder, writers
-from opentinker.shared.authority import MAY, Action, Role
-from opentinker.shared.key_text import parse, read_key
-from opentinker.shared.keys import Keys
-from opentinker.shared.paths import file_system
-from opentinker.shared.service import Context
-from opentinker.shared.store import Store
+from opentinker.shared.data.durable_files import file_system
+from opentinker.shared.runtime.service import Context
+from opentinker.shared.security.audit_log import files_of, folder, writers
+from opentinker.shared.security.authorization import MAY, Action, Role
+from opentinker.shared.security.key_text import parse, read_key
+from opentinker.shared.state.keys import Keys
+from opentinker.shared.state.store import Store
 from opentinker.up import Plan, locked, operator_key
 from tests.api import OPERATOR, Http, bearing, new_key_of
 from tests.conftest import until

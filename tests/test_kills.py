@@ -19,8 +19,8 @@ import msgspec
 import pytest
 
 from opentinker.shared.spec import JobSpec
-from opentinker.shared.store import Store
-from opentinker.shared.types import Pool, WeightVersion, WorkerInfo
+from opentinker.shared.state.store import Store
+from opentinker.shared.types.core import Pool, WeightVersion, WorkerInfo
 from tests.cluster import SERVERS, Cluster, toy_cluster
 from tests.conftest import until
 from tests.factories import make_spec

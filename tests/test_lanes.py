@@ -15,14 +15,14 @@ from opentinker.client import AsyncClient
 from opentinker.envs.runtime.resolver import Resolver
 from opentinker.envs.runtime.sessions import Sessions
 from opentinker.services.rollout_worker.renderer import Renderer
-from opentinker.shared.bus import Bus
-from opentinker.shared.lanes import GLUE_S, MOST, Lanes, LanesByJob, glued
-from opentinker.shared.reports import JobEvent, Segment, TimelinePart
-from opentinker.shared.service import Context
-from opentinker.shared.sessions import CloseSession, OpenSession, StepSession
-from opentinker.shared.store import Store
-from opentinker.shared.subjects import EVENT, TIMELINE
-from opentinker.shared.types import JobState, StopReason
+from opentinker.shared.messaging.bus import Bus
+from opentinker.shared.messaging.subjects import EVENT, TIMELINE
+from opentinker.shared.runtime.service import Context
+from opentinker.shared.runtime.timeline import GLUE_S, MOST, Lanes, LanesByJob, glued
+from opentinker.shared.state.store import Store
+from opentinker.shared.types.core import JobState, StopReason
+from opentinker.shared.types.env_protocol import CloseSession, OpenSession, StepSession
+from opentinker.shared.types.telemetry import JobEvent, Segment, TimelinePart
 from tests.api import SPEC
 from tests.conftest import until
 from tests.scheduling import running
@@ -200,7 +200,7 @@ async def test_a_worker_of_many_jobs_tells_each_its_own(bus: Bus) -> None:
 async def test_a_job_is_not_forgotten_while_something_of_it_goes_on(
     heard: Heard, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("opentinker.shared.lanes.FORGET_S", -1.0)
+    monkeypatch.setattr("opentinker.shared.runtime.timeline.FORGET_S", -1.0)
     lanes = LanesByJob(heard, "env-0")  # type: ignore[arg-type]
     key = lanes.of("j").begin("env", "turn")
     first = lanes.of("j")

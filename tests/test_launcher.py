@@ -22,15 +22,15 @@ from opentinker.services.scheduler.autoscaler.base import Launched, LauncherFail
 from opentinker.services.scheduler.autoscaler.kubernetes import KubernetesLauncher
 from opentinker.services.scheduler.autoscaler.process import ProcessLauncher
 from opentinker.services.scheduler.placement.types import NO_GPUS, UNKNOWN, Gpus, Held, Job, Need, Slot, View
-from opentinker.shared import launched
 from opentinker.shared.config import Settings, TenantLimits, load_settings
-from opentinker.shared.errors import SpecError
-from opentinker.shared.gpus import pin_of
-from opentinker.shared.secrets import AWS
-from opentinker.shared.service import Context
+from opentinker.shared.runtime import launched_processes
+from opentinker.shared.runtime.gpus import pin_of
+from opentinker.shared.runtime.service import Context
+from opentinker.shared.security.secrets import AWS
 from opentinker.shared.spec import parse_spec
-from opentinker.shared.store import Store
-from opentinker.shared.types import Gpu, JobState, Pool, WorkerInfo
+from opentinker.shared.state.store import Store
+from opentinker.shared.types.core import Gpu, JobState, Pool, WorkerInfo
+from opentinker.shared.types.errors import SpecError
 from tests.cluster import toy_cluster
 from tests.conftest import Server, soon, until
 from tests.kubernetes_api import DEPLOYMENT_UID, TOKEN, KubernetesApi, kubernetes
@@ -38,7 +38,7 @@ from tests.scheduling import Workers, context, new_job
 from tests.test_gpus import fake_nvml, install
 from tests.test_kills import check, toy_spec
 
-HERE = launched.prefix()
+HERE = launched_processes.prefix()
 
 RL = {Pool.TRAINER: 1, Pool.ROLLOUT: 1}
 THERE = {Pool.TRAINER: ["t"], Pool.ROLLOUT: ["r"]}
@@ -277,7 +277,7 @@ def alone(tmp_path: Path) -> Iterator[Settings]:
         redis_url="redis://127.0.0.1:9/0",
         preload=False,
     )
-    launched.end_all(tmp_path / "data", 0.0)
+    launched_processes.end_all(tmp_path / "data", 0.0)
 
 
 async def environment_of(pid: int) -> dict[str, str]:
@@ -299,8 +299,8 @@ async def test_a_process_is_known_to_the_next_scheduler_and_ends_when_it_is_told
     launcher = ProcessLauncher(alone)
     await launcher.start(Pool.ROLLOUT, f"{HERE}-rollout-0")
     await launcher.start(Pool.ROLLOUT, f"{HERE}-rollout-0")
-    (file,) = launched.folder(alone.data_dir).iterdir()
-    process = launched.read(file)
+    (file,) = launched_processes.folder(alone.data_dir).iterdir()
+    process = launched_processes.read(file)
     assert process is not None and process.alive and os.getsid(process.pid) == process.pid
     told = await environment_of(process.pid)
     assert told["OPENTINKER_WORKER_ID"] == f"{HERE}-rollout-0"
@@ -318,7 +318,7 @@ async def test_a_process_is_known_to_the_next_scheduler_and_ends_when_it_is_told
 
     await until(gone)
     await asyncio.to_thread(launcher._children[f"{HERE}-rollout-0"].wait)
-    assert not process.alive and not list(launched.folder(alone.data_dir).iterdir())
+    assert not process.alive and not list(launched_processes.folder(alone.data_dir).iterdir())
 
 
 async def test_each_process_sees_its_own_gpus_alone(alone: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -330,8 +330,8 @@ async def test_each_process_sees_its_own_gpus_alone(alone: Settings, monkeypatch
         0,
     ]
     await launcher.start(Pool.TRAINER, f"{HERE}-trainer-0")
-    (file,) = launched.folder(alone.data_dir).iterdir()
-    process = launched.read(file)
+    (file,) = launched_processes.folder(alone.data_dir).iterdir()
+    process = launched_processes.read(file)
     assert process is not None and process.gpus == "0,1"
     told = await environment_of(process.pid)
     assert (told["CUDA_VISIBLE_DEVICES"], told["CUDA_DEVICE_ORDER"]) == ("0,1", "PCI_BUS_ID")
@@ -343,7 +343,7 @@ async def test_each_process_sees_its_own_gpus_alone(alone: Settings, monkeypatch
     seen = {name: pin_of(after._part(name)) for name in names}
     assert seen == dict(zip(names, ["0,1", "", "2", ""], strict=True)), "what still runs keeps what it has"
     await after.start(Pool.TRAINER, f"{HERE}-trainer-1")
-    process = launched.read(launched.folder(alone.data_dir) / f"{HERE}-trainer-1.json")
+    process = launched_processes.read(launched_processes.folder(alone.data_dir) / f"{HERE}-trainer-1.json")
     assert process is not None and (await environment_of(process.pid))["CUDA_VISIBLE_DEVICES"] == ""
     for child in (*launcher._children.values(), *after._children.values()):
         child.kill()
@@ -353,8 +353,8 @@ async def test_each_process_sees_its_own_gpus_alone(alone: Settings, monkeypatch
 async def test_a_process_that_was_killed_has_ended(alone: Settings) -> None:
     launcher = ProcessLauncher(alone)
     await launcher.start(Pool.TRAINER, f"{HERE}-trainer-0")
-    (file,) = launched.folder(alone.data_dir).iterdir()
-    process = launched.read(file)
+    (file,) = launched_processes.folder(alone.data_dir).iterdir()
+    process = launched_processes.read(file)
     assert process is not None
     os.kill(process.pid, signal.SIGKILL)
 
@@ -368,19 +368,19 @@ async def test_a_process_that_was_killed_has_ended(alone: Settings) -> None:
 
 
 def test_a_number_that_another_process_has_is_left_alone(alone: Settings) -> None:
-    other = launched.Process(pid=os.getpid(), ticks=1, pool="trainer", since=0.0)
+    other = launched_processes.Process(pid=os.getpid(), ticks=1, pool="trainer", since=0.0)
     assert not other.alive
     other.signal(signal.SIGTERM)
     other.signal(signal.SIGKILL)
-    folder = launched.folder(alone.data_dir)
+    folder = launched_processes.folder(alone.data_dir)
     folder.mkdir(parents=True)
-    launched.write(folder / f"{HERE}-trainer-0.json", other)
-    assert launched.end_all(alone.data_dir, 0.0) == []
+    launched_processes.write(folder / f"{HERE}-trainer-0.json", other)
+    assert launched_processes.end_all(alone.data_dir, 0.0) == []
 
 
 async def test_a_start_that_was_never_ended_gives_its_name_back(alone: Settings) -> None:
     launcher = ProcessLauncher(alone)
-    folder = launched.folder(alone.data_dir)
+    folder = launched_processes.folder(alone.data_dir)
     folder.mkdir(parents=True)
     path = folder / f"{HERE}-trainer-0.json"
     path.touch()
@@ -578,12 +578,12 @@ async def test_a_job_gets_its_workers_as_processes_which_outlive_the_scheduler_a
             assert log.count('"lease_taken"') == 1, "it never noticed"
             await until(lambda: not processes(cluster.data))
             assert "idle_exit" in (cluster.data / f"logs/{HERE}-trainer-0.log").read_text()
-            await until(lambda: not list(launched.folder(cluster.data).iterdir()))
+            await until(lambda: not list(launched_processes.folder(cluster.data).iterdir()))
         finally:
-            launched.end_all(cluster.data, 0.0)
+            launched_processes.end_all(cluster.data, 0.0)
 
 
 def processes(data_dir: Path) -> dict[str, int]:
     """By name, the launched ones that run."""
-    found = {path.stem: launched.read(path) for path in launched.folder(data_dir).glob("*.json")}
+    found = {path.stem: launched_processes.read(path) for path in launched_processes.folder(data_dir).glob("*.json")}
     return {name: process.pid for name, process in found.items() if process is not None and process.alive}

@@ -14,9 +14,9 @@ from opentinker.services.reference_forward.required_models import needs
 from opentinker.services.reference_forward.scorer import Scorer
 from opentinker.services.trainer.learners.base import Interrupted
 from opentinker.services.trainer.learners.rl import TorchLearner
-from opentinker.shared.errors import JobFailed, SpecError
 from opentinker.shared.nn.layers import recompute_layers
 from opentinker.shared.nn.layout import layout
+from opentinker.shared.types.errors import JobFailed, SpecError
 from tests.factories import V0, group_of, trajectory_of
 from tests.learning import random_groups, torch_spec
 from tests.test_torch_learner import digest

@@ -24,7 +24,7 @@ from examples.learning_table import (
 )
 from examples.models.make_tiny import make_tiny
 from opentinker.services.trainer.learners.rl import TorchLearner
-from opentinker.shared.types import WeightVersion
+from opentinker.shared.types.core import WeightVersion
 from tests.learning import plain_logprobs
 
 

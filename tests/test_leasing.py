@@ -12,17 +12,17 @@ import msgspec
 import pytest
 import structlog
 
-from opentinker.shared import leasing
-from opentinker.shared.bus import Bus
+from opentinker.shared.asyncio_tools import see_through
 from opentinker.shared.config import Settings
-from opentinker.shared.errors import Fenced, JobFailed, OpenTinkerError
-from opentinker.shared.leasing import LeasedWorker
-from opentinker.shared.service import Context
+from opentinker.shared.messaging.bus import Bus
+from opentinker.shared.messaging.subjects import WAKE
+from opentinker.shared.runtime import leased_worker
+from opentinker.shared.runtime.leased_worker import LeasedWorker
+from opentinker.shared.runtime.service import Context
 from opentinker.shared.spec import JobSpec
-from opentinker.shared.store import Store
-from opentinker.shared.subjects import WAKE
-from opentinker.shared.types import JobState, Lease, Pool, WorkerInfo
-from opentinker.shared.waiting import see_through
+from opentinker.shared.state.store import Store
+from opentinker.shared.types.core import JobState, Lease, Pool, WorkerInfo
+from opentinker.shared.types.errors import Fenced, JobFailed, OpenTinkerError
 from tests.conftest import WAIT_S, soon, until
 from tests.factories import make_spec
 
@@ -116,7 +116,7 @@ async def test_lease_is_taken_and_left(bench: Bench) -> None:
 async def test_a_worker_that_no_job_wants_says_so_and_ends(
     bus: Bus, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(leasing, "GRANT_S", 0.05)
+    monkeypatch.setattr(leased_worker, "GRANT_S", 0.05)
     async with at_the_bench(bus, store, heartbeat_s=0.05, idle_exit_s=0.2) as bench:
         await bench.grant("a", 1)
         await bench.seen(("began", "a", 1))
@@ -128,7 +128,7 @@ async def test_a_worker_that_no_job_wants_says_so_and_ends(
 async def test_a_lease_that_comes_while_an_idle_worker_goes_is_worked_for(
     bus: Bus, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(leasing, "GRANT_S", WAIT_S)
+    monkeypatch.setattr(leased_worker, "GRANT_S", WAIT_S)
     async with at_the_bench(bus, store, heartbeat_s=0.05, idle_exit_s=0.05, drain_s=0.1) as bench:
         await bench.status("draining")
         await bench.grant("a", 1)
@@ -451,8 +451,8 @@ async def test_who_does_not_let_go_of_what_nobody_wants_begins_anew(
     bus: Bus, store: Store, monkeypatch: pytest.MonkeyPatch, pool: Pool, state: JobState
 ) -> None:
     """An engine that hangs when it is closed, a save that never ends."""
-    monkeypatch.setattr(leasing, "CLOSE_S", 0.05)
-    monkeypatch.setattr(leasing, "LET_GO_S", 0.05)
+    monkeypatch.setattr(leased_worker, "CLOSE_S", 0.05)
+    monkeypatch.setattr(leased_worker, "LET_GO_S", 0.05)
     async with held(bus, store, pool, "ready") as (bench, _):
         if state == JobState.SUCCEEDED:
             await store.transition("a", JobState.RUNNING)

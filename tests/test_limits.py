@@ -20,11 +20,11 @@ import pytest
 from opentinker.services.scheduler.http import errors as problems
 from opentinker.services.scheduler.http import rate_limit
 from opentinker.services.scheduler.http.rate_limit import HEADERS, Buckets
+from opentinker.shared.asyncio_tools import rest
 from opentinker.shared.config import Settings
-from opentinker.shared.key_text import new_key, parse
-from opentinker.shared.keys import Key, Keys
-from opentinker.shared.service import Context
-from opentinker.shared.waiting import rest
+from opentinker.shared.runtime.service import Context
+from opentinker.shared.security.key_text import new_key, parse
+from opentinker.shared.state.keys import Key, Keys
 from tests.api import OPERATOR, bearing, new_key_of
 from tests.conftest import soon, until
 from tests.scheduling import scheduler

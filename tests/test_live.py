@@ -11,10 +11,10 @@ from openai import AsyncOpenAI
 from opentinker.client import AsyncClient
 from opentinker.http import ApiError
 from opentinker.services.rollout_worker.service import adapters_of
-from opentinker.shared.errors import SpecError
 from opentinker.shared.spec import JobSpec, parse_spec
-from opentinker.shared.store import Store
-from opentinker.shared.types import JobState, WeightVersion
+from opentinker.shared.state.store import Store
+from opentinker.shared.types.core import JobState, WeightVersion
+from opentinker.shared.types.errors import SpecError
 from tests.api import OPERATOR
 from tests.cluster import toy_cluster, undocumented
 from tests.conftest import WAIT_S, until

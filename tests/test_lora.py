@@ -15,10 +15,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from examples.models.make_tiny import make_tiny
 from opentinker import ApiError, AsyncClient
 from opentinker.services.trainer.learners.rl import TorchLearner
-from opentinker.shared.errors import SpecError
-from opentinker.shared.service import Context
+from opentinker.shared.runtime.service import Context
 from opentinker.shared.spec import LoraSpec
-from opentinker.shared.types import WeightVersion
+from opentinker.shared.types.core import WeightVersion
+from opentinker.shared.types.errors import SpecError
 from tests.api import write_checkpoint
 from tests.factories import V0, make_spec
 from tests.learning import plain_logprobs, random_groups, torch_spec

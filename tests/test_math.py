@@ -17,9 +17,9 @@ from opentinker.envs import data, grading
 from opentinker.envs.base import Action, play_gold
 from opentinker.envs.data import DataConfig, read, table
 from opentinker.envs.registry import check, make
-from opentinker.shared.errors import SpecError
-from opentinker.shared.rows import RowError
-from opentinker.shared.types import Image, StopReason, Text
+from opentinker.shared.data.jsonl import RowError
+from opentinker.shared.types.core import Image, StopReason, Text
+from opentinker.shared.types.errors import SpecError
 from tests.conftest import WAIT_S
 
 PROBLEMS = [

@@ -28,12 +28,12 @@ from opentinker.services.scheduler.http.openapi import Route
 from opentinker.services.scheduler.http.publishing import NewPublication
 from opentinker.services.scheduler.http.server import Api
 from opentinker.services.scheduler.inference.router import Replicas
-from opentinker.shared.authority import DEFAULT_TENANT, SCOPES, Action, Principal, Role, Verdict
-from opentinker.shared.key_text import new_key, parse
-from opentinker.shared.keys import Keys
-from opentinker.shared.service import Context
+from opentinker.shared.runtime.service import Context
+from opentinker.shared.security.authorization import DEFAULT_TENANT, SCOPES, Action, Principal, Role, Verdict
+from opentinker.shared.security.key_text import new_key, parse
 from opentinker.shared.spec import JobSpec
-from opentinker.shared.store import Store
+from opentinker.shared.state.keys import Keys
+from opentinker.shared.state.store import Store
 from tests.api import SPEC, Http, bearing, fits, new_key_of, write_checkpoint
 from tests.cluster import ROOT
 from tests.conftest import Figure

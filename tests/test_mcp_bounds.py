@@ -27,7 +27,7 @@ from opentinker.envs.runtime.tools.mcp_limits import (
 from opentinker.envs.tool_limits import bounded_tools, depth_beyond
 from opentinker.envs.tools import RESULT_BYTES, perform
 from opentinker.shared.spec.tools import ToolSpec
-from opentinker.shared.types import Tool, ToolCall
+from opentinker.shared.types.core import Tool, ToolCall
 from tests import mcp_hostile
 from tests.conftest import soon
 

@@ -20,9 +20,9 @@ from opentinker.envs.runtime.child_pool import Host
 from opentinker.envs.runtime.child_process import Plain
 from opentinker.envs.runtime.resolver import Resolver
 from opentinker.envs.runtime.sessions import Sessions
-from opentinker.shared.errors import SpecError
-from opentinker.shared.sessions import OpenSession, StepSession
-from opentinker.shared.types import Ending, Image, StopReason
+from opentinker.shared.types.core import Ending, Image, StopReason
+from opentinker.shared.types.env_protocol import OpenSession, StepSession
+from opentinker.shared.types.errors import SpecError
 from tests.conftest import until
 from tests.playing import Table, sit
 

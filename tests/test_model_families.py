@@ -10,11 +10,11 @@ import orjson
 import pytest
 
 from opentinker.services.scheduler.jobs.check_model import look_at
-from opentinker.shared.errors import JobFailed
-from opentinker.shared.model_families import SEEING, TEXT_OF_SEEING, unsupported_family, unsupported_on_cpu
-from opentinker.shared.service import Context
-from opentinker.shared.store import Store
-from opentinker.shared.types import Gpu
+from opentinker.shared.data.model_families import SEEING, TEXT_OF_SEEING, unsupported_family, unsupported_on_cpu
+from opentinker.shared.runtime.service import Context
+from opentinker.shared.state.store import Store
+from opentinker.shared.types.core import Gpu
+from opentinker.shared.types.errors import JobFailed
 from tests.api import Http
 from tests.factories import make_spec
 from tests.scheduling import Workers
@@ -54,7 +54,7 @@ def test_text_models_and_those_that_see_here_are_taken(config: dict[str, Any]) -
 def test_rows_of_text_train_what_transformers_has_as_a_language_model() -> None:
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    from opentinker.shared.nn.sight import FAMILIES
+    from opentinker.shared.nn.vision import FAMILIES
 
     assert set(SEEING) == set(FAMILIES)
     assert set(TEXT_OF_SEEING) - set(SEEING) <= set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)

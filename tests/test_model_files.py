@@ -10,8 +10,8 @@ import orjson
 import pytest
 
 from opentinker.services.rollout_worker.renderer import Renderer
-from opentinker.shared.errors import JobFailed
-from opentinker.shared.model_files import CODE_KEYS, CONFIGS, code_in, pickled_in, unsafe_weights_in
+from opentinker.shared.data.model_files import CODE_KEYS, CONFIGS, code_in, pickled_in, unsafe_weights_in
+from opentinker.shared.types.errors import JobFailed
 from tests.api import Http
 from tests.factories import make_spec
 

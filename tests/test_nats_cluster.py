@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from opentinker.embedded import nats_binary
-from opentinker.shared.bus import Bus
-from opentinker.shared.errors import OpenTinkerError
-from opentinker.shared.subjects import STREAMS, TICKET
+from opentinker.shared.messaging.bus import Bus
+from opentinker.shared.messaging.subjects import STREAMS, TICKET
+from opentinker.shared.types.errors import OpenTinkerError
 from tests.conftest import Server, free_port, nats_conf, soon, until
 from tests.factories import make_ticket
 

@@ -13,7 +13,7 @@ from opentinker.services.trainer.algorithm.credit_assignment import assign
 from opentinker.services.trainer.algorithm.objective import objective
 from opentinker.services.trainer.batch.micro_batch import MicroBatch, give_credit, micro_batches
 from opentinker.shared.spec import JobSpec
-from opentinker.shared.types import WeightVersion
+from opentinker.shared.types.core import WeightVersion
 from tests.learning import random_groups, torch_spec
 
 VERSION = WeightVersion(1, 3)

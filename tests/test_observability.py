@@ -26,16 +26,17 @@ from opentinker.access import Access, WebSocket
 from opentinker.embedded import nats_binary
 from opentinker.envs.runtime import sessions as _env_worker  # noqa: F401 - what they count is in the registry
 from opentinker.services.scheduler import service as _scheduler  # noqa: F401
-from opentinker.shared import asyncapi, stream_credentials
-from opentinker.shared.bus import Bus
+from opentinker.shared.asyncio_tools import rest
 from opentinker.shared.config import Settings
-from opentinker.shared.reports import LogLine, MetricPoint, Segment, TimelinePart
-from opentinker.shared.rights import TABLE
-from opentinker.shared.service import Context
-from opentinker.shared.store import Store
-from opentinker.shared.subjects import METRIC, SCHEDULER, Subject
-from opentinker.shared.telemetry import LAST, REGISTRY
-from opentinker.shared.waiting import rest
+from opentinker.shared.messaging import asyncapi
+from opentinker.shared.messaging.bus import Bus
+from opentinker.shared.messaging.permissions import TABLE
+from opentinker.shared.messaging.subjects import METRIC, SCHEDULER, Subject
+from opentinker.shared.runtime.service import Context
+from opentinker.shared.runtime.telemetry import LAST, REGISTRY
+from opentinker.shared.state import stream_credentials
+from opentinker.shared.state.store import Store
+from opentinker.shared.types.telemetry import LogLine, MetricPoint, Segment, TimelinePart
 from tests.api import OPERATOR, OPERATOR_FILE, Http, bearing
 from tests.cluster import ROOT, undocumented
 from tests.conftest import Server, free_port, nats_conf, soon, until

@@ -20,10 +20,10 @@ from opentinker.envs.runtime.player import LocalPlayer
 from opentinker.envs.runtime.resolver import Resolver
 from opentinker.envs.runtime.sessions import Sessions
 from opentinker.processes import free_port
-from opentinker.shared.egress import LOOPBACK, VARIABLE
-from opentinker.shared.errors import SpecError
-from opentinker.shared.sessions import CloseSession, OpenSession, SessionReply, StepSession
-from opentinker.shared.types import Ending, StopReason, ToolCall
+from opentinker.shared.security.egress import LOOPBACK, VARIABLE
+from opentinker.shared.types.core import Ending, StopReason, ToolCall
+from opentinker.shared.types.env_protocol import CloseSession, OpenSession, SessionReply, StepSession
+from opentinker.shared.types.errors import SpecError
 from tests.conftest import until
 from tests.openenv_servers import error, planned, real, seen
 

@@ -6,8 +6,8 @@ import msgspec
 
 from opentinker.services.scheduler.placement.cluster_view import Cluster, Overdue
 from opentinker.services.scheduler.placement.types import Rules, View
-from opentinker.shared.leasing import LET_GO_S
-from opentinker.shared.types import Lease, Pool, WorkerInfo
+from opentinker.shared.runtime.leased_worker import LET_GO_S
+from opentinker.shared.types.core import Lease, Pool, WorkerInfo
 
 DRAIN_S = 20.0
 

@@ -12,9 +12,9 @@ import aiohttp
 import pytest
 
 from opentinker.services.scheduler.http import dashboard
-from opentinker.shared.authority import MAY, Action, Role
-from opentinker.shared.key_text import parse
-from opentinker.shared.store import Store
+from opentinker.shared.security.authorization import MAY, Action, Role
+from opentinker.shared.security.key_text import parse
+from opentinker.shared.state.store import Store
 from tests.api import Http, bearing, new_key_of
 from tests.cluster import ROOT
 

@@ -10,9 +10,9 @@ import sys
 import pytest
 
 from opentinker.client import ApiConflict, AsyncClient
-from opentinker.shared.service import Context
-from opentinker.shared.store import Store
-from opentinker.shared.types import JobState
+from opentinker.shared.runtime.service import Context
+from opentinker.shared.state.store import Store
+from opentinker.shared.types.core import JobState
 from tests.api import OPERATOR, SPEC, Http
 from tests.conftest import Server, until
 from tests.scheduling import Workers, context, scheduler

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from opentinker.client import ApiConflict
-from opentinker.shared.types import JobState
+from opentinker.shared.types.core import JobState
 from tests.cluster import Cluster, toy_cluster
 from tests.conftest import until
 from tests.test_kills import check, toy_spec

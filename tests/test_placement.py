@@ -29,7 +29,7 @@ from opentinker.services.scheduler.placement.types import (
     View,
 )
 from opentinker.shared.config import TenantLimits
-from opentinker.shared.types import Pool
+from opentinker.shared.types.core import Pool
 from tests.placement_model import Model
 
 TRAINER, ROLLOUT = Pool.TRAINER, Pool.ROLLOUT

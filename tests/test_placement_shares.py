@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 import pytest
 
 from opentinker.shared.config import TenantLimits
-from opentinker.shared.types import Pool
+from opentinker.shared.types.core import Pool
 from tests.placement_cluster import ROLLOUT, TRAINER
 from tests.placement_model import Model
 

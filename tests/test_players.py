@@ -15,12 +15,12 @@ from opentinker.services.trainer.algorithm.seats import players_of
 from opentinker.services.trainer.batch.assembler import Assembler
 from opentinker.services.trainer.batch.metrics import batch_metrics
 from opentinker.services.trainer.batch.micro_batch import micro_batches
-from opentinker.shared.errors import JobFailed
+from opentinker.shared.evaluation.metrics import validation_metrics
 from opentinker.shared.spec import AlgorithmSpec
-from opentinker.shared.trajectories import Group, Trajectory
-from opentinker.shared.types import Discard, Ending
-from opentinker.shared.validation import ExamResult
-from opentinker.shared.validation_metrics import validation_metrics
+from opentinker.shared.types.core import Discard, Ending
+from opentinker.shared.types.errors import JobFailed
+from opentinker.shared.types.evaluation import ExamResult
+from opentinker.shared.types.trajectories import Group, Trajectory
 from tests.factories import V0, group_of, make_spec, make_trajectory, trajectory_of
 
 GROUP_BASELINES = ["grpo", "dr_grpo", "rloo", "reinforce_pp_baseline", "per_turn"]

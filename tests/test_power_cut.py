@@ -18,17 +18,18 @@ from opentinker.pushing import pack
 from opentinker.services.scheduler.artifacts.store import DirectoryStore
 from opentinker.services.scheduler.environments.upload import Unreadable, Uploads
 from opentinker.services.trainer import checkpoint
-from opentinker.shared import audit, uploads
-from opentinker.shared.bus import Bus
-from opentinker.shared.errors import SpecError
-from opentinker.shared.evaluations import Evaluations
-from opentinker.shared.key_text import new_key, read_key, write_key
-from opentinker.shared.manifest import Manifest
-from opentinker.shared.rights import OPERATOR
-from opentinker.shared.step_log import StepLog, lineage
-from opentinker.shared.store import Store
-from opentinker.shared.subjects import SERVICES
-from opentinker.shared.types import WeightVersion
+from opentinker.shared.data import uploads
+from opentinker.shared.data.manifest import Manifest
+from opentinker.shared.data.step_log import StepLog, lineage
+from opentinker.shared.evaluation.records import Evaluations
+from opentinker.shared.messaging.bus import Bus
+from opentinker.shared.messaging.permissions import OPERATOR
+from opentinker.shared.messaging.subjects import SERVICES
+from opentinker.shared.security import audit_log
+from opentinker.shared.security.key_text import new_key, read_key, write_key
+from opentinker.shared.state.store import Store
+from opentinker.shared.types.core import WeightVersion
+from opentinker.shared.types.errors import SpecError
 from opentinker.up import Plan, api_port, operator_key
 from tests.unsynced_disk import Cut, UnsyncedDisk
 from tests.upload_samples import package, receive
@@ -185,11 +186,11 @@ def test_a_torn_end_of_a_log_costs_no_line_that_is_written_after_it(tmp_path: Pa
 
 
 def test_a_torn_end_of_the_audit_log_is_cut_off_and_said(tmp_path: Path) -> None:
-    audit.AuditFile(tmp_path, "scheduler-0").append([{"what": 1}])
+    audit_log.AuditFile(tmp_path, "scheduler-0").append([{"what": 1}])
     path = tmp_path / "scheduler-0.jsonl"
     path.write_bytes(path.read_bytes() + b"\0" * 300 + b'"hash":"x"}\n')
-    audit.AuditFile(tmp_path, "scheduler-0").append([{"what": 2}])
-    assert audit.verify(path).lines == 3
+    audit_log.AuditFile(tmp_path, "scheduler-0").append([{"what": 2}])
+    assert audit_log.verify(path).lines == 3
     assert orjson.loads(path.read_bytes().splitlines()[1])["event"] == "cut"
 
 

@@ -24,9 +24,10 @@ import pytest
 from opentinker.client import ApiError, Client
 from opentinker.nearby import read_state
 from opentinker.services.trainer import checkpoint
-from opentinker.shared import audit, uploads
-from opentinker.shared.rights import OPERATOR
-from opentinker.shared.subjects import SERVICES
+from opentinker.shared.data import uploads
+from opentinker.shared.messaging.permissions import OPERATOR
+from opentinker.shared.messaging.subjects import SERVICES
+from opentinker.shared.security import audit_log
 from tests.conftest import WAIT_S, Figure, free_port
 from tests.cut_disk import OPTIONS, CutDisk, unavailable
 from tests.lineage import faults
@@ -243,8 +244,8 @@ class Machine:
             assert newest >= max(seen["checkpoint"], default=0), f"{job} has step {newest}, and {seen}"
             evaluated = {line["step"] for line in lines(home / "validation.jsonl")}
             assert seen["validation"] <= evaluated, f"{job}: {seen['validation'] - evaluated} are gone"
-        for present in audit.writers(audit.folder(self.data)):
-            audit.verify(present)
+        for present in audit_log.writers(audit_log.folder(self.data)):
+            audit_log.verify(present)
 
     def finish(self, client: Client) -> None:
         """Every job ends well, each step of it made once."""

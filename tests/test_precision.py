@@ -9,7 +9,7 @@ import pytest
 
 from opentinker.services.trainer.learners.rl import TorchLearner
 from opentinker.services.trainer.mismatch_alarm import WINDOW, MismatchAlarm
-from opentinker.shared.types import WeightVersion
+from opentinker.shared.types.core import WeightVersion
 from tests.learning import Sampler, torch_spec
 
 EVERY_STEP = {

@@ -13,7 +13,7 @@ from aiohttp.test_utils import TestClient, TestServer
 from structlog.testing import capture_logs
 
 from opentinker.services.scheduler.http.errors import last_resort
-from opentinker.shared.store import Store
+from opentinker.shared.state.store import Store
 from tests.api import SPEC, Http
 from tests.conftest import soon
 

@@ -32,9 +32,9 @@ from opentinker.envs.builtin.gomoku_board import expert
 from opentinker.envs.game import opening_of
 from opentinker.envs.registry import make
 from opentinker.envs.runtime.in_process_server import _playable
-from opentinker.shared.rows import RowError
+from opentinker.shared.data.jsonl import RowError
 from opentinker.shared.spec import parse_spec
-from opentinker.shared.types import Image, Message, StopReason, Text
+from opentinker.shared.types.core import Image, Message, StopReason, Text
 from tests.published_games import HigherLower
 
 PNG = b"\x89PNG\r\n\x1a\n...."

@@ -21,8 +21,8 @@ import pytest_asyncio
 from opentinker.environment.game_server import shard_of
 from opentinker.environment.game_stats_client import GameStatsClient
 from opentinker.processes import free_port
-from opentinker.shared.answers import Job
-from opentinker.shared.types import JobState
+from opentinker.shared.api_types import Job
+from opentinker.shared.types.core import JobState
 from tests.cluster import PYTHONPATH, Cluster, toy_cluster
 from tests.conftest import until
 from tests.published_checkout import CLIENT, PHONES, lay_out

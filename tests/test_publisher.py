@@ -25,14 +25,14 @@ from opentinker.services.rollout_worker.engines.toy import ToyEngine
 from opentinker.services.trainer.learners.base import BUCKET_BYTES, EmptySnapshot
 from opentinker.services.trainer.weights import publisher as module
 from opentinker.services.trainer.weights.publisher import Publisher
-from opentinker.shared.bus import NoReply
-from opentinker.shared.errors import JobFailed
+from opentinker.shared.messaging.bus import NoReply
+from opentinker.shared.messaging.subjects import SWAP
 from opentinker.shared.nn import transport
 from opentinker.shared.nn.transport import snapshot
-from opentinker.shared.service import Context
+from opentinker.shared.runtime.service import Context
 from opentinker.shared.spec import ToySpec
-from opentinker.shared.subjects import SWAP
-from opentinker.shared.types import Lease, Pool, SwapCommand, SwapReply, WeightVersion, WorkerInfo
+from opentinker.shared.types.core import Lease, Pool, SwapCommand, SwapReply, WeightVersion, WorkerInfo
+from opentinker.shared.types.errors import JobFailed
 from tests.cluster import PYTHONPATH, Process, toy_model
 from tests.conftest import WAIT_S, Server, soon, until
 from tests.scheduling import context, new_job, running

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from opentinker.shared.pulses import Pulses
-from opentinker.shared.types import Heartbeat, Pool
+from opentinker.shared.runtime.liveness import Pulses
+from opentinker.shared.types.core import Heartbeat, Pool
 
 
 class Clock:

@@ -24,13 +24,13 @@ from opentinker.services.trainer.distributed.rank_processes import RankLost, Ran
 from opentinker.services.trainer.distributed.rank_protocol import Gather
 from opentinker.services.trainer.learners.base import NonFinite
 from opentinker.services.trainer.learners.rl import TorchLearner
-from opentinker.shared.errors import JobFailed, OpenTinkerError
-from opentinker.shared.gpus import VISIBLE
 from opentinker.shared.nn.packing import share
 from opentinker.shared.nn.transport import unpack
+from opentinker.shared.runtime.gpus import VISIBLE
 from opentinker.shared.spec import JobSpec
-from opentinker.shared.trajectories import Group, Span
-from opentinker.shared.types import WeightVersion
+from opentinker.shared.types.core import WeightVersion
+from opentinker.shared.types.errors import JobFailed, OpenTinkerError
+from opentinker.shared.types.trajectories import Group, Span
 from tests.conftest import until
 from tests.factories import V0, group_of, trajectory_of
 from tests.learning import random_groups, torch_spec

@@ -22,16 +22,16 @@ from opentinker.services.scheduler.jobs.submit import submit
 from opentinker.services.trainer.job_reporter import Record
 from opentinker.services.trainer.supervised_loop import SupervisedJob
 from opentinker.shared.config import Settings
-from opentinker.shared.dataset import open_rows
-from opentinker.shared.env_client import EnvClient
-from opentinker.shared.errors import JobFailed, SpecError
-from opentinker.shared.leasing import LeasedWorker
-from opentinker.shared.readable import Readable, check_opened, opening, readable_by, resolved
-from opentinker.shared.rows import RowError
-from opentinker.shared.service import Context
+from opentinker.shared.data.dataset import open_rows
+from opentinker.shared.data.jsonl import RowError
+from opentinker.shared.messaging.env_client import EnvClient
+from opentinker.shared.runtime.leased_worker import LeasedWorker
+from opentinker.shared.runtime.service import Context
+from opentinker.shared.security.readable_paths import Readable, check_opened, opening, readable_by, resolved
 from opentinker.shared.spec import parse_spec
-from opentinker.shared.store import Store
-from opentinker.shared.types import Lease, Pool
+from opentinker.shared.state.store import Store
+from opentinker.shared.types.core import Lease, Pool
+from opentinker.shared.types.errors import JobFailed, SpecError
 from tests.api import SPEC, Http, bearing, new_key_of
 from tests.factories import make_spec
 from tests.scheduling import scheduler

@@ -17,13 +17,13 @@ import structlog
 
 from opentinker.services.scheduler.placement.reconciler import Reconciler
 from opentinker.services.scheduler.placement.worker_loss import MAX_RESTARTS
-from opentinker.shared.artifacts import ArtifactIndex, Kept
-from opentinker.shared.leasing import LeasedWorker
-from opentinker.shared.service import Context
+from opentinker.shared.runtime.leased_worker import LeasedWorker
+from opentinker.shared.runtime.service import Context
 from opentinker.shared.spec import JobSpec, parse_spec
-from opentinker.shared.store import Store
-from opentinker.shared.types import Gpu, JobState, Lease, Pool
-from opentinker.shared.usage import Usage
+from opentinker.shared.state.artifacts import ArtifactIndex, Kept
+from opentinker.shared.state.store import Store
+from opentinker.shared.state.usage import Usage
+from opentinker.shared.types.core import Gpu, JobState, Lease, Pool
 from tests.conftest import Server, until
 from tests.scheduling import BEAT_S, Workers, context, kinds, new_job, running
 

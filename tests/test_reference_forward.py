@@ -27,13 +27,13 @@ from opentinker.services.reference_forward.results import with_results
 from opentinker.services.reference_forward.scorer import Scorer
 from opentinker.services.reference_forward.service import ReferenceForward
 from opentinker.services.trainer.learners.rl import TorchLearner
-from opentinker.shared.bus import Bus, StreamFull
 from opentinker.shared.config import Settings
-from opentinker.shared.service import Context
-from opentinker.shared.store import Store
-from opentinker.shared.subjects import GROUP, SCORE
-from opentinker.shared.trajectories import Group
-from opentinker.shared.types import JobState, Pool, WeightVersion
+from opentinker.shared.messaging.bus import Bus, StreamFull
+from opentinker.shared.messaging.subjects import GROUP, SCORE
+from opentinker.shared.runtime.service import Context
+from opentinker.shared.state.store import Store
+from opentinker.shared.types.core import JobState, Pool, WeightVersion
+from opentinker.shared.types.trajectories import Group
 from tests.conftest import WAIT_S, Server, soon, until
 from tests.learning import plain_logprobs, random_groups, torch_spec
 

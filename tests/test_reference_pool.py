@@ -17,12 +17,12 @@ from opentinker.services.reference_forward.group_queue import Desk, Work
 from opentinker.services.reference_forward.model_cache import PATIENCE, Residence
 from opentinker.services.reference_forward.required_models import REFERENCE, ModelKey
 from opentinker.services.reference_forward.scorer import Scorer
-from opentinker.shared.bus import Bus
-from opentinker.shared.errors import JobFailed
-from opentinker.shared.store import Store
-from opentinker.shared.subjects import GROUP, SCORE
-from opentinker.shared.trajectories import Group
-from opentinker.shared.types import F32, JobState
+from opentinker.shared.messaging.bus import Bus
+from opentinker.shared.messaging.subjects import GROUP, SCORE
+from opentinker.shared.state.store import Store
+from opentinker.shared.types.core import F32, JobState
+from opentinker.shared.types.errors import JobFailed
+from opentinker.shared.types.trajectories import Group
 from tests.conftest import WAIT_S, Server, start_nats, until
 from tests.factories import make_group
 from tests.test_reference_forward import add_job, failed, launch, of_job, passed, running

@@ -19,11 +19,11 @@ from opentinker.envs.runtime.resolver import Resolver
 from opentinker.envs.runtime.sessions import Sessions
 from opentinker.listening import listening
 from opentinker.processes import free_port
-from opentinker.shared.egress import LOOPBACK, VARIABLE, Egress, Refused
-from opentinker.shared.errors import SpecError
-from opentinker.shared.frames import Hello, answer_calls, introduce
-from opentinker.shared.sessions import CloseSession, OpenSession, SessionReply, StepSession
-from opentinker.shared.types import Ending, Message, StopReason, Tool
+from opentinker.shared.messaging.websocket_frames import Hello, answer_calls, introduce
+from opentinker.shared.security.egress import LOOPBACK, VARIABLE, Egress, Refused
+from opentinker.shared.types.core import Ending, Message, StopReason, Tool
+from opentinker.shared.types.env_protocol import CloseSession, OpenSession, SessionReply, StepSession
+from opentinker.shared.types.errors import SpecError
 from tests.conftest import until
 
 

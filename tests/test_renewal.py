@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from opentinker.shared.bus import Bus
-from opentinker.shared.renewal import below
-from opentinker.shared.store import Store
-from opentinker.shared.subjects import WAKE
-from opentinker.shared.types import JobState, Lease, Pool, WorkerInfo
+from opentinker.shared.messaging.bus import Bus
+from opentinker.shared.messaging.subjects import WAKE
+from opentinker.shared.runtime.reexec import below
+from opentinker.shared.state.store import Store
+from opentinker.shared.types.core import JobState, Lease, Pool, WorkerInfo
 from tests.conftest import Server, until
 from tests.factories import make_spec
 from tests.test_service import Process

@@ -19,11 +19,11 @@ from opentinker.services.rollout_worker.inference_request import Talk
 from opentinker.services.scheduler.inference import router
 from opentinker.services.scheduler.inference.ready_workers import LOOK_S, Lookout
 from opentinker.services.scheduler.inference.router import Replicas
-from opentinker.shared.inference import Ask, Piece
-from opentinker.shared.service import Context
-from opentinker.shared.store import Store
-from opentinker.shared.streaming import Send
-from opentinker.shared.types import JobRecord, Pool, WorkerInfo
+from opentinker.shared.messaging.streaming import Send
+from opentinker.shared.runtime.service import Context
+from opentinker.shared.state.store import Store
+from opentinker.shared.types.core import JobRecord, Pool, WorkerInfo
+from opentinker.shared.types.inference import Ask, Piece
 from tests.conftest import WAIT_S, Server, soon, until
 from tests.inference import Site, site_of
 from tests.scheduling import context, scheduler

@@ -26,14 +26,14 @@ from opentinker.services.reference_forward.required_models import REWARD, ModelK
 from opentinker.services.reference_forward.results import with_results
 from opentinker.services.reference_forward.scorer import Scorer
 from opentinker.services.trainer.batch.metrics import batch_metrics
-from opentinker.shared.bus import Bus
-from opentinker.shared.errors import JobFailed, SpecError
+from opentinker.shared.messaging.bus import Bus
+from opentinker.shared.messaging.subjects import GROUP, SCORE
 from opentinker.shared.spec import parse_spec
-from opentinker.shared.spec.frozen import is_scored
-from opentinker.shared.store import Store
-from opentinker.shared.subjects import GROUP, SCORE
-from opentinker.shared.trajectories import Group
-from opentinker.shared.types import JobState, Message
+from opentinker.shared.spec.frozen_models import is_scored
+from opentinker.shared.state.store import Store
+from opentinker.shared.types.core import JobState, Message
+from opentinker.shared.types.errors import JobFailed, SpecError
+from opentinker.shared.types.trajectories import Group
 from tests.factories import V0, group_of, trajectory_of
 from tests.test_episode import Env, Script, episode, reply, say
 from tests.test_reference_forward import add_job, failed, of_job, passed, running

@@ -15,10 +15,19 @@ from nats.aio.client import Client
 
 from opentinker.access import Access, WebSocket
 from opentinker.embedded import nats_binary, valkey_binary
-from opentinker.shared.bus import Bus
-from opentinker.shared.rights import HISTORY, OPERATOR, REDIS_KEYS, STREAM_USES, TABLE, Use, stream_of, wide
-from opentinker.shared.store import Store
-from opentinker.shared.subjects import ENV, KICK, LOGINS, SCHEDULER, SERVICES, STREAMS, TRAINER, Call
+from opentinker.shared.messaging.bus import Bus
+from opentinker.shared.messaging.permissions import (
+    HISTORY,
+    OPERATOR,
+    REDIS_KEYS,
+    STREAM_USES,
+    TABLE,
+    Use,
+    stream_of,
+    wide,
+)
+from opentinker.shared.messaging.subjects import ENV, KICK, LOGINS, SCHEDULER, SERVICES, STREAMS, TRAINER, Call
+from opentinker.shared.state.store import Store
 from tests.conftest import Figure, Server, free_port, nats_conf, soon, until
 
 STREAM_NAMES = [str(stream.name) for stream in STREAMS]
@@ -173,8 +182,8 @@ async def test_what_a_service_asks_for_is_answered_where_only_it_listens(
     guarded_nats: Server, access: tuple[Access, int]
 ) -> None:
     """A request of the scheduler to an env worker, while a trainer tries to listen to everything."""
-    from opentinker.shared.sessions import EnvCheck, EnvCheckReply
-    from opentinker.shared.subjects import ENV_CHECK, SCHEDULER
+    from opentinker.shared.messaging.subjects import ENV_CHECK, SCHEDULER
+    from opentinker.shared.types.env_protocol import EnvCheck, EnvCheckReply
 
     spy = await Asker().connect(guarded_nats.url, TRAINER, access[0].password("nats", TRAINER))
     heard: list[str] = []

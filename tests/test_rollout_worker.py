@@ -28,16 +28,16 @@ from opentinker.services.rollout_worker.renderer import Renderer
 from opentinker.services.rollout_worker.rl_job import MAX_DELIVERIES, RolloutJob
 from opentinker.services.rollout_worker.service import ENGINE, import_engine
 from opentinker.services.scheduler.jobs.tickets import JUDGED_FROM, too_many_failures
-from opentinker.shared.admission import Admission
-from opentinker.shared.bus import Bus, StreamFull
 from opentinker.shared.config import Settings
-from opentinker.shared.leasing import LeasedWorker
-from opentinker.shared.service import Context
-from opentinker.shared.sessions import SessionReply, StepSession
+from opentinker.shared.messaging.bus import Bus, StreamFull
+from opentinker.shared.messaging.subjects import GROUP, GROUPS, SWAP, TICKET, TICKETS, Subject
+from opentinker.shared.runtime.leased_worker import LeasedWorker
+from opentinker.shared.runtime.service import Context
 from opentinker.shared.spec import ToySpec
-from opentinker.shared.store import Store
-from opentinker.shared.subjects import GROUP, GROUPS, SWAP, TICKET, TICKETS, Subject
-from opentinker.shared.types import JobState, Lease, Message, Pool, SwapCommand, WeightVersion
+from opentinker.shared.state.staleness import Admission
+from opentinker.shared.state.store import Store
+from opentinker.shared.types.core import JobState, Lease, Message, Pool, SwapCommand, WeightVersion
+from opentinker.shared.types.env_protocol import SessionReply, StepSession
 from tests.conftest import WAIT_S, Server, soon, until
 from tests.factories import make_spec, make_ticket
 from tests.test_episode import Chars

@@ -15,11 +15,11 @@ from transformers import AutoModelForCausalLM
 
 from opentinker.services.scheduler.jobs.submit import submit
 from opentinker.services.scheduler.placement.reconciler import Reconciler
-from opentinker.shared.errors import SpecError
-from opentinker.shared.service import Context
+from opentinker.shared.runtime.service import Context
 from opentinker.shared.spec import JobSpec, parse_spec
-from opentinker.shared.store import Store
-from opentinker.shared.types import JobState
+from opentinker.shared.state.store import Store
+from opentinker.shared.types.core import JobState
+from opentinker.shared.types.errors import SpecError
 from tests.cluster import Cluster, undocumented
 from tests.conftest import until
 from tests.row_samples import chat_model, copies, preferences, row_spec, turns, write_rows

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from opentinker.cli import app
 from opentinker.cli.specs import of_length
 from opentinker.nearby import read_state
-from opentinker.shared.errors import SpecError
+from opentinker.shared.types.errors import SpecError
 from tests.cluster import toy_model
 from tests.conftest import start_nats, start_valkey, until
 from tests.test_cli import ROOT, opentinker

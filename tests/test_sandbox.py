@@ -18,13 +18,13 @@ from pathlib import Path
 
 import pytest
 
-from opentinker.shared import sandbox as module
-from opentinker.shared import sandbox_cgroup, sandbox_limits
 from opentinker.shared.config import Settings
-from opentinker.shared.renewal import below
-from opentinker.shared.sandbox import Sandbox, Sandboxed, Unavailable, own_packages
-from opentinker.shared.sandbox_cgroup import PREFIX, Cgroups
-from opentinker.shared.sandbox_limits import Limits
+from opentinker.shared.runtime.reexec import below
+from opentinker.shared.security import sandbox as module
+from opentinker.shared.security import sandbox_cgroup, sandbox_limits
+from opentinker.shared.security.sandbox import Sandbox, Sandboxed, Unavailable, own_packages
+from opentinker.shared.security.sandbox_cgroup import PREFIX, Cgroups
+from opentinker.shared.security.sandbox_limits import Limits
 from tests import attacks
 from tests.cluster import PYTHONPATH
 from tests.conftest import soon, until
@@ -253,7 +253,7 @@ async def test_a_sandbox_ends_with_the_service() -> None:
         "import asyncio, sys\n"
         "from opentinker.shared.config import Settings\n"
         "from opentinker.shared import sandbox as module\n"
-        "from opentinker.shared.renewal import below\n"
+        "from opentinker.shared.runtime.reexec import below\n"
         "async def main():\n"
         "    box = await module.Sandbox.open(Settings())\n"
         "    running = await box.start([box.python, '-I', '-c', 'import time; time.sleep(60)'])\n"
@@ -285,7 +285,7 @@ AS_USER = (
     "import asyncio, json\n"
     "from asyncio.subprocess import PIPE\n"
     "from opentinker.shared.config import Settings\n"
-    "from opentinker.shared.sandbox import Sandbox\n"
+    "from opentinker.shared.security.sandbox import Sandbox\n"
     "async def main():\n"
     "    box = await Sandbox.open(Settings(sandbox_memory_mb=512))\n"
     "    attacks = ['forks', 'unshare_user', 'become_root', 'memory', 'shadow', 'oom_score', 'vsock']\n"
@@ -305,7 +305,7 @@ AS_USER = (
 def _python_of_everybody(packages: str) -> str | None:
     """An interpreter of this version that any user may start, if they may read our packages as well."""
     found = shutil.which(f"python3.{sys.version_info.minor}", path="/usr/bin:/usr/local/bin")
-    argv = [found or "", "-c", "import opentinker.shared.sandbox"]
+    argv = [found or "", "-c", "import opentinker.shared.security.sandbox"]
     environ = {"PYTHONPATH": packages, "PATH": "/usr/bin"}
     if found is None:
         return None

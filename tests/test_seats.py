@@ -7,8 +7,8 @@ import pytest
 
 from opentinker.envs.base import play_gold
 from opentinker.envs.runtime.player import LocalPlayer
-from opentinker.shared.sessions import StepSession
-from opentinker.shared.types import Ending, Message, StopReason
+from opentinker.shared.types.core import Ending, Message, StopReason
+from opentinker.shared.types.env_protocol import StepSession
 from tests.env_samples import Race
 from tests.test_env_worker import opening
 

@@ -20,12 +20,12 @@ from opentinker.services.reference_forward.required_models import ModelKey
 from opentinker.services.reference_forward.scorer import Scorer
 from opentinker.services.rollout_worker.renderer import Renderer, images_of
 from opentinker.services.trainer.learners.rl import TorchLearner
-from opentinker.shared import codec
-from opentinker.shared.errors import BadImage, JobFailed
+from opentinker.shared.messaging import codec
 from opentinker.shared.nn.models import load_model, model_bytes
-from opentinker.shared.nn.sight import Kept, Sight, marked
-from opentinker.shared.trajectories import Group, Picture
-from opentinker.shared.types import Image, Message, Text, WeightVersion
+from opentinker.shared.nn.vision import Kept, Sight, marked
+from opentinker.shared.types.core import Image, Message, Text, WeightVersion
+from opentinker.shared.types.errors import BadImage, JobFailed
+from opentinker.shared.types.trajectories import Group, Picture
 from tests.factories import V0
 from tests.learning import torch_spec
 from tests.seeing import KINDS, Plain, ask, make, picture, shown, together

@@ -16,7 +16,7 @@ from opentinker.services.rollout_worker.engines.base import Completion, Engine, 
 from opentinker.services.rollout_worker.renderer import Renderer, images_of
 from opentinker.services.trainer.learners.rl import TorchLearner
 from opentinker.shared.spec import LoraSpec
-from opentinker.shared.types import Message, WeightVersion
+from opentinker.shared.types.core import Message, WeightVersion
 from tests.factories import V0
 from tests.learning import torch_spec
 from tests.seeing import Plain, ask, make, picture, shown, together

@@ -23,15 +23,15 @@ from opentinker.envs.game import AbstractGame, StepResult
 from opentinker.envs.runtime.in_process_server import Stage
 from opentinker.http import ApiError
 from opentinker.serving import AsyncServing, serve_environment
-from opentinker.shared import codec
-from opentinker.shared.bus import Bus, NoReply, NoResponders
-from opentinker.shared.env_client import EnvClient
-from opentinker.shared.frames import FRAME_BYTES, Answer, Call, Hello, Welcome
-from opentinker.shared.service import Context
-from opentinker.shared.sessions import EnvCheck, OpenSession, SessionReply, StepSession
-from opentinker.shared.store import Store
-from opentinker.shared.subjects import SERVED_CHECK
-from opentinker.shared.types import Ending, Message, StopReason
+from opentinker.shared.messaging import codec
+from opentinker.shared.messaging.bus import Bus, NoReply, NoResponders
+from opentinker.shared.messaging.env_client import EnvClient
+from opentinker.shared.messaging.subjects import SERVED_CHECK
+from opentinker.shared.messaging.websocket_frames import FRAME_BYTES, Answer, Call, Hello, Welcome
+from opentinker.shared.runtime.service import Context
+from opentinker.shared.state.store import Store
+from opentinker.shared.types.core import Ending, Message, StopReason
+from opentinker.shared.types.env_protocol import EnvCheck, OpenSession, SessionReply, StepSession
 from tests.api import OPERATOR, bearing
 from tests.conftest import Server, until
 from tests.env_samples import Shuffled

@@ -18,7 +18,7 @@ from aiohttp import web
 
 from opentinker.client import ApiError
 from opentinker.serving import AsyncServing
-from opentinker.shared.egress import LOOPBACK
+from opentinker.shared.security.egress import LOOPBACK
 from opentinker.shared.spec import JobSpec
 from tests.cluster import PYTHONPATH, Cluster, toy_cluster
 from tests.conftest import WAIT_S, until

@@ -16,12 +16,12 @@ from opentinker.envs.base import user
 from opentinker.services.scheduler import service
 from opentinker.services.scheduler.environments import served_gateway as gateway_module
 from opentinker.services.scheduler.environments.served_gateway import Gateway
-from opentinker.shared.bus import Bus, NoReply
-from opentinker.shared.env_client import EnvClient
-from opentinker.shared.frames import GOODBYE, Call, Hello, Welcome
-from opentinker.shared.service import Context
-from opentinker.shared.sessions import EnvCheckReply, OpenSession, SessionReply
-from opentinker.shared.store import Store
+from opentinker.shared.messaging.bus import Bus, NoReply
+from opentinker.shared.messaging.env_client import EnvClient
+from opentinker.shared.messaging.websocket_frames import GOODBYE, Call, Hello, Welcome
+from opentinker.shared.runtime.service import Context
+from opentinker.shared.state.store import Store
+from opentinker.shared.types.env_protocol import EnvCheckReply, OpenSession, SessionReply
 from tests.api import new_key_of
 from tests.conftest import Server, soon, until
 from tests.factories import make_spec

@@ -15,10 +15,10 @@ from typing import Any
 import aiohttp
 import pytest
 
-from opentinker.shared.pulses import Pulses
-from opentinker.shared.service import first_failure
-from opentinker.shared.store import Store
-from opentinker.shared.types import WorkerInfo
+from opentinker.shared.runtime.liveness import Pulses
+from opentinker.shared.runtime.service import first_failure
+from opentinker.shared.state.store import Store
+from opentinker.shared.types.core import WorkerInfo
 from tests.conftest import Server, start_nats, until
 
 

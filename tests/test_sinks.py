@@ -16,11 +16,11 @@ from uv import find_uv_bin
 
 from opentinker import AsyncClient, Client, sinks
 from opentinker.cli.sink import send, tagged
-from opentinker.shared.errors import OpenTinkerError
-from opentinker.shared.service import Context
-from opentinker.shared.store import Store
-from opentinker.shared.telemetry import MetricSource
-from opentinker.shared.types import JobState
+from opentinker.shared.runtime.service import Context
+from opentinker.shared.runtime.telemetry import MetricSource
+from opentinker.shared.state.store import Store
+from opentinker.shared.types.core import JobState
+from opentinker.shared.types.errors import OpenTinkerError
 from opentinker.sinks import KINDS, open_sink
 from tests.api import SPEC
 from tests.conftest import until

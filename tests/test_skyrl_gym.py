@@ -10,8 +10,8 @@ import orjson
 import pytest
 
 from opentinker.envs.registry import check, rehearse
-from opentinker.shared.errors import SpecError
-from opentinker.shared.rows import RowError
+from opentinker.shared.data.jsonl import RowError
+from opentinker.shared.types.errors import SpecError
 from tests.playing import Table, sit
 
 GSM8K = [

@@ -14,12 +14,12 @@ from opentinker.client import AsyncClient
 from opentinker.services.scheduler.inference.router import refuse_unless_served
 from opentinker.services.scheduler.placement.cluster_view import Cluster
 from opentinker.services.scheduler.placement.untrained_jobs import attend
-from opentinker.shared.errors import Fenced, SpecError
 from opentinker.shared.openai.fields import Refused
-from opentinker.shared.service import Context
+from opentinker.shared.runtime.service import Context
 from opentinker.shared.spec import parse_spec
-from opentinker.shared.store import Store
-from opentinker.shared.types import JobState
+from opentinker.shared.state.store import Store
+from opentinker.shared.types.core import JobState
+from opentinker.shared.types.errors import Fenced, SpecError
 from tests.conftest import WAIT_S, Server, until
 from tests.inference import Site, site_of
 from tests.scheduling import kinds

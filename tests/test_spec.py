@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
-from opentinker.shared.algorithms import PRESETS
-from opentinker.shared.errors import SpecError
 from opentinker.shared.spec import JobSpec, parse_spec
-from opentinker.shared.spec_text import load_spec
+from opentinker.shared.spec.algorithms import PRESETS
+from opentinker.shared.spec.text import load_spec
+from opentinker.shared.types.errors import SpecError
 from tests.factories import make_spec
 
 SMALLEST: dict[str, Any] = {

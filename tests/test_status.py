@@ -8,8 +8,8 @@ import pytest
 
 from opentinker.cli import status
 from opentinker.processes import free_port
-from opentinker.shared.service import Context
-from opentinker.shared.store import Store
+from opentinker.shared.runtime.service import Context
+from opentinker.shared.state.store import Store
 from tests.api import SPEC, Http
 from tests.conftest import until
 from tests.scheduling import Workers

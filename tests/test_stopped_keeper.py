@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from opentinker.envs.runtime import child_process
-from opentinker.shared.renewal import below
+from opentinker.shared.runtime.reexec import below
 from tests.conftest import soon, until
 
 

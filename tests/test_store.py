@@ -11,10 +11,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from opentinker.shared.admission import Admission
-from opentinker.shared.errors import Conflict, Fenced, NotFound
-from opentinker.shared.store import Store
-from opentinker.shared.types import JobState, Lease, Pool, WorkerInfo
+from opentinker.shared.state.staleness import Admission
+from opentinker.shared.state.store import Store
+from opentinker.shared.types.core import JobState, Lease, Pool, WorkerInfo
+from opentinker.shared.types.errors import Conflict, Fenced, NotFound
 from tests.conftest import WAIT_S, Server, start_valkey, until
 
 SPEC: dict[str, Any] = {"name": "n", "kind": "rl", "train": {"steps": 3}}

@@ -13,17 +13,17 @@ import pytest
 from pydantic import ValidationError
 
 from opentinker.services.scheduler.http.stream_credentials import reached_by
-from opentinker.shared import stream_credentials
 from opentinker.shared.config import Settings
-from opentinker.shared.key_text import digest_of, new_key, parse
-from opentinker.shared.keys import Keys
-from opentinker.shared.reports import MetricPoint
-from opentinker.shared.rights import OPERATOR as OPERATOR_USER
-from opentinker.shared.rights import TABLE, inbox, wide
-from opentinker.shared.service import Context
-from opentinker.shared.store import Store
-from opentinker.shared.stream_credentials import StreamCredentials
-from opentinker.shared.subjects import METRIC, SCHEDULER, SERVICES, STREAMS, Subject
+from opentinker.shared.messaging.permissions import OPERATOR as OPERATOR_USER
+from opentinker.shared.messaging.permissions import TABLE, inbox, wide
+from opentinker.shared.messaging.subjects import METRIC, SCHEDULER, SERVICES, STREAMS, Subject
+from opentinker.shared.runtime.service import Context
+from opentinker.shared.security.key_text import digest_of, new_key, parse
+from opentinker.shared.state import stream_credentials
+from opentinker.shared.state.keys import Keys
+from opentinker.shared.state.store import Store
+from opentinker.shared.state.stream_credentials import StreamCredentials
+from opentinker.shared.types.telemetry import MetricPoint
 from tests.api import Http, bearing, new_key_of
 from tests.conftest import Figure, Server, soon, until
 from tests.scheduling import scheduler

@@ -18,13 +18,13 @@ from opentinker.services.trainer.data.chat import Tokens
 from opentinker.services.trainer.data.examples import Example, Examples
 from opentinker.services.trainer.learners.base import Interrupted, NonFinite
 from opentinker.services.trainer.supervised_loop import SupervisedJob
-from opentinker.shared.errors import JobFailed
-from opentinker.shared.leasing import LeasedWorker
-from opentinker.shared.service import Context
+from opentinker.shared.asyncio_tools import put_down
+from opentinker.shared.runtime.leased_worker import LeasedWorker
+from opentinker.shared.runtime.service import Context
 from opentinker.shared.spec import JobSpec
-from opentinker.shared.store import Store
-from opentinker.shared.types import JobState, Lease, Pool
-from opentinker.shared.waiting import put_down
+from opentinker.shared.state.store import Store
+from opentinker.shared.types.core import JobState, Lease, Pool
+from opentinker.shared.types.errors import JobFailed
 from tests.conftest import WAIT_S, Server, until
 from tests.row_samples import row_spec
 from tests.scheduling import context, kinds

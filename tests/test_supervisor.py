@@ -23,7 +23,7 @@ from opentinker import supervisor as supervision
 from opentinker.embedded import EmbeddedServers, nats_binary
 from opentinker.nearby import is_running
 from opentinker.processes import Child, ChildSpec, Guard, StartError, free_port, http_ok, port_free, rotate
-from opentinker.shared.egress import VARIABLE
+from opentinker.shared.security.egress import VARIABLE
 from opentinker.supervisor import Supervisor
 from opentinker.up import AlreadyRunning, Plan, api_port, api_url, locked, service_specs
 from tests.cluster import PYTHONPATH

@@ -18,8 +18,8 @@ from opentinker.services.trainer.learners.rl import PROBE_EVERY, PROBE_TOKENS, T
 from opentinker.services.trainer.mismatch_alarm import MismatchAlarm
 from opentinker.shared.nn.transport import unpack
 from opentinker.shared.spec import ToySpec
-from opentinker.shared.store import Store
-from opentinker.shared.types import SIMULATED, Pool, SwapCommand, SwapReply, WeightVersion, WorkerInfo
+from opentinker.shared.state.store import Store
+from opentinker.shared.types.core import SIMULATED, Pool, SwapCommand, SwapReply, WeightVersion, WorkerInfo
 from tests.conftest import soon, until
 from tests.factories import group_of, make_spec, trajectory_of
 from tests.learning import plain_logprobs, random_groups, torch_spec

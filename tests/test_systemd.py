@@ -14,7 +14,7 @@ import pytest
 from opentinker.access import Access
 from opentinker.embedded import shipped_conf
 from opentinker.shared.config import PREFIX, Settings, load_settings
-from opentinker.shared.subjects import SERVICES
+from opentinker.shared.messaging.subjects import SERVICES
 
 ROOT = Path(__file__).resolve().parent.parent
 UNITS = ROOT / "deploy/systemd"

@@ -11,12 +11,12 @@ import pytest
 import structlog
 from prometheus_client import generate_latest
 
-from opentinker.shared import telemetry
-from opentinker.shared.bus import Bus
 from opentinker.shared.config import Settings
-from opentinker.shared.reports import MetricPoint
-from opentinker.shared.subjects import METRIC
-from opentinker.shared.telemetry import REGISTRY, Meters, MetricSource, Reporter
+from opentinker.shared.messaging.bus import Bus
+from opentinker.shared.messaging.subjects import METRIC
+from opentinker.shared.runtime import telemetry
+from opentinker.shared.runtime.telemetry import REGISTRY, Meters, MetricSource, Reporter
+from opentinker.shared.types.telemetry import MetricPoint
 from tests.conftest import until
 
 

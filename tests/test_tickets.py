@@ -10,12 +10,12 @@ from nats.js.api import DiscardPolicy
 
 from opentinker.services.scheduler.jobs.cleanup import Clearing
 from opentinker.services.scheduler.jobs.tickets import JUDGED_FROM, TicketIssuer, ticket_seed
-from opentinker.shared.admission import Admission
-from opentinker.shared.script import UNFENCED
-from opentinker.shared.service import Context
-from opentinker.shared.store import Store
-from opentinker.shared.subjects import GROUP, GROUPS, SCORE, SCORES, TICKET, TICKETS, WAKE
-from opentinker.shared.types import Ending, JobState, Pool, Ticket, WorkerInfo
+from opentinker.shared.messaging.subjects import GROUP, GROUPS, SCORE, SCORES, TICKET, TICKETS, WAKE
+from opentinker.shared.runtime.service import Context
+from opentinker.shared.state.redis_script import UNFENCED
+from opentinker.shared.state.staleness import Admission
+from opentinker.shared.state.store import Store
+from opentinker.shared.types.core import Ending, JobState, Pool, Ticket, WorkerInfo
 from tests.conftest import WAIT_S, Server, soon, until
 from tests.factories import make_group, make_ticket
 from tests.scheduling import context, kinds, new_job, running

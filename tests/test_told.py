@@ -15,10 +15,10 @@ from opentinker.cli.knowing import bars
 from opentinker.services.rollout_worker.transcripts import is_kept, shortened
 from opentinker.services.trainer.batch.distributions import RATIO, distributions, histogram, ratio_counts, reward_edges
 from opentinker.services.trainer.rollout_log import NEWEST, Told, swept
-from opentinker.shared.service import Context
-from opentinker.shared.step_log import StepLog
-from opentinker.shared.trajectories import Group
-from opentinker.shared.types import Image, Message, Text, WeightVersion
+from opentinker.shared.data.step_log import StepLog
+from opentinker.shared.runtime.service import Context
+from opentinker.shared.types.core import Image, Message, Text, WeightVersion
+from opentinker.shared.types.trajectories import Group
 from tests.api import SPEC
 from tests.factories import group_of, make_group, make_spec, make_trajectory
 

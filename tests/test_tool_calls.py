@@ -15,10 +15,10 @@ from transformers import PreTrainedTokenizerFast
 
 from opentinker.services.rollout_worker.renderer import Renderer
 from opentinker.services.rollout_worker.tool_calls import FORMATS, MOST_CALLS, Said, parse, recognise
-from opentinker.shared import codec
-from opentinker.shared.errors import JobFailed
-from opentinker.shared.light_tokenizer import LightTokenizer
-from opentinker.shared.types import Message, StopReason, Tool, ToolCall
+from opentinker.shared.data.light_tokenizer import LightTokenizer
+from opentinker.shared.messaging import codec
+from opentinker.shared.types.core import Message, StopReason, Tool, ToolCall
+from opentinker.shared.types.errors import JobFailed
 
 ADD = Tool(
     name="add",

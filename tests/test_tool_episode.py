@@ -15,9 +15,9 @@ from opentinker.envs.runtime.tools.tool_factory import Shop
 from opentinker.services.rollout_worker.engines.base import Completion
 from opentinker.services.rollout_worker.episode import Episode
 from opentinker.shared.config import Settings
-from opentinker.shared.sessions import CloseSession, OpenSession, SessionReply, StepSession
-from opentinker.shared.trajectories import Span, Trajectory
-from opentinker.shared.types import Ending, StopReason
+from opentinker.shared.types.core import Ending, StopReason
+from opentinker.shared.types.env_protocol import CloseSession, OpenSession, SessionReply, StepSession
+from opentinker.shared.types.trajectories import Span, Trajectory
 from tests.factories import V0, make_spec, make_ticket
 from tests.test_episode import Script
 from tests.test_tool_calls import renderer_of

@@ -25,9 +25,9 @@ from opentinker.envs.tools import (
     tool,
     with_tools,
 )
-from opentinker.shared.errors import SpecError
-from opentinker.shared.sessions import StepSession
-from opentinker.shared.types import Ending, Message, StopReason, Tool, ToolCall
+from opentinker.shared.types.core import Ending, Message, StopReason, Tool, ToolCall
+from opentinker.shared.types.env_protocol import StepSession
+from opentinker.shared.types.errors import SpecError
 from tests.env_samples import Relay
 from tests.factories import make_spec
 from tests.test_env_worker import opening

@@ -19,11 +19,11 @@ from examples.models.make_tiny import make_tiny
 from opentinker.services.trainer.learners.base import NonFinite, SimulatedLearner
 from opentinker.services.trainer.learners.policy_model import Policy
 from opentinker.services.trainer.learners.rl import TorchLearner
-from opentinker.shared.errors import JobFailed
 from opentinker.shared.nn.transport import unpack
 from opentinker.shared.spec import JobSpec
-from opentinker.shared.trajectories import Group
-from opentinker.shared.types import WeightVersion
+from opentinker.shared.types.core import WeightVersion
+from opentinker.shared.types.errors import JobFailed
+from opentinker.shared.types.trajectories import Group
 from tests.factories import V0, group_of, trajectory_of
 from tests.learning import Sampler, plain_logprobs, random_groups, torch_spec
 

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 
 import pytest
 
-from opentinker.shared.errors import OpenTinkerError
-from opentinker.shared.store import Store
-from opentinker.shared.tracing import ENDPOINT, HEADER, Tracer, incoming, trace_id
+from opentinker.shared.runtime.tracing import ENDPOINT, HEADER, Tracer, incoming, trace_id
+from opentinker.shared.state.store import Store
+from opentinker.shared.types.errors import OpenTinkerError
 from tests.api import SPEC, Http
 
 ID = "0af7651916cd43dd8448eb211c80319c"

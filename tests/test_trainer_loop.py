@@ -19,20 +19,20 @@ import pytest
 from opentinker.services.trainer import checkpoint, rl_loop, service
 from opentinker.services.trainer.learners.base import NonFinite, SimulatedLearner
 from opentinker.services.trainer.rl_loop import TrainerJob
-from opentinker.shared import codec
-from opentinker.shared.admission import Admission
+from opentinker.shared.asyncio_tools import put_down, see_through
 from opentinker.shared.config import Settings
-from opentinker.shared.errors import JobFailed
-from opentinker.shared.leasing import LeasedWorker
-from opentinker.shared.manifest import Manifest, start_of
-from opentinker.shared.service import Context
+from opentinker.shared.data.manifest import Manifest, start_of
+from opentinker.shared.data.step_log import StepLog
+from opentinker.shared.messaging import codec
+from opentinker.shared.messaging.subjects import GROUP, METRIC, METRICS
+from opentinker.shared.runtime.leased_worker import LeasedWorker
+from opentinker.shared.runtime.service import Context
 from opentinker.shared.spec import JobSpec
-from opentinker.shared.step_log import StepLog
-from opentinker.shared.store import Store
-from opentinker.shared.subjects import GROUP, METRIC, METRICS
-from opentinker.shared.trajectories import Group
-from opentinker.shared.types import JobState, Lease, Pool, WeightVersion
-from opentinker.shared.waiting import put_down, see_through
+from opentinker.shared.state.staleness import Admission
+from opentinker.shared.state.store import Store
+from opentinker.shared.types.core import JobState, Lease, Pool, WeightVersion
+from opentinker.shared.types.errors import JobFailed
+from opentinker.shared.types.trajectories import Group
 from tests.conftest import WAIT_S, Server, soon, until
 from tests.factories import make_group, make_spec
 from tests.scheduling import context, kinds, running
@@ -557,7 +557,7 @@ async def test_group_that_cannot_be_decoded_is_discarded_and_replaced(ctx: Conte
         return b"garbled" if isinstance(noun, Group) and noun.seq == 3 else real(noun)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("opentinker.shared.bus.codec.encode", garbled)
+        patch.setattr("opentinker.shared.messaging.bus.codec.encode", garbled)
         await train(job)
     ledger = await Admission(ctx.store.redis, JOB).ledger()
     assert ledger.balanced and ledger.trained == 6 * 2 and ledger.discarded == {"invalid": 1}

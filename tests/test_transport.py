@@ -32,7 +32,7 @@ from opentinker.shared.nn.transport import (
     snapshot,
     unpack,
 )
-from opentinker.shared.types import WeightVersion
+from opentinker.shared.types.core import WeightVersion
 from tests.conftest import WAIT_S, free_port
 
 LOOPBACK = "127.0.0.1"

@@ -26,7 +26,7 @@ from opentinker.services.trainer.batch.micro_batch import MicroBatch, give_credi
 from opentinker.shared.nn.forward import token_logprobs
 from opentinker.shared.nn.models import load_model
 from opentinker.shared.spec import JobSpec
-from opentinker.shared.trajectories import Group
+from opentinker.shared.types.trajectories import Group
 from tests.factories import V0, group_of, trajectory_of
 from tests.learning import torch_spec
 

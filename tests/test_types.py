@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from opentinker.shared.trajectories import Group, Span, Turn
-from opentinker.shared.types import Ending, JobState, StopReason, WeightVersion
+from opentinker.shared.types.core import Ending, JobState, StopReason, WeightVersion
+from opentinker.shared.types.trajectories import Group, Span, Turn
 from tests.factories import V0, make_group, make_trajectory, trajectory_of
 
 

@@ -19,17 +19,17 @@ from opentinker.pushing import pack
 from opentinker.services.scheduler.environments import upload
 from opentinker.services.scheduler.environments.upload import Uploads
 from opentinker.services.scheduler.environments.upload_quota import MIB, Kept, OverQuota, Quota, bytes_of, room
-from opentinker.shared import uploads
-from opentinker.shared.bus import Bus
 from opentinker.shared.config import Settings
-from opentinker.shared.errors import NotFound, SpecError
-from opentinker.shared.service import Context
-from opentinker.shared.sessions import EnvCheck, EnvCheckReply
+from opentinker.shared.data import uploads
+from opentinker.shared.data.uploads import Pin, Reference
+from opentinker.shared.messaging.bus import Bus
+from opentinker.shared.messaging.subjects import SANDBOX_CHECK
+from opentinker.shared.runtime.service import Context
 from opentinker.shared.spec import parse_spec
-from opentinker.shared.store import Store
-from opentinker.shared.subjects import SANDBOX_CHECK
-from opentinker.shared.types import JobState, Pool
-from opentinker.shared.uploads import Pin, Reference
+from opentinker.shared.state.store import Store
+from opentinker.shared.types.core import JobState, Pool
+from opentinker.shared.types.env_protocol import EnvCheck, EnvCheckReply
+from opentinker.shared.types.errors import NotFound, SpecError
 from tests.conftest import Server
 from tests.factories import make_spec
 from tests.scheduling import FakeWorker, context

@@ -13,10 +13,10 @@ import pytest
 
 from opentinker import AsyncClient
 from opentinker.services.scheduler.artifacts.archiver import Keeping
-from opentinker.shared.artifacts import ArtifactIndex, Kept
-from opentinker.shared.service import Context
-from opentinker.shared.store import Store
-from opentinker.shared.usage import KINDS, Usage, cpu_seconds, metered
+from opentinker.shared.runtime.service import Context
+from opentinker.shared.state.artifacts import ArtifactIndex, Kept
+from opentinker.shared.state.store import Store
+from opentinker.shared.state.usage import KINDS, Usage, cpu_seconds, metered
 from tests.api import SPEC, Http
 from tests.conftest import until
 from tests.scheduling import new_job
@@ -78,7 +78,7 @@ async def test_a_lease_counts_its_processes_and_what_its_work_says(store: Store,
 
 
 async def test_what_is_spent_is_said_while_it_is(store: Store, job: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("opentinker.shared.usage.REPORT_S", 0.05)
+    monkeypatch.setattr("opentinker.shared.state.usage.REPORT_S", 0.05)
     said: Counter[str] = Counter()
     async with metered(store.redis, job, said):
         said["tokens_generated"] += 7

@@ -17,17 +17,17 @@ from opentinker import ApiError, AsyncClient, inspecting
 from opentinker.cli.specs import _looked_at
 from opentinker.services.scheduler.http import validate
 from opentinker.services.scheduler.jobs.submit import submit
-from opentinker.shared import light_tokenizer, spec_checks
-from opentinker.shared.answers import Check, Validation
-from opentinker.shared.bus import Bus
+from opentinker.shared.api_types import Check, Validation
 from opentinker.shared.config import TenantLimits
-from opentinker.shared.light_tokenizer import LightTokenizer
-from opentinker.shared.service import Context
-from opentinker.shared.sessions import REMOTE, EnvCheck, EnvCheckReply, OpenSession, SessionReply
-from opentinker.shared.spec import JobSpec
-from opentinker.shared.store import Store
-from opentinker.shared.subjects import ENV_CHECK, ENV_CLOSE, ENV_OPEN, ENV_STEP
-from opentinker.shared.types import Ending, Message
+from opentinker.shared.data import light_tokenizer
+from opentinker.shared.data.light_tokenizer import LightTokenizer
+from opentinker.shared.messaging.bus import Bus
+from opentinker.shared.messaging.subjects import ENV_CHECK, ENV_CLOSE, ENV_OPEN, ENV_STEP
+from opentinker.shared.runtime.service import Context
+from opentinker.shared.spec import JobSpec, dry_run
+from opentinker.shared.state.store import Store
+from opentinker.shared.types.core import Ending, Message
+from opentinker.shared.types.env_protocol import REMOTE, EnvCheck, EnvCheckReply, OpenSession, SessionReply
 from tests.api import fits
 from tests.conftest import Server
 from tests.factories import make_spec, safetensors
@@ -63,18 +63,18 @@ async def test_a_prompt_that_does_not_fit_is_said_before_any_job(tiny: Path) -> 
 
 
 async def test_models_that_cannot_be_loaded_are_said(tiny: Path, tmp_path: Path) -> None:
-    assert spec_checks.model(spec_of(tmp_path / "nothing"))["result"] == "bad"
-    elsewhere = spec_checks.model(make_spec(model__base="some/model"))
+    assert dry_run.model(spec_of(tmp_path / "nothing"))["result"] == "bad"
+    elsewhere = dry_run.model(make_spec(model__base="some/model"))
     assert elsewhere["result"] == "note" and elsewhere["found"] == "not looked at: some/model is of a hub"
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
         (tmp_path / name).write_bytes((tiny / name).read_bytes())
     config = orjson.loads((tmp_path / "tokenizer_config.json").read_bytes())
     config.pop("chat_template", None)
     (tmp_path / "tokenizer_config.json").write_bytes(orjson.dumps(config))
-    assert results([spec_checks.prompt(spec_of(tmp_path), [])]) == {"chat template": "bad"}
-    assert results([spec_checks.prompt(spec_of(tmp_path, model__chat_template="plain"), [])]) == {"prompt": "ok"}
+    assert results([dry_run.prompt(spec_of(tmp_path), [])]) == {"chat template": "bad"}
+    assert results([dry_run.prompt(spec_of(tmp_path, model__chat_template="plain"), [])]) == {"prompt": "ok"}
     (tmp_path / "chat_template.jinja").write_text("{{ raise_exception('no system role here') }}")
-    refused = spec_checks.prompt(spec_of(tmp_path), [Message(role="system", content="x")])
+    refused = dry_run.prompt(spec_of(tmp_path), [Message(role="system", content="x")])
     assert refused["result"] == "bad" and "no system role here" in refused["found"]
 
 
@@ -109,7 +109,7 @@ async def test_a_directory_that_cannot_be_loaded_is_no_model_anywhere(
     for name, content in files.items():
         (tmp_path / name).write_bytes(content)
     spec = spec_of(tmp_path, **LOADED)
-    here = spec_checks.model(spec)
+    here = dry_run.model(spec)
     assert here["result"] == "bad" and why in here["found"]
     found = await client.validate(spec)
     assert not found["valid"] and [m["field"] for m in found["mistakes"]] == ["model.base"]
@@ -123,11 +123,11 @@ async def test_a_directory_that_cannot_be_loaded_is_no_model_anywhere(
 async def test_whole_weights_are_taken_and_simulated_jobs_need_none(client: AsyncClient, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_bytes(CONFIG)
     simulated = spec_of(tmp_path, model__chat_template="plain")
-    assert "no weights are needed" in spec_checks.model(simulated)["found"]
+    assert "no weights are needed" in dry_run.model(simulated)["found"]
     assert (await client.submit(simulated))["state"] == "queued"
     (tmp_path / "model.safetensors").write_bytes(safetensors())
     trained = spec_of(tmp_path, **LOADED)
-    assert spec_checks.model(trained)["result"] == "ok"
+    assert dry_run.model(trained)["result"] == "ok"
     assert (await client.submit(trained))["state"] == "queued"
 
 
@@ -146,11 +146,11 @@ async def test_rows_without_the_columns_are_said_with_their_line(tmp_path: Path,
     path.write_bytes(orjson.dumps(good) + b"\n" + orjson.dumps({"question": "a"}) + b"\n")
     (rows,) = (check for check in await inspecting.inspect(JobSpec.model_validate(data)) if check["what"] == "rows")
     assert rows["result"] == "bad" and "line 2" in rows["found"]
-    assert spec_checks.rows(JobSpec.model_validate(data), here=False) == [rows], "a server says the same"
+    assert dry_run.rows(JobSpec.model_validate(data), here=False) == [rows], "a server says the same"
     path.write_bytes(b"")
-    assert spec_checks.rows(JobSpec.model_validate(data), here=False)[0]["result"] == "bad"
+    assert dry_run.rows(JobSpec.model_validate(data), here=False)[0]["result"] == "bad"
     data["data"]["path"] = "some/rows"
-    (elsewhere,) = spec_checks.rows(JobSpec.model_validate(data), here=False)
+    (elsewhere,) = dry_run.rows(JobSpec.model_validate(data), here=False)
     assert elsewhere["result"] == "note" and elsewhere["found"] == "not looked at: some/rows is of a hub"
 
 
@@ -166,10 +166,10 @@ def test_rows_are_looked_at_where_the_trainer_reads_them(tmp_path: Path, monkeyp
             opened.append(asked)
             return [("row 1", {"prompt": "a", "completion": "b"})]
 
-        monkeypatch.setattr(spec_checks, "open_rows", rows)
+        monkeypatch.setattr(dry_run, "open_rows", rows)
         of = {"kind": "sft", "name": "x", "model": {"base": "some/model"}, "train": {"steps": 2}}
         spec = JobSpec.model_validate({**of, "data": {"path": "some/rows", "split": "main", "subset": "s", **data}})
-        return spec_checks.rows(spec, here=here), opened
+        return dry_run.rows(spec, here=here), opened
 
     found, opened = looked_at(False, validation=str(held))
     assert [check["result"] for check in found] == ["note", "ok"] and not opened
@@ -206,7 +206,7 @@ def test_templates_that_vllm_renders_are_rendered_here(how: str, tiny: Path, tmp
         asked: dict[str, Any] = {"tokenize": False, "add_generation_prompt": True, "tools": tools}
         assert light.apply_chat_template(chat, **asked) == theirs.apply_chat_template(chat, **asked)
     assert light.chat_template == theirs.chat_template
-    assert spec_checks.prompt(spec_of(tmp_path, **LOADED | {"model__chat_template": "model"}), [])["result"] == "ok"
+    assert dry_run.prompt(spec_of(tmp_path, **LOADED | {"model__chat_template": "model"}), [])["result"] == "ok"
 
 
 def test_a_template_that_only_a_worker_understands_is_no_mistake(tiny: Path, tmp_path: Path) -> None:
@@ -215,14 +215,14 @@ def test_a_template_that_only_a_worker_understands_is_no_mistake(tiny: Path, tmp
     (tmp_path / "special_tokens_map.json").write_bytes(b'{"eos_token": "%s"}' % eos_of(tiny).encode())
     (tmp_path / "chat_template.jinja").write_text(ROLES)
     vllm = {"rollout__engine": "vllm", "train__learner": "torch"}
-    assert spec_checks.prompt(spec_of(tmp_path, **vllm), [])["result"] == "ok"
+    assert dry_run.prompt(spec_of(tmp_path, **vllm), [])["result"] == "ok"
     assert LightTokenizer(tmp_path).eos_token_id == LightTokenizer(tiny).eos_token_id is not None
     (tmp_path / "chat_template.jinja").write_text("{% unheard_of %}" + ROLES)
-    found = spec_checks.prompt(spec_of(tmp_path, **vllm), [])
+    found = dry_run.prompt(spec_of(tmp_path, **vllm), [])
     assert found["result"] == "note" and found["found"].startswith("not looked at: ") and "unheard_of" in found["found"]
-    assert spec_checks.prompt(spec_of(tmp_path), [])["result"] == "bad", "the simulated engine has no other tokenizer"
+    assert dry_run.prompt(spec_of(tmp_path), [])["result"] == "bad", "the simulated engine has no other tokenizer"
     (tmp_path / "special_tokens_map.json").write_bytes(b"[]")
-    assert "is not an object" in spec_checks.prompt(spec_of(tmp_path, **vllm), [])["found"]
+    assert "is not an object" in dry_run.prompt(spec_of(tmp_path, **vllm), [])["found"]
 
 
 def eos_of(model: Path) -> str:
@@ -354,13 +354,13 @@ async def test_the_command_renders_the_prompt_that_a_server_does_not(
     monkeypatch.setattr(sys, "path", [*sys.path])
     seen = await asyncio.to_thread(_looked_at, spec.model_dump(mode="json"), client.url, Path())
     (prompt,) = (check for check in seen["checks"] if check["what"] == "prompt")
-    assert prompt == spec_checks.prompt(spec, [Message(role="user", content="7=")])
+    assert prompt == dry_run.prompt(spec, [Message(role="user", content="7=")])
     assert prompt["result"] == "bad" and not seen["valid"] and seen["server"] == client.url
 
 
 async def test_what_a_machine_lacks_to_look_is_named(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "opentinker.shared.light_tokenizer", None)
-    prompt = spec_checks.prompt(spec_of(tiny), [])
+    monkeypatch.setitem(sys.modules, "opentinker.shared.data.light_tokenizer", None)
+    prompt = dry_run.prompt(spec_of(tiny), [])
     assert prompt["result"] == "note" and prompt["found"].startswith("not looked at: ")
 
 

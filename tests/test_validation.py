@@ -19,15 +19,15 @@ from opentinker.services.trainer.batch.metrics import batch_metrics
 from opentinker.services.trainer.eval_scheduler import Validation
 from opentinker.services.trainer.job_reporter import Record
 from opentinker.services.trainer.learners.base import EmptySnapshot, SimulatedLearner
-from opentinker.shared.errors import JobFailed, SpecError
-from opentinker.shared.service import Context
+from opentinker.shared.evaluation.metrics import Z95, interval, validation_metrics
+from opentinker.shared.messaging.subjects import EXAM, EXAM_RESULT
+from opentinker.shared.runtime.service import Context
 from opentinker.shared.spec import JobSpec, parse_spec
 from opentinker.shared.spec.validation import validation_episodes
-from opentinker.shared.store import Store
-from opentinker.shared.subjects import EXAM, EXAM_RESULT
-from opentinker.shared.types import Ending, Lease, Message, Pool, StopReason, WeightVersion
-from opentinker.shared.validation import Exam, ExamResult, exam_seed
-from opentinker.shared.validation_metrics import Z95, interval, validation_metrics
+from opentinker.shared.state.store import Store
+from opentinker.shared.types.core import Ending, Lease, Message, Pool, StopReason, WeightVersion
+from opentinker.shared.types.errors import JobFailed, SpecError
+from opentinker.shared.types.evaluation import Exam, ExamResult, exam_seed
 from tests.cluster import undocumented
 from tests.conftest import WAIT_S, Server, soon, until
 from tests.factories import V0, group_of, make_spec, trajectory_of

@@ -18,8 +18,8 @@ from opentinker.envs.agents.verifiers import Runner, Verifiers
 from opentinker.envs.base import Opening, Step, user
 from opentinker.services.rollout_worker.episode import Episode
 from opentinker.services.rollout_worker.renderer import Renderer
-from opentinker.shared.sessions import Policy
-from opentinker.shared.types import ToolCall
+from opentinker.shared.types.core import ToolCall
+from opentinker.shared.types.env_protocol import Policy
 from tests.agent_talk import Direct, action, texts
 from tests.cluster import toy_cluster
 from tests.conftest import until

@@ -9,7 +9,7 @@ import pytest
 import structlog
 import structlog.testing
 
-from opentinker.shared.waiting import Bell, check_cancelled, put_down, rest, see_through, set_within
+from opentinker.shared.asyncio_tools import Bell, check_cancelled, put_down, rest, see_through, set_within
 
 
 async def test_set_within_tells_a_set_event_from_a_time_out() -> None:

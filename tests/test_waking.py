@@ -17,15 +17,24 @@ from opentinker.services.trainer.job_reporter import Record
 from opentinker.services.trainer.learners.base import SimulatedLearner
 from opentinker.services.trainer.rl_loop import TrainerJob, consumer_of
 from opentinker.services.trainer.supervised_loop import SupervisedJob
-from opentinker.shared.admission import Admission
-from opentinker.shared.errors import Fenced
-from opentinker.shared.leasing import LeasedWorker
-from opentinker.shared.manifest import Manifest
-from opentinker.shared.service import Context
+from opentinker.shared.data.manifest import Manifest
+from opentinker.shared.messaging.subjects import GROUP
+from opentinker.shared.runtime.leased_worker import LeasedWorker
+from opentinker.shared.runtime.service import Context
 from opentinker.shared.spec import JobSpec
-from opentinker.shared.store import Store
-from opentinker.shared.subjects import GROUP
-from opentinker.shared.types import SIMULATED, Discard, JobState, Lease, Pool, SwapCommand, WeightVersion, WorkerInfo
+from opentinker.shared.state.staleness import Admission
+from opentinker.shared.state.store import Store
+from opentinker.shared.types.core import (
+    SIMULATED,
+    Discard,
+    JobState,
+    Lease,
+    Pool,
+    SwapCommand,
+    WeightVersion,
+    WorkerInfo,
+)
+from opentinker.shared.types.errors import Fenced
 from tests.conftest import WAIT_S, Server, soon, until
 from tests.factories import make_group, make_spec
 from tests.scheduling import context, running

@@ -13,8 +13,8 @@ import typer
 from opentinker import AsyncClient
 from opentinker.cli import app
 from opentinker.curves import Curves
-from opentinker.shared.store import Store
-from opentinker.shared.types import JobState
+from opentinker.shared.state.store import Store
+from opentinker.shared.types.core import JobState
 from opentinker.watch import JsonView, Update
 from opentinker.words import doing, next_commands
 from tests.api import SPEC

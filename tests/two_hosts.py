@@ -107,7 +107,7 @@ def weights(second: Second) -> None:
     import torch
 
     from opentinker.shared.nn.transport import WeightGroup, host_store, snapshot
-    from opentinker.shared.types import WeightVersion
+    from opentinker.shared.types.core import WeightVersion
 
     sent = snapshot(WeightVersion(0, 1), [("layer", torch.randn(1 << 20))], 1 << 30)
     store, port = host_store(second.address, 2, WAIT_S)

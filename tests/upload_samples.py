@@ -8,7 +8,7 @@ from collections.abc import Set
 from pathlib import Path
 
 from opentinker.services.scheduler.environments.upload import Uploads, Version
-from opentinker.shared.uploads import Package
+from opentinker.shared.data.uploads import Package
 from tests import attacks
 
 PARITY = Path(__file__).resolve().parent.parent / "examples" / "environments" / "parity"

@@ -10,7 +10,7 @@ import torch
 
 from opentinker.services.rollout_worker.engines.base import Completion, Engine, Sampling
 from opentinker.shared.nn.transport import Snapshot, WeightGroup, host_store, snapshot
-from opentinker.shared.types import SwapCommand, WeightVersion
+from opentinker.shared.types.core import SwapCommand, WeightVersion
 
 EOS = 1
 LETTERS = "~$abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"

@@ -8,7 +8,7 @@ from pydantic import Field
 
 from opentinker.envs.adapters.library import LibraryConfig, Randomness, episode_seed, unknown
 from opentinker.envs.base import Action, Environment, Step, user
-from opentinker.shared.types import Message
+from opentinker.shared.types.core import Message
 
 if TYPE_CHECKING:
     from gem.core import Env

@@ -9,7 +9,7 @@ from pydantic import BaseModel, Field
 from opentinker.envs.adapters import env_notes, minigrid
 from opentinker.envs.adapters.library import ActionConfig, Illegal, Randomness, episode_seed, refusal, unknown
 from opentinker.envs.base import Action, Environment, Step, user
-from opentinker.shared.types import Image, Message, Text
+from opentinker.shared.types.core import Image, Message, Text
 
 if TYPE_CHECKING:
     from gymnasium import Env

@@ -11,7 +11,7 @@ from opentinker.envs.adapters.browser_pool import Shelf, programs, start
 from opentinker.envs.adapters.library import Illegal, LibraryConfig, Randomness, episode_seed, refusal, unknown
 from opentinker.envs.base import Action, Environment, Step, user
 from opentinker.envs.png import png
-from opentinker.shared.types import Image, Message, Text
+from opentinker.shared.types.core import Image, Message, Text
 
 if TYPE_CHECKING:
     from miniwob.environment import MiniWoBEnvironment

@@ -19,9 +19,9 @@ from opentinker.envs.adapters.openenv_schema import Form, form_of, result_of, to
 from opentinker.envs.base import ELSEWHERE, Action, BadReply, Opening, Step, Unreachable, user
 from opentinker.envs.data import in_event_loop
 from opentinker.envs.remote import AWAY, PAUSE_S, SHOWN, Remote, RemoteFailed, ServerConfig, limited
-from opentinker.shared.egress import Egress, Refused
-from opentinker.shared.frames import ConnectionLost
-from opentinker.shared.types import Message, ToolCall
+from opentinker.shared.messaging.websocket_frames import ConnectionLost
+from opentinker.shared.security.egress import Egress, Refused
+from opentinker.shared.types.core import Message, ToolCall
 
 PLAIN = {"ws": "http", "wss": "https"}
 LOST = (aiohttp.ClientError, OSError, TimeoutError, ConnectionLost)

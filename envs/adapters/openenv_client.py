@@ -18,8 +18,8 @@ import orjson
 
 from opentinker.envs.base import BadReply
 from opentinker.envs.remote import CLOSE_S, REPLY_BYTES, SHOWN
-from opentinker.shared.errors import OpenTinkerError
-from opentinker.shared.frames import ConnectionLost
+from opentinker.shared.messaging.websocket_frames import ConnectionLost
+from opentinker.shared.types.errors import OpenTinkerError
 
 ERRORS_SHOWN = 5
 ENDS = (aiohttp.WSMsgType.CLOSE, aiohttp.WSMsgType.CLOSING, aiohttp.WSMsgType.CLOSED)

@@ -13,7 +13,7 @@ from opentinker.envs.adapters.library import Illegal, said
 from opentinker.envs.adapters.openenv_client import Seen
 from opentinker.envs.base import BadReply
 from opentinker.envs.tool_limits import bounded_tools
-from opentinker.shared.types import Tool
+from opentinker.shared.types.core import Tool
 
 Kind = Literal["text", "json", "tools"]
 OURS = ("metadata",)

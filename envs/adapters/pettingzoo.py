@@ -9,7 +9,7 @@ from pydantic import BaseModel, Field
 from opentinker.envs.adapters import env_notes
 from opentinker.envs.adapters.library import ActionConfig, Illegal, Randomness, episode_seed, refusal
 from opentinker.envs.base import Action, Environment, Opening, Step, user
-from opentinker.shared.types import Message
+from opentinker.shared.types.core import Message
 
 if TYPE_CHECKING:
     from pettingzoo import AECEnv

@@ -12,7 +12,7 @@ from pydantic import Field
 from opentinker.envs.adapters.answers import ANSWER_S, harmless, within
 from opentinker.envs.adapters.library import LibraryConfig, Randomness, unknown
 from opentinker.envs.base import Action, Environment, Step, user
-from opentinker.shared.types import Message
+from opentinker.shared.types.core import Message
 
 CACHED = 16
 """Data sets of one process."""

@@ -10,8 +10,8 @@ from pydantic import BaseModel, Field
 from opentinker.envs.adapters.library import LibraryConfig, Randomness, episode_seed, unknown
 from opentinker.envs.base import Action, Environment, Step
 from opentinker.envs.data import DataConfig, Row, in_event_loop, read, table
-from opentinker.shared.rows import RowError
-from opentinker.shared.types import Message
+from opentinker.shared.data.jsonl import RowError
+from opentinker.shared.types.core import Message
 
 if TYPE_CHECKING:
     from skyrl_gym.envs.base_text_env import BaseTextEnv

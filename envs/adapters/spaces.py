@@ -14,7 +14,7 @@ from gymnasium import spaces
 
 from opentinker.envs.adapters.library import Illegal, said
 from opentinker.envs.png import png
-from opentinker.shared.types import Image
+from opentinker.shared.types.core import Image
 
 MASK = "action_mask"
 """Of an observation or an info: which discrete actions are allowed now."""

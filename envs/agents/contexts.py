@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from opentinker.envs.base import Action, Opening
 from opentinker.shared.openai.answers import said
 from opentinker.shared.openai.requests import Asked
-from opentinker.shared.types import Message, StopReason, Tool
+from opentinker.shared.types.core import Message, StopReason, Tool
 
 
 @dataclass(eq=False)

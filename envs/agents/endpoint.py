@@ -22,7 +22,7 @@ from opentinker.envs.base import Action
 from opentinker.shared.openai import answers, requests
 from opentinker.shared.openai.fields import Json, Refused, too_long
 from opentinker.shared.openai.requests import Asked
-from opentinker.shared.sessions import Policy
+from opentinker.shared.types.env_protocol import Policy
 
 BODY_BYTES = 32 * 1024 * 1024
 SESSION = "X-Session-ID"

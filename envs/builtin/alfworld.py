@@ -11,7 +11,7 @@ from opentinker.envs.base import Action, Environment, Step, user
 from opentinker.envs.builtin.alfworld_games import Split, Task, choose, listing, read
 from opentinker.envs.builtin.alfworld_play import Play, command_of
 from opentinker.envs.data import in_event_loop
-from opentinker.shared.types import Message
+from opentinker.shared.types.core import Message
 
 INSTRUCTION = (
     "You are in a household, and have a task. Each turn, say one command. What stands after the last `Action:` counts, "

@@ -10,7 +10,7 @@ from pydantic import Field
 
 from opentinker.envs.base import Action, Environment, EnvironmentConfig, Step
 from opentinker.envs.png import png
-from opentinker.shared.types import Image, Message, Text
+from opentinker.shared.types.core import Image, Message, Text
 
 COLOURS = {
     "r": ("red", (220, 30, 30)),

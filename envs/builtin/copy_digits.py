@@ -8,7 +8,7 @@ from typing import Annotated
 from pydantic import Field
 
 from opentinker.envs.base import Action, Environment, EnvironmentConfig, Step, user
-from opentinker.shared.types import Message, StopReason
+from opentinker.shared.types.core import Message, StopReason
 
 ROWS = 1000
 

@@ -15,7 +15,7 @@ import msgspec
 from pydantic import Field
 
 from opentinker.envs.base import Action, Environment, EnvironmentConfig, Step, user
-from opentinker.shared.types import Message
+from opentinker.shared.types.core import Message
 
 DATA = Path(__file__).parent.parent / "data" / "gsm8k"
 INSTRUCTION = "Think step by step. Give the final answer as a number after ####."

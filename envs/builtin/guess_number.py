@@ -9,7 +9,7 @@ from typing import Annotated
 from pydantic import Field, model_validator
 
 from opentinker.envs.base import Action, Environment, EnvironmentConfig, Step, user
-from opentinker.shared.types import Message
+from opentinker.shared.types.core import Message
 
 _NUMBER = re.compile(r"-?\d{1,18}")
 

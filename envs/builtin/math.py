@@ -10,7 +10,7 @@ from opentinker.envs.base import Action, Environment
 from opentinker.envs.base import Step as Answer
 from opentinker.envs.data import DataConfig, content_of, in_event_loop, read, table, text_of
 from opentinker.envs.grading import graders, installed
-from opentinker.shared.types import Message
+from opentinker.shared.types.core import Message
 
 INSTRUCTION = "Think step by step, and put your final answer into \\boxed{}."
 

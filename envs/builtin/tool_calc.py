@@ -13,7 +13,7 @@ from pydantic import Field, model_validator
 
 from opentinker.envs.base import Action, Environment, EnvironmentConfig, Step, call, user
 from opentinker.envs.tools import ToolError, tool
-from opentinker.shared.types import Message
+from opentinker.shared.types.core import Message
 
 _NUMBER = re.compile(r"-?\d+")
 _OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {

@@ -19,7 +19,7 @@ import time
 from typing import NoReturn
 
 from opentinker.envs.runtime import child
-from opentinker.shared.renewal import below, end_children
+from opentinker.shared.runtime.reexec import below, end_children
 
 PR_SET_CHILD_SUBREAPER = 36
 GRACE_S = 1.0

@@ -23,10 +23,10 @@ from opentinker.envs.runtime.interpreters import Interpreters
 from opentinker.envs.runtime.player import on_worker
 from opentinker.envs.runtime.resolver import CHECK_S
 from opentinker.envs.runtime.sandboxes import Sandboxes
-from opentinker.shared.errors import SpecError
-from opentinker.shared.replies import failure, late_import, sound, sound_mistakes
-from opentinker.shared.sessions import CloseSession, EnvCheck, OpenSession, SessionReply, StepSession
-from opentinker.shared.types import Ending
+from opentinker.shared.messaging.reply_validation import failure, late_import, sound, sound_mistakes
+from opentinker.shared.types.core import Ending
+from opentinker.shared.types.env_protocol import CloseSession, EnvCheck, OpenSession, SessionReply, StepSession
+from opentinker.shared.types.errors import SpecError
 
 CHECKS = 2
 """At once; more wait."""

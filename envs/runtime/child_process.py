@@ -19,12 +19,13 @@ import msgspec
 import structlog
 
 from opentinker.envs.runtime.child_protocol import HEAD, LARGEST, Answer, Call, frame
-from opentinker.shared import codec, egress
-from opentinker.shared.errors import OpenTinkerError
-from opentinker.shared.renewal import below
-from opentinker.shared.replies import failure
-from opentinker.shared.sessions import OpenSession
-from opentinker.shared.types import Ending
+from opentinker.shared.messaging import codec
+from opentinker.shared.messaging.reply_validation import failure
+from opentinker.shared.runtime.reexec import below
+from opentinker.shared.security import egress
+from opentinker.shared.types.core import Ending
+from opentinker.shared.types.env_protocol import OpenSession
+from opentinker.shared.types.errors import OpenTinkerError
 
 KEPT_VARIABLES = ("PATH", "HOME", "LANG", "LC_ALL", "TZ", "TMPDIR", "VIRTUAL_ENV", "LD_LIBRARY_PATH", egress.VARIABLE)
 """Of the service's environment variables; its NATS and Redis addresses are not for user code."""

@@ -7,8 +7,8 @@ from typing import Any
 
 import msgspec
 
-from opentinker.shared import codec
-from opentinker.shared.sessions import SessionReply
+from opentinker.shared.messaging import codec
+from opentinker.shared.types.env_protocol import SessionReply
 
 HEAD = struct.Struct("<I")
 LARGEST = 2 * 1024**2

@@ -21,7 +21,7 @@ from concurrent.futures import thread as pools
 from pathlib import Path
 
 from opentinker.envs.base import EPISODE_VARIABLE
-from opentinker.shared.renewal import TIDIES, below
+from opentinker.shared.runtime.reexec import TIDIES, below
 
 PR_SET_NAME = 15
 DEAD_S = 0.5

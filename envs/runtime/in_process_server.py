@@ -24,7 +24,7 @@ from opentinker.envs.runtime.player import LocalPlayer, Player
 from opentinker.envs.runtime.preflight import mistakes_of
 from opentinker.envs.runtime.resolver import Resolver
 from opentinker.envs.runtime.sessions import Sessions
-from opentinker.shared.sessions import EnvCheck, EnvCheckReply, OpenSession, SessionReply, StepSession
+from opentinker.shared.types.env_protocol import EnvCheck, EnvCheckReply, OpenSession, SessionReply, StepSession
 
 T = TypeVar("T")
 THREADS = 64
@@ -60,7 +60,7 @@ class Stage:
         return ThreadPlayer() if self.kind.blocking else LocalPlayer("", modules=True)
 
     async def play(self, verb: str, noun: Any) -> Any:
-        """What an asker wants (shared/frames.py)."""
+        """What an asker wants (shared/messaging/websocket_frames.py)."""
         match verb:
             case "open":
                 return await self.sessions.open(msgspec.structs.replace(noun, environment=self._name))

@@ -12,7 +12,7 @@ import tempfile
 from pathlib import Path
 
 from opentinker.envs.runtime.venv_overlay import package_dir
-from opentinker.shared.errors import SpecError
+from opentinker.shared.types.errors import SpecError
 
 
 class Interpreters:

@@ -19,9 +19,7 @@ import numpy as np
 from opentinker.envs.base import Action, BadReply, Environment, Opening, Step, Unreachable
 from opentinker.envs.registry import make
 from opentinker.envs.tools import with_tools
-from opentinker.shared.errors import OpenTinkerError
-from opentinker.shared.reasons import error_tail
-from opentinker.shared.replies import (
+from opentinker.shared.messaging.reply_validation import (
     ERROR_CHARACTERS,
     NAME_CHARACTERS,
     NAMED_NUMBERS,
@@ -30,8 +28,10 @@ from opentinker.shared.replies import (
     failure,
     size_of,
 )
-from opentinker.shared.sessions import OpenSession, SessionReply, StepSession
-from opentinker.shared.types import Ending, Image, Message, Text, Tool, ToolCall
+from opentinker.shared.runtime.error_text import error_tail
+from opentinker.shared.types.core import Ending, Image, Message, Text, Tool, ToolCall
+from opentinker.shared.types.env_protocol import OpenSession, SessionReply, StepSession
+from opentinker.shared.types.errors import OpenTinkerError
 
 
 class Player(Protocol):

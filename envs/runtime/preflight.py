@@ -6,8 +6,8 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from opentinker.envs.runtime.player import contain
-from opentinker.shared.errors import SpecError
-from opentinker.shared.sessions import EnvCheck, SessionReply
+from opentinker.shared.types.env_protocol import EnvCheck, SessionReply
+from opentinker.shared.types.errors import SpecError
 
 Check = Callable[[str, dict[str, Any] | None], Awaitable[None]]
 """Of a name and a config; without a config of the name alone. Raises SpecError, or whatever user code raises."""

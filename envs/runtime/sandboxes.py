@@ -16,11 +16,11 @@ import structlog
 
 from opentinker.envs.runtime.packages import Packages
 from opentinker.envs.runtime.venv_overlay import OWN, PATH, own_package, package_dir
-from opentinker.shared import uploads
+from opentinker.shared.asyncio_tools import put_down, rest
 from opentinker.shared.config import Settings
-from opentinker.shared.errors import SpecError
-from opentinker.shared.sandbox import Sandbox, Sandboxed, Unavailable, own_packages
-from opentinker.shared.waiting import put_down, rest
+from opentinker.shared.data import uploads
+from opentinker.shared.security.sandbox import Sandbox, Sandboxed, Unavailable, own_packages
+from opentinker.shared.types.errors import SpecError
 
 CHILD = "opentinker.envs.runtime.child"
 VENV, FILES = "/venv", "/upload"

@@ -24,11 +24,11 @@ from opentinker.envs.runtime.player import LocalPlayer, Player, contain
 from opentinker.envs.runtime.resolver import Resolver
 from opentinker.envs.runtime.tools.tool_factory import Shop
 from opentinker.envs.runtime.tools.tool_player import ToolPlayer
-from opentinker.shared.lanes import LanesByJob
-from opentinker.shared.replies import failure, late_import
-from opentinker.shared.sessions import IMPORTED, OPEN, CloseSession, OpenSession, SessionReply, StepSession
-from opentinker.shared.telemetry import REGISTRY, Meters
-from opentinker.shared.types import Ending
+from opentinker.shared.messaging.reply_validation import failure, late_import
+from opentinker.shared.runtime.telemetry import REGISTRY, Meters
+from opentinker.shared.runtime.timeline import LanesByJob
+from opentinker.shared.types.core import Ending
+from opentinker.shared.types.env_protocol import IMPORTED, OPEN, CloseSession, OpenSession, SessionReply, StepSession
 
 REMEMBER_S = 60.0
 REMEMBERED = 4096

@@ -14,7 +14,7 @@ from packaging.markers import Marker
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from opentinker.shared.uploads import Pin
+from opentinker.shared.data.uploads import Pin
 
 NEEDED = ("msgspec>=0.20", "numpy>=1.26", "pydantic>=2.11,<3")
 """By the modules that a child process imports; with what these need in turn."""

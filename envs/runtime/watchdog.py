@@ -15,7 +15,7 @@ import traceback
 
 import structlog
 
-from opentinker.shared.waiting import rest
+from opentinker.shared.asyncio_tools import rest
 
 log = structlog.get_logger()
 

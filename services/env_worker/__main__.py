@@ -4,7 +4,7 @@ import os
 import sys
 
 from opentinker.services.env_worker.service import serve
-from opentinker.shared.service import main
+from opentinker.shared.runtime.service import main
 
 if os.getcwd() not in sys.path:  # for environments given as module:Class; last, so that nothing there hides a package
     sys.path.append(os.getcwd())

@@ -21,18 +21,18 @@ from opentinker.envs.runtime.sandboxes import Sandboxes
 from opentinker.envs.runtime.sessions import Sessions
 from opentinker.envs.runtime.tools.tool_factory import Shop
 from opentinker.envs.runtime.watchdog import watch
+from opentinker.shared.asyncio_tools import rest
 from opentinker.shared.config import Settings
-from opentinker.shared.egress import Egress
-from opentinker.shared.errors import SpecError
-from opentinker.shared.lanes import LanesByJob
-from opentinker.shared.machine import worker_info
-from opentinker.shared.readable import Readable
-from opentinker.shared.service import Context, first_failure
-from opentinker.shared.sessions import REMOTE, EnvCheck, EnvCheckReply, OpenSession, SessionReply
-from opentinker.shared.subjects import ENV_CHECK, ENV_CLOSE, ENV_OPEN, ENV_STEP, SANDBOX_CHECK, SANDBOX_OPEN
-from opentinker.shared.telemetry import Reporter
-from opentinker.shared.types import Ending, Pool, WorkerInfo
-from opentinker.shared.waiting import rest
+from opentinker.shared.messaging.subjects import ENV_CHECK, ENV_CLOSE, ENV_OPEN, ENV_STEP, SANDBOX_CHECK, SANDBOX_OPEN
+from opentinker.shared.runtime.service import Context, first_failure
+from opentinker.shared.runtime.telemetry import Reporter
+from opentinker.shared.runtime.timeline import LanesByJob
+from opentinker.shared.runtime.worker_info import worker_info
+from opentinker.shared.security.egress import Egress
+from opentinker.shared.security.readable_paths import Readable
+from opentinker.shared.types.core import Ending, Pool, WorkerInfo
+from opentinker.shared.types.env_protocol import REMOTE, EnvCheck, EnvCheckReply, OpenSession, SessionReply
+from opentinker.shared.types.errors import SpecError
 
 QUEUE = "env"
 BLOCKED_TTLS = 2

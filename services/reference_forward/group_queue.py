@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from opentinker.services.reference_forward.required_models import ModelKey
-from opentinker.shared.bus import Delivery
-from opentinker.shared.trajectories import Group
+from opentinker.shared.messaging.bus import Delivery
+from opentinker.shared.types.trajectories import Group
 
 BATCHES_IN_HAND = 2
 """Forward passes' worth of groups that are taken at most: enough that none waits for messages. What is not taken is

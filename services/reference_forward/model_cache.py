@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from opentinker.services.reference_forward.required_models import ModelKey
-from opentinker.shared.errors import JobFailed
+from opentinker.shared.types.errors import JobFailed
 
 PATIENCE = 4.0
 """A model that groups wait for is not thrown out before it has been there so many times as long as it took to load."""

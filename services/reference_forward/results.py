@@ -9,8 +9,8 @@ import msgspec
 import numpy as np
 
 from opentinker.services.reference_forward.required_models import REFERENCE, REWARD, TEACHER, VALUES
-from opentinker.shared.trajectories import Group, Trajectory
-from opentinker.shared.types import F32
+from opentinker.shared.types.core import F32
+from opentinker.shared.types.trajectories import Group, Trajectory
 
 FIELDS = {REFERENCE: "ref_logprobs_T", TEACHER: "teacher_logprobs_T"}
 

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from opentinker.shared.control_tokens import ControlTokens
-from opentinker.shared.errors import JobFailed
+from opentinker.shared.data.control_tokens import ControlTokens
 from opentinker.shared.nn.models import load_classifier, load_tokenizer
-from opentinker.shared.trajectories import Group
-from opentinker.shared.types import Message
+from opentinker.shared.types.core import Message
+from opentinker.shared.types.errors import JobFailed
+from opentinker.shared.types.trajectories import Group
 
 Ids = tuple[int, ...]
 

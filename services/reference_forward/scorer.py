@@ -18,17 +18,17 @@ from opentinker.services.reference_forward.required_models import ModelKey
 from opentinker.services.reference_forward.rewards import RewardModel
 from opentinker.services.reference_forward.tokenizer_check import check_same_tokens
 from opentinker.services.reference_forward.values import ValueModel
-from opentinker.shared.errors import JobFailed
 from opentinker.shared.nn.forward import token_logprobs
 from opentinker.shared.nn.layers import float32_head
 from opentinker.shared.nn.layout import Layout, layout, with_ends
 from opentinker.shared.nn.lora import adapter_bytes, causal_lm, with_adapter
 from opentinker.shared.nn.models import load_model, model_bytes, torch_dtype
 from opentinker.shared.nn.packing import pack
-from opentinker.shared.nn.sight import marked
+from opentinker.shared.nn.vision import marked
 from opentinker.shared.spec import JobSpec
-from opentinker.shared.trajectories import Group
-from opentinker.shared.types import F32
+from opentinker.shared.types.core import F32
+from opentinker.shared.types.errors import JobFailed
+from opentinker.shared.types.trajectories import Group
 
 
 class Scorer:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from opentinker.shared.errors import JobFailed
 from opentinker.shared.nn.models import load_tokenizer
+from opentinker.shared.types.errors import JobFailed
 
 
 def check_same_tokens(policy: str, other: str, role: str) -> None:

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from opentinker.shared.errors import JobFailed
 from opentinker.shared.nn.forward import token_values
 from opentinker.shared.nn.layout import Layout
 from opentinker.shared.nn.models import load_value_model
+from opentinker.shared.types.errors import JobFailed
 
 
 @dataclass

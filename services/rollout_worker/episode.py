@@ -26,12 +26,12 @@ import numpy as np
 from opentinker.services.rollout_worker.engines.base import Completion, Engine, EngineError, EngineLost, Sampling, Shown
 from opentinker.services.rollout_worker.renderer import Renderer, images_of
 from opentinker.services.rollout_worker.transcripts import CHARACTERS, TOKENS, is_kept, shortened
-from opentinker.shared.errors import BadImage, JobFailed
-from opentinker.shared.sessions import Isolation, Policy, SessionReply, StepSession
+from opentinker.shared.asyncio_tools import stopped
 from opentinker.shared.spec import JobSpec
-from opentinker.shared.trajectories import Picture, Span, Trajectory, Turn
-from opentinker.shared.types import Ending, Message, StopReason, Ticket, Tool
-from opentinker.shared.waiting import stopped
+from opentinker.shared.types.core import Ending, Message, StopReason, Ticket, Tool
+from opentinker.shared.types.env_protocol import Isolation, Policy, SessionReply, StepSession
+from opentinker.shared.types.errors import BadImage, JobFailed
+from opentinker.shared.types.trajectories import Picture, Span, Trajectory, Turn
 
 Busy = Callable[[str], AbstractContextManager[object]]
 """Of a lane (`generation`, `env`): around what the episode waits for there."""

@@ -16,12 +16,12 @@ from opentinker.services.rollout_worker.engines.base import Engine
 from opentinker.services.rollout_worker.episode import Sessions
 from opentinker.services.rollout_worker.eval_runner import Examiner
 from opentinker.services.rollout_worker.renderer import Renderer
-from opentinker.shared.leasing import LeasedWorker
-from opentinker.shared.service import first_failure
+from opentinker.shared.asyncio_tools import rest
+from opentinker.shared.runtime.leased_worker import LeasedWorker
+from opentinker.shared.runtime.service import first_failure
+from opentinker.shared.runtime.telemetry import MetricSource
 from opentinker.shared.spec import JobSpec
-from opentinker.shared.telemetry import MetricSource
-from opentinker.shared.types import Lease
-from opentinker.shared.waiting import rest
+from opentinker.shared.types.core import Lease
 
 log = structlog.get_logger()
 

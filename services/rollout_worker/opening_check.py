@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from opentinker.shared.trajectories import Trajectory
+from opentinker.shared.types.trajectories import Trajectory
 
 WORDS = 10
 """Tokens that are shown of each side, from the first one that differs."""

@@ -2,10 +2,10 @@
 
 The first prompt is the chat template's rendering. What follows a model turn is the template's text after an assistant
 message, rendered with a marker, which no message holds, in the place of the model's own words: only new text is
-tokenised. Control tokens in the contents of messages stay text (`shared/control_tokens.py`).
+tokenised. Control tokens in the contents of messages stay text (`shared/data/control_tokens.py`).
 
 For a model that sees, the template writes one placeholder per image, and in its place goes what the model's processor
-writes for that image (`shared/nn/sight.py`); which tokens these are, and of which image, is told by `pictures`.
+writes for that image (`shared/nn/vision.py`); which tokens these are, and of which image, is told by `pictures`.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from typing import TYPE_CHECKING, Any
 from opentinker.services.rollout_worker import tool_calls
 from opentinker.services.rollout_worker.engines.base import Shown
 from opentinker.services.rollout_worker.tool_calls import Said
-from opentinker.shared import codec
-from opentinker.shared.control_tokens import ControlTokens, Mode, absent_from
-from opentinker.shared.errors import BadImage, JobFailed
-from opentinker.shared.model_files import code_in
-from opentinker.shared.trajectories import Picture
-from opentinker.shared.types import Image, Message, StopReason, Tool, ToolCall
+from opentinker.shared.data.control_tokens import ControlTokens, Mode, absent_from
+from opentinker.shared.data.model_files import code_in
+from opentinker.shared.messaging import codec
+from opentinker.shared.types.core import Image, Message, StopReason, Tool, ToolCall
+from opentinker.shared.types.errors import BadImage, JobFailed
+from opentinker.shared.types.trajectories import Picture
 
 if TYPE_CHECKING:
-    from opentinker.shared.nn.sight import Sight, Words
+    from opentinker.shared.nn.vision import Sight, Words
 
 Chat = list[dict[str, Any]]
 """Messages, or tools, as chat templates take them."""
@@ -74,7 +74,7 @@ class Renderer:
     @classmethod
     def load_light(cls, base: str, mode: str, tool_format: str = "auto", special_tokens: Mode = "split") -> Renderer:
         """From a local directory, without transformers; a turn ends with the tokenizer's eos alone."""
-        from opentinker.shared.light_tokenizer import LightTokenizer
+        from opentinker.shared.data.light_tokenizer import LightTokenizer
 
         tokenizer = LightTokenizer(Path(base))
         ends = frozenset([tokenizer.eos_token_id] if tokenizer.eos_token_id is not None else [])
@@ -374,7 +374,7 @@ def _sight_of(base: str) -> tuple[Sight | None, str]:
         config = {}
     if config.get("vision_config") is None:
         return None, f"model {base!r} has no eyes"
-    from opentinker.shared.nn.sight import Sight, blindness
+    from opentinker.shared.nn.vision import Sight, blindness
 
     why = blindness(base, config)
     return (None, why) if why else (Sight.of(base), "")

@@ -27,20 +27,20 @@ from opentinker.services.rollout_worker.eval_runner import Examiner
 from opentinker.services.rollout_worker.opening_check import opening_mismatch
 from opentinker.services.rollout_worker.renderer import Renderer
 from opentinker.services.rollout_worker.weight_receiver import WeightTaker
-from opentinker.shared.admission import Admission
-from opentinker.shared.bus import Bus, Consumer, Delivery, StreamFull, TooLarge
-from opentinker.shared.errors import JobFailed
-from opentinker.shared.lanes import Lanes
-from opentinker.shared.leasing import LeasedWorker
-from opentinker.shared.reasons import error_sentence, error_tail
-from opentinker.shared.service import first_failure
+from opentinker.shared.asyncio_tools import hand_on, rest, set_within
+from opentinker.shared.messaging.bus import Bus, Consumer, Delivery, StreamFull, TooLarge
+from opentinker.shared.messaging.subjects import GROUP, SCORE, SWAP, TICKET, WAKE
+from opentinker.shared.runtime.error_text import error_sentence, error_tail
+from opentinker.shared.runtime.leased_worker import LeasedWorker
+from opentinker.shared.runtime.service import first_failure
+from opentinker.shared.runtime.telemetry import MetricSource
+from opentinker.shared.runtime.timeline import Lanes
 from opentinker.shared.spec import JobSpec
-from opentinker.shared.spec.frozen import is_scored
-from opentinker.shared.subjects import GROUP, SCORE, SWAP, TICKET, WAKE
-from opentinker.shared.telemetry import MetricSource
-from opentinker.shared.trajectories import Group, Trajectory, together
-from opentinker.shared.types import Ending, Lease, Ticket
-from opentinker.shared.waiting import hand_on, rest, set_within
+from opentinker.shared.spec.frozen_models import is_scored
+from opentinker.shared.state.staleness import Admission
+from opentinker.shared.types.core import Ending, Lease, Ticket
+from opentinker.shared.types.errors import JobFailed
+from opentinker.shared.types.trajectories import Group, Trajectory, together
 
 log = structlog.get_logger()
 

@@ -13,12 +13,12 @@ from opentinker.services.rollout_worker.eval_job import EvalJob
 from opentinker.services.rollout_worker.inference_job import InferenceJob
 from opentinker.services.rollout_worker.renderer import Renderer
 from opentinker.services.rollout_worker.rl_job import RolloutJob
-from opentinker.shared.errors import JobFailed
-from opentinker.shared.leasing import LeasedWorker
-from opentinker.shared.readable import opening
+from opentinker.shared.asyncio_tools import see_through
+from opentinker.shared.runtime.leased_worker import LeasedWorker
+from opentinker.shared.security.readable_paths import opening
 from opentinker.shared.spec import JobSpec
-from opentinker.shared.types import Lease
-from opentinker.shared.waiting import see_through
+from opentinker.shared.types.core import Lease
+from opentinker.shared.types.errors import JobFailed
 
 UNTRAINED = ("inference", "eval")
 """Kinds of jobs without a trainer."""

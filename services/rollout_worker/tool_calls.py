@@ -14,8 +14,8 @@ from typing import Any
 
 import msgspec
 
-from opentinker.shared import codec
-from opentinker.shared.types import StopReason, Tool, ToolCall
+from opentinker.shared.messaging import codec
+from opentinker.shared.types.core import StopReason, Tool, ToolCall
 
 MOST_CALLS = 8
 """In one turn."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from opentinker.shared.spec import JobSpec
-from opentinker.shared.types import Message
+from opentinker.shared.types.core import Message
 
 CHARACTERS = 20_000
 """Of all messages of a training episode in one context: they travel with its group."""

@@ -15,10 +15,10 @@ import structlog
 from redis.exceptions import RedisError
 
 from opentinker.services.rollout_worker.engines.base import Engine, EngineError, EngineLost, SwapError
-from opentinker.shared.errors import Fenced, NotFound
-from opentinker.shared.store import Store
-from opentinker.shared.types import Probe, SwapCommand, SwapReply, WeightVersion, WorkerInfo
-from opentinker.shared.waiting import put_down
+from opentinker.shared.asyncio_tools import put_down
+from opentinker.shared.state.store import Store
+from opentinker.shared.types.core import Probe, SwapCommand, SwapReply, WeightVersion, WorkerInfo
+from opentinker.shared.types.errors import Fenced, NotFound
 
 log = structlog.get_logger()
 

@@ -1,7 +1,7 @@
 """`python -m opentinker.services.scheduler`."""
 
 from opentinker.services.scheduler.service import serve
-from opentinker.shared.service import main
+from opentinker.shared.runtime.service import main
 
 if __name__ == "__main__":
     main("scheduler", serve)

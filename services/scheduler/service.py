@@ -39,7 +39,7 @@ from opentinker.services.scheduler.placement.reconciler import Reconciler
 from opentinker.services.scheduler.streams.disconnect import HangingUp
 from opentinker.services.scheduler.streams.event_feed import Feed
 from opentinker.services.scheduler.streams.nats_auth import Callout
-from opentinker.shared.service import Context, first_failure
+from opentinker.shared.runtime.service import Context, first_failure
 
 
 async def serve(ctx: Context) -> None:

@@ -1,6 +1,6 @@
 """`python -m opentinker.services.trainer`"""
 
 from opentinker.services.trainer.service import serve
-from opentinker.shared.service import main
+from opentinker.shared.runtime.service import main
 
 main("trainer", serve)

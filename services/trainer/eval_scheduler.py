@@ -18,15 +18,15 @@ import structlog
 
 from opentinker.services.trainer.job_reporter import Record
 from opentinker.services.trainer.learners.base import SnapshotLike
-from opentinker.shared.bus import NoReply, StreamFull
-from opentinker.shared.errors import JobFailed
-from opentinker.shared.evaluations import exam_at, metrics_of, transcript_of
-from opentinker.shared.service import Context
+from opentinker.shared.asyncio_tools import set_within
+from opentinker.shared.evaluation.records import exam_at, metrics_of, transcript_of
+from opentinker.shared.messaging.bus import NoReply, StreamFull
+from opentinker.shared.messaging.subjects import EXAM, EXAM_RESULT, EXAMS
+from opentinker.shared.runtime.service import Context
 from opentinker.shared.spec import ValidationSpec
-from opentinker.shared.subjects import EXAM, EXAM_RESULT, EXAMS
-from opentinker.shared.types import Lease, WeightVersion
-from opentinker.shared.validation import ExamResult, Seen
-from opentinker.shared.waiting import set_within
+from opentinker.shared.types.core import Lease, WeightVersion
+from opentinker.shared.types.errors import JobFailed
+from opentinker.shared.types.evaluation import ExamResult, Seen
 
 log = structlog.get_logger()
 

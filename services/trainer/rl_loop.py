@@ -26,19 +26,19 @@ from opentinker.services.trainer.job_reporter import Record
 from opentinker.services.trainer.learners.base import Learner, SnapshotLike
 from opentinker.services.trainer.rollout_log import Told
 from opentinker.services.trainer.weights.publisher import Publisher
-from opentinker.shared.admission import Admission
-from opentinker.shared.bus import Consumer, Delivery
-from opentinker.shared.consumer import ConsumerDeleted
-from opentinker.shared.errors import JobFailed
-from opentinker.shared.leasing import LeasedWorker
-from opentinker.shared.manifest import Manifest
-from opentinker.shared.reports import KeptStep
-from opentinker.shared.service import first_failure
+from opentinker.shared.asyncio_tools import check_cancelled, see_through, set_within
+from opentinker.shared.data.manifest import Manifest
+from opentinker.shared.messaging.bus import Consumer, Delivery
+from opentinker.shared.messaging.consumer import ConsumerDeleted
+from opentinker.shared.messaging.subjects import GROUP, GROUPS, ROLLOUTS, WAKE
+from opentinker.shared.runtime.leased_worker import LeasedWorker
+from opentinker.shared.runtime.service import first_failure
 from opentinker.shared.spec import JobSpec
-from opentinker.shared.subjects import GROUP, GROUPS, ROLLOUTS, WAKE
-from opentinker.shared.trajectories import Group
-from opentinker.shared.types import Discard, Lease, WeightVersion
-from opentinker.shared.waiting import check_cancelled, see_through, set_within
+from opentinker.shared.state.staleness import Admission
+from opentinker.shared.types.core import Discard, Lease, WeightVersion
+from opentinker.shared.types.errors import JobFailed
+from opentinker.shared.types.telemetry import KeptStep
+from opentinker.shared.types.trajectories import Group
 
 log = structlog.get_logger()
 

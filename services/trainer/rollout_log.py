@@ -22,12 +22,12 @@ import structlog
 
 from opentinker.services.trainer.algorithm.advantages import F64
 from opentinker.services.trainer.batch.distributions import Histogram
-from opentinker.shared.kept_tokens import tokens_of
-from opentinker.shared.manifest import name_of
-from opentinker.shared.reports import KeptEpisode
-from opentinker.shared.step_log import StepLog
-from opentinker.shared.trajectories import Group, Trajectory, totals
-from opentinker.shared.types import WeightVersion
+from opentinker.shared.data.manifest import name_of
+from opentinker.shared.data.step_log import StepLog
+from opentinker.shared.types.core import WeightVersion
+from opentinker.shared.types.telemetry import KeptEpisode
+from opentinker.shared.types.token_records import tokens_of
+from opentinker.shared.types.trajectories import Group, Trajectory, totals
 
 log = structlog.get_logger()
 

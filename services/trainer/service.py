@@ -11,11 +11,11 @@ from opentinker.services.trainer import checkpoint
 from opentinker.services.trainer.learners.base import SimulatedLearner
 from opentinker.services.trainer.rl_loop import TrainerJob
 from opentinker.services.trainer.supervised_loop import SupervisedJob
-from opentinker.shared.leasing import LeasedWorker
-from opentinker.shared.service import Context
+from opentinker.shared.asyncio_tools import see_through
+from opentinker.shared.runtime.leased_worker import LeasedWorker
+from opentinker.shared.runtime.service import Context
 from opentinker.shared.spec import JobSpec
-from opentinker.shared.types import Lease, Pool
-from opentinker.shared.waiting import see_through
+from opentinker.shared.types.core import Lease, Pool
 
 
 async def serve(ctx: Context) -> None:

@@ -19,14 +19,14 @@ import structlog
 from opentinker.services.trainer.data.examples import Examples, fingerprint, load_examples, places
 from opentinker.services.trainer.job_reporter import Record
 from opentinker.services.trainer.learners.base import Interrupted, RowLearner
-from opentinker.shared.errors import JobFailed
-from opentinker.shared.leasing import LeasedWorker
-from opentinker.shared.manifest import DataCursor, Manifest
-from opentinker.shared.readable import opening
+from opentinker.shared.asyncio_tools import check_cancelled, see_through
+from opentinker.shared.data.manifest import DataCursor, Manifest
+from opentinker.shared.runtime.leased_worker import LeasedWorker
+from opentinker.shared.security.readable_paths import opening
 from opentinker.shared.spec import JobSpec
 from opentinker.shared.spec.validation import PREFIX
-from opentinker.shared.types import Lease, WeightVersion
-from opentinker.shared.waiting import check_cancelled, see_through
+from opentinker.shared.types.core import Lease, WeightVersion
+from opentinker.shared.types.errors import JobFailed
 
 log = structlog.get_logger()
 

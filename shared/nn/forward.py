@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from opentinker.shared.errors import JobFailed
 from opentinker.shared.nn.layout import SEEN, Layout
+from opentinker.shared.types.errors import JobFailed
 
 SIGHT = "opentinker_sight"
 """Attribute of a loaded model that sees: its `sight.Sight`."""

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from opentinker.shared.errors import JobFailed
+from opentinker.shared.types.errors import JobFailed
 
 
 def recompute_layers(causal: Any) -> None:

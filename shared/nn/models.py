@@ -25,14 +25,14 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
-from opentinker.shared.errors import JobFailed
-from opentinker.shared.model_families import unsupported_family
-from opentinker.shared.model_files import code_in, unsafe_weights_in
+from opentinker.shared.data.model_families import unsupported_family
+from opentinker.shared.data.model_files import code_in, unsafe_weights_in
+from opentinker.shared.data.safetensors_header import difference
 from opentinker.shared.nn.attention import PACKED
 from opentinker.shared.nn.forward import SIGHT, token_logprobs, token_values
 from opentinker.shared.nn.layout import Layout, layout
-from opentinker.shared.nn.sight import FAMILIES, Sight
-from opentinker.shared.tensors import difference
+from opentinker.shared.nn.vision import FAMILIES, Sight
+from opentinker.shared.types.errors import JobFailed
 
 transformers_logging.disable_progress_bar()
 _LOADING = threading.Lock()

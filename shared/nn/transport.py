@@ -23,8 +23,8 @@ import structlog
 import torch
 import torch.distributed as dist
 
-from opentinker.shared.errors import OpenTinkerError
-from opentinker.shared.types import Probe, TensorInfo, WeightVersion
+from opentinker.shared.types.core import Probe, TensorInfo, WeightVersion
+from opentinker.shared.types.errors import OpenTinkerError
 
 log = structlog.get_logger()
 

@@ -10,7 +10,7 @@ from typing import Protocol
 
 from opentinker.shared.openai.fields import Json, unknown_model
 from opentinker.shared.openai.requests import Asked
-from opentinker.shared.types import Message, StopReason, ToolCall
+from opentinker.shared.types.core import Message, StopReason, ToolCall
 
 FINISH = {reason: "stop" if reason in (StopReason.EOS, StopReason.STOP) else "length" for reason in StopReason}
 

@@ -13,9 +13,9 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
-from opentinker.shared import codec
+from opentinker.shared.messaging import codec
 from opentinker.shared.openai.fields import Json, Refused, flag, items, stops, text, token_ids, whole
-from opentinker.shared.types import Image, Message, Text, Tool, ToolCall
+from opentinker.shared.types.core import Image, Message, Text, Tool, ToolCall
 
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 IMAGE_TYPES = ("image/png", "image/jpeg")

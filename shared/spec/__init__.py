@@ -9,24 +9,23 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, SerializerFunctionWrapHandler, ValidationError, model_serializer
 
-from opentinker.shared import algorithms
-from opentinker.shared.errors import SpecError
-from opentinker.shared.mistakes import IS_NEEDED, NO_TABLE, WHOLE, fill, mistakes_of, unused
+from opentinker.shared.spec import algorithms
 from opentinker.shared.spec.algorithm import AlgorithmSpec
 from opentinker.shared.spec.artifacts import ArtifactSpec, settle_best, settle_kept
+from opentinker.shared.spec.base import Part
 from opentinker.shared.spec.data import FORMATS, DataSpec, DpoSpec
-from opentinker.shared.spec.determinism import broken_promises
-from opentinker.shared.spec.frozen import (
+from opentinker.shared.spec.deterministic import broken_promises
+from opentinker.shared.spec.frozen_models import (
     RewardModelSpec,
     TeacherSpec,
     ValueModelSpec,
     misplaced_critic,
     settle_frozen,
 )
+from opentinker.shared.spec.mistakes import IS_NEEDED, NO_TABLE, WHOLE, fill, mistakes_of, unused
 from opentinker.shared.spec.model import LoraSpec, ModelSpec
 from opentinker.shared.spec.name import DisplayName
 from opentinker.shared.spec.near import with_suggestions
-from opentinker.shared.spec.part import Part
 from opentinker.shared.spec.ranks import settle_parallel, unused_gpus
 from opentinker.shared.spec.rollout import MOST_AT_ONCE, NO_ENVIRONMENT, EnvironmentSpec, RolloutSpec, ToySpec
 from opentinker.shared.spec.serving import AdapterSpec, ServingSpec, settle_serving
@@ -40,6 +39,7 @@ from opentinker.shared.spec.validation import (
     contradictions,
     settle_evaluation,
 )
+from opentinker.shared.types.errors import SpecError
 
 __all__ = [
     "AdapterSpec",

@@ -6,9 +6,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from opentinker.shared import algorithms
-from opentinker.shared.mistakes import fill
-from opentinker.shared.spec.part import Coefficient, Count, Factor, Fraction, Part, Tokens
+from opentinker.shared.spec import algorithms
+from opentinker.shared.spec.base import Coefficient, Count, Factor, Fraction, Part, Tokens
+from opentinker.shared.spec.mistakes import fill
 
 MOST_EPISODES = 1_048_576
 """Of a batch."""

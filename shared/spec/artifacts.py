@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from opentinker.shared.spec.part import Part
+from opentinker.shared.spec.base import Part
 
 
 class ArtifactSpec(Part):

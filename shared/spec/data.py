@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from opentinker.shared.spec.part import Count, Factor, Part, Steps, Tokens
+from opentinker.shared.spec.base import Count, Factor, Part, Steps, Tokens
 
 Format = Literal["messages", "prompt_completion", "preference"]
 COLUMNS: dict[Format, tuple[str, ...]] = {

@@ -8,7 +8,7 @@ from typing import Annotated
 
 from pydantic import AfterValidator, Field, StringConstraints
 
-from opentinker.shared.key_text import FORM
+from opentinker.shared.security.key_text import FORM
 
 LONGEST = 200
 JOINERS = "\u200c\u200d"

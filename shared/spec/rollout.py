@@ -6,8 +6,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from opentinker.shared.mistakes import fill, unused
-from opentinker.shared.spec.part import Fraction, Part, Tokens
+from opentinker.shared.spec.base import Fraction, Part, Tokens
+from opentinker.shared.spec.mistakes import fill, unused
 from opentinker.shared.spec.tools import ToolSpec
 
 MOST_AT_ONCE = 16_384

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field, field_validator
 
-from opentinker.shared.mistakes import fill, unused
-from opentinker.shared.spec.part import Part, Seconds
+from opentinker.shared.spec.base import Part, Seconds
+from opentinker.shared.spec.mistakes import fill, unused
 from opentinker.shared.spec.start import PUBLISHED, SAVED, Origin
 
 if TYPE_CHECKING:

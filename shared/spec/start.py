@@ -6,7 +6,7 @@ import re
 
 from pydantic import Field, field_validator
 
-from opentinker.shared.spec.part import Part
+from opentinker.shared.spec.base import Part
 
 CHECKPOINT = re.compile(r"j-[a-z0-9]{10}@([0-9]{1,12}|latest|live)")
 SAVED = re.compile(r"j-[a-z0-9]{10}@([0-9]{1,12}|latest)")

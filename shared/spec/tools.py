@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from opentinker.shared.spec.part import Count, Part
+from opentinker.shared.spec.base import Count, Part
 
 OF_TYPE = {
     "python": {"backend", "memory_mb"},

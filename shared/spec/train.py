@@ -7,8 +7,8 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from opentinker.shared.config import LEAST_PRIORITY, MOST_PRIORITY
-from opentinker.shared.mistakes import fill
-from opentinker.shared.spec.part import Coefficient, Factor, Fraction, Part, Steps, Tokens, Workers
+from opentinker.shared.spec.base import Coefficient, Factor, Fraction, Part, Steps, Tokens, Workers
+from opentinker.shared.spec.mistakes import fill
 
 SIMULATED = "learner = 'simulated'"
 

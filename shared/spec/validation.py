@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
 
-from opentinker.shared.mistakes import unused
-from opentinker.shared.spec.part import Part, Steps, Tokens
+from opentinker.shared.spec.base import Part, Steps, Tokens
+from opentinker.shared.spec.mistakes import unused
 from opentinker.shared.spec.serving import nothing_trained
 
 if TYPE_CHECKING:

@@ -7,9 +7,9 @@
     FOLDER/nats-issuer            the seed of the nkey with which schedulers sign who else may come in
     FOLDER/operator-key           of the API, made by `deal`: elsewhere by `opentinker up` or `opentinker keys init`
 
-Rights are of this release (`shared/rights.py`) and written anew at every start; passwords stay. To change one, delete
-its file and start again. Everything is written durably; an empty file, as a power cut may leave one, counts as missing.
-"""
+Rights are of this release (`shared/messaging/permissions.py`) and written anew at every start; passwords stay. To
+change one, delete its file and start again. Everything is written durably; an empty file, as a power cut may leave one,
+counts as missing. """
 
 from __future__ import annotations
 
@@ -21,10 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from opentinker.shared.config import PREFIX
-from opentinker.shared.key_text import new_key
-from opentinker.shared.nats_tokens import Signer, new_seed
-from opentinker.shared.paths import create_durably, make_directories, replace_durably
-from opentinker.shared.rights import (
+from opentinker.shared.data.durable_files import create_durably, make_directories, replace_durably
+from opentinker.shared.messaging.nats_tokens import Signer, new_seed
+from opentinker.shared.messaging.permissions import (
     ANYBODY_RULES,
     OPERATOR,
     OPERATOR_RULES,
@@ -34,7 +33,8 @@ from opentinker.shared.rights import (
     redis_rules,
     system_rights,
 )
-from opentinker.shared.subjects import SCHEDULER, SERVICES
+from opentinker.shared.messaging.subjects import SCHEDULER, SERVICES
+from opentinker.shared.security.key_text import new_key
 
 SERVERS = ("nats", "valkey")
 NATS_CONF, NATS_USERS, VALKEY_USERS = "nats.conf", "nats-users.conf", "valkey-users.acl"

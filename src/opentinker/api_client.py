@@ -35,7 +35,7 @@ from opentinker.http import ApiConflict, ApiError, ApiNotFound, Http
 from opentinker.knowing import READ_S, KnowingCalls
 from opentinker.patience import Waiting
 from opentinker.pushing import EnvironmentCalls
-from opentinker.shared.answers import (
+from opentinker.shared.api_types import (
     Event,
     Events,
     Failures,
@@ -50,7 +50,7 @@ from opentinker.shared.answers import (
     Worker,
     Workers,
 )
-from opentinker.shared.types import JobState
+from opentinker.shared.types.core import JobState
 
 __all__ = ["ApiConflict", "ApiError", "ApiNotFound", "AsyncClient"]
 

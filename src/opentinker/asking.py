@@ -10,7 +10,7 @@ import aiohttp
 import orjson
 
 from opentinker.http import ApiError, Http, Json
-from opentinker.shared.answers import JobSummary
+from opentinker.shared.api_types import JobSummary
 
 SILENCE_S = 900.0
 """A full job lets requests wait before the first word."""

@@ -2,12 +2,12 @@
 
 tickets -> groups of episodes (generate, ask the environment, ...) -> batches -> steps -> weights that are swapped in
 
-A ticket is issued by the law of shared/admission.py, a rollout worker plays so many groups at once as the job says, an
-episode holds a session from its beginning to its end, of an env worker that chance picks, and stands in its line for a
-while if it is full (shared/env_client.py), the trainer takes whole batches in the order in which groups come, and every
-rollout worker stands still for a swap. An engine shares its tokens a second evenly between its sequences, none of which
-is faster than it would be alone. What is left out: retries, oversampling, reference models, validation, and the seconds
-in which workers start. `python -m loadtest steady slow-env` checks it against real runs.
+A ticket is issued by the law of shared/state/staleness.py, a rollout worker plays so many groups at once as the job
+says, an episode holds a session from its beginning to its end, of an env worker that chance picks, and stands in its
+line for a while if it is full (shared/messaging/env_client.py), the trainer takes whole batches in the order in which
+groups come, and every rollout worker stands still for a swap. An engine shares its tokens a second evenly between its
+sequences, none of which is faster than it would be alone. What is left out: retries, oversampling, reference models,
+validation, and the seconds in which workers start. `python -m loadtest steady slow-env` checks it against real runs.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ SAME = 0.03
 """A step is as short as it gets if it is longer by less than this share."""
 MOST_ENV_WORKERS = 4096
 IN_LINE_S = 2.0
-"""For so long a full env worker keeps an episode in line: shared/env_client.py."""
+"""For so long a full env worker keeps an episode in line: shared/messaging/env_client.py."""
 IN_LINE_SHARE = 0.1
 """Of an environment's time for a turn, if that is longer: asking about more often changes nothing and takes long."""
 EVEN = 1e-3

@@ -24,9 +24,9 @@ import orjson
 from opentinker import nats_store
 from opentinker.access import Access, WebSocket
 from opentinker.processes import PROBE_S, Child, ChildSpec, Guard, StartError, banner, free_port, port_free
-from opentinker.shared.paths import make_directories, replace_durably
-from opentinker.shared.rights import OPERATOR, SYSTEM, inbox
-from opentinker.shared.subjects import HEALTH, SCHEDULER
+from opentinker.shared.data.durable_files import make_directories, replace_durably
+from opentinker.shared.messaging.permissions import OPERATOR, SYSTEM, inbox
+from opentinker.shared.messaging.subjects import HEALTH, SCHEDULER
 
 DEFAULT_PORTS = {"nats": 4222, "nats_websocket": 4223, "valkey": 6379}
 START_S = 120.0

@@ -23,7 +23,7 @@ import orjson
 from opentinker.archive import unpack
 from opentinker.given import empty_place
 from opentinker.http import ApiError, Http
-from opentinker.shared.answers import (
+from opentinker.shared.api_types import (
     Artifact,
     Artifacts,
     Checkpoint,
@@ -32,7 +32,7 @@ from opentinker.shared.answers import (
     Publication,
     Publications,
 )
-from opentinker.shared.manifest import ADAPTER, instead
+from opentinker.shared.data.manifest import ADAPTER, instead
 
 T = TypeVar("T")
 

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Union
 
 from opentinker.http import ApiError, Http
-from opentinker.shared.paths import file_system
-from opentinker.shared.spec_text import load_spec
+from opentinker.shared.data.durable_files import file_system
+from opentinker.shared.spec.text import load_spec
 
 if TYPE_CHECKING:
     from opentinker.shared.spec import JobSpec

@@ -10,7 +10,7 @@ from urllib.parse import quote
 import orjson
 
 from opentinker.http import Http
-from opentinker.shared.answers import FreedWorker, Key, Keys, MadeKey, Tenant, Tenants, WhoAmI
+from opentinker.shared.api_types import FreedWorker, Key, Keys, MadeKey, Tenant, Tenants, WhoAmI
 
 T = TypeVar("T")
 

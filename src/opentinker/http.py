@@ -22,7 +22,7 @@ import orjson
 
 from opentinker.nearby import key_for
 from opentinker.patience import Waiting, why
-from opentinker.shared.errors import Conflict, NotFound, OpenTinkerError, described
+from opentinker.shared.types.errors import Conflict, NotFound, OpenTinkerError, described
 
 T = TypeVar("T")
 Json = dict[str, Any]

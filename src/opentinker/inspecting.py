@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from opentinker.shared.answers import Check
-from opentinker.shared.errors import plural
+from opentinker.shared.api_types import Check
 from opentinker.shared.spec import JobSpec
-from opentinker.shared.spec_checks import check, model, prompt, rows
-from opentinker.shared.types import Message
+from opentinker.shared.spec.dry_run import check, model, prompt, rows
+from opentinker.shared.types.core import Message
+from opentinker.shared.types.errors import plural
 
 TURNS = 4
 ELSEWHERE = ("served:", "upload:", "http://", "https://", "ws://", "wss://")

@@ -13,7 +13,7 @@ import orjson
 
 from opentinker.given import Spec, prepared
 from opentinker.http import Http
-from opentinker.shared.answers import (
+from opentinker.shared.api_types import (
     Distribution,
     Distributions,
     LogLine,

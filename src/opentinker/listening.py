@@ -1,4 +1,4 @@
-"""An environment behind a URL: a WebSocket server that env workers connect to, in the frames of shared/frames.py."""
+"""An environment behind a URL: a WebSocket server that env workers connect to (`websocket_frames.py`)."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from aiohttp import WSCloseCode, web
 
 from opentinker.envs.base import Environment
 from opentinker.envs.runtime.in_process_server import Stage
-from opentinker.shared.errors import OpenTinkerError
-from opentinker.shared.frames import (
+from opentinker.shared.messaging.websocket_frames import (
     FRAME_BYTES,
     HEARTBEAT_S,
     BadFrame,
@@ -22,6 +21,7 @@ from opentinker.shared.frames import (
     answer_calls,
     introduce,
 )
+from opentinker.shared.types.errors import OpenTinkerError
 
 log = structlog.get_logger()
 MOST_CONNECTIONS = 4096

@@ -12,8 +12,8 @@ from pathlib import Path
 import structlog
 from nats.js.api import PersistMode
 
-from opentinker.shared.paths import is_blank, sync_directory, sync_file
-from opentinker.shared.subjects import STREAMS
+from opentinker.shared.data.durable_files import is_blank, sync_directory, sync_file
+from opentinker.shared.messaging.subjects import STREAMS
 
 METADATA = ("meta.inf", "meta.sum")
 

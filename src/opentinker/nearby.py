@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 
 import orjson
 
-from opentinker.shared.key_text import parse
+from opentinker.shared.security.key_text import parse
 
 DATA_DIR = Path("data")
 RUNS = Path("runs")

@@ -20,7 +20,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from opentinker.shared.errors import OpenTinkerError
+from opentinker.shared.types.errors import OpenTinkerError
 
 LEASH = str(Path(__file__).with_name("leash.py"))
 LOG_BYTES = 20 * 1024 * 1024

@@ -15,7 +15,7 @@ from typing import cast
 from urllib.parse import quote
 
 from opentinker.http import ApiError, Http
-from opentinker.shared.answers import (
+from opentinker.shared.api_types import (
     DeletedEnvironment,
     Environment,
     Environments,

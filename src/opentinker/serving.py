@@ -31,7 +31,7 @@ from opentinker.envs.game import AbstractGame
 from opentinker.envs.runtime.in_process_server import Stage
 from opentinker.http import ApiError, Http
 from opentinker.patience import Waiting, why
-from opentinker.shared.frames import (
+from opentinker.shared.messaging.websocket_frames import (
     FRAME_BYTES,
     GOODBYE,
     HEARTBEAT_S,
@@ -41,7 +41,7 @@ from opentinker.shared.frames import (
     answer_calls,
     introduce,
 )
-from opentinker.shared.sessions import SERVED
+from opentinker.shared.types.env_protocol import SERVED
 
 if TYPE_CHECKING:
     from types import TracebackType

@@ -24,9 +24,9 @@ import msgspec
 
 from opentinker.envs.base import Environment
 from opentinker.envs.runtime.player import LocalPlayer
-from opentinker.shared.errors import OpenTinkerError, SpecError
-from opentinker.shared.sessions import OpenSession, SessionReply, StepSession
-from opentinker.shared.types import Message, StopReason
+from opentinker.shared.types.core import Message, StopReason
+from opentinker.shared.types.env_protocol import OpenSession, SessionReply, StepSession
+from opentinker.shared.types.errors import OpenTinkerError, SpecError
 
 BLOCKING_S = 0.05
 """A call that holds the event loop longer than an environment owes it to others."""

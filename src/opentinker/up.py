@@ -26,13 +26,14 @@ import structlog
 from opentinker.embedded import EmbeddedServers
 from opentinker.nearby import KEY_FILE, read_state
 from opentinker.processes import Child, ChildSpec, Guard, free_port, http_ok, port_free
-from opentinker.shared import egress, gpus, launched
 from opentinker.shared.config import LOOPBACK_HOSTS, PREFIX, load_settings
-from opentinker.shared.errors import OpenTinkerError
-from opentinker.shared.key_text import new_key, parse, read_key, write_key
-from opentinker.shared.paths import is_blank, make_directories, replace_durably
-from opentinker.shared.redact import redacted
-from opentinker.shared.subjects import ENV, REFERENCE, ROLLOUT
+from opentinker.shared.data.durable_files import is_blank, make_directories, replace_durably
+from opentinker.shared.messaging.subjects import ENV, REFERENCE, ROLLOUT
+from opentinker.shared.runtime import gpus, launched_processes
+from opentinker.shared.security import egress
+from opentinker.shared.security.key_text import new_key, parse, read_key, write_key
+from opentinker.shared.security.redact import redacted
+from opentinker.shared.types.errors import OpenTinkerError
 from opentinker.supervisor import Supervisor
 
 log = structlog.get_logger()
@@ -151,7 +152,7 @@ async def serve(plan: Plan, tell: Tell = lambda *_: None) -> None:
 
 def end_launched(data_dir: Path) -> None:
     """What the scheduler's launcher has started, which outlives it; the servers are still there for what they save."""
-    if ended := launched.end_all(data_dir, DRAIN_S):
+    if ended := launched_processes.end_all(data_dir, DRAIN_S):
         log.info("launched_workers_ended", names=ended)
 
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TextIO
 import orjson
 
 from opentinker.curves import Curves, chart, short
-from opentinker.shared.types import JobState
+from opentinker.shared.types.core import JobState
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType

@@ -6,8 +6,8 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from opentinker.shared.errors import plural
-from opentinker.shared.types import JobState
+from opentinker.shared.types.core import JobState
+from opentinker.shared.types.errors import plural
 
 Job = Mapping[str, Any]
 

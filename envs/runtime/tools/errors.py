@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from opentinker.shared.errors import OpenTinkerError
+from opentinker.shared.types.errors import OpenTinkerError
 
 
 class NoTools(OpenTinkerError):

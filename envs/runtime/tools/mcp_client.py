@@ -28,7 +28,7 @@ from opentinker.envs.runtime.tools.mcp_limits import (
 from opentinker.envs.tool_limits import MOST_TOOLS, bounded_tools
 from opentinker.envs.tools import Offered, ToolError
 from opentinker.shared.spec.tools import ToolSpec
-from opentinker.shared.types import Tool
+from opentinker.shared.types.core import Tool
 
 CLOSE_S = 5.0
 """For a server to say goodbye; one that is still connecting is left at once."""

@@ -17,8 +17,8 @@ from anyio.abc import SocketStream
 from httpcore2._backends.anyio import AnyIOBackend, AnyIOStream
 
 from opentinker.envs.runtime.tools.mcp_limits import MESSAGE_BYTES, UNASKED_BYTES
-from opentinker.shared.egress import Egress
-from opentinker.shared.waiting import rest
+from opentinker.shared.asyncio_tools import rest
+from opentinker.shared.security.egress import Egress
 
 BETWEEN_STREAMS_S = 0.5
 EVENTS = "text/event-stream"

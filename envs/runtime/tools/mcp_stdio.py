@@ -20,7 +20,7 @@ from mcp.shared.message import SessionMessage
 from mcp_types import JSONRPCRequest, jsonrpc_message_adapter
 
 from opentinker.envs.runtime.tools.mcp_limits import MESSAGE_BYTES, Allowance, TooMuch
-from opentinker.shared.waiting import put_down
+from opentinker.shared.asyncio_tools import put_down
 
 GRACE_S = 2.0
 """For a program whose stdin was closed to end by itself."""

@@ -1,4 +1,5 @@
-"""The `python` tool in CPython with numpy and sympy: programs run in a sandbox (shared/sandbox.py), one at a time each.
+"""The `python` tool in CPython with numpy and sympy: programs run in a sandbox (shared/security/sandbox.py), one at a
+time each.
 
 A job has sandboxes of its own in every env worker. In each stands a warm interpreter (sandbox_runner.py), which forks
 for a program and clears up after it; no program finds anything of another one. A program that ends its interpreter has
@@ -19,7 +20,7 @@ import structlog
 
 from opentinker.envs.runtime.tools import sandbox_runner
 from opentinker.envs.tools import RESULT_BYTES, Failed, Offered, ToolError, checked, describe
-from opentinker.shared.sandbox import Sandbox, Sandboxed, Unavailable, own_packages
+from opentinker.shared.security.sandbox import Sandbox, Sandboxed, Unavailable, own_packages
 from opentinker.shared.spec.tools import ToolSpec
 
 PLACE = "/run/runner.py"

@@ -27,9 +27,9 @@ from opentinker.envs.runtime.tools.python_sandbox import Programs
 from opentinker.envs.runtime.tools.refcounted_pool import Lending
 from opentinker.envs.tools import Offered
 from opentinker.shared.config import Settings
-from opentinker.shared.egress import Egress, Refused
-from opentinker.shared.mistakes import mistakes_of
-from opentinker.shared.sandbox import Sandbox, Unavailable
+from opentinker.shared.security.egress import Egress, Refused
+from opentinker.shared.security.sandbox import Sandbox, Unavailable
+from opentinker.shared.spec.mistakes import mistakes_of
 from opentinker.shared.spec.tools import ToolSpec
 
 NAME = re.compile(r"^[A-Za-z0-9_.-]{1,64}$")

@@ -15,11 +15,11 @@ from opentinker.envs.runtime.player import Player, contain
 from opentinker.envs.runtime.tools.errors import NoTools
 from opentinker.envs.runtime.tools.tool_factory import Shop, Tools
 from opentinker.envs.tools import Outcome, ToolTurns
-from opentinker.shared.replies import failure
-from opentinker.shared.sandbox import Unavailable
-from opentinker.shared.sessions import OpenSession, SessionReply, StepSession
-from opentinker.shared.telemetry import JobMeter
-from opentinker.shared.types import Ending, Message
+from opentinker.shared.messaging.reply_validation import failure
+from opentinker.shared.runtime.telemetry import JobMeter
+from opentinker.shared.security.sandbox import Unavailable
+from opentinker.shared.types.core import Ending, Message
+from opentinker.shared.types.env_protocol import OpenSession, SessionReply, StepSession
 
 Meter = Callable[[], JobMeter]
 

@@ -6,7 +6,7 @@ import random
 
 from opentinker import Action, Environment, Step
 from opentinker.envs.base import EnvironmentConfig, user
-from opentinker.shared.types import Message
+from opentinker.shared.types.core import Message
 
 
 class Parity(Environment):

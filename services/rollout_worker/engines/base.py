@@ -11,9 +11,9 @@ from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
-from opentinker.shared.errors import OpenTinkerError
-from opentinker.shared.trajectories import Picture, Span
-from opentinker.shared.types import StopReason, SwapCommand, WeightVersion
+from opentinker.shared.types.core import StopReason, SwapCommand, WeightVersion
+from opentinker.shared.types.errors import OpenTinkerError
+from opentinker.shared.types.trajectories import Picture, Span
 
 
 class EngineError(OpenTinkerError):

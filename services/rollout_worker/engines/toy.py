@@ -25,8 +25,8 @@ from opentinker.services.rollout_worker.engines.base import (
     SwapError,
 )
 from opentinker.shared.spec import ToySpec
-from opentinker.shared.trajectories import Span
-from opentinker.shared.types import SIMULATED, StopReason, SwapCommand, WeightVersion
+from opentinker.shared.types.core import SIMULATED, StopReason, SwapCommand, WeightVersion
+from opentinker.shared.types.trajectories import Span
 
 if TYPE_CHECKING:
     from opentinker.shared.nn.transport import WeightGroup

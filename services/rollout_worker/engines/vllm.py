@@ -33,14 +33,14 @@ from opentinker.services.rollout_worker.engines.base import (
     Shown,
     SwapError,
 )
-from opentinker.shared.errors import JobFailed, OpenTinkerError
-from opentinker.shared.model_families import SEEING, unsupported_family, unsupported_on_cpu
-from opentinker.shared.model_files import code_in, unsafe_weights_in
-from opentinker.shared.reasons import error_sentence
+from opentinker.shared.asyncio_tools import rest, see_through
+from opentinker.shared.data.model_families import SEEING, unsupported_family, unsupported_on_cpu
+from opentinker.shared.data.model_files import code_in, unsafe_weights_in
+from opentinker.shared.runtime.error_text import error_sentence
 from opentinker.shared.spec import LoraSpec
-from opentinker.shared.trajectories import Span
-from opentinker.shared.types import SIMULATED, StopReason, SwapCommand, WeightVersion
-from opentinker.shared.waiting import rest, see_through
+from opentinker.shared.types.core import SIMULATED, StopReason, SwapCommand, WeightVersion
+from opentinker.shared.types.errors import JobFailed, OpenTinkerError
+from opentinker.shared.types.trajectories import Span
 
 vllm_startup.prepare()
 

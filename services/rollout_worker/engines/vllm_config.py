@@ -12,7 +12,7 @@ from transformers import PretrainedConfig
 
 from opentinker.shared.spec import LoraSpec
 from opentinker.shared.spec.serving import LARGEST_RANK
-from opentinker.shared.types import TensorInfo
+from opentinker.shared.types.core import TensorInfo
 
 LONGEST_DEFAULT_CONTEXT = 4096
 CPU_KV_SHARE = 0.06

@@ -10,7 +10,7 @@ from vllm.inputs.engine import EngineInput, mm_input, tokens_input
 from vllm.multimodal.inputs import MultiModalFieldConfig, MultiModalKwargsItems, PlaceholderRange
 
 from opentinker.services.rollout_worker.engines.base import Shown
-from opentinker.shared.trajectories import Picture
+from opentinker.shared.types.trajectories import Picture
 
 PARTS = ("pixel_values", "pixel_attention_mask")
 """Of what Idefics3 is given: [1, parts of the image, ...]."""

@@ -10,7 +10,7 @@ When a job is over and its workers have let go, its log, its events, metrics and
 lines. All of it may be done twice: a scheduler that is killed leaves nothing half done that the next one does not
 finish. One that was stopped, and wakes when another one leads, records nothing and deletes nothing but what is to be
 deleted anyway: every script carries the number of its leadership, and no place in the store is used twice
-(`shared/artifacts.py`, `staging.py`).
+(`shared/state/artifacts.py`, `staging.py`).
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ from opentinker.services.scheduler.artifacts.store import (
     remove_empty,
     sweep,
 )
-from opentinker.shared import subjects
-from opentinker.shared.artifacts import CHECKPOINTS, Kept, checkpoint_path
-from opentinker.shared.bus import NoReply
-from opentinker.shared.errors import Fenced, NotFound
-from opentinker.shared.manifest import MANIFEST, Manifest
-from opentinker.shared.script import UNFENCED
-from opentinker.shared.service import Context, first_failure
-from opentinker.shared.types import JobRecord
-from opentinker.shared.usage import Usage
-from opentinker.shared.waiting import rest, set_within
+from opentinker.shared.asyncio_tools import rest, set_within
+from opentinker.shared.data.manifest import MANIFEST, Manifest
+from opentinker.shared.messaging import subjects
+from opentinker.shared.messaging.bus import NoReply
+from opentinker.shared.runtime.service import Context, first_failure
+from opentinker.shared.state.artifacts import CHECKPOINTS, Kept, checkpoint_path
+from opentinker.shared.state.redis_script import UNFENCED
+from opentinker.shared.state.usage import Usage
+from opentinker.shared.types.core import JobRecord
+from opentinker.shared.types.errors import Fenced, NotFound
 
 log = structlog.get_logger()
 

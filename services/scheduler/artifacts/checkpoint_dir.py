@@ -21,8 +21,8 @@ from typing import Any
 import msgspec
 
 from opentinker.services.scheduler.artifacts.store import ArtifactStore, Damaged, Opened, inside, second_name
-from opentinker.shared.errors import NotFound
-from opentinker.shared.manifest import (
+from opentinker.shared.data.durable_files import make_directories, sync_directory, write_durably
+from opentinker.shared.data.manifest import (
     MANIFEST,
     TRAINER_STATE,
     Manifest,
@@ -31,7 +31,7 @@ from opentinker.shared.manifest import (
     read_manifest,
     short_list,
 )
-from opentinker.shared.paths import make_directories, sync_directory, write_durably
+from opentinker.shared.types.errors import NotFound
 
 _STEP = re.compile(r"^step-(\d{1,12})$")
 

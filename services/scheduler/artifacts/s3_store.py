@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from opentinker.services.scheduler.artifacts.store import CHUNK, Opened, StoreAway
 from opentinker.shared.config import Settings
-from opentinker.shared.errors import NotFound, SpecError
-from opentinker.shared.secrets import read_access
+from opentinker.shared.security.secrets import read_access
+from opentinker.shared.types.errors import NotFound, SpecError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

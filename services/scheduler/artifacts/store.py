@@ -24,8 +24,8 @@ from pathlib import Path, PurePosixPath
 from typing import Protocol
 
 from opentinker.shared.config import Settings
-from opentinker.shared.errors import NotFound, OpenTinkerError
-from opentinker.shared.paths import make_directories, sync_directory, sync_file
+from opentinker.shared.data.durable_files import make_directories, sync_directory, sync_file
+from opentinker.shared.types.errors import NotFound, OpenTinkerError
 
 CHUNK = 1 << 20
 _LEFT = re.compile(r"\.(removing|putting)-[0-9a-f]{32}")

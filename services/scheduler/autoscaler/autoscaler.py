@@ -30,10 +30,10 @@ from opentinker.services.scheduler.placement.gpu_matching import described
 from opentinker.services.scheduler.placement.operator_limits import rules_of, used_today
 from opentinker.services.scheduler.placement.types import LEASED, NO_GPUS, UNKNOWN, AddWorker, Gpus, Slot, Start, View
 from opentinker.services.scheduler.placement.untrained_jobs import awaits_source
+from opentinker.shared.asyncio_tools import rest
 from opentinker.shared.config import Settings
-from opentinker.shared.service import Context
-from opentinker.shared.types import JobRecord, JobState, Pool, WorkerInfo
-from opentinker.shared.waiting import rest
+from opentinker.shared.runtime.service import Context
+from opentinker.shared.types.core import JobRecord, JobState, Pool, WorkerInfo
 
 log = structlog.get_logger()
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from opentinker.services.scheduler.placement.types import Gpus
-from opentinker.shared.errors import OpenTinkerError
-from opentinker.shared.types import Pool
+from opentinker.shared.types.core import Pool
+from opentinker.shared.types.errors import OpenTinkerError
 
 
 class LauncherFailed(OpenTinkerError):

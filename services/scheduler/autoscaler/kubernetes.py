@@ -22,9 +22,9 @@ import orjson
 from opentinker.services.scheduler.autoscaler.base import Launched, LauncherFailed
 from opentinker.services.scheduler.placement.types import NO_GPUS, UNKNOWN, Gpus
 from opentinker.shared.config import PREFIX, Settings
-from opentinker.shared.errors import SpecError
-from opentinker.shared.subjects import ROLLOUT, TRAINER
-from opentinker.shared.types import Pool
+from opentinker.shared.messaging.subjects import ROLLOUT, TRAINER
+from opentinker.shared.types.core import Pool
+from opentinker.shared.types.errors import SpecError
 
 FILES = {Pool.TRAINER: f"{TRAINER}.json", Pool.ROLLOUT: f"{ROLLOUT}.json"}
 BY, POOL = "opentinker.dev/launched-by", "opentinker.dev/pool"

@@ -3,7 +3,7 @@
 Of the GPUs that the scheduler's process sees each slot has its own part: GPUs over slots, trainers first. Where there
 are fewer, the slots that are left see none; and what a process still has that was started under other settings is
 nobody else's. What each is told is written down here: the servers, its own passwords, its name, its GPUs. The files
-that say what runs are described in `shared/launched.py`.
+that say what runs are described in `shared/runtime/launched_processes.py`.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from pathlib import Path
 from opentinker.services.scheduler.autoscaler.base import Launched, LauncherFailed, names_of
 from opentinker.services.scheduler.placement.gpu_matching import described
 from opentinker.services.scheduler.placement.types import Gpus
-from opentinker.shared import launched
 from opentinker.shared.config import PREFIX, Settings
-from opentinker.shared.errors import SpecError
-from opentinker.shared.gpus import ORDER, VISIBLE, parted, pin_of, visible
-from opentinker.shared.secrets import AWS
-from opentinker.shared.subjects import ROLLOUT, TRAINER
-from opentinker.shared.types import Gpu, Pool
+from opentinker.shared.messaging.subjects import ROLLOUT, TRAINER
+from opentinker.shared.runtime import launched_processes
+from opentinker.shared.runtime.gpus import ORDER, VISIBLE, parted, pin_of, visible
+from opentinker.shared.security.secrets import AWS
+from opentinker.shared.types.core import Gpu, Pool
+from opentinker.shared.types.errors import SpecError
 
 MODULES = {Pool.TRAINER: "trainer", Pool.ROLLOUT: "rollout_worker"}
 USERS = {Pool.TRAINER: TRAINER, Pool.ROLLOUT: ROLLOUT}
@@ -41,9 +41,9 @@ EXTRA_S = 10.0
 
 class ProcessLauncher:
     def __init__(self, settings: Settings) -> None:
-        self.prefix = launched.prefix()
+        self.prefix = launched_processes.prefix()
         self.settings = settings
-        self._folder = launched.folder(settings.data_dir)
+        self._folder = launched_processes.folder(settings.data_dir)
         self._logs = settings.data_dir.resolve() / "logs"
         self._children: dict[str, subprocess.Popen[bytes]] = {}
         """Of this life of the scheduler: nobody else can reap them."""
@@ -89,7 +89,7 @@ class ProcessLauncher:
         found = []
         held: dict[str, set[str]] = {}
         for path in sorted(self._folder.glob("*.json")):
-            process = launched.read(path)
+            process = launched_processes.read(path)
             if process is not None:
                 if process.alive:
                     held[path.stem] = {*process.gpus.split(",")}
@@ -124,8 +124,10 @@ class ProcessLauncher:
             path.unlink()
             raise
         self._children[name] = child
-        ticks, pin = launched.ticks_of(child.pid) or 0, pin_of(self._part(name))
-        launched.write(path, launched.Process(pid=child.pid, ticks=ticks, pool=pool, since=time.time(), gpus=pin))
+        ticks, pin = launched_processes.ticks_of(child.pid) or 0, pin_of(self._part(name))
+        launched_processes.write(
+            path, launched_processes.Process(pid=child.pid, ticks=ticks, pool=pool, since=time.time(), gpus=pin)
+        )
 
     def _environment(self, pool: Pool, name: str) -> dict[str, str]:
         """Ours without our own settings, the key of whoever typed a command and those of the artifact store."""
@@ -147,7 +149,7 @@ class ProcessLauncher:
 
     def _end(self, name: str) -> None:
         path = self._folder / f"{name}.json"
-        process = launched.read(path)
+        process = launched_processes.read(path)
         if process is not None and process.alive:
             told = self._told.setdefault(name, time.monotonic())
             late = time.monotonic() - told > self.settings.drain_s + EXTRA_S

@@ -23,9 +23,9 @@ from prometheus_client import Gauge
 from opentinker.services.scheduler.environments.served_process import Served
 from opentinker.services.scheduler.http.auth import tenant_of
 from opentinker.services.scheduler.http.errors import json_response, problem
-from opentinker.shared import codec
-from opentinker.shared.errors import SpecError
-from opentinker.shared.frames import (
+from opentinker.shared.asyncio_tools import rest
+from opentinker.shared.messaging import codec
+from opentinker.shared.messaging.websocket_frames import (
     FRAME_BYTES,
     GOODBYE,
     HEARTBEAT_S,
@@ -37,11 +37,11 @@ from opentinker.shared.frames import (
     greet,
     refuse,
 )  # fmt: skip
-from opentinker.shared.service import Context
-from opentinker.shared.sessions import SERVED, SERVED_WORKER
-from opentinker.shared.telemetry import REGISTRY
-from opentinker.shared.types import Pool, WorkerInfo
-from opentinker.shared.waiting import rest
+from opentinker.shared.runtime.service import Context
+from opentinker.shared.runtime.telemetry import REGISTRY
+from opentinker.shared.types.core import Pool, WorkerInfo
+from opentinker.shared.types.env_protocol import SERVED, SERVED_WORKER
+from opentinker.shared.types.errors import SpecError
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 MOST_PROCESSES = 1000

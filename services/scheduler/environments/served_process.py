@@ -24,12 +24,13 @@ import structlog
 from aiohttp import WSCloseCode, web
 from nats.aio.subscription import Subscription
 
-from opentinker.shared.codec import WireError
-from opentinker.shared.errors import OpenTinkerError
-from opentinker.shared.frames import Asker, ConnectionLost, Hello
-from opentinker.shared.replies import sound, sound_mistakes
-from opentinker.shared.service import Context
-from opentinker.shared.sessions import (
+from opentinker.shared.messaging.codec import WireError
+from opentinker.shared.messaging.reply_validation import sound, sound_mistakes
+from opentinker.shared.messaging.subjects import ENV_CLOSE, ENV_STEP, SERVED_BACK, SERVED_CHECK, SERVED_OPEN
+from opentinker.shared.messaging.websocket_frames import Asker, ConnectionLost, Hello
+from opentinker.shared.runtime.service import Context
+from opentinker.shared.types.core import Ending
+from opentinker.shared.types.env_protocol import (
     AWAY_S,
     CloseSession,
     EnvCheck,
@@ -39,8 +40,7 @@ from opentinker.shared.sessions import (
     SessionReply,
     StepSession,
 )  # fmt: skip
-from opentinker.shared.subjects import ENV_CLOSE, ENV_STEP, SERVED_BACK, SERVED_CHECK, SERVED_OPEN
-from opentinker.shared.types import Ending
+from opentinker.shared.types.errors import OpenTinkerError
 
 QUEUE = "env"
 LATE_S = 5.0

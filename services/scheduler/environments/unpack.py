@@ -22,9 +22,10 @@ from typing import IO, Any
 import msgspec
 import structlog
 
-from opentinker.shared import codec, uploads
-from opentinker.shared.errors import SpecError
-from opentinker.shared.uploads import Package
+from opentinker.shared.data import uploads
+from opentinker.shared.data.uploads import Package
+from opentinker.shared.messaging import codec
+from opentinker.shared.types.errors import SpecError
 
 MIB = 1 << 20
 MOST_FILES = 2000

@@ -22,11 +22,12 @@ import structlog
 
 from opentinker.services.scheduler.environments.unpack import MIB, refused, unpack
 from opentinker.services.scheduler.environments.upload_quota import Kept, OverQuota, Quota, room
-from opentinker.shared import codec, uploads
 from opentinker.shared.config import Settings
-from opentinker.shared.errors import Conflict, NotFound, SpecError
-from opentinker.shared.paths import make_directories, replace_durably, sync_directory, sync_tree
-from opentinker.shared.uploads import Package, Reference
+from opentinker.shared.data import uploads
+from opentinker.shared.data.durable_files import make_directories, replace_durably, sync_directory, sync_tree
+from opentinker.shared.data.uploads import Package, Reference
+from opentinker.shared.messaging import codec
+from opentinker.shared.types.errors import Conflict, NotFound, SpecError
 
 INCOMING, LEFT_S = ".incoming-", 3600.0
 

@@ -6,8 +6,8 @@ from opentinker.services.scheduler.http.artifacts import ArtifactsApi
 from opentinker.services.scheduler.http.jobs import JobsApi
 from opentinker.services.scheduler.http.openapi import Parameter, Route
 from opentinker.services.scheduler.http.publishing import NewPublication, PublishingApi
-from opentinker.shared import answers
-from opentinker.shared.authority import Action
+from opentinker.shared import api_types
+from opentinker.shared.security.authorization import Action
 
 ALL = Parameter("all", "query", "`1`: with optimizer and random state, to resume elsewhere.")
 PATH = Parameter("path", "query", "Of the list of artifacts.")
@@ -25,7 +25,7 @@ def artifact_routes(jobs: JobsApi) -> list[Route]:
             artifacts.checkpoints,
             Action.JOBS_READ,
             "Committed checkpoints, oldest first",
-            answer=answers.Checkpoints,
+            answer=api_types.Checkpoints,
         ),
         Route(
             "GET",
@@ -43,7 +43,7 @@ def artifact_routes(jobs: JobsApi) -> list[Route]:
             artifacts.list,
             Action.JOBS_READ,
             "All files that the job has left so far",
-            answer=answers.Artifacts,
+            answer=api_types.Artifacts,
         ),
         Route(
             "GET",
@@ -61,7 +61,7 @@ def artifact_routes(jobs: JobsApi) -> list[Route]:
             publishing.delete_checkpoint,
             Action.CHECKPOINTS_WRITE,
             "Delete a checkpoint that is neither published nor in use",
-            answer=answers.DeletedArtifacts,
+            answer=api_types.DeletedArtifacts,
         ),
         Route(
             "DELETE",
@@ -69,7 +69,7 @@ def artifact_routes(jobs: JobsApi) -> list[Route]:
             publishing.delete_all,
             Action.CHECKPOINTS_WRITE,
             "Delete all that a job left which is over",
-            answer=answers.DeletedArtifacts,
+            answer=api_types.DeletedArtifacts,
         ),
         Route(
             "POST",
@@ -79,7 +79,7 @@ def artifact_routes(jobs: JobsApi) -> list[Route]:
             "Give a checkpoint a name within the tenant; it stays while it has one",
             201,
             body=NewPublication,
-            answer=answers.Publication,
+            answer=api_types.Publication,
         ),
         Route(
             "GET",
@@ -87,7 +87,7 @@ def artifact_routes(jobs: JobsApi) -> list[Route]:
             publishing.list,
             Action.CHECKPOINTS_READ,
             "Published checkpoints, by name",
-            answer=answers.Publications,
+            answer=api_types.Publications,
         ),
         Route(
             "GET",
@@ -95,7 +95,7 @@ def artifact_routes(jobs: JobsApi) -> list[Route]:
             publishing.get,
             Action.CHECKPOINTS_READ,
             "Which checkpoint has the name",
-            answer=answers.Publication,
+            answer=api_types.Publication,
         ),
         Route(
             "DELETE",
@@ -103,6 +103,6 @@ def artifact_routes(jobs: JobsApi) -> list[Route]:
             publishing.unpublish,
             Action.CHECKPOINTS_WRITE,
             "Take the name from the checkpoint",
-            answer=answers.Publication,
+            answer=api_types.Publication,
         ),
     ]

@@ -14,7 +14,7 @@ from opentinker.services.scheduler.artifacts.catalog import repr_digest
 from opentinker.services.scheduler.http.byte_ranges import send
 from opentinker.services.scheduler.http.errors import json_response
 from opentinker.services.scheduler.http.jobs import JobsApi
-from opentinker.shared.errors import SpecError
+from opentinker.shared.types.errors import SpecError
 
 LONGEST = 400
 

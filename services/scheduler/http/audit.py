@@ -22,11 +22,11 @@ from opentinker.services.scheduler.http.auth import ACTION, PRINCIPAL, TOUCHED
 from opentinker.services.scheduler.http.errors import Handler
 from opentinker.services.scheduler.http.openapi import Route
 from opentinker.services.scheduler.http.rate_limit import Buckets
-from opentinker.shared.audit import AuditFile, folder
-from opentinker.shared.authority import Action
-from opentinker.shared.key_text import parse
-from opentinker.shared.service import Context
-from opentinker.shared.telemetry import REGISTRY
+from opentinker.shared.runtime.service import Context
+from opentinker.shared.runtime.telemetry import REGISTRY
+from opentinker.shared.security.audit_log import AuditFile, folder
+from opentinker.shared.security.authorization import Action
+from opentinker.shared.security.key_text import parse
 
 log = structlog.get_logger()
 LINES = Counter("opentinker_audit_lines", "Lines of the audit log", ["written"], registry=REGISTRY)

@@ -23,13 +23,13 @@ from redis.exceptions import RedisError
 
 from opentinker.services.scheduler.http.errors import Handler
 from opentinker.services.scheduler.http.openapi import Route
-from opentinker.shared.authority import DEFAULT_TENANT, SCOPES, Action, Principal, Role, Verdict, authorize
+from opentinker.shared.asyncio_tools import rest
 from opentinker.shared.config import LOOPBACK_HOSTS
-from opentinker.shared.errors import NotFound, SpecError
-from opentinker.shared.key_text import digest_of, parse, read_key
-from opentinker.shared.keys import Key, Keys
-from opentinker.shared.service import Context
-from opentinker.shared.waiting import rest
+from opentinker.shared.runtime.service import Context
+from opentinker.shared.security.authorization import DEFAULT_TENANT, SCOPES, Action, Principal, Role, Verdict, authorize
+from opentinker.shared.security.key_text import digest_of, parse, read_key
+from opentinker.shared.state.keys import Key, Keys
+from opentinker.shared.types.errors import NotFound, SpecError
 
 log = structlog.get_logger()
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from aiohttp import web
 
 from opentinker.services.scheduler.http.stream_credentials import reached_by
-from opentinker.shared.errors import NotFound
+from opentinker.shared.types.errors import NotFound
 
 HOME = Path(__file__).resolve().parents[1] / "page"
 INDEX = "index.html"

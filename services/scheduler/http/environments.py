@@ -20,11 +20,11 @@ from opentinker.services.scheduler.environments.upload import Uploads, Version
 from opentinker.services.scheduler.http.auth import tenant_of
 from opentinker.services.scheduler.http.errors import body_read, json_response
 from opentinker.services.scheduler.jobs.check_environment import ask
-from opentinker.shared import uploads
-from opentinker.shared.errors import Conflict, SpecError
-from opentinker.shared.service import Context
-from opentinker.shared.sessions import EnvCheck
-from opentinker.shared.uploads import Reference
+from opentinker.shared.data import uploads
+from opentinker.shared.data.uploads import Reference
+from opentinker.shared.runtime.service import Context
+from opentinker.shared.types.env_protocol import EnvCheck
+from opentinker.shared.types.errors import Conflict, SpecError
 
 TAR_OVERHEAD = 4 * MIB
 """Headers and padding of a tar with the most files, and more."""

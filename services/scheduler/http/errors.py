@@ -28,12 +28,12 @@ from redis.exceptions import RedisError
 
 from opentinker.services.scheduler.artifacts.store import StoreAway
 from opentinker.services.scheduler.jobs.disk_threads import DiskAway
-from opentinker.shared.bus import NoReply
-from opentinker.shared.errors import Conflict, NotFound, OpenTinkerError, SpecError
-from opentinker.shared.mistakes import mistakes_of
+from opentinker.shared.messaging.bus import NoReply
 from opentinker.shared.openai.fields import Refused
-from opentinker.shared.redact import without_keys
-from opentinker.shared.telemetry import REGISTRY
+from opentinker.shared.runtime.telemetry import REGISTRY
+from opentinker.shared.security.redact import without_keys
+from opentinker.shared.spec.mistakes import mistakes_of
+from opentinker.shared.types.errors import Conflict, NotFound, OpenTinkerError, SpecError
 
 log = structlog.get_logger()
 M = TypeVar("M", bound=BaseModel)

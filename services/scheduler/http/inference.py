@@ -18,13 +18,13 @@ from aiohttp import web
 from opentinker.services.scheduler.http.errors import json_response, read_json
 from opentinker.services.scheduler.http.jobs import JobsApi
 from opentinker.services.scheduler.inference.router import Replicas, refuse_unless_served
-from opentinker.shared.inference import Ask, Reply, adapters_in, models_of, names_of
+from opentinker.shared.asyncio_tools import put_down
 from opentinker.shared.openai import answers, requests
 from opentinker.shared.openai.fields import Json, Refused, unknown_model
 from opentinker.shared.openai.requests import Asked
 from opentinker.shared.openai.sampling import parse_manner
-from opentinker.shared.types import JobRecord
-from opentinker.shared.waiting import put_down
+from opentinker.shared.types.core import JobRecord
+from opentinker.shared.types.inference import Ask, Reply, adapters_in, models_of, names_of
 
 log = structlog.get_logger()
 

@@ -7,10 +7,10 @@ from opentinker.services.scheduler.http.jobs import MOST_FAILURES, MOST_JOBS, ST
 from opentinker.services.scheduler.http.observability import MOST_LINES, KnowingApi
 from opentinker.services.scheduler.http.openapi import Parameter, Route
 from opentinker.services.scheduler.http.stream_credentials import StreamsApi
-from opentinker.shared import answers
-from opentinker.shared.authority import Action
-from opentinker.shared.reports import LEVELS
+from opentinker.shared import api_types
+from opentinker.shared.security.authorization import Action
 from opentinker.shared.spec import JobSpec
+from opentinker.shared.types.telemetry import LEVELS
 
 KEY = Parameter(
     "Idempotency-Key", "header", "Any text of up to 200 characters: the same key and spec make one job, for 24 h."
@@ -54,7 +54,7 @@ def job_routes(jobs: JobsApi, inference: InferenceApi) -> list[Route]:
             201,
             (KEY,),
             body=JobSpec,
-            answer=answers.JobSummary,
+            answer=api_types.JobSummary,
         ),
         Route(
             "GET",
@@ -64,7 +64,7 @@ def job_routes(jobs: JobsApi, inference: InferenceApi) -> list[Route]:
             "Your jobs, newest first",
             200,
             (BEFORE_JOB, LIMIT_JOBS, STATE_JOBS, SEARCH_JOBS),
-            answer=answers.Jobs,
+            answer=api_types.Jobs,
         ),
         Route(
             "GET",
@@ -72,7 +72,7 @@ def job_routes(jobs: JobsApi, inference: InferenceApi) -> list[Route]:
             jobs.get,
             Action.JOBS_READ,
             "One job: state, ledger, workers, last metrics",
-            answer=answers.Job,
+            answer=api_types.Job,
         ),
         Route(
             "POST",
@@ -80,7 +80,7 @@ def job_routes(jobs: JobsApi, inference: InferenceApi) -> list[Route]:
             jobs.cancel,
             Action.JOBS_WRITE,
             "Cancel a job in any state",
-            answer=answers.JobSummary,
+            answer=api_types.JobSummary,
         ),
         Route(
             "POST",
@@ -88,7 +88,7 @@ def job_routes(jobs: JobsApi, inference: InferenceApi) -> list[Route]:
             jobs.pause,
             Action.JOBS_WRITE,
             "Save what it has trained and free its workers",
-            answer=answers.JobSummary,
+            answer=api_types.JobSummary,
         ),
         Route(
             "POST",
@@ -96,7 +96,7 @@ def job_routes(jobs: JobsApi, inference: InferenceApi) -> list[Route]:
             jobs.resume,
             Action.JOBS_WRITE,
             "Queue a paused job again; it goes on from its checkpoint",
-            answer=answers.JobSummary,
+            answer=api_types.JobSummary,
         ),
         Route(
             "POST",
@@ -104,7 +104,7 @@ def job_routes(jobs: JobsApi, inference: InferenceApi) -> list[Route]:
             jobs.complete,
             Action.JOBS_WRITE,
             "End an inference job: it has succeeded",
-            answer=answers.JobSummary,
+            answer=api_types.JobSummary,
         ),
         Route(
             "GET",
@@ -145,7 +145,7 @@ def job_routes(jobs: JobsApi, inference: InferenceApi) -> list[Route]:
             "The job's log, as server-sent events",
             200,
             (AFTER_EVENT, FORMAT),
-            answer=answers.Events,
+            answer=api_types.Events,
         ),
         Route(
             "GET",
@@ -155,7 +155,7 @@ def job_routes(jobs: JobsApi, inference: InferenceApi) -> list[Route]:
             "Metrics history",
             200,
             (AFTER_POINT, LIMIT, SOURCE, NAMES),
-            answer=answers.Metrics,
+            answer=api_types.Metrics,
         ),
         Route(
             "GET",
@@ -165,7 +165,7 @@ def job_routes(jobs: JobsApi, inference: InferenceApi) -> list[Route]:
             "Kept validation episodes",
             200,
             (STEP,),
-            answer=answers.Transcripts,
+            answer=api_types.Transcripts,
         ),
         Route(
             "POST",
@@ -174,7 +174,7 @@ def job_routes(jobs: JobsApi, inference: InferenceApi) -> list[Route]:
             Action.JOBS_READ,
             "A token to hear the job live on NATS, for a while; shows it, once",
             201,
-            answer=answers.StreamCredentials,
+            answer=api_types.StreamCredentials,
         ),
         Route(
             "GET",
@@ -184,7 +184,7 @@ def job_routes(jobs: JobsApi, inference: InferenceApi) -> list[Route]:
             "What all services said about the job",
             200,
             (AFTER_LINE, LEVEL, LAST, LIMIT, FORMAT),
-            answer=answers.LogLines,
+            answer=api_types.LogLines,
         ),
         Route(
             "GET",
@@ -194,7 +194,7 @@ def job_routes(jobs: JobsApi, inference: InferenceApi) -> list[Route]:
             "Kept training episodes",
             200,
             (TRAINED,),
-            answer=answers.Rollouts,
+            answer=api_types.Rollouts,
         ),
         Route(
             "GET",
@@ -204,7 +204,7 @@ def job_routes(jobs: JobsApi, inference: InferenceApi) -> list[Route]:
             "How a step's rewards, lengths, turns, staleness and importance ratios are spread",
             200,
             (TRAINED, AFTER_STEP, STEPS),
-            answer=answers.Distributions,
+            answer=api_types.Distributions,
         ),
         Route(
             "GET",
@@ -214,7 +214,7 @@ def job_routes(jobs: JobsApi, inference: InferenceApi) -> list[Route]:
             "What its workers were busy with, second by second",
             200,
             (AFTER_PART, LAST_S, LIMIT),
-            answer=answers.Timeline,
+            answer=api_types.Timeline,
         ),
         Route(
             "GET",
@@ -224,6 +224,6 @@ def job_routes(jobs: JobsApi, inference: InferenceApi) -> list[Route]:
             "Groups that failed for good",
             200,
             (LIMIT_FAILURES,),
-            answer=answers.Failures,
+            answer=api_types.Failures,
         ),
     ]

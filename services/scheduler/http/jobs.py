@@ -24,13 +24,13 @@ from opentinker.services.scheduler.http.single_flight import Recent
 from opentinker.services.scheduler.http.spec_body import read_spec
 from opentinker.services.scheduler.jobs.submit import submit
 from opentinker.services.scheduler.placement.cluster_view import Cluster
-from opentinker.shared.admission import Admission
-from opentinker.shared.errors import Conflict, NotFound, SpecError
-from opentinker.shared.reports import MetricPoint
-from opentinker.shared.service import Context
-from opentinker.shared.subjects import METRIC, METRICS, WAKE
-from opentinker.shared.tracing import incoming
-from opentinker.shared.types import Discard, JobRecord, JobState
+from opentinker.shared.messaging.subjects import METRIC, METRICS, WAKE
+from opentinker.shared.runtime.service import Context
+from opentinker.shared.runtime.tracing import incoming
+from opentinker.shared.state.staleness import Admission
+from opentinker.shared.types.core import Discard, JobRecord, JobState
+from opentinker.shared.types.errors import Conflict, NotFound, SpecError
+from opentinker.shared.types.telemetry import MetricPoint
 
 log = structlog.get_logger()
 

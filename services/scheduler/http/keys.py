@@ -14,13 +14,13 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from opentinker.services.scheduler.http.auth import may_see, principal_of, tenant_of
 from opentinker.services.scheduler.http.errors import json_response, parsed, read_json
-from opentinker.shared.authority import DEFAULT_TENANT, MAY, Action, Role, outranks
-from opentinker.shared.errors import NotFound, SpecError
-from opentinker.shared.key_text import KEY_ID, new_key
-from opentinker.shared.keys import TENANT, Key, Keys
-from opentinker.shared.mistakes import Mistakes
-from opentinker.shared.paths import file_system
-from opentinker.shared.service import Context
+from opentinker.shared.data.durable_files import file_system
+from opentinker.shared.runtime.service import Context
+from opentinker.shared.security.authorization import DEFAULT_TENANT, MAY, Action, Role, outranks
+from opentinker.shared.security.key_text import KEY_ID, new_key
+from opentinker.shared.spec.mistakes import Mistakes
+from opentinker.shared.state.keys import TENANT, Key, Keys
+from opentinker.shared.types.errors import NotFound, SpecError
 
 DAY_S = 86400.0
 GRACE_S = DAY_S

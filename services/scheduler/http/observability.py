@@ -17,11 +17,11 @@ from aiohttp import web
 from opentinker.services.scheduler.http import transcripts
 from opentinker.services.scheduler.http.errors import integer, json_response
 from opentinker.services.scheduler.http.jobs import JobsApi
-from opentinker.shared.errors import SpecError
-from opentinker.shared.reports import LEVELS, LogLine
-from opentinker.shared.subjects import LOG, TIMELINE
-from opentinker.shared.types import JobRecord
-from opentinker.shared.waiting import set_within
+from opentinker.shared.asyncio_tools import set_within
+from opentinker.shared.messaging.subjects import LOG, TIMELINE
+from opentinker.shared.types.core import JobRecord
+from opentinker.shared.types.errors import SpecError
+from opentinker.shared.types.telemetry import LEVELS, LogLine
 
 MOST_STEPS = 1000
 PARTS = 1000

@@ -14,9 +14,9 @@ from pydantic import BaseModel
 import opentinker
 from opentinker.services.scheduler.http.errors import OPENAI, Handler
 from opentinker.services.scheduler.http.spec_body import TOML
-from opentinker.shared import answers
-from opentinker.shared.asyncapi import documented
-from opentinker.shared.authority import Action
+from opentinker.shared import api_types
+from opentinker.shared.messaging.asyncapi import documented
+from opentinker.shared.security.authorization import Action
 from opentinker.shared.spec import JobSpec
 
 _SCHEMAS = "#/components/schemas/"
@@ -48,7 +48,7 @@ class Route:
     takes: str = ""
     """Media type of a body that is not JSON."""
     answer: Any = None
-    """One of `shared/answers`, where its fields are told."""
+    """One of `shared/api_types`, where its fields are told."""
     slashes: str = ""
     """The name in the path whose value may hold slashes."""
 
@@ -84,9 +84,9 @@ def document(routes: Sequence[Route]) -> dict[str, Any]:
 def _answers(kinds: Sequence[Any]) -> dict[str, Any]:
     """Schemas of these and of what is in them, with what stands below each field."""
     _, schemas = msgspec.json.schema_components(kinds, ref_template=_SCHEMAS + "{name}")
-    told = [(one, documented(inspect.getsource(one))) for one in vars(answers).values() if is_typeddict(one)]
+    told = [(one, documented(inspect.getsource(one))) for one in vars(api_types).values() if is_typeddict(one)]
     for name, schema in schemas.items():
-        own = vars(answers)[name].__annotations__
+        own = vars(api_types)[name].__annotations__
         for other, meanings in told:
             if other.__annotations__.items() <= own.items():  # it, or what it is made of
                 for field, meaning in meanings.items():

@@ -22,11 +22,11 @@ from opentinker.services.scheduler.http.artifacts import step_of
 from opentinker.services.scheduler.http.auth import may_see, principal_of, tenant_of
 from opentinker.services.scheduler.http.errors import json_response, parsed, read_json
 from opentinker.services.scheduler.http.jobs import JobsApi
-from opentinker.shared.artifacts import Publication, checkpoint_path
-from opentinker.shared.errors import Conflict, NotFound, SpecError
+from opentinker.shared.messaging.subjects import LOG, LOGS, METRIC, METRICS, TIMELINE, TIMELINES
 from opentinker.shared.spec.start import PUBLISHED, SAVED
-from opentinker.shared.subjects import LOG, LOGS, METRIC, METRICS, TIMELINE, TIMELINES
-from opentinker.shared.types import JobRecord
+from opentinker.shared.state.artifacts import Publication, checkpoint_path
+from opentinker.shared.types.core import JobRecord
+from opentinker.shared.types.errors import Conflict, NotFound, SpecError
 
 SAID = ((METRICS, METRIC, "source"), (LOGS, LOG, "level"), (TIMELINES, TIMELINE, "worker"))
 """What services said of jobs: streams, their subjects, and what stands there beside the job."""

@@ -28,10 +28,10 @@ from prometheus_client import Counter as Total
 
 from opentinker.services.scheduler.http.auth import PRINCIPAL
 from opentinker.services.scheduler.http.errors import OPENAI, STARTED, Handler, TooMany
+from opentinker.shared.asyncio_tools import rest
 from opentinker.shared.config import Settings
-from opentinker.shared.errors import SpecError
-from opentinker.shared.telemetry import REGISTRY
-from opentinker.shared.waiting import rest
+from opentinker.shared.runtime.telemetry import REGISTRY
+from opentinker.shared.types.errors import SpecError
 
 log = structlog.get_logger()
 

@@ -32,14 +32,14 @@ from opentinker.services.scheduler.http.rate_limit import HEADERS, IDLE_S, Guard
 from opentinker.services.scheduler.http.usage import MOST_DAYS, UsageApi
 from opentinker.services.scheduler.http.validate import Validating
 from opentinker.services.scheduler.inference.router import Replicas
-from opentinker.shared import answers
-from opentinker.shared.authority import Action
-from opentinker.shared.errors import Conflict, NotFound
-from opentinker.shared.service import Context
+from opentinker.shared import api_types
+from opentinker.shared.messaging.subjects import STREAMS, WAKE
+from opentinker.shared.runtime.service import Context
+from opentinker.shared.runtime.telemetry import REGISTRY
+from opentinker.shared.security.authorization import Action
 from opentinker.shared.spec import JobSpec
-from opentinker.shared.subjects import STREAMS, WAKE
-from opentinker.shared.telemetry import REGISTRY
-from opentinker.shared.types import JobState
+from opentinker.shared.types.core import JobState
+from opentinker.shared.types.errors import Conflict, NotFound
 
 log = structlog.get_logger()
 
@@ -72,7 +72,7 @@ class Api:
                 201,
                 (NAME,),
                 takes="application/x-tar",
-                answer=answers.PushedEnvironment,
+                answer=api_types.PushedEnvironment,
             ),
             Route(
                 "GET",
@@ -80,7 +80,7 @@ class Api:
                 environments.list,
                 Action.ENVIRONMENTS_READ,
                 "Your environments, with their newest versions",
-                answer=answers.Environments,
+                answer=api_types.Environments,
             ),
             Route(
                 "GET",
@@ -88,7 +88,7 @@ class Api:
                 environments.get,
                 Action.ENVIRONMENTS_READ,
                 "One environment: its versions, oldest first",
-                answer=answers.Environment,
+                answer=api_types.Environment,
             ),
             Route(
                 "DELETE",
@@ -98,7 +98,7 @@ class Api:
                 "Delete an environment",
                 200,
                 (VERSION,),
-                answer=answers.DeletedEnvironment,
+                answer=api_types.DeletedEnvironment,
             ),
             Route(
                 "GET",
@@ -106,7 +106,7 @@ class Api:
                 gateway.list,
                 Action.ENVIRONMENTS_READ,
                 "Environments that their users serve",
-                answer=answers.ServedEnvironments,
+                answer=api_types.ServedEnvironments,
             ),
             Route(
                 "GET",
@@ -125,7 +125,7 @@ class Api:
                 "Make a key; shows it, once",
                 201,
                 body=NewKey,
-                answer=answers.MadeKey,
+                answer=api_types.MadeKey,
             ),
             Route(
                 "GET",
@@ -135,7 +135,7 @@ class Api:
                 "Keys, oldest first; no secrets",
                 200,
                 (TENANT,),
-                answer=answers.Keys,
+                answer=api_types.Keys,
             ),
             Route(
                 "POST",
@@ -144,7 +144,7 @@ class Api:
                 Action.KEYS_WRITE,
                 "Give a key a new secret; shows it, once",
                 body=Rotation,
-                answer=answers.MadeKey,
+                answer=api_types.MadeKey,
             ),
             Route(
                 "POST",
@@ -152,7 +152,7 @@ class Api:
                 keys.revoke,
                 Action.KEYS_WRITE,
                 "A key opens nothing any more",
-                answer=answers.Key,
+                answer=api_types.Key,
             ),
             Route(
                 "GET",
@@ -160,7 +160,7 @@ class Api:
                 keys.whoami,
                 Action.ABOUT,
                 "Whose key this is, and what it may",
-                answer=answers.WhoAmI,
+                answer=api_types.WhoAmI,
             ),
             Route(
                 "GET",
@@ -168,7 +168,7 @@ class Api:
                 keys.tenants,
                 Action.SERVER_READ,
                 "Tenants that have had a key",
-                answer=answers.Tenants,
+                answer=api_types.Tenants,
             ),
             Route(
                 "GET",
@@ -178,7 +178,7 @@ class Api:
                 "What your jobs cost",
                 200,
                 (BY, FIRST, LAST_DAY, USED_JOB, LIMIT_JOBS),
-                answer=answers.Usage,
+                answer=api_types.Usage,
             ),
             Route(
                 "POST",
@@ -187,7 +187,7 @@ class Api:
                 Action.JOBS_WRITE,
                 "Look at a spec as if it were submitted, play an episode of it, and submit nothing",
                 body=JobSpec,
-                answer=answers.Validation,
+                answer=api_types.Validation,
             ),
             Route(
                 "GET",
@@ -195,7 +195,7 @@ class Api:
                 self.workers,
                 Action.SERVER_READ,
                 "Live workers and what they are leased to",
-                answer=answers.Workers,
+                answer=api_types.Workers,
             ),
             Route(
                 "POST",
@@ -203,7 +203,7 @@ class Api:
                 self.free,
                 Action.SERVER_WRITE,
                 "Cancel the job that holds a worker, whosever it is",
-                answer=answers.FreedWorker,
+                answer=api_types.FreedWorker,
             ),
             Route(
                 "GET",
@@ -211,10 +211,10 @@ class Api:
                 self.queues,
                 Action.SERVER_READ,
                 "Depth of every message stream",
-                answer=answers.Queues,
+                answer=api_types.Queues,
             ),
-            Route("GET", "/healthz", self.healthz, Action.FREE, "The process turns", answer=answers.Health),
-            Route("GET", "/readyz", self.readyz, Action.FREE, "The process can work", answer=answers.Readiness),
+            Route("GET", "/healthz", self.healthz, Action.FREE, "The process turns", answer=api_types.Health),
+            Route("GET", "/readyz", self.readyz, Action.FREE, "The process can work", answer=api_types.Readiness),
             Route("GET", "/metrics", self.prometheus, Action.SERVER_READ, "Prometheus text", content="text/plain"),
             Route("GET", "/openapi.json", self.openapi, Action.ABOUT, "This document"),
             Route("GET", "/", page.index, Action.FREE, "The dashboard", content="text/html"),
@@ -271,7 +271,7 @@ class Api:
         return json_response({"worker": worker, "job": lease.job, "state": JobState.CANCELLED.value})
 
     async def queues(self, _: web.Request) -> web.Response:
-        queues: list[answers.Queue] = []
+        queues: list[api_types.Queue] = []
         for stream in STREAMS:
             assert stream.name is not None
             info = await self.ctx.bus.js.stream_info(stream.name, subjects_filter=">")

@@ -9,8 +9,8 @@ from typing import Any
 from aiohttp import web
 
 from opentinker.services.scheduler.http.errors import body_read, parse_json, read_json
-from opentinker.shared import bounded_toml
-from opentinker.shared.errors import SpecError
+from opentinker.shared.spec import bounded_toml
+from opentinker.shared.types.errors import SpecError
 
 TOML = "application/toml"
 JSON = ("application/json", "application/octet-stream", "application/x-www-form-urlencoded", "text/plain")

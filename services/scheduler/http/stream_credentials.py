@@ -15,10 +15,10 @@ from aiohttp import web
 from opentinker.services.scheduler.http.auth import principal_of, secret_of
 from opentinker.services.scheduler.http.errors import TooMany, json_response
 from opentinker.services.scheduler.http.jobs import JobsApi
-from opentinker.shared import stream_credentials
-from opentinker.shared.errors import Conflict
-from opentinker.shared.rights import shown_of
-from opentinker.shared.stream_credentials import StreamCredentials, TooManyCredentials
+from opentinker.shared.messaging.permissions import shown_of
+from opentinker.shared.state import stream_credentials
+from opentinker.shared.state.stream_credentials import StreamCredentials, TooManyCredentials
+from opentinker.shared.types.errors import Conflict
 
 ANY_HOST = ("0.0.0.0", "::")
 

@@ -16,9 +16,9 @@ from aiohttp import web
 from opentinker.services.scheduler.http.auth import may_see, tenant_of
 from opentinker.services.scheduler.http.errors import integer, json_response
 from opentinker.services.scheduler.http.jobs import JOB_ID, JOBS, MOST_JOBS, JobsApi
-from opentinker.shared.errors import NotFound, SpecError
-from opentinker.shared.types import JobRecord
-from opentinker.shared.usage import DAYS, KINDS, STORED, Usage
+from opentinker.shared.state.usage import DAYS, KINDS, STORED, Usage
+from opentinker.shared.types.core import JobRecord
+from opentinker.shared.types.errors import NotFound, SpecError
 
 MOST_DAYS = DAYS
 USUAL_DAYS = 30

@@ -18,17 +18,16 @@ from opentinker.services.scheduler.http.spec_body import read_spec
 from opentinker.services.scheduler.jobs.disk_threads import on_disk
 from opentinker.services.scheduler.jobs.submit import Mistakes, kept_idle_s, look_at
 from opentinker.services.scheduler.placement import forecast
-from opentinker.shared import spec_checks
-from opentinker.shared.answers import Check, Mistake, Said, Validation
-from opentinker.shared.env_client import EnvClient
-from opentinker.shared.errors import SpecError, plural
-from opentinker.shared.reasons import error_sentence
-from opentinker.shared.service import Context
-from opentinker.shared.sessions import Policy, SessionReply, StepSession
-from opentinker.shared.spec import JobSpec, parse_spec
+from opentinker.shared.api_types import Check, Mistake, Said, Validation
+from opentinker.shared.messaging.env_client import EnvClient
+from opentinker.shared.runtime.error_text import error_sentence
+from opentinker.shared.runtime.service import Context
+from opentinker.shared.spec import JobSpec, dry_run, parse_spec
+from opentinker.shared.spec.dry_run import NOT_LOOKED_AT, check
 from opentinker.shared.spec.rollout import ELSEWHERE
-from opentinker.shared.spec_checks import NOT_LOOKED_AT, check
-from opentinker.shared.types import StopReason
+from opentinker.shared.types.core import StopReason
+from opentinker.shared.types.env_protocol import Policy, SessionReply, StepSession
+from opentinker.shared.types.errors import SpecError, plural
 
 EPISODE_S = 30.0
 ELSEWHERE_S = 5.0
@@ -71,11 +70,11 @@ async def report_on(ctx: Context, data: Any, tenant: str) -> Validation:
         else:
             hint = "start one: it is checked at the first episode otherwise"
             checks.append(check("environment", "no env worker answered", "note", hint))
-    checks.append(await on_disk(ctx, spec_checks.model, spec))
+    checks.append(await on_disk(ctx, dry_run.model, spec))
     checks.append(
         check("prompt", f"{NOT_LOOKED_AT}{NO_PROMPTS}", "note", "opentinker validate renders it, with the model here")
     )
-    checks += await on_disk(ctx, spec_checks.rows, spec, here=False)
+    checks += await on_disk(ctx, dry_run.rows, spec, here=False)
     if spec.kind == "inference":
         checks.append(_kept(kept_idle_s(spec, ctx.settings), own=spec.serving.idle_s is not None))
     checks += await forecast.look(ctx, spec, tenant)

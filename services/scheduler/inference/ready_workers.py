@@ -9,10 +9,10 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from opentinker.shared.errors import NotFound
 from opentinker.shared.openai.fields import Refused
-from opentinker.shared.store import Store
-from opentinker.shared.types import JobRecord, WorkerInfo
+from opentinker.shared.state.store import Store
+from opentinker.shared.types.core import JobRecord, WorkerInfo
+from opentinker.shared.types.errors import NotFound
 
 LOOK_S = 0.2
 """How old what was seen may be."""

@@ -23,16 +23,16 @@ import msgspec
 import structlog
 
 from opentinker.services.scheduler.inference.ready_workers import LOOK_S, Lookout
-from opentinker.shared import codec
-from opentinker.shared.bus import NoReply, NoResponders, TooLarge
-from opentinker.shared.errors import Conflict
-from opentinker.shared.inference import SILENCE_S, Abandoned, Ask, Piece, Refusal, Underway
+from opentinker.shared.asyncio_tools import rest
+from opentinker.shared.messaging import codec
+from opentinker.shared.messaging.bus import NoReply, NoResponders, TooLarge
+from opentinker.shared.messaging.streaming import ask as ask_in_pieces
+from opentinker.shared.messaging.subjects import ABANDON, GENERATE, WAKE, WANTED
 from opentinker.shared.openai.fields import Refused
-from opentinker.shared.service import Context
-from opentinker.shared.streaming import ask as ask_in_pieces
-from opentinker.shared.subjects import ABANDON, GENERATE, WAKE, WANTED
-from opentinker.shared.types import JobRecord, JobState, WorkerInfo
-from opentinker.shared.waiting import rest
+from opentinker.shared.runtime.service import Context
+from opentinker.shared.types.core import JobRecord, JobState, WorkerInfo
+from opentinker.shared.types.errors import Conflict
+from opentinker.shared.types.inference import SILENCE_S, Abandoned, Ask, Piece, Refusal, Underway
 
 log = structlog.get_logger()
 

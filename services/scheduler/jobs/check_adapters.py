@@ -14,9 +14,9 @@ from pydantic import ValidationError
 
 from opentinker.services.scheduler.jobs.check_start_checkpoint import Chosen, Mistakes, find
 from opentinker.services.scheduler.jobs.disk_threads import on_disk
-from opentinker.shared.manifest import ADAPTER
-from opentinker.shared.paths import local_path
-from opentinker.shared.service import Context
+from opentinker.shared.data.durable_files import local_path
+from opentinker.shared.data.manifest import ADAPTER
+from opentinker.shared.runtime.service import Context
 from opentinker.shared.spec import AdapterSpec, JobSpec
 from opentinker.shared.spec.serving import LARGEST_RANK
 

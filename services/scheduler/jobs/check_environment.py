@@ -10,17 +10,17 @@ from typing import Any
 import msgspec
 
 from opentinker.services.scheduler.environments.upload import Uploads
-from opentinker.shared import uploads
-from opentinker.shared.bus import NoReply, NoResponders
-from opentinker.shared.codec import WireError
-from opentinker.shared.errors import SpecError
-from opentinker.shared.service import Context
-from opentinker.shared.sessions import SERVED, EnvCheck, is_url
+from opentinker.shared.asyncio_tools import rest
+from opentinker.shared.data import uploads
+from opentinker.shared.messaging.bus import NoReply, NoResponders
+from opentinker.shared.messaging.codec import WireError
+from opentinker.shared.messaging.subjects import ENV_CHECK, SANDBOX_CHECK, SERVED_CHECK
+from opentinker.shared.runtime.service import Context
 from opentinker.shared.spec import EnvironmentSpec, JobSpec
 from opentinker.shared.spec.validation import validation_episodes
-from opentinker.shared.subjects import ENV_CHECK, SANDBOX_CHECK, SERVED_CHECK
-from opentinker.shared.types import Pool
-from opentinker.shared.waiting import rest
+from opentinker.shared.types.core import Pool
+from opentinker.shared.types.env_protocol import SERVED, EnvCheck, is_url
+from opentinker.shared.types.errors import SpecError
 
 ENV_CHECK_S = 15.0
 """Nobody there is answered at once; this is for one that is busy, or whose libraries take long to import."""

@@ -16,11 +16,11 @@ from nats.js.api import StreamConfig
 
 from opentinker.services.scheduler.artifacts.catalog import drop_fetched
 from opentinker.services.scheduler.jobs import check_start_checkpoint
-from opentinker.shared.admission import Admission
-from opentinker.shared.artifacts import ArtifactIndex
-from opentinker.shared.service import Context
-from opentinker.shared.subjects import EXAM, EXAMS, GROUP, GROUPS, SCORE, SCORES, TICKET, TICKETS, Subject
-from opentinker.shared.waiting import rest
+from opentinker.shared.asyncio_tools import rest
+from opentinker.shared.messaging.subjects import EXAM, EXAMS, GROUP, GROUPS, SCORE, SCORES, TICKET, TICKETS, Subject
+from opentinker.shared.runtime.service import Context
+from opentinker.shared.state.artifacts import ArtifactIndex
+from opentinker.shared.state.staleness import Admission
 
 log = structlog.get_logger()
 

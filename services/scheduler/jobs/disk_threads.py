@@ -9,8 +9,8 @@ import asyncio
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
-from opentinker.shared.errors import OpenTinkerError
-from opentinker.shared.service import Context
+from opentinker.shared.runtime.service import Context
+from opentinker.shared.types.errors import OpenTinkerError
 
 DISK_S = 10.0
 P = ParamSpec("P")

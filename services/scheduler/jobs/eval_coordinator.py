@@ -23,17 +23,17 @@ import orjson
 import structlog
 
 from opentinker.services.scheduler.jobs.check_start_checkpoint import read_start
-from opentinker.shared.bus import NoReply, StreamFull
-from opentinker.shared.errors import Conflict, NotFound
-from opentinker.shared.evaluations import Evaluations, exam_at, metrics_of, transcript_of
-from opentinker.shared.reasons import error_sentence
-from opentinker.shared.service import Context
+from opentinker.shared.asyncio_tools import put_down, rest, set_within
+from opentinker.shared.data.step_log import StepLog
+from opentinker.shared.evaluation.records import Evaluations, exam_at, metrics_of, transcript_of
+from opentinker.shared.messaging.bus import NoReply, StreamFull
+from opentinker.shared.messaging.subjects import EXAM, EXAM_RESULT, EXAMS, WAKE
+from opentinker.shared.runtime.error_text import error_sentence
+from opentinker.shared.runtime.service import Context
 from opentinker.shared.spec import parse_spec
-from opentinker.shared.step_log import StepLog
-from opentinker.shared.subjects import EXAM, EXAM_RESULT, EXAMS, WAKE
-from opentinker.shared.types import JobRecord, JobState, WeightVersion
-from opentinker.shared.validation import ExamResult, Seen
-from opentinker.shared.waiting import put_down, rest, set_within
+from opentinker.shared.types.core import JobRecord, JobState, WeightVersion
+from opentinker.shared.types.errors import Conflict, NotFound
+from opentinker.shared.types.evaluation import ExamResult, Seen
 
 log = structlog.get_logger()
 

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections import Counter
 
-from opentinker.shared.admission import Admission
-from opentinker.shared.service import Context
-from opentinker.shared.subjects import GROUP, GROUPS, SCORE, SCORES, TICKET, TICKETS
-from opentinker.shared.telemetry import CLUSTER, REPORT_S, Meters, Reporter
-from opentinker.shared.types import JobRecord, JobState, Pool
-from opentinker.shared.waiting import rest
+from opentinker.shared.asyncio_tools import rest
+from opentinker.shared.messaging.subjects import GROUP, GROUPS, SCORE, SCORES, TICKET, TICKETS
+from opentinker.shared.runtime.service import Context
+from opentinker.shared.runtime.telemetry import CLUSTER, REPORT_S, Meters, Reporter
+from opentinker.shared.state.staleness import Admission
+from opentinker.shared.types.core import JobRecord, JobState, Pool
 
 QUEUES = (("queue/tickets", TICKETS, TICKET), ("queue/scores", SCORES, SCORE), ("queue/groups", GROUPS, GROUP))
 """Tickets that are out; groups that wait for reference-forward; groups that no checkpoint covers yet."""

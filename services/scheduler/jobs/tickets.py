@@ -19,15 +19,15 @@ from typing import Any
 import nats.errors
 import structlog
 
-from opentinker.shared.admission import Admission, Ledger
-from opentinker.shared.bus import NoReply, StreamFull
-from opentinker.shared.errors import Conflict, NotFound
-from opentinker.shared.reasons import error_sentence
-from opentinker.shared.script import UNFENCED
-from opentinker.shared.service import Context
-from opentinker.shared.subjects import TICKET, TICKETS, WAKE
-from opentinker.shared.types import JobRecord, JobState, Ticket
-from opentinker.shared.waiting import set_within
+from opentinker.shared.asyncio_tools import set_within
+from opentinker.shared.messaging.bus import NoReply, StreamFull
+from opentinker.shared.messaging.subjects import TICKET, TICKETS, WAKE
+from opentinker.shared.runtime.error_text import error_sentence
+from opentinker.shared.runtime.service import Context
+from opentinker.shared.state.redis_script import UNFENCED
+from opentinker.shared.state.staleness import Admission, Ledger
+from opentinker.shared.types.core import JobRecord, JobState, Ticket
+from opentinker.shared.types.errors import Conflict, NotFound
 
 log = structlog.get_logger()
 

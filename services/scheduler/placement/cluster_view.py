@@ -12,10 +12,10 @@ from opentinker.services.scheduler.placement.quotas import Used
 from opentinker.services.scheduler.placement.shortages import GB, too_few
 from opentinker.services.scheduler.placement.types import LEASED, NAMES, NO_GPUS, Held, Job, Need, Rules, Slot, View
 from opentinker.shared.config import TenantLimits
-from opentinker.shared.leasing import LET_GO_S
-from opentinker.shared.sessions import SERVED
-from opentinker.shared.spec.frozen import is_scored
-from opentinker.shared.types import JobRecord, JobState, Lease, Pool, WorkerInfo
+from opentinker.shared.runtime.leased_worker import LET_GO_S
+from opentinker.shared.spec.frozen_models import is_scored
+from opentinker.shared.types.core import JobRecord, JobState, Lease, Pool, WorkerInfo
+from opentinker.shared.types.env_protocol import SERVED
 
 LONGEST_RETRY_S = 60.0
 """A job that lost workers waits no longer before the next try."""

@@ -13,13 +13,13 @@ from opentinker.services.scheduler.placement.operator_limits import rules_of, us
 from opentinker.services.scheduler.placement.quotas import Used, over_quota
 from opentinker.services.scheduler.placement.shortages import with_gpus
 from opentinker.services.scheduler.placement.types import ANYBODY, UNLIMITED, Start
-from opentinker.shared.answers import Check
-from opentinker.shared.service import Context
-from opentinker.shared.sessions import SERVED
+from opentinker.shared.api_types import Check
+from opentinker.shared.runtime.service import Context
 from opentinker.shared.spec import JobSpec
-from opentinker.shared.spec.frozen import is_scored
-from opentinker.shared.spec_checks import check
-from opentinker.shared.types import JobRecord, JobState, Pool, WorkerInfo
+from opentinker.shared.spec.dry_run import check
+from opentinker.shared.spec.frozen_models import is_scored
+from opentinker.shared.types.core import JobRecord, JobState, Pool, WorkerInfo
+from opentinker.shared.types.env_protocol import SERVED
 
 CANDIDATE = "(this job)"
 

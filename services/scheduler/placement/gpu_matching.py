@@ -12,8 +12,8 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 
 from opentinker.services.scheduler.placement.types import LEASED, NO_GPUS, Gpus, Job, Need
-from opentinker.shared.gpus import nearest
-from opentinker.shared.types import Gpu, Pool
+from opentinker.shared.runtime.gpus import nearest
+from opentinker.shared.types.core import Gpu, Pool
 
 ANY = Need()
 

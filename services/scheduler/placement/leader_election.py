@@ -17,9 +17,9 @@ from typing import Any
 
 import structlog
 
-from opentinker.shared.errors import Fenced
-from opentinker.shared.service import Context, first_failure
-from opentinker.shared.waiting import put_down, rest
+from opentinker.shared.asyncio_tools import put_down, rest
+from opentinker.shared.runtime.service import Context, first_failure
+from opentinker.shared.types.errors import Fenced
 
 log = structlog.get_logger()
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from opentinker.services.scheduler.placement.quotas import Used
 from opentinker.services.scheduler.placement.types import ANYBODY, Rules
-from opentinker.shared.artifacts import ArtifactIndex
 from opentinker.shared.config import Settings
-from opentinker.shared.service import Context
-from opentinker.shared.usage import Usage
+from opentinker.shared.runtime.service import Context
+from opentinker.shared.state.artifacts import ArtifactIndex
+from opentinker.shared.state.usage import Usage
 
 NAMED = 3
 """Jobs that a tenant is told of whose artifacts leave no room."""

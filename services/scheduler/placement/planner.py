@@ -64,7 +64,7 @@ from opentinker.services.scheduler.placement.types import (
     TakeBack,
     View,
 )
-from opentinker.shared.types import Pool
+from opentinker.shared.types.core import Pool
 
 
 def plan(view: View) -> Plan:

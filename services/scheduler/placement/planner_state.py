@@ -9,7 +9,7 @@ from opentinker.services.scheduler.placement.gpu_matching import Stock
 from opentinker.services.scheduler.placement.quotas import Used
 from opentinker.services.scheduler.placement.types import LEASED, Job
 from opentinker.shared.config import TenantLimits
-from opentinker.shared.types import Pool
+from opentinker.shared.types.core import Pool
 
 
 def _none() -> dict[Pool, int]:

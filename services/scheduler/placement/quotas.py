@@ -10,7 +10,7 @@ GB = 10**9
 
 
 class Used(msgspec.Struct, frozen=True):
-    """Seconds since midnight UTC, counted from leases (shared/usage.py), and what is stored now."""
+    """Seconds since midnight UTC, counted from leases (shared/state/usage.py), and what is stored now."""
 
     worker_s: float = 0.0
     gpu_s: float = 0.0

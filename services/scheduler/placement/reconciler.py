@@ -54,13 +54,13 @@ from opentinker.services.scheduler.placement.untrained_jobs import (
     followed_by,
 )
 from opentinker.services.scheduler.placement.worker_loss import lost
-from opentinker.shared.errors import Conflict, NotFound
-from opentinker.shared.pulses import Pulses
-from opentinker.shared.script import UNFENCED
-from opentinker.shared.service import Context
-from opentinker.shared.subjects import WAKE
-from opentinker.shared.types import JobRecord, JobState, Lease, Pool, WorkerInfo
-from opentinker.shared.waiting import rest, set_within
+from opentinker.shared.asyncio_tools import rest, set_within
+from opentinker.shared.messaging.subjects import WAKE
+from opentinker.shared.runtime.liveness import Pulses
+from opentinker.shared.runtime.service import Context
+from opentinker.shared.state.redis_script import UNFENCED
+from opentinker.shared.types.core import JobRecord, JobState, Lease, Pool, WorkerInfo
+from opentinker.shared.types.errors import Conflict, NotFound
 
 log = structlog.get_logger()
 

@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping, Sequence
 
 from opentinker.services.scheduler.placement.types import NAMES, Counts, Job, Need
-from opentinker.shared.types import JobRecord, Pool
+from opentinker.shared.types.core import JobRecord, Pool
 
 GB = 10**9
 SHOWN_HOLDERS = 2

@@ -8,7 +8,7 @@ import msgspec
 
 from opentinker.services.scheduler.placement.quotas import Used
 from opentinker.shared.config import TenantLimits
-from opentinker.shared.types import Pool
+from opentinker.shared.types.core import Pool
 
 LEASED = (Pool.TRAINER, Pool.ROLLOUT)
 NAMES = {

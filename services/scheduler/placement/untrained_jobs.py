@@ -16,9 +16,9 @@ from collections.abc import Container
 import structlog
 
 from opentinker.services.scheduler.placement.cluster_view import Cluster
-from opentinker.shared.script import UNFENCED
-from opentinker.shared.store import Store
-from opentinker.shared.types import JobRecord, JobState
+from opentinker.shared.state.redis_script import UNFENCED
+from opentinker.shared.state.store import Store
+from opentinker.shared.types.core import JobRecord, JobState
 
 log = structlog.get_logger()
 

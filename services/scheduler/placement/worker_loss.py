@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from opentinker.services.scheduler.placement.cluster_view import LONGEST_RETRY_S
-from opentinker.shared.types import JobRecord, Lease, Pool
+from opentinker.shared.types.core import JobRecord, Lease, Pool
 
 MAX_RESTARTS = 5
 """Losses of trainers in a row that count; the next one fails the job. As many rollout workers, and one for each that

@@ -24,16 +24,16 @@ from prometheus_client import Counter
 from redis.exceptions import RedisError
 
 from opentinker.services.scheduler.streams.nats_auth import Refused, standing
-from opentinker.shared.bus import LOST
+from opentinker.shared.asyncio_tools import heed, rest
 from opentinker.shared.config import Settings
-from opentinker.shared.keys import Keys
-from opentinker.shared.rights import SYSTEM, inbox
-from opentinker.shared.secrets import password_in
-from opentinker.shared.service import Context
-from opentinker.shared.stream_connections import Connection, Group, StreamConnections
-from opentinker.shared.subjects import KICK
-from opentinker.shared.telemetry import REGISTRY
-from opentinker.shared.waiting import heed, rest
+from opentinker.shared.messaging.bus import LOST
+from opentinker.shared.messaging.permissions import SYSTEM, inbox
+from opentinker.shared.messaging.subjects import KICK
+from opentinker.shared.runtime.service import Context
+from opentinker.shared.runtime.telemetry import REGISTRY
+from opentinker.shared.security.secrets import password_in
+from opentinker.shared.state.keys import Keys
+from opentinker.shared.state.stream_connections import Connection, Group, StreamConnections
 
 log = structlog.get_logger()
 

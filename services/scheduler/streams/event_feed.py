@@ -15,10 +15,10 @@ import orjson
 import structlog
 from redis.exceptions import RedisError
 
-from opentinker.shared.reports import JobEvent
-from opentinker.shared.service import Context
-from opentinker.shared.subjects import EVENT
-from opentinker.shared.waiting import rest
+from opentinker.shared.asyncio_tools import rest
+from opentinker.shared.messaging.subjects import EVENT
+from opentinker.shared.runtime.service import Context
+from opentinker.shared.types.telemetry import JobEvent
 
 log = structlog.get_logger()
 

@@ -21,15 +21,15 @@ from prometheus_client import Counter
 from redis.exceptions import RedisError
 
 from opentinker.services.scheduler.http.auth import ANYBODY
-from opentinker.shared.authority import Action, Verdict, authorize
-from opentinker.shared.keys import Key, Keys
-from opentinker.shared.nats_tokens import Signer, claims_of
-from opentinker.shared.rights import shown_of
-from opentinker.shared.service import Context
-from opentinker.shared.stream_connections import Connection, Group, StreamConnections
-from opentinker.shared.stream_credentials import Credential, StreamCredentials
-from opentinker.shared.subjects import LOGINS
-from opentinker.shared.telemetry import REGISTRY
+from opentinker.shared.messaging.nats_tokens import Signer, claims_of
+from opentinker.shared.messaging.permissions import shown_of
+from opentinker.shared.messaging.subjects import LOGINS
+from opentinker.shared.runtime.service import Context
+from opentinker.shared.runtime.telemetry import REGISTRY
+from opentinker.shared.security.authorization import Action, Verdict, authorize
+from opentinker.shared.state.keys import Key, Keys
+from opentinker.shared.state.stream_connections import Connection, Group, StreamConnections
+from opentinker.shared.state.stream_credentials import Credential, StreamCredentials
 
 log = structlog.get_logger()
 

@@ -16,9 +16,9 @@ import numpy as np
 from opentinker.services.trainer.algorithm import advantages
 from opentinker.services.trainer.algorithm.advantages import F64
 from opentinker.services.trainer.algorithm.seats import Player, credit_groups
-from opentinker.shared.errors import JobFailed
 from opentinker.shared.spec import AlgorithmSpec
-from opentinker.shared.trajectories import Group, Trajectory
+from opentinker.shared.types.errors import JobFailed
+from opentinker.shared.types.trajectories import Group, Trajectory
 
 GROUPWISE = {"grpo": advantages.grpo, "dr_grpo": advantages.dr_grpo, "rloo": advantages.rloo, "maxrl": advantages.maxrl}
 

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from opentinker.services.trainer.algorithm.advantages import F64
-from opentinker.shared.trajectories import Group, Trajectory
+from opentinker.shared.types.trajectories import Group, Trajectory
 
 I64 = npt.NDArray[np.int64]
 

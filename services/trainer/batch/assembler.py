@@ -13,8 +13,8 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
-from opentinker.shared.trajectories import Group
-from opentinker.shared.types import Discard, WeightVersion
+from opentinker.shared.types.core import Discard, WeightVersion
+from opentinker.shared.types.trajectories import Group
 
 
 @dataclass

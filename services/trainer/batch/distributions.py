@@ -12,8 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from opentinker.services.trainer.algorithm.seats import players_of
-from opentinker.shared.trajectories import Group
-from opentinker.shared.types import WeightVersion
+from opentinker.shared.types.core import WeightVersion
+from opentinker.shared.types.trajectories import Group
 
 LENGTHS = tuple(2.0**k for k in range(18))
 TURNS = (2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0, 24.0, 32.0, 64.0, 128.0)

@@ -9,8 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 from opentinker.services.trainer.algorithm.seats import Player, players_of
-from opentinker.shared.trajectories import Group, Trajectory
-from opentinker.shared.types import Ending, StopReason, WeightVersion
+from opentinker.shared.types.core import Ending, StopReason, WeightVersion
+from opentinker.shared.types.trajectories import Group, Trajectory
 
 LEARNERS = frozenset({"tokens", "entropy", "lr", "ess", "grad_norm", "clip_share", "step_seconds"})
 """Bare names that the learner reports beside these."""

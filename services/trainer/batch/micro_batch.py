@@ -17,13 +17,13 @@ from opentinker.services.trainer.algorithm.advantages import F64
 from opentinker.services.trainer.algorithm.credit_assignment import Credit
 from opentinker.services.trainer.algorithm.seats import players_of
 from opentinker.services.trainer.distributed.process_group import Gang
-from opentinker.shared.errors import JobFailed
 from opentinker.shared.nn.layout import I64, Layout, layout, with_ends
 from opentinker.shared.nn.packing import pack, share
-from opentinker.shared.nn.sight import marked
+from opentinker.shared.nn.vision import marked
 from opentinker.shared.spec import JobSpec
-from opentinker.shared.trajectories import Group, Trajectory
-from opentinker.shared.types import WeightVersion
+from opentinker.shared.types.core import WeightVersion
+from opentinker.shared.types.errors import JobFailed
+from opentinker.shared.types.trajectories import Group, Trajectory
 
 
 @dataclass

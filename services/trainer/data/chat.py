@@ -7,7 +7,7 @@ The text is the chat template's. Where the assistant's turns stand in it is know
                         whole chat begins; what lies between them is the turn
 
 Each stretch of text is tokenised by itself, as it is when the model is asked: the prompt first, the answer after it.
-Control tokens in contents stay text there too (`shared/control_tokens.py`).
+Control tokens in contents stay text there too (`shared/data/control_tokens.py`).
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from opentinker.shared.control_tokens import ControlTokens, Mode
-from opentinker.shared.errors import JobFailed
-from opentinker.shared.types import I32
+from opentinker.shared.data.control_tokens import ControlTokens, Mode
+from opentinker.shared.types.core import I32
+from opentinker.shared.types.errors import JobFailed
 
 Bools = npt.NDArray[np.bool_]
 Chat = list[dict[str, Any]]

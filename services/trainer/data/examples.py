@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 
 from opentinker.services.trainer.data.chat import Chat, ChatEncoder, Tokens, Unrenderable
-from opentinker.shared.dataset import Rows, Source, open_rows, sources
-from opentinker.shared.errors import JobFailed
-from opentinker.shared.rows import RowError
+from opentinker.shared.data.dataset import Rows, Source, open_rows, sources
+from opentinker.shared.data.jsonl import RowError
 from opentinker.shared.spec import DataSpec, JobSpec
 from opentinker.shared.spec.data import Format, NoFormat, format_of, renamed
+from opentinker.shared.types.errors import JobFailed
 
 DEFAULT_LENGTH = 4096
 UNSUPPORTED = ("tools", "images", "image", "videos")

@@ -40,12 +40,12 @@ from opentinker.services.trainer.distributed.rank_protocol import (
 )
 from opentinker.services.trainer.learners.rl import TorchLearner
 from opentinker.services.trainer.learners.supervised import RowPolicy
-from opentinker.shared.errors import JobFailed, OpenTinkerError
-from opentinker.shared.gpus import ORDER, VISIBLE, nearest, visible
 from opentinker.shared.nn import transport
+from opentinker.shared.runtime.gpus import ORDER, VISIBLE, nearest, visible
 from opentinker.shared.spec import JobSpec
-from opentinker.shared.trajectories import Group
-from opentinker.shared.types import WeightVersion
+from opentinker.shared.types.core import WeightVersion
+from opentinker.shared.types.errors import JobFailed, OpenTinkerError
+from opentinker.shared.types.trajectories import Group
 
 T = TypeVar("T")
 

@@ -35,8 +35,8 @@ from opentinker.services.trainer.distributed.rank_protocol import (
     frame,
 )
 from opentinker.services.trainer.learners.base import Interrupted, NonFinite
-from opentinker.shared import codec
-from opentinker.shared.errors import JobFailed, OpenTinkerError
+from opentinker.shared.messaging import codec
+from opentinker.shared.types.errors import JobFailed, OpenTinkerError
 
 log = structlog.get_logger()
 T = TypeVar("T")

@@ -9,9 +9,9 @@ import numpy as np
 
 from opentinker.services.trainer.data.chat import Tokens
 from opentinker.services.trainer.data.examples import Example
-from opentinker.shared import codec
-from opentinker.shared.trajectories import Group
-from opentinker.shared.types import WeightVersion
+from opentinker.shared.messaging import codec
+from opentinker.shared.types.core import WeightVersion
+from opentinker.shared.types.trajectories import Group
 
 HEAD = struct.Struct("<Q")
 

@@ -38,12 +38,12 @@ from opentinker.services.trainer.distributed.process_group import Gang
 from opentinker.services.trainer.learners import optimizer_state
 from opentinker.services.trainer.learners.base import BUCKET_BYTES
 from opentinker.services.trainer.learners.policy_model import Policy, Saved
-from opentinker.shared.errors import JobFailed, OpenTinkerError
 from opentinker.shared.nn import transport
 from opentinker.shared.nn.forward import SIGHT, token_scores
 from opentinker.shared.nn.layout import Layout
 from opentinker.shared.nn.models import autocast
-from opentinker.shared.types import TensorInfo, WeightVersion
+from opentinker.shared.types.core import TensorInfo, WeightVersion
+from opentinker.shared.types.errors import JobFailed, OpenTinkerError
 
 BUCKET_ELEMENTS = 1 << 24
 """Gradients are reduced in flat buckets of so many numbers."""

@@ -18,10 +18,10 @@ import orjson
 from opentinker.services.trainer.algorithm.advantages import F64
 from opentinker.services.trainer.batch.metrics import batch_metrics
 from opentinker.services.trainer.data.examples import Example
-from opentinker.shared.errors import JobFailed, OpenTinkerError
 from opentinker.shared.spec import JobSpec
-from opentinker.shared.trajectories import Group
-from opentinker.shared.types import SIMULATED, Probe, TensorInfo, WeightVersion
+from opentinker.shared.types.core import SIMULATED, Probe, TensorInfo, WeightVersion
+from opentinker.shared.types.errors import JobFailed, OpenTinkerError
+from opentinker.shared.types.trajectories import Group
 
 BUCKET_BYTES = 64 * 2**20
 """Weights travel in flat buckets of at most so many bytes."""

@@ -21,15 +21,15 @@ from opentinker.services.trainer.algorithm.advantages import F64
 from opentinker.services.trainer.algorithm.losses import value_loss
 from opentinker.services.trainer.batch.micro_batch import MicroBatch
 from opentinker.services.trainer.learners import optimizer_state
-from opentinker.shared.errors import JobFailed
-from opentinker.shared.manifest import CRITIC
+from opentinker.shared.data.manifest import CRITIC
+from opentinker.shared.data.safetensors_header import difference
 from opentinker.shared.nn.forward import token_values
 from opentinker.shared.nn.layers import recompute_layers
 from opentinker.shared.nn.layout import Layout
 from opentinker.shared.nn.lora import attach_lora, causal_lm, lora_dropouts
 from opentinker.shared.nn.models import autocast, load_model, torch_dtype
 from opentinker.shared.spec import JobSpec
-from opentinker.shared.tensors import difference
+from opentinker.shared.types.errors import JobFailed
 
 
 class Critic:

@@ -26,7 +26,6 @@ from transformers.core_model_loading import revert_weight_conversion
 from opentinker.services.trainer.distributed.process_group import Gang
 from opentinker.services.trainer.learners import optimizer_state
 from opentinker.services.trainer.learners.base import BUCKET_BYTES, Interrupted, NonFinite
-from opentinker.shared.errors import JobFailed
 from opentinker.shared.nn import transport
 from opentinker.shared.nn.forward import SIGHT, token_scores
 from opentinker.shared.nn.layers import float32_head, recompute_layers
@@ -34,7 +33,8 @@ from opentinker.shared.nn.layout import Layout, layout
 from opentinker.shared.nn.lora import attach_lora, causal_lm, lora_dropouts
 from opentinker.shared.nn.models import autocast, load_model, load_tokenizer, refuse_other_model, torch_dtype
 from opentinker.shared.spec import JobSpec
-from opentinker.shared.types import Probe, WeightVersion
+from opentinker.shared.types.core import Probe, WeightVersion
+from opentinker.shared.types.errors import JobFailed
 
 
 class Saved(NamedTuple):

@@ -21,11 +21,11 @@ import structlog
 
 from opentinker.services.trainer.learners.base import BUCKET_BYTES, SnapshotLike
 from opentinker.services.trainer.weights.swap_rpc import Failure, SwapCalls
-from opentinker.shared.errors import JobFailed
-from opentinker.shared.service import Context
-from opentinker.shared.subjects import WAKE
-from opentinker.shared.types import SIMULATED, Lease, SwapCommand, SwapReply, WeightVersion, WorkerInfo
-from opentinker.shared.waiting import set_within
+from opentinker.shared.asyncio_tools import set_within
+from opentinker.shared.messaging.subjects import WAKE
+from opentinker.shared.runtime.service import Context
+from opentinker.shared.types.core import SIMULATED, Lease, SwapCommand, SwapReply, WeightVersion, WorkerInfo
+from opentinker.shared.types.errors import JobFailed
 
 if TYPE_CHECKING:
     from opentinker.shared.nn.transport import WeightGroup

@@ -13,13 +13,13 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from opentinker.shared.bus import NoReply, NoResponders
-from opentinker.shared.codec import WireError
-from opentinker.shared.pulses import Pulses
-from opentinker.shared.service import Context
-from opentinker.shared.subjects import SWAP
-from opentinker.shared.types import Lease, SwapCommand, SwapReply, WorkerInfo
-from opentinker.shared.waiting import put_down
+from opentinker.shared.asyncio_tools import put_down
+from opentinker.shared.messaging.bus import NoReply, NoResponders
+from opentinker.shared.messaging.codec import WireError
+from opentinker.shared.messaging.subjects import SWAP
+from opentinker.shared.runtime.liveness import Pulses
+from opentinker.shared.runtime.service import Context
+from opentinker.shared.types.core import Lease, SwapCommand, SwapReply, WorkerInfo
 
 T = TypeVar("T")
 

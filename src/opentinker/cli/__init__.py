@@ -28,7 +28,7 @@ from opentinker.cli import (
     specs,
     status,
 )
-from opentinker.shared.errors import OpenTinkerError
+from opentinker.shared.types.errors import OpenTinkerError
 
 app = typer.Typer(
     name="opentinker",

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from opentinker.cli.common import AsJson, JobId, Url, UsageError, ago, client, print_json, print_table, say
-from opentinker.shared.errors import plural
+from opentinker.shared.types.errors import plural
 
 if TYPE_CHECKING:
-    from opentinker.shared.answers import Artifact
+    from opentinker.shared.api_types import Artifact
 
 
 def register(app: typer.Typer) -> None:

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from opentinker.cli.common import DATA_DIR, AsJson, DataDir, print_json, print_table, say
-from opentinker.shared import audit
+from opentinker.shared.security import audit_log
 
 commands = typer.Typer(help="The audit log: who did what.", no_args_is_help=True, rich_markup_mode=None)
 
@@ -29,11 +29,11 @@ def verify(
     it also tells whether the end was cut off.
     """
     found, broken = [], []
-    for present in audit.writers(audit.folder(data_dir)):
+    for present in audit_log.writers(audit_log.folder(data_dir)):
         try:
-            verified = audit.verify(present, first)
+            verified = audit_log.verify(present, first)
             found.append({"log": present.stem, "lines": verified.lines, "last": verified.last, "hash": verified.hash})
-        except audit.AuditBroken as error:
+        except audit_log.AuditBroken as error:
             broken.append(str(error))
     if expect and not broken and not _holds(data_dir, first, expect):
         broken.append(f"no line has the hash {expect}: the end of a chain was cut off, or it was made anew")
@@ -42,7 +42,7 @@ def verify(
     else:
         rows = [[log["log"], log["lines"], log["last"], log["hash"]] for log in found]
         print_table(
-            ["log", "lines", "last", "hash of the last"], rows, empty=f"no audit log in {audit.folder(data_dir)}"
+            ["log", "lines", "last", "hash of the last"], rows, empty=f"no audit log in {audit_log.folder(data_dir)}"
         )
         for problem in broken:
             say(f"BROKEN {problem}")
@@ -56,10 +56,10 @@ def main() -> None:
 
 
 def _holds(data_dir: DataDir, first: int, expect: str) -> bool:
-    for present in audit.writers(audit.folder(data_dir)):
+    for present in audit_log.writers(audit_log.folder(data_dir)):
         try:
-            audit.verify(present, first, expect)
+            audit_log.verify(present, first, expect)
             return True
-        except audit.AuditBroken:
+        except audit_log.AuditBroken:
             continue
     return False

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from opentinker.cli.common import JobId, Url, client, complain
-from opentinker.shared.errors import OpenTinkerError
+from opentinker.shared.types.errors import OpenTinkerError
 
 Chat = list[dict[str, Any]]
 

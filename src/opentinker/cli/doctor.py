@@ -17,9 +17,9 @@ from opentinker.embedded import DEFAULT_PORTS, STORE_BYTES, nats_binary, valkey_
 from opentinker.nearby import is_running
 from opentinker.processes import StartError, port_free
 from opentinker.shared.config import load_settings
-from opentinker.shared.errors import OpenTinkerError
-from opentinker.shared.gpus import visible
-from opentinker.shared.sandbox import Sandbox
+from opentinker.shared.runtime.gpus import visible
+from opentinker.shared.security.sandbox import Sandbox
+from opentinker.shared.types.errors import OpenTinkerError
 from opentinker.up import DEFAULT_PORT
 
 GIB = 1024**3

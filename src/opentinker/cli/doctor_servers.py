@@ -22,9 +22,9 @@ from redis.exceptions import NoPermissionError, RedisError
 
 from opentinker.nearby import KEY_FILE, is_running, read_state
 from opentinker.shared.config import load_settings
-from opentinker.shared.redact import redacted
-from opentinker.shared.rights import OPERATOR
-from opentinker.shared.subjects import STREAMS
+from opentinker.shared.messaging.permissions import OPERATOR
+from opentinker.shared.messaging.subjects import STREAMS
+from opentinker.shared.security.redact import redacted
 
 PATIENCE_S = 5.0
 SKEW_S = 1.0

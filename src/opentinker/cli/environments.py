@@ -11,7 +11,7 @@ import typer
 from opentinker.cli import trials
 from opentinker.cli.common import AsJson, Url, ago, client, print_json, print_table, say
 from opentinker.cli.serve import serve
-from opentinker.shared.errors import plural
+from opentinker.shared.types.errors import plural
 
 PUSH_S = 60.0
 

@@ -21,12 +21,12 @@ from opentinker.cli.common import (
     same_server,
     say,
 )
-from opentinker.shared.errors import Conflict, NotFound, plural
-from opentinker.shared.types import JobState
+from opentinker.shared.types.core import JobState
+from opentinker.shared.types.errors import Conflict, NotFound, plural
 
 if TYPE_CHECKING:
     from opentinker.client import Client
-    from opentinker.shared.answers import JobSummary
+    from opentinker.shared.api_types import JobSummary
 
 KINDS = ("rl", "sft", "dpo", "inference", "eval")
 STATES = tuple(state.value for state in JobState)

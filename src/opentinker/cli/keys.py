@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from opentinker.cli.common import AsJson, Url, ago, client, complain, print_json, print_table, say, server_url
-from opentinker.shared.errors import OpenTinkerError
+from opentinker.shared.types.errors import OpenTinkerError
 
 UNITS_S = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 keys = typer.Typer(help="API keys: who may use a server.", no_args_is_help=True, rich_markup_mode=None)
@@ -100,7 +100,7 @@ def rotate(
     The operator's key of the server in this directory is replaced in its file.
     """
     from opentinker.nearby import key_file_for
-    from opentinker.shared.key_text import parse, replace_key
+    from opentinker.shared.security.key_text import parse, replace_key
 
     _refuse_existing(out)
     made = client(url).rotate_key(key_id, grace_s=seconds(grace, "--grace"))
@@ -128,7 +128,7 @@ def init(
     as_json: AsJson = False,
 ) -> None:
     """Write an operator's key for a server without `up`: its setting admin_key_file registers it."""
-    from opentinker.shared.key_text import ENV, new_key
+    from opentinker.shared.security.key_text import ENV, new_key
 
     if not ENV.fullmatch(env):
         raise typer.BadParameter(f"--env {env!r}: must be up to 16 small letters and digits")
@@ -164,7 +164,7 @@ def _refuse_existing(file: Path | None) -> None:
 
 
 def _write(file: Path, key: str) -> None:
-    from opentinker.shared.key_text import write_key
+    from opentinker.shared.security.key_text import write_key
 
     try:
         write_key(file, key)

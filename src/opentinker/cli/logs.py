@@ -14,8 +14,8 @@ import typer
 
 from opentinker.cli.common import DATA_DIR, PATIENCE_S, AsJson, DataDir, Url, client, say
 from opentinker.processes import tail
-from opentinker.shared.errors import OpenTinkerError
-from opentinker.shared.reports import LEVELS
+from opentinker.shared.types.errors import OpenTinkerError
+from opentinker.shared.types.telemetry import LEVELS
 
 POLL_S = 0.2
 LINES = 50

@@ -13,7 +13,7 @@ from typing import Annotated, Any, TextIO
 import typer
 
 from opentinker.cli.common import DATA_DIR, AsJson, DataDir, as_typed, print_json, print_table, quiet, say
-from opentinker.shared.errors import OpenTinkerError
+from opentinker.shared.types.errors import OpenTinkerError
 
 DOWN_S = 90.0
 

@@ -11,7 +11,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from opentinker import __version__
 from opentinker.cli.common import as_typed
-from opentinker.shared.errors import NotFound, OpenTinkerError, SpecError
+from opentinker.shared.types.errors import NotFound, OpenTinkerError, SpecError
 
 USAGE_ERROR: Any = typer.BadParameter.__mro__[2]
 """ClickException, of the click that typer brings."""

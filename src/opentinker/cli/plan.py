@@ -11,7 +11,7 @@ import typer
 
 from opentinker.cli.common import AsJson, Url, client, complain, print_json, print_table, say
 from opentinker.cli.specs import Changes, SpecFile, demands, read_spec
-from opentinker.shared.errors import OpenTinkerError
+from opentinker.shared.types.errors import OpenTinkerError
 
 if TYPE_CHECKING:
     from opentinker.capacity import Pools, Prediction, Work

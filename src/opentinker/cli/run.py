@@ -17,7 +17,7 @@ import typer
 
 from opentinker.cli.common import as_typed, client, complain, say, shown
 from opentinker.cli.specs import Changes, FromCheckpoint, SpecFile, Steps, WithOptimizer, read_spec
-from opentinker.shared.errors import OpenTinkerError
+from opentinker.shared.types.errors import OpenTinkerError
 
 if TYPE_CHECKING:
     from opentinker.client import Client
@@ -189,7 +189,7 @@ def _wait_api(home: Path, process: subprocess.Popen[bytes], log: Path) -> str:
 
 def finish(api: Client, job_id: str) -> Update:
     """Cancel, and wait until the job's workers have let go: the trainer saves what it has."""
-    from opentinker.shared.errors import Conflict
+    from opentinker.shared.types.errors import Conflict
     from opentinker.watch import follow
 
     with suppress(Conflict):  # it has just ended by itself

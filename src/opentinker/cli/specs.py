@@ -12,10 +12,10 @@ import orjson
 import typer
 
 from opentinker.cli.common import AsJson, Url, assigned, client, print_json, print_table, running_server, say
-from opentinker.shared.errors import SpecError, described
+from opentinker.shared.types.errors import SpecError, described
 
 if TYPE_CHECKING:
-    from opentinker.shared.answers import Check
+    from opentinker.shared.api_types import Check
     from opentinker.shared.spec import JobSpec
 
 SpecFile = Annotated[Path, typer.Argument(metavar="JOB.toml", help="The job spec, TOML or JSON.")]
@@ -54,7 +54,7 @@ def read_spec(
     from opentinker.given import started
     from opentinker.locating import located
     from opentinker.shared.spec import parse_spec
-    from opentinker.shared.spec_text import load_spec
+    from opentinker.shared.spec.text import load_spec
 
     if with_optimizer and from_checkpoint is None:
         raise typer.BadParameter("--with-optimizer needs --from-checkpoint JOB@STEP")
@@ -181,8 +181,8 @@ def _looked_at(data: dict[str, Any], server: str | None, beside: Path) -> dict[s
     from opentinker import inspecting
     from opentinker.given import with_whole_paths
     from opentinker.shared.spec import parse_spec
-    from opentinker.shared.spec_checks import NOT_LOOKED_AT, prompt
-    from opentinker.shared.types import Message
+    from opentinker.shared.spec.dry_run import NOT_LOOKED_AT, prompt
+    from opentinker.shared.types.core import Message
 
     import_from_here()
     spec = parse_spec(with_whole_paths(data, beside))
@@ -328,7 +328,7 @@ def show_algorithms(
     as_json: AsJson = False,
 ) -> None:
     """Print the presets of `[algorithm] name`: what each one is made of, to be overridden field by field."""
-    from opentinker.shared import algorithms
+    from opentinker.shared.spec import algorithms
 
     if name is not None and name not in algorithms.PRESETS:
         raise typer.BadParameter(f"there is no preset {name!r}; there are: {', '.join(algorithms.PRESETS)}")

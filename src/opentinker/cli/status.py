@@ -8,8 +8,8 @@ from typing import Annotated, Any
 import typer
 
 from opentinker.cli.common import DATA_DIR, AsJson, DataDir, Url, as_typed, client, print_json, print_table, say
-from opentinker.shared.answers import Queue, Worker
-from opentinker.shared.errors import OpenTinkerError
+from opentinker.shared.api_types import Queue, Worker
+from opentinker.shared.types.errors import OpenTinkerError
 
 JOBS = 500
 """The newest ones are counted."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from opentinker.cli.common import AsJson, assigned, complain, print_json, say
-from opentinker.shared.errors import plural
+from opentinker.shared.types.errors import plural
 
 if TYPE_CHECKING:
     from opentinker.trial import Report

@@ -7,6 +7,6 @@ A script of the published client's folder layout, with `from utils.http_training
 
 from opentinker.api_client import ApiConflict, ApiError, ApiNotFound, AsyncClient
 from opentinker.client.sync import Client
-from opentinker.shared import answers
+from opentinker.shared import api_types as answers
 
 __all__ = ["ApiConflict", "ApiError", "ApiNotFound", "AsyncClient", "Client", "answers"]

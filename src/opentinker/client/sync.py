@@ -16,7 +16,7 @@ from opentinker.given import Spec
 from opentinker.granting import GrantingSync
 from opentinker.http import ApiError, ExitExecutor, Json
 from opentinker.knowing import KnowingSync
-from opentinker.shared.answers import (
+from opentinker.shared.api_types import (
     Environment,
     EnvironmentSummary,
     Event,

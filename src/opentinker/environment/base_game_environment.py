@@ -18,7 +18,7 @@ from opentinker.environment.game_server import Endpoints, GameServer, look_for
 from opentinker.environment.prompts import messages_of
 from opentinker.envs.base import EnvironmentConfig
 from opentinker.envs.game import AbstractGame, GameDataGenerator, PlayedGame, check_arguments
-from opentinker.shared.types import Message
+from opentinker.shared.types.core import Message
 
 VALIDATION_SEED = 42
 VALIDATION_SAMPLES = 50

@@ -17,7 +17,7 @@ from opentinker.envs.grading import Grade, graders
 from opentinker.envs.runtime.tools.tool_factory import Shop, Tools
 from opentinker.envs.tools import Outcome, perform
 from opentinker.shared.config import Settings
-from opentinker.shared.types import ToolCall
+from opentinker.shared.types.core import ToolCall
 
 T = TypeVar("T")
 Backend = Literal["monty", "sandbox"]

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from opentinker.shared.rows import RowError
-from opentinker.shared.types import Image, Message, Text
+from opentinker.shared.data.jsonl import RowError
+from opentinker.shared.types.core import Image, Message, Text
 
 PLACEHOLDER = "<image>"
 """Stands in a text for the next image of the row."""

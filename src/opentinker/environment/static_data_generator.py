@@ -9,8 +9,8 @@ from typing import Any
 
 from opentinker.environment.base_data_generator import AbstractGameDataGenerator
 from opentinker.envs.data import images_of
-from opentinker.shared.dataset import open_rows
-from opentinker.shared.rows import RowError
+from opentinker.shared.data.dataset import open_rows
+from opentinker.shared.data.jsonl import RowError
 
 HOLDERS = ("reward_model", "extra_info")
 """Columns in which a ground truth may hide."""

@@ -12,7 +12,7 @@ import importlib
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-from opentinker.shared.errors import OpenTinkerError
+from opentinker.shared.types.errors import OpenTinkerError
 
 KINDS = {
     "tensorboard": "a directory for event files",

@@ -27,8 +27,8 @@ from opentinker.client.utils.utils import say
 from opentinker.http import ApiError
 from opentinker.refusal import refused
 from opentinker.serving import serve_environment
-from opentinker.shared.answers import Job, MetricPoint
-from opentinker.shared.types import JobState
+from opentinker.shared.api_types import Job, MetricPoint
+from opentinker.shared.types.core import JobState
 
 __all__ = ["InferenceSchedulerClient", "SchedulerClient", "ServiceClient"]
 

@@ -1,0 +1,166 @@
+"""Jobs, and what is known of one before it is submitted."""
+
+from typing import Any, Literal, NotRequired, TypedDict
+
+from opentinker.shared.api_types.episodes import Said
+
+State = Literal["queued", "starting", "running", "paused", "succeeded", "failed", "cancelled"]
+
+
+class JobSummary(TypedDict):
+    """A job, as lists have it."""
+
+    id: str
+    name: str
+    kind: str
+    """rl, sft, dpo, inference or eval."""
+    tenant: str
+    key: str
+    """Id of the API key that it was submitted with; empty where the server asks for none."""
+    state: State
+    reason: str
+    """Why it is in this state, where there is more to say."""
+    waiting_for: str
+    """What it lacks to start or to go on; empty when it lacks nothing."""
+    asleep: bool
+    """An inference job that nobody asks anything: it gets workers when somebody does."""
+    epoch: int
+    """Counts the trainers that it has had."""
+    restarts: int
+    priority: int
+    step: int
+    steps: int
+    """Of an eval job: episodes; 0: only the trainer can know."""
+    progress: dict[str, Any]
+    """What the trainer last reported."""
+    created: float
+    """Unix seconds, as all times."""
+    updated: float
+    since: float
+    """When it came to the queue or, of a job that has begun, when it started."""
+    finished: float | None
+    """Null while it is not over."""
+    deleted: float | None
+    """When all that it left was deleted; null while it is there."""
+    trace: str
+    """`traceparent` of the request that submitted it."""
+    model: str
+    environment: NotRequired[str]
+    """Its name, of jobs that have one."""
+    data: NotRequired[str]
+    """The path, of jobs that learn from rows."""
+    endpoint: NotRequired[str]
+    """Of an inference job: below it are OpenAI's routes."""
+
+
+class Ledger(TypedDict):
+    """Groups of episodes, counted."""
+
+    issued: int
+    running: int
+    accepted: int
+    trained: int
+    pending: int
+    discarded: dict[str, int]
+    """By reason."""
+    failed: dict[str, int]
+    """By reason."""
+    version: str
+    """Newest weights, EPOCH.STEP."""
+    balanced: bool
+    """Accepted are as many as trained, pending and discarded together."""
+
+
+class JobWorker(TypedDict):
+    """A worker that is leased to the job."""
+
+    id: str
+    pool: str
+    status: str
+    """idle, loading, ready or draining."""
+    host: str
+    pid: int
+    detail: dict[str, Any]
+
+
+class LastMetrics(TypedDict):
+    """The newest point of a source."""
+
+    step: int
+    time: float
+    values: dict[str, float]
+
+
+class KeptArtifacts(TypedDict):
+    """What the job leaves behind."""
+
+    rule: str
+    """What is kept, and how long."""
+    bytes: int
+    expires: float | None
+    published: list[str]
+    """Names of its checkpoints."""
+
+
+class EvalResult(TypedDict):
+    """What an eval job has found."""
+
+    version: str
+    """The evaluated weights, EPOCH.STEP."""
+    step: int
+    values: dict[str, float]
+    """val/* metrics; NAME/low and NAME/high are the 95% interval of NAME."""
+
+
+class Job(JobSummary):
+    """One job."""
+
+    spec: dict[str, Any]
+    ledger: Ledger
+    workers: list[JobWorker]
+    metrics: dict[str, LastMetrics]
+    """By source."""
+    result: NotRequired[EvalResult]
+    """Of an eval job that has succeeded."""
+    artifacts: KeptArtifacts
+
+
+class Jobs(TypedDict):
+    """A page of them, newest first."""
+
+    jobs: list[JobSummary]
+    cursor: str
+    """`before` of the next page."""
+    more: bool
+
+
+class Mistake(TypedDict):
+    """What is wrong in a spec."""
+
+    field: str
+    value: Any
+    problem: str
+    suggestion: NotRequired[str]
+    """What to write instead: a setting's name, a value or a line of TOML."""
+
+
+class Check(TypedDict):
+    """What was looked at."""
+
+    what: str
+    found: str
+    result: Literal["ok", "note", "bad"]
+    """A note holds nothing up now."""
+    hint: str
+    """What to do about it; may be empty."""
+
+
+class Validation(TypedDict):
+    """A spec, looked at as if it were submitted."""
+
+    valid: bool
+    mistakes: list[Mistake]
+    """As of a submission; where there are some nothing else is looked at."""
+    checks: list[Check]
+    messages: list[Said]
+    """Of the environment's first turn."""

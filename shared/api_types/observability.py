@@ -1,0 +1,191 @@
+"""What a job says while it goes on: events, failures, metrics, log, timeline, how its numbers are spread."""
+
+from typing import Any, Literal, NotRequired, TypedDict
+
+from opentinker.shared.api_types.jobs import State
+
+
+class Event(TypedDict):
+    """An entry of a job's log of events; what else belongs to it stands beside these fields."""
+
+    id: str
+    """`after` of the next call."""
+    event: str
+    time: float
+    state: NotRequired[State]
+    """Where the event changed it."""
+    epoch: NotRequired[int]
+    step: NotRequired[int]
+    steps: NotRequired[list[int]]
+    group: NotRequired[int]
+    by: NotRequired[str]
+    """The job, or the API key, that brought it about."""
+    reason: NotRequired[str]
+    error: NotRequired[str]
+
+
+class Events(TypedDict):
+    """With `format=json`."""
+
+    events: list[Event]
+
+
+class MetricPoint(TypedDict):
+    """What one source said of one step."""
+
+    cursor: int
+    """`after` of the next call."""
+    source: str
+    incarnation: str
+    """New at every start of the process."""
+    seq: int
+    """Counts per source and incarnation."""
+    time: float
+    step: int
+    values: dict[str, float]
+
+
+class Metrics(TypedDict):
+    """A page of them, oldest first."""
+
+    metrics: list[MetricPoint]
+    cursor: int
+    """`after` of the next page."""
+    more: bool
+
+
+class Failure(TypedDict):
+    """A group or an episode that failed for good; what else belongs to it stands beside these fields."""
+
+    id: str
+    event: str
+    """group_failed, group_rejected or exam_failed."""
+    time: float
+    reason: str
+    error: str
+    """The end of it."""
+    group: NotRequired[int]
+    episode: NotRequired[int]
+    """Of an eval job."""
+
+
+class Failures(TypedDict):
+    """The newest of them, newest first."""
+
+    failures: list[Failure]
+    counts: dict[str, int]
+    """Groups, of all that there were, by reason."""
+
+
+class LogLine(TypedDict):
+    """What a service said about the job."""
+
+    cursor: int
+    """`after` of the next call."""
+    job: str
+    service: str
+    worker: str
+    level: Literal["debug", "info", "warning", "error", "critical"]
+    time: float
+    """By the clock of the machine that said it."""
+    event: str
+    fields: dict[str, Any]
+    trace: str
+    """The exception, if it is about one."""
+
+
+class LogLines(TypedDict):
+    """A page of them, oldest first; with `format=json`."""
+
+    lines: list[LogLine]
+    cursor: int
+    """`after` of the next page."""
+    more: bool
+
+
+class Segment(TypedDict):
+    """What a worker did without a break, on one lane of the timeline."""
+
+    lane: str
+    """generation, env, reference, training or swap."""
+    kind: str
+    """What it was there: rollout, evaluation; step, wait, checkpoint; transfer, pause, load, resume, publish..."""
+    start: float
+    """By the clock of the worker's machine."""
+    end: float
+    version: str
+    """Weights, EPOCH.STEP; empty where there are none."""
+    level: float
+    """How many at a time on average: episodes, groups."""
+
+
+class TimelinePart(TypedDict):
+    """A worker's last second; what goes on then goes on in the next part."""
+
+    cursor: int
+    """`after` of the next call."""
+    job: str
+    worker: str
+    incarnation: str
+    """New at every start of the process."""
+    seq: int
+    """Counts per worker and incarnation."""
+    segments: list[Segment]
+    left_out: int
+    """Shorter ones for which there was no room."""
+
+
+class Timeline(TypedDict):
+    """A page of parts, in the order in which they came."""
+
+    timeline: list[TimelinePart]
+    cursor: int
+    """`after` of the next page."""
+    more: bool
+
+
+class Histogram(TypedDict):
+    """Numbers, counted."""
+
+    edges: list[float]
+    counts: list[int]
+    """One more than edges: below the first, from each to the next, from the last one on."""
+
+
+class Distribution(TypedDict):
+    """How the batch of a step was spread."""
+
+    epoch: int
+    step: int
+    time: float
+    reward: Histogram
+    """Of players, as length and turns are."""
+    length: Histogram
+    """In tokens."""
+    turns: Histogram
+    staleness: Histogram
+    """In versions, of trajectories."""
+    ratio: NotRequired[Histogram]
+    """Importance ratio of tokens, where the learner says it."""
+
+
+class Distributions(TypedDict):
+    """Oldest first."""
+
+    distributions: list[Distribution]
+
+
+class StreamCredentials(TypedDict):
+    """How a job is heard live on NATS. The only answer that has the token."""
+
+    servers: list[str]
+    """URLs, of WebSockets."""
+    token: str
+    """`auth_token` of CONNECT."""
+    inbox: str
+    """The prefix below which answers may be heard."""
+    expires_at: float
+    subjects: dict[str, str]
+    """By name: what may be heard."""
+    history: dict[str, str]
+    """By the same names: the path at which what came before is read."""

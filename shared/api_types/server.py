@@ -1,0 +1,141 @@
+"""The server: its workers and streams, and what jobs cost it."""
+
+from typing import Any, Literal, NotRequired, TypedDict
+
+from opentinker.shared.api_types.jobs import State
+
+
+class Gpu(TypedDict):
+    """One that a worker may use."""
+
+    index: int
+    uuid: str
+    model: str
+    memory: int
+    """Bytes."""
+    numa: int
+    """Node of the host's memory that is nearest; -1: unknown."""
+    links: list[int]
+    """Indices of the GPUs that NVLink joins it with."""
+
+
+class Lease(TypedDict):
+    """Who may act for a job."""
+
+    job: str
+    worker: str
+    incarnation: str
+    epoch: int
+    pool: str
+    leaves_by: float
+    """Time until which the worker may end what it has begun; 0: it stays."""
+
+
+class Worker(TypedDict):
+    """A live worker."""
+
+    id: str
+    incarnation: str
+    """New at every start of its process."""
+    pool: str
+    host: str
+    pid: int
+    job: str | None
+    epoch: int
+    status: str
+    """idle, loading, ready or draining."""
+    address: str
+    detail: dict[str, Any]
+    gpus: list[Gpu]
+    cores: int
+    """CPUs of its machine; 0: it did not say."""
+    machine: str
+    """The same for all workers of one machine, in containers too; empty: it did not say."""
+    lease: Lease | None
+
+
+class Workers(TypedDict):
+    """All that are alive."""
+
+    workers: list[Worker]
+
+
+class FreedWorker(TypedDict):
+    """A job was cancelled, so that this worker is free in a moment."""
+
+    worker: str
+    job: str
+    """Its id: the rest of it is for its tenant."""
+    state: State
+
+
+class Spent(TypedDict):
+    """What was used."""
+
+    worker_s: float
+    """Seconds of leased workers."""
+    gpu_s: float
+    """The same times their GPUs."""
+    cpu_s: float
+    tokens_generated: float
+    tokens_trained: float
+    bytes_stored: float
+    """Of a day: the most at a time."""
+
+
+class UsageRow(Spent):
+    """Of a job, a day or a key, as `by` says."""
+
+    job: NotRequired[str]
+    name: NotRequired[str]
+    kind: NotRequired[str]
+    state: NotRequired[State]
+    key: NotRequired[str]
+    """Id of the API key; also with the job."""
+    jobs: NotRequired[int]
+    """Of a key: how many."""
+    day: NotRequired[str]
+
+
+class Usage(TypedDict):
+    """What jobs cost."""
+
+    by: Literal["job", "day", "key"]
+    usage: list[UsageRow]
+    total: Spent
+
+
+class Queue(TypedDict):
+    """A stream of messages."""
+
+    stream: str
+    messages: int
+    bytes: int
+    consumers: int
+    subjects: dict[str, int]
+    """Messages, by subject."""
+
+
+class Queues(TypedDict):
+    """All of them."""
+
+    queues: list[Queue]
+
+
+class Health(TypedDict):
+    """The process turns."""
+
+    status: Literal["ok"]
+    service: str
+    worker: str
+    """Its name."""
+    auth: Literal["on", "off"]
+    """Off: the server asks nobody for a key."""
+
+
+class Readiness(TypedDict):
+    """Whether the process can work."""
+
+    ready: bool
+    nats: bool
+    """It is connected."""

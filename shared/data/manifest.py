@@ -1,0 +1,122 @@
+"""What a checkpoint directory says of itself: written by the trainer, read by it and by the scheduler.
+
+{data_dir}/jobs/{job}/checkpoints/step-000050/manifest.json    a committed checkpoint
+{data_dir}/jobs/{job}/checkpoints/.epoch                       nobody of a lower epoch may write here
+{data_dir}/jobs/{job}/start/manifest.json                      the checkpoint of another job that this one starts from
+{data_dir}/jobs/{job}/start/adapters/{name}/manifest.json      one that an inference job serves beside its base
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from opentinker.shared.types.core import WeightVersion
+
+MANIFEST = "manifest.json"
+EPOCH = ".epoch"
+START = "start"
+ADAPTER = "adapter_model.safetensors"
+ENDS = 3
+"""Of a long list of steps so many are named at either end."""
+TRAINER_STATE = "trainer/"
+"""Files under it are for resuming (optimizer, random state); a model loads without them."""
+OPTIMIZER, CRITIC = f"{TRAINER_STATE}optimizer.safetensors", f"{TRAINER_STATE}critic.safetensors"
+
+
+class FileEntry(msgspec.Struct, frozen=True, kw_only=True):
+    bytes: int
+    sha256: str
+
+
+class DataCursor(msgspec.Struct, frozen=True, kw_only=True):
+    """How far a job that learns from rows has come."""
+
+    position: int
+    """Rows used since the job began, in the order that the seed gives."""
+    rows: int
+    """That there are."""
+    fingerprint: str
+    """Of their tokens: the order means nothing for other ones."""
+
+
+class Manifest(msgspec.Struct, frozen=True, kw_only=True):
+    """What a checkpoint is, and where its job stood when it was taken. JSON on disk."""
+
+    job: str
+    epoch: int
+    """Of the trainer that wrote it."""
+    step: int
+    version: WeightVersion
+    resumed: dict[int, int] = {}
+    """Epoch -> the step it resumed from: which versions belong to this lineage."""
+    stream_floor: int = 0
+    """Every group up to this position of the trajectory stream is accounted for."""
+    consumed: list[int] = []
+    """Group seqs that were trained or discarded and whose messages lie above the floor."""
+    ledger: dict[str, int] = {}
+    """Groups since the job began: `trained`, and `discarded/REASON` by reason; the others come again."""
+    next_seq: int = 0
+    """The first ticket number never issued, as far as the trainer knows."""
+    position: int | None = None
+    """Of a deterministic job: groups issued for the steps up to this one, those of rolled-back steps left out."""
+    data: DataCursor | None = None
+    """sft, dpo."""
+    files: dict[str, FileEntry] = {}
+    """By path inside the directory. Filled in when the checkpoint is committed."""
+    created: float = 0.0
+    """Unix seconds; filled in when the checkpoint is committed."""
+
+    @property
+    def name(self) -> str:
+        """Of its directory."""
+        return name_of(self.step)
+
+    @property
+    def age(self) -> tuple[int, int]:
+        """Sorts oldest first: what an older epoch wrote is older, also where it had come further."""
+        return self.epoch, self.step
+
+
+def start_of(data_dir: Path, job: str) -> Path:
+    """Where a job that begins with another one's checkpoint has it, from its submission to its end."""
+    return data_dir / "jobs" / job / START
+
+
+def adapter_of(data_dir: Path, job: str, name: str) -> Path:
+    """Where an inference job has an adapter that it serves beside its base, from its submission to its end."""
+    return start_of(data_dir, job) / "adapters" / name
+
+
+def name_of(step: int) -> str:
+    return f"step-{step:06d}"
+
+
+def read_manifest(directory: Path) -> Manifest:
+    """Raises OSError, msgspec.MsgspecError."""
+    return msgspec.json.decode((directory / MANIFEST).read_bytes(), type=Manifest)
+
+
+def fenced_epoch(root: Path) -> int:
+    """No lower epoch may write below `root`; 0 if nobody has said so yet."""
+    try:
+        return int((root / EPOCH).read_text())
+    except FileNotFoundError:
+        return 0
+
+
+def short_list(steps: Sequence[int]) -> str:
+    """`1, 2, 3, ... (81 more) ..., 198, 199, 200`: a list of steps, the middle of a long one left out."""
+    if len(steps) <= 2 * ENDS + 1:
+        return ", ".join(map(str, steps))
+    left_out = f"... ({len(steps) - 2 * ENDS} more) ..."
+    return ", ".join([*map(str, steps[:ENDS]), left_out, *map(str, steps[-ENDS:])])
+
+
+def instead(job: str, others: list[int]) -> str:
+    """What to do about a damaged checkpoint, given the steps of the others, the best first."""
+    if not others:
+        return "there is no other"
+    return f"there are others, of step {short_list(others)}: opentinker download {job} DIR --step {others[0]}"

@@ -1,0 +1,65 @@
+"""Which language models OpenTinker trains and serves, told by config.json alone: before any worker loads one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+SEEING = ("idefics3",)
+"""`model_type` of models that images can be shown to: those that `shared/nn/vision.py` has code for."""
+TEXT_OF_SEEING = (
+    *("gemma3", "gemma3n", "gemma4", "llama4", "mllama", "qwen3_5", "qwen3_5_moe"),
+    *SEEING,
+)
+"""Of models that see, those that transformers also loads as language models: rows of text can train them."""
+OTHER_SENSES = ("vision_config", "audio_config", "vision_encoder", "visual", "thinker_config", "speech_config")
+"""Entries of a config.json that describe a tower beside the language model."""
+CONDITIONAL = "ForConditionalGeneration"
+"""Ends the architectures of models that see or hear, and of encoder-decoders."""
+CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+"""Dimensions of an attention head that vLLM's kernels for CPUs take."""
+
+
+def unsupported_family(config: Mapping[str, Any], *, served: bool) -> str:
+    """Why no job can have a model with this config.json; empty if its family is supported. `served`: vLLM loads it."""
+    kind = config.get("model_type")
+    if kind in (SEEING if served else TEXT_OF_SEEING):
+        return ""
+    if config.get("is_encoder_decoder"):
+        return f"is a {kind} model, an encoder-decoder; OpenTinker trains and serves decoders of text"
+    architectures = config.get("architectures")
+    names = architectures if isinstance(architectures, list) else []
+    text_only = not any(isinstance(config.get(name), dict) for name in OTHER_SENSES)
+    if text_only and not any(str(name).endswith(CONDITIONAL) for name in names):
+        return ""
+    types = ", ".join(SEEING)
+    return (
+        f"is a {kind} model; OpenTinker trains and serves text models, and of models that see {types}: take a text "
+        "model, or SmolVLM-256M-Instruct for images"
+    )
+
+
+def unsupported_on_cpu(config: Mapping[str, Any]) -> str:
+    """Why vLLM cannot serve a model with this config.json on CPUs; empty if nothing speaks against it."""
+    text = config.get("text_config")
+    text = text if isinstance(text, Mapping) else config
+    heads, width, size = (text.get(name) for name in ("num_attention_heads", "hidden_size", "head_dim"))
+    if "kv_lora_rank" in text or not (isinstance(heads, int) and heads > 0 and isinstance(width, int)):
+        return ""
+    size = size if isinstance(size, int) and size > 0 else width // heads
+    if size in CPU_HEAD_SIZES:
+        return ""
+    allowed = ", ".join(map(str, CPU_HEAD_SIZES))
+    return f"has attention heads of {size} dimensions; vLLM on CPUs takes {allowed}: take another model, or a GPU"
+
+
+def read_config(directory: Path) -> dict[str, Any]:
+    """config.json of a model directory; empty if it cannot be read, of which others have more to say. Blocking."""
+    try:
+        config = orjson.loads((directory / "config.json").read_bytes())
+    except (OSError, orjson.JSONDecodeError):
+        return {}
+    return config if isinstance(config, dict) else {}

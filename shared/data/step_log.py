@@ -1,0 +1,96 @@
+"""metrics.jsonl of a job: one line per optimizer step, with the groups it trained on. The truth for reports and audits.
+
+A disk that refuses a line does not end the job: lines are kept in memory, in order, and written with the next one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import orjson
+import structlog
+
+from opentinker.shared.data.durable_files import make_directories, sync_directory, sync_file
+
+log = structlog.get_logger()
+
+CHUNK = 1 << 16
+
+
+def lineage(path: Path, resumed: Mapping[int, int], step: int) -> list[dict[str, Any]]:
+    """The lines of the steps that led to `step`, in order. `resumed`: epoch -> step at which it began (Manifest)."""
+    lines: list[dict[str, Any]] = []
+    try:
+        for line in path.read_bytes().splitlines():
+            with contextlib.suppress(orjson.JSONDecodeError):  # half a line, of a process that was killed
+                lines.append(orjson.loads(line))
+    except FileNotFoundError:
+        return []
+    counting = {
+        line["step"]: line
+        for line in lines
+        if line["epoch"] in resumed
+        and line["step"] <= min([step, *(began for epoch, began in resumed.items() if epoch > line["epoch"])])
+    }
+    return [counting[number] for number in sorted(counting)]
+
+
+class StepLog:
+    """One writer of the file. What a power cut or a kill left of its last line is cut off before the first new one."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._kept: list[bytes] = []
+        """Lines that are not in the file yet."""
+        self._mended = False
+
+    def add(self, line: dict[str, Any]) -> None:
+        """Append a line, after those kept from before. Raises OSError as `flush` does."""
+        self._kept.append(orjson.dumps(line) + b"\n")
+        self.flush()
+
+    def flush(self) -> None:
+        """Write what was kept. Raises OSError when it cannot: then the file is as before and nothing is lost."""
+        if not self._kept:
+            return
+        make_directories(self._path.parent)
+        with self._path.open("a+b", buffering=0) as file:
+            if not self._mended:
+                _cut_torn_line(file, self._path)
+                self._mended = True
+            end = file.seek(0, os.SEEK_END)
+            left = memoryview(b"".join(self._kept))
+            try:
+                while left:
+                    left = left[file.write(left) :]
+            except OSError:
+                with contextlib.suppress(OSError):
+                    file.truncate(end)  # no half lines
+                raise
+        self._kept.clear()
+
+    def sync(self) -> None:
+        """`flush`, and all lines to the disk itself. Raises OSError as `flush` does."""
+        self.flush()
+        with contextlib.suppress(FileNotFoundError):  # no step yet, no file
+            sync_file(self._path)
+            sync_directory(self._path.parent)
+
+
+def _cut_torn_line(file: io.FileIO, path: Path) -> None:
+    """A power cut leaves half a line, or zero bytes, at the end of what was not synced."""
+    end = left = file.seek(0, os.SEEK_END)
+    whole = 0
+    while left and not whole:
+        first = max(0, left - CHUNK)
+        file.seek(first)
+        whole = file.read(left - first).rfind(b"\n") + 1
+        whole, left = first + whole if whole else 0, first
+    if whole < end:
+        file.truncate(whole)
+        log.warning("torn_line_cut", file=str(path), bytes=end - whole)

@@ -1,0 +1,157 @@
+"""What an evaluation says: means with their 95% intervals, by task where the environment names tasks. Pure numpy."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Container, Mapping, Sequence
+
+import numpy as np
+
+from opentinker.shared.types.core import Ending
+from opentinker.shared.types.evaluation import ExamResult
+
+Z95 = 1.959964
+"""Quantile of the standard normal distribution at 0.975."""
+TASK = "task/"
+OWN = frozenset(
+    {"episodes", "failed", "missing", "seconds", "tokens", "reward", "response_length", "turns"}
+    | {"ending", "component", "task", "env", "pass"}
+)
+"""First parts of names of ours below val/, which an environment's metric must not take."""
+TASKS_OWN = frozenset({"episodes", "reward", "env"})
+"""The same below val/task/NAME/."""
+
+
+def validation_metrics(
+    results: Sequence[ExamResult], episodes: int, *, samples: int = 1, solved_at: float = 1.0
+) -> dict[str, float]:
+    """Metrics of an evaluation of `episodes` episodes, `samples` from each start state, of which these have a result.
+
+    val/reward/{mean,std}, and val/NAME for every metric that the environment reported (`val/env/NAME` where the name is
+    taken, or begins with a part of ours), each with `low` and `high` of `interval`; val/reward/seat/NAME where there
+    are several seats (with its bounds; an episode's reward is the mean of its seats'); val/component/NAME (mean part of
+    the reward), val/pass/K as `pass_at` says, val/response_length/{mean,max}, val/turns/mean, val/ending/REASON (share,
+    failed ones included), val/task/NAME/{episodes,reward,METRIC} by task, val/{episodes,failed,missing,tokens}.
+    Failed episodes are in none of the means. A mean with bounds is one over start states, of the mean of each.
+    """
+    played = [r for r in results if not r.ending.failed]
+    values = {
+        "val/episodes": float(len(played)),
+        "val/failed": float(len(results) - len(played)),
+        "val/missing": float(episodes - len(results)),
+        "val/tokens": float(sum(r.tokens for r in played)),
+    }
+    endings = Counter(r.ending for r in results)
+    values |= {
+        f"val/ending/{end}": endings[end] / len(results)
+        for end in Ending
+        if results and (endings[end] or not end.failed)
+    }
+    if not played:
+        return values
+    states = [r.index // samples for r in played]
+    rewards = [r.reward for r in played]
+    values |= _mean("val/reward/mean", "val/reward", states, rewards) | {"val/reward/std": float(np.std(rewards))}
+    values |= pass_at([_solved(r, solved_at) for r in played], states, samples)
+    by_seat = _by_name(states, [r.seats for r in played])
+    for seat, found in by_seat.items() if len(by_seat) > 1 else ():
+        values |= _mean(f"val/reward/seat/{seat}", f"val/reward/seat/{seat}", *found)
+    lengths = [r.tokens for r in played]
+    values |= {"val/response_length/mean": float(np.mean(lengths)), "val/response_length/max": float(max(lengths))}
+    values["val/turns/mean"] = float(np.mean([len(r.stops) for r in played]))
+    for name, found in _by_name(states, [r.metrics for r in played]).items():
+        place = _place("val", name, values, OWN)
+        values |= _mean(place, place, *found)
+    for name, (_, parts) in _by_name(states, [r.components for r in played]).items():
+        values[f"val/component/{name}"] = float(np.mean(parts))
+    return values | _by_task(states, played, values)
+
+
+def _by_task(states: list[int], played: list[ExamResult], ours: Mapping[str, float]) -> dict[str, float]:
+    values: dict[str, float] = {}
+    tasks = sorted({task for r in played for task in _tasks(r)})
+    by_task = {task: [i for i, r in enumerate(played) if task in _tasks(r)] for task in tasks}
+    for task, own in by_task.items():
+        values[f"val/{task}/episodes"] = float(len(own))
+        rewards = [played[i].reward for i in own]
+        values |= _mean(f"val/{task}/reward", f"val/{task}/reward", [states[i] for i in own], rewards)
+    for task, own in by_task.items():
+        for name, found in _by_name([states[i] for i in own], [played[i].metrics for i in own]).items():
+            place = _place(f"val/{task}", name, {**ours, **values}, TASKS_OWN)
+            values |= _mean(place, place, *found)
+    return values
+
+
+def pass_at(solved: Sequence[bool], states: Sequence[int], samples: int) -> dict[str, float]:
+    """val/pass/K for K = 1, 2, 4... and `samples`: the chance that one of K episodes from a start state solves it.
+
+    1 - C(n - c, K) / C(n, K) where c of n episodes did (Chen et al., arXiv 2107.03374, eq. 1), averaged over the start
+    states that have K episodes or more.
+    """
+    played, passed = Counter(states), Counter(state for state, won in zip(states, solved, strict=True) if won)
+    wanted = sorted({samples, *(2**power for power in range(samples.bit_length()) if 2**power < samples)})
+    values = {}
+    for k in wanted:
+        chances = [1.0 - math.comb(n - passed[s], k) / math.comb(n, k) for s, n in played.items() if n >= k]
+        if chances:
+            values[f"val/pass/{k}"] = float(np.mean(chances))
+    return values
+
+
+def _solved(result: ExamResult, solved_at: float) -> bool:
+    return result.reward >= solved_at
+
+
+def interval(values: Sequence[float]) -> tuple[float, float] | None:
+    """The 95% confidence interval of the mean over start states; None if one value says nothing of the spread.
+
+    0 or 1 only: Wilson's score interval of a rate p of n (Wilson, JASA 22, 1927; Brown, Cai and DasGupta, Statistical
+    Science 16, 2001, eq. 4), which stays within [0, 1] and is sensible at 0 and 1:
+        (p + z^2/2n +- z sqrt(p(1 - p)/n + z^2/4n^2)) / (1 + z^2/n)
+    Else the normal approximation: mean +- z s / sqrt(n), s with n - 1.
+    """
+    n, mean = len(values), float(np.mean(values))
+    if set(values) <= {0.0, 1.0}:
+        centre = mean + Z95**2 / (2 * n)
+        half = Z95 * math.sqrt(mean * (1 - mean) / n + Z95**2 / (4 * n**2))
+        return (centre - half) / (1 + Z95**2 / n), (centre + half) / (1 + Z95**2 / n)
+    if n == 1:
+        return None
+    half = Z95 * float(np.std(values, ddof=1)) / math.sqrt(n)
+    return mean - half, mean + half
+
+
+def _place(below: str, name: str, taken: Container[str], own: Container[str]) -> str:
+    """Where an environment's metric stands, so that nothing of ours is overwritten."""
+    place = f"{below}/{name}"
+    return f"{below}/env/{name}" if place in taken or name.partition("/")[0] in own else place
+
+
+def _mean(place: str, bounds: str, states: Sequence[int], values: Sequence[float]) -> dict[str, float]:
+    """Over start states, with its interval; of one episode each that is the mean over episodes."""
+    by_state: dict[int, list[float]] = {}
+    for state, value in zip(states, values, strict=True):
+        by_state.setdefault(state, []).append(value)
+    means = [float(np.mean(found)) for found in by_state.values()]
+    found = interval(means)
+    return {place: float(np.mean(means))} | (
+        {} if found is None else {f"{bounds}/low": found[0], f"{bounds}/high": found[1]}
+    )
+
+
+def _by_name(
+    states: Sequence[int], reported: Sequence[Mapping[str, float]]
+) -> dict[str, tuple[list[int], list[float]]]:
+    """Start states and values by name, of those that have it; names of tasks are no values."""
+    names = sorted({name for one in reported for name in one if not name.startswith(TASK)})
+    by_name: dict[str, tuple[list[int], list[float]]] = {name: ([], []) for name in names}
+    for state, one in zip(states, reported, strict=True):
+        for name in one.keys() & by_name.keys():
+            by_name[name][0].append(state)
+            by_name[name][1].append(one[name])
+    return by_name
+
+
+def _tasks(result: ExamResult) -> list[str]:
+    return [name for name, value in result.metrics.items() if name.startswith(TASK) and value > 0]

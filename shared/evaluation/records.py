@@ -1,0 +1,124 @@
+"""What a job's evaluations leave behind: val/* metrics, an event, a line of validation.jsonl, transcripts.
+
+{data_dir}/jobs/{job}/validation.jsonl                    one line per evaluation, also of steps rolled back later
+{data_dir}/jobs/{job}/transcripts/step-000050.jsonl       the kept episodes of the evaluation of step 50, one a line
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import orjson
+import structlog
+
+from opentinker.shared.data.durable_files import make_directories, replace_durably
+from opentinker.shared.data.manifest import name_of
+from opentinker.shared.data.step_log import StepLog, lineage
+from opentinker.shared.evaluation.metrics import validation_metrics
+from opentinker.shared.messaging.bus import Bus
+from opentinker.shared.runtime.telemetry import MetricSource
+from opentinker.shared.spec import EvaluationSpec
+from opentinker.shared.types.core import WeightVersion
+from opentinker.shared.types.evaluation import Exam, ExamResult, exam_seed
+
+log = structlog.get_logger()
+
+SAID = ("val/episodes", "val/reward/mean", "val/exact", "val/loss", "val/failed", "val/missing", "val/seconds")
+"""What the event tells, where it is there and not 0."""
+Tell = Callable[[str, dict[str, object]], Awaitable[None]]
+
+
+def exam_at(index: int, job: str, version: WeightVersion, plan: EvaluationSpec) -> Exam:
+    """Of the episode of this number."""
+    return Exam(job=job, version=version, index=index, seed=exam_seed(plan.seed, index // plan.samples))
+
+
+def metrics_of(results: Sequence[ExamResult], plan: EvaluationSpec) -> dict[str, float]:
+    """As `validation_metrics` says."""
+    return validation_metrics(results, plan.total, samples=plan.samples, solved_at=plan.solved_at)
+
+
+def transcript_of(result: ExamResult, plan: EvaluationSpec) -> dict[str, Any]:
+    """An episode as a line of transcripts."""
+    state, sample = divmod(result.index, plan.samples)
+    return {
+        "index": result.index,
+        **({"state": state, "sample": sample} if plan.samples > 1 else {}),
+        "reward": result.reward,
+        **({"seats": result.seats} if len(result.seats) > 1 else {}),
+        "metrics": result.metrics,
+        "ending": result.ending,
+        "messages": [{"role": m.role, "content": m.text} for m in result.messages],
+        "views": msgspec.to_builtins(result.views),
+    }
+
+
+class Evaluations:
+    """`home` is the job's directory, `event` writes into its log of events; `guard` raises Fenced where the job is
+    another's by now: then nothing is written or said."""
+
+    def __init__(self, bus: Bus, job: str, home: Path, event: Tell, guard: Callable[[], Awaitable[None]]) -> None:
+        self._home, self._event, self._guard = home, event, guard
+        self._source = MetricSource(bus, job, "validation")
+        self._log = StepLog(home / "validation.jsonl")
+        self.steps: set[int] = set()
+        """Evaluated steps of this lineage."""
+        self.last: dict[str, float] = {}
+        """Of the newest complete evaluation."""
+
+    def restore(self, resumed: Mapping[int, int], step: int) -> None:
+        """Blocking. What was evaluated on the way to the checkpoint of `step`: these very weights."""
+        lines = lineage(self._home / "validation.jsonl", resumed, step)
+        self.steps = {line["step"] for line in lines}
+        complete = [line for line in lines if not line.get("val/missing")]
+        self.last = {name: value for name, value in complete[-1].items() if name.startswith("val/")} if complete else {}
+
+    async def add(self, version: WeightVersion, values: dict[str, float], target: Mapping[str, float]) -> None:
+        """An evaluation is over. One without all its episodes says so, and is none that a target looks at. Raises
+        Fenced."""
+        await self._guard()
+        self.steps.add(version.step)
+        complete = not values.get("val/missing")
+        if complete:
+            self.last = values
+        point = await self._source.emit(version.step, values)
+        line = {"epoch": version.epoch, "step": version.step, "version": str(version), "time": point.time}
+        try:
+            await asyncio.to_thread(self._append, {**line, **point.values})
+        except OSError as error:
+            await self._refused(version.step, error)
+        said = {name.removeprefix("val/"): round(values[name], 4) for name in SAID if values.get(name)}
+        await self._event("validation" if complete else "validation_incomplete", {"step": version.step, **said})
+        absent = sorted(name for name in target if name.startswith("val/") and name not in values)
+        if complete and absent:
+            await self._event("target_metric_absent", {"metrics": absent, "there_are": sorted(values)})
+
+    async def keep(self, step: int, transcripts: list[dict[str, Any]]) -> None:
+        """The newest evaluation of a step replaces an older one's. Raises Fenced."""
+        await self._guard()
+        try:
+            await asyncio.to_thread(self._write, step, transcripts)
+        except OSError as error:
+            await self._refused(step, error)
+
+    def _append(self, line: dict[str, Any]) -> None:
+        """Durably: these weights may be gone after a power cut, so the evaluation could not be repeated."""
+        self._log.add(line)
+        self._log.sync()
+
+    def _write(self, step: int, transcripts: list[dict[str, Any]]) -> None:
+        path = self._home / "transcripts" / f"{name_of(step)}.jsonl"
+        make_directories(path.parent)
+        replace_durably(path, b"".join(orjson.dumps(one) + b"\n" for one in transcripts))
+
+    async def _refused(self, step: int, error: OSError) -> None:
+        """The job goes on; a line that was refused is written with the next one."""
+        log.error("validation_log_failed", error=str(error))
+        await self._event("validation_log_failed", {"step": step, "error": str(error)})
+
+    def close(self) -> None:
+        self._source.close()

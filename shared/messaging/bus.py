@@ -1,0 +1,512 @@
+"""The only place that talks to NATS (with `consumer.py`, its receiving half): connect, request/serve, publish/consume,
+emit/listen.
+
+JetStream is at-least-once; what is trained once is decided by the checkpoint manifest, never by an ack.
+A publish waits for its ack on an inbox of ours and is sent again, under the same id, at the reconnect after a server
+restart or when no ack comes; any number may be under way at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import random
+import time
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from datetime import UTC, datetime
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
+
+import nats
+import nats.errors
+import orjson
+import structlog
+from nats.aio.client import Client
+from nats.aio.msg import Msg
+from nats.aio.subscription import Subscription
+from nats.js.api import AckPolicy, ConsumerConfig, DeliverPolicy, StreamConfig
+from nats.js.errors import APIError, NotFoundError
+
+from opentinker.shared.asyncio_tools import heed
+from opentinker.shared.messaging import codec
+from opentinker.shared.messaging.consumer import (
+    ACK_WAIT_S,
+    AWAY,
+    CLOSED,
+    Consumer,
+    ConsumerDeleted,
+    Delivery,
+    patiently,
+)
+from opentinker.shared.messaging.permissions import inbox, stream_of
+from opentinker.shared.messaging.subjects import STREAMS, Call, Subject
+from opentinker.shared.security.redact import redacted
+from opentinker.shared.types.errors import OpenTinkerError
+
+T = TypeVar("T")
+R = TypeVar("R")
+log = structlog.get_logger()
+
+__all__ = [
+    "ACK_WAIT_S", "Bus", "Consumer", "ConsumerDeleted", "Delivery", "NoReply", "NoResponders", "StreamFull", "TooLarge",
+]  # fmt: skip
+
+ERROR_LOG_S = 10.0
+ACK_S = 3.0
+"""A publish without an ack after so long is sent again."""
+LOST = (nats.errors.UnexpectedEOF, nats.errors.StaleConnectionError, OSError)
+"""What the client reports as it loses the connection, before it says that it has."""
+SETTLE_S = 2
+PATIENCE_S = 10.0
+"""A publish that is not stored after so long says so, once."""
+
+FULL = (10002, 10023, 10047, 10077)
+"""JetStream errors that mean no room: of the account, the server's store (`max_file_store`), its disk, the stream."""
+TOO_FEW = (10005, 10074)
+"""And no servers: not so many in the cluster, or no cluster."""
+
+
+class NoReply(OpenTinkerError):
+    """Nobody answered a request: no one serves the subject, or not in time."""
+
+
+class NoResponders(NoReply):
+    """The server says that nobody serves the subject at this moment."""
+
+
+class StreamFull(OpenTinkerError):
+    """The server has no room for the message: its store is full, or the account's or the stream's share of it is.
+    Stop producing until a checkpoint, or the end of a job, has made room."""
+
+
+class TooLarge(OpenTinkerError):
+    """The server takes no message of this size, however often it is sent. Sizes in bytes, headers included."""
+
+    def __init__(self, subject: str, size: int, limit: int) -> None:
+        self.size, self.limit = size, limit
+        super().__init__(f"{subject}: the message has {size} bytes, the NATS server takes {limit} (max_payload)")
+
+
+class Bus:
+    """One connection. Survives server restarts: what may be repeated waits until the server is back, `request` and
+    the reading calls that say so raise NoReply instead."""
+
+    def __init__(self, nc: Client, on_reconnect: set[Callable[[], Awaitable[None]]]) -> None:
+        self.nc = nc
+        self.js = nc.jetstream(timeout=2.5)
+        self.on_reconnect = on_reconnect
+        """Awaited one after the other when the server is back, after what the client had held back for it."""
+        self._acks = _Acks(nc)
+        on_reconnect.add(self._acks.lost)
+
+    @classmethod
+    @asynccontextmanager
+    async def connect(cls, url: str, name: str, service: str = "", password: str = "") -> AsyncIterator[Bus]:
+        """Waits for the server as long as it takes.
+
+        With a password the user is the one in the URL, else the service; without one, what the URL says. Answers come
+        below the service's own inbox prefix.
+        """
+        shown, user = redacted(url), urlsplit(url).username or service
+        login = {"user": user, "password": password} if password else {}
+        prefix = {"inbox_prefix": inbox(service)} if service else {}
+        first_failure = True
+        on_reconnect: set[Callable[[], Awaitable[None]]] = set()
+
+        outage = _Outage(shown)
+
+        async def reconnected() -> None:
+            outage.ends()
+            log.info("nats_reconnected", url=shown)
+            for notice in list(on_reconnect):
+                await notice()
+
+        while True:
+            try:
+                nc = await nats.connect(
+                    url,
+                    name=name,
+                    max_reconnect_attempts=-1,
+                    reconnect_time_wait=0.2,
+                    ping_interval=5,
+                    max_outstanding_pings=2,
+                    pending_size=64 * 1024 * 1024,
+                    connect_timeout=3,
+                    allow_reconnect=True,
+                    error_cb=outage.report,
+                    disconnected_cb=outage.begins,
+                    reconnected_cb=reconnected,
+                    **login,
+                    **prefix,
+                )
+                outage.ends()
+                break
+            except (TimeoutError, OSError, nats.errors.Error) as error:
+                if first_failure:
+                    log.warning("nats_unreachable", url=shown, error=str(error) or type(error).__name__)
+                    first_failure = False
+                await asyncio.sleep(0.2)
+        try:
+            bus = cls(nc, on_reconnect)
+            await bus._acks.open()
+            yield bus
+        finally:
+            try:
+                await asyncio.wait_for(nc.drain(), 3.0)
+            except (TimeoutError, nats.errors.Error):
+                with contextlib.suppress(RuntimeError):  # of uvloop: what is held back finds the connection closed
+                    await nc.close()
+
+    async def ensure_streams(self, replicas: int = 1) -> None:
+        """Create or update every stream, each kept by so many servers of a cluster. Idempotent; the scheduler calls it
+        at start. Raises OpenTinkerError if the servers have no room, or are too few."""
+        for stream in STREAMS:
+            # nats-server refuses persist_mode ASYNC for what is replicated
+            kept = stream if replicas == 1 else stream.evolve(num_replicas=replicas, persist_mode=None)
+            await patiently(functools.partial(self._ensure, kept))
+
+    async def await_streams(self, names: Sequence[str]) -> None:
+        """Wait until the scheduler has made them."""
+        for name in names:
+            say_at: float | None = time.monotonic() + PATIENCE_S
+            while True:
+                try:
+                    await patiently(functools.partial(self.js.stream_info, name))
+                    break
+                except NotFoundError:
+                    if say_at is not None and time.monotonic() >= say_at:
+                        say_at = None
+                        log.warning("stream_missing", stream=name, hint="a scheduler makes it when it starts")
+                await asyncio.sleep(0.1)
+
+    async def _ensure(self, stream: StreamConfig) -> None:
+        """Raises OpenTinkerError if the server has no room to reserve for it."""
+        try:
+            try:
+                await self.js.add_stream(stream)
+            except APIError as error:
+                if error.err_code != 10058:  # exists with another configuration
+                    raise
+                await self.js.update_stream(stream)
+        except APIError as error:
+            if error.err_code in TOO_FEW:
+                raise OpenTinkerError(
+                    f"nats_replicas = {stream.num_replicas}, but NATS cannot keep the stream {stream.name} so often "
+                    f"({error.description}): it needs that many servers with JetStream"
+                ) from None
+            if error.err_code not in FULL:
+                raise
+            raise OpenTinkerError(
+                f"NATS has no room for the stream {stream.name} ({error.description}): it reserves "
+                f"{(stream.max_bytes or 0) >> 20} MiB of the server's file store, which is three quarters of what was "
+                "free on the disk of its store_dir (DATA_DIR/nats under `opentinker up`) when it started, or "
+                "max_file_store in its configuration. Free disk there, or raise max_file_store, and restart nats-server"
+            ) from None
+
+    # --- core: request/reply and live messages ------------------------------------------------------------------
+
+    async def request(self, call: Call[T, R], noun: T, timeout_s: float, **keys: str) -> R:
+        """Raises NoReply when nobody answers in time, at once NoResponders when nobody serves the subject, and
+        WireError on a reply that is not an R."""
+        try:
+            reply = await heed(self.nc.request(call.at(**keys), codec.encode(noun), timeout=timeout_s))
+        except nats.errors.NoRespondersError:
+            raise NoResponders(f"{call.at(**keys)}: nobody serves it") from None
+        except (TimeoutError, *AWAY, *CLOSED) as error:
+            raise NoReply(f"{call.at(**keys)}: {type(error).__name__}") from None
+        return codec.decode(call.reply, reply.data)
+
+    async def serve(
+        self, call: Call[T, R], handler: Callable[[T], Awaitable[R]], queue: str = "", **keys: str
+    ) -> Subscription:
+        """Answer requests, each in a task of its own. Undecodable requests are logged and left unanswered."""
+        tasks: set[asyncio.Task[None]] = set()
+
+        async def answer(msg: Msg, noun: T) -> None:
+            reply = codec.encode(await handler(noun))
+            if msg.reply and not self.nc.is_closed:
+                await self.nc.publish(msg.reply, reply)
+
+        async def receive(msg: Msg) -> None:
+            try:
+                noun = codec.decode(call.kind, msg.data)
+            except codec.WireError as error:
+                log.warning("bad_request", subject=msg.subject, error=str(error))
+                return
+            task = asyncio.create_task(answer(msg, noun))
+            tasks.add(task)
+            task.add_done_callback(_finish(tasks))
+
+        return await self.nc.subscribe(call.at(**keys), queue=queue, cb=receive)
+
+    async def emit(self, subject: Subject[T], noun: T, msg_id: str = "", **keys: str) -> None:
+        """Live message without an ack; lost when nobody listens (or kept by a stream that covers the subject: once,
+        however often it is sent under the same `msg_id`)."""
+        payload = codec.to_json(noun) if subject.json else codec.encode(noun)
+        try:
+            await self.nc.publish(subject.at(**keys), payload, headers={"Nats-Msg-Id": msg_id} if msg_id else None)
+        except (*AWAY, *CLOSED) as error:
+            log.warning("emit_dropped", subject=subject.at(**keys), error=type(error).__name__)
+
+    async def flush(self, timeout_s: int = 10) -> None:
+        """What was sent so far has reached the server. The client sends its ping before what it still holds back: the
+        first answer says that this has left, the second that it has come."""
+        await self.nc.flush(timeout=timeout_s)
+        await self.nc.flush(timeout=timeout_s)
+
+    async def settle(self) -> None:
+        """What was emitted so far has reached the server; at most SETTLE_S, and not while it is away."""
+        if self.nc.is_connected:
+            with contextlib.suppress(*AWAY, *CLOSED):
+                await heed(self.flush(SETTLE_S))
+
+    async def listen(self, subject: Subject[T], handler: Callable[[T], Awaitable[None]], **keys: str) -> Subscription:
+        async def receive(msg: Msg) -> None:
+            try:
+                noun = codec.from_json(subject.kind, msg.data) if subject.json else codec.decode(subject.kind, msg.data)
+            except codec.WireError as error:
+                log.warning("bad_message", subject=msg.subject, error=str(error))
+                return
+            await handler(noun)
+
+        return await self.nc.subscribe(subject.at(**keys), cb=receive)
+
+    # --- JetStream ----------------------------------------------------------------------------------------------
+
+    async def publish(self, subject: Subject[T], noun: T, msg_id: str, **keys: str) -> int:
+        """Store a message and return its stream sequence. Repeats the same id until the server has confirmed.
+
+        Raises StreamFull when the server has no room for it now, TooLarge when the server never takes it.
+        """
+        payload = codec.to_json(noun) if subject.json else codec.encode(noun)
+        to, headers, pause = subject.at(**keys), {"Nats-Msg-Id": msg_id}, 0.05
+        size = len(payload) + len(f"NATS/1.0\r\nNats-Msg-Id: {msg_id}\r\n\r\n")
+        say_at: float | None = time.monotonic() + PATIENCE_S
+        while True:
+            if size > self.nc.max_payload:  # known since the first connect; the server closes connections over it
+                raise TooLarge(to, size, self.nc.max_payload)
+            try:
+                ack = await self._acks.publish(to, payload, headers)
+                if (error := ack.get("error")) is None:
+                    return int(ack["seq"])
+                if error.get("err_code") in FULL:
+                    raise StreamFull(f"{to}: {error.get('description')}")
+                if error.get("code", 500) < 500:
+                    raise APIError.from_error(error)
+                why = str(error.get("description"))
+            except AWAY as away:
+                why = str(away) or type(away).__name__
+            if say_at is not None and time.monotonic() >= say_at:
+                say_at = None
+                log.warning("publish_waits", subject=to, error=why, since_s=PATIENCE_S)
+            await asyncio.sleep(pause * (0.5 + random.random()))
+            pause = min(2 * pause, 0.5)
+
+    async def consume(
+        self,
+        subject: Subject[T],
+        durable: str,
+        *,
+        batch: int,
+        start_seq: int | None = None,
+        ack_wait_s: float = ACK_WAIT_S,
+        **keys: str,
+    ) -> Consumer[T]:
+        """A durable pull consumer; `start_seq` makes it anew from that stream sequence on."""
+        config = ConsumerConfig(
+            name=durable,  # with it, the call names the subject too, and the server holds us to it
+            durable_name=durable,
+            filter_subject=subject.at(**keys),
+            ack_policy=AckPolicy.EXPLICIT,
+            ack_wait=ack_wait_s,
+            max_ack_pending=-1,  # of all processes that share the durable; each asks for no more than it can hold
+            inactive_threshold=3600.0,
+            deliver_policy=DeliverPolicy.ALL if start_seq is None else DeliverPolicy.BY_START_SEQUENCE,
+            opt_start_seq=start_seq,
+        )
+        consumer = Consumer(self.nc, self.js, self.on_reconnect, subject, _stream_of(subject), config, batch)
+        await consumer.open(fresh=start_seq is not None)
+        return consumer
+
+    async def delete_consumer(self, stream: str, durable: str) -> None:
+        with contextlib.suppress(NotFoundError):
+            await patiently(lambda: self.js.delete_consumer(stream, durable))
+
+    async def delete_consumers(self, subject: Subject[Any], **keys: str) -> None:
+        """Every durable consumer of exactly this subject."""
+        stream, wanted = _stream_of(subject), subject.at(**keys)
+        names: list[str] = []
+        offset = 0
+        while page := await patiently(functools.partial(self.js.consumers_info, stream, offset)):
+            names += [info.name for info in page if info.config.filter_subject == wanted]
+            offset += len(page)
+        for name in names:
+            await self.delete_consumer(stream, name)
+
+    async def purge(self, stream: str, subject: str, below: int | None = None) -> None:
+        """Remove the subject's messages, all or those with a sequence lower than `below`."""
+        await patiently(lambda: self.js.purge_stream(stream, subject=subject, seq=below))
+
+    async def history(
+        self, subject: Subject[T], after: int, limit: int, *, since: float | None = None, **keys: str
+    ) -> list[tuple[int, T]]:
+        """Up to `limit` stored messages with a stream sequence above `after`, or stored at `since` (Unix seconds) or
+        later, oldest first, without consuming them.
+
+        Raises NoReply while the server is away. Messages that are not a T are left out.
+        """
+        config = ConsumerConfig(
+            name=uuid.uuid4().hex,
+            filter_subject=subject.at(**keys),
+            ack_policy=AckPolicy.NONE,
+            deliver_policy=DeliverPolicy.BY_START_SEQUENCE if since is None else DeliverPolicy.BY_START_TIME,
+            opt_start_seq=after + 1 if since is None else None,
+            opt_start_time=None if since is None else datetime.fromtimestamp(since, UTC),
+            inactive_threshold=10.0,
+            mem_storage=True,
+        )
+        stream = _stream_of(subject)
+        inbox = self.nc.new_inbox()
+        sub = await self.nc.subscribe(inbox, pending_bytes_limit=512 * 2**20)
+        found: list[tuple[int, T]] = []
+        try:
+            info = await self.js.add_consumer(stream, config)
+            want = min(limit, info.num_pending or 0)
+            if want:
+                request = orjson.dumps({"batch": want, "expires": int(5e9)})
+                await self.nc.publish(f"$JS.API.CONSUMER.MSG.NEXT.{stream}.{info.name}", request, reply=inbox)
+            for _ in range(want):
+                msg = await sub.next_msg(timeout=5.0)
+                if not msg.reply:  # a status: the server has no more
+                    break
+                with contextlib.suppress(codec.WireError):
+                    decode = codec.from_json if subject.json else codec.decode
+                    found.append((msg.metadata.sequence.stream, decode(subject.kind, msg.data)))
+            await self.delete_consumer(stream, info.name)
+        except (TimeoutError, *AWAY, *CLOSED) as error:
+            raise NoReply(f"{subject.at(**keys)}: history: {type(error).__name__}") from None
+        finally:
+            if not self.nc.is_closed:
+                await sub.unsubscribe()
+        return found
+
+    async def stored(self, subject: Subject[T], **keys: str) -> list[T]:
+        """Every message stored for the subject, also on a work queue, where a second consumer is not allowed."""
+        found: list[T] = []
+        seq = 1
+        while True:
+            try:
+                raw = await self.js.get_msg(_stream_of(subject), seq=seq, subject=subject.at(**keys), next=True)
+            except NotFoundError:
+                return found
+            except (TimeoutError, *AWAY, *CLOSED) as error:
+                raise NoReply(f"{subject.at(**keys)}: {type(error).__name__}") from None
+            assert raw.seq is not None
+            seq = raw.seq + 1
+            with contextlib.suppress(codec.WireError):
+                found.append(codec.decode(subject.kind, raw.data or b""))
+
+    async def last(self, subject: Subject[T], **keys: str) -> T | None:
+        """The newest message stored for the subject. Raises WireError if it is no T."""
+        try:
+            raw = await patiently(lambda: self.js.get_last_msg(_stream_of(subject), subject.at(**keys)))
+        except NotFoundError:
+            return None
+        return (codec.from_json if subject.json else codec.decode)(subject.kind, raw.data or b"")
+
+    async def counts(self, stream: str, subject: str) -> dict[str, int]:
+        """Messages stored for each subject that the given one, with wildcards, stands for; none is left out as 0."""
+        info = await patiently(lambda: self.js.stream_info(stream, subjects_filter=subject))
+        return dict(info.state.subjects or {})
+
+    async def count(self, stream: str, subject: str) -> int:
+        """Messages stored for the subject."""
+        return sum((await self.counts(stream, subject)).values())
+
+
+class _Acks:
+    """Publishes that wait for their ack, all on one inbox."""
+
+    def __init__(self, nc: Client) -> None:
+        self._nc = nc
+        self._inbox = nc.new_inbox()
+        self._waiting: dict[str, asyncio.Future[dict[str, Any]]] = {}
+        self._count = 0
+
+    async def open(self) -> None:
+        await self._nc.subscribe(self._inbox + ".*", cb=self._receive)
+
+    async def _receive(self, msg: Msg) -> None:
+        future = self._waiting.pop(msg.subject, None)
+        if future is None or future.done():
+            return
+        if msg.data:
+            future.set_result(orjson.loads(msg.data))
+        else:  # 503: no stream listens on the subject, or not yet
+            future.set_exception(nats.errors.NoRespondersError())
+
+    async def publish(self, subject: str, payload: bytes, headers: dict[str, str]) -> dict[str, Any]:
+        """Raises one of AWAY if there was no ack: the message may be stored or not."""
+        if not self._nc.is_connected and not self._nc.is_closed:
+            raise nats.errors.ConnectionReconnectingError
+        self._count += 1
+        reply = f"{self._inbox}.{self._count}"
+        future = self._waiting[reply] = asyncio.get_running_loop().create_future()
+        try:
+            await self._nc.publish(subject, payload, reply=reply, headers=headers)
+            async with asyncio.timeout(ACK_S):
+                ack: dict[str, Any] = await future
+                return ack
+        except TimeoutError:
+            raise nats.errors.TimeoutError from None
+        finally:
+            self._waiting.pop(reply, None)
+
+    async def lost(self) -> None:
+        """The connection is a new one: acks that were on their way will not come."""
+        for future in self._waiting.values():
+            if not future.done():
+                future.set_exception(nats.errors.ConnectionReconnectingError())
+
+
+def _stream_of(subject: Subject[Any]) -> str:
+    name = stream_of(subject)
+    assert name is not None
+    return name
+
+
+def _finish(tasks: set[asyncio.Task[None]]) -> Callable[[asyncio.Task[Any]], None]:
+    def done(task: asyncio.Task[Any]) -> None:
+        tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("request_handler_failed", exc_info=error)
+
+    return done
+
+
+class _Outage:
+    """Logs what the client reports: of a server that is away one line, however often it is looked for, and one when it
+    is back; the same error of one that is there now and then."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self._away = self._said = False
+        self._said_at: dict[str, float] = {}
+
+    async def begins(self) -> None:
+        self._away = True
+
+    def ends(self) -> None:
+        self._away = self._said = False
+
+    async def report(self, error: Exception) -> None:
+        text, now = str(error) or type(error).__name__, time.monotonic()
+        lost = self._away or isinstance(error, LOST)
+        if (lost and self._said) or now - self._said_at.get(text, -ERROR_LOG_S) < ERROR_LOG_S:
+            return
+        self._said = self._said or lost
+        self._said_at = {said: at for said, at in self._said_at.items() if now - at < ERROR_LOG_S} | {text: now}
+        log.warning("nats_error", url=self._url, error=text)

@@ -1,0 +1,220 @@
+"""What each service's user may do on NATS and on Redis. Every right follows from a table; nothing else is allowed.
+
+    subjects.py  who sends and who eats   --> `nats_rights`: publish and subscribe, JetStream's API, acks, inboxes
+    STREAM_USES  who looks into a stream, or empties it --'
+    subjects.py  what of a job is shown  --> `shown_of`: what whoever has a credential for its streams may hear
+    REDIS_KEYS   who reads and writes which keys --> `redis_rules`
+
+A service's requests are answered below an inbox prefix of its own, which no other service may listen to. Answers go to
+the askers' prefixes: their ends are random, so a service answers whom it was asked by.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from opentinker.shared.messaging import subjects
+from opentinker.shared.messaging.subjects import (
+    ENV,
+    EXAMS,
+    GROUPS,
+    HEALTH,
+    KICK,
+    LOGINS,
+    LOGINS_ANSWERED,
+    LOGS,
+    METRICS,
+    REFERENCE,
+    ROLLOUT,
+    SCHEDULER,
+    SCORES,
+    SERVICES,
+    STREAMS,
+    TICKETS,
+    TIMELINES,
+    TRAINER,
+    Call,
+    Subject,
+)
+
+OPERATOR = "operator"
+"""A user for people: everything. No service knows its password."""
+SYSTEM = "scheduler-system"
+"""The scheduler again, with its password, in the servers' own account: to close connections of others, and to ask
+whether a server is healthy, which the supervisor does."""
+TABLE: tuple[Subject[Any] | Call[Any, Any], ...] = tuple(
+    value for value in vars(subjects).values() if isinstance(value, Subject | Call)
+)
+
+
+class Use(Enum):
+    """Of a stream, beside publishing to it and consuming from it. The values are subjects of JetStream's API."""
+
+    MAKE = ("STREAM.CREATE.{stream}", "STREAM.UPDATE.{stream}")
+    COUNT = ("STREAM.INFO.{stream}",)
+    LOOK = ("STREAM.MSG.GET.{stream}",)
+    EMPTY = ("STREAM.PURGE.{stream}",)
+    CONSUMERS = ("CONSUMER.LIST.{stream}", "CONSUMER.DELETE.{stream}.*")
+    REPLAY = (
+        "CONSUMER.CREATE.{stream}.*.{filter}", "CONSUMER.DELETE.{stream}.*", "CONSUMER.MSG.NEXT.{stream}.*",
+    )  # fmt: skip
+
+
+_CONSUME = (
+    "CONSUMER.CREATE.{stream}.*.{filter}", "CONSUMER.DELETE.{stream}.*", "CONSUMER.INFO.{stream}.*",
+    "CONSUMER.MSG.NEXT.{stream}.*",
+)  # fmt: skip
+STREAM_USES: dict[str, dict[str, tuple[Use, ...]]] = {
+    SCHEDULER: {
+        **{str(stream.name): (Use.MAKE, Use.COUNT, Use.EMPTY, Use.CONSUMERS) for stream in STREAMS},
+        str(TICKETS.name): (Use.MAKE, Use.COUNT, Use.EMPTY, Use.CONSUMERS, Use.LOOK),
+        str(EXAMS.name): (Use.MAKE, Use.COUNT, Use.EMPTY, Use.CONSUMERS, Use.LOOK),
+        str(METRICS.name): (Use.MAKE, Use.COUNT, Use.EMPTY, Use.CONSUMERS, Use.LOOK, Use.REPLAY),
+        str(LOGS.name): (Use.MAKE, Use.COUNT, Use.EMPTY, Use.CONSUMERS, Use.REPLAY),
+        str(TIMELINES.name): (Use.MAKE, Use.COUNT, Use.EMPTY, Use.CONSUMERS, Use.REPLAY),
+    },
+    TRAINER: {
+        str(GROUPS.name): (Use.EMPTY,),
+        str(EXAMS.name): (Use.LOOK, Use.EMPTY),
+        str(METRICS.name): (Use.LOOK,),
+    },
+    REFERENCE: {str(SCORES.name): (Use.COUNT,)},
+}
+
+
+HISTORY = (METRICS.name, LOGS.name, TIMELINES.name)
+"""Streams of what is said without an ack and heard live; they keep it for those who come later."""
+
+
+@dataclass(frozen=True)
+class NatsRights:
+    """Patterns of subjects, sorted."""
+
+    publish: tuple[str, ...]
+    subscribe: tuple[str, ...]
+
+
+def inbox(service: str) -> str:
+    """Prefix of the subjects on which a service is answered."""
+    return f"_INBOX.{service}"
+
+
+def wide(pattern: str) -> str:
+    """The pattern for any job, worker, ...: `ticket.{job}` is `ticket.*`."""
+    return pattern.format_map(_Stars())
+
+
+def shown_of(job: str) -> dict[str, str]:
+    """What a credential for the streams of a job may hear, by name. Subjects of other jobs have another second part."""
+    at = _Stars(job=subjects.token(job))
+    return {s.shown: s.pattern.format_map(at) for s in TABLE if isinstance(s, Subject) and s.shown}
+
+
+def nats_rights(service: str) -> NatsRights:
+    publish, subscribe = {"$JS.API.INFO"}, {inbox(service) + ".>"}
+    if service == SCHEDULER:
+        publish, subscribe = publish | {LOGINS_ANSWERED}, subscribe | {LOGINS}
+    for subject in TABLE:
+        if service in subject.by:
+            publish.add(wide(subject.pattern))
+        if service not in subject.to:
+            continue
+        stream = stream_of(subject)
+        if stream is None or stream in HISTORY:
+            subscribe.add(wide(subject.pattern))
+            if isinstance(subject, Call):
+                publish |= {inbox(asker) + ".>" for asker in subject.by}
+        else:
+            publish |= _api(_CONSUME, stream, wide(subject.pattern)) | {f"$JS.ACK.{stream}.>"}
+    for stream, uses in STREAM_USES.get(service, {}).items():
+        covered = next(str(s.subjects[0]) for s in STREAMS if s.name == stream and s.subjects)
+        for use in uses:
+            publish |= _api(use.value, stream, covered)
+    publish |= {f"$JS.API.STREAM.INFO.{stream}" for stream in streams_of(service)}
+    return NatsRights(tuple(sorted(publish)), tuple(sorted(subscribe)))
+
+
+def system_rights() -> NatsRights:
+    """Of SYSTEM, in the account of the servers."""
+    return NatsRights((HEALTH, KICK.format(server="*")), (inbox(SYSTEM) + ".>",))
+
+
+def streams_of(service: str) -> list[str]:
+    """Streams that a service cannot work without: what it stores is acknowledged, or it consumes from there."""
+    used = {
+        stream
+        for subject in TABLE
+        if service in subject.by + subject.to and (stream := stream_of(subject)) and stream not in HISTORY
+    }
+    return sorted(used | STREAM_USES.get(service, {}).keys())
+
+
+def stream_of(subject: Subject[Any] | Call[Any, Any]) -> str | None:
+    """The stream that keeps what is sent there."""
+    first = subject.pattern.split(".")[0]
+    return next((s.name for s in STREAMS if s.subjects and s.subjects[0].split(".")[0] == first), None)
+
+
+def _api(calls: tuple[str, ...], stream: str, filter: str) -> set[str]:
+    return {"$JS.API." + call.format(stream=stream, filter=filter) for call in calls}
+
+
+class _Stars(dict[str, str]):
+    def __missing__(self, key: str) -> str:
+        return "*"
+
+
+# --- Redis ----------------------------------------------------------------------------------------------------------
+
+_JOBS = ("job:*", "jobs:active", "jobs:ending")
+_BEATS = ("worker:*", "workers")
+REDIS_KEYS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    SCHEDULER: (("*",), ()),
+    TRAINER: ((*_JOBS, *_BEATS, "adm:*", "spent:*"), ("leases",)),
+    ROLLOUT: ((*_JOBS, *_BEATS, "adm:*", "spent:*"), ("leases",)),
+    REFERENCE: ((*_JOBS, *_BEATS), ()),
+    ENV: (_BEATS, ()),
+}
+"""Service -> keys that it reads and writes, keys that it reads alone. The scheduler owns the state: all of it."""
+assert REDIS_KEYS.keys() == set(SERVICES)
+
+_CONNECT = (
+    "hello",
+    "auth",
+    "ping",
+    "select",
+    "client|setname",
+    "client|setinfo",
+    "client|id",
+    "script|load",
+    "eval",
+    "evalsha",
+)
+"""Scripts act with the rights of whoever calls them."""
+_STRINGS = ("get", "set", "del", "exists")
+_HASHES = ("hget", "hmget", "hgetall", "hkeys", "hset", "hdel", "hincrby", "hincrbyfloat", "expire")
+_SETS = ("sadd", "srem", "smembers")
+_COMMANDS: dict[str, tuple[str, ...]] = {
+    TRAINER: (*_STRINGS, *_HASHES, *_SETS, "xadd"),
+    ROLLOUT: (*_STRINGS, *_HASHES, *_SETS, "xadd"),
+    REFERENCE: (*_STRINGS, "hmget", "hgetall", "hset", *_SETS, "xadd"),
+    ENV: ("get", "set", "del", *_SETS),
+}
+
+
+def redis_rules(service: str) -> str:
+    """ACL rules of a user, without its name and its password."""
+    write, read = REDIS_KEYS[service]
+    keys = " ".join([*(f"~{key}" for key in write), *(f"%R~{key}" for key in read)])
+    if service == SCHEDULER:  # what it does to its state; not to the server, and not to all keys at once
+        commands = "+@read +@write +@transaction +time -@admin -@dangerous -@scripting"
+    else:
+        commands = " ".join("+" + name for name in _COMMANDS[service])
+    return f"resetkeys resetchannels -@all {commands} {' '.join('+' + name for name in _CONNECT)} {keys}"
+
+
+OPERATOR_RULES = "resetkeys allchannels +@all ~*"
+ANYBODY_RULES = "on nopass resetkeys resetchannels -@all +ping"
+"""Of whoever does not say who it is: the supervisor's health probe."""

@@ -1,0 +1,107 @@
+"""What is believed of a reply that anybody may have written: a user's process, an environment behind a URL, a sandboxed
+child. Its types are right, or it could not have been read (`codec.py`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from opentinker.shared.runtime.error_text import error_tail
+from opentinker.shared.types.core import Ending, Message, Tool
+from opentinker.shared.types.env_protocol import SessionReply
+
+OBSERVATION_BYTES = 256 * 1024
+"""All messages of one reply together, with what may be called, and where a turn stops."""
+PROMPT_IDS = 256 * 1024
+"""Tokens of a prompt that an environment gives as such: the whole context."""
+NAME_CHARACTERS = 100
+NAMED_NUMBERS = 64
+"""Components, and metrics, of one reply."""
+ERROR_CHARACTERS = 2000
+MISTAKES = 50
+ENVIRONMENTS = frozenset({Ending.ENV_ERROR, Ending.ENV_BAD_REPLY, Ending.ENV_LOST})
+"""How an environment may fail: the last if what it plays on is not there."""
+PLAYERS = ENVIRONMENTS | {Ending.ENV_TIMEOUT}
+"""How one may fail who plays environments for others, and knows their deadlines."""
+
+
+def sound(reply: SessionReply, worker: str, *, player: bool = True) -> SessionReply:
+    """The reply under the address of `worker`: a failure if it is not one that an environment may give.
+
+    `player`: of one who plays it for others, and may be busy; else of the environment's own process.
+    """
+    if reply.failure is not None:
+        known = reply.failure in (PLAYERS if player else ENVIRONMENTS)
+        return failure(worker, reply.failure if known else Ending.ENV_ERROR, reply.error)
+    if player and (reply.busy or reply.opening):
+        return SessionReply(worker=worker, busy=reply.busy, opening=reply.opening)
+    if problem := _problem(reply):
+        return failure(worker, Ending.ENV_BAD_REPLY, problem)
+    return msgspec.structs.replace(reply, worker=worker, busy=False, opening=False, error="")
+
+
+def failure(worker: str, ending: Ending, error: str) -> SessionReply:
+    """`error` is cut to its end, after its sentence, and made fit to be sent."""
+    text = error_tail(error, ERROR_CHARACTERS).encode(errors="replace").decode()
+    return SessionReply(worker=worker, failure=ending, error=text)
+
+
+def late_import(worker: str, within_s: float) -> SessionReply:
+    """Of a worker that has given up an import: `within_s` is its deadline."""
+    why = f"the environment was not imported within {within_s:g} s (operator setting env_import_timeout_s)"
+    return failure(worker, Ending.ENV_TIMEOUT, why)
+
+
+def _problem(reply: SessionReply) -> str:
+    """The first that is wrong, in words; empty if nothing is."""
+    size = size_of(reply.messages, reply.tools, reply.stop, reply.prompt_text)
+    names = (reply.seat, reply.stream, *reply.rewards)
+    named = (reply.components, reply.metrics, *reply.rewards.values())
+    values = (reply.reward, *(value for numbers in named for value in numbers.values()))
+    wrong = {
+        f"{size:,} bytes of messages, tools and stops; at most {OBSERVATION_BYTES:,} are allowed": size
+        > OBSERVATION_BYTES,
+        f"at most {PROMPT_IDS:,} prompt_ids are allowed": len(reply.prompt_ids or ()) > PROMPT_IDS,
+        f"seats and streams have names of at most {NAME_CHARACTERS} characters": any(
+            len(name) > NAME_CHARACTERS for name in names
+        ),
+        f"max_tokens must be positive, not {reply.max_tokens}": reply.max_tokens is not None and reply.max_tokens < 1,
+        f"at most {NAMED_NUMBERS} named numbers are allowed": any(len(numbers) > NAMED_NUMBERS for numbers in named),
+        "numbers must be named by short ASCII strings": any(
+            len(name) > NAME_CHARACTERS or not name.isascii() for numbers in named for name in numbers
+        ),
+        "rewards and metrics must be finite": not all(map(math.isfinite, values)),
+    }
+    return next((problem for problem, found in wrong.items() if found), "")
+
+
+def size_of(
+    messages: Sequence[Message], tools: Sequence[Tool] = (), stop: Sequence[str] = (), prompt_text: str | None = None
+) -> int:
+    """Bytes of all that a policy would see, or a chat template could show it: names and calls of tools too.
+
+    Raises TypeError, ValueError, OverflowError or RecursionError for what cannot be sent.
+    """
+    listed = (tools, stop, prompt_text or "", *(_parts(message) for message in messages))
+    images = (part.data for message in messages for part in message.images)
+    return len(msgspec.msgpack.encode(listed)) + sum(map(len, images))
+
+
+def _parts(message: Message) -> tuple[object, ...]:
+    return message.role, message.text, message.tool_calls, message.tool_call_id, message.name
+
+
+def sound_mistakes(errors: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """As `sound`, of the answer to a check."""
+    return [
+        {
+            "field": str(error.get("field", "environment"))[:NAME_CHARACTERS],
+            "value": value if len(repr(value := error.get("value"))) <= NAME_CHARACTERS else None,
+            "problem": str(error.get("problem", ""))[:ERROR_CHARACTERS],
+        }
+        for error in errors[:MISTAKES]
+    ]

@@ -1,0 +1,251 @@
+"""Every subject and stream: what it carries, who sends, who eats. Nobody writes a subject string elsewhere.
+
+scheduler --TICKET--> rollout worker --ENV_OPEN/ENV_SESSION--> env worker
+rollout worker --GROUP--> trainer            (or --SCORE--> reference-forward --GROUP--> trainer)
+trainer --SWAP--> rollout worker             (the tensors travel by torch.distributed)
+trainer --EXAM--> rollout worker --EXAM_RESULT--> trainer    (validation; of eval jobs it is the scheduler that asks)
+scheduler --GENERATE--> rollout worker       (inference jobs)
+everybody --METRIC, LOG, TIMELINE, EVENT, ROLLOUTS--> whoever subscribes; anybody --WAKE--> a sleeping loop
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from nats.js.api import DiscardPolicy, PersistMode, RetentionPolicy, StorageType, StreamConfig
+
+from opentinker.shared.types import core, env_protocol, evaluation, inference, telemetry, trajectories
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+_TOKEN = re.compile(r"^[A-Za-z0-9_-]{1,64}$")
+
+
+def token(name: str) -> str:
+    """One subject token for any name: the name itself if it may stand in a subject, else a hash of it."""
+    return name if _TOKEN.match(name) else "x" + hashlib.sha256(name.encode()).hexdigest()[:20]
+
+
+SCHEDULER, TRAINER, ROLLOUT = "scheduler", "trainer", "rollout-worker"
+REFERENCE, ENV = "reference-forward", "env-worker"
+SERVICES = (SCHEDULER, TRAINER, ROLLOUT, REFERENCE, ENV)
+"""The services' names: of their processes, and of their users on NATS and Redis. What each may do there is made of the
+table below (permissions.py): a service that is not named at a subject is refused it."""
+
+
+@dataclass(frozen=True)
+class Subject(Generic[T]):
+    """A subject pattern with the type it carries. `at(job=...)` fills the pattern."""
+
+    pattern: str
+    kind: type[T]
+    json: bool = False
+    """JSON instead of msgpack: for what dashboards read."""
+    by: tuple[str, ...] = ()
+    """Services that send it."""
+    to: tuple[str, ...] = ()
+    """Services that eat it."""
+    shown: str = ""
+    """Of what dashboards hear of a job by a credential (`stream_credentials.py`): its name there, and the last part
+    of the route that has its history."""
+
+    def at(self, **keys: str) -> str:
+        return self.pattern.format(
+            **{key: value if value in ("*", ">") else token(value) for key, value in keys.items()}
+        )
+
+
+@dataclass(frozen=True)
+class Call(Generic[T, R]):
+    """A request/reply subject: carries T, answered by R."""
+
+    pattern: str
+    kind: type[T]
+    reply: type[R]
+    by: tuple[str, ...] = ()
+    """Services that ask."""
+    to: tuple[str, ...] = ()
+    """Services that answer."""
+
+    def at(self, **keys: str) -> str:
+        return self.pattern.format(**{key: value if value == "*" else token(value) for key, value in keys.items()})
+
+
+TICKET = Subject("ticket.{job}", core.Ticket, by=(SCHEDULER,), to=(ROLLOUT,))
+"""Scheduler (admission loop) -> one rollout worker of the job. Acknowledged when the group is stored."""
+SCORE = Subject("score.{job}", trajectories.Group, by=(ROLLOUT,), to=(REFERENCE,))
+"""Rollout worker -> one reference-forward, for jobs that need reference logprobs. Acknowledged when passed on."""
+GROUP = Subject("group.{job}", trajectories.Group, by=(ROLLOUT, REFERENCE), to=(TRAINER,))
+"""Rollout worker or reference-forward -> the job's trainer. Kept until a checkpoint covers it."""
+EXAM = Subject("exam.{job}", evaluation.Exam, by=(TRAINER, SCHEDULER), to=(ROLLOUT,))
+"""Trainer, or the scheduler for an eval job -> one rollout worker of the job: play a validation episode. Acknowledged
+when who asked has its result."""
+METRIC = Subject("metric.{job}.{source}", telemetry.MetricPoint, json=True, by=SERVICES, shown="metrics")
+"""Every service -> dashboards, CLI. Live and as history."""
+LOG = Subject("log.{job}.{level}", telemetry.LogLine, json=True, by=SERVICES, to=(SCHEDULER,), shown="logs")
+"""Every service -> the job's log. Live and as history, by level: many small words cannot push out a grave one."""
+EVENT = Subject("event.{job}", telemetry.JobEvent, json=True, by=(SCHEDULER,), shown="events")
+"""The leading scheduler -> dashboards: what has come into a job's log of events, in order, once or (when another one
+leads) twice; ids are those of the log."""
+ROLLOUTS = Subject("rollouts.{job}", telemetry.KeptStep, json=True, by=(TRAINER,), shown="rollouts")
+"""Trainer -> dashboards: episodes that a step was trained on can be read now. Live alone; the words are in files."""
+TIMELINE = Subject(
+    "timeline.{job}.{worker}",
+    telemetry.TimelinePart,
+    json=True,
+    by=(TRAINER, ROLLOUT, REFERENCE, ENV),
+    shown="timeline",
+)
+"""Who works for a job -> dashboards: what it was busy with, at most once a second. Live and as history."""
+WAKE = Subject("wake.{who}", dict, json=True, by=(SCHEDULER, TRAINER, ROLLOUT), to=(SCHEDULER, TRAINER, ROLLOUT))
+"""Anybody -> a loop that sleeps: look again now. A hint; every loop also looks by itself."""
+
+ENV_OPEN = Call(
+    "env.open.{environment}", env_protocol.OpenSession, env_protocol.SessionReply, by=(ROLLOUT, SCHEDULER), to=(ENV,)
+)
+"""Rollout worker -> any env worker that serves the environment (queue group)."""
+ENV_STEP = Call(
+    "env.step.{worker}",
+    env_protocol.StepSession,
+    env_protocol.SessionReply,
+    by=(ROLLOUT, SCHEDULER),
+    to=(ENV, SCHEDULER),
+)
+"""Rollout worker -> the env worker that holds the session."""
+ENV_CLOSE = Call(
+    "env.close.{worker}",
+    env_protocol.CloseSession,
+    env_protocol.SessionReply,
+    by=(ROLLOUT, SCHEDULER),
+    to=(ENV, SCHEDULER),
+)
+"""Rollout worker -> the env worker that holds the session: it is given up."""
+ENV_CHECK = Call("env.check", env_protocol.EnvCheck, env_protocol.EnvCheckReply, by=(SCHEDULER,), to=(ENV,))
+"""Scheduler -> any env worker (queue group "env"), when a job is submitted."""
+SANDBOX_OPEN = Call(
+    "env.sandboxed.open", env_protocol.OpenSession, env_protocol.SessionReply, by=(ROLLOUT, SCHEDULER), to=(ENV,)
+)
+"""Rollout worker -> any env worker that has sandboxes (queue group): ENV_OPEN of sessions that need one."""
+SANDBOX_CHECK = Call(
+    "env.sandboxed.check", env_protocol.EnvCheck, env_protocol.EnvCheckReply, by=(SCHEDULER,), to=(ENV,)
+)
+"""Scheduler -> any env worker that has sandboxes: ENV_CHECK of what is played in one."""
+SERVED_OPEN = Call(
+    "env.served.open.{tenant}.{environment}",
+    env_protocol.OpenSession,
+    env_protocol.SessionReply,
+    by=(ROLLOUT, SCHEDULER),
+    to=(SCHEDULER,),
+)
+"""Rollout worker -> the scheduler that holds a connection of a process that serves it (queue group): ENV_OPEN of
+environments that their users serve, whose names are a tenant's own. Steps and closes go to the scheduler too, under the
+address of that process."""
+SERVED_CHECK = Call(
+    "env.served.check.{tenant}.{environment}",
+    env_protocol.EnvCheck,
+    env_protocol.EnvCheckReply,
+    by=(SCHEDULER,),
+    to=(SCHEDULER,),
+)
+"""Scheduler -> a scheduler that holds such a connection: ENV_CHECK of such an environment."""
+SERVED_BACK = Subject("env.served.back.{worker}", env_protocol.ServedBack, by=(SCHEDULER,), to=(SCHEDULER,))
+"""Scheduler -> the one that held the connection of this process before: it is here now."""
+EXAM_RESULT = Call("examined.{job}", evaluation.ExamResult, evaluation.Seen, by=(ROLLOUT,), to=(TRAINER, SCHEDULER))
+"""Rollout worker -> who asked: the job's trainer, or the scheduler that leads."""
+SWAP = Call("swap.{worker}", core.SwapCommand, core.SwapReply, by=(TRAINER,), to=(ROLLOUT,))
+"""Trainer -> one rollout worker: join the weight group, or receive a version through it."""
+GENERATE = Call("generate.ask.{worker}", inference.Ask, inference.Piece, by=(SCHEDULER,), to=(ROLLOUT,))
+"""Scheduler -> one rollout worker of an inference job, by its address. Answered in pieces (streaming.py)."""
+ABANDON = Subject("generate.abandon.{worker}", inference.Abandoned, by=(SCHEDULER,), to=(ROLLOUT,))
+"""Scheduler -> the rollout worker that it has asked."""
+WANTED = Call("generate.wanted.{asker}", inference.Underway, inference.Underway, by=(ROLLOUT,), to=(SCHEDULER,))
+"""Rollout worker -> the scheduler that has asked it: schedulers die, and messages get lost."""
+
+LOGINS, LOGINS_ANSWERED = "$SYS.REQ.USER.AUTH", "$SYS._INBOX.>"
+"""nats-server -> a scheduler: may this one come in, who is none of the services? Answered where the server says."""
+HEALTH = "$SYS.REQ.SERVER.PING.HEALTHZ"
+"""The supervisor -> nats-server, in that one's own account: do you and your JetStream work?"""
+KICK = "$SYS.REQ.SERVER.{server}.KICK"
+"""A scheduler -> nats-server, in that one's own account: close the connection of this client."""
+
+MIB = 1024**2
+DEDUP_S = 600.0
+
+TICKETS = StreamConfig(
+    name="TICKETS",
+    subjects=["ticket.*"],
+    retention=RetentionPolicy.WORK_QUEUE,
+    storage=StorageType.FILE,
+    duplicate_window=DEDUP_S,
+)
+SCORES = StreamConfig(
+    name="SCORES",
+    subjects=["score.*"],
+    retention=RetentionPolicy.WORK_QUEUE,
+    storage=StorageType.FILE,
+    duplicate_window=DEDUP_S,
+)
+EXAMS = StreamConfig(
+    name="EXAMS",
+    subjects=["exam.*"],
+    retention=RetentionPolicy.WORK_QUEUE,
+    storage=StorageType.FILE,
+    duplicate_window=DEDUP_S,
+)
+GROUPS = StreamConfig(
+    name="GROUPS",
+    subjects=["group.*"],
+    retention=RetentionPolicy.LIMITS,
+    storage=StorageType.FILE,
+    discard=DiscardPolicy.NEW,
+    duplicate_window=DEDUP_S,
+)
+"""Acks remove nothing here: a job's messages go when its second-newest checkpoint covers them, all of them when it
+ends. So it has no limit per job: at one the trainer would wait for groups, and with it the checkpoint that makes room.
+What is under way is bounded by admission. The disk is bounded by two checkpoint intervals per job (the trainer makes
+them shorter when they grow beyond a GiB), and for all streams together by the server's `max_file_store`, by default
+three quarters of what was free when it started: beyond it publishers wait."""
+METRICS = StreamConfig(
+    name="METRICS",
+    subjects=["metric.*.*"],
+    retention=RetentionPolicy.LIMITS,
+    storage=StorageType.FILE,
+    discard=DiscardPolicy.OLD,
+    max_msgs_per_subject=100_000,
+    max_bytes=352 * MIB,
+    duplicate_window=DEDUP_S,
+    persist_mode=PersistMode.ASYNC,
+)
+"""May forget: the oldest points of all jobs go when it is full, so that history never takes the
+room of work. One worker's point a second is about 50 MB a day. The server sets `max_bytes` aside when it makes the
+stream, and makes none if its store is smaller. The trainer's steps are in the job's metrics.jsonl as well, for ever."""
+LOGS = StreamConfig(
+    name="LOGS",
+    subjects=["log.*.*"],
+    retention=RetentionPolicy.LIMITS,
+    storage=StorageType.FILE,
+    discard=DiscardPolicy.OLD,
+    max_msgs_per_subject=5_000,
+    max_bytes=128 * MIB,
+    max_age=30 * 86400.0,
+    persist_mode=PersistMode.ASYNC,
+)
+"""May forget, like METRICS: the oldest lines go, of a job's level beyond 5,000 of them, of all jobs when it is full."""
+TIMELINES = StreamConfig(
+    name="TIMELINES",
+    subjects=["timeline.*.*"],
+    retention=RetentionPolicy.LIMITS,
+    storage=StorageType.FILE,
+    discard=DiscardPolicy.OLD,
+    max_msgs_per_subject=3_600,
+    max_bytes=32 * MIB,
+    max_age=7 * 86400.0,
+    persist_mode=PersistMode.ASYNC,
+)
+"""May forget, like METRICS: of each worker of a job the last hour stays, less if all jobs' is more than there is
+room for."""
+STREAMS = (TICKETS, EXAMS, SCORES, GROUPS, METRICS, LOGS, TIMELINES)

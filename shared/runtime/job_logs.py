@@ -1,0 +1,101 @@
+"""Log lines that belong to a job, from every service to whoever reads the job's log.
+
+ship   a structlog processor: consumes every line that is written, keeps those bound to a job, never waits
+send   consumes what was kept; produces LOG; looks four times a second. What found no room is counted and said
+
+Lines are on their way without an ack: what is said while NATS is away is lost, and is in the service's own log.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections import deque
+from collections.abc import Mapping, MutableMapping
+from typing import Any
+
+import msgspec
+
+from opentinker.shared.asyncio_tools import rest
+from opentinker.shared.messaging.bus import Bus
+from opentinker.shared.messaging.subjects import LOG
+from opentinker.shared.security.redact import without_secrets
+from opentinker.shared.types.telemetry import LEVELS, LogLine
+
+ROOM = 2000
+"""Lines that wait to be sent."""
+SEND_S = 0.25
+TEXT = 2000
+"""Characters of a field; of a traceback, its last TRACE."""
+TRACE = 8000
+FIELDS = 30
+_JOB = re.compile(r"j-[a-z0-9]{10}")
+"""Other jobs are those of tests and of `cluster`: nobody can ask for their log."""
+_OWN = ("timestamp", "level", "event", "job", "service", "worker", "exception", "stack")
+
+
+class JobLogs:
+    def __init__(self, room: int = ROOM) -> None:
+        self._lines: deque[LogLine] = deque()
+        self._room = room
+        self._dropped: dict[str, int] = {}
+        """By job, since this was last said."""
+
+    def ship(self, _logger: Any, _method: str, line: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
+        """From any thread."""
+        job = line.get("job")
+        if isinstance(job, str) and _JOB.fullmatch(job) and line.get("level") in LEVELS:
+            if len(self._lines) < self._room:
+                self._lines.append(_as_line(job, line))
+            else:
+                self._dropped[job] = self._dropped.get(job, 0) + 1
+        return line
+
+    async def run(self, bus: Bus) -> None:
+        while True:
+            await rest(SEND_S)
+            await self.send(bus)
+
+    async def send(self, bus: Bus) -> None:
+        """All that waits."""
+        while self._lines:
+            line = self._lines.popleft()
+            await bus.emit(LOG, line, job=line.job, level=line.level)
+        dropped, self._dropped = self._dropped, {}
+        for job, count in dropped.items():
+            said = LogLine(
+                job=job, service="", worker="", level="warning", time=time.time(), event="log_lines_dropped",
+                fields={"lines": count},
+            )  # fmt: skip
+            await bus.emit(LOG, said, job=job, level=said.level)
+
+
+def _as_line(job: str, line: Mapping[str, Any]) -> LogLine:
+    rest_of = [(name, value) for name, value in line.items() if name not in _OWN]
+    fields = {name: _short(without_secrets(_plain(value), name)) for name, value in rest_of[:FIELDS]}
+    return LogLine(
+        job=job,
+        service=str(line.get("service", "")),
+        worker=str(line.get("worker", "")),
+        level=str(line["level"]),
+        time=time.time(),
+        event=str(without_secrets(str(line.get("event", ""))))[:TEXT],
+        fields=fields,
+        trace=str(without_secrets(str(line.get("exception", "") or line.get("stack", ""))))[-TRACE:],
+    )
+
+
+def _plain(value: Any) -> Any:
+    """What JSON can say; anything else as its text."""
+    try:
+        return msgspec.to_builtins(value)
+    except (TypeError, ValueError):
+        return str(value)
+
+
+def _short(value: Any) -> Any:
+    if isinstance(value, str):
+        return value if len(value) <= TEXT else f"{value[:TEXT]}... ({len(value) - TEXT} more characters)"
+    if isinstance(value, dict | list) and len(said := str(value)) > TEXT:
+        return f"{said[:TEXT]}... ({len(said) - TEXT} more characters)"
+    return value

@@ -1,0 +1,283 @@
+"""The worker's side of leases: beat, follow the lease the scheduler wrote, run the job, stop when it is taken away.
+
+Consumes leases (Redis, woken by WAKE), produces heartbeats. A lease names the process incarnation, so a restarted
+process waits for a new one with a higher epoch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import sys
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import msgspec
+import structlog
+from redis.exceptions import RedisError
+
+from opentinker.shared.asyncio_tools import AGAIN_S, put_down, rest, set_within
+from opentinker.shared.messaging.subjects import WAKE
+from opentinker.shared.runtime.gpus import visible
+from opentinker.shared.runtime.service import Context, first_failure
+from opentinker.shared.runtime.tracing import trace_id
+from opentinker.shared.runtime.worker_info import worker_info
+from opentinker.shared.spec import JobSpec, parse_spec
+from opentinker.shared.state.usage import metered
+from opentinker.shared.types.core import JobState, Lease, Pool
+from opentinker.shared.types.errors import Conflict, Fenced, JobFailed, NotFound, OpenTinkerError, SpecError
+
+log = structlog.get_logger()
+
+GRANT_S = 2.0
+"""Between a scheduler's look at the workers and the lease that it writes."""
+LOOK_S = 0.5
+"""At what ends its work: whether that is still wanted."""
+LEAVE_S = 1.0
+CLOSE_S = 30.0
+"""Whoever lost its lease may take so long to close what it worked with; a trainer has more to do: it saves."""
+LET_GO_S = 120.0
+"""So long a trainer may save for a job that is over. Nobody counts on who holds on for longer without a lease."""
+STOP_S = 1.0
+"""Beyond `drain_s`, what cannot be interrupted holds up the end of a service that is told to stop for so long."""
+Work = Callable[["LeasedWorker", Lease, JobSpec], Awaitable[None]]
+
+
+class LeasedWorker:
+    """`work(worker, lease, spec)` runs while the lease holds; it is cancelled when the lease goes away.
+
+    If it raises JobFailed the job fails with that text; Fenced ends it quietly; anything else ends the process. So does
+    JobFailed of a rollout worker that cannot even load what others of the job generate with.
+    """
+
+    def __init__(self, ctx: Context, pool: Pool, work: Work) -> None:
+        self.ctx = ctx
+        self._work = work
+        self._wake = asyncio.Event()
+        self._leaving = asyncio.Event()
+        """The lease is being taken back, and goes when its work has ended what it has begun."""
+        self._free_since: float | None = time.monotonic()
+        """None while it has a lease."""
+        self.trace = ""
+        """`traceparent` of the lease's job."""
+        self.spent: Counter[str] = Counter()
+        """What the lease has cost beside time, by kind (usage.py); `work` adds to it."""
+        self.leftovers: list[str] = []
+        """Patterns of what the work would leave behind if this process began anew in the middle; `work` says them."""
+        self._silent = False
+        """No more beats: this process is about to begin anew."""
+        self.info = worker_info(ctx.worker, pool)
+
+    @property
+    def ending(self) -> bool:
+        """Nothing more shall be begun: the service stops, or the lease is about to go."""
+        return self._leaving.is_set() or self.ctx.stopping.is_set()
+
+    async def ended(self) -> None:
+        """Waits until `ending`."""
+        waits = [asyncio.create_task(event.wait()) for event in (self._leaving, self.ctx.stopping)]
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            await put_down(*waits)
+
+    async def status(self, status: str, *, job: str | None = None, epoch: int = 0, address: str = "") -> None:
+        """Tell the scheduler and the trainer at once, not with the next beat."""
+        self.info = msgspec.structs.replace(self.info, status=status, job=job, epoch=epoch, address=address)
+        await self._beat()
+        await self.ctx.bus.emit(WAKE, {"worker": self.info.id}, who="scheduler")
+
+    def tell(self, detail: dict[str, Any]) -> None:
+        """With the next beat, in the place of what was told before."""
+        self.info = msgspec.structs.replace(self.info, detail=detail)
+
+    async def serve(self) -> None:
+        """Returns when the service is told to stop; a running job may finish within `drain_s`."""
+
+        async def wake(_: dict[str, Any]) -> None:
+            self._wake.set()
+
+        self.info = msgspec.structs.replace(self.info, gpus=await asyncio.to_thread(visible))
+        subscription = await self.ctx.bus.listen(WAKE, wake, who=self.info.id)
+        await self.status("idle")
+        self.ctx.ready()
+        try:
+            tasks = {"beat": self._beat_loop(), "follow": self._follow_loop()}
+            if (idle_s := self.ctx.settings.idle_exit_s) is not None:
+                tasks["idle"] = self._idle_loop(idle_s)
+            await first_failure(tasks)
+        finally:
+            await subscription.unsubscribe()
+            await self.ctx.store.leave(self.info)
+
+    async def _beat(self) -> None:
+        if self._silent:
+            return
+        await self.ctx.store.beat(self.info, self.ctx.settings.worker_ttl_s)
+
+    async def _beat_loop(self) -> None:
+        while True:
+            await self._beat()
+            await rest(self.ctx.settings.heartbeat_s)
+
+    async def _idle_loop(self, idle_s: float) -> None:
+        """Tells the service to stop when no job had this worker for so long. It says first that it goes, and waits
+        until a scheduler that had not heard that would have written its lease: that one is worked for."""
+        self._free_since = time.monotonic()
+        while True:
+            left_s = math.inf if self._free_since is None else self._free_since + idle_s - time.monotonic()
+            if left_s > 0:
+                await rest(min(left_s, self.ctx.settings.heartbeat_s))
+                continue
+            await self.status("draining")
+            await rest(GRANT_S + self.ctx.settings.heartbeat_s)
+            if self._free_since is None:
+                continue
+            if await self._mine(None) is None:
+                log.info("idle_exit", idle_s=idle_s)
+                self.ctx.stopping.set()
+                await asyncio.Event().wait()  # the follow loop ends with it
+
+    async def _mine(self, held: Lease | None) -> Lease | None:
+        """What this process should do. A lease that is being taken back is still the same, but not begun any more."""
+        lease = await self.ctx.store.lease(self.info.id)
+        if lease is None or lease.incarnation != self.info.incarnation:
+            return None
+        if not lease.leaves_by:
+            return lease
+        if msgspec.structs.replace(lease, leaves_by=0.0) != held:
+            return None
+        self._leaving.set()
+        return held
+
+    async def _changed(self, held: Lease | None) -> Lease | None:
+        """Waits until the lease differs from the one held."""
+        self._wake.clear()
+        while (lease := await self._mine(held)) == held:
+            await set_within(self._wake, self.ctx.settings.heartbeat_s)
+            self._wake.clear()
+        return lease
+
+    async def _follow_loop(self) -> None:
+        """Consumes leases, runs one at a time. Returns when the service is told to stop and the job has let go."""
+        stopping = asyncio.create_task(self.ctx.stopping.wait())
+        held: Lease | None = None
+        try:
+            while not self.ctx.stopping.is_set():
+                watch = asyncio.create_task(self._changed(held))
+                task = None if held is None else asyncio.create_task(self._run(held), name=f"job-{held.job}")
+                try:
+                    await asyncio.wait([t for t in (task, watch, stopping) if t], return_when=asyncio.FIRST_COMPLETED)
+                    if task is not None and held is not None:
+                        await self._let_go(task, held, gone=watch)
+                    await asyncio.wait([watch, stopping], return_when=asyncio.FIRST_COMPLETED)
+                    if watch.done():
+                        held = watch.result()
+                        self._free_since = time.monotonic() if held is None else None
+                        self._leaving.clear()
+                finally:
+                    await put_down(task, watch)
+        finally:
+            await put_down(stopping)
+
+    async def _let_go(self, task: asyncio.Task[None], lease: Lease, *, gone: asyncio.Task[Lease | None]) -> None:
+        """The job ended by itself, or its lease is `gone` (it ends now), or the service stops (it has `drain_s`).
+
+        Raises what the job raised, also while it was cancelled.
+        """
+        begun = self.info.status not in ("idle", "loading")
+        if not task.done() and not gone.done():
+            await self.status("draining", job=self.info.job, epoch=self.info.epoch, address=self.info.address)
+            drain_s = self.ctx.settings.drain_s
+            await asyncio.wait([task, gone], timeout=drain_s, return_when=asyncio.FIRST_COMPLETED)
+        await self._put_down(task, lease, begun=begun)
+        if not task.cancelled():
+            task.result()
+        if not self.ctx.stopping.is_set():
+            await self.status("idle")
+
+    async def _put_down(self, task: asyncio.Task[None], lease: Lease, *, begun: bool) -> None:
+        """As waiting.put_down, while somebody wants what the work still does: a trainer saves what was trained, however
+        long that takes. A model that is being loaded, or a step of a large one, cannot be interrupted: after
+        `cancel_grace_s` in vain this process begins anew. `begun`: there is more to let go of than a load."""
+        began, asked, vain = time.monotonic(), -math.inf, math.inf
+        while not task.done():
+            grace_s = min(self.ctx.settings.cancel_grace_s, STOP_S if self.ctx.stopping.is_set() else math.inf)
+            now = time.monotonic()
+            if now - asked >= AGAIN_S:
+                task.cancel()
+                asked = now
+            if vain == math.inf and not (begun and now - began < await self._wanted_s(lease)):
+                vain = now
+            if now - vain >= grace_s and not task.done():
+                await self._begin_anew(lease, now - vain)
+            await asyncio.wait([task], timeout=min(LOOK_S, max(0.01, vain + grace_s - now)))
+
+    async def _wanted_s(self, lease: Lease) -> float:
+        """For how long somebody wants what is still done for a lease that is gone."""
+        try:
+            state = (await self.ctx.store.job(lease.job)).state
+        except NotFound:
+            return 0.0
+        if state == JobState.CANCELLED:
+            return 0.0
+        if self.info.pool != Pool.TRAINER:
+            return CLOSE_S
+        return LET_GO_S if state.final else math.inf
+
+    async def _begin_anew(self, lease: Lease, waited_s: float) -> None:
+        with structlog.contextvars.bound_contextvars(job=lease.job, epoch=lease.epoch):
+            log.warning("begins_anew", why="its work cannot be interrupted", waited_s=round(waited_s, 1))
+        self._silent = True
+        try:
+            async with asyncio.timeout(LEAVE_S):
+                await self.ctx.store.leave(self.info)
+        except (TimeoutError, RedisError) as error:  # what it last said of itself expires
+            log.warning("not_left", error=str(error))
+        await self.ctx.begin_anew(self.leftovers)
+
+    async def _run(self, lease: Lease) -> None:
+        with structlog.contextvars.bound_contextvars(job=lease.job, epoch=lease.epoch):
+            log.info("lease_taken")
+            try:
+                record = await self.ctx.store.job(lease.job)
+                self.trace = record.trace
+                await self.status("loading", job=lease.job, epoch=lease.epoch)
+                self.spent, self.leftovers = Counter(), []
+                with structlog.contextvars.bound_contextvars(trace=trace_id(record.trace)):
+                    async with metered(self.ctx.store.redis, lease.job, self.spent):
+                        await self._work(self, lease, parse_spec(record.spec))
+            except JobFailed as error:
+                await self._fail(lease, str(error))
+            except SpecError as error:  # stored by another release
+                await self._fail(lease, f"its stored spec is not valid here: {error}")
+            except (Fenced, NotFound) as error:
+                log.warning("fenced", error=str(error))
+            finally:
+                if isinstance(failure := sys.exception(), Exception):
+                    log.error("worker_failed", exc_info=failure)
+                log.info("lease_left")
+
+    async def _fail(self, lease: Lease, reason: str) -> None:
+        """Unless the job is over or another's. Rollout leases outlive trainers, so their epoch may be old.
+
+        Raises OpenTinkerError if the fault is not the job's but this worker's.
+        """
+        if self.info.pool == Pool.ROLLOUT and self.info.status != "ready" and await self._is_served(lease.job):
+            raise OpenTinkerError(f"this worker cannot serve job {lease.job}, which others serve: {reason}")
+        log.error("job_failed", error=reason)
+        epoch = lease.epoch if self.info.pool == Pool.TRAINER else -1
+        try:
+            await self.ctx.store.transition(
+                lease.job, JobState.FAILED, epoch=epoch, reason=f"{self.info.pool}: {reason}"
+            )
+        except (Conflict, Fenced, NotFound) as error:
+            log.warning("failure_not_recorded", error=str(error))
+            return
+        await self.ctx.bus.emit(WAKE, {"job": lease.job}, who="scheduler")
+
+    async def _is_served(self, job: str) -> bool:
+        """Another rollout worker serves the job now: what the job asks for can be loaded."""
+        return any(worker.ready_for(job) for worker in await self.ctx.store.workers() if worker.id != self.info.id)

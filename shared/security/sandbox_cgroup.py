@@ -1,0 +1,142 @@
+"""Memory cgroups for sandboxes: the kernel then counts what it keeps for their processes itself (socket buffers, pipes,
+inodes, page tables), and ends what goes beyond the limit, however fast.
+
+Only where this service may make cgroups: as root, or where its own is delegated to it. Version 1: below its own cgroup
+of the memory controller. Version 2: below its own if that hands the controller down, else beside it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import uuid
+from dataclasses import dataclass
+from pathlib import Path
+
+from opentinker.shared.asyncio_tools import rest
+
+PREFIX = "opentinker-sandbox-"
+POLL_S = 0.01
+EMPTY_S = 2.0
+"""A sandbox's last process has ended so long after it was killed, else the cgroup is left to the next service."""
+
+
+@dataclass(frozen=True)
+class Cgroups:
+    parent: Path
+    version: int
+
+    @classmethod
+    def find(cls) -> Cgroups | None:
+        """None where there is no memory controller that this service may use. Removes what services that were killed
+        have left."""
+        for parent, version in _places():
+            for old in parent.glob(f"{PREFIX}*"):
+                if not Path("/proc", old.name.removeprefix(PREFIX).partition("-")[0]).exists():
+                    _remove(old)
+            found = cls(parent, version)
+            with contextlib.suppress(OSError):
+                _remove(found.make(1 << 30).path)
+                return found
+        return None
+
+    def make(self, most: int) -> Cgroup:
+        """For one sandbox, of so many bytes. Raises OSError."""
+        path = self.parent / f"{PREFIX}{os.getpid()}-{uuid.uuid4().hex[:8]}"
+        path.mkdir()
+        try:
+            if self.version == 1:
+                (path / "memory.limit_in_bytes").write_text(str(most))
+                for name in ("memory.memsw.limit_in_bytes", "memory.kmem.tcp.limit_in_bytes"):
+                    if (path / name).exists():  # swap, and TCP buffers, which version 1 counts apart if the kernel can
+                        with contextlib.suppress(OSError):
+                            (path / name).write_text(str(most))
+            else:
+                (path / "memory.max").write_text(str(most))
+                (path / "memory.oom.group").write_text("1")
+                if (path / "memory.swap.max").exists():
+                    (path / "memory.swap.max").write_text("0")
+        except OSError:
+            _remove(path)
+            raise
+        return Cgroup(path, path / ("memory.oom_control" if self.version == 1 else "memory.events"))
+
+
+@dataclass(frozen=True)
+class Cgroup:
+    path: Path
+    events: Path
+
+    def exceeded(self) -> bool:
+        """Whether the kernel has ended a process of it."""
+        try:
+            counted = re.search(r"^oom_kill (\d+)", self.events.read_text(), re.MULTILINE)
+        except OSError:  # somebody has removed it
+            return False
+        return counted is not None and counted[1] != "0"
+
+    async def remove(self) -> None:
+        """Once its last process is gone."""
+        for _ in range(int(EMPTY_S / POLL_S)):
+            if _remove(self.path):
+                return
+            await rest(POLL_S)
+
+
+def _remove(path: Path) -> bool:
+    try:
+        path.rmdir()
+    except FileNotFoundError:
+        return True
+    except OSError:  # a process of it is ending
+        return False
+    return True
+
+
+def _places() -> list[tuple[Path, int]]:
+    """Where cgroups of the memory controller could be made, by its version."""
+    own = {}
+    for line in _lines("/proc/self/cgroup"):
+        _, controllers, path = line.split(":", 2)
+        own[controllers] = path
+    found: list[tuple[Path, int]] = []
+    for line in _lines("/proc/self/mountinfo"):
+        fields, _, filesystem = line.partition(" - ")
+        root, mounted = fields.split()[3:5]
+        kind, _, options = filesystem.split(maxsplit=2)
+        if kind == "cgroup" and "memory" in options.split(",") and "memory" in own:
+            found.append((_below(mounted, root, own["memory"]), 1))
+        elif kind == "cgroup2" and "" in own:
+            place = _below(mounted, root, own[""])
+            candidates = [place] if place == Path(mounted) else [place, place.parent]
+            found += [(one, 2) for one in candidates if _hands_down(one)]
+    return found
+
+
+def _below(mounted: str, root: str, path: str) -> Path:
+    """The directory of a cgroup in a mount that shows `root` and what is below."""
+    inside = path[len(root) :] if root != "/" and path.startswith(root) else path
+    return Path(mounted, inside.lstrip("/"))
+
+
+def _hands_down(place: Path) -> bool:
+    """Whether cgroups below have the memory controller. Where it is delegated to an ordinary user, that user has to say
+    so; what is root's stays as it is."""
+    control = place / "cgroup.subtree_control"
+    if "memory" in " ".join(_lines(str(control))).split():
+        return True
+    if os.geteuid() == 0 or not os.access(control, os.W_OK):
+        return False
+    try:
+        control.write_text("+memory")
+    except OSError:  # it has processes of its own, or no such controller
+        return False
+    return True
+
+
+def _lines(path: str) -> list[str]:
+    try:
+        return Path(path).read_text().splitlines()
+    except OSError:
+        return []

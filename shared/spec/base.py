@@ -1,0 +1,71 @@
+"""What every part of a job spec is: frozen, closed, documented under its fields, with all its mistakes at once."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ModelWrapValidatorHandler, ValidationError, model_validator
+
+from opentinker.shared.spec.mistakes import Mistakes, mistakes_of, without_branches
+
+Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+Steps = Annotated[int, Field(gt=0, le=100_000_000)]
+Tokens = Annotated[int, Field(gt=0, le=16_777_216)]
+Count = Annotated[int, Field(gt=0, le=1_000_000)]
+"""Of what has no nearer bound."""
+Workers = Annotated[int, Field(gt=0, le=4096)]
+Coefficient = Annotated[float, Field(ge=0.0, le=1e6)]
+Factor = Annotated[float, Field(gt=0.0, le=1e6)]
+Seconds = Annotated[float, Field(gt=0.0, le=31_536_000.0)]
+"""Of at most a year."""
+
+
+class Part(BaseModel):
+    model_config = ConfigDict(
+        extra="forbid",
+        frozen=True,
+        use_attribute_docstrings=True,
+        protected_namespaces=(),
+        allow_inf_nan=False,
+        serialize_by_alias=True,
+    )
+    STAND_INS: ClassVar[dict[str, Any]] = {}
+    """Take the place of wrong values of required fields, so that contradictions between the others can be judged."""
+
+    @classmethod
+    def written(cls, data: dict[str, Any]) -> list[dict[str, Any]]:
+        """What is wrong with which fields were written at all."""
+        return []
+
+    def settle(self) -> list[dict[str, Any]]:
+        """Fills in what follows from other fields; returns what is wrong between fields right in themselves."""
+        return []
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _every_mistake(cls, data: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
+        """Fields that are wrong in themselves do not hide the others' contradictions: those are judged without them."""
+        wrong = cls.written(data) if isinstance(data, dict) else []
+        names: set[Any] = set()
+        try:
+            part = handler(data)
+        except ValidationError as error:
+            found = error.errors(include_url=False)
+            if not isinstance(data, dict) or any(not item["loc"] for item in found):
+                raise
+            wrong += without_branches([mistake for item in found for mistake in mistakes_of(item, data)])
+            names = {item["loc"][0] for item in found}
+            try:
+                part = handler(
+                    {
+                        **{k: v for k, v in data.items() if k not in names},
+                        **{k: v for k, v in cls.STAND_INS.items() if k in names},
+                    }
+                )
+            except ValidationError:  # a required field is wrong: the others cannot be judged
+                raise Mistakes(wrong) from None
+        judged = part.settle()  # of what is wrong in itself, its stand-in was judged
+        mistakes = wrong + [mistake for mistake in judged if mistake["field"].partition(".")[0] not in names]
+        if mistakes:
+            raise Mistakes(mistakes)
+        return part

@@ -1,0 +1,131 @@
+"""Models that are not trained and say something of what the policy did; reference-forward runs them."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import Field
+
+from opentinker.shared.spec.base import Part
+from opentinker.shared.spec.mistakes import fill
+
+if TYPE_CHECKING:
+    from opentinker.shared.spec import JobSpec
+
+
+class TeacherSpec(Part):
+    base: Annotated[str, Field(min_length=1)]
+    """Directory or hub id of the causal language model to learn from. Every token of model.base must have the same id
+    in it. Its logits are divided by rollout.temperature, as the policy's are."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """In which it computes."""
+
+
+class RewardModelSpec(Part):
+    base: Annotated[str, Field(min_length=1)]
+    """Directory or hub id of a Hugging Face sequence classifier with a chat template; conversations are rendered by it,
+    whatever the policy's template is."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """In which it computes."""
+    label: str | None = None
+    """Whose probability is the score, of a classifier with several labels. With one label the score is its logit."""
+    weight: Annotated[float, Field(ge=-1e6, le=1e6)] = 1.0
+    """The score is multiplied by it and added to the reward of the last turn; 0: it is only reported."""
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{0,40}$")] = ""
+    """Stands in metrics; default: the last part of base."""
+
+    def settle(self) -> list[dict[str, Any]]:
+        last = re.sub(r"[^A-Za-z0-9_.-]", "-", self.base.rstrip("/").rpartition("/")[2])
+        fill(self, {"name": self.name or last[-40:] or "model"})
+        return []
+
+
+class ValueModelSpec(Part):
+    base: Annotated[str, Field(min_length=1)]
+    """Directory or hub id of a Hugging Face token classifier (AutoModelForTokenClassification) with one label: the
+    return that is expected where the next token is about to be chosen, in units of the job's rewards, with
+    reward models' scores and what kl_in = 'reward' takes off. It reads causally, and every token of model.base must
+    have the same id in it."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """In which it computes."""
+
+
+TRAINS_CRITIC = ("critic_lr", "value_clip")
+"""Options of `advantage = "gae"` for the critic that is trained where there is no value model."""
+
+
+def is_scored(plain: dict[str, Any]) -> bool:
+    """Whether reference-forward stands between rollout workers and trainer. `plain`: a validated spec as data."""
+    algorithm = plain.get("algorithm") or {}
+    asked = algorithm.get("kl_coef") or algorithm.get("distill_coef")
+    return bool(asked or plain.get("reward_models") or plain.get("value_model"))
+
+
+def misplaced_critic(data: dict[str, Any]) -> list[dict[str, Any]]:
+    """Options of a critic that are written beside a value model. `data`: the spec as it was written."""
+    algorithm = data.get("algorithm")
+    if data.get("value_model") is None or not isinstance(algorithm, dict):
+        return []
+    problem = "does not apply with [value_model], which is frozen: no critic is trained"
+    return [
+        {"field": f"algorithm.{name}", "value": algorithm[name], "problem": problem}
+        for name in TRAINS_CRITIC
+        if algorithm.get(name) is not None
+    ]
+
+
+def settle_frozen(spec: JobSpec) -> list[dict[str, Any]]:
+    """What is wrong between the frozen models and the rest of the spec."""
+    return _settle_teacher(spec) + _settle_reward_models(spec) + _settle_value_model(spec)
+
+
+def _settle_teacher(spec: JobSpec) -> list[dict[str, Any]]:
+    coefficient, teacher = spec.algorithm.distill_coef, spec.teacher
+    plain = None if teacher is None else teacher.model_dump()
+    if spec.train.learner == "simulated":
+        by = "does not apply to train.learner = 'simulated'"
+        found = [("algorithm.name", spec.algorithm.name, coefficient), ("teacher", plain, teacher)]
+        return [{"field": field, "value": value, "problem": by} for field, value, there in found if there]
+    if coefficient and teacher is None:
+        return [{"field": "teacher", "value": None, "problem": "is needed for algorithm.distill_coef"}]
+    if teacher is not None and not coefficient:
+        problem = "is 0, so that [teacher] would be ignored: set it, or algorithm.name = 'distill'"
+        return [{"field": "algorithm.distill_coef", "value": 0.0, "problem": problem}]
+    return []
+
+
+def _settle_reward_models(spec: JobSpec) -> list[dict[str, Any]]:
+    judges = spec.reward_models
+    problem = ""
+    if spec.train.learner == "simulated":
+        problem = "does not apply to train.learner = 'simulated'"
+    elif spec.algorithm.advantage == "none":
+        problem = "would be ignored: algorithm.advantage = 'none' does not look at rewards"
+    if judges and problem:
+        return [{"field": "reward_models", "value": [judge.name for judge in judges], "problem": problem}]
+    names = [judge.name for judge in judges]
+    return [
+        {
+            "field": f"reward_models.{i}.name",
+            "value": name,
+            "problem": "is the name of another one too: give it another",
+        }
+        for i, name in enumerate(names)
+        if name in names[:i]
+    ]
+
+
+def _settle_value_model(spec: JobSpec) -> list[dict[str, Any]]:
+    if spec.value_model is None:
+        return []
+    problem = ""
+    if spec.train.learner == "simulated":
+        problem = "does not apply to train.learner = 'simulated'"
+    elif spec.algorithm.advantage != "gae":
+        problem = f"would be ignored: algorithm.advantage = {spec.algorithm.advantage!r} takes no values, 'gae' does"
+    if problem:
+        return [{"field": "value_model", "value": spec.value_model.model_dump(), "problem": problem}]
+    without = spec.algorithm.model_copy(update=dict.fromkeys(TRAINS_CRITIC))
+    fill(spec, {"algorithm": without})
+    return []

@@ -1,0 +1,452 @@
+"""The only place that talks to Redis, with the families of keys named below. Redis owns job state, workers and leases.
+
+Keys (`{id}` is a job id of ours):
+    job:{id}            hash: spec, state, version, epoch, tenant, name, created, updated, reason, step, steps ...
+    job:{id}:events     stream: the job's log; every state change is appended by the script that makes it
+    job:{id}:states     stream: of the log, what changed the state, under the same ids; it is never cut
+    job:{id}:failures   stream: groups that failed for good, the newest thousand
+    jobs:of:{tenant}    sorted set of ids by creation time
+    jobs:active         set of ids that are not in a final state
+    jobs:ending         set of ids in a final state whose leases and messages are still to be cleared away
+    worker:*, workers, leases, leases:held, leader, leader:epoch   who works for whom (lease_table.py)
+    adm:{id}, adm:{id}:groups   admission (staleness.py)
+    spent:*             what jobs and tenants have spent (usage.py)
+    artifact:*, stored:*, published:*   what is kept of jobs, and its names (artifacts.py)
+    key:{id}, keys:of:{tenant}, tenants   API keys (keys.py)
+    stream:{digest}, streams:of:{key}     credentials to hear a job live (stream_credentials.py)
+    streams:open, streams:open:{group}    and who is connected by them (stream_connections.py)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+import uuid
+from collections.abc import AsyncIterator, Iterable, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import msgspec
+import orjson
+import redis.asyncio as aioredis
+import structlog
+from redis.asyncio.retry import Retry
+from redis.backoff import EqualJitterBackoff
+from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.exceptions import TimeoutError as RedisTimeoutError
+from redis.maint_notifications import MaintNotificationsConfig
+
+from opentinker.shared.asyncio_tools import heed
+from opentinker.shared.state.lease_table import CHARGE, LeaseTable, granted, raise_unless_granted
+from opentinker.shared.state.redis_script import LED, UNFENCED, LeadersScript, Script
+from opentinker.shared.types.core import JobRecord, JobState, Lease
+from opentinker.shared.types.errors import Conflict, Fenced, NotFound
+
+log = structlog.get_logger()
+
+# A client that lost the connection sends its command again: `op` keys remember for a while what was done, so that a
+# change is made, and an event logged, once.
+
+# KEYS job, events, active, ending, op, states. ARGV: id, allowed states (comma separated, "" = any that is not final),
+# new state, epoch (-1: the scheduler), now, fields, event
+_TRANSITION = """
+local before = redis.call('GET', KEYS[5])
+if before then return {'ok', before} end
+local current = redis.call('HMGET', KEYS[1], 'state', 'epoch', 'version')
+if not current[1] then return {'missing'} end
+local final = {succeeded=true, failed=true, cancelled=true}
+local epoch = tonumber(ARGV[4])
+if epoch >= 0 and epoch < tonumber(current[2]) then return {'fenced', current[2]} end
+local allowed = false
+if ARGV[2] == '' then allowed = not final[current[1]] end
+for state in string.gmatch(ARGV[2], '[^,]+') do if state == current[1] then allowed = true end end
+if not allowed then return {'conflict', current[1]} end
+local version = tonumber(current[3]) + 1
+redis.call('HSET', KEYS[1], 'state', ARGV[3], 'updated', ARGV[5], 'version', version)
+if epoch > tonumber(current[2]) then redis.call('HSET', KEYS[1], 'epoch', epoch) end
+local fields = cjson.decode(ARGV[6])
+for key, value in pairs(fields) do redis.call('HSET', KEYS[1], key, value) end
+if final[ARGV[3]] then redis.call('SREM', KEYS[3], ARGV[1]); redis.call('SADD', KEYS[4], ARGV[1])
+else redis.call('SADD', KEYS[3], ARGV[1]) end
+local entry = redis.call('XADD', KEYS[2], 'MAXLEN', '~', '5000', '*', 'event', ARGV[7])
+redis.call('XADD', KEYS[6], entry, 'event', ARGV[7], 'version', version)
+redis.call('SET', KEYS[5], current[1], 'EX', 120)
+return {'ok', current[1]}
+"""
+
+_LEASES = """
+if led_by_another(ARGV[8]) then return {'led'} end
+for i = 9, #ARGV, 3 do if taken(ARGV[i], ARGV[1]) then return {'taken', ARGV[i]} end end
+for i = 9, #ARGV, 3 do grant(ARGV[i], ARGV[i + 1], ARGV[i + 2]) end
+local version"""
+# The same of the scheduler that leads. KEYS also leases, leases:held, leader:epoch. ARGV also the leader's epoch, then
+# slot, lease and account of every worker that the job gets with its state.
+_PLACE = CHARGE + _TRANSITION.replace("\nlocal version", _LEASES, 1)
+
+# KEYS job, events, op, failures (optional). ARGV: epoch, now, fields (JSON object), event ('' = none),
+# '1' = only if the job is not over, leader's epoch
+_UPDATE = (
+    LED
+    + """
+if led_by_another(ARGV[6]) then return {'led'} end
+if redis.call('EXISTS', KEYS[3]) == 1 then return {'ok'} end
+local epoch, state = unpack(redis.call('HMGET', KEYS[1], 'epoch', 'state'))
+if not epoch then return {'missing'} end
+if ARGV[5] == '1' and (state == 'succeeded' or state == 'failed' or state == 'cancelled') then
+  return {'conflict', state}
+end
+if tonumber(ARGV[1]) >= 0 and tonumber(ARGV[1]) < tonumber(epoch) then return {'fenced', epoch} end
+redis.call('HSET', KEYS[1], 'updated', ARGV[2])
+for key, value in pairs(cjson.decode(ARGV[3])) do redis.call('HSET', KEYS[1], key, value) end
+if ARGV[4] ~= '' then
+  local entry = redis.call('XADD', KEYS[2], 'MAXLEN', '~', '5000', '*', 'event', ARGV[4])
+  if KEYS[4] then redis.call('XADD', KEYS[4], 'MAXLEN', '~', '1000', entry, 'event', ARGV[4]) end
+  redis.call('SET', KEYS[3], 1, 'EX', 120)
+end
+return {'ok'}
+"""
+)
+
+# KEYS job, events, jobs, active, idempotency, states. ARGV: id, now, fields, event, body hash, ttl seconds
+_CREATE = """
+if redis.call('EXISTS', KEYS[1]) == 1 then return {'ok', ARGV[1]} end
+if ARGV[5] ~= '' then
+  local seen = redis.call('HMGET', KEYS[5], 'job', 'body')
+  if seen[1] then
+    if seen[2] == ARGV[5] then return {'same', seen[1]} end
+    return {'differs', seen[1]}
+  end
+  redis.call('HSET', KEYS[5], 'job', ARGV[1], 'body', ARGV[5])
+  redis.call('EXPIRE', KEYS[5], ARGV[6])
+end
+for key, value in pairs(cjson.decode(ARGV[3])) do redis.call('HSET', KEYS[1], key, value) end
+redis.call('ZADD', KEYS[3], ARGV[2], ARGV[1])
+redis.call('SADD', KEYS[4], ARGV[1])
+local entry = redis.call('XADD', KEYS[2], 'MAXLEN', '~', '5000', '*', 'event', ARGV[4])
+redis.call('XADD', KEYS[6], entry, 'event', ARGV[4], 'version', 0)
+return {'ok', ARGV[1]}
+"""
+
+
+CONNECTIONS = 5000
+"""Each event stream waits on one of its own; redis-py's default would refuse the hundred and first."""
+
+
+class _Connection(aioredis.Connection):
+    """A cancellation that comes when a command was just written is not lost, and the connection, on which a reply
+    nobody waits for is under way, is not used again."""
+
+    async def send_packed_command(self, command: Any, check_health: bool = True) -> None:
+        try:
+            await heed(super().send_packed_command(command, check_health))
+        except asyncio.CancelledError:
+            await self.disconnect(nowait=True)
+            raise
+
+
+class Store(LeaseTable):
+    def __init__(self, redis: Any) -> None:
+        # redis-py types every reply as bytes or str; ours are str (decode_responses).
+        super().__init__(redis)
+        self._transition = Script(redis, _TRANSITION)
+        self._place = Script(redis, _PLACE)
+        self._update = Script(redis, _UPDATE)
+        self._create = Script(redis, _CREATE)
+        self._ended = LeadersScript(redis, "redis.call('SREM', KEYS[1], ARGV[2])")
+
+    @classmethod
+    @asynccontextmanager
+    async def connect(cls, url: str, name: str, user: str = "", password: str = "") -> AsyncIterator[Store]:
+        """Waits for the server as long as it takes; later, commands retry for half a minute before they raise.
+
+        What the URL says of user and password goes before the arguments.
+        """
+        login = {"username": user or None, "password": password} if password else {}
+        client = aioredis.from_url(
+            url,
+            **login,
+            client_name=name.replace(" ", "-"),
+            decode_responses=True,
+            connection_class=_Connection,
+            maint_notifications_config=MaintNotificationsConfig(enabled=False),
+            socket_connect_timeout=3.0,
+            socket_timeout=10.0,
+            retry=Retry(EqualJitterBackoff(cap=1.0, base=0.05), 40),
+            retry_on_error=[RedisConnectionError, RedisTimeoutError, ConnectionError],
+            health_check_interval=15,
+            max_connections=CONNECTIONS,
+        )
+        try:
+            warned = False
+            while True:
+                try:
+                    await client.ping()
+                    break
+                except (RedisConnectionError, RedisTimeoutError, OSError) as error:
+                    if not warned:
+                        log.warning("redis_unreachable", error=str(error))
+                        warned = True
+                    await asyncio.sleep(0.2)
+            yield cls(client)
+        finally:
+            await client.aclose()
+
+    # --- jobs ---------------------------------------------------------------------------------------------------
+
+    async def create_job(
+        self,
+        *,
+        id: str,
+        spec: dict[str, Any],
+        tenant: str,
+        idempotency: str = "",
+        body_hash: str = "",
+        key: str = "",
+        trace: str = "",
+    ) -> str:
+        """Store a new job in state queued. Returns its id, or that of the job an equal request made before. `key`
+        and `trace` are those of JobRecord.
+
+        Raises Conflict if the idempotency key was used with another body.
+        """
+        if idempotency and not body_hash:
+            raise ValueError("an idempotency key needs the hash of the body")
+        now = time.time()
+        fields = {
+            "spec": orjson.dumps(spec).decode(),
+            "name": spec["name"],
+            "kind": spec["kind"],
+            "tenant": tenant,
+            "state": JobState.QUEUED.value,
+            "version": 0,
+            "epoch": 0,
+            "created": now,
+            "updated": now,
+            "step": 0,
+            "steps": _steps(spec),
+            "since": now,
+            "reason": "",
+            "key": key,
+            "trace": trace,
+        }
+        queued = _event("queued", now, state=JobState.QUEUED.value)
+        idem = f"idem:{tenant}:{idempotency or id}"
+        answer = await self._create(
+            keys=[f"job:{id}", f"job:{id}:events", _jobs_of(tenant), "jobs:active", idem, f"job:{id}:states"],
+            args=[id, now, orjson.dumps(fields).decode(), queued, body_hash if idempotency else "", 86400],
+        )
+        if answer[0] == "differs":
+            raise _other_body(answer[1])
+        return str(answer[1])
+
+    async def made_before(self, tenant: str, idempotency: str, body_hash: str) -> str | None:
+        """The job that an equal request made. Raises Conflict as `create_job` does."""
+        job, body = await self.redis.hmget(f"idem:{tenant}:{idempotency}", "job", "body")
+        if job is not None and body != body_hash:
+            raise _other_body(job)
+        return None if job is None else str(job)
+
+    async def job(self, id: str) -> JobRecord:
+        """Raises NotFound."""
+        fields = await self.redis.hgetall(f"job:{id}")
+        if not fields:
+            raise NotFound(f"no job {id!r}; `opentinker jobs` lists yours")
+        return _record(id, fields)
+
+    async def jobs(self, ids: Sequence[str]) -> list[JobRecord]:
+        """Those of the given ones that exist."""
+        pipe = self.redis.pipeline(transaction=False)
+        for id in ids:
+            pipe.hgetall(f"job:{id}")
+        return [_record(id, fields) for id, fields in zip(ids, await pipe.execute(), strict=True) if fields]
+
+    async def tenants_of(self, ids: Iterable[str]) -> dict[str, str]:
+        """By id, of those jobs that exist."""
+        asked = sorted(ids)
+        pipe = self.redis.pipeline(transaction=False)
+        for id in asked:
+            pipe.hget(f"job:{id}", "tenant")
+        return {id: tenant for id, tenant in zip(asked, await pipe.execute(), strict=True) if tenant}
+
+    async def jobs_of(self, tenant: str, limit: int, before: str = "") -> list[JobRecord]:
+        """The tenant's newest jobs, newest first; of those made before job `before` if it is given.
+
+        Raises NotFound if the tenant has no such job.
+        """
+        start = 0
+        if before:
+            rank = await self.redis.zrevrank(_jobs_of(tenant), before)
+            if rank is None:
+                raise NotFound(f"no job {before!r}")
+            start = int(rank) + 1
+        return await self.jobs(await self.redis.zrevrange(_jobs_of(tenant), start, start + limit - 1))
+
+    async def active_jobs(self) -> list[JobRecord]:
+        """Jobs not in a final state, oldest first."""
+        records = await self.jobs(sorted(await self.redis.smembers("jobs:active")))
+        return sorted(records, key=lambda record: record.created)
+
+    async def ending_jobs(self) -> list[str]:
+        """Jobs in a final state that `ended` has not been called for."""
+        return sorted(await self.redis.smembers("jobs:ending"))
+
+    async def ended(self, id: str, *, leader: int = UNFENCED) -> None:
+        """Nothing of the job is left to clear away. Raises Fenced."""
+        await self._ended(leader=leader, keys=["jobs:ending"], args=[id])
+
+    async def transition(
+        self,
+        id: str,
+        new: JobState,
+        *,
+        allowed: Sequence[JobState] = (),
+        epoch: int = -1,
+        event: str | None = None,
+        detail: dict[str, Any] | None = None,
+        leader: int = UNFENCED,
+        leases: Sequence[Lease] = (),
+        gpus: Sequence[int] = (),
+        tenant: str = "",
+        **fields: Any,
+    ) -> JobState:
+        """The one way to change a job's state: compare-and-set plus event. Returns the state before.
+
+        `allowed` empty means any state that is not final; `detail` goes into the event only. `leases`: granted in the
+        same act, on the account of `tenant`; `gpus`: of each of their workers. Raises NotFound, Conflict (state, or a
+        worker is another job's), Fenced (epoch, or another scheduler leads).
+        """
+        now = time.time()
+        if new.final:
+            fields.setdefault("finished", now)
+        line = _event(event or new.value, now, state=new.value, epoch=epoch, **fields, **(detail or {}))
+        keys = [f"job:{id}", f"job:{id}:events", "jobs:active", "jobs:ending", _op(id), f"job:{id}:states"]
+        args = [id, ",".join(allowed), new.value, epoch, now, _fields(fields), line]
+        if leader == UNFENCED and not leases:
+            answer = await self._transition(keys=keys, args=args)
+        else:
+            granted_ = zip(leases, gpus or [0] * len(leases), strict=True)
+            parts = [part for lease, number in granted_ for part in granted(lease, tenant, number)]
+            more = ["leases", "leases:held", "leader:epoch"]
+            answer = await self._place(keys=keys + more, args=[*args, leader, *parts])
+        _raise(id, answer, new.value)
+        return JobState(answer[1])
+
+    async def update(
+        self,
+        id: str,
+        *,
+        epoch: int = -1,
+        event: str = "",
+        detail: dict[str, Any] | None = None,
+        only_active: bool = False,
+        failure: bool = False,
+        leader: int = UNFENCED,
+        **fields: Any,
+    ) -> None:
+        """Change fields other than the state, and optionally log an event; `failure`: among those that failed for good
+        too. Raises NotFound, Fenced (epoch, or another scheduler leads), and Conflict if the job is over and the
+        change is meant for an active one (`only_active`)."""
+        now = time.time()
+        line = _event(event, now, **(detail or {})) if event else ""
+        keys = [f"job:{id}", f"job:{id}:events", _op(id)]
+        answer = await self._update(
+            keys=[*keys, f"job:{id}:failures"] if failure else keys,
+            args=[epoch, now, _fields(fields), line, "1" if only_active else "", leader],
+        )
+        _raise(id, answer, "update")
+
+    async def forget(self, id: str) -> None:
+        """Of a job that is over: all but its record, the changes of its state and what it has spent."""
+        gone = (f"job:{id}:events", f"job:{id}:failures", f"adm:{id}", f"adm:{id}:groups", f"spent:step:{id}")
+        await self.redis.delete(*gone)
+
+    async def epoch(self, id: str) -> int:
+        """Of the job's newest lease for a trainer. Raises NotFound."""
+        value = await self.redis.hget(f"job:{id}", "epoch")
+        if value is None:
+            raise NotFound(f"no job {id!r}")
+        return int(value)
+
+    async def refuse_below(self, id: str, epoch: int) -> None:
+        """Raises Fenced if the job belongs to a higher epoch than this one, NotFound. Before what no script writes."""
+        if (newest := await self.epoch(id)) > epoch:
+            raise Fenced(f"job {id} belongs to epoch {newest} now")
+
+    async def events(self, id: str, after: str = "0", block_ms: int | None = None) -> list[dict[str, Any]]:
+        """Events after the given id, oldest first; waits up to `block_ms` (at most 5 s) for one.
+
+        Of a log that was cut, what changed the job's state is there still.
+        """
+        if block_ms is not None:
+            block_ms = min(block_ms, 5000)
+        reply = await self.redis.xread({f"job:{id}:events": after}, count=500, block=block_ms)
+        entries = reply[0][1] if reply else []
+        if entries:
+            entries = await self.redis.xrange(f"job:{id}:states", f"({after}", f"({entries[0][0]}") + entries
+        return [{"id": entry_id, **orjson.loads(fields["event"])} for entry_id, fields in entries]
+
+    async def states(self, id: str) -> list[dict[str, Any]]:
+        """All events that changed the job's state, oldest first, each with the job's `version` after it."""
+        entries = await self.redis.xrange(f"job:{id}:states")
+        return [{**orjson.loads(fields["event"]), "version": int(fields["version"])} for _, fields in entries]
+
+    async def failures(self, id: str, limit: int) -> list[dict[str, Any]]:
+        """What failed for good, newest first."""
+        entries = await self.redis.xrevrange(f"job:{id}:failures", count=limit)
+        return [{"id": entry_id, **orjson.loads(fields["event"])} for entry_id, fields in entries]
+
+    async def latest_event(self, id: str, kind: str, among: int = 500) -> dict[str, Any] | None:
+        """The newest event of a kind within the newest `among` events."""
+        for _, fields in await self.redis.xrevrange(f"job:{id}:events", count=among):
+            event: dict[str, Any] = orjson.loads(fields["event"])
+            if event["event"] == kind:
+                return event
+        return None
+
+
+def _record(id: str, fields: dict[str, str]) -> JobRecord:
+    return msgspec.convert({**fields, "id": id, "spec": orjson.loads(fields["spec"])}, JobRecord, strict=False)
+
+
+def _steps(spec: dict[str, Any]) -> int:
+    """0 if only the trainer can know."""
+    if spec["kind"] == "eval":
+        return int(spec["evaluation"]["episodes"] * spec["evaluation"]["samples"])
+    return int(spec.get("train", {}).get("steps", 0))
+
+
+def _other_body(job: str) -> Conflict:
+    return Conflict(f"the Idempotency-Key was used for job {job} with another body; use a new key")
+
+
+def _jobs_of(tenant: str) -> str:
+    return f"jobs:of:{tenant}"
+
+
+def _op(id: str) -> str:
+    return f"job:{id}:op:{uuid.uuid4().hex}"
+
+
+def _fields(fields: dict[str, Any]) -> str:
+    """Hash fields for a script. Checked here: a script that fails half-way is not rolled back."""
+    for name, value in fields.items():
+        if not isinstance(value, (str, int, float)) or (isinstance(value, float) and not math.isfinite(value)):
+            raise TypeError(f"field {name} = {value!r}: a job's fields are text and finite numbers")
+    return orjson.dumps({name: int(v) if isinstance(v, bool) else v for name, v in fields.items()}).decode()
+
+
+def _event(kind: str, now: float, **detail: Any) -> str:
+    return orjson.dumps({"event": kind, "time": now, **detail}).decode()
+
+
+def _raise(id: str, answer: list[str], wanted: str) -> None:
+    match answer[0]:
+        case "missing":
+            raise NotFound(f"no job {id!r}")
+        case "fenced":
+            raise Fenced(f"job {id} belongs to epoch {answer[1]} now")
+        case "led" | "taken":
+            raise_unless_granted({"led": "fenced"}.get(answer[0], answer[0]), answer[1:])
+        case "conflict":
+            raise Conflict(f"job {id} is {answer[1]}: it cannot become {wanted}")

@@ -1,0 +1,371 @@
+"""The nouns, in the order in which data flows: Ticket -> Observation/Action -> (`trajectories.py`: Turn ->
+Trajectory -> Group) -> versions.
+
+What travels is one of these structs, or of `env_protocol.py` between rollout and env workers, in msgpack (`codec.py`);
+arrays are raw little-endian bytes. Shape suffixes used everywhere: T tokens of one trajectory, G trajectories of a
+group, B groups of a batch, S trajectories of a batch, K turns, N packed tokens of a micro-batch, M its mask-1 tokens,
+U the distinct ones of them, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+I32 = npt.NDArray[np.int32]
+F32 = npt.NDArray[np.float32]
+U8 = npt.NDArray[np.uint8]
+
+
+class WeightVersion(msgspec.Struct, frozen=True, array_like=True, order=True):
+    """Which weights: compared as a pair. `epoch` counts the trainers a job has had, `step` its optimizer steps."""
+
+    epoch: int
+    step: int
+
+    def __str__(self) -> str:
+        return f"{self.epoch}.{self.step}"
+
+    @classmethod
+    def parse(cls, text: str) -> WeightVersion:
+        epoch, step = text.split(".")
+        return cls(int(epoch), int(step))
+
+
+class JobState(StrEnum):
+    """queued -> starting -> running -> succeeded | failed | cancelled. Back to queued for a job of higher priority or
+    what it lost; paused, from any of the first three, until somebody resumes it."""
+
+    QUEUED = "queued"
+    STARTING = "starting"
+    RUNNING = "running"
+    PAUSED = "paused"
+    SUCCEEDED = "succeeded"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+
+    @property
+    def final(self) -> bool:
+        return self in (JobState.SUCCEEDED, JobState.FAILED, JobState.CANCELLED)
+
+    @property
+    def held(self) -> bool:
+        """It has workers, or is to have them back."""
+        return self in (JobState.STARTING, JobState.RUNNING)
+
+
+class Pool(StrEnum):
+    """The kinds of worker process."""
+
+    ROLLOUT = "rollout"
+    TRAINER = "trainer"
+    REFERENCE = "reference"
+    ENV = "env"
+
+
+class StopReason(StrEnum):
+    """Why the engine stopped sampling one turn."""
+
+    EOS = "eos"
+    """The model sampled an end-of-turn token."""
+    STOP = "stop"
+    """A stop string of the spec appeared."""
+    LENGTH = "length"
+    """The turn's token budget was used up."""
+    CONTEXT = "context"
+    """The model's context window was used up."""
+
+
+class Ending(StrEnum):
+    """Why an episode ended. The first four are ordinary data; after the others the sample is tried again, and in
+    the end its group is failed."""
+
+    ENV_DONE = "env_done"
+    MAX_TURNS = "max_turns"
+    MAX_TOKENS = "max_tokens"
+    CONTEXT = "context"
+    ENV_ERROR = "env_error"
+    """The environment raised."""
+    ENV_TIMEOUT = "env_timeout"
+    """The environment did not answer within the episode's deadline."""
+    ENV_BAD_REPLY = "env_bad_reply"
+    """The environment answered with something that is not an observation and a finite reward."""
+    ENV_LOST = "env_lost"
+    """The env worker that held the session is gone, or what the environment plays on cannot be reached."""
+    TIMEOUT = "timeout"
+    """The episode's deadline passed while the policy was generating."""
+    PROMPT = "prompt"
+    """The first observation is empty or does not fit into the context."""
+    ENGINE_ERROR = "engine_error"
+    """The generation engine failed the request."""
+    CANCELLED = "cancelled"
+
+    @property
+    def failed(self) -> bool:
+        return self not in (Ending.ENV_DONE, Ending.MAX_TURNS, Ending.MAX_TOKENS, Ending.CONTEXT)
+
+    @property
+    def repeats(self) -> bool:
+        """Whether it comes again with the same start state, seeds and weights; other failures depend on time and on
+        machines."""
+        return not self.failed or self in (Ending.ENV_ERROR, Ending.ENV_BAD_REPLY, Ending.PROMPT)
+
+
+class Discard(StrEnum):
+    """Why an accepted group was not trained."""
+
+    STALE = "stale"
+    """Its oldest token is older than `max_staleness` versions."""
+    ZERO_VARIANCE = "zero_variance"
+    """All its rewards are equal, and the job asked for such groups to be replaced."""
+    FROM_FUTURE = "from_future"
+    """It holds tokens of weights that were rolled back."""
+    INVALID = "invalid"
+    """It could not be decoded or its arrays do not agree."""
+
+
+class Ticket(msgspec.Struct, frozen=True, kw_only=True):
+    """Permission to roll out one group. Made by the scheduler's admission loop, eaten by a rollout worker."""
+
+    job: str
+    seq: int
+    """Number in submission order; with `job` it names the group."""
+    row: int
+    """Task index for environments with data; the environment takes it modulo its number of rows."""
+    seed: int
+    """Seed of the group's start state: all its episodes open with it."""
+    group_size: int
+    trace: str = ""
+    """`traceparent` of the request that the job came with, see tracing.py."""
+
+
+class Text(msgspec.Struct, frozen=True, tag_field="type", tag="text"):
+    text: str
+
+
+class Image(msgspec.Struct, frozen=True, tag_field="type", tag="image"):
+    data: bytes
+    """PNG or JPEG."""
+    media_type: str = "image/png"
+
+
+class ToolCall(msgspec.Struct, frozen=True, kw_only=True):
+    """What an assistant asks a tool for."""
+
+    id: str
+    name: str
+    arguments: dict[str, Any]
+
+
+class Tool(msgspec.Struct, frozen=True, kw_only=True):
+    """What a policy may call, as chat templates describe it."""
+
+    name: str
+    description: str
+    parameters: dict[str, Any]
+    """JSON schema of the arguments: an object."""
+
+
+class Message(msgspec.Struct, frozen=True, kw_only=True):
+    """One chat message: text, or parts; what an assistant asked tools for; or what the tool of one such call said."""
+
+    role: str
+    """system | user | assistant | tool"""
+    content: str | list[Text | Image] = ""
+    tool_calls: list[ToolCall] = []
+    """Of an assistant."""
+    tool_call_id: str = ""
+    """Of a tool: the call that it answers."""
+    name: str = ""
+    """Of a tool: its own."""
+
+    @property
+    def text(self) -> str:
+        """The text alone, parts joined."""
+        if isinstance(self.content, str):
+            return self.content
+        return "".join(part.text for part in self.content if isinstance(part, Text))
+
+    @property
+    def images(self) -> list[Image]:
+        return [] if isinstance(self.content, str) else [part for part in self.content if isinstance(part, Image)]
+
+
+class Gpu(msgspec.Struct, frozen=True, kw_only=True):
+    """One that a worker may use, as its driver describes it."""
+
+    index: int
+    """On its machine."""
+    uuid: str
+    model: str
+    memory: int
+    """Bytes."""
+    numa: int = -1
+    """Node of the host's memory that is nearest; -1: unknown."""
+    links: list[int] = []
+    """Indices of the GPUs that NVLink joins it with."""
+
+
+class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """What a worker says of itself with every heartbeat; gone from Redis when the scheduler finds that it beats no
+    more."""
+
+    id: str
+    """Stable name of the slot, e.g. `rollout-0`; the same after a restart."""
+    incarnation: str
+    """New at every process start: a lease names it, so a restarted process does not inherit one."""
+    pool: Pool
+    host: str
+    pid: int
+    job: str | None = None
+    epoch: int = 0
+    status: str = "idle"
+    """idle | loading | ready | draining"""
+    address: str = ""
+    """Of a rollout worker on SWAP, once it is ready; another one with every lease, for its engine is another."""
+    detail: dict[str, Any] = {}
+    """Of an env worker: its sessions and environments. Of a rollout worker of an inference job: its requests, and as
+    `follows` the job whose live policy it serves."""
+    gpus: list[Gpu] = []
+    cores: int = 0
+    """CPUs of its machine; 0: it did not say."""
+    machine: str = ""
+    """The same for all workers of one machine, in containers too; empty: it did not say."""
+
+    def ready_for(self, job: str) -> bool:
+        """A rollout worker of the job that has loaded its model."""
+        return self.pool == Pool.ROLLOUT and self.job == job and self.status == "ready"
+
+    def takes_weights_of(self, job: str) -> bool:
+        """It is one of the job's own, or serves the job's live policy."""
+        follows = self.pool == Pool.ROLLOUT and bool(self.address) and self.detail.get("follows") == job
+        return follows or self.ready_for(job)
+
+
+class Heartbeat(WorkerInfo, frozen=True, kw_only=True):
+    """As it stands in Redis. Who watches it looks whether its number moves (liveness.py)."""
+
+    number: int = 0
+    """Grows with every beat of the incarnation."""
+    ttl_s: float = 0.0
+    """For so long the number may stand still; 0: nobody watches it, see liveness.py."""
+
+
+class Lease(msgspec.Struct, frozen=True, kw_only=True):
+    """Who may act for a job. Written by the scheduler, obeyed by the worker; an old epoch is refused by Redis."""
+
+    job: str
+    worker: str
+    incarnation: str
+    epoch: int
+    pool: Pool
+    """What the worker is; known even when it is dead and says nothing of itself."""
+    leaves_by: float = 0.0
+    """Unix time until which it may end what it has begun, and begins nothing more; 0: it stays."""
+
+
+class JobRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """A job as Redis holds it."""
+
+    id: str
+    name: str
+    kind: str
+    tenant: str
+    state: JobState
+    version: int
+    epoch: int
+    created: float
+    updated: float
+    step: int
+    steps: int
+    """Of an eval job: episodes."""
+    reason: str
+    spec: dict[str, Any]
+    restarts: int = 0
+    finished: float = 0.0
+    restart_step: int = -1
+    """Step at which a trainer was last lost."""
+    resumed_step: int = -1
+    """Step at which its trainer began; -1 after a loss, until the next one has loaded the model."""
+    since: float = 0.0
+    """Unix time at which it came to the queue or, of a job that has begun, at which it started."""
+    retry_at: float = 0.0
+    """Unix time before which it is not tried again."""
+    lost_at: float = 0.0
+    """Unix time at which it last lost a worker."""
+    rollout_losses: int = 0
+    """Rollout workers lost since one was last seen ready while the job was running."""
+    progress: str = ""
+    """What the trainer last reported, as JSON."""
+    key: str = ""
+    """Id of the API key that it was submitted with; empty where the server asks for none."""
+    trace: str = ""
+    """`traceparent` of the request that submitted it, see tracing.py."""
+    result: str = ""
+    """Of an eval job that has succeeded, as JSON: version, step and metrics."""
+    deleted: float = 0.0
+    """Unix time at which all that it left was deleted."""
+    asleep: bool = False
+    """An inference job in the queue that nobody asks anything: it gets workers when somebody does."""
+    waiting_for: str = ""
+    """What the scheduler lacks to start or complete the job; empty when it lacks nothing."""
+
+
+class TensorInfo(msgspec.Struct, frozen=True, array_like=True):
+    """Name, dtype and shape of a tensor, in the order in which it travels."""
+
+    name: str
+    dtype: str
+    shape: list[int]
+
+
+SIMULATED = "none"
+"""`SwapCommand.device` of a learner without tensors: there is no weight group, only versions."""
+
+
+class Probe(msgspec.Struct, frozen=True, kw_only=True):
+    """A few tokens, and what the trainer computes for them under the version that it sends them with."""
+
+    ids: list[int]
+    logprobs: list[float]
+    """Of each token but the first, nats, at temperature 1."""
+
+
+class SwapCommand(msgspec.Struct, frozen=True, kw_only=True):
+    """Trainer -> one rollout worker: join the job's weight group, or receive one version through it, or say hello."""
+
+    job: str
+    epoch: int
+    action: str
+    """join | receive | ping"""
+    generation: int
+    """Number of the group; a receive for another generation is refused."""
+    address: str = ""
+    port: int = 0
+    rank: int = 0
+    world: int = 0
+    device: str = "cpu"
+    version: WeightVersion | None = None
+    manifest: list[TensorInfo] = []
+    fingerprints: list[int] = []
+    """One per bucket, in order."""
+    bucket_bytes: int = 0
+    probe: Probe | None = None
+    """With a version: what its weights say of some tokens."""
+
+
+class SwapReply(msgspec.Struct, frozen=True, kw_only=True):
+    worker: str
+    incarnation: str
+    ok: bool
+    error: str = ""
+    version: WeightVersion | None = None
+    seconds: dict[str, float] = {}
+    """pause, transfer, load, resume."""
+    mismatch: float | None = None
+    """To a receive: of the newest version whose probe the engine has computed since the last one, the mean absolute
+    difference of the engine's and the trainer's logprobs, nats."""

@@ -1,0 +1,165 @@
+"""The nouns of the env plane, between rollout workers (and the scheduler, which asks about configs) and env workers."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+from opentinker.shared.types.core import Ending, Message, StopReason, Tool, ToolCall
+
+OPEN = -1
+IMPORTED = -2
+Isolation = Literal["process", "sandbox"]
+"""`process`: in the env worker, or in a child process where the environment says that it blocks: for what the operator
+wrote. `sandbox`: in a child process that sees nothing of this machine (shared/security/sandbox.py)."""
+REMOTE = "(remote)"
+"""Stands for every URL where env workers say what they play: all of them play all URLs."""
+SERVED = "served:"
+"""Before the name of an environment that its user serves; not part of any other."""
+SERVED_WORKER = "served-"
+"""Begins the address of a process that serves one."""
+AWAY_S = 15.0
+"""How long such a process may be away, with its connection broken, before its sessions count as lost."""
+
+
+def is_url(environment: str) -> bool:
+    return environment.startswith(("http://", "https://", "ws://", "wss://"))
+
+
+class Policy(msgspec.Struct, frozen=True, kw_only=True):
+    """The model that acts, as far as an environment may know it."""
+
+    model: str = ""
+    """As the job names it."""
+    context_length: int = 0
+    """Tokens that one stream may have."""
+
+
+def owner_of(worker: str, incarnation: str) -> str:
+    return f"{worker}/{incarnation}"
+
+
+class OpenSession(msgspec.Struct, frozen=True, kw_only=True):
+    """Rollout worker -> any env worker that serves the environment: start one episode."""
+
+    job: str
+    session: str
+    """Episode id, chosen by the rollout worker; opening the same id twice answers with the same observation."""
+    environment: str
+    isolation: Isolation = "process"
+    config: dict[str, Any]
+    row: int
+    seed: int
+    deadline_s: float
+    """Seconds the whole episode may take, from when its environment has been imported."""
+    answer_within_s: float
+    """If the environment takes longer to open, the worker answers `opening`, and is asked for the turn OPEN; for the
+    turn IMPORTED before that, if it is being imported."""
+    room_within_s: float = 0.0
+    """How long a full env worker keeps the request in line for a place before it answers `busy`."""
+    policy: Policy = Policy()
+    tools: list[dict[str, Any]] = []
+    """`environment.tools` of the spec: what the worker offers and does, whatever the environment is."""
+    tool_turns: int = 16
+    """Turns of a seat that tools may answer."""
+    own_jobs: list[str] = []
+    """Of the job's tenant: their directories may be read, where `config` names any."""
+    owner: str = ""
+    """Whoever plays it, as `owner_of` says: with that process the episode is gone. Empty: it lives to its deadline."""
+
+
+class StepSession(msgspec.Struct, frozen=True, kw_only=True):
+    """Rollout worker -> the env worker that holds the session."""
+
+    session: str
+    turn: int
+    """0, 1, 2... over all seats: a repeated turn is answered from memory, never played twice. OPEN: what the open came
+    to. IMPORTED: answered when the environment has been imported, with `opening`, or what the open came to."""
+    seat: str = ""
+    """Who acts: the seat that the last reply named."""
+    text: str
+    stop: StopReason
+    tool_calls: list[ToolCall] = []
+    """That the text holds, where the seat has tools."""
+    problem: str = ""
+    """What is wrong with a tool call that the text tries to make; the policy should hear of it."""
+    words: str = ""
+    """What the text says before its tool calls."""
+    ids: list[int] = []
+    """The sampled tokens, where the environment wants them."""
+    logprobs: list[float] = []
+    """Of `ids`."""
+    prompt_tokens: int = 0
+    """Of the stream, before `ids`; said where the environment wants tokens."""
+
+
+class CloseSession(msgspec.Struct, frozen=True, kw_only=True):
+    session: str
+
+
+class SessionReply(msgspec.Struct, frozen=True, kw_only=True):
+    """Env worker -> rollout worker, for open and step."""
+
+    worker: str
+    """Where the following steps go."""
+    seat: str = ""
+    """Who acts next."""
+    stream: str = ""
+    """In which of the seat's contexts; a new name begins a new one."""
+    messages: list[Message] = []
+    """What that seat sees next in that stream."""
+    prompt_ids: list[int] | None = None
+    """In place of messages: the whole prompt of the next turn, which must begin with the stream's tokens so far."""
+    prompt_text: str | None = None
+    """In place of messages: what the stream goes on with, tokenised as it is, without a chat template."""
+    tools: list[Tool] = []
+    """In the first reply to a stream: what the seat may call in it."""
+    max_tokens: int | None = None
+    """Of the next turn, where the environment says less than the job."""
+    stop: list[str] = []
+    """Strings that end the next turn, beside the job's own."""
+    wants_tokens: bool = False
+    """In the reply to open: steps carry token ids and logprobs."""
+    reward: float = 0.0
+    """Of the seat that has just acted."""
+    components: dict[str, float] = {}
+    rewards: dict[str, dict[str, float]] = {}
+    """Of other seats: named parts, whose sum is the seat's reward."""
+    done: bool = False
+    truncated: bool = False
+    """With `done`: a limit ended the episode. What the policy would have seen next may be in `messages`."""
+    metrics: dict[str, float] = {}
+    failure: Ending | None = None
+    error: str = ""
+    busy: bool = False
+    """The worker is full: try another."""
+    opening: bool = False
+    """The worker has the session, and its environment takes its time to open."""
+    importing_s: float = 0.0
+    """With `opening`, while the environment is being imported: seconds after which the worker gives that up."""
+
+
+class EnvCheck(msgspec.Struct, frozen=True, kw_only=True):
+    """Scheduler -> any env worker: would episodes of this environment start with this config?"""
+
+    name: str
+    config: dict[str, Any] | None
+    """None: of the environment itself, whatever its config."""
+    isolation: Isolation = "process"
+    tools: list[dict[str, Any]] = []
+    """As they stand in the spec."""
+    own_jobs: list[str] = []
+    """As in OpenSession."""
+
+
+class EnvCheckReply(msgspec.Struct, frozen=True, kw_only=True):
+    errors: list[dict[str, Any]] = []
+    """One {field, value, problem} per mistake, fields as in the job spec (`environment.config.digits`)."""
+
+
+class ServedBack(msgspec.Struct, frozen=True):
+    """A process that serves an environment has connected."""
+
+    holder: str
+    """The scheduler's own name, new at every connection."""

@@ -1,0 +1,76 @@
+"""The nouns of an evaluation, between who asks for it (a trainer, or the scheduler for a job of kind `eval`) and the
+rollout workers that play its episodes."""
+
+from __future__ import annotations
+
+import hashlib
+
+import msgspec
+
+from opentinker.shared.types.core import Ending, Message, StopReason, WeightVersion
+from opentinker.shared.types.token_records import KeptTokens
+
+
+class Exam(msgspec.Struct, frozen=True, kw_only=True):
+    """Permission to play one episode, with one version only. From who asks for the evaluation, eaten by a rollout
+    worker."""
+
+    job: str
+    version: WeightVersion
+    index: int
+    """Which of the evaluation's episodes; `samples` neighbours have the same start state."""
+    seed: int
+    """Of the start state, see `exam_seed`."""
+
+
+class ExamView(msgspec.Struct, frozen=True, kw_only=True):
+    """What one seat saw of an episode in one of its contexts, token by token."""
+
+    seat: str
+    stream: str
+    tokens: KeptTokens
+
+
+class ExamResult(msgspec.Struct, frozen=True, kw_only=True):
+    """Rollout worker -> who asked for it: how an episode went, or why it could not be played."""
+
+    job: str
+    version: WeightVersion
+    """That the exam asked for."""
+    index: int
+    worker: str
+    sampled_by: list[WeightVersion] = []
+    """The versions that its tokens come from: no other than `version` counts."""
+    ending: Ending
+    error: str = ""
+    reward: float = 0.0
+    """Mean over the seats that acted."""
+    seats: dict[str, float] = {}
+    """Reward by seat."""
+    components: dict[str, float] = {}
+    """Of the reward, summed over turns; mean over the same seats."""
+    metrics: dict[str, float] = {}
+    """What the environment reported."""
+    tokens: int = 0
+    """Sampled."""
+    stops: list[StopReason] = []
+    """One per turn."""
+    seconds: float = 0.0
+    messages: list[Message] = []
+    """What was said, word by word, where it is to be kept."""
+    views: list[ExamView] = []
+    """The same token by token, of the first of those."""
+
+
+class Seen(msgspec.Struct, frozen=True, kw_only=True):
+    """Who asked -> rollout worker: the result has arrived, whether or not it was still wanted."""
+
+    wanted: bool
+
+
+def exam_seed(seed: int, index: int) -> int:
+    """Start-state seed: the first 53 bits of SHA-256 of "validation/<validation.seed>/<index>".
+
+    Training's are hashes of "<rollout.seed>/<position>" (`ticket_seed`), so the two share none but by a hash collision.
+    """
+    return int.from_bytes(hashlib.sha256(f"validation/{seed}/{index}".encode()).digest()[:8], "big") >> 11

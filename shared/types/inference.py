@@ -1,0 +1,127 @@
+"""The nouns of inference jobs: what the scheduler, which has the HTTP endpoint, and rollout workers say to each other.
+
+A request goes to one rollout worker of the job, by its address; the answer comes in pieces, numbered, on an inbox.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from opentinker.shared.openai.answers import Likely
+from opentinker.shared.openai.sampling import Manner
+from opentinker.shared.types.core import Message, StopReason, Tool, ToolCall, WeightVersion
+
+BEAT_S = 2.0
+"""A rollout worker that has nothing new to say of a request says so this often."""
+SILENCE_S = 12.0
+"""One that is silent for so long is lost."""
+
+
+class Ask(msgspec.Struct, frozen=True, kw_only=True):
+    """Scheduler -> one rollout worker of an inference job. The prompt is one of messages, text and token ids."""
+
+    id: str
+    asker: str
+    """The scheduler that waits for the answer."""
+    job: str
+    model: str
+    """Which of the job's models: the first of `names_of`, or the name of one of its adapters."""
+    messages: list[Message] = []
+    tools: list[Tool] = []
+    text: str | None = None
+    token_ids: list[int] | None = None
+    max_tokens: int | None = None
+    """None: what the context has room for."""
+    stop: list[str] = []
+    manner: Manner = Manner()
+    stream: bool = False
+    """The answer is wanted while it is sampled; one that may call tools comes as a whole all the same."""
+    tokens: bool = False
+    """The sampled tokens are wanted as text, one by one."""
+    offsets: bool = False
+    """And where each of them begins in the answer."""
+    likely: int = 0
+    """And so many of the likeliest tokens at each place."""
+
+
+class Reply(msgspec.Struct, frozen=True, kw_only=True):
+    """The whole answer."""
+
+    text: str
+    """Without the stop string that ended it."""
+    stop: StopReason
+    ids: list[int]
+    """Every sampled token, the end-of-turn token included."""
+    logprobs: list[float]
+    prompt_tokens: int
+    version: WeightVersion
+    """Of the weights that sampled the last token."""
+    tool_calls: list[ToolCall] = []
+    words: str = ""
+    """What the text says before them."""
+    tokens: list[str] = []
+    """`ids` as text, if that was asked for."""
+    offsets: list[int] = []
+    """Where each of them begins, in characters, if that was asked for."""
+    likely: list[Likely] = []
+    """At the place of each of `ids` that came with no piece, if that was asked for."""
+
+
+class Refusal(msgspec.Struct, frozen=True, kw_only=True):
+    """Why there is no answer, as HTTP says it."""
+
+    message: str
+    status: int = 400
+    param: str = ""
+    code: str = ""
+    elsewhere: bool = False
+    """Another rollout worker of the job may answer."""
+
+
+class Piece(msgspec.Struct, frozen=True, kw_only=True):
+    """Rollout worker -> the scheduler that asked. One with nothing in it says that the worker is at it."""
+
+    seq: int
+    """0, 1, 2...: a gap means that something was lost on the way."""
+    text: str = ""
+    """What is new; the pieces' texts are the beginning of the reply's."""
+    ids: list[int] = []
+    """The tokens that the text came from."""
+    logprobs: list[float] = []
+    tokens: list[str] = []
+    offsets: list[int] = []
+    likely: list[Likely] = []
+    reply: Reply | None = None
+    """The last piece has this or `refusal`."""
+    refusal: Refusal | None = None
+
+
+class Abandoned(msgspec.Struct, frozen=True):
+    """Scheduler -> the rollout worker that is at it: nobody waits for the answer any more."""
+
+    id: str
+
+
+class Underway(msgspec.Struct, frozen=True):
+    """Rollout worker -> a scheduler: are these requests of yours still wanted? Answered with those that are."""
+
+    ids: list[str]
+
+
+def names_of(id: str, spec: dict[str, Any]) -> list[str]:
+    """What the model of a job is called in requests; the first is its own name. `spec`: of an inference job, stored."""
+    start = spec.get("start")
+    return list(dict.fromkeys([start["from"] if start else spec["model"]["base"], spec["name"], id]))
+
+
+def adapters_in(spec: dict[str, Any]) -> dict[str, str]:
+    """What is served beside the job's model: the checkpoint of each adapter by its name."""
+    return {adapter["name"]: adapter["from"] for adapter in spec["serving"].get("adapters", [])}
+
+
+def models_of(id: str, spec: dict[str, Any]) -> dict[str, str]:
+    """Everything that `model` of a request may be -> what an Ask says for it. The first is the job's own model."""
+    names = names_of(id, spec)
+    return dict.fromkeys(names, names[0]) | {name: name for name in adapters_in(spec)}
