@@ -36,7 +36,6 @@ from opentinker.envs.base import (
     is_truncation,
     user,
 )
-from opentinker.shared.messaging.codec import WireError, encode
 from opentinker.shared.messaging.reply_validation import sound
 from opentinker.shared.messaging.websocket_frames import (
     FRAME_BYTES,
@@ -48,6 +47,7 @@ from opentinker.shared.messaging.websocket_frames import (
     greet,
 )
 from opentinker.shared.security.egress import Egress, Refused
+from opentinker.shared.types.codec import WireError, encode
 from opentinker.shared.types.core import Ending, Message
 from opentinker.shared.types.env_protocol import CloseSession, OpenSession, SessionReply, StepSession
 from opentinker.shared.types.errors import OpenTinkerError, SpecError

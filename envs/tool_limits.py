@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from opentinker.shared.messaging import codec
+from opentinker.shared.types import codec
 from opentinker.shared.types.core import Tool
 
 MOST_TOOLS = 64

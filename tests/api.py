@@ -16,12 +16,12 @@ import msgspec
 import orjson
 
 from opentinker.shared import api_types
-from opentinker.shared.data.manifest import Manifest
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.security.authorization import Action, Role
 from opentinker.shared.security.key_text import new_key, write_key
 from opentinker.shared.state.keys import Keys
 from opentinker.shared.state.store import Store
+from opentinker.shared.types.manifest import Manifest
 from tests.factories import make_spec
 
 OPERATOR = new_key("local")

@@ -27,11 +27,11 @@ from opentinker.embedded import nats_binary, valkey_binary
 from opentinker.processes import free_port
 from opentinker.services.trainer import checkpoint
 from opentinker.shared.api_types import Job
-from opentinker.shared.data.manifest import Manifest
 from opentinker.shared.messaging.permissions import OPERATOR
 from opentinker.shared.spec import JobSpec
 from opentinker.shared.state.staleness import Admission, Ledger
 from opentinker.shared.state.store import Store
+from opentinker.shared.types.manifest import Manifest
 from opentinker.up import SERVICE_OF
 from tests.conftest import nats_conf, until
 from tests.listening import living

@@ -15,10 +15,10 @@ import pytest
 from structlog.testing import capture_logs
 
 from opentinker.shared.messaging.bus import Bus, Consumer, ConsumerDeleted, NoReply, NoResponders, StreamFull, TooLarge
-from opentinker.shared.messaging.codec import WireError
 from opentinker.shared.messaging.consumer import EXPIRES_S
 from opentinker.shared.messaging.subjects import ENV_STEP, GROUP, GROUPS, METRIC, TICKET, WAKE, Subject, token
 from opentinker.shared.runtime.telemetry import MetricSource
+from opentinker.shared.types.codec import WireError
 from opentinker.shared.types.core import StopReason, Ticket
 from opentinker.shared.types.env_protocol import SessionReply, StepSession
 from opentinker.shared.types.errors import OpenTinkerError

@@ -17,9 +17,9 @@ import pytest
 from safetensors import SafetensorError
 
 from opentinker.services.trainer.checkpoint import commit, fence, listing, newest, sweep, unfinished
-from opentinker.shared.data.manifest import Manifest
 from opentinker.shared.types.core import WeightVersion
 from opentinker.shared.types.errors import Fenced, JobFailed
+from opentinker.shared.types.manifest import Manifest
 
 
 def manifest(step: int, epoch: int = 1) -> Manifest:
@@ -209,7 +209,7 @@ WRITER = """
 import sys
 from pathlib import Path
 from opentinker.services.trainer.checkpoint import commit, newest, sweep
-from opentinker.shared.data.manifest import Manifest
+from opentinker.shared.types.manifest import Manifest
 from opentinker.shared.types.core import WeightVersion
 root = Path(sys.argv[1])
 found = newest(root)

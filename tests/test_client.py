@@ -20,7 +20,7 @@ from opentinker import ApiError, AsyncClient, given
 from opentinker.archive import unpack
 from opentinker.client import ApiConflict, ApiNotFound
 from opentinker.shared.api_types import Event
-from opentinker.shared.data.durable_files import file_system
+from opentinker.shared.durable_files import file_system
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.runtime.telemetry import MetricSource
 from opentinker.shared.spec import parse_spec

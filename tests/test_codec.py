@@ -12,8 +12,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from opentinker.shared.messaging import subjects
-from opentinker.shared.messaging.codec import WireError, decode, encode, from_json, to_json
 from opentinker.shared.types import core, telemetry, trajectories
+from opentinker.shared.types.codec import WireError, decode, encode, from_json, to_json
 from tests.factories import make_group
 
 NOUNS = [

@@ -11,13 +11,13 @@ import pytest
 
 from opentinker.services.rollout_worker.engines.base import Completion, EngineError, Progress, Sampling, Shown
 from opentinker.services.trainer.batch.assembler import Assembler
-from opentinker.shared.data.manifest import name_of, read_manifest
 from opentinker.shared.data.step_log import StepLog, lineage
 from opentinker.shared.messaging.bus import Bus
 from opentinker.shared.spec import JobSpec
 from opentinker.shared.state.staleness import Admission
 from opentinker.shared.state.store import Store
 from opentinker.shared.types.errors import JobFailed, SpecError
+from opentinker.shared.types.manifest import name_of, read_manifest
 from tests.cluster import Cluster
 from tests.conftest import soon
 from tests.factories import make_group, make_spec

@@ -22,10 +22,10 @@ from examples.models.make_seeing import make_seeing
 from examples.models.make_tiny import make_tiny
 from opentinker.envs.builtin.color_naming import COLOURS
 from opentinker.envs.png import png
-from opentinker.shared.messaging import codec
 from opentinker.shared.messaging.permissions import OPERATOR
 from opentinker.shared.messaging.subjects import SWAP
 from opentinker.shared.spec import JobSpec, parse_spec
+from opentinker.shared.types import codec
 from opentinker.shared.types.core import SwapCommand, WeightVersion
 from tests.api import OPERATOR as KEY
 from tests.cluster import BESIDE_METRICS, Cluster, undocumented

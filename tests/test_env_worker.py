@@ -26,9 +26,9 @@ from opentinker.envs.runtime.child_protocol import Answer, frame
 from opentinker.envs.runtime.resolver import Resolver
 from opentinker.envs.runtime.sessions import Sessions
 from opentinker.services.env_worker.service import check_environment
-from opentinker.shared.messaging import codec
 from opentinker.shared.messaging.reply_validation import OBSERVATION_BYTES, PROMPT_IDS, sound
 from opentinker.shared.runtime.telemetry import REGISTRY
+from opentinker.shared.types import codec
 from opentinker.shared.types.core import Ending, Message, StopReason
 from opentinker.shared.types.env_protocol import (
     IMPORTED,

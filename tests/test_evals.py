@@ -16,7 +16,6 @@ import pytest
 
 from opentinker.services.scheduler.jobs import eval_coordinator
 from opentinker.services.scheduler.jobs.eval_coordinator import Evaluating, Evaluation, read_results
-from opentinker.shared.data.manifest import MANIFEST, Manifest, start_of
 from opentinker.shared.evaluation.metrics import pass_at, validation_metrics
 from opentinker.shared.messaging.bus import Bus
 from opentinker.shared.messaging.subjects import EXAM, EXAM_RESULT
@@ -26,6 +25,7 @@ from opentinker.shared.state.redis_script import UNFENCED
 from opentinker.shared.types.core import Ending, JobState, StopReason, WeightVersion
 from opentinker.shared.types.errors import Conflict, SpecError
 from opentinker.shared.types.evaluation import Exam, ExamResult
+from opentinker.shared.types.manifest import MANIFEST, Manifest, start_of
 from opentinker.words import doing
 from tests.cluster import Cluster, toy_cluster, undocumented
 from tests.conftest import soon, until

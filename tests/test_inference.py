@@ -21,10 +21,10 @@ from opentinker.services.rollout_worker.inference_job import InferenceJob
 from opentinker.shared.messaging.bus import Bus
 from opentinker.shared.messaging.streaming import ask
 from opentinker.shared.messaging.subjects import GENERATE
+from opentinker.shared.openai.inference import Ask, Piece
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.state.store import Store
 from opentinker.shared.types.core import JobState, Message
-from opentinker.shared.types.inference import Ask, Piece
 from tests.api import bearing, write_checkpoint
 from tests.conftest import WAIT_S, Server, soon, until
 from tests.inference import Site, site_of

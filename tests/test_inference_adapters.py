@@ -23,14 +23,14 @@ from opentinker.services.rollout_worker.run_lease import run_lease
 from opentinker.services.rollout_worker.service import make_engine
 from opentinker.services.scheduler.artifacts.archiver import used_by
 from opentinker.services.scheduler.inference.router import Replicas
-from opentinker.shared.data.manifest import start_of
+from opentinker.shared.openai.inference import Ask
 from opentinker.shared.runtime.leased_worker import LeasedWorker
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.spec import JobSpec, parse_spec
 from opentinker.shared.state.store import Store
 from opentinker.shared.types.core import JobState, Lease, Message, Pool, WorkerInfo
 from opentinker.shared.types.errors import SpecError
-from opentinker.shared.types.inference import Ask
+from opentinker.shared.types.manifest import start_of
 from tests.api import write_checkpoint
 from tests.cluster import toy_model
 from tests.conftest import WAIT_S, Server, until

@@ -16,7 +16,7 @@ from opentinker import AsyncClient
 from opentinker.cli import common
 from opentinker.cli.artifacts import _kinds
 from opentinker.cli.knowing import bars
-from opentinker.shared.data.manifest import short_list
+from opentinker.shared.types.manifest import short_list
 from opentinker.watch import event_line
 from opentinker.words import doing
 from tests.api import OPERATOR

@@ -20,11 +20,11 @@ from opentinker.services.scheduler.artifacts.checkpoint_dir import Held
 from opentinker.services.scheduler.artifacts.checkpoint_metrics import Measured
 from opentinker.services.scheduler.artifacts.retention import Rule
 from opentinker.services.scheduler.artifacts.store import DirectoryStore, StoreAway
-from opentinker.shared.data.manifest import read_manifest
 from opentinker.shared.messaging.bus import NoReply
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.state.store import Store
 from opentinker.shared.types.core import JobRecord, JobState
+from opentinker.shared.types.manifest import read_manifest
 from tests.api import SPEC, write_checkpoint
 from tests.conftest import Server
 from tests.factories import make_spec

@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 from opentinker.cli import app
 from opentinker.client import AsyncClient, Client
 from opentinker.http import ApiError
-from opentinker.shared.data.durable_files import file_system
+from opentinker.shared.durable_files import file_system
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.security.audit_log import files_of, folder, writers
 from opentinker.shared.security.authorization import MAY, Action, Role

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from opentinker.services.scheduler.jobs.check_dataset import check_data
-from opentinker.shared.data.durable_files import create_durably, local_path, not_on_hub
 from opentinker.shared.data.jsonl import rows_path
+from opentinker.shared.durable_files import create_durably, local_path, not_on_hub
 from opentinker.shared.spec import DataSpec
 
 ODD = ("a\0b", "a/b\0", "/" + "x" * 5000, "x" * 5000, "~nobody-here/x", "~nobody-here")

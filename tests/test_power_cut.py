@@ -19,7 +19,6 @@ from opentinker.services.scheduler.artifacts.store import DirectoryStore
 from opentinker.services.scheduler.environments.upload import Unreadable, Uploads
 from opentinker.services.trainer import checkpoint
 from opentinker.shared.data import uploads
-from opentinker.shared.data.manifest import Manifest
 from opentinker.shared.data.step_log import StepLog, lineage
 from opentinker.shared.evaluation.records import Evaluations
 from opentinker.shared.messaging.bus import Bus
@@ -30,6 +29,7 @@ from opentinker.shared.security.key_text import new_key, read_key, write_key
 from opentinker.shared.state.store import Store
 from opentinker.shared.types.core import WeightVersion
 from opentinker.shared.types.errors import SpecError
+from opentinker.shared.types.manifest import Manifest
 from opentinker.up import Plan, api_port, operator_key
 from tests.unsynced_disk import Cut, UnsyncedDisk
 from tests.upload_samples import package, receive

@@ -8,11 +8,11 @@ import pytest
 
 from opentinker.services.scheduler.artifacts.archiver import Keeping
 from opentinker.services.scheduler.jobs.check_start_checkpoint import read_start
-from opentinker.shared.data.manifest import read_manifest, start_of
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.security.authorization import Role
 from opentinker.shared.state.store import Store
 from opentinker.shared.types.core import JobState
+from opentinker.shared.types.manifest import read_manifest, start_of
 from tests.api import Http, bearing, new_key_of, write_checkpoint
 from tests.factories import make_spec
 

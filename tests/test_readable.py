@@ -24,10 +24,10 @@ from opentinker.services.trainer.supervised_loop import SupervisedJob
 from opentinker.shared.config import Settings
 from opentinker.shared.data.dataset import open_rows
 from opentinker.shared.data.jsonl import RowError
+from opentinker.shared.data.readable_paths import Readable, check_opened, opening, readable_by, resolved
 from opentinker.shared.messaging.env_client import EnvClient
 from opentinker.shared.runtime.leased_worker import LeasedWorker
 from opentinker.shared.runtime.service import Context
-from opentinker.shared.security.readable_paths import Readable, check_opened, opening, readable_by, resolved
 from opentinker.shared.spec import parse_spec
 from opentinker.shared.state.store import Store
 from opentinker.shared.types.core import Lease, Pool

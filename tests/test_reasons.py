@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from opentinker.shared.runtime.error_text import error_sentence, error_tail
+from opentinker.shared.types.error_text import error_sentence, error_tail
 
 NLTK = """
 **********************************************************************

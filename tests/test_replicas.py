@@ -20,10 +20,10 @@ from opentinker.services.scheduler.inference import router
 from opentinker.services.scheduler.inference.ready_workers import LOOK_S, Lookout
 from opentinker.services.scheduler.inference.router import Replicas
 from opentinker.shared.messaging.streaming import Send
+from opentinker.shared.openai.inference import Ask, Piece
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.state.store import Store
 from opentinker.shared.types.core import JobRecord, Pool, WorkerInfo
-from opentinker.shared.types.inference import Ask, Piece
 from tests.conftest import WAIT_S, Server, soon, until
 from tests.inference import Site, site_of
 from tests.scheduling import context, scheduler

@@ -20,11 +20,12 @@ import pytest
 
 from opentinker.shared.config import Settings
 from opentinker.shared.runtime.reexec import below
-from opentinker.shared.security import sandbox as module
-from opentinker.shared.security import sandbox_cgroup, sandbox_limits
-from opentinker.shared.security.sandbox import Sandbox, Sandboxed, Unavailable, own_packages
-from opentinker.shared.security.sandbox_cgroup import PREFIX, Cgroups
-from opentinker.shared.security.sandbox_limits import Limits
+from opentinker.shared.sandbox import cgroup as sandbox_cgroup
+from opentinker.shared.sandbox import limits as sandbox_limits
+from opentinker.shared.sandbox import sandbox as module
+from opentinker.shared.sandbox.cgroup import PREFIX, Cgroups
+from opentinker.shared.sandbox.limits import Limits
+from opentinker.shared.sandbox.sandbox import Sandbox, Sandboxed, Unavailable, own_packages
 from tests import attacks
 from tests.cluster import PYTHONPATH
 from tests.conftest import soon, until
@@ -285,7 +286,7 @@ AS_USER = (
     "import asyncio, json\n"
     "from asyncio.subprocess import PIPE\n"
     "from opentinker.shared.config import Settings\n"
-    "from opentinker.shared.security.sandbox import Sandbox\n"
+    "from opentinker.shared.sandbox.sandbox import Sandbox\n"
     "async def main():\n"
     "    box = await Sandbox.open(Settings(sandbox_memory_mb=512))\n"
     "    attacks = ['forks', 'unshare_user', 'become_root', 'memory', 'shadow', 'oom_score', 'vsock']\n"
@@ -305,7 +306,7 @@ AS_USER = (
 def _python_of_everybody(packages: str) -> str | None:
     """An interpreter of this version that any user may start, if they may read our packages as well."""
     found = shutil.which(f"python3.{sys.version_info.minor}", path="/usr/bin:/usr/local/bin")
-    argv = [found or "", "-c", "import opentinker.shared.security.sandbox"]
+    argv = [found or "", "-c", "import opentinker.shared.sandbox.sandbox"]
     environ = {"PYTHONPATH": packages, "PATH": "/usr/bin"}
     if found is None:
         return None

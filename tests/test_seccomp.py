@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from opentinker.shared.security import seccomp
+from opentinker.shared.sandbox import seccomp
 
 
 def verdict(machine: str, number: int, *arguments: int, architecture: int | None = None) -> int:

@@ -20,9 +20,9 @@ from opentinker.services.reference_forward.required_models import ModelKey
 from opentinker.services.reference_forward.scorer import Scorer
 from opentinker.services.rollout_worker.renderer import Renderer, images_of
 from opentinker.services.trainer.learners.rl import TorchLearner
-from opentinker.shared.messaging import codec
 from opentinker.shared.nn.models import load_model, model_bytes
 from opentinker.shared.nn.vision import Kept, Sight, marked
+from opentinker.shared.types import codec
 from opentinker.shared.types.core import Image, Message, Text, WeightVersion
 from opentinker.shared.types.errors import BadImage, JobFailed
 from opentinker.shared.types.trajectories import Group, Picture

@@ -23,13 +23,13 @@ from opentinker.envs.game import AbstractGame, StepResult
 from opentinker.envs.runtime.in_process_server import Stage
 from opentinker.http import ApiError
 from opentinker.serving import AsyncServing, serve_environment
-from opentinker.shared.messaging import codec
 from opentinker.shared.messaging.bus import Bus, NoReply, NoResponders
 from opentinker.shared.messaging.env_client import EnvClient
 from opentinker.shared.messaging.subjects import SERVED_CHECK
 from opentinker.shared.messaging.websocket_frames import FRAME_BYTES, Answer, Call, Hello, Welcome
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.state.store import Store
+from opentinker.shared.types import codec
 from opentinker.shared.types.core import Ending, Message, StopReason
 from opentinker.shared.types.env_protocol import EnvCheck, OpenSession, SessionReply, StepSession
 from tests.api import OPERATOR, bearing

@@ -17,12 +17,12 @@ from opentinker import ApiError, AsyncClient
 from opentinker.services.scheduler.jobs import check_start_checkpoint
 from opentinker.services.scheduler.jobs.cleanup import Clearing
 from opentinker.services.trainer import checkpoint
-from opentinker.shared.data.manifest import read_manifest, start_of
 from opentinker.shared.data.safetensors_header import difference, shapes_in
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.state.redis_script import UNFENCED
 from opentinker.shared.state.store import Store
 from opentinker.shared.types.core import JobRecord
+from opentinker.shared.types.manifest import read_manifest, start_of
 from tests.api import write_checkpoint
 from tests.conftest import until
 from tests.factories import make_spec

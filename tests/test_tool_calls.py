@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerFast
 from opentinker.services.rollout_worker.renderer import Renderer
 from opentinker.services.rollout_worker.tool_calls import FORMATS, MOST_CALLS, Said, parse, recognise
 from opentinker.shared.data.light_tokenizer import LightTokenizer
-from opentinker.shared.messaging import codec
+from opentinker.shared.types import codec
 from opentinker.shared.types.core import Message, StopReason, Tool, ToolCall
 from opentinker.shared.types.errors import JobFailed
 

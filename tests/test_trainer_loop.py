@@ -21,17 +21,17 @@ from opentinker.services.trainer.learners.base import NonFinite, SimulatedLearne
 from opentinker.services.trainer.rl_loop import TrainerJob
 from opentinker.shared.asyncio_tools import put_down, see_through
 from opentinker.shared.config import Settings
-from opentinker.shared.data.manifest import Manifest, start_of
 from opentinker.shared.data.step_log import StepLog
-from opentinker.shared.messaging import codec
 from opentinker.shared.messaging.subjects import GROUP, METRIC, METRICS
 from opentinker.shared.runtime.leased_worker import LeasedWorker
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.spec import JobSpec
 from opentinker.shared.state.staleness import Admission
 from opentinker.shared.state.store import Store
+from opentinker.shared.types import codec
 from opentinker.shared.types.core import JobState, Lease, Pool, WeightVersion
 from opentinker.shared.types.errors import JobFailed
+from opentinker.shared.types.manifest import Manifest, start_of
 from opentinker.shared.types.trajectories import Group
 from tests.conftest import WAIT_S, Server, soon, until
 from tests.factories import make_group, make_spec

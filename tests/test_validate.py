@@ -19,12 +19,12 @@ from opentinker.services.scheduler.http import validate
 from opentinker.services.scheduler.jobs.submit import submit
 from opentinker.shared.api_types import Check, Validation
 from opentinker.shared.config import TenantLimits
-from opentinker.shared.data import light_tokenizer
+from opentinker.shared.data import dry_run, light_tokenizer
 from opentinker.shared.data.light_tokenizer import LightTokenizer
 from opentinker.shared.messaging.bus import Bus
 from opentinker.shared.messaging.subjects import ENV_CHECK, ENV_CLOSE, ENV_OPEN, ENV_STEP
 from opentinker.shared.runtime.service import Context
-from opentinker.shared.spec import JobSpec, dry_run
+from opentinker.shared.spec import JobSpec
 from opentinker.shared.state.store import Store
 from opentinker.shared.types.core import Ending, Message
 from opentinker.shared.types.env_protocol import REMOTE, EnvCheck, EnvCheckReply, OpenSession, SessionReply

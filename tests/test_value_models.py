@@ -26,7 +26,6 @@ from opentinker.services.reference_forward.scorer import Scorer
 from opentinker.services.trainer.algorithm.credit_assignment import assign
 from opentinker.services.trainer.batch.micro_batch import micro_batches
 from opentinker.services.trainer.learners.rl import TorchLearner
-from opentinker.shared.data.manifest import CRITIC
 from opentinker.shared.messaging.bus import Bus
 from opentinker.shared.messaging.subjects import GROUP, SCORE
 from opentinker.shared.spec import parse_spec
@@ -34,6 +33,7 @@ from opentinker.shared.spec.frozen_models import is_scored
 from opentinker.shared.state.store import Store
 from opentinker.shared.types.core import F32, JobState, WeightVersion
 from opentinker.shared.types.errors import JobFailed, SpecError
+from opentinker.shared.types.manifest import CRITIC
 from opentinker.shared.types.trajectories import Group
 from tests.factories import V0, group_of, trajectory_of
 from tests.learning import random_groups, torch_spec

@@ -17,7 +17,6 @@ from opentinker.services.trainer.job_reporter import Record
 from opentinker.services.trainer.learners.base import SimulatedLearner
 from opentinker.services.trainer.rl_loop import TrainerJob, consumer_of
 from opentinker.services.trainer.supervised_loop import SupervisedJob
-from opentinker.shared.data.manifest import Manifest
 from opentinker.shared.messaging.subjects import GROUP
 from opentinker.shared.runtime.leased_worker import LeasedWorker
 from opentinker.shared.runtime.service import Context
@@ -35,6 +34,7 @@ from opentinker.shared.types.core import (
     WorkerInfo,
 )
 from opentinker.shared.types.errors import Fenced
+from opentinker.shared.types.manifest import Manifest
 from tests.conftest import WAIT_S, Server, soon, until
 from tests.factories import make_group, make_spec
 from tests.scheduling import context, running

@@ -26,8 +26,8 @@ from opentinker.envs.runtime.child_protocol import HEAD, Answer, Call, frame
 from opentinker.envs.runtime.episode_cleanup import Leftovers
 from opentinker.envs.runtime.player import LocalPlayer, contain
 from opentinker.envs.runtime.preflight import mistakes_of
-from opentinker.shared.messaging import codec
 from opentinker.shared.messaging.reply_validation import failure
+from opentinker.shared.types import codec
 from opentinker.shared.types.core import Ending
 from opentinker.shared.types.env_protocol import CloseSession, EnvCheck, OpenSession, SessionReply, StepSession
 

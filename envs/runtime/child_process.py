@@ -19,10 +19,10 @@ import msgspec
 import structlog
 
 from opentinker.envs.runtime.child_protocol import HEAD, LARGEST, Answer, Call, frame
-from opentinker.shared.messaging import codec
 from opentinker.shared.messaging.reply_validation import failure
 from opentinker.shared.runtime.reexec import below
 from opentinker.shared.security import egress
+from opentinker.shared.types import codec
 from opentinker.shared.types.core import Ending
 from opentinker.shared.types.env_protocol import OpenSession
 from opentinker.shared.types.errors import OpenTinkerError

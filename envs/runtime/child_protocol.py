@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from opentinker.shared.messaging import codec
+from opentinker.shared.types import codec
 from opentinker.shared.types.env_protocol import SessionReply
 
 HEAD = struct.Struct("<I")

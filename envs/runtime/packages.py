@@ -28,9 +28,9 @@ from packaging.specifiers import SpecifierSet
 from opentinker.envs.runtime.venv_overlay import Runtime
 from opentinker.shared.asyncio_tools import put_down, rest, see_through
 from opentinker.shared.data import uploads
-from opentinker.shared.data.durable_files import make_directories, sync_directory, sync_tree
 from opentinker.shared.data.uploads import Package, Pin, Reference
-from opentinker.shared.messaging import codec
+from opentinker.shared.durable_files import make_directories, sync_directory, sync_tree
+from opentinker.shared.types import codec
 from opentinker.shared.types.errors import SpecError
 
 MAKE_S = 600.0

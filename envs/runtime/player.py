@@ -28,9 +28,9 @@ from opentinker.shared.messaging.reply_validation import (
     failure,
     size_of,
 )
-from opentinker.shared.runtime.error_text import error_tail
 from opentinker.shared.types.core import Ending, Image, Message, Text, Tool, ToolCall
 from opentinker.shared.types.env_protocol import OpenSession, SessionReply, StepSession
+from opentinker.shared.types.error_text import error_tail
 from opentinker.shared.types.errors import OpenTinkerError
 
 

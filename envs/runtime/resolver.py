@@ -14,7 +14,7 @@ from typing import Any
 from opentinker.envs.base import Environment
 from opentinker.envs.game import PlayedGame
 from opentinker.envs.registry import check, find, reach, rehearse
-from opentinker.shared.messaging import codec
+from opentinker.shared.types import codec
 from opentinker.shared.types.errors import SpecError
 
 CHECK_S = 15.0

@@ -19,7 +19,7 @@ from opentinker.envs.runtime.venv_overlay import OWN, PATH, own_package, package
 from opentinker.shared.asyncio_tools import put_down, rest
 from opentinker.shared.config import Settings
 from opentinker.shared.data import uploads
-from opentinker.shared.security.sandbox import Sandbox, Sandboxed, Unavailable, own_packages
+from opentinker.shared.sandbox.sandbox import Sandbox, Sandboxed, Unavailable, own_packages
 from opentinker.shared.types.errors import SpecError
 
 CHILD = "opentinker.envs.runtime.child"

@@ -23,13 +23,13 @@ from opentinker.envs.runtime.tools.tool_factory import Shop
 from opentinker.envs.runtime.watchdog import watch
 from opentinker.shared.asyncio_tools import rest
 from opentinker.shared.config import Settings
+from opentinker.shared.data.readable_paths import Readable
 from opentinker.shared.messaging.subjects import ENV_CHECK, ENV_CLOSE, ENV_OPEN, ENV_STEP, SANDBOX_CHECK, SANDBOX_OPEN
 from opentinker.shared.runtime.service import Context, first_failure
 from opentinker.shared.runtime.telemetry import Reporter
 from opentinker.shared.runtime.timeline import LanesByJob
 from opentinker.shared.runtime.worker_info import worker_info
 from opentinker.shared.security.egress import Egress
-from opentinker.shared.security.readable_paths import Readable
 from opentinker.shared.types.core import Ending, Pool, WorkerInfo
 from opentinker.shared.types.env_protocol import REMOTE, EnvCheck, EnvCheckReply, OpenSession, SessionReply
 from opentinker.shared.types.errors import SpecError

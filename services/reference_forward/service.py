@@ -33,17 +33,17 @@ from opentinker.services.reference_forward.model_cache import Residence
 from opentinker.services.reference_forward.required_models import ModelKey, needs
 from opentinker.services.reference_forward.results import with_results
 from opentinker.shared.asyncio_tools import Bell, rest, set_within
-from opentinker.shared.data.manifest import start_of
+from opentinker.shared.data.readable_paths import check_opened
 from opentinker.shared.messaging.bus import ACK_WAIT_S, ConsumerDeleted, Delivery, StreamFull, TooLarge
 from opentinker.shared.messaging.subjects import GROUP, SCORE, SCORES, Subject
 from opentinker.shared.runtime.service import Context, first_failure
 from opentinker.shared.runtime.telemetry import CLUSTER, Meters, Reporter
 from opentinker.shared.runtime.timeline import LanesByJob
 from opentinker.shared.runtime.worker_info import worker_info
-from opentinker.shared.security.readable_paths import check_opened
 from opentinker.shared.spec import parse_spec
 from opentinker.shared.types.core import JobState, Pool
 from opentinker.shared.types.errors import Conflict, JobFailed, NotFound, SpecError
+from opentinker.shared.types.manifest import start_of
 from opentinker.shared.types.trajectories import Group
 
 if TYPE_CHECKING:

@@ -8,10 +8,10 @@ from typing import NamedTuple
 
 import orjson
 
-from opentinker.shared.data.manifest import ADAPTER, Manifest, adapter_of, read_manifest, start_of
 from opentinker.shared.spec import JobSpec
 from opentinker.shared.types.core import WeightVersion
 from opentinker.shared.types.errors import JobFailed
+from opentinker.shared.types.manifest import ADAPTER, Manifest, adapter_of, read_manifest, start_of
 
 
 class Beside(NamedTuple):

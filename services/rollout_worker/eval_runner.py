@@ -20,10 +20,10 @@ from opentinker.services.rollout_worker.transcripts import TOKENS, shortened
 from opentinker.shared.asyncio_tools import hand_on, put_down, rest, set_within
 from opentinker.shared.messaging.bus import Bus, Delivery, NoReply
 from opentinker.shared.messaging.subjects import EXAM, EXAM_RESULT
-from opentinker.shared.runtime.error_text import error_tail
 from opentinker.shared.spec import JobSpec
 from opentinker.shared.spec.validation import exam_of, validation_episodes
 from opentinker.shared.types.core import Ending, Ticket, WeightVersion
+from opentinker.shared.types.error_text import error_tail
 from opentinker.shared.types.evaluation import Exam, ExamResult, ExamView
 from opentinker.shared.types.token_records import tokens_of
 from opentinker.shared.types.trajectories import Trajectory, totals

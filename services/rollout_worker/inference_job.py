@@ -32,20 +32,20 @@ from opentinker.services.rollout_worker.inference_request import News, Talk
 from opentinker.services.rollout_worker.renderer import Renderer, images_of
 from opentinker.services.rollout_worker.weight_receiver import WeightTaker
 from opentinker.shared.asyncio_tools import hand_on, put_down, rest, see_through
-from opentinker.shared.messaging import codec
 from opentinker.shared.messaging.bus import NoReply, NoResponders, TooLarge
-from opentinker.shared.messaging.codec import WireError
 from opentinker.shared.messaging.streaming import Send, answer
 from opentinker.shared.messaging.subjects import ABANDON, GENERATE, SWAP, WAKE, WANTED
 from opentinker.shared.openai.answers import cut
 from opentinker.shared.openai.fields import Refused, too_long
+from opentinker.shared.openai.inference import BEAT_S, Abandoned, Ask, Piece, Refusal, Reply, Underway, models_of
 from opentinker.shared.runtime.leased_worker import LeasedWorker
 from opentinker.shared.runtime.service import first_failure
 from opentinker.shared.runtime.telemetry import Meters, Reporter
 from opentinker.shared.spec import JobSpec
+from opentinker.shared.types import codec
+from opentinker.shared.types.codec import WireError
 from opentinker.shared.types.core import Lease, StopReason
 from opentinker.shared.types.errors import BadImage, JobFailed
-from opentinker.shared.types.inference import BEAT_S, Abandoned, Ask, Piece, Refusal, Reply, Underway, models_of
 
 log = structlog.get_logger()
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from opentinker.services.rollout_worker.engines.base import Completion, Likely
 from opentinker.shared.messaging.streaming import Send
-from opentinker.shared.types.inference import Ask, Piece
+from opentinker.shared.openai.inference import Ask, Piece
 
 
 class Talk:

@@ -20,7 +20,7 @@ from opentinker.services.rollout_worker.engines.base import Shown
 from opentinker.services.rollout_worker.tool_calls import Said
 from opentinker.shared.data.control_tokens import ControlTokens, Mode, absent_from
 from opentinker.shared.data.model_files import code_in
-from opentinker.shared.messaging import codec
+from opentinker.shared.types import codec
 from opentinker.shared.types.core import Image, Message, StopReason, Tool, ToolCall
 from opentinker.shared.types.errors import BadImage, JobFailed
 from opentinker.shared.types.trajectories import Picture

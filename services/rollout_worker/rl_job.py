@@ -30,7 +30,6 @@ from opentinker.services.rollout_worker.weight_receiver import WeightTaker
 from opentinker.shared.asyncio_tools import hand_on, rest, set_within
 from opentinker.shared.messaging.bus import Bus, Consumer, Delivery, StreamFull, TooLarge
 from opentinker.shared.messaging.subjects import GROUP, SCORE, SWAP, TICKET, WAKE
-from opentinker.shared.runtime.error_text import error_sentence, error_tail
 from opentinker.shared.runtime.leased_worker import LeasedWorker
 from opentinker.shared.runtime.service import first_failure
 from opentinker.shared.runtime.telemetry import MetricSource
@@ -39,6 +38,7 @@ from opentinker.shared.spec import JobSpec
 from opentinker.shared.spec.frozen_models import is_scored
 from opentinker.shared.state.staleness import Admission
 from opentinker.shared.types.core import Ending, Lease, Ticket
+from opentinker.shared.types.error_text import error_sentence, error_tail
 from opentinker.shared.types.errors import JobFailed
 from opentinker.shared.types.trajectories import Group, Trajectory, together
 

@@ -14,8 +14,8 @@ from opentinker.services.rollout_worker.inference_job import InferenceJob
 from opentinker.services.rollout_worker.renderer import Renderer
 from opentinker.services.rollout_worker.rl_job import RolloutJob
 from opentinker.shared.asyncio_tools import see_through
+from opentinker.shared.data.readable_paths import opening
 from opentinker.shared.runtime.leased_worker import LeasedWorker
-from opentinker.shared.security.readable_paths import opening
 from opentinker.shared.spec import JobSpec
 from opentinker.shared.types.core import Lease
 from opentinker.shared.types.errors import JobFailed

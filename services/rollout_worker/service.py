@@ -18,10 +18,10 @@ from opentinker.services.rollout_worker.renderer import Renderer
 from opentinker.services.rollout_worker.run_lease import run_lease
 from opentinker.shared.asyncio_tools import see_through
 from opentinker.shared.config import Settings
+from opentinker.shared.data.readable_paths import readable_by
 from opentinker.shared.messaging.env_client import EnvClient
 from opentinker.shared.runtime.leased_worker import LeasedWorker
 from opentinker.shared.runtime.service import Context
-from opentinker.shared.security.readable_paths import readable_by
 from opentinker.shared.spec import JobSpec
 from opentinker.shared.types.core import Lease, Pool
 from opentinker.shared.types.env_protocol import owner_of

@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from opentinker.shared.messaging import codec
+from opentinker.shared.types import codec
 from opentinker.shared.types.core import StopReason, Tool, ToolCall
 
 MOST_CALLS = 8

@@ -25,9 +25,9 @@ from pathlib import Path
 import msgspec
 import structlog
 
-from opentinker.shared.data.durable_files import make_directories, replace_durably, sync_directory, write_durably
-from opentinker.shared.data.manifest import EPOCH, MANIFEST, FileEntry, Manifest, fenced_epoch, name_of, read_manifest
+from opentinker.shared.durable_files import make_directories, replace_durably, sync_directory, write_durably
 from opentinker.shared.types.errors import Fenced, JobFailed
+from opentinker.shared.types.manifest import EPOCH, MANIFEST, FileEntry, Manifest, fenced_epoch, name_of, read_manifest
 
 WRITING, REMOVING = ".writing-", ".removing-"
 RUST_OS_ERROR = "(os error "

@@ -24,7 +24,7 @@ from opentinker.services.trainer.learners.base import Interrupted, NonFinite, Tr
 from opentinker.services.trainer.learning_check import Comparisons
 from opentinker.services.trainer.mismatch_alarm import WATCHED, WINDOW, MismatchAlarm
 from opentinker.shared.asyncio_tools import put_down, see_through
-from opentinker.shared.data.manifest import Manifest, start_of
+from opentinker.shared.data.readable_paths import opening
 from opentinker.shared.data.step_log import StepLog, lineage
 from opentinker.shared.evaluation.records import Evaluations
 from opentinker.shared.messaging.subjects import METRIC, WAKE
@@ -32,12 +32,12 @@ from opentinker.shared.runtime.service import Context
 from opentinker.shared.runtime.telemetry import SENT_AGAIN, MetricSource
 from opentinker.shared.runtime.timeline import Lanes
 from opentinker.shared.runtime.tracing import trace_id
-from opentinker.shared.security.readable_paths import opening
 from opentinker.shared.spec import JobSpec, StartSpec
 from opentinker.shared.spec.validation import PREFIX
 from opentinker.shared.state.usage import Usage
 from opentinker.shared.types.core import JobState, Lease, WeightVersion
 from opentinker.shared.types.errors import Conflict, Fenced, JobFailed, OpenTinkerError
+from opentinker.shared.types.manifest import Manifest, start_of
 from opentinker.shared.types.telemetry import MetricPoint
 
 log = structlog.get_logger()

@@ -27,7 +27,6 @@ from opentinker.services.trainer.learners.base import Learner, SnapshotLike
 from opentinker.services.trainer.rollout_log import Told
 from opentinker.services.trainer.weights.publisher import Publisher
 from opentinker.shared.asyncio_tools import check_cancelled, see_through, set_within
-from opentinker.shared.data.manifest import Manifest
 from opentinker.shared.messaging.bus import Consumer, Delivery
 from opentinker.shared.messaging.consumer import ConsumerDeleted
 from opentinker.shared.messaging.subjects import GROUP, GROUPS, ROLLOUTS, WAKE
@@ -37,6 +36,7 @@ from opentinker.shared.spec import JobSpec
 from opentinker.shared.state.staleness import Admission
 from opentinker.shared.types.core import Discard, Lease, WeightVersion
 from opentinker.shared.types.errors import JobFailed
+from opentinker.shared.types.manifest import Manifest
 from opentinker.shared.types.telemetry import KeptStep
 from opentinker.shared.types.trajectories import Group
 

@@ -22,9 +22,9 @@ import structlog
 
 from opentinker.services.trainer.algorithm.advantages import F64
 from opentinker.services.trainer.batch.distributions import Histogram
-from opentinker.shared.data.manifest import name_of
 from opentinker.shared.data.step_log import StepLog
 from opentinker.shared.types.core import WeightVersion
+from opentinker.shared.types.manifest import name_of
 from opentinker.shared.types.telemetry import KeptEpisode
 from opentinker.shared.types.token_records import tokens_of
 from opentinker.shared.types.trajectories import Group, Trajectory, totals

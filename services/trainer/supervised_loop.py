@@ -20,13 +20,13 @@ from opentinker.services.trainer.data.examples import Examples, fingerprint, loa
 from opentinker.services.trainer.job_reporter import Record
 from opentinker.services.trainer.learners.base import Interrupted, RowLearner
 from opentinker.shared.asyncio_tools import check_cancelled, see_through
-from opentinker.shared.data.manifest import DataCursor, Manifest
+from opentinker.shared.data.readable_paths import opening
 from opentinker.shared.runtime.leased_worker import LeasedWorker
-from opentinker.shared.security.readable_paths import opening
 from opentinker.shared.spec import JobSpec
 from opentinker.shared.spec.validation import PREFIX
 from opentinker.shared.types.core import Lease, WeightVersion
 from opentinker.shared.types.errors import JobFailed
+from opentinker.shared.types.manifest import DataCursor, Manifest
 
 log = structlog.get_logger()
 

@@ -14,7 +14,7 @@ from typing import Any, BinaryIO, cast
 
 import orjson
 
-from opentinker.shared.data.durable_files import local_path
+from opentinker.shared.durable_files import local_path
 from opentinker.shared.spec.data import JSON, JSONL, PARQUET
 
 MOST_ROW_BYTES = 64 << 20

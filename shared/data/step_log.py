@@ -15,7 +15,7 @@ from typing import Any
 import orjson
 import structlog
 
-from opentinker.shared.data.durable_files import make_directories, sync_directory, sync_file
+from opentinker.shared.durable_files import make_directories, sync_directory, sync_file
 
 log = structlog.get_logger()
 

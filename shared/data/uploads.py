@@ -22,8 +22,8 @@ from packaging.requirements import InvalidRequirement, Requirement
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
 from packaging.utils import canonicalize_name
 
-from opentinker.shared.messaging import codec
-from opentinker.shared.spec import bounded_toml
+from opentinker.shared.data import bounded_toml
+from opentinker.shared.types import codec
 from opentinker.shared.types.errors import SpecError
 
 PREFIX = "upload:"

@@ -15,15 +15,15 @@ import msgspec
 import orjson
 import structlog
 
-from opentinker.shared.data.durable_files import make_directories, replace_durably
-from opentinker.shared.data.manifest import name_of
 from opentinker.shared.data.step_log import StepLog, lineage
+from opentinker.shared.durable_files import make_directories, replace_durably
 from opentinker.shared.evaluation.metrics import validation_metrics
 from opentinker.shared.messaging.bus import Bus
 from opentinker.shared.runtime.telemetry import MetricSource
 from opentinker.shared.spec import EvaluationSpec
 from opentinker.shared.types.core import WeightVersion
 from opentinker.shared.types.evaluation import Exam, ExamResult, exam_seed
+from opentinker.shared.types.manifest import name_of
 
 log = structlog.get_logger()
 

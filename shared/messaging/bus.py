@@ -31,7 +31,6 @@ from nats.js.api import AckPolicy, ConsumerConfig, DeliverPolicy, StreamConfig
 from nats.js.errors import APIError, NotFoundError
 
 from opentinker.shared.asyncio_tools import heed
-from opentinker.shared.messaging import codec
 from opentinker.shared.messaging.consumer import (
     ACK_WAIT_S,
     AWAY,
@@ -44,6 +43,7 @@ from opentinker.shared.messaging.consumer import (
 from opentinker.shared.messaging.permissions import inbox, stream_of
 from opentinker.shared.messaging.subjects import STREAMS, Call, Subject
 from opentinker.shared.security.redact import redacted
+from opentinker.shared.types import codec
 from opentinker.shared.types.errors import OpenTinkerError
 
 T = TypeVar("T")

@@ -27,8 +27,8 @@ from nats.js.client import JetStreamContext
 from nats.js.errors import NoStreamResponseError, NotFoundError, ServiceUnavailableError
 
 from opentinker.shared.asyncio_tools import check_cancelled, heed
-from opentinker.shared.messaging import codec
 from opentinker.shared.messaging.subjects import Subject
+from opentinker.shared.types import codec
 from opentinker.shared.types.errors import OpenTinkerError
 
 T = TypeVar("T")

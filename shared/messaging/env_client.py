@@ -19,8 +19,8 @@ import msgspec
 import structlog
 
 from opentinker.shared.messaging.bus import Bus, NoReply, NoResponders
-from opentinker.shared.messaging.codec import WireError
 from opentinker.shared.messaging.subjects import ENV_CLOSE, ENV_OPEN, ENV_STEP, SANDBOX_OPEN, SERVED_OPEN, Call
+from opentinker.shared.types.codec import WireError
 from opentinker.shared.types.core import Ending, StopReason
 from opentinker.shared.types.env_protocol import (
     AWAY_S,

@@ -10,9 +10,9 @@ from typing import Any
 
 import msgspec
 
-from opentinker.shared.runtime.error_text import error_tail
 from opentinker.shared.types.core import Ending, Message, Tool
 from opentinker.shared.types.env_protocol import SessionReply
+from opentinker.shared.types.error_text import error_tail
 
 OBSERVATION_BYTES = 256 * 1024
 """All messages of one reply together, with what may be called, and where a turn stops."""

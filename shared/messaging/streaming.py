@@ -14,10 +14,10 @@ import structlog
 from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 
-from opentinker.shared.messaging import codec
 from opentinker.shared.messaging.bus import Bus, NoReply, NoResponders, TooLarge
 from opentinker.shared.messaging.consumer import AWAY, CLOSED
 from opentinker.shared.messaging.subjects import Call
+from opentinker.shared.types import codec
 
 T = TypeVar("T")
 R = TypeVar("R")

@@ -17,7 +17,8 @@ from typing import Generic, TypeVar
 
 from nats.js.api import DiscardPolicy, PersistMode, RetentionPolicy, StorageType, StreamConfig
 
-from opentinker.shared.types import core, env_protocol, evaluation, inference, telemetry, trajectories
+from opentinker.shared.openai import inference
+from opentinker.shared.types import core, env_protocol, evaluation, telemetry, trajectories
 
 T = TypeVar("T")
 R = TypeVar("R")

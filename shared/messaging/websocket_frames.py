@@ -20,7 +20,7 @@ import msgspec
 import structlog
 from aiohttp import WSCloseCode, WSMessage, WSMsgType
 
-from opentinker.shared.messaging import codec
+from opentinker.shared.types import codec
 from opentinker.shared.types.core import Ending
 from opentinker.shared.types.env_protocol import (
     CloseSession,

@@ -11,7 +11,6 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import nn
 
-from opentinker.shared.data.manifest import ADAPTER
 from opentinker.shared.data.model_files import code_in, unsafe_weights_in
 from opentinker.shared.data.safetensors_header import difference, shapes_in
 from opentinker.shared.nn.forward import SIGHT
@@ -19,6 +18,7 @@ from opentinker.shared.nn.models import first_line
 from opentinker.shared.nn.vision import EYES
 from opentinker.shared.spec import LoraSpec
 from opentinker.shared.types.errors import JobFailed
+from opentinker.shared.types.manifest import ADAPTER
 
 
 def attach_lora(model: nn.Module, lora: LoraSpec) -> PeftModel:

@@ -13,8 +13,8 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
-from opentinker.shared.messaging import codec
 from opentinker.shared.openai.fields import Json, Refused, flag, items, stops, text, token_ids, whole
+from opentinker.shared.types import codec
 from opentinker.shared.types.core import Image, Message, Text, Tool, ToolCall
 
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}

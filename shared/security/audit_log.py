@@ -21,7 +21,7 @@ from typing import Any
 
 import orjson
 
-from opentinker.shared.data.durable_files import make_directories, sync_directory
+from opentinker.shared.durable_files import make_directories, sync_directory
 from opentinker.shared.types.errors import OpenTinkerError
 
 FILE_BYTES = 64 << 20

@@ -12,7 +12,7 @@ import string
 import zlib
 from pathlib import Path
 
-from opentinker.shared.data.durable_files import create_durably, replace_durably
+from opentinker.shared.durable_files import create_durably, replace_durably
 from opentinker.shared.types.errors import SpecError
 
 LETTERS = string.digits + string.ascii_letters

@@ -25,10 +25,10 @@ from typing import Any
 
 import msgspec
 
-from opentinker.shared.data.manifest import Manifest, name_of
-from opentinker.shared.messaging import codec
 from opentinker.shared.state.redis_script import UNFENCED, LeadersScript, Script
+from opentinker.shared.types import codec
 from opentinker.shared.types.errors import Conflict, NotFound
+from opentinker.shared.types.manifest import Manifest, name_of
 
 CHECKPOINTS = "checkpoints"
 REMOVING, REMOVED, SWEEPING = "artifact:removing", "artifact:removed", "artifact:sweeping"

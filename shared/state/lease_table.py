@@ -23,9 +23,9 @@ from typing import Any
 
 import msgspec
 
-from opentinker.shared.messaging import codec
 from opentinker.shared.state.redis_script import LED, UNFENCED, Script
 from opentinker.shared.state.usage import DAY_S, DAYS
+from opentinker.shared.types import codec
 from opentinker.shared.types.core import Heartbeat, Lease, WorkerInfo
 from opentinker.shared.types.errors import Conflict, Fenced
 

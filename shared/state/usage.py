@@ -8,7 +8,7 @@ Keys (`day` counts from 1970, UTC):
 
 Seconds of workers and GPUs are those of leases, counted by the scripts that write leases (lease_table.py): nobody's
 word is needed. What a worker alone knows it says of its whole lease, again and again: what is lost on the way is in the
-next word. """
+next word."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ OPEN = -1
 IMPORTED = -2
 Isolation = Literal["process", "sandbox"]
 """`process`: in the env worker, or in a child process where the environment says that it blocks: for what the operator
-wrote. `sandbox`: in a child process that sees nothing of this machine (shared/security/sandbox.py)."""
+wrote. `sandbox`: in a child process that sees nothing of this machine (shared/sandbox/sandbox.py)."""
 REMOTE = "(remote)"
 """Stands for every URL where env workers say what they play: all of them play all URLs."""
 SERVED = "served:"

@@ -9,7 +9,7 @@
 
 Rights are of this release (`shared/messaging/permissions.py`) and written anew at every start; passwords stay. To
 change one, delete its file and start again. Everything is written durably; an empty file, as a power cut may leave one,
-counts as missing. """
+counts as missing."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from opentinker.shared.config import PREFIX
-from opentinker.shared.data.durable_files import create_durably, make_directories, replace_durably
+from opentinker.shared.durable_files import create_durably, make_directories, replace_durably
 from opentinker.shared.messaging.nats_tokens import Signer, new_seed
 from opentinker.shared.messaging.permissions import (
     ANYBODY_RULES,

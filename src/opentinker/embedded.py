@@ -24,7 +24,7 @@ import orjson
 from opentinker import nats_store
 from opentinker.access import Access, WebSocket
 from opentinker.processes import PROBE_S, Child, ChildSpec, Guard, StartError, banner, free_port, port_free
-from opentinker.shared.data.durable_files import make_directories, replace_durably
+from opentinker.shared.durable_files import make_directories, replace_durably
 from opentinker.shared.messaging.permissions import OPERATOR, SYSTEM, inbox
 from opentinker.shared.messaging.subjects import HEALTH, SCHEDULER
 

@@ -32,7 +32,7 @@ from opentinker.shared.api_types import (
     Publication,
     Publications,
 )
-from opentinker.shared.data.manifest import ADAPTER, instead
+from opentinker.shared.types.manifest import ADAPTER, instead
 
 T = TypeVar("T")
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Union
 
 from opentinker.http import ApiError, Http
-from opentinker.shared.data.durable_files import file_system
+from opentinker.shared.durable_files import file_system
 from opentinker.shared.spec.text import load_spec
 
 if TYPE_CHECKING:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from opentinker.shared.api_types import Check
+from opentinker.shared.data.dry_run import check, model, prompt, rows
 from opentinker.shared.spec import JobSpec
-from opentinker.shared.spec.dry_run import check, model, prompt, rows
 from opentinker.shared.types.core import Message
 from opentinker.shared.types.errors import plural
 

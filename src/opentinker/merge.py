@@ -14,7 +14,7 @@ from peft import PeftModel
 from safetensors import SafetensorError
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
-from opentinker.shared.data.manifest import MANIFEST
+from opentinker.shared.types.manifest import MANIFEST
 
 ADAPTER_FILES = ("adapter_*", MANIFEST)
 ADVICE = "say with `base` (--base) where it is: a directory in Hugging Face layout or a hub id"

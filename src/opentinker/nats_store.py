@@ -12,7 +12,7 @@ from pathlib import Path
 import structlog
 from nats.js.api import PersistMode
 
-from opentinker.shared.data.durable_files import is_blank, sync_directory, sync_file
+from opentinker.shared.durable_files import is_blank, sync_directory, sync_file
 from opentinker.shared.messaging.subjects import STREAMS
 
 METADATA = ("meta.inf", "meta.sum")

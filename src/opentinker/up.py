@@ -27,7 +27,7 @@ from opentinker.embedded import EmbeddedServers
 from opentinker.nearby import KEY_FILE, read_state
 from opentinker.processes import Child, ChildSpec, Guard, free_port, http_ok, port_free
 from opentinker.shared.config import LOOPBACK_HOSTS, PREFIX, load_settings
-from opentinker.shared.data.durable_files import is_blank, make_directories, replace_durably
+from opentinker.shared.durable_files import is_blank, make_directories, replace_durably
 from opentinker.shared.messaging.subjects import ENV, REFERENCE, ROLLOUT
 from opentinker.shared.runtime import gpus, launched_processes
 from opentinker.shared.security import egress

@@ -1,4 +1,4 @@
-"""The `python` tool in CPython with numpy and sympy: programs run in a sandbox (shared/security/sandbox.py), one at a
+"""The `python` tool in CPython with numpy and sympy: programs run in a sandbox (shared/sandbox/sandbox.py), one at a
 time each.
 
 A job has sandboxes of its own in every env worker. In each stands a warm interpreter (sandbox_runner.py), which forks
@@ -20,7 +20,7 @@ import structlog
 
 from opentinker.envs.runtime.tools import sandbox_runner
 from opentinker.envs.tools import RESULT_BYTES, Failed, Offered, ToolError, checked, describe
-from opentinker.shared.security.sandbox import Sandbox, Sandboxed, Unavailable, own_packages
+from opentinker.shared.sandbox.sandbox import Sandbox, Sandboxed, Unavailable, own_packages
 from opentinker.shared.spec.tools import ToolSpec
 
 PLACE = "/run/runner.py"

@@ -27,8 +27,8 @@ from opentinker.envs.runtime.tools.python_sandbox import Programs
 from opentinker.envs.runtime.tools.refcounted_pool import Lending
 from opentinker.envs.tools import Offered
 from opentinker.shared.config import Settings
+from opentinker.shared.sandbox.sandbox import Sandbox, Unavailable
 from opentinker.shared.security.egress import Egress, Refused
-from opentinker.shared.security.sandbox import Sandbox, Unavailable
 from opentinker.shared.spec.mistakes import mistakes_of
 from opentinker.shared.spec.tools import ToolSpec
 

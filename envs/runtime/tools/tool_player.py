@@ -17,7 +17,7 @@ from opentinker.envs.runtime.tools.tool_factory import Shop, Tools
 from opentinker.envs.tools import Outcome, ToolTurns
 from opentinker.shared.messaging.reply_validation import failure
 from opentinker.shared.runtime.telemetry import JobMeter
-from opentinker.shared.security.sandbox import Unavailable
+from opentinker.shared.sandbox.sandbox import Unavailable
 from opentinker.shared.types.core import Ending, Message
 from opentinker.shared.types.env_protocol import OpenSession, SessionReply, StepSession
 

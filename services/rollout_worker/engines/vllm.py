@@ -36,9 +36,9 @@ from opentinker.services.rollout_worker.engines.base import (
 from opentinker.shared.asyncio_tools import rest, see_through
 from opentinker.shared.data.model_families import SEEING, unsupported_family, unsupported_on_cpu
 from opentinker.shared.data.model_files import code_in, unsafe_weights_in
-from opentinker.shared.runtime.error_text import error_sentence
 from opentinker.shared.spec import LoraSpec
 from opentinker.shared.types.core import SIMULATED, StopReason, SwapCommand, WeightVersion
+from opentinker.shared.types.error_text import error_sentence
 from opentinker.shared.types.errors import JobFailed, OpenTinkerError
 from opentinker.shared.types.trajectories import Span
 

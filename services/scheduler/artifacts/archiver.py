@@ -42,7 +42,6 @@ from opentinker.services.scheduler.artifacts.store import (
     sweep,
 )
 from opentinker.shared.asyncio_tools import rest, set_within
-from opentinker.shared.data.manifest import MANIFEST, Manifest
 from opentinker.shared.messaging import subjects
 from opentinker.shared.messaging.bus import NoReply
 from opentinker.shared.runtime.service import Context, first_failure
@@ -51,6 +50,7 @@ from opentinker.shared.state.redis_script import UNFENCED
 from opentinker.shared.state.usage import Usage
 from opentinker.shared.types.core import JobRecord
 from opentinker.shared.types.errors import Fenced, NotFound
+from opentinker.shared.types.manifest import MANIFEST, Manifest
 
 log = structlog.get_logger()
 

@@ -23,12 +23,12 @@ from opentinker.services.scheduler.artifacts import checkpoint_dir
 from opentinker.services.scheduler.artifacts.checkpoint_dir import Held
 from opentinker.services.scheduler.artifacts.store import ArtifactStore, DirectoryStore, Opened, inside, store_of
 from opentinker.shared.api_types.artifacts import Artifact, Kind
-from opentinker.shared.data.durable_files import sync_tree
-from opentinker.shared.data.manifest import ADAPTER, MANIFEST, TRAINER_STATE
+from opentinker.shared.durable_files import sync_tree
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.state.artifacts import CHECKPOINTS, ArtifactIndex
 from opentinker.shared.types.core import JobRecord
 from opentinker.shared.types.errors import NotFound
+from opentinker.shared.types.manifest import ADAPTER, MANIFEST, TRAINER_STATE
 
 METRICS = ("metrics.jsonl", "validation.jsonl", "distributions.jsonl")
 LOG, EVENTS = "logs.jsonl", "events.jsonl"

@@ -21,8 +21,9 @@ from typing import Any
 import msgspec
 
 from opentinker.services.scheduler.artifacts.store import ArtifactStore, Damaged, Opened, inside, second_name
-from opentinker.shared.data.durable_files import make_directories, sync_directory, write_durably
-from opentinker.shared.data.manifest import (
+from opentinker.shared.durable_files import make_directories, sync_directory, write_durably
+from opentinker.shared.types.errors import NotFound
+from opentinker.shared.types.manifest import (
     MANIFEST,
     TRAINER_STATE,
     Manifest,
@@ -31,7 +32,6 @@ from opentinker.shared.data.manifest import (
     read_manifest,
     short_list,
 )
-from opentinker.shared.types.errors import NotFound
 
 _STEP = re.compile(r"^step-(\d{1,12})$")
 

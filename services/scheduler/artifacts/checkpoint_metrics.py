@@ -12,7 +12,7 @@ import orjson
 
 from opentinker.services.scheduler.artifacts.checkpoint_dir import Held
 from opentinker.services.scheduler.artifacts.retention import EVALUATED, Rule
-from opentinker.shared.data.manifest import Manifest
+from opentinker.shared.types.manifest import Manifest
 
 Values = dict[tuple[int, int], float | None]
 """By epoch and step, in every line; None: without the metric."""

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from opentinker.services.scheduler.artifacts import checkpoint_dir
 from opentinker.services.scheduler.artifacts.store import Damaged
-from opentinker.shared.data.manifest import Manifest
+from opentinker.shared.types.manifest import Manifest
 
 
 def stage(source: Path, manifest: Manifest, home: Path) -> Path:

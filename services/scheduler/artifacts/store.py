@@ -24,7 +24,7 @@ from pathlib import Path, PurePosixPath
 from typing import Protocol
 
 from opentinker.shared.config import Settings
-from opentinker.shared.data.durable_files import make_directories, sync_directory, sync_file
+from opentinker.shared.durable_files import make_directories, sync_directory, sync_file
 from opentinker.shared.types.errors import NotFound, OpenTinkerError
 
 CHUNK = 1 << 20

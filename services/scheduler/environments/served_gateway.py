@@ -24,7 +24,6 @@ from opentinker.services.scheduler.environments.served_process import Served
 from opentinker.services.scheduler.http.auth import tenant_of
 from opentinker.services.scheduler.http.errors import json_response, problem
 from opentinker.shared.asyncio_tools import rest
-from opentinker.shared.messaging import codec
 from opentinker.shared.messaging.websocket_frames import (
     FRAME_BYTES,
     GOODBYE,
@@ -39,6 +38,7 @@ from opentinker.shared.messaging.websocket_frames import (
 )  # fmt: skip
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.runtime.telemetry import REGISTRY
+from opentinker.shared.types import codec
 from opentinker.shared.types.core import Pool, WorkerInfo
 from opentinker.shared.types.env_protocol import SERVED, SERVED_WORKER
 from opentinker.shared.types.errors import SpecError

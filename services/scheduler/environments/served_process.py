@@ -24,11 +24,11 @@ import structlog
 from aiohttp import WSCloseCode, web
 from nats.aio.subscription import Subscription
 
-from opentinker.shared.messaging.codec import WireError
 from opentinker.shared.messaging.reply_validation import sound, sound_mistakes
 from opentinker.shared.messaging.subjects import ENV_CLOSE, ENV_STEP, SERVED_BACK, SERVED_CHECK, SERVED_OPEN
 from opentinker.shared.messaging.websocket_frames import Asker, ConnectionLost, Hello
 from opentinker.shared.runtime.service import Context
+from opentinker.shared.types.codec import WireError
 from opentinker.shared.types.core import Ending
 from opentinker.shared.types.env_protocol import (
     AWAY_S,

@@ -24,7 +24,7 @@ import structlog
 
 from opentinker.shared.data import uploads
 from opentinker.shared.data.uploads import Package
-from opentinker.shared.messaging import codec
+from opentinker.shared.types import codec
 from opentinker.shared.types.errors import SpecError
 
 MIB = 1 << 20

@@ -24,9 +24,9 @@ from opentinker.services.scheduler.environments.unpack import MIB, refused, unpa
 from opentinker.services.scheduler.environments.upload_quota import Kept, OverQuota, Quota, room
 from opentinker.shared.config import Settings
 from opentinker.shared.data import uploads
-from opentinker.shared.data.durable_files import make_directories, replace_durably, sync_directory, sync_tree
 from opentinker.shared.data.uploads import Package, Reference
-from opentinker.shared.messaging import codec
+from opentinker.shared.durable_files import make_directories, replace_durably, sync_directory, sync_tree
+from opentinker.shared.types import codec
 from opentinker.shared.types.errors import Conflict, NotFound, SpecError
 
 INCOMING, LEFT_S = ".incoming-", 3600.0

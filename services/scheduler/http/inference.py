@@ -21,10 +21,10 @@ from opentinker.services.scheduler.inference.router import Replicas, refuse_unle
 from opentinker.shared.asyncio_tools import put_down
 from opentinker.shared.openai import answers, requests
 from opentinker.shared.openai.fields import Json, Refused, unknown_model
+from opentinker.shared.openai.inference import Ask, Reply, adapters_in, models_of, names_of
 from opentinker.shared.openai.requests import Asked
 from opentinker.shared.openai.sampling import parse_manner
 from opentinker.shared.types.core import JobRecord
-from opentinker.shared.types.inference import Ask, Reply, adapters_in, models_of, names_of
 
 log = structlog.get_logger()
 

@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from opentinker.services.scheduler.http.auth import may_see, principal_of, tenant_of
 from opentinker.services.scheduler.http.errors import json_response, parsed, read_json
-from opentinker.shared.data.durable_files import file_system
+from opentinker.shared.durable_files import file_system
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.security.authorization import DEFAULT_TENANT, MAY, Action, Role, outranks
 from opentinker.shared.security.key_text import KEY_ID, new_key

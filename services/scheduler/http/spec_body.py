@@ -9,7 +9,7 @@ from typing import Any
 from aiohttp import web
 
 from opentinker.services.scheduler.http.errors import body_read, parse_json, read_json
-from opentinker.shared.spec import bounded_toml
+from opentinker.shared.data import bounded_toml
 from opentinker.shared.types.errors import SpecError
 
 TOML = "application/toml"

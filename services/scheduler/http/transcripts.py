@@ -17,8 +17,8 @@ from typing import Any
 
 import orjson
 
-from opentinker.shared.data.manifest import name_of, short_list
 from opentinker.shared.types.errors import NotFound
+from opentinker.shared.types.manifest import name_of, short_list
 
 _FILE = re.compile(r"^step-(\d{1,12})\.jsonl$")
 

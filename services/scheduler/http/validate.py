@@ -19,14 +19,15 @@ from opentinker.services.scheduler.jobs.disk_threads import on_disk
 from opentinker.services.scheduler.jobs.submit import Mistakes, kept_idle_s, look_at
 from opentinker.services.scheduler.placement import forecast
 from opentinker.shared.api_types import Check, Mistake, Said, Validation
+from opentinker.shared.data import dry_run
+from opentinker.shared.data.dry_run import NOT_LOOKED_AT, check
 from opentinker.shared.messaging.env_client import EnvClient
-from opentinker.shared.runtime.error_text import error_sentence
 from opentinker.shared.runtime.service import Context
-from opentinker.shared.spec import JobSpec, dry_run, parse_spec
-from opentinker.shared.spec.dry_run import NOT_LOOKED_AT, check
+from opentinker.shared.spec import JobSpec, parse_spec
 from opentinker.shared.spec.rollout import ELSEWHERE
 from opentinker.shared.types.core import StopReason
 from opentinker.shared.types.env_protocol import Policy, SessionReply, StepSession
+from opentinker.shared.types.error_text import error_sentence
 from opentinker.shared.types.errors import SpecError, plural
 
 EPISODE_S = 30.0

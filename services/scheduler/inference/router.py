@@ -24,15 +24,15 @@ import structlog
 
 from opentinker.services.scheduler.inference.ready_workers import LOOK_S, Lookout
 from opentinker.shared.asyncio_tools import rest
-from opentinker.shared.messaging import codec
 from opentinker.shared.messaging.bus import NoReply, NoResponders, TooLarge
 from opentinker.shared.messaging.streaming import ask as ask_in_pieces
 from opentinker.shared.messaging.subjects import ABANDON, GENERATE, WAKE, WANTED
 from opentinker.shared.openai.fields import Refused
+from opentinker.shared.openai.inference import SILENCE_S, Abandoned, Ask, Piece, Refusal, Underway
 from opentinker.shared.runtime.service import Context
+from opentinker.shared.types import codec
 from opentinker.shared.types.core import JobRecord, JobState, WorkerInfo
 from opentinker.shared.types.errors import Conflict
-from opentinker.shared.types.inference import SILENCE_S, Abandoned, Ask, Piece, Refusal, Underway
 
 log = structlog.get_logger()
 

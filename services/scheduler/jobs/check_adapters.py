@@ -14,11 +14,11 @@ from pydantic import ValidationError
 
 from opentinker.services.scheduler.jobs.check_start_checkpoint import Chosen, Mistakes, find
 from opentinker.services.scheduler.jobs.disk_threads import on_disk
-from opentinker.shared.data.durable_files import local_path
-from opentinker.shared.data.manifest import ADAPTER
+from opentinker.shared.durable_files import local_path
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.spec import AdapterSpec, JobSpec
 from opentinker.shared.spec.serving import LARGEST_RANK
+from opentinker.shared.types.manifest import ADAPTER
 
 CONFIG = "adapter_config.json"
 TOKENIZER = "tokenizer.json"

@@ -8,9 +8,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from opentinker.shared.data.durable_files import not_on_hub
 from opentinker.shared.data.jsonl import RowError, first_row, rows_path
-from opentinker.shared.security.readable_paths import resolved
+from opentinker.shared.data.readable_paths import resolved
+from opentinker.shared.durable_files import not_on_hub
 from opentinker.shared.spec import DataSpec
 from opentinker.shared.spec.data import JSONL, NoFormat, format_of
 

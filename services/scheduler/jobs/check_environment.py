@@ -13,11 +13,11 @@ from opentinker.services.scheduler.environments.upload import Uploads
 from opentinker.shared.asyncio_tools import rest
 from opentinker.shared.data import uploads
 from opentinker.shared.messaging.bus import NoReply, NoResponders
-from opentinker.shared.messaging.codec import WireError
 from opentinker.shared.messaging.subjects import ENV_CHECK, SANDBOX_CHECK, SERVED_CHECK
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.spec import EnvironmentSpec, JobSpec
 from opentinker.shared.spec.validation import validation_episodes
+from opentinker.shared.types.codec import WireError
 from opentinker.shared.types.core import Pool
 from opentinker.shared.types.env_protocol import SERVED, EnvCheck, is_url
 from opentinker.shared.types.errors import SpecError

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from opentinker.services.scheduler.jobs.disk_threads import on_disk
-from opentinker.shared.data.durable_files import local_path
+from opentinker.shared.data.dry_run import is_served, loads_weights
 from opentinker.shared.data.model_families import read_config, unsupported_family, unsupported_on_cpu
+from opentinker.shared.durable_files import local_path
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.spec import JobSpec
-from opentinker.shared.spec.dry_run import is_served, loads_weights
 from opentinker.shared.types.core import Pool
 
 Mistakes = list[dict[str, Any]]

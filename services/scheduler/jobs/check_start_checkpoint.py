@@ -18,13 +18,13 @@ import orjson
 
 from opentinker.services.scheduler.artifacts import checkpoint_dir
 from opentinker.services.scheduler.artifacts.catalog import Artifacts
-from opentinker.shared.data.manifest import ADAPTER, CRITIC, OPTIMIZER, Manifest, adapter_of, read_manifest, start_of
 from opentinker.shared.data.safetensors_header import NAMED, Shapes, difference, shapes_in
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.spec import JobSpec, LoraSpec, StartSpec
 from opentinker.shared.spec.start import Origin
 from opentinker.shared.types.core import JobRecord
 from opentinker.shared.types.errors import NotFound
+from opentinker.shared.types.manifest import ADAPTER, CRITIC, OPTIMIZER, Manifest, adapter_of, read_manifest, start_of
 
 Mistakes = list[dict[str, Any]]
 SUBMISSION_S = 3600.0

@@ -28,10 +28,10 @@ from opentinker.shared.data.step_log import StepLog
 from opentinker.shared.evaluation.records import Evaluations, exam_at, metrics_of, transcript_of
 from opentinker.shared.messaging.bus import NoReply, StreamFull
 from opentinker.shared.messaging.subjects import EXAM, EXAM_RESULT, EXAMS, WAKE
-from opentinker.shared.runtime.error_text import error_sentence
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.spec import parse_spec
 from opentinker.shared.types.core import JobRecord, JobState, WeightVersion
+from opentinker.shared.types.error_text import error_sentence
 from opentinker.shared.types.errors import Conflict, NotFound
 from opentinker.shared.types.evaluation import ExamResult, Seen
 

@@ -18,12 +18,12 @@ from opentinker.services.scheduler.jobs import check_start_checkpoint as startin
 from opentinker.services.scheduler.jobs.check_dataset import absolute, check_data
 from opentinker.services.scheduler.jobs.disk_threads import on_disk
 from opentinker.shared.config import Settings
-from opentinker.shared.data.durable_files import local_path, not_on_hub
+from opentinker.shared.data.dry_run import loads_weights, mistake_in
+from opentinker.shared.data.readable_paths import readable_by, resolved
+from opentinker.shared.durable_files import local_path, not_on_hub
 from opentinker.shared.messaging.subjects import WAKE
 from opentinker.shared.runtime.service import Context
-from opentinker.shared.security.readable_paths import readable_by, resolved
 from opentinker.shared.spec import JobSpec, ModelSpec, StartSpec, parse_spec
-from opentinker.shared.spec.dry_run import loads_weights, mistake_in
 from opentinker.shared.types.errors import SpecError
 
 _ALPHABET = string.ascii_lowercase + string.digits

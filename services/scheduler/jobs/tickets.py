@@ -22,11 +22,11 @@ import structlog
 from opentinker.shared.asyncio_tools import set_within
 from opentinker.shared.messaging.bus import NoReply, StreamFull
 from opentinker.shared.messaging.subjects import TICKET, TICKETS, WAKE
-from opentinker.shared.runtime.error_text import error_sentence
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.state.redis_script import UNFENCED
 from opentinker.shared.state.staleness import Admission, Ledger
 from opentinker.shared.types.core import JobRecord, JobState, Ticket
+from opentinker.shared.types.error_text import error_sentence
 from opentinker.shared.types.errors import Conflict, NotFound
 
 log = structlog.get_logger()

@@ -14,9 +14,9 @@ from opentinker.services.scheduler.placement.quotas import Used, over_quota
 from opentinker.services.scheduler.placement.shortages import with_gpus
 from opentinker.services.scheduler.placement.types import ANYBODY, UNLIMITED, Start
 from opentinker.shared.api_types import Check
+from opentinker.shared.data.dry_run import check
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.spec import JobSpec
-from opentinker.shared.spec.dry_run import check
 from opentinker.shared.spec.frozen_models import is_scored
 from opentinker.shared.types.core import JobRecord, JobState, Pool, WorkerInfo
 from opentinker.shared.types.env_protocol import SERVED

@@ -46,8 +46,8 @@ from opentinker.services.trainer.learners.dpo import DpoLearner
 from opentinker.services.trainer.learners.policy_model import Policy
 from opentinker.services.trainer.learners.rl import TorchLearner
 from opentinker.services.trainer.learners.sft import SftLearner
-from opentinker.shared.messaging import codec
 from opentinker.shared.spec import JobSpec, parse_spec
+from opentinker.shared.types import codec
 from opentinker.shared.types.errors import JobFailed
 
 PR_SET_PDEATHSIG = 1

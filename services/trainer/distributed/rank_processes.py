@@ -35,7 +35,7 @@ from opentinker.services.trainer.distributed.rank_protocol import (
     frame,
 )
 from opentinker.services.trainer.learners.base import Interrupted, NonFinite
-from opentinker.shared.messaging import codec
+from opentinker.shared.types import codec
 from opentinker.shared.types.errors import JobFailed, OpenTinkerError
 
 log = structlog.get_logger()

@@ -9,7 +9,7 @@ import numpy as np
 
 from opentinker.services.trainer.data.chat import Tokens
 from opentinker.services.trainer.data.examples import Example
-from opentinker.shared.messaging import codec
+from opentinker.shared.types import codec
 from opentinker.shared.types.core import WeightVersion
 from opentinker.shared.types.trajectories import Group
 

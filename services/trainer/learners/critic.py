@@ -21,7 +21,6 @@ from opentinker.services.trainer.algorithm.advantages import F64
 from opentinker.services.trainer.algorithm.losses import value_loss
 from opentinker.services.trainer.batch.micro_batch import MicroBatch
 from opentinker.services.trainer.learners import optimizer_state
-from opentinker.shared.data.manifest import CRITIC
 from opentinker.shared.data.safetensors_header import difference
 from opentinker.shared.nn.forward import token_values
 from opentinker.shared.nn.layers import recompute_layers
@@ -30,6 +29,7 @@ from opentinker.shared.nn.lora import attach_lora, causal_lm, lora_dropouts
 from opentinker.shared.nn.models import autocast, load_model, torch_dtype
 from opentinker.shared.spec import JobSpec
 from opentinker.shared.types.errors import JobFailed
+from opentinker.shared.types.manifest import CRITIC
 
 
 class Critic:

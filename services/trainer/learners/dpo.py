@@ -22,8 +22,8 @@ from opentinker.services.trainer.batch.row_batch import RowBatch, row_batches
 from opentinker.services.trainer.data.examples import Example, fingerprint
 from opentinker.services.trainer.learners.policy_model import Policy
 from opentinker.services.trainer.learners.supervised import RowPolicy
-from opentinker.shared.data.manifest import START
 from opentinker.shared.types.core import F32
+from opentinker.shared.types.manifest import START
 
 log = structlog.get_logger()
 

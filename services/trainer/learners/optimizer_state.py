@@ -18,10 +18,10 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from opentinker.shared.data.manifest import ADAPTER, OPTIMIZER
 from opentinker.shared.data.safetensors_header import difference
 from opentinker.shared.nn.lora import causal_lm, put_adapter
 from opentinker.shared.types.errors import JobFailed
+from opentinker.shared.types.manifest import ADAPTER, OPTIMIZER
 
 Parameters = dict[str, nn.Parameter]
 MOMENTS = ("exp_avg", "exp_avg_sq", "step")

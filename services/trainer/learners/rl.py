@@ -30,8 +30,8 @@ from opentinker.services.trainer.batch.step_metrics import StepRecord, record_me
 from opentinker.services.trainer.learners.base import Interrupted, NonFinite
 from opentinker.services.trainer.learners.critic import Critic, critic_columns, critic_metrics
 from opentinker.services.trainer.learners.policy_model import Policy
-from opentinker.shared.data.manifest import CRITIC
 from opentinker.shared.types.core import WeightVersion
+from opentinker.shared.types.manifest import CRITIC
 from opentinker.shared.types.trajectories import Group
 
 PROBE_TOKENS = 64

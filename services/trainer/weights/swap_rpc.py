@@ -15,10 +15,10 @@ from typing import TypeVar
 
 from opentinker.shared.asyncio_tools import put_down
 from opentinker.shared.messaging.bus import NoReply, NoResponders
-from opentinker.shared.messaging.codec import WireError
 from opentinker.shared.messaging.subjects import SWAP
 from opentinker.shared.runtime.liveness import Pulses
 from opentinker.shared.runtime.service import Context
+from opentinker.shared.types.codec import WireError
 from opentinker.shared.types.core import Lease, SwapCommand, SwapReply, WorkerInfo
 
 T = TypeVar("T")

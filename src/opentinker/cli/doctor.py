@@ -18,7 +18,7 @@ from opentinker.nearby import is_running
 from opentinker.processes import StartError, port_free
 from opentinker.shared.config import load_settings
 from opentinker.shared.runtime.gpus import visible
-from opentinker.shared.security.sandbox import Sandbox
+from opentinker.shared.sandbox.sandbox import Sandbox
 from opentinker.shared.types.errors import OpenTinkerError
 from opentinker.up import DEFAULT_PORT
 

@@ -25,7 +25,7 @@ from opentinker.cli.common import (
 from opentinker.cli.job_list import cancel, jobs
 from opentinker.cli.job_record import job
 from opentinker.cli.specs import Changes, FromCheckpoint, SpecFile, Steps, WithOptimizer, read_spec
-from opentinker.shared.data.manifest import short_list
+from opentinker.shared.types.manifest import short_list
 
 STATE_EXIT = {"succeeded": 0, "failed": 1, "cancelled": 4}
 """Exit status of `watch` and `run` by the state in which the job ended."""

@@ -9,8 +9,8 @@ import typer
 
 from opentinker.cli.common import AsJson, JobId, Url, client, print_json, print_table, say
 from opentinker.shared.api_types import Rollout
-from opentinker.shared.data.manifest import short_list
 from opentinker.shared.types.errors import plural
+from opentinker.shared.types.manifest import short_list
 
 BAR = 40
 WHOLE = {"turns": 1, "length": 0, "staleness": 0}

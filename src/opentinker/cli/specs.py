@@ -180,8 +180,8 @@ def _looked_at(data: dict[str, Any], server: str | None, beside: Path) -> dict[s
 
     from opentinker import inspecting
     from opentinker.given import with_whole_paths
+    from opentinker.shared.data.dry_run import NOT_LOOKED_AT, prompt
     from opentinker.shared.spec import parse_spec
-    from opentinker.shared.spec.dry_run import NOT_LOOKED_AT, prompt
     from opentinker.shared.types.core import Message
 
     import_from_here()

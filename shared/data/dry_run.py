@@ -15,10 +15,10 @@ import orjson
 
 from opentinker.shared.api_types import Check
 from opentinker.shared.data.dataset import Source, open_rows, sources
-from opentinker.shared.data.durable_files import local_path, not_on_hub
 from opentinker.shared.data.jsonl import RowError, lines, row_of, rows_path
 from opentinker.shared.data.model_families import read_config, unsupported_family
 from opentinker.shared.data.model_files import code_in, pickled_in, unloadable
+from opentinker.shared.durable_files import local_path, not_on_hub
 from opentinker.shared.spec import JobSpec
 from opentinker.shared.spec.data import JSONL, DataSpec, NoFormat, format_of
 from opentinker.shared.types.core import Message

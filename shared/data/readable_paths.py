@@ -21,8 +21,8 @@ from urllib.parse import unquote, urlsplit
 import orjson
 
 from opentinker.shared.config import Settings
-from opentinker.shared.data.durable_files import HUB_ID, local_path
 from opentinker.shared.data.jsonl import rows_path
+from opentinker.shared.durable_files import HUB_ID, local_path
 from opentinker.shared.state.store import Store
 from opentinker.shared.types.errors import JobFailed
 

@@ -1,7 +1,7 @@
 """Runs twice on the way into a sandbox (sandbox.py), both times in an interpreter that imports nothing else of ours.
 
-    python -I -S sandbox_launch.py outside PLAN             becomes the sandbox's user, then bubblewrap
-    python -I -S sandbox_launch.py inside LIMITS PROGRAM    in the sandbox: sets the limits, then becomes PROGRAM
+    python -I -S launch.py outside PLAN             becomes the sandbox's user, then bubblewrap
+    python -I -S launch.py inside LIMITS PROGRAM    in the sandbox: sets the limits, then becomes PROGRAM
 
 The limits are set inside because a limit on processes counts those of the same user namespace, which only then is the
 sandbox's own: outside it would count everything else that an ordinary user runs.

@@ -1,7 +1,7 @@
 """The limits of a sandbox, and a look from outside at what its processes hold together.
 
 What no look can see (inodes, page tables, what a buffer takes beyond its bytes) a memory cgroup counts, where there is
-one (sandbox_cgroup.py).
+one (cgroup.py).
 """
 
 from __future__ import annotations

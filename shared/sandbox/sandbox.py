@@ -4,7 +4,7 @@
     process = await sandbox.start([sandbox.python, "-c", "print(1)"], stdout=PIPE)
     ... process.kill("why"); await process.wait()
 
-    service --start--> sandbox_launch.py outside --> bubblewrap --> sandbox_launch.py inside --> program
+    service --start--> launch.py outside --> bubblewrap --> launch.py inside --> program
               |           own unprivileged uid if root, cgroup         rlimits
               +-- looks twice a second at what the processes hold together, and kills them all beyond the limits
 
@@ -32,9 +32,9 @@ from pathlib import Path
 import structlog
 
 from opentinker.shared.config import Settings
-from opentinker.shared.security import sandbox_launch, seccomp
-from opentinker.shared.security.sandbox_cgroup import Cgroup, Cgroups
-from opentinker.shared.security.sandbox_limits import HOME, KERNEL_MB, MIB, Limits, excess
+from opentinker.shared.sandbox import launch, seccomp
+from opentinker.shared.sandbox.cgroup import Cgroup, Cgroups
+from opentinker.shared.sandbox.limits import HOME, KERNEL_MB, MIB, Limits, excess
 from opentinker.shared.types.errors import OpenTinkerError
 
 LAUNCHER = "/run/sandbox_launch.py"
@@ -123,7 +123,7 @@ class Sandbox:
                 "cgroup": str(cgroup.path) if cgroup is not None else "",
             }
             process = await asyncio.create_subprocess_exec(
-                sys.executable, "-I", "-S", sandbox_launch.__file__, "outside", json.dumps(plan),
+                sys.executable, "-I", "-S", launch.__file__, "outside", json.dumps(plan),
                 stdin=stdin, stdout=stdout, stderr=stderr, pass_fds=pass_fds, env={}, cwd="/", start_new_session=True,
             )  # fmt: skip
         except BaseException:
@@ -294,7 +294,7 @@ def _system() -> dict[str, str]:
     else:
         own = [sys.base_prefix]
     places = dict.fromkeys(place for place in [*shared, *own] if place and os.path.exists(place))
-    return {**{place: place for place in places}, LAUNCHER: sandbox_launch.__file__}
+    return {**{place: place for place in places}, LAUNCHER: launch.__file__}
 
 
 def _is_link(place: str) -> bool:
