@@ -25,7 +25,7 @@ from loadtest._open_loop import Latencies, arrivals, open_loop
 from loadtest._report import Report
 from loadtest._target import Target, target
 from opentinker.client import AsyncClient
-from opentinker.nearby import read_state
+from opentinker.local.discovery import read_state
 from opentinker.shared.api_types import MetricPoint
 from opentinker.shared.messaging.bus import Bus
 from opentinker.shared.messaging.subjects import GROUP, ROLLOUT

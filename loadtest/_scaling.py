@@ -13,9 +13,9 @@ from loadtest._jobs import SLEEPER, Options, job_of, reader, steps_of, training
 from loadtest._open_loop import arrivals, open_loop
 from loadtest._report import Report
 from loadtest._target import START_S, Target, target
-from opentinker.capacity import Pools, Work, predict
+from opentinker.cli.planning.simulation import Pools, Work, predict
 from opentinker.client import AsyncClient
-from opentinker.listening import listening
+from opentinker.serve.ws_server import listening
 from opentinker.shared.api_types import MetricPoint, Worker
 
 BAND = (0.75, 1.25)

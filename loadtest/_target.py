@@ -15,7 +15,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from opentinker.client import AsyncClient
-from opentinker.nearby import key_in, read_state
+from opentinker.local.discovery import key_in, read_state
 from opentinker.shared.config import LOOPBACK_HOSTS
 from tests.toys import toy_model
 

@@ -25,8 +25,8 @@ import numpy as np
 import uvloop
 
 from loadtest._machine import Meter, met
-from opentinker.embedded import EmbeddedServers
 from opentinker.envs.base import Action, Environment, Step, user
+from opentinker.local.embedded import EmbeddedServers
 from opentinker.shared.messaging.bus import Bus
 from opentinker.shared.messaging.env_client import EnvClient
 from opentinker.shared.types.core import Message, StopReason

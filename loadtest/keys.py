@@ -24,8 +24,8 @@ import aiohttp
 import uvloop
 
 from loadtest._machine import QUIET_CORES, Meter, keep
-from opentinker.embedded import EmbeddedServers
-from opentinker.processes import free_port
+from opentinker.local.embedded import EmbeddedServers
+from opentinker.local.processes import free_port
 from opentinker.shared.security.key_text import new_key, read_key, write_key
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -19,8 +19,8 @@ from pathlib import Path
 import uvloop
 
 from loadtest.env_plane import ENVIRONMENT, Client, measure, options
-from opentinker.embedded import EmbeddedServers
-from opentinker.processes import free_port
+from opentinker.local.embedded import EmbeddedServers
+from opentinker.local.processes import free_port
 from opentinker.shared.messaging.bus import Bus
 from opentinker.shared.security.key_text import new_key, read_key, write_key
 from opentinker.shared.spec import parse_spec

@@ -30,8 +30,8 @@ import uvloop
 
 from loadtest._groups import GROUP_SIZE, JOB, TOKENS, make_group
 from loadtest._machine import Meter, met
-from opentinker.embedded import nats_binary
-from opentinker.processes import free_port
+from opentinker.local.embedded import nats_binary
+from opentinker.local.processes import free_port
 from opentinker.shared.messaging.bus import Bus
 from opentinker.shared.messaging.subjects import GROUP
 from opentinker.shared.types.trajectories import Group

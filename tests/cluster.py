@@ -20,11 +20,12 @@ from typing import Any
 
 import orjson
 
-import opentinker.leash
-from opentinker.access import Access, WebSocket
+import opentinker.local.parent_death
 from opentinker.client import AsyncClient
-from opentinker.embedded import nats_binary, valkey_binary
-from opentinker.processes import free_port
+from opentinker.local.embedded import nats_binary, valkey_binary
+from opentinker.local.processes import free_port
+from opentinker.local.server_users import Access, WebSocket
+from opentinker.local.up import SERVICE_OF
 from opentinker.services.trainer import checkpoint
 from opentinker.shared.api_types import Job
 from opentinker.shared.messaging.permissions import OPERATOR
@@ -32,7 +33,6 @@ from opentinker.shared.spec import JobSpec
 from opentinker.shared.state.staleness import Admission, Ledger
 from opentinker.shared.state.store import Store
 from opentinker.shared.types.manifest import Manifest
-from opentinker.up import SERVICE_OF
 from tests.conftest import nats_conf, until
 from tests.listening import living
 from tests.toys import toy_model as toy_model  # noqa: PLC0414 - tests import it from here too
@@ -60,7 +60,7 @@ class Process:
         """Return codes, oldest first; negative: by that signal."""
 
     def start(self) -> None:
-        hold = [sys.executable, opentinker.leash.__file__, "hold", str(os.getpid())]
+        hold = [sys.executable, opentinker.local.parent_death.__file__, "hold", str(os.getpid())]
         with self.log.open("ab") as log:
             self.popen = subprocess.Popen(
                 [*hold, *self.argv], env=self.env, stdout=log, stderr=log, start_new_session=True, cwd=self.log.parent

@@ -26,8 +26,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 from opentinker.client import AsyncClient
-from opentinker.embedded import nats_binary, shipped_conf, valkey_binary
-from opentinker.processes import free_port as free_port  # noqa: PLC0414 - tests import it from here too
+from opentinker.local.embedded import nats_binary, shipped_conf, valkey_binary
+from opentinker.local.processes import free_port as free_port  # noqa: PLC0414 - tests import it from here too
 from opentinker.shared.messaging.bus import Bus
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.state.store import Store

@@ -12,7 +12,7 @@ from typing import Any
 
 import aiohttp
 
-from opentinker.processes import free_port
+from opentinker.local.processes import free_port
 from tests.conftest import wait_port
 
 ACCESS, SECRET = "an-access-key-id", "a-secret-of-the-object-store"

@@ -15,8 +15,8 @@ import orjson
 import structlog
 from nats.aio.client import Client
 
-from opentinker.access import Access, WebSocket
-from opentinker.embedded import nats_binary
+from opentinker.local.embedded import nats_binary
+from opentinker.local.server_users import Access, WebSocket
 from opentinker.shared.config import Settings
 from opentinker.shared.messaging.bus import Bus
 from opentinker.shared.messaging.subjects import SCHEDULER

@@ -16,10 +16,10 @@ import pytest
 
 from opentinker.client import ApiConflict, AsyncClient, answers
 from opentinker.envs.base import Environment
+from opentinker.serve.ws_client import AsyncServing
 from opentinker.services.rollout_worker.eval_runner import views_of
 from opentinker.services.trainer.batch.distributions import distributions, ratio_counts
 from opentinker.services.trainer.rollout_log import Told
-from opentinker.serving import AsyncServing
 from opentinker.shared.evaluation.records import transcript_of
 from opentinker.shared.messaging.subjects import LOG, TIMELINE
 from opentinker.shared.runtime.service import Context

@@ -13,7 +13,7 @@ import orjson
 import pytest
 
 from opentinker import ApiError, AsyncClient
-from opentinker.api_client import ApiConflict
+from opentinker.sdk.client import ApiConflict
 from opentinker.services.scheduler.artifacts.archiver import Keeping
 from opentinker.services.scheduler.artifacts.catalog import Artifacts
 from opentinker.services.scheduler.artifacts.store import ArtifactStore, DirectoryStore, store_of

@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = {"services": ROOT / "services", "shared": ROOT / "shared", "envs": ROOT / "envs"}
 TOO_HEAVY = ("torch", "vllm", "transformers", "peft", "deepspeed", "pyarrow", "datasets")
 HEAVY = {
-    "opentinker.merge",
+    "opentinker.sdk.merge_adapter",
     "opentinker.services.reference_forward.rewards",
     "opentinker.services.reference_forward.scorer",
     "opentinker.services.reference_forward.values",
@@ -207,7 +207,7 @@ def test_an_installed_wheel_starts_its_servers(wheel: Path, tmp_path: Path) -> N
     zipfile.ZipFile(wheel).extractall(site)
     code = (
         "import pathlib, sys, opentinker\n"
-        "from opentinker.embedded import EmbeddedServers, shipped_conf\n"
+        "from opentinker.local.embedded import EmbeddedServers, shipped_conf\n"
         "assert opentinker.__file__.startswith(sys.argv[1]), opentinker.__file__\n"
         "assert str(shipped_conf('nats.conf')).startswith(sys.argv[1])\n"
         "with EmbeddedServers(pathlib.Path(sys.argv[2]), default_ports=False) as servers:\n"

@@ -14,10 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from opentinker.capacity import Pools, Work, enough_env_workers, predict
 from opentinker.cli import app
-from opentinker.cli.estimates import parameters_of
-from opentinker.cli.plan import measured_of
+from opentinker.cli.planning.estimates import parameters_of
+from opentinker.cli.planning.plan import measured_of
+from opentinker.cli.planning.simulation import Pools, Work, enough_env_workers, predict
 from opentinker.envs.registry import _found, find
 from opentinker.shared.types.errors import OpenTinkerError
 

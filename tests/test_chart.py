@@ -16,9 +16,9 @@ import promql_parser
 import pytest
 import yaml
 
-from opentinker.access import Access
-from opentinker.embedded import shipped_conf
 from opentinker.envs.runtime.sessions import LOAD, WAITING
+from opentinker.local.embedded import shipped_conf
+from opentinker.local.server_users import Access
 from opentinker.services.scheduler.autoscaler.kubernetes import KubernetesLauncher
 from opentinker.shared.config import PREFIX, Settings
 from opentinker.shared.messaging.subjects import SERVICES

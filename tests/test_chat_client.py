@@ -17,7 +17,7 @@ from opentinker.client.utils.inference_client import InferenceSchedulerClient
 from opentinker.environment import InferencePipeline, chat_client
 from opentinker.environment.chat_client import ChatError, ChatServer
 from opentinker.environment.inference_pipeline import run_inference
-from opentinker.http import ApiError
+from opentinker.sdk.http import ApiError
 from opentinker.shared.spec import parse_spec
 from tests.published_games import HigherLower
 

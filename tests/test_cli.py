@@ -19,7 +19,7 @@ from opentinker.cli import main
 from opentinker.cli.common import as_typed
 from opentinker.cli.logs import follow_logs, format_line
 from opentinker.cli.specs import read_spec
-from opentinker.processes import free_port
+from opentinker.local.processes import free_port
 from opentinker.shared.spec.algorithms import PRESETS
 from tests.cluster import JOB_S
 

@@ -16,9 +16,10 @@ import orjson
 import pytest
 from aiohttp import web
 
-from opentinker import ApiError, AsyncClient, given
-from opentinker.archive import unpack
+from opentinker import ApiError, AsyncClient
 from opentinker.client import ApiConflict, ApiNotFound
+from opentinker.sdk import inputs
+from opentinker.sdk.archive import unpack
 from opentinker.shared.api_types import Event
 from opentinker.shared.durable_files import file_system
 from opentinker.shared.runtime.service import Context
@@ -104,7 +105,7 @@ async def test_relative_paths_are_looked_for_here_then_beside_the_file(of_a_user
 async def test_paths_are_the_server_s_where_it_sees_other_files(
     client: AsyncClient, of_a_user: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(given, "file_system", lambda: "of another machine")
+    monkeypatch.setattr(inputs, "file_system", lambda: "of another machine")
     with pytest.raises(ApiError, match=f"rows.jsonl.*relative paths begin at {of_a_user / 'here'}") as refused:
         await client.submit("../mine/job.toml")
     assert {mistake["field"]: mistake["value"] for mistake in refused.value.mistakes}["data.path"] == "rows.jsonl"
@@ -176,7 +177,7 @@ async def test_event_stream_of_an_ended_job_ends(client: AsyncClient) -> None:
 async def test_metrics_are_read_whole_and_followed(
     client: AsyncClient, ctx: Context, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("opentinker.api_client.PAGE", 4)
+    monkeypatch.setattr("opentinker.sdk.client.PAGE", 4)
     job = (await client.submit(SPEC))["id"]
     source = MetricSource(ctx.bus, job, "trainer")
     for step in range(10):

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from opentinker import ApiError, AsyncClient, Client
-from opentinker.api_client import print_change
+from opentinker.sdk.client import print_change
 from opentinker.shared.api_types import Job
 from opentinker.shared.runtime.service import Context
 from tests.api import write_checkpoint

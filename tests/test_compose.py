@@ -14,8 +14,8 @@ import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from opentinker.access import Access
-from opentinker.embedded import shipped_conf
+from opentinker.local.embedded import shipped_conf
+from opentinker.local.server_users import Access
 from opentinker.shared.config import PREFIX, Settings
 from opentinker.shared.messaging.subjects import SERVICES
 from tests.cluster import ROOT

@@ -20,8 +20,8 @@ import aiohttp
 import orjson
 import pytest
 
-from opentinker.asking import text_of
 from opentinker.client import AsyncClient
+from opentinker.sdk.inference import text_of
 from opentinker.shared.api_types import Job
 from tests.cluster import ROOT
 from tests.compose import Project, lacking

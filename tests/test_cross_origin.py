@@ -10,9 +10,9 @@ import pytest
 from multidict import CIMultiDictProxy
 from pydantic import ValidationError
 
+from opentinker.local.up import page_origins
 from opentinker.services.scheduler.http.cors import SHOWN, TAKEN
 from opentinker.shared.config import PREFIX, Settings
-from opentinker.up import page_origins
 from tests.api import bearing
 from tests.conftest import Server
 from tests.scheduling import context, scheduler

@@ -14,6 +14,7 @@ import msgspec
 import orjson
 import pytest
 
+from opentinker.cli.views.job_summary import doing
 from opentinker.services.scheduler.jobs import eval_coordinator
 from opentinker.services.scheduler.jobs.eval_coordinator import Evaluating, Evaluation, read_results
 from opentinker.shared.evaluation.metrics import pass_at, validation_metrics
@@ -26,7 +27,6 @@ from opentinker.shared.types.core import Ending, JobState, StopReason, WeightVer
 from opentinker.shared.types.errors import Conflict, SpecError
 from opentinker.shared.types.evaluation import Exam, ExamResult
 from opentinker.shared.types.manifest import MANIFEST, Manifest, start_of
-from opentinker.words import doing
 from tests.cluster import Cluster, toy_cluster, undocumented
 from tests.conftest import soon, until
 from tests.factories import make_spec

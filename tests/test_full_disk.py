@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from opentinker import supervisor as supervision
 from opentinker.cli import doctor
-from opentinker.embedded import (
+from opentinker.local import supervisor as supervision
+from opentinker.local.embedded import (
     DISK_FLOOR_BYTES,
     STORE_BYTES,
     EmbeddedServers,
@@ -22,11 +22,11 @@ from opentinker.embedded import (
     shipped_conf,
     valkey_binary,
 )
-from opentinker.processes import StartError
+from opentinker.local.processes import StartError
+from opentinker.local.supervisor import MISSES, Keeper, Supervisor
 from opentinker.shared.messaging.bus import Bus, StreamFull
 from opentinker.shared.messaging.subjects import GROUP, GROUPS, STREAMS, Subject
 from opentinker.shared.state.store import Store
-from opentinker.supervisor import MISSES, Keeper, Supervisor
 from tests.conftest import soon, until
 from tests.scheduling import new_job
 
@@ -104,7 +104,7 @@ async def test_a_nats_at_its_own_limit_is_well(tmp_path: Path, monkeypatch: pyte
     conf = tmp_path / "nats.conf"
     shipped = shipped_conf("nats.conf").read_text()
     conf.write_text(shipped.replace("jetstream {", "jetstream {\n  max_file_store: 2MB"))
-    monkeypatch.setattr("opentinker.embedded.shipped_conf", lambda _: conf)
+    monkeypatch.setattr("opentinker.local.embedded.shipped_conf", lambda _: conf)
     with EmbeddedServers(tmp_path, redis=False, default_ports=False) as servers:
         async with Bus.connect(servers.operator_url("nats"), "test") as bus:
             await bus.js.add_stream(GROUPS)

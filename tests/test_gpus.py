@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
+from opentinker.local.up import Plan, service_specs
 from opentinker.services.scheduler.placement.gpu_matching import described
 from opentinker.services.scheduler.placement.types import NO_GPUS, Gpus
 from opentinker.shared.runtime import gpus
 from opentinker.shared.types.core import Gpu
-from opentinker.up import Plan, service_specs
 
 
 class NvmlError(Exception):

@@ -11,8 +11,8 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from opentinker.access import Access, WebSocket
-from opentinker.embedded import nats_binary
+from opentinker.local.embedded import nats_binary
+from opentinker.local.server_users import Access, WebSocket
 from opentinker.services.scheduler.streams.disconnect import HangingUp
 from opentinker.services.scheduler.streams.nats_auth import Callout
 from opentinker.shared.messaging.permissions import SYSTEM

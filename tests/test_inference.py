@@ -15,8 +15,8 @@ import openai
 import pytest
 from nats.aio.client import Client as Nats
 
-from opentinker.asking import text_of
 from opentinker.client import ApiConflict, ApiError, AsyncClient
+from opentinker.sdk.inference import text_of
 from opentinker.services.rollout_worker.inference_job import InferenceJob
 from opentinker.shared.messaging.bus import Bus
 from opentinker.shared.messaging.streaming import ask

@@ -27,7 +27,7 @@ from opentinker.envs.runtime.resolver import Resolver
 from opentinker.envs.runtime.sandboxes import Sandboxes
 from opentinker.envs.runtime.sessions import Sessions
 from opentinker.envs.runtime.venv_overlay import Runtime
-from opentinker.pushing import pack
+from opentinker.sdk.environments import pack
 from opentinker.services.scheduler.environments.upload import Uploads
 from opentinker.shared.config import Settings
 from opentinker.shared.data import uploads

@@ -15,10 +15,10 @@ import structlog
 from opentinker import AsyncClient
 from opentinker.cli import common
 from opentinker.cli.artifacts import _kinds
-from opentinker.cli.knowing import bars
+from opentinker.cli.observability import bars
+from opentinker.cli.views.job_summary import doing
+from opentinker.cli.views.watch import event_line
 from opentinker.shared.types.manifest import short_list
-from opentinker.watch import event_line
-from opentinker.words import doing
 from tests.api import OPERATOR
 from tests.factories import make_spec
 from tests.test_cli import typed

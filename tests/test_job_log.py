@@ -4,17 +4,47 @@ from __future__ import annotations
 
 import contextlib
 import random
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import msgspec
 import pytest
 
-from opentinker.shared.history import replay
 from opentinker.shared.state.store import Store
 from opentinker.shared.state.usage import Usage
 from opentinker.shared.types.core import JobState, Lease, Pool
 from opentinker.shared.types.errors import Conflict, Fenced
 from tests.conftest import until
 from tests.test_store import create
+
+
+class Replayed(msgspec.Struct, frozen=True, kw_only=True):
+    state: JobState
+    version: int
+    epoch: int = 0
+    reason: str = ""
+    finished: float = 0.0
+
+
+def replay(events: Iterable[Mapping[str, Any]]) -> Replayed:
+    """What the log says of the state, from its first event on. Raises Conflict if one is missing."""
+    now: Replayed | None = None
+    for event in events:
+        before = -1 if now is None else now.version
+        if event["version"] != before + 1:
+            raise Conflict(f"the log goes from version {before} to {event['version']}")
+        last = now or Replayed(state=JobState.QUEUED, version=0)
+        now = Replayed(
+            state=JobState(event["state"]),
+            version=event["version"],
+            epoch=max(last.epoch, event.get("epoch", 0)),
+            reason=event.get("reason", last.reason),
+            finished=event.get("finished", last.finished),
+        )
+    if now is None:
+        raise Conflict("the log is empty")
+    return now
+
 
 # --- the log ------------------------------------------------------------------------------------------------------
 

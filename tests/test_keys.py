@@ -15,9 +15,10 @@ import orjson
 import pytest
 from redis.exceptions import RedisError
 
-from opentinker.api_client import AsyncClient
-from opentinker.http import ApiError, api_key
-from opentinker.nearby import key_for
+from opentinker.local.discovery import key_for
+from opentinker.local.up import Plan, locked, operator_key
+from opentinker.sdk.client import AsyncClient
+from opentinker.sdk.http import ApiError, api_key
 from opentinker.services.scheduler.http import auth
 from opentinker.services.scheduler.http.auth import register_operator
 from opentinker.shared.config import load_settings
@@ -29,7 +30,6 @@ from opentinker.shared.state import keys as keys_module
 from opentinker.shared.state.keys import Key, Keys
 from opentinker.shared.state.store import Store
 from opentinker.shared.types.errors import Conflict, NotFound, OpenTinkerError, SpecError
-from opentinker.up import Plan, locked, operator_key
 from tests.api import OPERATOR, SPEC, Http, bearing, new_key_of, read_events
 from tests.conftest import soon, until
 from tests.scheduling import scheduler

@@ -18,7 +18,8 @@ from typer.testing import CliRunner
 
 from opentinker.cli import app
 from opentinker.client import AsyncClient, Client
-from opentinker.http import ApiError
+from opentinker.local.up import Plan, locked, operator_key
+from opentinker.sdk.http import ApiError
 from opentinker.shared.durable_files import file_system
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.security.audit_log import files_of, folder, writers
@@ -26,7 +27,6 @@ from opentinker.shared.security.authorization import MAY, Action, Role
 from opentinker.shared.security.key_text import parse, read_key
 from opentinker.shared.state.keys import Keys
 from opentinker.shared.state.store import Store
-from opentinker.up import Plan, locked, operator_key
 from tests.api import OPERATOR, Http, bearing, new_key_of
 from tests.conftest import until
 from tests.scheduling import Workers, new_job, scheduler

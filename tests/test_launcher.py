@@ -14,8 +14,8 @@ from typing import Any
 import orjson
 import pytest
 
-from opentinker.access import Access
-from opentinker.embedded import shipped_conf
+from opentinker.local.embedded import shipped_conf
+from opentinker.local.server_users import Access
 from opentinker.services.scheduler.autoscaler import autoscaler
 from opentinker.services.scheduler.autoscaler.autoscaler import Launching, lacking, launcher_of
 from opentinker.services.scheduler.autoscaler.base import Launched, LauncherFailed

@@ -9,7 +9,7 @@ import pytest
 from openai import AsyncOpenAI
 
 from opentinker.client import AsyncClient
-from opentinker.http import ApiError
+from opentinker.sdk.http import ApiError
 from opentinker.services.rollout_worker.service import adapters_of
 from opentinker.shared.spec import JobSpec, parse_spec
 from opentinker.shared.state.store import Store

@@ -21,7 +21,7 @@ from loadtest._report import Report, lines, ratios, write
 from loadtest._scaling import SLEEP_S, WORK, Pace, compare
 from loadtest._service import STATE_S
 from loadtest._target import ROOT, target
-from opentinker.capacity import Pools, predict
+from opentinker.cli.planning.simulation import Pools, predict
 
 
 def test_arrivals_are_drawn_beforehand_and_come_at_their_rate() -> None:

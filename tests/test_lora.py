@@ -171,7 +171,7 @@ async def test_what_cannot_be_merged_is_said(
     (tmp_path / "taken" / "file").write_text("mine")
     with pytest.raises(ApiError, match="not an empty directory"):
         await client.download(full, tmp_path / "taken", merge=True)
-    monkeypatch.delitem(sys.modules, "opentinker.merge")
+    monkeypatch.delitem(sys.modules, "opentinker.sdk.merge_adapter")
     monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(ApiError, match=r"peft is not installed: pip install 'opentinker\[trainer\]'"):
         await client.download(full, tmp_path / "merged", merge=True)

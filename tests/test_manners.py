@@ -13,8 +13,8 @@ import typer
 
 from opentinker import __version__
 from opentinker.cli import app
-from opentinker.cli.manners import HEADINGS, name_values
-from opentinker.processes import free_port
+from opentinker.cli.help_format import HEADINGS, name_values
+from opentinker.local.processes import free_port
 from tests.test_cli import environ, typed
 
 

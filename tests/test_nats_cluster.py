@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from opentinker.embedded import nats_binary
+from opentinker.local.embedded import nats_binary
 from opentinker.shared.messaging.bus import Bus
 from opentinker.shared.messaging.subjects import STREAMS, TICKET
 from opentinker.shared.types.errors import OpenTinkerError

@@ -22,9 +22,9 @@ import pytest
 import yaml
 from aiohttp import web
 
-from opentinker.access import Access, WebSocket
-from opentinker.embedded import nats_binary
 from opentinker.envs.runtime import sessions as _env_worker  # noqa: F401 - what they count is in the registry
+from opentinker.local.embedded import nats_binary
+from opentinker.local.server_users import Access, WebSocket
 from opentinker.services.scheduler import service as _scheduler  # noqa: F401
 from opentinker.shared.asyncio_tools import rest
 from opentinker.shared.config import Settings

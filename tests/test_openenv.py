@@ -19,7 +19,7 @@ from opentinker.envs.remote import REPLY_BYTES
 from opentinker.envs.runtime.player import LocalPlayer
 from opentinker.envs.runtime.resolver import Resolver
 from opentinker.envs.runtime.sessions import Sessions
-from opentinker.processes import free_port
+from opentinker.local.processes import free_port
 from opentinker.shared.security.egress import LOOPBACK, VARIABLE
 from opentinker.shared.types.core import Ending, StopReason, ToolCall
 from opentinker.shared.types.env_protocol import CloseSession, OpenSession, SessionReply, StepSession

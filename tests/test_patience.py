@@ -12,10 +12,11 @@ from typing import Any
 import orjson
 import pytest
 
-from opentinker import ApiError, AsyncClient, Client, patience
+from opentinker import ApiError, AsyncClient, Client
 from opentinker.envs.base import Environment
-from opentinker.http import CONNECT_S
-from opentinker.serving import AsyncServing
+from opentinker.sdk import wait_notice
+from opentinker.sdk.http import CONNECT_S
+from opentinker.serve.ws_client import AsyncServing
 from tests.conftest import WAIT_S, free_port, soon, until
 from tests.factories import make_spec
 
@@ -62,7 +63,9 @@ async def mute() -> AsyncIterator[tuple[str, asyncio.Event, asyncio.Event]]:
 
 
 def test_the_word_comes_within_three_seconds() -> None:
-    assert max(CONNECT_S, patience.WORD_S) < 3.0, "a try that connects to nothing ends, one without an answer is said"
+    assert max(CONNECT_S, wait_notice.WORD_S) < 3.0, (
+        "a try that connects to nothing ends, one without an answer is said"
+    )
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -80,7 +83,7 @@ async def test_a_closed_port_is_said_at_the_first_try(name: str, tmp_path: Path)
 async def test_a_server_that_never_answers_is_said_while_it_is_waited_for(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(patience, "WORD_S", 0.01)
+    monkeypatch.setattr(wait_notice, "WORD_S", 0.01)
     notes: list[str] = []
     async with mute() as (url, asked, _), AsyncClient(url, wait_s=WAIT_S, on_wait=notes.append) as client:
         call = asyncio.create_task((CALLS | ONCE)[name](client, tmp_path))
@@ -100,7 +103,7 @@ async def test_what_is_asked_once_fails_with_the_url_where_nobody_listens(name: 
 
 
 async def test_a_server_that_answers_in_time_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(patience, "WORD_S", 3600.0)
+    monkeypatch.setattr(wait_notice, "WORD_S", 3600.0)
     notes: list[str] = []
     async with mute() as (url, asked, over), AsyncClient(url, wait_s=WAIT_S, on_wait=notes.append) as client:
         call = asyncio.create_task(_all(client.events(JOB)))
@@ -206,9 +209,9 @@ async def test_a_stream_that_breaks_off_with_something_new_each_time_is_followed
 async def test_a_quiet_stream_that_breaks_off_is_opened_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """However long it stood: nobody was waited for as long as it did."""
     clock = [0.0]
-    monkeypatch.setattr(patience, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr(wait_notice, "time", SimpleNamespace(monotonic=lambda: clock[0]))
     notes: list[str] = []
-    waiting = patience.Waiting("there", notes.append)
+    waiting = wait_notice.Waiting("there", notes.append)
     for _ in range(3):
         with waiting.for_answer():
             clock[0] += 1.0
@@ -239,7 +242,7 @@ def test_the_other_face_says_it_too(tmp_path: Path) -> None:
 async def test_who_serves_an_environment_is_told_of_a_server_that_never_answers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(patience, "WORD_S", 0.01)
+    monkeypatch.setattr(wait_notice, "WORD_S", 0.01)
     notes: list[str] = []
     async with mute() as (url, asked, _):
         serving = AsyncServing(Environment, name="count", url=url, on_wait=notes.append)

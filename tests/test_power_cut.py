@@ -11,10 +11,11 @@ from pathlib import Path
 import orjson
 import pytest
 
-from opentinker.access import Access
-from opentinker.embedded import EmbeddedServers, shipped_conf
 from opentinker.envs.runtime.packages import Packages
-from opentinker.pushing import pack
+from opentinker.local.embedded import EmbeddedServers, shipped_conf
+from opentinker.local.server_users import Access
+from opentinker.local.up import Plan, api_port, operator_key
+from opentinker.sdk.environments import pack
 from opentinker.services.scheduler.artifacts.store import DirectoryStore
 from opentinker.services.scheduler.environments.upload import Unreadable, Uploads
 from opentinker.services.trainer import checkpoint
@@ -30,7 +31,6 @@ from opentinker.shared.state.store import Store
 from opentinker.shared.types.core import WeightVersion
 from opentinker.shared.types.errors import SpecError
 from opentinker.shared.types.manifest import Manifest
-from opentinker.up import Plan, api_port, operator_key
 from tests.unsynced_disk import Cut, UnsyncedDisk
 from tests.upload_samples import package, receive
 

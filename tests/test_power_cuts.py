@@ -22,7 +22,7 @@ import orjson
 import pytest
 
 from opentinker.client import ApiError, Client
-from opentinker.nearby import read_state
+from opentinker.local.discovery import read_state
 from opentinker.services.trainer import checkpoint
 from opentinker.shared.data import uploads
 from opentinker.shared.messaging.permissions import OPERATOR

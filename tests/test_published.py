@@ -21,7 +21,7 @@ from opentinker.client import AsyncClient
 from opentinker.client.settings import Settings, spec_of
 from opentinker.client.utils.utils import resolve_path, tolerant_merge_dicts, verify_raw_prompt_format
 from opentinker.environment import GameEnvironment, StaticDatasetGenerator
-from opentinker.nearby import key_in, read_state
+from opentinker.local.discovery import key_in, read_state
 from opentinker.shared.data.jsonl import RowError
 from opentinker.shared.spec import parse_spec
 from tests.cluster import JOB_S, ROOT, toy_model

@@ -20,7 +20,7 @@ import pytest_asyncio
 
 from opentinker.environment.game_server import shard_of
 from opentinker.environment.game_stats_client import GameStatsClient
-from opentinker.processes import free_port
+from opentinker.local.processes import free_port
 from opentinker.shared.api_types import Job
 from opentinker.shared.types.core import JobState
 from tests.cluster import PYTHONPATH, Cluster, toy_cluster

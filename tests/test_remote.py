@@ -17,8 +17,8 @@ from opentinker.envs.base import Action, Environment, EnvironmentConfig, Opening
 from opentinker.envs.registry import check, find
 from opentinker.envs.runtime.resolver import Resolver
 from opentinker.envs.runtime.sessions import Sessions
-from opentinker.listening import listening
-from opentinker.processes import free_port
+from opentinker.local.processes import free_port
+from opentinker.serve.ws_server import listening
 from opentinker.shared.messaging.websocket_frames import Hello, answer_calls, introduce
 from opentinker.shared.security.egress import LOOPBACK, VARIABLE, Egress, Refused
 from opentinker.shared.types.core import Ending, Message, StopReason, Tool

@@ -13,8 +13,8 @@ import nats
 import pytest
 from nats.aio.client import Client
 
-from opentinker.access import Access, WebSocket
-from opentinker.embedded import nats_binary, valkey_binary
+from opentinker.local.embedded import nats_binary, valkey_binary
+from opentinker.local.server_users import Access, WebSocket
 from opentinker.shared.messaging.bus import Bus
 from opentinker.shared.messaging.permissions import (
     HISTORY,

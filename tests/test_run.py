@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from opentinker.cli import app
 from opentinker.cli.specs import of_length
-from opentinker.nearby import read_state
+from opentinker.local.discovery import read_state
 from opentinker.shared.types.errors import SpecError
 from tests.cluster import toy_model
 from tests.conftest import start_nats, start_valkey, until

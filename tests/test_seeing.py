@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
-from opentinker.merge import merge
+from opentinker.sdk.merge_adapter import merge
 from opentinker.services.reference_forward.required_models import ModelKey
 from opentinker.services.reference_forward.scorer import Scorer
 from opentinker.services.rollout_worker.renderer import Renderer, images_of

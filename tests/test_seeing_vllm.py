@@ -11,7 +11,7 @@ import pytest
 import pytest_asyncio
 import torch
 
-from opentinker.merge import merge
+from opentinker.sdk.merge_adapter import merge
 from opentinker.services.rollout_worker.engines.base import Completion, Engine, Sampling
 from opentinker.services.rollout_worker.renderer import Renderer, images_of
 from opentinker.services.trainer.learners.rl import TorchLearner

@@ -21,8 +21,8 @@ from opentinker.client import AsyncClient
 from opentinker.envs.base import Action, Environment, EnvironmentConfig, Step, user
 from opentinker.envs.game import AbstractGame, StepResult
 from opentinker.envs.runtime.in_process_server import Stage
-from opentinker.http import ApiError
-from opentinker.serving import AsyncServing, serve_environment
+from opentinker.sdk.http import ApiError
+from opentinker.serve.ws_client import AsyncServing, serve_environment
 from opentinker.shared.messaging.bus import Bus, NoReply, NoResponders
 from opentinker.shared.messaging.env_client import EnvClient
 from opentinker.shared.messaging.subjects import SERVED_CHECK

@@ -17,7 +17,7 @@ import pytest_asyncio
 from aiohttp import web
 
 from opentinker.client import ApiError
-from opentinker.serving import AsyncServing
+from opentinker.serve.ws_client import AsyncServing
 from opentinker.shared.security.egress import LOOPBACK
 from opentinker.shared.spec import JobSpec
 from tests.cluster import PYTHONPATH, Cluster, toy_cluster

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from opentinker.locating import with_places
+from opentinker.sdk.spec_location import with_places
 from opentinker.shared.spec import EXAMPLES, JobSpec, parse_spec
 from opentinker.shared.spec.name import file_name
 from opentinker.shared.spec.near import SYNONYMS, paths_of

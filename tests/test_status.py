@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from opentinker.cli import status
-from opentinker.processes import free_port
+from opentinker.local.processes import free_port
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.state.store import Store
 from tests.api import SPEC, Http

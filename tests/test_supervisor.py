@@ -19,13 +19,13 @@ import pytest
 import redis
 import structlog
 
-from opentinker import supervisor as supervision
-from opentinker.embedded import EmbeddedServers, nats_binary
-from opentinker.nearby import is_running
-from opentinker.processes import Child, ChildSpec, Guard, StartError, free_port, http_ok, port_free, rotate
+from opentinker.local import supervisor as supervision
+from opentinker.local.discovery import is_running
+from opentinker.local.embedded import EmbeddedServers, nats_binary
+from opentinker.local.processes import Child, ChildSpec, Guard, StartError, free_port, http_ok, port_free, rotate
+from opentinker.local.supervisor import Supervisor
+from opentinker.local.up import AlreadyRunning, Plan, api_port, api_url, locked, service_specs
 from opentinker.shared.security.egress import VARIABLE
-from opentinker.supervisor import Supervisor
-from opentinker.up import AlreadyRunning, Plan, api_port, api_url, locked, service_specs
 from tests.cluster import PYTHONPATH
 from tests.conftest import WAIT_S, soon, until
 from tests.listening import listening
@@ -98,7 +98,7 @@ def test_a_taken_port_is_replaced_by_a_free_one(tmp_path: Path, monkeypatch: pyt
         taken.listen()
         port = taken.getsockname()[1]
         ports = {"nats": port, "nats_websocket": free_port(), "valkey": port}
-        monkeypatch.setattr("opentinker.embedded.DEFAULT_PORTS", ports)
+        monkeypatch.setattr("opentinker.local.embedded.DEFAULT_PORTS", ports)
         with EmbeddedServers(tmp_path) as servers:
             assert port not in servers.ports.values()
             assert servers.ports["nats_websocket"] == ports["nats_websocket"]
@@ -273,9 +273,9 @@ async def test_nothing_outlives_a_supervisor_that_is_killed(tmp_path: Path) -> N
     script = textwrap.dedent(f"""
         import asyncio, pathlib, sys
         sys.path.insert(0, {str(Path(__file__).parent.parent)!r})
-        from opentinker.embedded import EmbeddedServers
-        from opentinker.processes import Child, Guard
-        from opentinker.supervisor import Supervisor
+        from opentinker.local.embedded import EmbeddedServers
+        from opentinker.local.processes import Child, Guard
+        from opentinker.local.supervisor import Supervisor
         from tests.test_supervisor import stand_in
         here = pathlib.Path({str(tmp_path)!r})
         guard = Guard()
@@ -339,7 +339,7 @@ def test_environments_reach_loopback_where_only_this_machine_reaches_the_api(
 
 
 def test_logs_rotate_by_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("opentinker.processes.LOG_BYTES", 4)
+    monkeypatch.setattr("opentinker.local.processes.LOG_BYTES", 4)
     log = tmp_path / "x.log"
     for text in ("first", "second", "third"):
         log.write_text(text)
@@ -355,7 +355,7 @@ def test_free_ports_lie_below_those_of_outgoing_connections_and_differ() -> None
 
 def test_two_processes_are_never_told_the_same_free_port(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither has bound it yet: both would find it free."""
-    code = "from opentinker.processes import free_port; print(free_port(), flush=True); input()"
+    code = "from opentinker.local.processes import free_port; print(free_port(), flush=True); input()"
     environ = {**os.environ, "PYTHONPATH": PYTHONPATH}
     with subprocess.Popen(
         [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environ

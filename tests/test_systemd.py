@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from opentinker.access import Access
-from opentinker.embedded import shipped_conf
+from opentinker.local.embedded import shipped_conf
+from opentinker.local.server_users import Access
 from opentinker.shared.config import PREFIX, Settings, load_settings
 from opentinker.shared.messaging.subjects import SERVICES
 

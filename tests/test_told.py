@@ -11,7 +11,7 @@ import orjson
 import pytest
 
 from opentinker import AsyncClient
-from opentinker.cli.knowing import bars
+from opentinker.cli.observability import bars
 from opentinker.services.rollout_worker.transcripts import is_kept, shortened
 from opentinker.services.trainer.batch.distributions import RATIO, distributions, histogram, ratio_counts, reward_edges
 from opentinker.services.trainer.rollout_log import NEWEST, Told, swept

@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from opentinker.cli import app
-from opentinker.trial import look_at
+from opentinker.local.env_trial import look_at
 from tests.cluster import ROOT
 
 FAULTY = '''
@@ -125,11 +125,11 @@ def test_another_interpreter_plays_what_is_named_for_it(tmp_path: Path, monkeypa
     line = [sys.executable, "-c", "from opentinker.command import main; main()", "env", "play", "copy_digits"]
     by_hand = subprocess.run(line, input="12\n", capture_output=True, text=True, check=True)
     assert "you> " in by_hand.stdout and "done after 1 turn; reward " in by_hand.stdout
-    assert trace.read_text().startswith("-m opentinker.trial ")
+    assert trace.read_text().startswith("-m opentinker.local.env_trial ")
     trace.unlink()
     played = CliRunner().invoke(app, ["env", "check", "copy_digits", "--episodes", "2"])
     assert played.exit_code == 0 and played.output.endswith("it can be trained\n"), played.output
-    assert trace.read_text().startswith("-m opentinker.trial ")
+    assert trace.read_text().startswith("-m opentinker.local.env_trial ")
     wrong = CliRunner().invoke(app, ["env", "check", "copy_digits", "--set", "digits=x"])
     assert wrong.exit_code != 0 and "environment.config.digits" in wrong.output + str(wrong.exception)
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from opentinker.client import ApiConflict, ApiError, ApiNotFound, AsyncClient
-from opentinker.pushing import pack
+from opentinker.sdk.environments import pack
 from opentinker.services.scheduler.environments import upload
 from opentinker.services.scheduler.environments.upload import Uploads
 from opentinker.services.scheduler.environments.upload_quota import MIB, Kept, OverQuota, Quota, bytes_of, room

@@ -13,8 +13,9 @@ import orjson
 import pytest
 from transformers import AutoTokenizer
 
-from opentinker import ApiError, AsyncClient, inspecting
+from opentinker import ApiError, AsyncClient
 from opentinker.cli.specs import _looked_at
+from opentinker.local import validate_local
 from opentinker.services.scheduler.http import validate
 from opentinker.services.scheduler.jobs.submit import submit
 from opentinker.shared.api_types import Check, Validation
@@ -51,13 +52,13 @@ def spec_of(model: Path, **changes: Any) -> JobSpec:
 
 
 async def test_model_prompt_and_an_episode_are_looked_at_here(tiny: Path) -> None:
-    checks = await inspecting.inspect(spec_of(tiny))
+    checks = await validate_local.inspect(spec_of(tiny))
     assert results(checks) == {"model": "ok", "episode": "ok", "prompt": "ok"}
     assert "Qwen3ForCausalLM" in checks[0]["found"]
 
 
 async def test_a_prompt_that_does_not_fit_is_said_before_any_job(tiny: Path) -> None:
-    checks = await inspecting.inspect(spec_of(tiny, rollout__context_length=3))
+    checks = await validate_local.inspect(spec_of(tiny, rollout__context_length=3))
     (prompt,) = (check for check in checks if check["what"] == "prompt")
     assert prompt["result"] == "bad" and "rollout.context_length, which is 3" in prompt["hint"]
 
@@ -142,9 +143,9 @@ async def test_rows_without_the_columns_are_said_with_their_line(tmp_path: Path,
         "data": {"path": str(path)},
     }
     path.write_bytes(orjson.dumps(good) + b"\n" + orjson.dumps(good) + b"\n")
-    assert results(await inspecting.inspect(JobSpec.model_validate(data)))["rows"] == "ok"
+    assert results(await validate_local.inspect(JobSpec.model_validate(data)))["rows"] == "ok"
     path.write_bytes(orjson.dumps(good) + b"\n" + orjson.dumps({"question": "a"}) + b"\n")
-    (rows,) = (check for check in await inspecting.inspect(JobSpec.model_validate(data)) if check["what"] == "rows")
+    (rows,) = (check for check in await validate_local.inspect(JobSpec.model_validate(data)) if check["what"] == "rows")
     assert rows["result"] == "bad" and "line 2" in rows["found"]
     assert dry_run.rows(JobSpec.model_validate(data), here=False) == [rows], "a server says the same"
     path.write_bytes(b"")

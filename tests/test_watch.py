@@ -9,8 +9,8 @@ import pytest
 from rich.console import Console
 
 from opentinker.cli.run import figures
-from opentinker.curves import Curves, bins, chart, short
-from opentinker.watch import LiveView, PlainView, Update, clock, duration, event_line, facts
+from opentinker.cli.views.charts import Curves, bins, chart, short
+from opentinker.cli.views.watch import LiveView, PlainView, Update, clock, duration, event_line, facts
 
 
 def trained(step: int, *, reward: float = 0.5, time: float | None = None, **values: float) -> dict[str, Any]:

@@ -12,11 +12,11 @@ import typer
 
 from opentinker import AsyncClient
 from opentinker.cli import app
-from opentinker.curves import Curves
+from opentinker.cli.views.charts import Curves
+from opentinker.cli.views.job_summary import doing, next_commands
+from opentinker.cli.views.watch import JsonView, Update
 from opentinker.shared.state.store import Store
 from opentinker.shared.types.core import JobState
-from opentinker.watch import JsonView, Update
-from opentinker.words import doing, next_commands
 from tests.api import SPEC
 
 NOW = 1000.0

@@ -1,7 +1,7 @@
 """The playing side of a served environment: an env worker of one class, whose transport is somebody else's.
 
 Used by `opentinker env serve` and `serve_environment` in the process of a user, who connects it to a scheduler
-(opentinker/serving.py), and by `opentinker env serve --listen`, to which env workers connect.
+(opentinker/serve/ws_client.py), and by `opentinker env serve --listen`, to which env workers connect.
 """
 
 from __future__ import annotations

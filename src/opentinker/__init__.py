@@ -12,13 +12,13 @@ __version__ = "0.1.0"
 _HOME = {
     "Action": "opentinker.envs.base",
     "AsyncClient": "opentinker.client",
-    "AsyncServing": "opentinker.serving",
+    "AsyncServing": "opentinker.serve.ws_client",
     "Client": "opentinker.client",
     "ApiError": "opentinker.client",
     "Environment": "opentinker.envs.base",
     "Step": "opentinker.envs.base",
     "JobSpec": "opentinker.shared.spec",
-    "serve_environment": "opentinker.serving",
+    "serve_environment": "opentinker.serve.ws_client",
 }
 
 __all__ = [
@@ -37,7 +37,7 @@ __all__ = [
 if TYPE_CHECKING:
     from opentinker.client import ApiError, AsyncClient, Client
     from opentinker.envs.base import Action, Environment, Step
-    from opentinker.serving import AsyncServing, serve_environment
+    from opentinker.serve.ws_client import AsyncServing, serve_environment
     from opentinker.shared.spec import JobSpec
 
 

@@ -71,7 +71,7 @@ class ServerLog(logging.Handler):
 
 
 def server_log() -> logging.Logger:
-    logger = logging.Logger("opentinker.http", logging.WARNING)
+    logger = logging.Logger("opentinker.sdk.http", logging.WARNING)
     logger.addHandler(ServerLog())
     return logger
 

@@ -15,19 +15,19 @@ from opentinker.cli import (
     audit,
     chat,
     environments,
+    help_format,
     jobs,
     keys,
-    knowing,
     logs,
     machine,
-    manners,
-    plan,
+    observability,
     run,
     script,
     sink,
     specs,
     status,
 )
+from opentinker.cli.planning import plan
 from opentinker.shared.types.errors import OpenTinkerError
 
 app = typer.Typer(
@@ -37,12 +37,12 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-app.callback(cls=manners.Group)(manners.root)
+app.callback(cls=help_format.Group)(help_format.root)
 PARTS = (
     machine,
     jobs,
     artifacts,
-    knowing,
+    observability,
     status,
     sink,
     logs,
@@ -57,17 +57,17 @@ PARTS = (
 )
 for part in PARTS:
     part.register(app)
-app.command("help")(manners.help_)
-manners.present(app)
+app.command("help")(help_format.help_)
+help_format.present(app)
 
 
 def main() -> None:
     command = typer.main.get_command(app)
-    manners.name_values(command)
+    help_format.name_values(command)
     try:
         command()
     except OpenTinkerError as error:
-        manners.fail(error)
+        help_format.fail(error)
     except BrokenPipeError:  # `opentinker events JOB | head`
         sys.stderr.close()
         sys.exit(0)

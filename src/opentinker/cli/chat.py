@@ -68,7 +68,7 @@ def _show(chunks: Iterator[dict[str, Any]], as_json: bool) -> str:
     """The whole answer, shown as it comes."""
     import orjson
 
-    from opentinker.asking import text_of
+    from opentinker.sdk.inference import text_of
 
     answer = ""
     for chunk in chunks:

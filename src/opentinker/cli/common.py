@@ -43,7 +43,7 @@ def server_url(url: str | None) -> str:
     """The given URL, else that of the `up` on the usual data directory, else the default."""
     if url:
         return url
-    from opentinker.nearby import is_running, read_state, usual_data_dir
+    from opentinker.local.discovery import is_running, read_state, usual_data_dir
 
     data_dir = usual_data_dir()
     state = read_state(data_dir) if is_running(data_dir) else {}
@@ -52,7 +52,7 @@ def server_url(url: str | None) -> str:
 
 def running_server() -> str | None:
     """That of the `up` on the usual data directory; None if none runs there."""
-    from opentinker.nearby import is_running, usual_data_dir
+    from opentinker.local.discovery import is_running, usual_data_dir
 
     return server_url(None) if is_running(usual_data_dir()) else None
 

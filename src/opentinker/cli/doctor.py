@@ -13,14 +13,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 from opentinker.cli import doctor_servers
-from opentinker.embedded import DEFAULT_PORTS, STORE_BYTES, nats_binary, valkey_binary
-from opentinker.nearby import is_running
-from opentinker.processes import StartError, port_free
+from opentinker.local.discovery import is_running
+from opentinker.local.embedded import DEFAULT_PORTS, STORE_BYTES, nats_binary, valkey_binary
+from opentinker.local.processes import StartError, port_free
+from opentinker.local.up import DEFAULT_PORT
 from opentinker.shared.config import load_settings
 from opentinker.shared.runtime.gpus import visible
 from opentinker.shared.sandbox.sandbox import Sandbox
 from opentinker.shared.types.errors import OpenTinkerError
-from opentinker.up import DEFAULT_PORT
 
 GIB = 1024**3
 NEEDED = ("aiohttp", "nats-py", "redis", "pydantic", "msgspec")

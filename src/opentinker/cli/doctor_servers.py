@@ -20,7 +20,7 @@ from nats.js.api import StorageType
 from nats.js.errors import Error as JetStreamError
 from redis.exceptions import NoPermissionError, RedisError
 
-from opentinker.nearby import KEY_FILE, is_running, read_state
+from opentinker.local.discovery import KEY_FILE, is_running, read_state
 from opentinker.shared.config import load_settings
 from opentinker.shared.messaging.permissions import OPERATOR
 from opentinker.shared.messaging.subjects import STREAMS

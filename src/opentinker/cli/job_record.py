@@ -33,7 +33,7 @@ def job(
     as_json: AsJson = False,
 ) -> None:
     """Show what a job is doing now and what it waits for; --full shows its whole record."""
-    from opentinker.words import doing, next_commands
+    from opentinker.cli.views.job_summary import doing, next_commands
 
     record: Mapping[str, Any] = client(url).job(job_id)
     said = doing(record)

@@ -58,7 +58,7 @@ def submit(
     as_json: AsJson = False,
 ) -> None:
     """Submit a job."""
-    from opentinker.locating import located
+    from opentinker.sdk.spec_location import located
 
     api = client(url, patience_s=PATIENCE_S if follow else 2.0)
     spec = read_spec(path, from_checkpoint, with_optimizer, changes, steps)
@@ -101,8 +101,8 @@ def watch(
 
 def show(api: Any, job_id: str, *, as_json: bool = False) -> int:
     """Watch to the end; returns the exit status."""
-    from opentinker.watch import JsonView, follow
-    from opentinker.watch import watch as watch_job
+    from opentinker.cli.views.watch import JsonView, follow
+    from opentinker.cli.views.watch import watch as watch_job
 
     if as_json:
         view = JsonView(sys.stdout)
@@ -154,7 +154,7 @@ def events(
     as_json: AsJson = False,
 ) -> None:
     """Print what happened to a job."""
-    from opentinker.watch import event_line
+    from opentinker.cli.views.watch import event_line
 
     api = client(url, patience_s=PATIENCE_S if follow else 2.0)
     if follow:

@@ -99,7 +99,7 @@ def rotate(
 
     The operator's key of the server in this directory is replaced in its file.
     """
-    from opentinker.nearby import key_file_for
+    from opentinker.local.discovery import key_file_for
     from opentinker.shared.security.key_text import parse, replace_key
 
     _refuse_existing(out)

@@ -13,7 +13,7 @@ import orjson
 import typer
 
 from opentinker.cli.common import DATA_DIR, PATIENCE_S, AsJson, DataDir, Url, client, say
-from opentinker.processes import tail
+from opentinker.local.processes import tail
 from opentinker.shared.types.errors import OpenTinkerError
 from opentinker.shared.types.telemetry import LEVELS
 

@@ -49,8 +49,8 @@ def up(
     """
     import asyncio
 
-    from opentinker.cli.first_screen import show
-    from opentinker.up import Plan, serve
+    from opentinker.cli.views.first_screen import show
+    from opentinker.local.up import Plan, serve
 
     on_terminal = sys.stdout.isatty() and not as_json
     configure_logging(as_json=as_json)
@@ -112,7 +112,7 @@ def down(
     as_json: AsJson = False,
 ) -> None:
     """Stop the `opentinker up` that runs on a data directory."""
-    from opentinker.nearby import is_running, read_state
+    from opentinker.local.discovery import is_running, read_state
 
     if not is_running(data_dir):
         print_json({"stopped": None}) if as_json else say(f"nothing runs on {data_dir}")
@@ -150,8 +150,8 @@ def access(
     `opentinker up` does so for the servers that it starts, in DATA_DIR/run/access. With --deal there are INTO/nats and
     INTO/valkey too, and INTO/scheduler has an operator's key, `operator-key`, for the setting admin_key_file.
     """
-    from opentinker.access import Access, WebSocket
-    from opentinker.embedded import shipped_conf
+    from opentinker.local.embedded import shipped_conf
+    from opentinker.local.server_users import Access, WebSocket
     from opentinker.shared.config import load_settings
 
     origins = load_settings().stream_origins

@@ -20,8 +20,8 @@ from opentinker.cli.specs import Changes, FromCheckpoint, SpecFile, Steps, WithO
 from opentinker.shared.types.errors import OpenTinkerError
 
 if TYPE_CHECKING:
+    from opentinker.cli.views.watch import Update
     from opentinker.client import Client
-    from opentinker.watch import Update
 
 START_S = 120.0
 STOP_S = 120.0
@@ -55,8 +55,8 @@ def run(
 
     Exit status 0 if the job succeeded, 1 if it failed, 4 if it was cancelled (Ctrl-C).
     """
-    from opentinker.locating import located
-    from opentinker.nearby import key_in, read_state
+    from opentinker.local.discovery import key_in, read_state
+    from opentinker.sdk.spec_location import located
     from opentinker.shared.spec.name import file_name
 
     began = time.time()
@@ -94,7 +94,7 @@ def run(
 
 def _watched(api: Client, job: str, as_json: bool) -> Update:
     """To its end."""
-    from opentinker.watch import JsonView, follow, watch
+    from opentinker.cli.views.watch import JsonView, follow, watch
 
     if not as_json:
         return watch(api, job)
@@ -106,7 +106,7 @@ def _watched(api: Client, job: str, as_json: bool) -> Update:
 
 def _bearing(home: Path) -> str:
     """What stands before a command that would not find the key of the server on `home`."""
-    from opentinker.nearby import KEY_FILE, finds, read_state
+    from opentinker.local.discovery import KEY_FILE, finds, read_state
 
     file = read_state(home).get(KEY_FILE)
     return "" if file is None or finds(home) else f"OPENTINKER_API_KEY_FILE={shlex.quote(file)} "
@@ -119,9 +119,9 @@ def everything(home: Path, port: int, workers: dict[str, int], *, keep: bool) ->
     Whoever runs it is its only user, so environments may be modules of theirs, unless the setting env_modules says
     otherwise. Raises OpenTinkerError.
     """
-    from opentinker.nearby import is_running, read_state
-    from opentinker.processes import LEASH, tail
-    from opentinker.up import AlreadyRunning
+    from opentinker.local.discovery import is_running, read_state
+    from opentinker.local.processes import LEASH, tail
+    from opentinker.local.up import AlreadyRunning
 
     if is_running(home):
         with_it = as_typed("submit", "JOB.toml", "--url", read_state(home).get("url", "URL"))
@@ -169,8 +169,8 @@ def with_own_modules(environ: dict[str, str]) -> dict[str, str]:
 
 
 def _wait_api(home: Path, process: subprocess.Popen[bytes], log: Path) -> str:
-    from opentinker.nearby import read_state
-    from opentinker.processes import http_ok, tail
+    from opentinker.local.discovery import read_state
+    from opentinker.local.processes import http_ok, tail
 
     deadline = time.monotonic() + START_S
     while time.monotonic() < deadline:
@@ -189,8 +189,8 @@ def _wait_api(home: Path, process: subprocess.Popen[bytes], log: Path) -> str:
 
 def finish(api: Client, job_id: str) -> Update:
     """Cancel, and wait until the job's workers have let go: the trainer saves what it has."""
+    from opentinker.cli.views.watch import follow
     from opentinker.shared.types.errors import Conflict
-    from opentinker.watch import follow
 
     with suppress(Conflict):  # it has just ended by itself
         api.cancel(job_id)
@@ -203,8 +203,8 @@ def finish(api: Client, job_id: str) -> Update:
 
 def report(last: Update, home: Path, url: str, began: float, api: Client, *, keep: bool) -> None:
     """The curve, the figures, and what to type next. `began`: Unix seconds of the command's start."""
-    from opentinker.curves import chart
-    from opentinker.watch import TAUGHT, duration
+    from opentinker.cli.views.charts import chart
+    from opentinker.cli.views.watch import TAUGHT, duration
 
     job, curves = last.job, last.curves
     say("")
@@ -252,8 +252,8 @@ SUPERVISED = (
 
 def figures(last: Update, began: float) -> list[str]:
     """What was measured, in words. `began`: Unix seconds of the command's start."""
-    from opentinker.curves import short
-    from opentinker.watch import duration, validated
+    from opentinker.cli.views.charts import short
+    from opentinker.cli.views.watch import duration, validated
 
     curves = last.curves
     order = sorted(curves.steps)

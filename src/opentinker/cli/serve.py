@@ -13,7 +13,7 @@ import typer
 from opentinker.cli.common import PATIENCE_S, Url, client, complain, print_line, quiet, say, server_url
 
 if TYPE_CHECKING:
-    from opentinker.serving import Serving
+    from opentinker.serve.ws_client import Serving
 
 DRAIN_S = 20.0
 FINISH_S = 30.0
@@ -49,7 +49,7 @@ def serve(
             raise typer.BadParameter("--listen connects to no server: leave out --job and --name")
         _listen(environment, listen, concurrency, as_json)
         return
-    from opentinker.serving import serve_environment
+    from opentinker.serve.ws_client import serve_environment
 
     spec = _plain_spec(job) if job is not None else None
     serving = serve_environment(environment, name=name, concurrency=concurrency, url=server_url(url), on_wait=complain)
@@ -107,7 +107,7 @@ def _follow(serving: Serving, spec: Any, as_json: bool) -> int:
 
 
 def _listen(environment: str, address: str, concurrency: int, as_json: bool) -> None:
-    from opentinker.listening import listening
+    from opentinker.serve.ws_server import listening
 
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit():

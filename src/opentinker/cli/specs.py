@@ -51,8 +51,8 @@ def read_spec(
 ) -> dict[str, Any]:
     """A valid spec as plain data, with `changes` (SETTING=VALUE), another [start] and another number of steps if they
     are given. Raises SpecError with every mistake."""
-    from opentinker.given import started
-    from opentinker.locating import located
+    from opentinker.sdk.inputs import started
+    from opentinker.sdk.spec_location import located
     from opentinker.shared.spec import parse_spec
     from opentinker.shared.spec.text import load_spec
 
@@ -145,7 +145,7 @@ def validate(
     What is written, model, chat template, rows, an episode of its environment, and whether there are the workers that
     it needs; by the server, if one runs, else on this machine.
     """
-    from opentinker.locating import with_places
+    from opentinker.sdk.spec_location import with_places
     from opentinker.shared.spec import parse_spec
 
     try:
@@ -178,8 +178,8 @@ def _looked_at(data: dict[str, Any], server: str | None, beside: Path) -> dict[s
     """By the server at this URL, else here. A prompt that the server cannot render is rendered here, if that can be."""
     import asyncio
 
-    from opentinker import inspecting
-    from opentinker.given import with_whole_paths
+    from opentinker.local import validate_local
+    from opentinker.sdk.inputs import with_whole_paths
     from opentinker.shared.data.dry_run import NOT_LOOKED_AT, prompt
     from opentinker.shared.spec import parse_spec
     from opentinker.shared.types.core import Message
@@ -187,7 +187,7 @@ def _looked_at(data: dict[str, Any], server: str | None, beside: Path) -> dict[s
     import_from_here()
     spec = parse_spec(with_whole_paths(data, beside))
     if server is None:
-        checks = asyncio.run(inspecting.inspect(spec))
+        checks = asyncio.run(validate_local.inspect(spec))
         return {"valid": not _any_bad(checks), "mistakes": [], "checks": checks, "server": None}
     with client(server) as api:
         found = api.validate(data, beside=beside)

@@ -26,7 +26,7 @@ def status(data_dir: DataDir = DATA_DIR, url: Url = None, as_json: AsJson = Fals
 
     Workers by pool, jobs by state, depths of queues, and which job waits for what. With --url: of that server alone.
     """
-    from opentinker.nearby import is_running, read_state
+    from opentinker.local.discovery import is_running, read_state
 
     running = url is None and is_running(data_dir)
     state: dict[str, Any] = {"running": running, **(read_state(data_dir) if url is None else {"url": url})}
@@ -58,7 +58,7 @@ def free(
 
 def cluster(server: str) -> dict[str, Any]:
     """`error` if the server does not answer; `workers` and `queues` are for operators alone, else None."""
-    from opentinker.http import ApiError
+    from opentinker.sdk.http import ApiError
 
     try:
         with client(server) as api:

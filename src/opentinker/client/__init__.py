@@ -5,8 +5,8 @@ A script of the published client's folder layout, with `from utils.http_training
 `opentinker script SCRIPT [ARGUMENTS...]`.
 """
 
-from opentinker.api_client import ApiConflict, ApiError, ApiNotFound, AsyncClient
 from opentinker.client.sync import Client
+from opentinker.sdk.client import ApiConflict, ApiError, ApiNotFound, AsyncClient
 from opentinker.shared import api_types as answers
 
 __all__ = ["ApiConflict", "ApiError", "ApiNotFound", "AsyncClient", "Client", "answers"]

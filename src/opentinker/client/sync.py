@@ -10,12 +10,12 @@ from collections.abc import AsyncGenerator, Callable, Collection, Coroutine, Ite
 from pathlib import Path
 from typing import Any, TypeVar
 
-from opentinker.api_client import POLL_S, AsyncClient, OnChange, print_change
-from opentinker.fetching import FetchingSync
-from opentinker.given import Spec
-from opentinker.granting import GrantingSync
-from opentinker.http import ApiError, ExitExecutor, Json
-from opentinker.knowing import KnowingSync
+from opentinker.sdk.artifacts import FetchingSync
+from opentinker.sdk.client import POLL_S, AsyncClient, OnChange, print_change
+from opentinker.sdk.http import ApiError, ExitExecutor, Json
+from opentinker.sdk.inputs import Spec
+from opentinker.sdk.keys import GrantingSync
+from opentinker.sdk.observability import KnowingSync
 from opentinker.shared.api_types import (
     Environment,
     EnvironmentSummary,

@@ -25,7 +25,7 @@ from weakref import WeakValueDictionary
 import orjson
 from aiohttp import web
 
-import opentinker.leash
+import opentinker.local.parent_death
 from opentinker.environment.game_stats import BaseGameStats, GameStats, JobStats
 from opentinker.envs.game import AbstractGame, check_arguments, in_turn, opening_of
 
@@ -252,7 +252,7 @@ def serve(
 def run_shards(port: int, shards: int) -> str | None:
     """Starts this program once for each of `shards` ports from `port` on. When one of them ends, or Ctrl-C is pressed,
     all end; they never outlive this process. Returns which one ended, None after Ctrl-C."""
-    hold = [sys.executable, opentinker.leash.__file__, "hold", str(os.getpid())]
+    hold = [sys.executable, opentinker.local.parent_death.__file__, "hold", str(os.getpid())]
     servers = {
         at: subprocess.Popen([*hold, *sys.orig_argv, "--port", str(at), "--shards", "1"])
         for at in range(port, port + shards)

@@ -13,7 +13,7 @@ import aiohttp
 import orjson
 
 from opentinker.client.utils.utils import resolve_path
-from opentinker.http import api_key
+from opentinker.sdk.http import api_key
 
 OURS = re.compile(r"/v1/jobs/j-[a-z0-9]{10}$")
 AGAIN = (429, 502, 503, 504)

@@ -15,8 +15,8 @@ from typing import Any, get_args
 import orjson
 from aiohttp import web
 
-from opentinker.environment.beside import Backend, Python
-from opentinker.refusal import refused
+from opentinker.environment.game_tools import Backend, Python
+from opentinker.unsupported import refused
 
 INSTEAD = (
     "programs are run by the tool `python`: environment.tools of a job, or CodeInterpreterMathGame; "

@@ -1,6 +1,6 @@
 """Tracing helpers of the published package. Episodes of evaluations are kept with the job here."""
 
-from opentinker.refusal import refused
+from opentinker.unsupported import refused
 
 INSTEAD = "episodes are kept by the service: [validation] transcripts of the job, and `opentinker transcripts JOB`"
 

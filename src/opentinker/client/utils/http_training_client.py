@@ -24,11 +24,11 @@ from opentinker.client.settings import Settings, spec_of
 from opentinker.client.sync import Client
 from opentinker.client.utils.inference_client import STATES, InferenceSchedulerClient, Scheduler
 from opentinker.client.utils.utils import say
-from opentinker.http import ApiError
-from opentinker.refusal import refused
-from opentinker.serving import serve_environment
+from opentinker.sdk.http import ApiError
+from opentinker.serve.ws_client import serve_environment
 from opentinker.shared.api_types import Job, MetricPoint
 from opentinker.shared.types.core import JobState
+from opentinker.unsupported import refused
 
 __all__ = ["InferenceSchedulerClient", "SchedulerClient", "ServiceClient"]
 

@@ -17,7 +17,7 @@ from typing import Any
 from opentinker.client.settings import job_name
 from opentinker.client.sync import Client
 from opentinker.client.utils.utils import say, tolerant_merge_dicts
-from opentinker.http import ApiError
+from opentinker.sdk.http import ApiError
 from opentinker.shared.types.core import JobState
 
 API_KEY = "OPENTINKER_API_KEY"

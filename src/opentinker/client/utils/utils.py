@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from opentinker.refusal import refused
+from opentinker.unsupported import refused
 
 PATH_KEYS = ("tokenizer_path", "model_path", "processor_path", "data_path", "val_data_path", "output_path")
 LISTS = ("data_paths", "val_data_paths")
@@ -75,7 +75,7 @@ def verify_raw_prompt_format(rows: Any) -> None:
 
 def math_reward_function(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None) -> float:
     """1.0 if the answer that `solution_str` gives is equal to `ground_truth` by value, else 0.0. Blocking."""
-    from opentinker.environment.beside import graded  # most programs need no graders
+    from opentinker.environment.game_tools import graded  # most programs need no graders
 
     return float(graded(str(ground_truth), solution_str, data_source).right)
 

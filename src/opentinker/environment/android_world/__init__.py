@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from opentinker.refusal import refused
+from opentinker.unsupported import refused
 
 GAME = "android_world_game"
 HERE = Path(__file__).resolve().parent

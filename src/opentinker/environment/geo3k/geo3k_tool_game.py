@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from opentinker.environment.beside import graded
+from opentinker.environment.game_tools import graded
 from opentinker.environment.geo3k.geo3k_game import Geo3KGame
 from opentinker.envs.game import StepResult
 

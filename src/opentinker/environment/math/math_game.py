@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from opentinker.environment.beside import graded
+from opentinker.environment.game_tools import graded
 from opentinker.envs.builtin.math import INSTRUCTION
 from opentinker.envs.game import AbstractGame, StepResult
 

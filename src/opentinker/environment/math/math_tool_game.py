@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from opentinker.environment.beside import Backend, Python
+from opentinker.environment.game_tools import Backend, Python
 from opentinker.environment.math.math_game import MathGame
 from opentinker.environment.math.sandbox_client import SandboxClient
 from opentinker.envs.game import StepResult

@@ -84,8 +84,8 @@ def parameters_of(base: str) -> tuple[float, str]:
 
 def _env_s(spec: JobSpec) -> tuple[float, str]:
     """Seconds of a call of the environment, and whether they were measured."""
-    from opentinker.inspecting import playable
-    from opentinker.trial import Guessing, play
+    from opentinker.local.env_trial import Guessing, play
+    from opentinker.local.validate_local import playable
 
     name = spec.environment.name
     if not playable(spec):

@@ -354,7 +354,7 @@ async def _played(asked: Asked) -> Answered:
 
 
 def _answered_by(interpreter: str, python_path: str, asked: Asked) -> Answered:
-    command = [interpreter, "-m", "opentinker.trial", msgspec.json.encode(asked).decode()]
+    command = [interpreter, "-m", "opentinker.local.env_trial", msgspec.json.encode(asked).decode()]
     ran = subprocess.run(command, env={**os.environ, "PYTHONPATH": python_path}, check=False)
     if ran.returncode:
         raise OpenTinkerError(f"{interpreter} could not play {asked.name}: see what it said above")

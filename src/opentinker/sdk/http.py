@@ -20,8 +20,8 @@ from typing import Any, TypeVar
 import aiohttp
 import orjson
 
-from opentinker.nearby import key_for
-from opentinker.patience import Waiting, why
+from opentinker.local.discovery import key_for
+from opentinker.sdk.wait_notice import Waiting, why
 from opentinker.shared.types.errors import Conflict, NotFound, OpenTinkerError, described
 
 T = TypeVar("T")

@@ -23,9 +23,10 @@ from pathlib import Path
 
 import structlog
 
-from opentinker.embedded import EmbeddedServers
-from opentinker.nearby import KEY_FILE, read_state
-from opentinker.processes import Child, ChildSpec, Guard, free_port, http_ok, port_free
+from opentinker.local.discovery import KEY_FILE, read_state
+from opentinker.local.embedded import EmbeddedServers
+from opentinker.local.processes import Child, ChildSpec, Guard, free_port, http_ok, port_free
+from opentinker.local.supervisor import Supervisor
 from opentinker.shared.config import LOOPBACK_HOSTS, PREFIX, load_settings
 from opentinker.shared.durable_files import is_blank, make_directories, replace_durably
 from opentinker.shared.messaging.subjects import ENV, REFERENCE, ROLLOUT
@@ -34,7 +35,6 @@ from opentinker.shared.security import egress
 from opentinker.shared.security.key_text import new_key, parse, read_key, write_key
 from opentinker.shared.security.redact import redacted
 from opentinker.shared.types.errors import OpenTinkerError
-from opentinker.supervisor import Supervisor
 
 log = structlog.get_logger()
 

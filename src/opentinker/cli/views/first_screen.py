@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from opentinker.cli.common import as_typed, say, shown
-from opentinker.nearby import KEY_FILE, finds, usual_data_dir
+from opentinker.local.discovery import KEY_FILE, finds, usual_data_dir
 
 EXAMPLE = Path("examples") / "copy_digits.toml"
 

@@ -27,14 +27,14 @@ from urllib.parse import quote
 import aiohttp
 import orjson
 
-from opentinker.asking import InferenceCalls
-from opentinker.fetching import FetchingCalls
-from opentinker.given import Spec, prepared, started
-from opentinker.granting import GrantingCalls
-from opentinker.http import ApiConflict, ApiError, ApiNotFound, Http
-from opentinker.knowing import READ_S, KnowingCalls
-from opentinker.patience import Waiting
-from opentinker.pushing import EnvironmentCalls
+from opentinker.sdk.artifacts import FetchingCalls
+from opentinker.sdk.environments import EnvironmentCalls
+from opentinker.sdk.http import ApiConflict, ApiError, ApiNotFound, Http
+from opentinker.sdk.inference import InferenceCalls
+from opentinker.sdk.inputs import Spec, prepared, started
+from opentinker.sdk.keys import GrantingCalls
+from opentinker.sdk.observability import READ_S, KnowingCalls
+from opentinker.sdk.wait_notice import Waiting
 from opentinker.shared.api_types import (
     Event,
     Events,

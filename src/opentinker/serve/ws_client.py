@@ -29,8 +29,8 @@ import aiohttp
 from opentinker.envs.base import Environment
 from opentinker.envs.game import AbstractGame
 from opentinker.envs.runtime.in_process_server import Stage
-from opentinker.http import ApiError, Http
-from opentinker.patience import Waiting, why
+from opentinker.sdk.http import ApiError, Http
+from opentinker.sdk.wait_notice import Waiting, why
 from opentinker.shared.messaging.websocket_frames import (
     FRAME_BYTES,
     GOODBYE,

@@ -18,7 +18,7 @@ from typing import Any
 import orjson
 import structlog
 
-from opentinker.processes import Child
+from opentinker.local.processes import Child
 
 log = structlog.get_logger()
 

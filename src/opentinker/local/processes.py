@@ -22,7 +22,7 @@ from pathlib import Path
 
 from opentinker.shared.types.errors import OpenTinkerError
 
-LEASH = str(Path(__file__).with_name("leash.py"))
+LEASH = str(Path(__file__).with_name("parent_death.py"))
 LOG_BYTES = 20 * 1024 * 1024
 LOG_FILES = 3
 PROBE_S = 3.0

@@ -14,7 +14,7 @@ from opentinker.cli.specs import Changes, SpecFile, demands, read_spec
 from opentinker.shared.types.errors import OpenTinkerError
 
 if TYPE_CHECKING:
-    from opentinker.capacity import Pools, Prediction, Work
+    from opentinker.cli.planning.simulation import Pools, Prediction, Work
     from opentinker.shared.spec import JobSpec
 
 FEWEST = 3
@@ -67,7 +67,7 @@ def plan(
     What nobody says is assumed from the model's size, or measured by playing the environment for a moment; the answer
     names each such figure.
     """
-    from opentinker.given import with_whole_paths
+    from opentinker.sdk.inputs import with_whole_paths
     from opentinker.shared.spec import parse_spec
 
     spec = parse_spec(with_whole_paths(read_spec(path, changes=changes), path.parent))
@@ -101,8 +101,8 @@ def plan(
 
 def work_of(spec: JobSpec, known: dict[str, float], spread: float) -> tuple[Work, list[str]]:
     """What is not `known` is taken from the job, if it is there, and else estimated; the sentences say how."""
-    from opentinker.capacity import Work
-    from opentinker.cli.estimates import estimated
+    from opentinker.cli.planning.estimates import estimated
+    from opentinker.cli.planning.simulation import Work
 
     rollout = spec.rollout
     turns = known.get("turns", float(rollout.max_turns))
@@ -180,7 +180,7 @@ def measured_of(points: Sequence[Mapping[str, Any]], job: str) -> dict[str, floa
 
 
 def _pools(rollout_workers: str, sessions: int | None, blocking: bool, cost: float) -> list[Pools]:
-    from opentinker.capacity import Pools
+    from opentinker.cli.planning.simulation import Pools
     from opentinker.shared.config import load_settings
 
     settings = load_settings()
@@ -197,7 +197,7 @@ def _pools(rollout_workers: str, sessions: int | None, blocking: bool, cost: flo
 
 
 def _row(work: Work, pools: Pools) -> dict[str, Any]:
-    from opentinker.capacity import enough_env_workers
+    from opentinker.cli.planning.simulation import enough_env_workers
 
     env_workers, found = enough_env_workers(work, pools)
     workers = asdict(replace(pools, env_workers=env_workers))

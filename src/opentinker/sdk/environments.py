@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import cast
 from urllib.parse import quote
 
-from opentinker.http import ApiError, Http
+from opentinker.sdk.http import ApiError, Http
 from opentinker.shared.api_types import (
     DeletedEnvironment,
     Environment,

@@ -9,7 +9,7 @@ from urllib.parse import quote
 import aiohttp
 import orjson
 
-from opentinker.http import ApiError, Http, Json
+from opentinker.sdk.http import ApiError, Http, Json
 from opentinker.shared.api_types import JobSummary
 
 SILENCE_S = 900.0

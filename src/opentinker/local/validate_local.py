@@ -34,7 +34,7 @@ def playable(spec: JobSpec) -> bool:
 
 async def episode(spec: JobSpec) -> tuple[Check, list[Message]]:
     """The first start state, a few guesses."""
-    from opentinker.trial import Guessing, play
+    from opentinker.local.env_trial import Guessing, play
 
     name = spec.environment.name
     if not playable(spec):

@@ -11,8 +11,8 @@ from urllib.parse import quote
 import aiohttp
 import orjson
 
-from opentinker.given import Spec, prepared
-from opentinker.http import Http
+from opentinker.sdk.http import Http
+from opentinker.sdk.inputs import Spec, prepared
 from opentinker.shared.api_types import (
     Distribution,
     Distributions,

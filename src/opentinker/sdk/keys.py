@@ -9,7 +9,7 @@ from urllib.parse import quote
 
 import orjson
 
-from opentinker.http import Http
+from opentinker.sdk.http import Http
 from opentinker.shared.api_types import FreedWorker, Key, Keys, MadeKey, Tenant, Tenants, WhoAmI
 
 T = TypeVar("T")

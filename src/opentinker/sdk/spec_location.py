@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from opentinker.http import ApiError
+from opentinker.sdk.http import ApiError
 from opentinker.shared.spec.text import parse_text
 from opentinker.shared.types.errors import SpecError
 

@@ -2,7 +2,7 @@
 
     DATA_DIR/nats  DATA_DIR/valkey      their data, kept over restarts
     DATA_DIR/run/servers.json           their ports: the same after a restart, so that everyone finds them again
-    DATA_DIR/run/access/                their users, rights and passwords (access.py)
+    DATA_DIR/run/access/                their users, rights and passwords (server_users.py)
     DATA_DIR/logs/{nats,valkey}.log
 
 They need no root and listen on loopback only. Settings are the shipped `deploy/*.conf`; every service
@@ -21,9 +21,9 @@ from pathlib import Path
 
 import orjson
 
-from opentinker import nats_store
-from opentinker.access import Access, WebSocket
-from opentinker.processes import PROBE_S, Child, ChildSpec, Guard, StartError, banner, free_port, port_free
+from opentinker.local import nats_store
+from opentinker.local.processes import PROBE_S, Child, ChildSpec, Guard, StartError, banner, free_port, port_free
+from opentinker.local.server_users import Access, WebSocket
 from opentinker.shared.durable_files import make_directories, replace_durably
 from opentinker.shared.messaging.permissions import OPERATOR, SYSTEM, inbox
 from opentinker.shared.messaging.subjects import HEALTH, SCHEDULER
@@ -42,7 +42,7 @@ STORE_BYTES = 700 * 1024 * 1024
 
 def shipped_conf(name: str) -> Path:
     """`deploy/NAME` of a checkout, or its copy inside an installed wheel."""
-    package = Path(__file__).resolve().parent
+    package = Path(__file__).resolve().parents[1]
     for candidate in (package / "_deploy" / name, package.parent.parent / "deploy" / name):
         if candidate.is_file():
             return candidate

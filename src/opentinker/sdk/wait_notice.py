@@ -1,7 +1,7 @@
 """Who waits for a server is told which, within three seconds: of one call, or one stream, and all its tries.
 
-`http.py` makes one for every call; streams (`api_client.py`, `knowing.py`, `serving.py`) keep theirs while they last.
-"""
+`http.py` makes one for every call; streams (`client.py`, `observability.py`, `ws_client.py`) keep theirs while they
+last."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """Keeps processes from outliving whoever started them. A script run between fork and exec: it imports almost nothing.
 
-    leash.py hold PARENT ARGV...   become ARGV, killed by the kernel the moment PARENT dies
-    leash.py guard                 read `+GROUP` / `-GROUP` lines; at end of input kill every process group still listed
+    parent_death.py hold PARENT ARGV...   become ARGV, killed by the kernel the moment PARENT dies
+    parent_death.py guard                 read `+GROUP` / `-GROUP` lines; at end of input kill every process group still
+    listed
 
 `hold` covers the process itself, `guard` also covers what that process has started in turn (an engine's subprocess).
 """

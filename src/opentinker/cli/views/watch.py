@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
 import orjson
 
-from opentinker.curves import Curves, chart, short
+from opentinker.cli.views.charts import Curves, chart, short
 from opentinker.shared.types.core import JobState
 
 if TYPE_CHECKING:

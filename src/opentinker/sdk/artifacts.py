@@ -20,9 +20,9 @@ from urllib.parse import quote
 import aiohttp
 import orjson
 
-from opentinker.archive import unpack
-from opentinker.given import empty_place
-from opentinker.http import ApiError, Http
+from opentinker.sdk.archive import unpack
+from opentinker.sdk.http import ApiError, Http
+from opentinker.sdk.inputs import empty_place
 from opentinker.shared.api_types import (
     Artifact,
     Artifacts,
@@ -152,7 +152,7 @@ class FetchingCalls:
 
     async def _download_merged(self, id: str, target: Path, step: int | None, base: str | None) -> Path:
         try:
-            from opentinker.merge import merge
+            from opentinker.sdk.merge_adapter import merge
         except ImportError as error:
             raise ApiError(
                 f"merging needs torch, transformers and peft here, and {error.name} is not installed: "

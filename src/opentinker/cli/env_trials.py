@@ -12,7 +12,7 @@ from opentinker.cli.common import AsJson, assigned, complain, print_json, say
 from opentinker.shared.types.errors import plural
 
 if TYPE_CHECKING:
-    from opentinker.trial import Report
+    from opentinker.local.env_trial import Report
 
 Name = Annotated[str, typer.Argument(metavar="ENVIRONMENT", help="module:Class, found from here, or a built-in name.")]
 Setting = Annotated[
@@ -37,7 +37,7 @@ def check(
     as_json: AsJson = False,
 ) -> None:
     """Play a few episodes: seeds, types, rewards, speed, a transcript. Exit status 1 if something is wrong."""
-    from opentinker.trial import Asked, look
+    from opentinker.local.env_trial import Asked, look
 
     here()
     report = look(Asked(name, config_of(settings), episodes, seed, turns))
@@ -73,7 +73,7 @@ def play(
     as_json: Annotated[bool, typer.Option("--json", help="At the end: what was said, and the rewards.")] = False,
 ) -> None:
     """Be the model: read what it is shown, type what it would say. End with Ctrl-D."""
-    from opentinker.trial import Asked, play_by_hand, show
+    from opentinker.local.env_trial import Asked, play_by_hand, show
 
     here()
     tried = play_by_hand(Asked(name, config_of(settings), 1, seed, turns, row))

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Union
 
-from opentinker.http import ApiError, Http
+from opentinker.sdk.http import ApiError, Http
 from opentinker.shared.durable_files import file_system
 from opentinker.shared.spec.text import load_spec
 
