@@ -253,7 +253,7 @@ async def test_a_sandbox_ends_with_the_service() -> None:
     code = (
         "import asyncio, sys\n"
         "from opentinker.shared.config import Settings\n"
-        "from opentinker.shared import sandbox as module\n"
+        "from opentinker.shared.sandbox import sandbox as module\n"
         "from opentinker.shared.runtime.reexec import below\n"
         "async def main():\n"
         "    box = await module.Sandbox.open(Settings())\n"
