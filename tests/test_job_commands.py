@@ -97,7 +97,7 @@ class Terminal(io.StringIO):
 def test_a_table_fits_its_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     shown = Terminal()
     monkeypatch.setattr("sys.stdout", shown)
-    monkeypatch.setattr("shutil.get_terminal_size", lambda: os.terminal_size((40, 20)))
+    monkeypatch.setattr("shutil.get_terminal_size", lambda *_, **__: os.terminal_size((40, 20)))
     row = ["j-0123456789", "a long name of a job", "queued", "waits for a free rollout worker"]
     common.print_table(["id", "name", "state", "reason"], [row], empty="", last_below=True)
     lines = shown.getvalue().splitlines()
