@@ -33,7 +33,7 @@ from pydantic import BaseModel
 from opentinker.envs.agents.contexts import Contexts
 from opentinker.envs.agents.endpoint import Endpoint, Waiting
 from opentinker.envs.base import Action, Environment, Opening, Step
-from opentinker.shared.openai.fields import Refused
+from opentinker.shared.openai.fields import InvalidField
 from opentinker.shared.types.core import Message
 
 OBSERVED_BYTES = 256 * 1024
@@ -133,7 +133,7 @@ class AgentEnvironment(Environment):
             if sum(map(_size, placed.messages)) + len((placed.prompt_text or "").encode()) <= OBSERVED_BYTES:
                 return placed
             problem = f"what is new in the request has more than {OBSERVED_BYTES:,} bytes"
-            self._playing.answer.set_exception(Refused(problem, code="context_length_exceeded"))
+            self._playing.answer.set_exception(InvalidField(problem, code="context_length_exceeded"))
 
 
 def _check(agent: asyncio.Future[Result]) -> None:

@@ -46,7 +46,7 @@ from opentinker.shared.messaging.websocket_frames import (
     Welcome,
     greet,
 )
-from opentinker.shared.security.egress import Egress, Refused
+from opentinker.shared.security.egress import Egress, EgressRefused
 from opentinker.shared.types.codec import WireError, encode
 from opentinker.shared.types.core import Ending, Message
 from opentinker.shared.types.env_protocol import CloseSession, OpenSession, SessionReply, StepSession
@@ -122,11 +122,11 @@ class Remote(Environment):
         while True:
             try:
                 return await once()
-            except Refused as error:
+            except EgressRefused as error:
                 raise RemoteFailed(f"{self.url}: {error}") from None
             except (aiohttp.ClientError, OSError, TimeoutError, ConnectionLost) as error:
                 give_up = min(give_up, loop.time() + self.config.patience_s)
-                refused = isinstance(error, aiohttp.ClientConnectorError) and isinstance(error.os_error, Refused)
+                refused = isinstance(error, aiohttp.ClientConnectorError) and isinstance(error.os_error, EgressRefused)
                 if refused or not isinstance(error, repeats) or loop.time() + pause > give_up:
                     late = f"no answer within {self.config.request_timeout_s:g} s"
                     why = f"{self.url}: {str(error) or (late if isinstance(error, TimeoutError) else repr(error))}"
@@ -397,7 +397,7 @@ def at(url: str) -> type[Remote]:
     """The class of environments at this URL. Raises SpecError if it is none that may be reached."""
     try:
         scheme = Egress.of_process().split(url).scheme
-    except Refused as error:
+    except EgressRefused as error:
         raise SpecError([{"field": "environment.name", "value": url, "problem": str(error)}]) from None
     base = HttpRemote if scheme in ("http", "https") else WebSocketRemote
     return type(base.__name__, (base,), {"url": url, "pools": {}})
@@ -407,5 +407,5 @@ def reach(url: str) -> None:
     """Blocking: resolve its name. Raises SpecError if it leads where jobs may not go."""
     try:
         Egress.of_process().check_blocking(url)
-    except Refused as error:
+    except EgressRefused as error:
         raise SpecError([{"field": "environment.name", "value": url, "problem": str(error)}]) from None

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from loadtest._machine import Meter
-from opentinker.envs.runtime.child_pool import Host
+from opentinker.envs.runtime.child_pool import ChildPool
 from opentinker.envs.runtime.resolver import Resolver
 from opentinker.envs.runtime.sessions import Sessions
 from opentinker.shared.types.core import StopReason
@@ -122,7 +122,7 @@ def alone(name: str, config: dict[str, Any], text: str, seconds: float) -> float
 
 async def served(name: str, config: dict[str, Any], text: str, seconds: float) -> float:
     """Steps per second of processor time of a child process of an env worker."""
-    host = Host(children=1, per_child=SESSIONS, modules=False)
+    host = ChildPool(children=1, per_child=SESSIONS, modules=False)
     sessions = Sessions("w", limit=SESSIONS, resolver=Resolver(modules=False), host=host)
     steps, over = 0, False
     warm = asyncio.Event()

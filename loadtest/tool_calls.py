@@ -21,7 +21,7 @@ import numpy as np
 import uvloop
 
 from loadtest._machine import QUIET_CORES, Meter
-from opentinker.envs.runtime.tools.tool_factory import Shop
+from opentinker.envs.runtime.tools.tool_factory import ToolFactory
 from opentinker.envs.tools import ToolTurns
 from opentinker.shared.config import Settings
 from opentinker.shared.types.core import ToolCall
@@ -33,7 +33,7 @@ AIMS_MS = {"monty": 1.0, "sandbox": 10.0}
 
 
 async def measure(backend: str, calls: int) -> bool:
-    shop = Shop(Settings())
+    shop = ToolFactory(Settings())
     began = time.perf_counter()
     tools = await shop.open("load", [{"type": "python", "backend": backend}])
     turns = ToolTurns(tools.offered, most=len(PAUSES_S) * calls + 2)

@@ -19,7 +19,7 @@ log = structlog.get_logger()
 
 T = TypeVar("T")
 AGAIN_S = 10.0
-"""The last resort of `put_down`; longer than any cleanup, which a second cancellation would cut short."""
+"""The last resort of `cancel_and_wait`; longer than any cleanup, which a second cancellation would cut short."""
 
 
 def check_cancelled() -> None:
@@ -29,7 +29,7 @@ def check_cancelled() -> None:
         raise asyncio.CancelledError
 
 
-async def heed(call: Awaitable[T]) -> T:
+async def await_cancellable(call: Awaitable[T]) -> T:
     """Await a library's call; raise a cancellation that it swallowed. May be used in cleanup."""
     task = asyncio.current_task()
     assert task is not None
@@ -40,7 +40,7 @@ async def heed(call: Awaitable[T]) -> T:
     return result
 
 
-async def set_within(event: asyncio.Event, seconds: float) -> bool:
+async def wait_event(event: asyncio.Event, seconds: float) -> bool:
     """True if the event is set, now or within the time."""
     check_cancelled()
     try:
@@ -51,7 +51,7 @@ async def set_within(event: asyncio.Event, seconds: float) -> bool:
     return True
 
 
-class Bell:
+class Notifier:
     """Wakes everybody who listened before it rang: listen, look, and wait for what was listened to."""
 
     def __init__(self) -> None:
@@ -65,13 +65,13 @@ class Bell:
         self._event = asyncio.Event()
 
 
-async def rest(seconds: float) -> None:
+async def sleep(seconds: float) -> None:
     """Sleep between two rounds of a loop."""
     check_cancelled()
     await asyncio.sleep(seconds)
 
 
-async def see_through(work: Awaitable[T]) -> T:
+async def finish_uncancelled(work: Awaitable[T]) -> T:
     """Await what must not be left halfway, however often we are cancelled meanwhile; that counts when it has ended.
 
     Raises what the work raised, CancelledError if it went well and we were cancelled.
@@ -89,13 +89,13 @@ async def see_through(work: Awaitable[T]) -> T:
     return result
 
 
-def hand_on(task: asyncio.Task[Any], broken: asyncio.Future[None]) -> None:
+def forward_exception(task: asyncio.Task[Any], broken: asyncio.Future[None]) -> None:
     """What a task in the background has raised, to whoever waits for `broken`; the first one stays."""
     if not task.cancelled() and (error := task.exception()) is not None and not broken.done():
         broken.set_exception(error)
 
 
-async def put_down(*tasks: asyncio.Task[Any] | None) -> None:
+async def cancel_and_wait(*tasks: asyncio.Task[Any] | None) -> None:
     """Cancel tasks and wait until they have ended, whatever they raise; ask again while one goes on. What had ended
     before is its owner's to hear.
 
@@ -121,7 +121,7 @@ async def put_down(*tasks: asyncio.Task[Any] | None) -> None:
 
 
 @contextmanager
-def stopped(clock: asyncio.Timeout) -> Iterator[None]:
+def paused_timeout(clock: asyncio.Timeout) -> Iterator[None]:
     """The time in which this is open does not count."""
     loop, until = asyncio.get_running_loop(), clock.when()
     assert until is not None

@@ -12,7 +12,7 @@ import threading
 from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 
-from opentinker.shared.asyncio_tools import see_through
+from opentinker.shared.asyncio_tools import finish_uncancelled
 from opentinker.shared.runtime.leased_worker import LeasedWorker
 from opentinker.shared.runtime.service import Context, main
 from opentinker.shared.spec import JobSpec
@@ -68,7 +68,7 @@ async def load(worker: LeasedWorker, lease: Lease, spec: JobSpec) -> None:
     memory = SharedMemory(create=True, size=1)
     port = listener.getsockname()[1]
     worker.ctx.log.info("held", by=lease.job, child=child.pid, port=port, place=str(place), memory=memory.name)
-    await see_through(asyncio.to_thread(threading.Event().wait, 3600))
+    await finish_uncancelled(asyncio.to_thread(threading.Event().wait, 3600))
 
 
 if __name__ == "__main__":

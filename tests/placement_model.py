@@ -12,9 +12,9 @@ from opentinker.services.scheduler.placement.types import (
     Decision,
     Job,
     Preempt,
+    Reclaim,
     Requeue,
     Start,
-    TakeBack,
     View,
 )
 from opentinker.shared.types.core import Pool
@@ -66,7 +66,7 @@ class Model(Cluster):
                 assert job.held and self.workers[id].pool == pool and self.does(id, job)
                 self.give(id, job)
                 assert self.has[job.id][pool] <= max(job.needs[pool], job.most if pool == ROLLOUT else 0)
-            case TakeBack(_, id, wanted_by):
+            case Reclaim(_, id, wanted_by):
                 worker = self.workers[id]
                 assert worker.lease is not None and worker.lease.job == job.id
                 other = self.jobs[wanted_by]

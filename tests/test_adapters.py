@@ -21,7 +21,7 @@ from opentinker.envs.adapters import library, spaces
 from opentinker.envs.adapters.env_notes import plain_colours
 from opentinker.envs.adapters.library import Randomness, episode_seed
 from opentinker.envs.registry import ADAPTERS, check, rehearse
-from opentinker.envs.runtime.child_pool import Host
+from opentinker.envs.runtime.child_pool import ChildPool
 from opentinker.envs.runtime.resolver import Resolver
 from opentinker.envs.runtime.sessions import Sessions
 from opentinker.services.env_worker.service import check_environment
@@ -271,7 +271,7 @@ async def test_a_submission_hears_what_is_missing_and_does_not_wait_for_what_tak
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("opentinker.envs.runtime.child_pool.REHEARSAL_S", 0.5)
-    host, resolver = Host(children=1, per_child=1, modules=True), Resolver(modules=True)
+    host, resolver = ChildPool(children=1, per_child=1, modules=True), Resolver(modules=True)
     try:
         asked = [EnvCheck(name=f"tests.published_games:{game}", config={}) for game in ("Lacking", "Endless")]
         lacking, endless = [await check_environment(request, resolver, host) for request in asked]
@@ -295,7 +295,7 @@ def test_adapters_load_no_library_before_they_are_used() -> None:
 
 @pytest.fixture
 async def sessions() -> AsyncIterator[Sessions]:
-    host = Host(children=1, per_child=8, modules=False)
+    host = ChildPool(children=1, per_child=8, modules=False)
     yield Sessions("w", limit=8, resolver=Resolver(modules=False), host=host)
     await host.close()
 

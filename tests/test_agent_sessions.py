@@ -14,7 +14,7 @@ from openai import AsyncOpenAI
 
 from opentinker.envs.agents.program import AgentProgram
 from opentinker.envs.registry import check, find
-from opentinker.envs.runtime.child_pool import Host
+from opentinker.envs.runtime.child_pool import ChildPool
 from opentinker.envs.runtime.resolver import Resolver
 from opentinker.envs.runtime.sessions import Sessions
 from opentinker.services.rollout_worker.episode import Episode
@@ -58,7 +58,7 @@ async def test_every_context_of_an_agent_becomes_a_trajectory_of_the_sampled_tok
 
 @pytest.fixture
 async def sessions() -> AsyncIterator[Sessions]:
-    host = Host(children=1, per_child=4, modules=True)
+    host = ChildPool(children=1, per_child=4, modules=True)
     sessions = Sessions("w", limit=8, resolver=Resolver(modules=True), host=host)
     yield sessions
     await sessions.drain(0.01)

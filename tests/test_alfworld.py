@@ -22,7 +22,7 @@ from opentinker.envs.builtin.alfworld_games import TASKS, NoGames, Split, choose
 from opentinker.envs.builtin.alfworld_play import Play, command_of
 from opentinker.envs.game import StepResult, opening_of
 from opentinker.envs.registry import check, find, make
-from opentinker.envs.runtime.child_pool import Host
+from opentinker.envs.runtime.child_pool import ChildPool
 from opentinker.envs.runtime.resolver import Resolver
 from opentinker.envs.runtime.sessions import Sessions
 from opentinker.shared.types.core import StopReason
@@ -269,7 +269,7 @@ def threads_of(pid: int) -> int:
 @pytest.mark.slow
 async def test_eight_processes_win_side_by_side() -> None:
     """Each in one thread; what the expert says is known beforehand, as a policy would know it."""
-    host = Host(children=8, per_child=1, modules=False)
+    host = ChildPool(children=8, per_child=1, modules=False)
     sessions = Sessions("w", limit=64, resolver=Resolver(modules=False), host=host)
     before = children_of(os.getpid())
     threads: list[int] = []

@@ -19,7 +19,7 @@ from opentinker.envs.base import Environment
 from opentinker.serve.ws_client import AsyncServing
 from opentinker.services.rollout_worker.eval_runner import views_of
 from opentinker.services.trainer.batch.distributions import distributions, ratio_counts
-from opentinker.services.trainer.rollout_log import Told
+from opentinker.services.trainer.rollout_log import RolloutLog
 from opentinker.shared.evaluation.records import transcript_of
 from opentinker.shared.messaging.subjects import LOG, TIMELINE
 from opentinker.shared.runtime.service import Context
@@ -28,7 +28,7 @@ from opentinker.shared.spec import EvaluationSpec
 from opentinker.shared.state.store import Store
 from opentinker.shared.state.usage import Usage
 from opentinker.shared.types.core import Ending, Gpu, JobState, Message, WeightVersion
-from opentinker.shared.types.evaluation import ExamResult
+from opentinker.shared.types.evaluation import EvalResult
 from opentinker.shared.types.telemetry import LogLine, Segment, TimelinePart
 from tests.api import SPEC, bearing, fits, write_checkpoint
 from tests.conftest import until
@@ -115,7 +115,7 @@ async def test_what_jobs_leave_and_cost_is_what_its_types_say(client: AsyncClien
         make_trajectory(index=i, transcript=talk("a", "b"), pieces=["x"] * 6, metrics={"exact": 1.0}, scores={"r": 0.5})
         for i in range(2)
     ]
-    told = Told(home, 4, MagicMock())
+    told = RolloutLog(home, 4, MagicMock())
     await told.step(V, 5.0, [group_of(views)], {}, [np.zeros(3), np.zeros(3)])
     await told.step(WeightVersion(1, 5), 6.0, [group_of(views[:1])], {})
     for step in (4, 5):
@@ -123,7 +123,7 @@ async def test_what_jobs_leave_and_cost_is_what_its_types_say(client: AsyncClien
         fits(found, answers.Rollouts)
         assert found["rollouts"][0]["views"][0]["tokens"]
     (home / "transcripts").mkdir()
-    exam = ExamResult(job=job, version=V, index=1, worker="w", ending=Ending.ENV_DONE, seats={"a": 1.0, "b": 0.0})
+    exam = EvalResult(job=job, version=V, index=1, worker="w", ending=Ending.ENV_DONE, seats={"a": 1.0, "b": 0.0})
     exam = msgspec.structs.replace(exam, metrics={"exact": 1.0}, messages=[Message(role="user", content="2+2=")])
     exam = msgspec.structs.replace(exam, views=views_of(views))
     lines = [transcript_of(exam, EvaluationSpec(samples=samples, temperature=1.0)) for samples in (1, 2)]
@@ -176,7 +176,7 @@ async def test_what_a_job_says_is_what_its_types_say(client: AsyncClient, ctx: C
     fits(await known(client.url, f"/v1/jobs/{job}/timeline"), answers.Timeline)
 
     batch = [make_group()]
-    told = Told(ctx.settings.data_dir / "jobs" / job, 1, MagicMock())
+    told = RolloutLog(ctx.settings.data_dir / "jobs" / job, 1, MagicMock())
     await told.step(V, 5.0, batch, distributions(batch, V, ratio_counts(np.ones(3))))
     await told.step(WeightVersion(1, 5), 6.0, batch, distributions(batch, V, {}))
     found = await client.distributions(job, limit=2)

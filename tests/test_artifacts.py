@@ -14,7 +14,7 @@ import pytest
 
 from opentinker import ApiError, AsyncClient
 from opentinker.sdk.client import ApiConflict
-from opentinker.services.scheduler.artifacts.archiver import Keeping
+from opentinker.services.scheduler.artifacts.archiver import Archiver
 from opentinker.services.scheduler.artifacts.catalog import Artifacts
 from opentinker.services.scheduler.artifacts.store import ArtifactStore, DirectoryStore, store_of
 from opentinker.shared.config import Settings, load_settings
@@ -423,7 +423,7 @@ async def test_store_that_does_not_answer_costs_no_checkpoint(
         await store.create_job(id=job, spec=SPEC, tenant="default")
         await store.transition(job, JobState.STARTING, epoch=1)
         directory = write_checkpoint(ctx, job, 10, {"model.safetensors": b"weights"})
-        keeping = Keeping(ctx)
+        keeping = Archiver(ctx)
         await keeping.look()
         await keeping.put()
         assert await kept_steps(ctx, job) == []

@@ -12,7 +12,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from opentinker.shared.security.egress import VARIABLE, Egress, Refused, networks
+from opentinker.shared.security.egress import VARIABLE, Egress, EgressRefused, networks
 
 LOOPBACK = Egress(("127.0.0.0/8",))
 PUBLIC = "93.184.215.14"
@@ -75,7 +75,7 @@ def test_networks_are_read_from_text_and_travel_in_the_environment(monkeypatch: 
     ],
 )
 async def test_urls_that_lead_nowhere_good_are_refused_in_words(url: str, problem: str) -> None:
-    with pytest.raises(Refused, match=problem):
+    with pytest.raises(EgressRefused, match=problem):
         await Egress().check(url)
 
 
@@ -119,7 +119,7 @@ async def test_a_literal_address_is_judged_too() -> None:
         for host in ("127.0.0.1", "localhost", "[::ffff:127.0.0.1]"):
             with pytest.raises(aiohttp.ClientConnectionError, match="env_egress_allow"):
                 await http.get(f"http://{host}:{port}/")
-        with pytest.raises(Refused, match="loopback"):
+        with pytest.raises(EgressRefused, match="loopback"):
             await Egress().connect("127.0.0.1", port)
         assert counting.requests == 0
 
@@ -152,9 +152,9 @@ async def test_a_redirect_is_not_followed_wherever_it_leads() -> None:
     async with server(web.get("/", away), web.get("/there", target.answer)) as port, LOOPBACK.session() as http:
         async with http.get(f"http://127.0.0.1:{port}/", allow_redirects=False) as response:
             assert response.status == 302
-        with pytest.raises(Refused, match="a redirect to /there, which is not followed"):
+        with pytest.raises(EgressRefused, match="a redirect to /there, which is not followed"):
             await http.get(f"http://127.0.0.1:{port}/")
-        with pytest.raises(Refused, match="a redirect to /there, which is not followed"):
+        with pytest.raises(EgressRefused, match="a redirect to /there, which is not followed"):
             await http.ws_connect(f"ws://127.0.0.1:{port}/")
     assert target.requests == 0
 

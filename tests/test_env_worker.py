@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from opentinker.envs.base import user
 from opentinker.envs.registry import find
-from opentinker.envs.runtime.child_pool import Host
+from opentinker.envs.runtime.child_pool import ChildPool
 from opentinker.envs.runtime.child_process import Child
 from opentinker.envs.runtime.child_protocol import Answer, frame
 from opentinker.envs.runtime.resolver import Resolver
@@ -70,14 +70,14 @@ def step(turn: int = 0, session: str = "s", text: str = "x") -> StepSession:
 
 
 @pytest.fixture
-async def host() -> AsyncIterator[Host]:
-    host = Host(children=2, per_child=2, modules=True)
+async def host() -> AsyncIterator[ChildPool]:
+    host = ChildPool(children=2, per_child=2, modules=True)
     yield host
     await host.close()
 
 
 @pytest.fixture
-async def sessions(host: Host, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Sessions]:
+async def sessions(host: ChildPool, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Sessions]:
     monkeypatch.setattr("opentinker.envs.runtime.sessions.CLOSE_S", 0.5)
     env_samples.Counting.calls.clear()
     env_samples.LET_GO.clear()
@@ -404,7 +404,7 @@ async def start_children(sessions: Sessions, number: int) -> None:
 
 
 async def test_an_import_that_takes_long_blocks_nobody_and_runs_once(
-    host: Host, sessions: Sessions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    host: ChildPool, sessions: Sessions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     began, gate = tmp_path / "began", tmp_path / "gate"
     code = f"""
@@ -449,7 +449,7 @@ async def test_an_import_that_never_ends_times_out_and_blocks_nobody(
 
 
 async def test_a_check_has_a_time_limit_and_says_so(
-    host: Host, sessions: Sessions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    host: ChildPool, sessions: Sessions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_module(tmp_path, "stuck_module", "import threading\nEND = threading.Event()\nEND.wait(30)\n")
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -460,7 +460,7 @@ async def test_a_check_has_a_time_limit_and_says_so(
     sys.modules["stuck_module"].END.set()
 
 
-async def test_the_library_of_what_blocks_is_imported_by_children_alone(host: Host, sessions: Sessions) -> None:
+async def test_the_library_of_what_blocks_is_imported_by_children_alone(host: ChildPool, sessions: Sessions) -> None:
     for size, problem in ((1, ""), (9, "tabnanny has no such size")):
         check = EnvCheck(name="tests.env_samples:Heavy", config={"size": size})
         found = (await check_environment(check, sessions._resolver, host)).errors
@@ -480,7 +480,7 @@ async def test_settings_are_read_in_a_thread_before_the_event_loop_needs_them(se
 
 @pytest.mark.parametrize("code", ["import sys\nsys.exit(3)", "raise StopIteration", "1 / 0"])
 async def test_a_module_that_raises_is_explained_and_tried_again(
-    host: Host, sessions: Sessions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str
+    host: ChildPool, sessions: Sessions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str
 ) -> None:
     name = f"raising_{abs(hash(code))}"
     write_module(tmp_path, name, code)
@@ -555,7 +555,7 @@ async def test_import_does_not_count_as_time_of_the_episode(
 
 
 async def test_import_that_hangs_in_a_child_is_given_up_at_its_own_deadline_with_the_child(
-    host: Host, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    host: ChildPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(str(tmp_path))
     sessions = Sessions("w", limit=8, resolver=Resolver(modules=True), host=host, import_timeout_s=2.0)
@@ -621,7 +621,7 @@ async def test_crashed_child_costs_only_its_own_sessions(sessions: Sessions) -> 
 
 
 @pytest.mark.parametrize("crash", [True, False])
-async def test_what_a_child_has_started_ends_with_it(sessions: Sessions, host: Host, crash: bool) -> None:
+async def test_what_a_child_has_started_ends_with_it(sessions: Sessions, host: ChildPool, crash: bool) -> None:
     await sessions.open(opening(environment=BLOCKING, how="spawn"))
     started = int((await sessions.step(step(0))).messages[0].text)
     assert alive(started)
@@ -632,8 +632,10 @@ async def test_what_a_child_has_started_ends_with_it(sessions: Sessions, host: H
     await until(lambda: not alive(started))
 
 
-async def test_sessions_beside_a_hung_one_in_the_same_child_end_with_a_reason(host: Host) -> None:
-    sessions = Sessions("w", limit=8, resolver=Resolver(modules=True), host=Host(children=1, per_child=2, modules=True))
+async def test_sessions_beside_a_hung_one_in_the_same_child_end_with_a_reason(host: ChildPool) -> None:
+    sessions = Sessions(
+        "w", limit=8, resolver=Resolver(modules=True), host=ChildPool(children=1, per_child=2, modules=True)
+    )
     await start_children(sessions, 1)
     await sessions.open(opening(environment=BLOCKING, deadline_s=2.0, gate="never"))
     await sessions.open(opening(session="n", environment=BLOCKING))
@@ -662,7 +664,7 @@ async def test_children_do_not_see_the_service_variables(sessions: Sessions, mon
     assert "OPENTINKER" not in (await sessions.step(step(0))).messages[0].text
 
 
-async def test_children_end_with_the_worker(sessions: Sessions, host: Host) -> None:
+async def test_children_end_with_the_worker(sessions: Sessions, host: ChildPool) -> None:
     opened = await sessions.open(opening(environment=BLOCKING))
     await host.close()
     assert not alive(int(opened.messages[0].text))
@@ -729,7 +731,7 @@ async def process_of(sessions: Sessions, name: str, environment: str) -> int:
 
 
 async def test_a_child_is_replaced_after_so_many_episodes_but_never_in_the_middle_of_one() -> None:
-    host = Host(children=1, per_child=2, modules=True)
+    host = ChildPool(children=1, per_child=2, modules=True)
     sessions = Sessions("w", limit=8, resolver=Resolver(modules=True), host=host)
     leaky = "tests.env_samples:Leaky"
     try:

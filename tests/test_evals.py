@@ -16,7 +16,7 @@ import pytest
 
 from opentinker.cli.views.job_summary import doing
 from opentinker.services.scheduler.jobs import eval_coordinator
-from opentinker.services.scheduler.jobs.eval_coordinator import Evaluating, Evaluation, read_results
+from opentinker.services.scheduler.jobs.eval_coordinator import EvalCoordinator, Evaluation, read_results
 from opentinker.shared.evaluation.metrics import pass_at, validation_metrics
 from opentinker.shared.messaging.bus import Bus
 from opentinker.shared.messaging.subjects import EXAM, EXAM_RESULT
@@ -25,7 +25,7 @@ from opentinker.shared.spec import JobSpec, parse_spec
 from opentinker.shared.state.redis_script import UNFENCED
 from opentinker.shared.types.core import Ending, JobState, StopReason, WeightVersion
 from opentinker.shared.types.errors import Conflict, SpecError
-from opentinker.shared.types.evaluation import Exam, ExamResult
+from opentinker.shared.types.evaluation import EvalEpisode, EvalResult
 from opentinker.shared.types.manifest import MANIFEST, Manifest, start_of
 from tests.cluster import Cluster, toy_cluster, undocumented
 from tests.conftest import soon, until
@@ -47,7 +47,7 @@ def eval_spec(base: str = "m", **changes: Any) -> JobSpec:
     return parse_spec({name: part for name, part in {**fields, **changes}.items() if part is not None})
 
 
-def result(index: int, reward: float = 1.0, job: str = "j", **changes: Any) -> ExamResult:
+def result(index: int, reward: float = 1.0, job: str = "j", **changes: Any) -> EvalResult:
     fields: dict[str, Any] = {
         "job": job,
         "version": V,
@@ -60,7 +60,7 @@ def result(index: int, reward: float = 1.0, job: str = "j", **changes: Any) -> E
         "tokens": 2,
         "stops": [StopReason.EOS],
     }
-    return ExamResult(**(fields | changes))
+    return EvalResult(**(fields | changes))
 
 
 # --- numbers --------------------------------------------------------------------------------------------------------
@@ -134,10 +134,10 @@ class Asked:
     def __init__(self, bus: Bus, job: str) -> None:
         self.bus, self.job = bus, job
 
-    async def exams(self) -> list[Exam]:
+    async def exams(self) -> list[EvalEpisode]:
         return await self.bus.stored(EXAM, job=self.job)
 
-    async def hand_in(self, *results: ExamResult) -> list[bool]:
+    async def hand_in(self, *results: EvalResult) -> list[bool]:
         return [(await self.bus.request(EXAM_RESULT, one, 60.0, job=self.job)).wanted for one in results]
 
 
@@ -154,7 +154,7 @@ async def test_the_next_scheduler_goes_on_with_what_has_a_result(ctx: Context, m
     async def all_asked() -> bool:
         return len(await asked.exams()) == 24
 
-    async with running(Evaluating(ctx, UNFENCED).run()):
+    async with running(EvalCoordinator(ctx, UNFENCED).run()):
         await until(all_asked)
         exams = await asked.exams()
         assert {exam.seed for exam in exams[:3]} == {exams[0].seed} != {exams[3].seed}
@@ -166,7 +166,7 @@ async def test_the_next_scheduler_goes_on_with_what_has_a_result(ctx: Context, m
         file.write(b'{"job": "j-next')  # as of a process that was killed
     assert sorted(read_results(path, V)) == list(range(20))
 
-    async with running(Evaluating(ctx, UNFENCED).run()):
+    async with running(EvalCoordinator(ctx, UNFENCED).run()):
 
         async def rest_asked() -> bool:
             return [exam.index for exam in await asked.exams()] == [20, 21, 22, 23]
@@ -198,7 +198,7 @@ async def test_exams_name_the_version_of_the_checkpoint_that_was_kept(ctx: Conte
     one = {"evaluation": {"episodes": 1}, "start": {"from": "j-other00000@40"}}
     asked = await started(ctx, "j-kept000000", **one)
     broken = await started(ctx, "j-lost000000", **one)
-    async with running(Evaluating(ctx, UNFENCED).run()):
+    async with running(EvalCoordinator(ctx, UNFENCED).run()):
 
         async def both() -> bool:
             over = (await ctx.store.job(broken.job)).state == JobState.FAILED
@@ -217,7 +217,7 @@ async def test_exams_name_the_version_of_the_checkpoint_that_was_kept(ctx: Conte
 
 async def test_job_whose_episodes_fail_says_why_and_ends(ctx: Context) -> None:
     asked = await started(ctx, "j-failing000", evaluation={"episodes": 100})
-    async with running(Evaluating(ctx, UNFENCED).run()):
+    async with running(EvalCoordinator(ctx, UNFENCED).run()):
 
         async def all_asked() -> bool:
             return len(await asked.exams()) == 100
@@ -240,7 +240,7 @@ async def test_job_whose_episodes_fail_says_why_and_ends(ctx: Context) -> None:
 async def test_results_that_cannot_be_read_end_the_job_and_not_the_scheduler(ctx: Context) -> None:
     (ctx.settings.data_dir / "jobs" / "j-unread0000" / "results.jsonl").mkdir(parents=True)
     asked = await started(ctx, "j-unread0000")
-    async with running(Evaluating(ctx, UNFENCED).run()):
+    async with running(EvalCoordinator(ctx, UNFENCED).run()):
 
         async def over() -> bool:
             return (await ctx.store.job(asked.job)).state == JobState.FAILED

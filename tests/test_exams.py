@@ -27,7 +27,7 @@ from opentinker.shared.messaging.subjects import EXAM, EXAM_RESULT
 from opentinker.shared.spec import JobSpec
 from opentinker.shared.state.store import Store
 from opentinker.shared.types.core import Ending, Message, WeightVersion
-from opentinker.shared.types.evaluation import Exam, ExamResult
+from opentinker.shared.types.evaluation import EvalEpisode, EvalResult
 from tests.cluster import toy_cluster, undocumented
 from tests.conftest import soon, until
 from tests.factories import make_spec, make_trajectory
@@ -43,16 +43,16 @@ class Exams(Bench):
     async def ask(self, *versions: WeightVersion) -> None:
         self.spec = make_spec(validation={"every": 1, "transcripts": 1})
         await self.issue(0)
-        self.results: list[ExamResult] = []
+        self.results: list[EvalResult] = []
         for index, version in enumerate(versions):
-            exam = Exam(job=self.job, version=version, index=index, seed=index)
+            exam = EvalEpisode(job=self.job, version=version, index=index, seed=index)
             await self.bus.publish(EXAM, exam, f"{self.job}/{index}", job=self.job)
 
-    async def hear(self, noun: ExamResult) -> Any:
-        from opentinker.shared.types.evaluation import Seen
+    async def hear(self, noun: EvalResult) -> Any:
+        from opentinker.shared.types.evaluation import EvalAck
 
         self.results.append(noun)
-        return Seen(wanted=True)
+        return EvalAck(wanted=True)
 
     async def left(self) -> int:
         return await self.bus.count("EXAMS", EXAM.at(job=self.job))
@@ -75,7 +75,7 @@ async def test_exam_waits_for_its_version_and_is_dropped_when_it_is_past(exams: 
         await until(lambda: len(exams.results) == 1)
         engine.version = V(1, 1)
         await until(lambda: len(exams.results) == 2)
-        past = Exam(job=exams.job, version=V(1, 0), index=9, seed=0)
+        past = EvalEpisode(job=exams.job, version=V(1, 0), index=9, seed=0)
         await exams.bus.publish(EXAM, past, f"{exams.job}/9", job=exams.job)
 
         async def done() -> bool:
@@ -121,7 +121,7 @@ async def test_exams_that_come_while_the_version_is_lacking_are_left_to_others(
     serving = await exams.bus.serve(EXAM_RESULT, exams.hear, job=exams.job)
     async with running(_forever(exams, engine)):
         await until(given_back)
-        exam = Exam(job=exams.job, version=V(1, 0), index=1, seed=1)
+        exam = EvalEpisode(job=exams.job, version=V(1, 0), index=1, seed=1)
         await exams.bus.publish(EXAM, exam, f"{exams.job}/1", job=exams.job)
         assert await delivered() == 1
         engine.version = V(1, 0)

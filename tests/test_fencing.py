@@ -16,11 +16,11 @@ from typing import Any
 
 import pytest
 
-from opentinker.services.scheduler.artifacts.archiver import Keeping
+from opentinker.services.scheduler.artifacts.archiver import Archiver
 from opentinker.services.scheduler.artifacts.store import DirectoryStore
-from opentinker.services.scheduler.jobs.cleanup import Clearing
+from opentinker.services.scheduler.jobs.cleanup import JobCleaner
 from opentinker.shared.runtime.service import Context
-from opentinker.shared.state.artifacts import ArtifactIndex, Kept
+from opentinker.shared.state.artifacts import ArtifactEntry, ArtifactIndex
 from opentinker.shared.state.store import Store
 from opentinker.shared.state.usage import Usage
 from opentinker.shared.types.core import JobState
@@ -134,7 +134,7 @@ def files_of(ctx: Context) -> dict[str, str]:
 
 async def whole(ctx: Context, job: str) -> dict[int, int]:
     """Epoch by step of what the index says is kept, all of whose files are in the store, and nothing else is there."""
-    keeping = Keeping(ctx)
+    keeping = Archiver(ctx)
     index, found, places = await keeping.index.of(job), dict[int, int](), set[str]()
     for kept in index.values():
         manifest = kept.manifest
@@ -160,7 +160,7 @@ def sweep(ctx: Context, job: str, step: int) -> None:
     directory.rmdir()
 
 
-async def twice(keeping: Keeping) -> None:
+async def twice(keeping: Archiver) -> None:
     for _ in range(2):
         await keeping.look()
         await keeping.put()
@@ -181,7 +181,7 @@ async def test_leader_stopped_anywhere_while_a_job_runs(
         await ctx.store.create_job(id=job, spec=spec, tenant="default")
         await ctx.store.transition(job, JobState.STARTING, epoch=1)
         write_checkpoint(ctx, job, 10, weights("ten"))
-        old = Keeping(replace(ctx, store=own), await lead(ctx.store))
+        old = Archiver(replace(ctx, store=own), await lead(ctx.store))
         await old.look()
         await old.put()
         sweep(ctx, job, 10)
@@ -192,7 +192,7 @@ async def test_leader_stopped_anywhere_while_a_job_runs(
             sweep(ctx, job, 20)
             write_checkpoint(ctx, job, 20, weights("twenty again"), epoch=2)
             write_checkpoint(ctx, job, 30, weights("thirty"), epoch=2)
-            await twice(Keeping(ctx, await lead(ctx.store)))
+            await twice(Archiver(ctx, await lead(ctx.store)))
             sweep(ctx, job, 20)
             before += [await state_of(ctx), files_of(ctx)]
 
@@ -203,7 +203,7 @@ async def test_leader_stopped_anywhere_while_a_job_runs(
         done = not before
         if not done:
             assert [await state_of(ctx), files_of(ctx)] == before, f"stopped before operation {at}"
-        await twice(Keeping(ctx, await lead(ctx.store)))
+        await twice(Archiver(ctx, await lead(ctx.store)))
         assert await whole(ctx, job) == ({20: 1} if done else {30: 2}), f"stopped before operation {at}"
         assert list((ctx.settings.data_dir / "staged").iterdir()) == []
         await ctx.store.transition(job, JobState.CANCELLED, epoch=1)
@@ -229,17 +229,17 @@ async def test_leader_stopped_anywhere_when_a_job_is_over(
         (ctx.settings.data_dir / "jobs" / job / "metrics.jsonl").write_bytes(b'{"step": 1}\n')
         await ctx.store.transition(job, JobState.SUCCEEDED, epoch=1)
         await ctx.store.ended(job)
-        old = Keeping(replace(ctx, store=own), await lead(ctx.store))
+        old = Archiver(replace(ctx, store=own), await lead(ctx.store))
         await old.index.open(job)
         before: list[Any] = []
 
         async def meanwhile(job: str = job, before: list[Any] = before) -> None:
-            leader = Keeping(ctx, await lead(ctx.store))
+            leader = Archiver(ctx, await lead(ctx.store))
             await twice(leader)
             await twice(leader)
             before += [await state_of(ctx), files_of(ctx)]
 
-        async def work(old: Keeping = old) -> None:
+        async def work(old: Archiver = old) -> None:
             await twice(old)
             await twice(old)
 
@@ -265,8 +265,8 @@ async def test_everything_a_leader_writes_of_artifacts_is_refused_from_an_earlie
     await store.create_job(id=job, spec=make_spec().model_dump(mode="json"), tenant="default")
     await store.redis.sadd("jobs:ending", job)
     earlier, now = await lead(store), await lead(store)
-    index, kept = ArtifactIndex(store.redis), Kept(path="logs.jsonl", bytes=3, created=0.0)
-    other = Kept(path=PATH, place=f"{PATH}.x", bytes=3, created=0.0)
+    index, kept = ArtifactIndex(store.redis), ArtifactEntry(path="logs.jsonl", bytes=3, created=0.0)
+    other = ArtifactEntry(path=PATH, place=f"{PATH}.x", bytes=3, created=0.0)
     writes: dict[str, Callable[[int], Awaitable[object]]] = {
         "add": lambda leader: index.add("default", job, kept, leader=leader),
         "note": lambda leader: index.note(job, kept, 0.5, leader=leader),
@@ -297,7 +297,7 @@ async def test_leader_that_wakes_opens_no_job_that_is_put_away(ctx: Context) -> 
     job = "j-cleared000"
     await ctx.store.create_job(id=job, spec=make_spec().model_dump(mode="json"), tenant="default")
     await ctx.store.transition(job, JobState.CANCELLED)
-    sleeping = Clearing(ctx, await lead(ctx.store))
+    sleeping = JobCleaner(ctx, await lead(ctx.store))
     await lead(ctx.store)
     with pytest.raises(Fenced):
         await sleeping.look()
@@ -306,7 +306,7 @@ async def test_leader_that_wakes_opens_no_job_that_is_put_away(ctx: Context) -> 
 
 async def test_place_in_the_store_is_never_used_again(ctx: Context) -> None:
     """A checkpoint that was removed, and is wanted again, gets another one; what lies staged under an old one goes."""
-    keeping = Keeping(ctx, await lead(ctx.store))
+    keeping = Archiver(ctx, await lead(ctx.store))
     job = "j-placed0000"
     await ctx.store.create_job(id=job, spec=make_spec().model_dump(mode="json"), tenant="default")
     await ctx.store.transition(job, JobState.STARTING, epoch=1)

@@ -13,8 +13,8 @@ import pytest
 
 from opentinker.local.embedded import nats_binary
 from opentinker.local.server_users import Access, WebSocket
-from opentinker.services.scheduler.streams.disconnect import HangingUp
-from opentinker.services.scheduler.streams.nats_auth import Callout
+from opentinker.services.scheduler.streams.disconnect import StreamDisconnector
+from opentinker.services.scheduler.streams.nats_auth import NatsAuthCallout
 from opentinker.shared.messaging.permissions import SYSTEM
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.security.key_text import digest_of, new_key, parse
@@ -251,8 +251,8 @@ async def test_connection_to_another_server_of_a_cluster_is_closed(
     )
     async with (
         guarded_context(here, valkey_server, store, tmp_path / "data", streams=False) as ctx,
-        running(Callout(ctx).run()),
-        running(HangingUp(ctx).run()),
+        running(NatsAuthCallout(ctx).run()),
+        running(StreamDisconnector(ctx).run()),
         AsyncExitStack() as stack,
     ):
         for guarded in (here, there):

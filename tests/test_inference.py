@@ -21,7 +21,7 @@ from opentinker.services.rollout_worker.inference_job import InferenceJob
 from opentinker.shared.messaging.bus import Bus
 from opentinker.shared.messaging.streaming import ask
 from opentinker.shared.messaging.subjects import GENERATE
-from opentinker.shared.openai.inference import Ask, Piece
+from opentinker.shared.openai.inference import GenerateChunk, GenerateRequest
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.state.store import Store
 from opentinker.shared.types.core import JobState, Message
@@ -443,9 +443,11 @@ async def test_requests_of_a_scheduler_that_is_gone_are_given_up(site: Site, bus
     speaker = site.speakers["rollout-0"]
     speaker.gate = asyncio.Event()
     (worker,) = [w for w in await store.workers() if w.job == job]
-    question = Ask(id="q", asker="nobody", job=job, model="some/model", messages=[Message(role="user", content="?")])
+    question = GenerateRequest(
+        id="q", asker="nobody", job=job, model="some/model", messages=[Message(role="user", content="?")]
+    )
     pieces = ask(bus, GENERATE, question, silence_s=60.0, worker=worker.address)
-    waiting: asyncio.Task[Piece] = asyncio.create_task(anext(pieces))
+    waiting: asyncio.Task[GenerateChunk] = asyncio.create_task(anext(pieces))
     await until(lambda: speaker.running)
     await until(lambda: not speaker.running)
     waiting.cancel()
@@ -458,7 +460,7 @@ async def test_nothing_is_begun_when_the_job_is_over(site: Site, monkeypatch: py
 
     async def ended(over: InferenceJob) -> None:
         await end(over)
-        late = Ask(id="q", asker="nobody", job=over.lease.job, model="some/model", text="x")
+        late = GenerateRequest(id="q", asker="nobody", job=over.lease.job, model="some/model", text="x")
         async with aclosing(ask(over.bus, GENERATE, late, silence_s=WAIT_S, worker=over.address)) as pieces:
             said.set_result(await anext(pieces))
 
@@ -469,21 +471,21 @@ async def test_nothing_is_begun_when_the_job_is_over(site: Site, monkeypatch: py
 
 
 async def test_who_has_just_asked_when_the_job_ends_is_told(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    end, said = InferenceJob._end, list[tuple[str, Piece]]()
+    end, said = InferenceJob._end, list[tuple[str, GenerateChunk]]()
 
     async def ended(over: InferenceJob) -> None:
         def asks(id: str) -> None:
-            async def send(piece: Piece) -> None:
+            async def send(piece: GenerateChunk) -> None:
                 await asyncio.sleep(0)
                 said.append((id, piece))
 
-            over._begin(Ask(id=id, asker="nobody", job=over.lease.job, model="some/model", text="x"), send)
+            over._begin(GenerateRequest(id=id, asker="nobody", job=over.lease.job, model="some/model", text="x"), send)
 
         asks("not yet begun")
         over.over = True
         asks("being refused")
         await end(over)
-        said.append(("after", Piece(seq=0)))
+        said.append(("after", GenerateChunk(seq=0)))
 
     monkeypatch.setattr(InferenceJob, "_end", ended)
     await site.client.cancel(await site.job())

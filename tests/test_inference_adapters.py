@@ -22,8 +22,8 @@ from opentinker.client import ApiError, AsyncClient
 from opentinker.services.rollout_worker.run_lease import run_lease
 from opentinker.services.rollout_worker.service import make_engine
 from opentinker.services.scheduler.artifacts.archiver import used_by
-from opentinker.services.scheduler.inference.router import Replicas
-from opentinker.shared.openai.inference import Ask
+from opentinker.services.scheduler.inference.router import InferenceRouter
+from opentinker.shared.openai.inference import GenerateRequest
 from opentinker.shared.runtime.leased_worker import LeasedWorker
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.spec import JobSpec, parse_spec
@@ -177,11 +177,13 @@ async def test_a_job_that_has_slept_and_a_second_worker_have_its_adapters_too(
 def test_workers_are_chosen_by_model_and_beginning() -> None:
     """The same for the same; with another model the cached tokens of this one are of no use."""
     nothing: Any = SimpleNamespace(worker="scheduler-0", store=None)
-    replicas = Replicas(nothing)
+    replicas = InferenceRouter(nothing)
     workers = [WorkerInfo(id=i, incarnation="", pool=Pool.ROLLOUT, host="", pid=1, address=f"a-{i}") for i in "xyz"]
 
     def chosen(model: str) -> str:
-        ask = Ask(id="q", asker="s", job="j", model=model, messages=[Message(role="user", content="Hello?")])
+        ask = GenerateRequest(
+            id="q", asker="s", job="j", model=model, messages=[Message(role="user", content="Hello?")]
+        )
         return replicas._best(workers, ask).id
 
     assert all(len({chosen(name) for _ in range(5)}) == 1 for name in ("maths", "code"))

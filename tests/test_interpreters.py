@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from uv import find_uv_bin
 
-from opentinker.envs.runtime.child_pool import Host
+from opentinker.envs.runtime.child_pool import ChildPool
 from opentinker.envs.runtime.interpreters import Interpreters
 from opentinker.envs.runtime.resolver import Resolver
 from opentinker.envs.runtime.sessions import Sessions
@@ -27,7 +27,7 @@ class Worker:
     """The sessions of an env worker whose environments have interpreters of their own."""
 
     def __init__(self, **paths: Path) -> None:
-        self.host = Host(children=1, per_child=8, modules=False, interpreters=Interpreters(paths))
+        self.host = ChildPool(children=1, per_child=8, modules=False, interpreters=Interpreters(paths))
         self.resolver = Resolver(modules=False)
         self.sessions = Sessions("w", limit=8, resolver=self.resolver, host=self.host)
 
@@ -82,7 +82,7 @@ async def test_what_another_interpreter_plays_costs_what_it_says(tmp_path: Path)
     python.write_text(f'#!/bin/sh\nPYTHONPATH="$PYTHONPATH:{os.getcwd()}" exec {sys.executable} "$@"\n')
     python.chmod(0o755)
     costly = "tests.env_samples:Costly"
-    host = Host(children=1, per_child=8, modules=True, interpreters=Interpreters({costly: python}))
+    host = ChildPool(children=1, per_child=8, modules=True, interpreters=Interpreters({costly: python}))
     worker = Worker()
     worker.host, worker.sessions = host, Sessions("w", limit=8, resolver=Resolver(modules=True), host=host)
     try:

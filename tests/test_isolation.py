@@ -21,7 +21,7 @@ import pytest
 import uvloop
 
 from opentinker.envs.runtime import child_process, fair_queue
-from opentinker.envs.runtime.child_pool import Host
+from opentinker.envs.runtime.child_pool import ChildPool
 from opentinker.envs.runtime.packages import Packages
 from opentinker.envs.runtime.resolver import Resolver
 from opentinker.envs.runtime.sandboxes import Sandboxes
@@ -50,7 +50,7 @@ class Worker:
     def __init__(self, settings: Settings, sandboxes: Sandboxes) -> None:
         self.data = settings.data_dir
         self.sandboxes = sandboxes
-        self.host = Host(children=3, per_child=4, modules=settings.env_modules, sandboxes=sandboxes)
+        self.host = ChildPool(children=3, per_child=4, modules=settings.env_modules, sandboxes=sandboxes)
         self.sessions = Sessions("w", limit=20, resolver=Resolver(modules=settings.env_modules), host=self.host)
         self.isolation: Literal["process", "sandbox"] = "sandbox"
         self._count = 0
@@ -220,7 +220,7 @@ async def test_who_waits_for_a_child_gets_one_in_the_end(worker: Worker, monkeyp
 
 
 def test_who_stops_asking_does_not_wait() -> None:
-    waiting = fair_queue.Turns()
+    waiting = fair_queue.FairQueue()
     waiting.refused("a", 0.0)
     assert waiting.due(fair_queue.TURN_S - 1) is None
     for now in range(0, 20, 4):

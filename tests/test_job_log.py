@@ -113,17 +113,17 @@ async def test_only_the_scheduler_that_leads_writes_leases(store: Store) -> None
     for refused in (
         store.grant(lease, leader=first),
         store.revoke("w", leader=first),
-        store.leave_lease(lease, leader=first),
+        store.start_drain(lease, leader=first),
         store.transition(id, JobState.STARTING, epoch=1, leader=first, leases=[lease]),
         store.transition(id, JobState.FAILED, leader=first),
         store.update(id, leader=first, event="trainer_lost"),
         store.update(id, leader=first, event="exam_failed", failure=True),
-        store.refuse_unless_leads(first),
+        store.require_leadership(first),
     ):
         with pytest.raises(Fenced, match="another scheduler leads"):
             await refused
     assert await store.leases() == [] and (await store.job(id)).state == JobState.QUEUED
-    await store.refuse_unless_leads(second)
+    await store.require_leadership(second)
     await store.update(id, leader=second, event="exam_failed", failure=True, detail={"episode": 3})
     assert [failure["episode"] for failure in await store.failures(id, 10)] == [3]
     await store.transition(id, JobState.STARTING, epoch=1, leader=second, leases=[lease])

@@ -12,14 +12,14 @@ from typing import Any
 import msgspec
 import pytest
 
-from opentinker.envs.runtime.child_pool import Host
+from opentinker.envs.runtime.child_pool import ChildPool
 from opentinker.envs.runtime.resolver import Resolver
 from opentinker.envs.runtime.sessions import Sessions
 from opentinker.envs.runtime.tools import functions
 from opentinker.envs.runtime.tools.errors import NoTools
 from opentinker.envs.runtime.tools.python_monty import Interpreters
-from opentinker.envs.runtime.tools.refcounted_pool import Lending
-from opentinker.envs.runtime.tools.tool_factory import Shop, Tools
+from opentinker.envs.runtime.tools.refcounted_pool import RefcountedPool
+from opentinker.envs.runtime.tools.tool_factory import ToolFactory, Tools
 from opentinker.envs.tools import RESULT_BYTES, Offered, Outcome, perform
 from opentinker.shared.config import Settings
 from opentinker.shared.types.core import Ending, Message, StopReason, ToolCall
@@ -37,10 +37,10 @@ SETTINGS = Settings(env_modules=True, env_tool_commands=True, sandbox_memory_mb=
 
 
 @pytest.fixture
-async def shop(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Shop]:
+async def shop(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[ToolFactory]:
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [os.getcwd(), *sys.path])))
     tool_samples.LET_GO.clear()
-    shop = Shop(SETTINGS)
+    shop = ToolFactory(SETTINGS)
     yield shop
     tool_samples.LET_GO.set()
     await shop.close()
@@ -58,7 +58,7 @@ async def said(tools: Tools, code: str) -> str:
 # --- programs -----------------------------------------------------------------------------------------------------
 
 
-async def test_monty_says_what_is_printed_and_the_last_value_and_keeps_variables(shop: Shop) -> None:
+async def test_monty_says_what_is_printed_and_the_last_value_and_keeps_variables(shop: ToolFactory) -> None:
     tools, other = await shop.open("j", [MONTY]), await shop.open("j", [MONTY])
     assert await said(tools, "x = 20\nprint('hello')\nx + 1") == "hello\n21"
     assert await said(tools, "x *= 2\nx") == "40"
@@ -70,7 +70,7 @@ async def test_monty_says_what_is_printed_and_the_last_value_and_keeps_variables
     await other.close()
 
 
-async def test_monty_has_the_modules_that_its_description_names(shop: Shop) -> None:
+async def test_monty_has_the_modules_that_its_description_names(shop: ToolFactory) -> None:
     tools = await shop.open("j", [MONTY])
     named = [
         *["math", "re", "json", "random", "datetime", "itertools", "functools"],
@@ -86,7 +86,7 @@ async def test_monty_has_the_modules_that_its_description_names(shop: Shop) -> N
     await tools.close()
 
 
-async def test_episodes_take_turns_at_fewer_interpreters_and_keep_their_variables(shop: Shop) -> None:
+async def test_episodes_take_turns_at_fewer_interpreters_and_keep_their_variables(shop: ToolFactory) -> None:
     many = [await shop.open("j", [MONTY]) for _ in range(2 * (os.cpu_count() or 1) + 1)]
     for turn in range(3):
         answers = await asyncio.gather(*(said(tools, f"x = {n + turn}") for n, tools in enumerate(many)))
@@ -99,7 +99,9 @@ async def test_episodes_take_turns_at_fewer_interpreters_and_keep_their_variable
     back()
 
 
-async def test_what_a_program_may_ask_its_host_is_its_own_and_not_that_of_the_programs_before(shop: Shop) -> None:
+async def test_what_a_program_may_ask_its_host_is_its_own_and_not_that_of_the_programs_before(
+    shop: ToolFactory,
+) -> None:
     tools = await shop.open("j", [MONTY])
     asks = "n = 0\nfor _ in range({}):\n    try: missing\n    except NameError: n += 1\nprint(n)"
     for _ in range(3):
@@ -109,7 +111,7 @@ async def test_what_a_program_may_ask_its_host_is_its_own_and_not_that_of_the_pr
     await tools.close()
 
 
-async def test_a_call_that_nobody_waits_for_any_more_leaves_the_variables_as_they_were(shop: Shop) -> None:
+async def test_a_call_that_nobody_waits_for_any_more_leaves_the_variables_as_they_were(shop: ToolFactory) -> None:
     tools = await shop.open("j", [{**MONTY, "timeout_s": 60.0}])
     assert await said(tools, "x = 1\nx") == "1"
     interpreters, back = await shop._interpreters.borrow("monty", Interpreters.open)
@@ -139,7 +141,7 @@ ATTACKS = {
 }
 
 
-async def test_what_hostile_programs_try_in_monty_ends_with_them(shop: Shop) -> None:
+async def test_what_hostile_programs_try_in_monty_ends_with_them(shop: ToolFactory) -> None:
     tools = await shop.open("j", [MONTY])
     for program, error in ATTACKS.items():
         outcome = await use(tools, "python", code=program)
@@ -149,7 +151,7 @@ async def test_what_hostile_programs_try_in_monty_ends_with_them(shop: Shop) -> 
     await tools.close()
 
 
-async def test_variables_that_take_too_much_are_not_kept(shop: Shop) -> None:
+async def test_variables_that_take_too_much_are_not_kept(shop: ToolFactory) -> None:
     tools = await shop.open("j", [MONTY])
     assert "are forgotten" in await said(tools, "x = 'a' * 3000000\n1")
     assert "NameError" in await said(tools, "x")
@@ -158,7 +160,7 @@ async def test_variables_that_take_too_much_are_not_kept(shop: Shop) -> None:
     await tools.close()
 
 
-async def test_the_sandbox_has_numpy_and_sympy_and_forgets_everything(shop: Shop) -> None:
+async def test_the_sandbox_has_numpy_and_sympy_and_forgets_everything(shop: ToolFactory) -> None:
     tools = await shop.open("j", [SANDBOX])
     assert await said(tools, "import sympy\nx = sympy.Symbol('x')\nprint(sympy.solve(x**2 - 4))\n3") == "[-2, 2]\n3\n"
     assert await said(tools, "import numpy\nnumpy.ones(3).sum()") == "np.float64(3.0)\n"
@@ -183,7 +185,7 @@ SANDBOX_ATTACKS = {
 }
 
 
-async def test_what_hostile_programs_try_in_the_sandbox_ends_with_them(shop: Shop) -> None:
+async def test_what_hostile_programs_try_in_the_sandbox_ends_with_them(shop: ToolFactory) -> None:
     tools = await shop.open("j", [SANDBOX])
     for program, error in SANDBOX_ATTACKS.items():
         outcome = await use(tools, "python", code=program)
@@ -198,7 +200,7 @@ async def test_what_hostile_programs_try_in_the_sandbox_ends_with_them(shop: Sho
     await tools.close()
 
 
-async def test_a_program_that_says_it_has_ended_harms_itself_alone(shop: Shop) -> None:
+async def test_a_program_that_says_it_has_ended_harms_itself_alone(shop: ToolFactory) -> None:
     tools = await shop.open("j", [SANDBOX])
     early = "import os, time\nprint('first', flush=True)\nos.write(3, b'\\1')\ntime.sleep(1000)\nprint('second')"
     outcome = await use(tools, "python", code=early)
@@ -214,7 +216,7 @@ async def test_a_program_that_says_it_has_ended_harms_itself_alone(shop: Shop) -
     await tools.close()
 
 
-async def test_a_program_that_kills_its_interpreter_has_failed_and_the_next_one_runs(shop: Shop) -> None:
+async def test_a_program_that_kills_its_interpreter_has_failed_and_the_next_one_runs(shop: ToolFactory) -> None:
     tools = await shop.open("j", [SANDBOX])
     for program in ("import os\nos.kill(os.getppid(), 9)", "import os\nos.kill(-1, 9)"):
         killed = await use(tools, "python", code=program)
@@ -224,7 +226,7 @@ async def test_a_program_that_kills_its_interpreter_has_failed_and_the_next_one_
 
 
 async def test_without_a_sandbox_there_is_no_tool_and_nothing_in_its_place() -> None:
-    shop = Shop(Settings(sandbox_bwrap="/nowhere/bwrap"))
+    shop = ToolFactory(Settings(sandbox_bwrap="/nowhere/bwrap"))
     (mistake,) = await shop.check([SANDBOX])
     assert mistake["field"] == "environment.tools.0.backend"
     assert "no program here" in mistake["problem"]
@@ -239,7 +241,7 @@ async def test_without_a_sandbox_there_is_no_tool_and_nothing_in_its_place() -> 
 
 
 @pytest.mark.slow
-async def test_an_mcp_server_is_an_episode_s_own_unless_it_is_shared(shop: Shop) -> None:
+async def test_an_mcp_server_is_an_episode_s_own_unless_it_is_shared(shop: ToolFactory) -> None:
     first, second = await shop.open("j", [MCP]), await shop.open("j", [MCP])
     assert [one.tool.name for one in first.offered] == ["keep", "die", "fail", "variables"]
     assert first.offered[0].tool.parameters["properties"]["word"]["type"] == "string"
@@ -258,7 +260,7 @@ async def test_an_mcp_server_is_an_episode_s_own_unless_it_is_shared(shop: Shop)
     await asyncio.gather(first.close(), second.close())
 
 
-async def test_calls_of_a_server_that_is_gone_are_errors_and_the_next_episode_gets_a_new_one(shop: Shop) -> None:
+async def test_calls_of_a_server_that_is_gone_are_errors_and_the_next_episode_gets_a_new_one(shop: ToolFactory) -> None:
     shared = {**MCP, "shared": True}
     tools = await shop.open("j", [shared])
     dead = await use(tools, "die")
@@ -278,7 +280,7 @@ async def test_calls_of_a_server_that_is_gone_are_errors_and_the_next_episode_ge
 
 
 @pytest.mark.slow
-async def test_a_server_that_cannot_be_started_fails_the_episode_and_says_why(shop: Shop) -> None:
+async def test_a_server_that_cannot_be_started_fails_the_episode_and_says_why(shop: ToolFactory) -> None:
     with pytest.raises(NoTools, match="No such file"):
         await shop.open("j", [{**MCP, "command": ["/nowhere/server"]}])
     with pytest.raises(NoTools, match=r"cannot be used.*no licence"):
@@ -288,7 +290,9 @@ async def test_a_server_that_cannot_be_started_fails_the_episode_and_says_why(sh
 
 
 @pytest.mark.slow
-async def test_a_server_over_http_is_reached_through_the_guard(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_server_over_http_is_reached_through_the_guard(
+    shop: ToolFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
     port = free_port()
     process = await asyncio.create_subprocess_exec(sys.executable, "-m", "tests.tool_samples", str(port))
     try:
@@ -313,7 +317,7 @@ def _listens(port: int) -> bool:
         return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
-async def test_functions_are_tools_and_a_stuck_one_holds_up_nobody(shop: Shop) -> None:
+async def test_functions_are_tools_and_a_stuck_one_holds_up_nobody(shop: ToolFactory) -> None:
     tools = await shop.open("j", [FUNCTIONS, STUCK])
     assert [one.tool.name for one in tools.offered] == ["double", "slowly", "stuck"]
     assert (await use(tools, "double", number=21)).text == "42"
@@ -322,7 +326,7 @@ async def test_functions_are_tools_and_a_stuck_one_holds_up_nobody(shop: Shop) -
     await tools.close()
 
 
-async def test_whatever_a_function_does_is_an_observation_and_one_that_goes_on_is_left_alone(shop: Shop) -> None:
+async def test_whatever_a_function_does_is_an_observation_and_one_that_goes_on_is_left_alone(shop: ToolFactory) -> None:
     hostile = {**FUNCTIONS, "module": "tests.tool_samples:HOSTILE"}
     stubborn = {**STUCK, "module": "tests.tool_samples:stubborn"}
     tools = await shop.open("j", [hostile, stubborn])
@@ -348,8 +352,8 @@ async def test_whatever_a_function_does_is_an_observation_and_one_that_goes_on_i
     await again.close()
 
 
-async def test_what_the_operator_has_not_allowed_or_is_not_there_is_a_mistake_of_the_spec(shop: Shop) -> None:
-    strict = Shop(Settings())
+async def test_what_the_operator_has_not_allowed_or_is_not_there_is_a_mistake_of_the_spec(shop: ToolFactory) -> None:
+    strict = ToolFactory(Settings())
     found = await strict.check([MCP, FUNCTIONS, MONTY])
     assert [(one["field"], "operator setting" in one["problem"]) for one in found] == [
         ("environment.tools.0.command", True),
@@ -381,7 +385,7 @@ async def test_a_thing_is_made_once_kept_for_a_while_and_made_anew_when_broken()
         made.append(Thing())
         return made[-1]
 
-    lending: Lending[Thing] = Lending(linger_s=0.01)
+    lending: RefcountedPool[Thing] = RefcountedPool(linger_s=0.01)
     (first, back), (second, back_too) = await asyncio.gather(lending.borrow("k", make), lending.borrow("k", make))
     assert first is second and len(made) == 1
     first.broken = True
@@ -419,9 +423,9 @@ def run(code: str, id: str = "c") -> ToolCall:
 
 
 @pytest.fixture
-async def sessions(shop: Shop) -> AsyncIterator[Sessions]:
+async def sessions(shop: ToolFactory) -> AsyncIterator[Sessions]:
     env_samples.Counting.calls.clear()
-    host = Host(children=1, per_child=2, modules=True)
+    host = ChildPool(children=1, per_child=2, modules=True)
     sessions = Sessions("w", limit=8, resolver=Resolver(modules=True), host=host, shop=shop)
     yield sessions
     await sessions.drain(0.01)
@@ -489,7 +493,7 @@ async def test_two_tools_of_one_name_fail_the_episode(sessions: Sessions) -> Non
 
 
 @pytest.mark.slow
-async def test_the_session_of_an_episode_that_ends_gives_its_tools_back(sessions: Sessions, shop: Shop) -> None:
+async def test_the_session_of_an_episode_that_ends_gives_its_tools_back(sessions: Sessions, shop: ToolFactory) -> None:
     opened = await sessions.open(with_tools(MCP, turns=1))
     assert opened.failure is None
     done = await sessions.step(step(0))

@@ -15,11 +15,11 @@ import orjson
 import pytest
 
 from opentinker.services.scheduler.artifacts import checkpoint_dir
-from opentinker.services.scheduler.artifacts.archiver import Keeping
-from opentinker.services.scheduler.artifacts.checkpoint_dir import Held
+from opentinker.services.scheduler.artifacts.archiver import Archiver
+from opentinker.services.scheduler.artifacts.checkpoint_dir import CheckpointView
 from opentinker.services.scheduler.artifacts.checkpoint_metrics import Measured
 from opentinker.services.scheduler.artifacts.retention import Rule
-from opentinker.services.scheduler.artifacts.store import DirectoryStore, StoreAway
+from opentinker.services.scheduler.artifacts.store import DirectoryStore, StoreUnavailable
 from opentinker.shared.messaging.bus import NoReply
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.state.store import Store
@@ -70,12 +70,12 @@ def staged(ctx: Context, job: str) -> Path:
     return place
 
 
-async def size_of(keeping: Keeping, job: str, name: str = "model.safetensors") -> int | None:
+async def size_of(keeping: Archiver, job: str, name: str = "model.safetensors") -> int | None:
     """In the store."""
     return await keeping.artifacts.store.stat(f"default/{job}/{(await keeping.index.of(job))[PATH].at}/{name}")
 
 
-async def tar_of(keeping: Keeping, job: JobRecord, first: int = 0) -> tuple[str, bytes]:
+async def tar_of(keeping: Archiver, job: JobRecord, first: int = 0) -> tuple[str, bytes]:
     archive = await checkpoint_dir.open_archive(await keeping.artifacts.checkpoints(job), 10, everything=True)
     try:
         return archive.etag, b"".join([chunk async for chunk in archive.chunks(first, archive.size - first)])
@@ -86,7 +86,7 @@ async def tar_of(keeping: Keeping, job: JobRecord, first: int = 0) -> tuple[str,
 async def test_disk_that_refuses_costs_no_checkpoint(
     ctx: Context, apart: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    job, keeping = await begun(ctx), Keeping(ctx)
+    job, keeping = await begun(ctx), Archiver(ctx)
     await keeping.index.open(job)
     await over(ctx, job)
     home = ctx.settings.data_dir / "jobs" / job / PATH
@@ -95,7 +95,7 @@ async def test_disk_that_refuses_costs_no_checkpoint(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint_dir, "second_name", full)
+        patch.setattr(checkpoint_dir, "hard_link", full)
         for _ in range(2):
             await keeping.look()
             await keeping.put()
@@ -110,7 +110,7 @@ async def test_disk_that_refuses_costs_no_checkpoint(
 
 
 async def test_what_the_store_cannot_have_stays_where_it_is(ctx: Context, apart: None) -> None:
-    job, keeping = await begun(ctx), Keeping(ctx)
+    job, keeping = await begun(ctx), Archiver(ctx)
     home = ctx.settings.data_dir / "jobs" / job / PATH
     (home / "model.safetensors").write_bytes(b"half")
     await keeping.index.open(job)
@@ -121,7 +121,7 @@ async def test_what_the_store_cannot_have_stays_where_it_is(ctx: Context, apart:
 
 
 async def test_download_goes_on_when_the_checkpoint_has_moved_into_the_store(ctx: Context) -> None:
-    job, keeping = await record(ctx, await begun(ctx)), Keeping(ctx)
+    job, keeping = await record(ctx, await begun(ctx)), Archiver(ctx)
     before = await tar_of(keeping, job)
     await keeping.look()
     await keeping.put()
@@ -132,7 +132,7 @@ async def test_download_goes_on_when_the_checkpoint_has_moved_into_the_store(ctx
 
 @pytest.mark.parametrize("text", [b"", b"{"])
 async def test_torn_manifest_of_what_is_staged_is_staged_again(ctx: Context, text: bytes) -> None:
-    job, keeping = await begun(ctx), Keeping(ctx)
+    job, keeping = await begun(ctx), Archiver(ctx)
     await keeping.look()
     torn = staged(ctx, job)
     (torn / "manifest.json").write_bytes(text)
@@ -148,7 +148,7 @@ async def test_torn_manifest_of_what_is_staged_is_staged_again(ctx: Context, tex
 async def test_one_that_cannot_be_put_or_removed_holds_up_no_other(
     ctx: Context, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    jobs, keeping = sorted([await begun(ctx), await begun(ctx), await begun(ctx)]), Keeping(ctx)
+    jobs, keeping = sorted([await begun(ctx), await begun(ctx), await begun(ctx)]), Archiver(ctx)
     await keeping.look()
     places = [staged(ctx, job) for job in jobs]
     (places[0] / "model.safetensors").unlink()
@@ -157,7 +157,7 @@ async def test_one_that_cannot_be_put_or_removed_holds_up_no_other(
 
     async def refuses(key: str, *rest: Any) -> None:
         if key.startswith(f"default/{jobs[1]}/"):
-            raise StoreAway("not this one")
+            raise StoreUnavailable("not this one")
         await (put if rest else delete)(key, *rest)
 
     with monkeypatch.context() as patch:
@@ -183,7 +183,7 @@ async def test_one_that_cannot_be_put_or_removed_holds_up_no_other(
 async def test_history_that_does_not_answer_is_asked_again(
     ctx: Context, apart: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    job, keeping = await begun(ctx), Keeping(ctx)
+    job, keeping = await begun(ctx), Archiver(ctx)
     await keeping.look()
     await keeping.put()
     await over(ctx, job)
@@ -200,12 +200,12 @@ async def test_history_that_does_not_answer_is_asked_again(
 
 
 async def test_published_while_the_leader_puts_it(ctx: Context, monkeypatch: pytest.MonkeyPatch) -> None:
-    job, leader, publisher = await record(ctx, await begun(ctx)), Keeping(ctx), Keeping(ctx)
+    job, leader, publisher = await record(ctx, await begun(ctx)), Archiver(ctx), Archiver(ctx)
     (held,) = await publisher.artifacts.checkpoints(job)
 
     async def late(key: str, file: Path) -> None:
         await leader.put()
-        raise StoreAway(f"{file} has gone")
+        raise StoreUnavailable(f"{file} has gone")
 
     monkeypatch.setattr(publisher.artifacts.store, "put", late)
     kept = await publisher.keep(job, held)
@@ -215,7 +215,7 @@ async def test_published_while_the_leader_puts_it(ctx: Context, monkeypatch: pyt
 
 
 async def test_what_was_measured_brings_nothing_back(ctx: Context) -> None:
-    job, keeping = await begun(ctx), Keeping(ctx)
+    job, keeping = await begun(ctx), Archiver(ctx)
     await keeping.look()
     await keeping.put()
     entry = (await keeping.index.of(job))[PATH]
@@ -232,7 +232,7 @@ async def test_what_was_measured_brings_nothing_back(ctx: Context) -> None:
 
 
 async def test_what_killed_schedulers_left_is_swept(ctx: Context, monkeypatch: pytest.MonkeyPatch) -> None:
-    job, keeping, data = await begun(ctx), Keeping(ctx), ctx.settings.data_dir
+    job, keeping, data = await begun(ctx), Archiver(ctx), ctx.settings.data_dir
     checkpoint = data / "jobs" / job / PATH
     await keeping.look()
     await keeping.put()
@@ -282,7 +282,7 @@ async def judged(ctx: Context, **validation: Any) -> str:
     return job
 
 
-async def after(ctx: Context, keeping: Keeping, job: str, *steps: int, epoch: int = 1) -> list[int]:
+async def after(ctx: Context, keeping: Archiver, job: str, *steps: int, epoch: int = 1) -> list[int]:
     """Steps that are kept once the trainer has saved these, and swept them."""
     for step in steps:
         directory = write_checkpoint(ctx, job, step, FILES, epoch)
@@ -295,7 +295,7 @@ async def after(ctx: Context, keeping: Keeping, job: str, *steps: int, epoch: in
 
 
 async def test_checkpoint_whose_evaluation_is_still_to_come_stays(ctx: Context) -> None:
-    job, keeping = await judged(ctx), Keeping(ctx)
+    job, keeping = await judged(ctx), Archiver(ctx)
     assert await after(ctx, keeping, job, 10, 15, 20) == [10, 20], "15 is never evaluated"
     evaluated(ctx, job, 10, 0.9)
     assert await after(ctx, keeping, job, 30) == [10, 20, 30]
@@ -306,7 +306,7 @@ async def test_checkpoint_whose_evaluation_is_still_to_come_stays(ctx: Context) 
 
 
 async def test_checkpoint_that_will_not_be_evaluated_any_more_goes(ctx: Context) -> None:
-    job, keeping = await judged(ctx), Keeping(ctx)
+    job, keeping = await judged(ctx), Archiver(ctx)
     assert await after(ctx, keeping, job, 10, 20, 30) == [10, 20, 30]
     evaluated(ctx, job, 10)  # without the metric: none of its episodes was played
     assert await after(ctx, keeping, job) == [20, 30]
@@ -318,7 +318,7 @@ async def test_checkpoint_that_will_not_be_evaluated_any_more_goes(ctx: Context)
 
 async def test_what_was_measured_before_a_rollback_is_of_other_weights(ctx: Context) -> None:
     """The first trainer came to step 20 and was evaluated there, the second one went on from 10."""
-    job, keeping = await judged(ctx), Keeping(ctx)
+    job, keeping = await judged(ctx), Archiver(ctx)
     evaluated_at = ctx.settings.data_dir / "jobs" / job
     evaluated_at.mkdir(parents=True)
     for step, exact in ((10, 0.4), (20, 0.9)):
@@ -326,7 +326,7 @@ async def test_what_was_measured_before_a_rollback_is_of_other_weights(ctx: Cont
     directory = write_checkpoint(ctx, job, 20, FILES, epoch=2)
     manifest = msgspec.structs.replace(read_manifest(directory), resumed={1: 0, 2: 10})
     (directory / "manifest.json").write_bytes(msgspec.json.encode(manifest))
-    held = [Held(manifest, keeping.artifacts.workshop, "", here=True)]
+    held = [CheckpointView(manifest, keeping.artifacts.workshop, "", here=True)]
     rule = Rule.of((await record(ctx, job)).spec)
     (found,) = Measured().of(evaluated_at, held, rule, over=False)
     assert found.metric is None and found.awaited

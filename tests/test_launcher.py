@@ -17,7 +17,7 @@ import pytest
 from opentinker.local.embedded import shipped_conf
 from opentinker.local.server_users import Access
 from opentinker.services.scheduler.autoscaler import autoscaler
-from opentinker.services.scheduler.autoscaler.autoscaler import Launching, lacking, launcher_of
+from opentinker.services.scheduler.autoscaler.autoscaler import Autoscaler, lacking, launcher_of
 from opentinker.services.scheduler.autoscaler.base import Launched, LauncherFailed
 from opentinker.services.scheduler.autoscaler.kubernetes import KubernetesLauncher
 from opentinker.services.scheduler.autoscaler.process import ProcessLauncher
@@ -152,7 +152,7 @@ async def test_jobs_get_workers_once_and_never_more_than_there_may_be(
 ) -> None:
     await workers.start("env-0")
     launcher = FakeLauncher()
-    loop = Launching(ctx, launcher)
+    loop = Autoscaler(ctx, launcher)
     await loop.look()
     assert not launcher.all
     await new_job(store, "job-1")
@@ -164,7 +164,7 @@ async def test_jobs_get_workers_once_and_never_more_than_there_may_be(
         await new_job(store, f"job-{n}")
     await loop.look()
     assert launcher.counts() == {Pool.TRAINER: 2, Pool.ROLLOUT: 2}
-    await Launching(ctx, launcher).look()
+    await Autoscaler(ctx, launcher).look()
     assert launcher.counts() == {Pool.TRAINER: 2, Pool.ROLLOUT: 2}, "the next scheduler knows them"
 
 
@@ -176,7 +176,7 @@ async def test_job_that_waits_for_the_policy_of_another_gets_workers_when_that_o
     served = parse_spec({**spec, "start": {"from": "j-0000000000@live"}}).model_dump(mode="json")
     await store.create_job(id="j-1111111111", spec=served, tenant="default")
     launcher = FakeLauncher()
-    loop = Launching(ctx, launcher)
+    loop = Autoscaler(ctx, launcher)
     await loop.look()
     assert not launcher.all, "what it would serve has no workers"
     await new_job(store, "j-0000000000", JobState.STARTING)
@@ -190,7 +190,7 @@ async def test_what_does_not_come_up_is_ended_and_tried_again_later(
     await workers.start("env-0")
     await new_job(store, "job-1")
     launcher = FakeLauncher()
-    loop = Launching(ctx, launcher)
+    loop = Autoscaler(ctx, launcher)
     await loop.look()
     (trainer,) = (one for one in launcher.all.values() if one.pool == Pool.TRAINER)
     launcher.all[trainer.name] = Launched(trainer.name, Pool.TRAINER, trainer.since, "its process has ended")
@@ -216,7 +216,7 @@ async def test_memory_that_only_the_worker_knows_is_learned_from_the_first(
     await workers.start("env-0")
     job = await new_job(store, "job-1", resources__trainer_gpus=1, resources__gpu_memory_gb=80, train__learner="torch")
     launcher = Unknowing()
-    loop = Launching(ctx, launcher)
+    loop = Autoscaler(ctx, launcher)
     await loop.look()
     assert launcher.counts() == RL, "it may be enough"
     (name,) = (one.name for one in launcher.all.values() if one.pool == Pool.TRAINER)
@@ -243,7 +243,7 @@ async def test_what_says_nothing_is_ended(
     await workers.start("env-0")
     await new_job(store, "job-1")
     launcher = FakeLauncher()
-    loop = Launching(ctx, launcher)
+    loop = Autoscaler(ctx, launcher)
     await loop.look()
     names = sorted(launcher.all)
     loop._known = {name: since - 2000.0 for name, since in loop._known.items()}
@@ -257,7 +257,7 @@ async def test_workers_that_beat_are_not_on_their_way(ctx: Context, store: Store
     launcher = FakeLauncher()
     launcher.all["trainer-0"] = Launched("trainer-0", Pool.TRAINER, time.time())
     await workers.start("trainer-0")
-    loop = Launching(ctx, launcher)
+    loop = Autoscaler(ctx, launcher)
     await loop.look()
     assert [slot.pool for slot in loop.starting.values()] == [Pool.ROLLOUT]
 
@@ -509,7 +509,7 @@ async def test_the_loop_starts_pods_for_a_queue_and_outlives_an_api_that_is_away
     await workers.start("env-0")
     await new_job(store, "job-1")
     cluster.busy = 6
-    loop = Launching(ctx, KubernetesLauncher(cluster_settings(tmp_path, url)))
+    loop = Autoscaler(ctx, KubernetesLauncher(cluster_settings(tmp_path, url)))
     from tests.scheduling import running
 
     async with running(loop.run()):

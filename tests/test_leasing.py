@@ -12,7 +12,7 @@ import msgspec
 import pytest
 import structlog
 
-from opentinker.shared.asyncio_tools import see_through
+from opentinker.shared.asyncio_tools import finish_uncancelled
 from opentinker.shared.config import Settings
 from opentinker.shared.messaging.bus import Bus
 from opentinker.shared.messaging.subjects import WAKE
@@ -150,7 +150,7 @@ async def test_lease_that_is_taken_back_ends_when_its_work_has_ended(bench: Benc
     assert not bench.worker.ending
     lease = await bench.ctx.store.lease(bench.ctx.worker)
     assert lease is not None
-    await bench.ctx.store.leave_lease(msgspec.structs.replace(lease, leaves_by=time.time() + 600))
+    await bench.ctx.store.start_drain(msgspec.structs.replace(lease, leaves_by=time.time() + 600))
     await bench.wake()
     await until(lambda: bench.worker.ending)
     assert bench.log == [("began", "a", 1)], "it may end what it has begun"
@@ -395,7 +395,7 @@ async def held(bus: Bus, store: Store, pool: Pool, status: str) -> AsyncIterator
         async def save(lease: Lease) -> None:
             bench.worker.leftovers.append("what was half written")
             await bench.worker.status(status, job=lease.job, epoch=lease.epoch)
-            await see_through(let_go.wait())
+            await finish_uncancelled(let_go.wait())
 
         bench.behaviour = save
         await bench.grant("a", 1)

@@ -20,7 +20,7 @@ import pytest
 from opentinker.services.scheduler.http import errors as problems
 from opentinker.services.scheduler.http import rate_limit
 from opentinker.services.scheduler.http.rate_limit import HEADERS, Buckets
-from opentinker.shared.asyncio_tools import rest
+from opentinker.shared.asyncio_tools import sleep
 from opentinker.shared.config import Settings
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.security.key_text import new_key, parse
@@ -116,9 +116,9 @@ def waited(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
     async def noted(seconds: float) -> None:
         found.append(seconds)
-        await rest(seconds)
+        await sleep(seconds)
 
-    monkeypatch.setattr(rate_limit, "rest", noted)
+    monkeypatch.setattr(rate_limit, "sleep", noted)
     return found
 
 

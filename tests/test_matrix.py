@@ -27,7 +27,7 @@ from opentinker.services.scheduler.http.keys import NewKey, Rotation
 from opentinker.services.scheduler.http.openapi import Route
 from opentinker.services.scheduler.http.publishing import NewPublication
 from opentinker.services.scheduler.http.server import Api
-from opentinker.services.scheduler.inference.router import Replicas
+from opentinker.services.scheduler.inference.router import InferenceRouter
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.security.authorization import DEFAULT_TENANT, SCOPES, Action, Principal, Role, Verdict
 from opentinker.shared.security.key_text import new_key, parse
@@ -286,7 +286,7 @@ async def test_every_route_answers_whom_it_should_and_nobody_else(site: Site, st
 
 
 def test_how_many_cells_there_are(ctx: Context, figure: Figure) -> None:
-    routes = Api(ctx, auth.Gate(ctx), Gateway(ctx), Replicas(ctx)).routes
+    routes = Api(ctx, auth.AuthMiddleware(ctx), Gateway(ctx), InferenceRouter(ctx)).routes
     total = len(COLUMNS) * count(routes)
     figure(f"isolation matrix: {len(routes)} routes x {len(COLUMNS)} kinds of asker = {total} cells")
     assert len({who.name for who in COLUMNS}) == len(COLUMNS) and total > 1000
@@ -373,7 +373,7 @@ async def test_no_route_opens_but_through_authorize(site: Site, store: Store, mo
 
 
 def test_nothing_is_served_that_is_not_in_the_table(ctx: Context) -> None:
-    api = Api(ctx, auth.Gate(ctx), Gateway(ctx), Replicas(ctx))
+    api = Api(ctx, auth.AuthMiddleware(ctx), Gateway(ctx), InferenceRouter(ctx))
     served = [(route.method, route.resource.canonical) for route in api.app().router.routes() if route.resource]
     assert served == [(route.method, route.path) for route in api.routes]
     assert all(isinstance(route.action, Action) for route in api.routes)

@@ -211,7 +211,7 @@ async def test_who_ends_its_streams_at_once_is_not_asked_for_the_next_one_at_onc
         await asyncio.get_running_loop().run_in_executor(None, lambda: None)
 
     enough = asyncio.Event()
-    monkeypatch.setattr(mcp_http, "rest", paused)
+    monkeypatch.setattr(mcp_http, "sleep", paused)
     async with over_http("", monkeypatch) as (one, _):
         await soon(enough.wait())
         assert len(one.streams) <= len(pauses)

@@ -16,7 +16,7 @@ import pytest
 from opentinker.envs.adapters import browser_pool, miniwob_page
 from opentinker.envs.adapters.library import Illegal
 from opentinker.envs.registry import check
-from opentinker.envs.runtime.child_pool import Host
+from opentinker.envs.runtime.child_pool import ChildPool
 from opentinker.envs.runtime.child_process import Plain
 from opentinker.envs.runtime.resolver import Resolver
 from opentinker.envs.runtime.sessions import Sessions
@@ -302,7 +302,7 @@ def short(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["its process dies", "its host kills it", "the worker ends"])
 async def test_no_browser_outlives_the_process_that_plays(how: str, short: Path) -> None:
-    host = Host(children=1, per_child=2, modules=False)
+    host = ChildPool(children=1, per_child=2, modules=False)
     sessions = Sessions("w", limit=99, resolver=Resolver(modules=False), host=host)
     config = {"tasks": ["click-test"]}
     opening = OpenSession(job="j", session="s", environment="miniwob", config=config, row=0, seed=0, deadline_s=300,

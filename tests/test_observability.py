@@ -26,7 +26,7 @@ from opentinker.envs.runtime import sessions as _env_worker  # noqa: F401 - what
 from opentinker.local.embedded import nats_binary
 from opentinker.local.server_users import Access, WebSocket
 from opentinker.services.scheduler import service as _scheduler  # noqa: F401
-from opentinker.shared.asyncio_tools import rest
+from opentinker.shared.asyncio_tools import sleep
 from opentinker.shared.config import Settings
 from opentinker.shared.messaging import asyncapi
 from opentinker.shared.messaging.bus import Bus
@@ -193,7 +193,7 @@ async def talking(bus: Bus, job: str) -> AsyncIterator[None]:
             await bus.emit(METRIC, point, job=job, source="trainer")
             await bus.flush()
             seq += 1
-            await rest(0.05)  # nats-py may swallow a cancellation on Python 3.11
+            await sleep(0.05)  # nats-py may swallow a cancellation on Python 3.11
 
     task = asyncio.create_task(talk())
     try:

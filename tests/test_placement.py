@@ -21,11 +21,11 @@ from opentinker.services.scheduler.placement.types import (
     Need,
     Plan,
     Preempt,
+    Reclaim,
     Requeue,
     Rules,
     Sleep,
     Start,
-    TakeBack,
     View,
 )
 from opentinker.shared.config import TenantLimits
@@ -151,11 +151,11 @@ def test_quotas_of_jobs_workers_and_seconds() -> None:
 def test_what_is_lent_is_taken_back_from_who_has_most_and_kept_for_the_job() -> None:
     wide = held("w", "trainer-0", "rollout-0", "rollout-1", "rollout-2", most=3)
     found = planned(wide, job("n"), trainers=2, rollouts=3)
-    assert [type(decision) for decision in found.decisions] == [TakeBack]
+    assert [type(decision) for decision in found.decisions] == [Reclaim]
     leaving = (wide[0], [*wide[1][:3], Held("rollout-2", "w", ROLLOUT, leaving=True)])
     assert planned(leaving, job("n"), trainers=2, rollouts=3).decisions == [], "it is on its way"
     late = job("late", created=NOW, needs={ROLLOUT: 1})
-    assert TakeBack("w", "rollout-1", "late") in planned(leaving, job("n"), late, trainers=2, rollouts=3).decisions
+    assert Reclaim("w", "rollout-1", "late") in planned(leaving, job("n"), late, trainers=2, rollouts=3).decisions
 
 
 def test_left_over_rollout_workers_are_lent_evenly_and_within_quotas() -> None:
@@ -255,7 +255,7 @@ def test_only_what_has_gpus_is_taken_back_interrupted_and_kept_for_who_needs_the
     gpus = {"rollout-1": Gpus((80,)), "trainer-1": Gpus((80,))}
     wide = held("w", "trainer-0", "rollout-0", "rollout-1", "rollout-2", most=3)
     wants = job("wants", needs={ROLLOUT: 1}, gpus={ROLLOUT: Need(1)})
-    assert planned(wide, wants, trainers=1, rollouts=3, gpus=gpus).decisions == [TakeBack("w", "rollout-1", "wants")]
+    assert planned(wide, wants, trainers=1, rollouts=3, gpus=gpus).decisions == [Reclaim("w", "rollout-1", "wants")]
 
     low = held("low", "trainer-0", needs={TRAINER: 1}, priority=-2)
     other = held("other", "trainer-1", needs={TRAINER: 1}, priority=-1)
@@ -353,14 +353,14 @@ def test_what_is_lent_and_owed_to_who_waits_longer_stays_where_it_is() -> None:
             kinds[type(decision).__name__] += 1
             if isinstance(decision, AddWorker):
                 leases = [*leases, Held(decision.worker, decision.job, decision.pool)]
-            elif isinstance(decision, TakeBack):
+            elif isinstance(decision, Reclaim):
                 leases = [lease for lease in leases if lease.worker != decision.worker]
     assert kinds == {"AddWorker": 4}, "what is kept is lent once"
     found = planned((elastic, [*leases, Held("rollout-5", "e", ROLLOUT)]), *queue, trainers=1, rollouts=6)
-    assert [(d.job, d.wanted_by) for d in found.decisions if isinstance(d, TakeBack)] == [("e", "small")]
+    assert [(d.job, d.wanted_by) for d in found.decisions if isinstance(d, Reclaim)] == [("e", "small")]
     found = planned((elastic, leases), *queue, trainers=2, rollouts=5)
-    assert {d.wanted_by for d in found.decisions if isinstance(d, TakeBack)} == {"large"}
-    assert sum(isinstance(d, TakeBack) for d in found.decisions) == 4, "with a trainer it comes to who waits longer"
+    assert {d.wanted_by for d in found.decisions if isinstance(d, Reclaim)} == {"large"}
+    assert sum(isinstance(d, Reclaim) for d in found.decisions) == 4, "with a trainer it comes to who waits longer"
 
 
 def test_what_is_owed_comes_back_where_a_quota_has_no_room_for_it() -> None:
@@ -370,7 +370,7 @@ def test_what_is_owed_comes_back_where_a_quota_has_no_room_for_it() -> None:
     behind = job("behind", needs={TRAINER: 1}, most=0)
     limits = {"t": TenantLimits(workers=3)}
     found = planned(elastic, other, large, behind, trainers=3, rollouts=3, limits=limits)
-    assert found.decisions == [TakeBack("e", "rollout-1", "behind"), Start("behind", ("trainer-2",))]
+    assert found.decisions == [Reclaim("e", "rollout-1", "behind"), Start("behind", ("trainer-2",))]
 
 
 def test_the_queue_is_looked_at_once_however_many_jobs_lack_a_worker(monkeypatch: pytest.MonkeyPatch) -> None:

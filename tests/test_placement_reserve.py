@@ -15,8 +15,8 @@ from opentinker.services.scheduler.placement.types import (
     Job,
     Need,
     Preempt,
+    Reclaim,
     Start,
-    TakeBack,
     View,
 )
 from tests.test_placement import NOW, ROLLOUT, TRAINER, held, job, planned
@@ -72,7 +72,7 @@ class Looks:
                 self.interrupted.append(id)
                 self.end(id)
                 self.jobs[id] = replace(self.jobs[id], held=False, since=self.now)
-            case TakeBack(_, worker, _):
+            case Reclaim(_, worker, _):
                 del self.leases[worker]
             case AddWorker(id, worker, pool):
                 self.leases[worker] = Held(worker, id, pool)
@@ -110,7 +110,7 @@ def test_it_has_what_is_lent_and_would_be_kept() -> None:
     elastic = held("elastic", "rollout-1", "rollout-2", needs={ROLLOUT: 1}, priority=1, most=2)
     found = planned(BUSY, elastic, *lows(1), job("large", **LARGE | {"needs": {TRAINER: 1, ROLLOUT: 1}}),
                     job("small", **SMALL), trainers=1, rollouts=3)  # fmt: skip
-    assert found.decisions == [TakeBack("elastic", "rollout-2", "small")]
+    assert found.decisions == [Reclaim("elastic", "rollout-2", "small")]
 
 
 def test_what_the_large_job_will_need_is_not_interrupted_for_who_is_behind_it() -> None:

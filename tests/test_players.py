@@ -19,7 +19,7 @@ from opentinker.shared.evaluation.metrics import validation_metrics
 from opentinker.shared.spec import AlgorithmSpec
 from opentinker.shared.types.core import Discard, Ending
 from opentinker.shared.types.errors import JobFailed
-from opentinker.shared.types.evaluation import ExamResult
+from opentinker.shared.types.evaluation import EvalResult
 from opentinker.shared.types.trajectories import Group, Trajectory
 from tests.factories import V0, group_of, make_spec, make_trajectory, trajectory_of
 
@@ -230,10 +230,10 @@ def test_metrics_count_players_and_not_streams() -> None:
 
 
 def test_evaluations_report_by_seat() -> None:
-    def played(index: int, **seats: float) -> ExamResult:
+    def played(index: int, **seats: float) -> EvalResult:
         mean = sum(seats.values()) / len(seats)
         fields: dict[str, Any] = {"job": "j", "version": V0, "index": index, "worker": "w", "ending": Ending.ENV_DONE}
-        return ExamResult(**fields, reward=mean, seats=seats)
+        return EvalResult(**fields, reward=mean, seats=seats)
 
     found = validation_metrics(
         [played(0, black=1.0, white=-1.0), played(1, black=1.0, white=-1.0), played(2, black=0.0)], 3

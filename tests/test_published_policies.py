@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from opentinker.services.scheduler.artifacts.archiver import Keeping
+from opentinker.services.scheduler.artifacts.archiver import Archiver
 from opentinker.services.scheduler.jobs.check_start_checkpoint import read_start
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.security.authorization import Role
@@ -103,7 +103,7 @@ async def test_published_checkpoint_outlives_its_jobs_rules_and_begins_others_fr
     owner, job = trained
     assert (await publish(http, owner, f"{job}@10"))[0] == 201
     await store.transition(job, JobState.SUCCEEDED, epoch=1)
-    keeping = Keeping(ctx)
+    keeping = Archiver(ctx)
     await store.redis.sadd("artifact:sweeping", job)
     await keeping.clean()
     assert not (ctx.settings.data_dir / "jobs" / job).exists()

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 
 from opentinker.services.trainer.distributed import multi_rank_learner, rank_processes
 from opentinker.services.trainer.distributed.multi_rank_learner import RankedLearner
-from opentinker.services.trainer.distributed.rank_processes import RankLost, Ranks
+from opentinker.services.trainer.distributed.rank_processes import RankLost, RankProcesses
 from opentinker.services.trainer.distributed.rank_protocol import Gather
 from opentinker.services.trainer.learners.base import NonFinite
 from opentinker.services.trainer.learners.rl import TorchLearner
@@ -265,8 +265,8 @@ def test_what_lost_the_ranks_is_not_hidden_by_a_part_of_ours_that_does_not_let_g
     monkeypatch.setattr(rank_processes, "CLOSE_S", 0.1)
     stuck = threading.Event()
 
-    def started() -> Ranks:
-        return Ranks(2, lambda rank: {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))})
+    def started() -> RankProcesses:
+        return RankProcesses(2, lambda rank: {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))})
 
     lost = started()
     os.kill(lost.pids[0], signal.SIGKILL)
@@ -295,14 +295,14 @@ def test_what_lost_the_ranks_is_not_hidden_by_a_part_of_ours_that_does_not_let_g
 
 def test_ranks_that_were_starting_when_the_job_was_let_go_end(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     gang = RankedLearner(two_ranks(pair.base), "cpu")
-    started: list[Ranks] = []
+    started: list[RankProcesses] = []
 
-    def slowly(*arguments: Any) -> Ranks:
-        started.append(Ranks(*arguments))
+    def slowly(*arguments: Any) -> RankProcesses:
+        started.append(RankProcesses(*arguments))
         gang.close()
         return started[0]
 
-    monkeypatch.setattr(multi_rank_learner, "Ranks", slowly)
+    monkeypatch.setattr(multi_rank_learner, "RankProcesses", slowly)
     with pytest.raises(OpenTinkerError, match="let go"):
         gang.load(None)
     assert all(gone(pid) for pid in started[0].pids)

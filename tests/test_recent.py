@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from opentinker.services.scheduler.http.single_flight import Recent
+from opentinker.services.scheduler.http.single_flight import SingleFlight
 from tests.conftest import until
 
 
@@ -26,7 +26,7 @@ class Source:
 
 async def test_who_asks_meanwhile_and_soon_after_gets_the_same() -> None:
     source = Source()
-    recent = Recent(source.look, 60.0)
+    recent = SingleFlight(source.look, 60.0)
     together = [asyncio.create_task(recent.get("a")) for _ in range(5)]
     other = asyncio.create_task(recent.get("b"))
     await until(lambda: len(source.asked) == 2)
@@ -39,7 +39,7 @@ async def test_who_asks_meanwhile_and_soon_after_gets_the_same() -> None:
 async def test_what_is_old_is_looked_up_again_and_forgotten() -> None:
     source = Source()
     source.may_answer.set()
-    recent = Recent(source.look, 0.0)
+    recent = SingleFlight(source.look, 0.0)
     assert await recent.get("a") == 1
     await asyncio.sleep(0.001)
     assert await recent.get("b") == 2 and list(recent._said) == ["b"]
@@ -50,7 +50,7 @@ async def test_what_is_old_is_looked_up_again_and_forgotten() -> None:
 async def test_a_fault_is_for_who_waits_and_is_not_kept() -> None:
     source = Source()
     source.fault = OSError("away")
-    recent = Recent(source.look, 60.0)
+    recent = SingleFlight(source.look, 60.0)
     waiting = [asyncio.create_task(recent.get("a")) for _ in range(2)]
     await until(lambda: source.asked == ["a"])
     source.may_answer.set()

@@ -20,7 +20,7 @@ from opentinker.services.scheduler.placement.worker_loss import MAX_RESTARTS
 from opentinker.shared.runtime.leased_worker import LeasedWorker
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.spec import JobSpec, parse_spec
-from opentinker.shared.state.artifacts import ArtifactIndex, Kept
+from opentinker.shared.state.artifacts import ArtifactEntry, ArtifactIndex
 from opentinker.shared.state.store import Store
 from opentinker.shared.state.usage import Usage
 from opentinker.shared.types.core import Gpu, JobState, Lease, Pool
@@ -428,7 +428,7 @@ async def test_a_full_store_keeps_jobs_waiting_and_says_what_to_delete(
     async with context(nats_server, valkey_server, "scheduler-0", tmp_path, tenants=tenants) as ctx:
         index, job = ArtifactIndex(store.redis), await new_job(store, "j-next")
         for name, size in (("j-small", 1), ("j-large", 1_250_000_000)):
-            await index.add("default", name, Kept(path="logs.jsonl", bytes=size, created=0.0))
+            await index.add("default", name, ArtifactEntry(path="logs.jsonl", bytes=size, created=0.0))
         await workers.start("trainer-0", "rollout-0")
         reconciler = Reconciler(ctx)
         words = "its tenant's quota of 1 GB of artifacts: 1.25 GB are stored; delete some with `opentinker delete"

@@ -13,8 +13,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from opentinker.services.reference_forward.group_queue import Desk, Work
-from opentinker.services.reference_forward.model_cache import PATIENCE, Residence
+from opentinker.services.reference_forward.group_queue import GroupQueue, Work
+from opentinker.services.reference_forward.model_cache import PATIENCE, ModelCache
 from opentinker.services.reference_forward.required_models import REFERENCE, ModelKey
 from opentinker.services.reference_forward.scorer import Scorer
 from opentinker.shared.messaging.bus import Bus
@@ -44,18 +44,18 @@ def work(job: str, key: ModelKey, seq: int = 0) -> Work:
 
 
 def test_a_pass_takes_groups_of_all_jobs_of_a_model_up_to_its_tokens_and_at_least_one() -> None:
-    desk = Desk(30)
+    desk = GroupQueue(30)
     works = [work(job, A, seq) for seq, job in enumerate(("j1", "j2", "j1"))]
     for each in works:
         desk.add(each)
     assert desk.take([A]) == (A, works[:2]) and desk.take([A]) == (A, works[2:]) and desk.take([A]) is None
-    narrow = Desk(1)
+    narrow = GroupQueue(1)
     narrow.add(works[0])
     assert narrow.take([A]) == (A, works[:1])
 
 
 def test_models_take_turns_however_much_waits_for_one_of_them() -> None:
-    desk, residence = Desk(12), Residence(100)
+    desk, residence = GroupQueue(12), ModelCache(100)
     for key in (A, B, C):
         residence.put(key, key.base, 1, 0.0)
     for seq in range(20):
@@ -71,7 +71,7 @@ def test_models_take_turns_however_much_waits_for_one_of_them() -> None:
 
 
 def test_every_job_may_have_one_group_in_hand_and_more_only_while_its_model_is_loaded() -> None:
-    desk = Desk(12)
+    desk = GroupQueue(12)
     for seq in range(2):
         assert desk.room("j1", {A}) > 0
         desk.add(work("j1", A, seq))
@@ -87,7 +87,7 @@ def test_every_job_may_have_one_group_in_hand_and_more_only_while_its_model_is_l
 
 
 def test_a_group_that_needs_two_models_is_done_when_both_are() -> None:
-    desk = Desk(100)
+    desk = GroupQueue(100)
     both = Work(cast(Any, None), make_group(), 1.0, {A: ["x"], B: ["y", "z"]})
     desk.add(both)
     assert desk.take([B]) == (B, [both]) and desk.drop({"j-test"}) == [], "it is with a forward pass"
@@ -101,7 +101,7 @@ def test_a_group_that_needs_two_models_is_done_when_both_are() -> None:
 # --- memory ---------------------------------------------------------------------------------------------------------
 
 
-def fill(residence: Residence, *keys: ModelKey, bytes: int = 40) -> None:
+def fill(residence: ModelCache, *keys: ModelKey, bytes: int = 40) -> None:
     for key in keys:
         assert residence.make_room(bytes, ())
         residence.put(key, key.base, bytes, 1.0)
@@ -110,7 +110,7 @@ def fill(residence: Residence, *keys: ModelKey, bytes: int = 40) -> None:
 
 
 def test_the_least_recently_used_model_goes_first_and_the_budget_holds() -> None:
-    residence = Residence(100)
+    residence = ModelCache(100)
     fill(residence, A, B)
     with residence.using(A):
         pass
@@ -120,7 +120,7 @@ def test_the_least_recently_used_model_goes_first_and_the_budget_holds() -> None
 
 
 def test_a_model_larger_than_the_budget_is_refused_by_name_and_size() -> None:
-    residence = Residence(10**9)
+    residence = ModelCache(10**9)
     residence.check(A, 10**9)
     with pytest.raises(JobFailed, match=r"model 'big' takes 16\.1 GB in bfloat16, .* at most 1 GB .*reference_memory"):
         residence.check(ModelKey("big", "bfloat16"), 16_060_000_000)
@@ -128,7 +128,7 @@ def test_a_model_larger_than_the_budget_is_refused_by_name_and_size() -> None:
 
 def test_a_model_that_is_used_or_waited_for_stays_until_it_had_its_time() -> None:
     now = 0.0
-    residence = Residence(100, clock=lambda: now)
+    residence = ModelCache(100, clock=lambda: now)
     fill(residence, A, B)
     assert not residence.make_room(40, {A, B}) and len(residence) == 2
     with residence.using(A):

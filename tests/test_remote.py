@@ -20,7 +20,7 @@ from opentinker.envs.runtime.sessions import Sessions
 from opentinker.local.processes import free_port
 from opentinker.serve.ws_server import listening
 from opentinker.shared.messaging.websocket_frames import Hello, answer_calls, introduce
-from opentinker.shared.security.egress import LOOPBACK, VARIABLE, Egress, Refused
+from opentinker.shared.security.egress import LOOPBACK, VARIABLE, Egress, EgressRefused
 from opentinker.shared.types.core import Ending, Message, StopReason, Tool
 from opentinker.shared.types.env_protocol import CloseSession, OpenSession, SessionReply, StepSession
 from opentinker.shared.types.errors import SpecError
@@ -386,7 +386,7 @@ async def test_a_websocket_does_not_follow_a_redirect() -> None:
         reply = await Playing(f"ws://{there}/").open()
         assert reply.failure == Ending.ENV_ERROR and "a redirect to http://127.0.0.1" in reply.error
         async with Egress.of_process().session() as http:
-            with pytest.raises(Refused, match="not followed"):
+            with pytest.raises(EgressRefused, match="not followed"):
                 await http.get(f"http://{there}/")
             async with http.get(f"http://{there}/", allow_redirects=False) as response:
                 assert response.status == 302

@@ -15,12 +15,12 @@ import pytest
 from opentinker.client import AsyncClient
 from opentinker.services.rollout_worker import inference_job
 from opentinker.services.rollout_worker.inference_job import InferenceJob
-from opentinker.services.rollout_worker.inference_request import Talk
+from opentinker.services.rollout_worker.inference_request import RequestState
 from opentinker.services.scheduler.inference import router
-from opentinker.services.scheduler.inference.ready_workers import LOOK_S, Lookout
-from opentinker.services.scheduler.inference.router import Replicas
+from opentinker.services.scheduler.inference.ready_workers import LOOK_S, ReadyWorkers
+from opentinker.services.scheduler.inference.router import InferenceRouter
 from opentinker.shared.messaging.streaming import Send
-from opentinker.shared.openai.inference import Ask, Piece
+from opentinker.shared.openai.inference import GenerateChunk, GenerateRequest
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.state.store import Store
 from opentinker.shared.types.core import JobRecord, Pool, WorkerInfo
@@ -39,16 +39,16 @@ async def site(client: AsyncClient, ctx: Context, nats_server: Server, valkey_se
 async def test_a_piece_that_is_lost_is_asked_for_again_at_the_only_worker(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    say, dropped = Talk.say, asyncio.Event()
+    say, dropped = RequestState.say, asyncio.Event()
 
-    async def lossy(talk: Talk, **parts: object) -> None:
+    async def lossy(talk: RequestState, **parts: object) -> None:
         if dropped.is_set():
             await say(talk, **parts)
         else:
             talk._seq += 1
             dropped.set()
 
-    monkeypatch.setattr(Talk, "say", lossy)
+    monkeypatch.setattr(RequestState, "say", lossy)
     job = await site.job()
     async with site.openai(job) as model:
         text, _ = await collected(await model.chat.completions.create(model=job, messages=HELLO, stream=True))
@@ -60,17 +60,17 @@ async def test_a_piece_that_is_lost_is_asked_for_again_at_the_only_worker(
 async def test_a_worker_that_loses_every_answer_is_named_in_the_end(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def mute(talk: Talk, **parts: object) -> None:
+    async def mute(talk: RequestState, **parts: object) -> None:
         pass
 
     begin, begun = InferenceJob._begin, list[str]()
 
-    def counted(job: InferenceJob, ask: Ask, send: Send[Piece]) -> None:
+    def counted(job: InferenceJob, ask: GenerateRequest, send: Send[GenerateChunk]) -> None:
         begun.append(ask.id)
         begin(job, ask, send)
 
     monkeypatch.setattr(InferenceJob, "_begin", counted)
-    monkeypatch.setattr(Talk, "say", mute)
+    monkeypatch.setattr(RequestState, "say", mute)
     monkeypatch.setattr(router, "SILENCE_S", 0.2)
     job = await site.job()
     async with site.openai(job) as model:
@@ -112,15 +112,15 @@ async def test_those_who_wait_for_a_worker_look_together_and_are_not_too_many(
 ) -> None:
     job = await site.job(serving={"max_concurrent": 2, "max_waiting": 3})
     await site.kill("rollout-0")
-    look, looks, waiting = Lookout._look, list[float](), Counter[str]()
+    look, looks, waiting = ReadyWorkers._look, list[float](), Counter[str]()
 
-    async def counted(lookout: Lookout, id: str) -> tuple[JobRecord, list[WorkerInfo]]:
+    async def counted(lookout: ReadyWorkers, id: str) -> tuple[JobRecord, list[WorkerInfo]]:
         nonlocal waiting
         looks.append(time.monotonic())
         waiting = lookout._waiting
         return await look(lookout, id)
 
-    monkeypatch.setattr(Lookout, "_look", counted)
+    monkeypatch.setattr(ReadyWorkers, "_look", counted)
     async with site.openai(job) as model:
         five = [asyncio.create_task(model.chat.completions.create(model=job, messages=HELLO)) for _ in range(5)]
         await until(lambda: waiting[job] == 5)
@@ -142,8 +142,10 @@ def test_requests_of_other_schedulers_count_too(ctx: Context) -> None:
             id=name, pool=Pool.ROLLOUT, host="h", pid=1, incarnation="i", address=name, detail={"requests": requests}
         )
 
-    asks = [Ask(id=str(number), asker="s", job="j", model="m", text=f"prompt {number}") for number in range(50)]
-    ours = Replicas(ctx)
+    asks = [
+        GenerateRequest(id=str(number), asker="s", job="j", model="m", text=f"prompt {number}") for number in range(50)
+    ]
+    ours = InferenceRouter(ctx)
     chosen = Counter(ours._best([worker("a", 9), worker("b", 2)], ask).id for ask in asks)
     assert chosen == {"b": 50}, "another scheduler has given a more than enough"
     assert Counter(ours._best([worker("a", 3), worker("b", 2)], ask).id for ask in asks).keys() == {"a", "b"}

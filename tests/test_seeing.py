@@ -21,7 +21,7 @@ from opentinker.services.reference_forward.scorer import Scorer
 from opentinker.services.rollout_worker.renderer import Renderer, images_of
 from opentinker.services.trainer.learners.rl import TorchLearner
 from opentinker.shared.nn.models import load_model, model_bytes
-from opentinker.shared.nn.vision import Kept, Sight, marked
+from opentinker.shared.nn.vision import LruCache, VisionProcessor, mark_image_tokens
 from opentinker.shared.types import codec
 from opentinker.shared.types.core import Image, Message, Text, WeightVersion
 from opentinker.shared.types.errors import BadImage, JobFailed
@@ -92,10 +92,10 @@ def test_a_later_observation_shows_images_too(idefics: Path) -> None:
 
 
 def test_rendering_does_without_pixels_that_are_not_kept_any_more(idefics: Path) -> None:
-    sight = Sight.of(str(idefics))
+    sight = VisionProcessor.of(str(idefics))
     first, second = picture(1).data, picture(2).data
     known = sight.words(first)
-    sight._looks = Kept(lambda look: 0)
+    sight._looks = LruCache(lambda look: 0)
     sight._look = None  # type: ignore[assignment, method-assign] # it is asked for none
     assert sight.words(first) == known and known.tokens == known.text.count(sight.token) > 0
     with pytest.raises(TypeError):
@@ -107,9 +107,9 @@ def test_trajectories_that_disagree_on_an_image_s_tokens_are_refused(idefics: Pa
     (seen,) = made.pictures
     start, end = seen.runs[0]
     fewer = msgspec.structs.replace(made, pictures=[Picture(seen.digest, [(start, end - 1), *seen.runs[1:]])])
-    assert marked([made, made], made.images)[1][0].tokens == seen.tokens
+    assert mark_image_tokens([made, made], made.images)[1][0].tokens == seen.tokens
     with pytest.raises(JobFailed, match=f"{seen.tokens - 1} tokens in one trajectory and {seen.tokens} in another"):
-        marked([made, fewer], made.images)
+        mark_image_tokens([made, fewer], made.images)
 
 
 def test_text_alone_is_rendered_as_ever(idefics: Path) -> None:
@@ -175,7 +175,7 @@ def test_models_that_cannot_see_are_told_apart(idefics: Path, small: Path, tmp_p
     shutil.copytree(idefics, tmp_path / "bare")
     (tmp_path / "bare" / "processor_config.json").unlink()
     with pytest.raises(JobFailed, match="no usable image processor"):
-        Sight.of(str(tmp_path / "bare"))
+        VisionProcessor.of(str(tmp_path / "bare"))
 
 
 # --- trajectories -------------------------------------------------------------------------------------------------

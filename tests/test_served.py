@@ -20,7 +20,7 @@ import pytest
 from opentinker.client import AsyncClient
 from opentinker.envs.base import Action, Environment, EnvironmentConfig, Step, user
 from opentinker.envs.game import AbstractGame, StepResult
-from opentinker.envs.runtime.in_process_server import Stage
+from opentinker.envs.runtime.in_process_server import InProcessServer
 from opentinker.sdk.http import ApiError
 from opentinker.serve.ws_client import AsyncServing, serve_environment
 from opentinker.shared.messaging.bus import Bus, NoReply, NoResponders
@@ -437,7 +437,7 @@ class Blocking(Environment):
 
 async def drawn(rows: list[int]) -> list[list[str]]:
     """What each session has drawn; they are played side by side."""
-    stage = Stage(Shuffled, 4)
+    stage = InProcessServer(Shuffled, 4)
 
     async def one(row: int) -> list[str]:
         session = f"row {row}"

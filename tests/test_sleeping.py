@@ -13,8 +13,8 @@ import pytest
 from opentinker.client import AsyncClient
 from opentinker.services.scheduler.inference.router import refuse_unless_served
 from opentinker.services.scheduler.placement.cluster_view import Cluster
-from opentinker.services.scheduler.placement.untrained_jobs import attend
-from opentinker.shared.openai.fields import Refused
+from opentinker.services.scheduler.placement.untrained_jobs import update_untrained
+from opentinker.shared.openai.fields import InvalidField
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.spec import parse_spec
 from opentinker.shared.state.store import Store
@@ -108,13 +108,13 @@ async def test_a_job_that_was_woken_since_it_was_looked_at_does_not_end(store: S
     await store.update("j-woken00000", asleep=True, since=1.0)
     seen = await store.job("j-woken00000")
     await store.update("j-woken00000", asleep=False)
-    assert not await attend(store, seen, Cluster([], []), {seen.id})
+    assert not await update_untrained(store, seen, Cluster([], []), {seen.id})
     assert (await store.job(seen.id)).state == JobState.QUEUED
     await store.update("j-woken00000", asleep=True)
     with pytest.raises(Fenced):  # nor by a scheduler that slept while another one came to lead
-        await attend(store, seen, Cluster([], []), {seen.id}, leader=7)
+        await update_untrained(store, seen, Cluster([], []), {seen.id}, leader=7)
     assert (await store.job(seen.id)).state == JobState.QUEUED
-    assert not await attend(store, seen, Cluster([], []), {seen.id})
+    assert not await update_untrained(store, seen, Cluster([], []), {seen.id})
     assert (await store.job(seen.id)).state == JobState.SUCCEEDED
 
 
@@ -125,7 +125,7 @@ async def test_requests_wait_for_a_job_that_has_run_before_and_are_refused_by_on
     spec = parse_spec({"name": "chat", "kind": "inference", "model": {"base": "m"}})
     await store.create_job(id="j-new0000000", spec=spec.model_dump(mode="json"), tenant="default")
     new = await store.job("j-new0000000")
-    with pytest.raises(Refused, match="is queued"):
+    with pytest.raises(InvalidField, match="is queued"):
         refuse_unless_served(new)
     refuse_unless_served(msgspec.structs.replace(new, epoch=1, asleep=True))
     refuse_unless_served(msgspec.structs.replace(new, epoch=1))

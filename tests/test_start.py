@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 
 from opentinker import ApiError, AsyncClient
 from opentinker.services.scheduler.jobs import check_start_checkpoint
-from opentinker.services.scheduler.jobs.cleanup import Clearing
+from opentinker.services.scheduler.jobs.cleanup import JobCleaner
 from opentinker.services.trainer import checkpoint
 from opentinker.shared.data.safetensors_header import difference, shapes_in
 from opentinker.shared.runtime.service import Context
@@ -342,7 +342,7 @@ async def test_what_a_broken_submission_kept_is_swept_when_it_is_old(ctx: Contex
     assert check_start_checkpoint.kept_long(ctx.settings.data_dir) == {"j-active", "j-old"}
     assert check_start_checkpoint.kept_long(tmp_path / "empty") == set()
     await new_job(ctx.store, "j-active")
-    await Clearing(ctx, UNFENCED).sweep()
+    await JobCleaner(ctx, UNFENCED).sweep()
     assert [job for job, place in places.items() if place.exists()] == ["j-active", "j-new"]
 
 
@@ -361,7 +361,7 @@ async def test_leader_that_slept_sweeps_nothing_of_jobs_that_began_meanwhile(
         return before
 
     monkeypatch.setattr(ctx.store, "active_jobs", stopped)
-    await Clearing(ctx, UNFENCED).sweep()
+    await JobCleaner(ctx, UNFENCED).sweep()
     assert place.exists()
 
 

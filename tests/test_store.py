@@ -228,17 +228,17 @@ async def test_worker_is_there_until_the_scheduler_that_leads_finds_it_silent(st
     await store.beat(worker(), ttl_s=0.2)
     (second,) = await store.beats()
     assert second.number > first.number
-    assert not await store.lose(first), "it has beaten since"
+    assert not await store.remove_dead(first), "it has beaten since"
     assert await store.workers() == [worker()]
     leader = await store.lead("s-1", "one", 60.0)
     assert leader is not None
     with pytest.raises(Fenced):
-        await store.lose(second, leader=leader + 1)
+        await store.remove_dead(second, leader=leader + 1)
     assert await store.lives("w", "1")
-    assert await store.lose(second, leader=leader)
+    assert await store.remove_dead(second, leader=leader)
     assert await store.workers() == [] and not await store.lives("w", "1")
     await store.beat(worker("2"), ttl_s=0.2)
-    assert not await store.lose(second), "another process by now"
+    assert not await store.remove_dead(second), "another process by now"
 
 
 async def test_looking_for_workers_and_leases_reads_no_other_key(store: Store) -> None:
@@ -254,7 +254,7 @@ async def test_looking_for_workers_and_leases_reads_no_other_key(store: Store) -
 async def test_lost_worker_leaves_nothing_and_may_come_back(store: Store) -> None:
     await store.beat(worker(), ttl_s=60)
     await store.beat(msgspec.structs.replace(worker(), id="v"), ttl_s=60)
-    assert await store.lose((await store.beats())[1])
+    assert await store.remove_dead((await store.beats())[1])
     assert [info.id for info in await store.workers()] == ["v"]
     assert await store.redis.smembers("workers") == {"v"}
     await store.beat(worker(), ttl_s=60)

@@ -18,7 +18,7 @@ from opentinker.services.trainer.data.chat import Tokens
 from opentinker.services.trainer.data.examples import Example, Examples
 from opentinker.services.trainer.learners.base import Interrupted, NonFinite
 from opentinker.services.trainer.supervised_loop import SupervisedJob
-from opentinker.shared.asyncio_tools import put_down
+from opentinker.shared.asyncio_tools import cancel_and_wait
 from opentinker.shared.runtime.leased_worker import LeasedWorker
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.spec import JobSpec
@@ -290,7 +290,7 @@ async def test_cancelled_job_gives_up_its_evaluation_and_saves_the_weights(ctx: 
     )
     training = asyncio.create_task(job.run())
     await until(student.waits.is_set)
-    await put_down(training)
+    await cancel_and_wait(training)
     assert training.cancelled() and student.interrupted.is_set()
     found = checkpoint.newest(job.record.root)
     assert found is not None and found[1].step == 3

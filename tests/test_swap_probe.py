@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from opentinker.services.rollout_worker.engines.base import EngineError, Scores
 from opentinker.services.rollout_worker.engines.toy import ToyEngine
-from opentinker.services.rollout_worker.weight_receiver import WeightTaker
+from opentinker.services.rollout_worker.weight_receiver import WeightReceiver
 from opentinker.services.trainer.learners.rl import PROBE_EVERY, PROBE_TOKENS, TorchLearner, probe_of
 from opentinker.services.trainer.mismatch_alarm import MismatchAlarm
 from opentinker.shared.nn.transport import unpack
@@ -63,7 +63,7 @@ class Swaps:
 
         info = WorkerInfo(id="rollout-0", incarnation="1", pool=Pool.ROLLOUT, host="h", pid=1, cores=1)
         self.learner, self.engine = learner, engine
-        self.taker = WeightTaker(store, info, JOB, 1, engine, asyncio.get_running_loop().create_future(), taken)
+        self.taker = WeightReceiver(store, info, JOB, 1, engine, asyncio.get_running_loop().create_future(), taken)
 
     async def join(self) -> None:
         command = SwapCommand(job=JOB, epoch=1, action="join", generation=1, device=SIMULATED)

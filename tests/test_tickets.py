@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from nats.js.api import DiscardPolicy
 
-from opentinker.services.scheduler.jobs.cleanup import Clearing
+from opentinker.services.scheduler.jobs.cleanup import JobCleaner
 from opentinker.services.scheduler.jobs.tickets import JUDGED_FROM, TicketIssuer, ticket_seed
 from opentinker.shared.messaging.subjects import GROUP, GROUPS, SCORE, SCORES, TICKET, TICKETS, WAKE
 from opentinker.shared.runtime.service import Context
@@ -144,7 +144,7 @@ async def test_a_job_that_wants_absurdly_much_starves_nobody(ctx: Context, store
         for _ in range(3):
             await train_one()
         await store.transition(huge, JobState.CANCELLED)
-        clearing = Clearing(ctx, UNFENCED)
+        clearing = JobCleaner(ctx, UNFENCED)
         await clearing.look()
         for _ in range(3):
             await train_one()
@@ -251,7 +251,7 @@ async def test_messages_and_consumers_of_an_ended_job_are_removed_once_its_worke
     worker = WorkerInfo(id="rollout-9", incarnation="i", pool=Pool.ROLLOUT, host="here", pid=1, job=job)
     await store.beat(worker, 60.0)
     await store.transition(job, JobState.SUCCEEDED)
-    clearing = Clearing(ctx, UNFENCED)
+    clearing = JobCleaner(ctx, UNFENCED)
     await clearing.look()
     assert await tickets(ctx, job) != []
     await store.leave(worker)
@@ -271,7 +271,7 @@ async def test_messages_that_arrive_after_the_clearing_are_swept(ctx: Context, s
     """A ticket on its way; a group that reference-forward was scoring when its job was cancelled."""
     alive, over = await running_job(store, "j-alive"), await running_job(store, "j-late")
     await store.transition(over, JobState.CANCELLED)
-    clearing = Clearing(ctx, UNFENCED)
+    clearing = JobCleaner(ctx, UNFENCED)
     await clearing.look()
     for job in (alive, over):
         await ctx.bus.publish(TICKET, make_ticket(job=job), f"{job}/0", job=job)

@@ -14,7 +14,7 @@ from opentinker import AsyncClient
 from opentinker.cli.observability import bars
 from opentinker.services.rollout_worker.transcripts import is_kept, shortened
 from opentinker.services.trainer.batch.distributions import RATIO, distributions, histogram, ratio_counts, reward_edges
-from opentinker.services.trainer.rollout_log import NEWEST, Told, swept
+from opentinker.services.trainer.rollout_log import NEWEST, RolloutLog, expired_steps
 from opentinker.shared.data.step_log import StepLog
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.types.core import Image, Message, Text, WeightVersion
@@ -85,7 +85,7 @@ def test_of_older_steps_fewer_are_kept_and_nothing_comes_back() -> None:
     kept: list[int] = []
     for step in range(1, 3000):
         kept.append(step)
-        gone = swept(kept)
+        gone = expired_steps(kept)
         kept = [one for one in kept if one not in gone]
         assert len(kept) <= 3 * NEWEST
     assert kept[-NEWEST:] == list(range(3000 - NEWEST, 3000)) and len(kept) > 1.4 * NEWEST
@@ -97,7 +97,7 @@ async def _silent(event: str, detail: dict[str, object]) -> None:
 
 async def tell(home: Path, step: int, *batch: Group, kept: int = 4) -> None:
     spread = {"reward": histogram([1.0], [0.0, 1.0])}
-    await Told(home, kept, _silent).step(V(1, step), 5.0, batch, spread)
+    await RolloutLog(home, kept, _silent).step(V(1, step), 5.0, batch, spread)
 
 
 async def test_kept_episodes_and_spreads_are_served_by_step(client: AsyncClient, ctx: Context) -> None:
@@ -131,7 +131,7 @@ async def test_kept_episodes_have_their_tokens_one_by_one(tmp_path: Path) -> Non
         for i in range(2)
     ]  # fmt: skip
     credited = [np.array([0.5, 0.5, 0.5]), np.array([-0.5, -0.25, 0.123456])]
-    said = await Told(tmp_path, 4, _silent).step(V(1, 4), 5.0, [group_of(views, 9)], {}, credited)
+    said = await RolloutLog(tmp_path, 4, _silent).step(V(1, 4), 5.0, [group_of(views, 9)], {}, credited)
     assert [(one.group, one.sample, one.reward, one.ending, one.tokens) for one in said] == [
         *((9, 0, 0.0, "env_done", 3), (9, 1, 1.0, "env_done", 3)),
     ]
@@ -179,7 +179,7 @@ async def test_a_disk_that_refuses_is_said_once(tmp_path: Path, monkeypatch: pyt
     def full(self: StepLog, line: dict[str, Any]) -> None:
         raise OSError(28, "No space left on device")
 
-    told = Told(tmp_path, 4, event)
+    told = RolloutLog(tmp_path, 4, event)
     with monkeypatch.context() as patch:
         patch.setattr(StepLog, "add", full)
         for step in (1, 2):

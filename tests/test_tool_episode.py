@@ -11,7 +11,7 @@ import pytest
 
 from opentinker.envs.runtime.resolver import Resolver
 from opentinker.envs.runtime.sessions import Sessions
-from opentinker.envs.runtime.tools.tool_factory import Shop
+from opentinker.envs.runtime.tools.tool_factory import ToolFactory
 from opentinker.services.rollout_worker.engines.base import Completion
 from opentinker.services.rollout_worker.episode import Episode
 from opentinker.shared.config import Settings
@@ -41,7 +41,7 @@ class Near:
 
 @pytest.fixture
 async def near() -> AsyncIterator[Near]:
-    shop = Shop(Settings())
+    shop = ToolFactory(Settings())
     sessions = Sessions("w", limit=8, resolver=Resolver(modules=False), shop=shop)
     yield Near(sessions)
     await sessions.drain(0.01)

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from examples.models.make_tiny import make_tiny
 from opentinker.services.trainer.learners.base import NonFinite, SimulatedLearner
-from opentinker.services.trainer.learners.policy_model import Policy
+from opentinker.services.trainer.learners.policy_model import PolicyModel
 from opentinker.services.trainer.learners.rl import TorchLearner
 from opentinker.shared.nn.transport import unpack
 from opentinker.shared.spec import JobSpec
@@ -36,7 +36,7 @@ def loaded(spec: JobSpec, checkpoint: Path | None = None) -> TorchLearner:
     return learner
 
 
-def digest(learner: Policy) -> str:
+def digest(learner: PolicyModel) -> str:
     """Of weights and optimizer state, bit by bit."""
     hashed = hashlib.sha256()
     for name, parameter in learner.parameters.items():

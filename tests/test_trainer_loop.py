@@ -19,7 +19,7 @@ import pytest
 from opentinker.services.trainer import checkpoint, rl_loop, service
 from opentinker.services.trainer.learners.base import NonFinite, SimulatedLearner
 from opentinker.services.trainer.rl_loop import TrainerJob
-from opentinker.shared.asyncio_tools import put_down, see_through
+from opentinker.shared.asyncio_tools import cancel_and_wait, finish_uncancelled
 from opentinker.shared.config import Settings
 from opentinker.shared.data.step_log import StepLog
 from opentinker.shared.messaging.subjects import GROUP, METRIC, METRICS
@@ -107,7 +107,7 @@ async def train(job: TrainerJob, **changes: Any) -> None:
 async def feed(job: TrainerJob, **changes: Any) -> None:
     """As rollout workers do: room becomes groups, and none is lost when a worker is stopped."""
     while True:
-        await see_through(_feed(job, **changes))
+        await finish_uncancelled(_feed(job, **changes))
         await asyncio.sleep(0.02)
 
 
@@ -348,7 +348,7 @@ async def test_job_that_is_cancelled_gives_up_a_long_step_and_keeps_what_came_be
     async with running(feed(job)):
         training = asyncio.create_task(job.run())
         await soon(began.wait())
-        await soon(put_down(training))
+        await soon(cancel_and_wait(training))
     found = checkpoint.newest(job.record.root)
     assert found is not None and (found[1].step, found[1].ledger["trained"]) == (2, 4)
     await goes_on(ctx, job)
@@ -384,7 +384,7 @@ async def cancel_in_third_step(
     async with running(feed(job)):
         training = asyncio.create_task(job.run())
         await until(began.is_set)
-        ending = asyncio.create_task(put_down(training))
+        ending = asyncio.create_task(cancel_and_wait(training))
         for _ in range(5):
             await asyncio.sleep(0)
             training.cancel()  # a worker that has waited long enough asks again

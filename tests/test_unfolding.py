@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from opentinker.services.rollout_worker.detokenizer import Offsets, Unfolding
+from opentinker.services.rollout_worker.detokenizer import Detokenizer, TextOffsets
 from opentinker.services.rollout_worker.renderer import Renderer
 from opentinker.shared.openai.answers import cut
 
@@ -43,7 +43,7 @@ RENDERER = Renderer(Bytes(), "plain", frozenset({0}))
 
 def unfolded(ids: list[int], cuts: list[int], stops: list[str]) -> str:
     edges = sorted({0, len(ids), *(at % (len(ids) + 1) for at in cuts)})
-    unfolding = Unfolding(RENDERER, stops)
+    unfolding = Detokenizer(RENDERER, stops)
     out = ""
     for start, end in pairwise(edges):
         out += unfolding.add(ids[start:end])
@@ -77,7 +77,7 @@ def test_stops(text: str, out: str) -> None:
 def test_half_a_character_waits_for_its_other_half() -> None:
     ids = RENDERER.plain("🐈", first=True)
     assert len(ids) == 4
-    unfolding = Unfolding(RENDERER, [])
+    unfolding = Detokenizer(RENDERER, [])
     assert [unfolding.add([id]) for id in ids] == ["", "", "", "🐈"]
 
 
@@ -97,22 +97,22 @@ def test_tokens_that_never_become_a_text_are_not_decoded_again_and_again(filler:
     many = {"specials": [0], "bytes that are no character": [byte[0xA9]], "the first byte of a character": [byte[0xC3]]}
     ids = [*RENDERER.plain("the é ", first=True), *many[filler] * 400, *RENDERER.plain("🐈 end", first=True)]
     renderer = Noted(Bytes(), "plain", frozenset({0}))
-    unfolding = Unfolding(renderer, [])
+    unfolding = Detokenizer(renderer, [])
     assert "".join(unfolding.add([id]) for id in ids) == RENDERER.text(ids)
     assert renderer.widest < 100
-    assert Offsets(RENDERER).add(ids)[-1] == len(RENDERER.text(ids)) - len(RENDERER.piece(ids[-1]))
+    assert TextOffsets(RENDERER).add(ids)[-1] == len(RENDERER.text(ids)) - len(RENDERER.piece(ids[-1]))
 
 
 def test_a_long_piece_that_ends_within_a_character_is_out_up_to_it() -> None:
     ids = RENDERER.plain("漢" * 40 + "🐈", first=True)
-    unfolding = Unfolding(RENDERER, [])
+    unfolding = Detokenizer(RENDERER, [])
     assert [unfolding.add(ids[:-1]), unfolding.add(ids[-1:])] == ["漢" * 40, "🐈"]
 
 
 def test_a_token_begins_where_its_character_does() -> None:
     ids = [*RENDERER.plain("é🐈#", first=True), 0]
-    assert Offsets(RENDERER).add(ids) == [0, 0, 1, 1, 1, 1, 2, 3]
-    parts = Offsets(RENDERER)
+    assert TextOffsets(RENDERER).add(ids) == [0, 0, 1, 1, 1, 1, 2, 3]
+    parts = TextOffsets(RENDERER)
     assert [place for start in range(0, len(ids), 3) for place in parts.add(ids[start : start + 3])] == [
         0, 0, 1, 1, 1, 1, 2, 3,
     ]  # fmt: skip

@@ -18,7 +18,7 @@ from opentinker.client import ApiConflict, ApiError, ApiNotFound, AsyncClient
 from opentinker.sdk.environments import pack
 from opentinker.services.scheduler.environments import upload
 from opentinker.services.scheduler.environments.upload import Uploads
-from opentinker.services.scheduler.environments.upload_quota import MIB, Kept, OverQuota, Quota, bytes_of, room
+from opentinker.services.scheduler.environments.upload_quota import MIB, OverQuota, Quota, StoredVersion, bytes_of, room
 from opentinker.shared.config import Settings
 from opentinker.shared.data import uploads
 from opentinker.shared.data.uploads import Pin, Reference
@@ -398,7 +398,7 @@ def test_bytes_of_packages_and_of_their_virtual_environments_count(tmp_path: Pat
 
 
 KEPT = st.builds(
-    Kept,
+    StoredVersion,
     name=st.sampled_from("ab"),
     version=st.integers(1, 99),
     pushed=st.floats(0, 9),
@@ -411,11 +411,11 @@ KEPT = st.builds(
 
 @given(st.lists(KEPT, max_size=12), st.sets(st.sampled_from("pqrst")), st.integers(1, 8), st.integers(1, 8))
 def test_what_goes_is_old_unused_and_no_more_than_needed(
-    kept: list[Kept], used: set[str], mb: int, versions: int
+    kept: list[StoredVersion], used: set[str], mb: int, versions: int
 ) -> None:
     venvs, quota = {"x": MIB, "y": 2 * MIB}, Quota(mb=mb, versions=versions)
 
-    def fits(left: list[Kept]) -> bool:
+    def fits(left: list[StoredVersion]) -> bool:
         return bytes_of(left, venvs) <= mb * MIB and len(left) <= versions
 
     must = [one for one in kept if one.newest or one.digest in used]

@@ -12,9 +12,9 @@ from datetime import UTC, datetime, timedelta
 import pytest
 
 from opentinker import AsyncClient
-from opentinker.services.scheduler.artifacts.archiver import Keeping
+from opentinker.services.scheduler.artifacts.archiver import Archiver
 from opentinker.shared.runtime.service import Context
-from opentinker.shared.state.artifacts import ArtifactIndex, Kept
+from opentinker.shared.state.artifacts import ArtifactEntry, ArtifactIndex
 from opentinker.shared.state.store import Store
 from opentinker.shared.state.usage import KINDS, Usage, cpu_seconds, metered
 from tests.api import SPEC, Http
@@ -108,8 +108,8 @@ async def test_usage_is_served_by_job_day_and_key(client: AsyncClient, ctx: Cont
     home = ctx.settings.data_dir / "jobs" / first
     home.mkdir(parents=True)
     (home / "metrics.jsonl").write_bytes(b"12345")
-    await ArtifactIndex(store.redis).add("default", second, Kept(path="logs.jsonl", bytes=7, created=0.0))
-    await Keeping(ctx).count()
+    await ArtifactIndex(store.redis).add("default", second, ArtifactEntry(path="logs.jsonl", bytes=7, created=0.0))
+    await Archiver(ctx).count()
     found = await client.usage()
     assert [row["job"] for row in found["usage"]] == [second, first]
     assert found["usage"][1]["cpu_s"] == 1.5 and found["usage"][1]["bytes_stored"] == 5
@@ -124,7 +124,7 @@ async def test_usage_is_served_by_job_day_and_key(client: AsyncClient, ctx: Cont
 async def test_bytes_of_several_tenants_are_read_at_once(store: Store, job: str) -> None:
     index, (one, two) = ArtifactIndex(store.redis), (f"t-{job}-{n}" for n in range(2))
     for owner, left, size in ((one, job, 5), (one, f"{job}x", 7), (two, f"{job}y", 3)):
-        await index.add(owner, left, Kept(path="logs.jsonl", bytes=size, created=0.0))
+        await index.add(owner, left, ArtifactEntry(path="logs.jsonl", bytes=size, created=0.0))
     found = await index.stored_by([two, "t-nobody", one])
     assert found == {two: {f"{job}y": 3}, "t-nobody": {}, one: {f"{job}x": 7, job: 5}}
     assert list(found[one]) == [f"{job}x", job] and found[one] == await index.stored(one)

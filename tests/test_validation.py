@@ -27,7 +27,7 @@ from opentinker.shared.spec.validation import validation_episodes
 from opentinker.shared.state.store import Store
 from opentinker.shared.types.core import Ending, Lease, Message, Pool, StopReason, WeightVersion
 from opentinker.shared.types.errors import JobFailed, SpecError
-from opentinker.shared.types.evaluation import Exam, ExamResult, exam_seed
+from opentinker.shared.types.evaluation import EvalEpisode, EvalResult, exam_seed
 from tests.cluster import undocumented
 from tests.conftest import WAIT_S, Server, soon, until
 from tests.factories import V0, group_of, make_spec, trajectory_of
@@ -36,7 +36,7 @@ from tests.scheduling import context, kinds, running
 V = WeightVersion
 
 
-def result(index: int = 0, version: WeightVersion = V0, **changes: Any) -> ExamResult:
+def result(index: int = 0, version: WeightVersion = V0, **changes: Any) -> EvalResult:
     fields: dict[str, Any] = {
         "job": "j-val",
         "version": version,
@@ -49,7 +49,7 @@ def result(index: int = 0, version: WeightVersion = V0, **changes: Any) -> ExamR
         "tokens": 3,
         "stops": [StopReason.EOS],
     }
-    return ExamResult(**(fields | changes))
+    return EvalResult(**(fields | changes))
 
 
 # --- numbers --------------------------------------------------------------------------------------------------------
@@ -190,11 +190,11 @@ class Trial:
     async def offer(self, step: int) -> None:
         await self.it.offer(EmptySnapshot(version=V(1, step)))
 
-    async def exams(self) -> list[Exam]:
+    async def exams(self) -> list[EvalEpisode]:
         return await self.ctx.bus.stored(EXAM, job=self.job)
 
-    async def asked(self, count: int) -> list[Exam]:
-        found: list[Exam] = []
+    async def asked(self, count: int) -> list[EvalEpisode]:
+        found: list[EvalEpisode] = []
 
         async def there() -> bool:
             found[:] = await self.exams()
@@ -203,7 +203,7 @@ class Trial:
         await until(there)
         return found
 
-    async def answer(self, *results: ExamResult) -> list[bool]:
+    async def answer(self, *results: EvalResult) -> list[bool]:
         """As rollout workers do; whether they were wanted."""
         bus = self.ctx.bus
         return [(await bus.request(EXAM_RESULT, one, WAIT_S, job=self.job)).wanted for one in results]
@@ -317,7 +317,7 @@ async def test_evaluation_that_takes_too_long_ends_and_says_so(ctx: Context) -> 
     ids=["timed out", "failed by luck", "fails always"],
 )
 async def test_deterministic_job_does_not_end_by_an_evaluation_that_timing_had_a_part_in(
-    ctx: Context, answers: list[ExamResult], why: str
+    ctx: Context, answers: list[EvalResult], why: str
 ) -> None:
     sure: dict[str, Any] = {"algorithm__max_staleness": 0, "rollout__seed": 1, "train__deterministic": True}
     spec = make_spec(
@@ -378,7 +378,7 @@ async def test_last_weights_are_evaluated_once(ctx: Context) -> None:
 
 async def test_exams_of_an_earlier_trainer_are_withdrawn(ctx: Context) -> None:
     t = await trial(ctx)
-    await ctx.bus.publish(EXAM, Exam(job=t.job, version=V(0, 8), index=0, seed=1), f"{t.job}/old", job=t.job)
+    await ctx.bus.publish(EXAM, EvalEpisode(job=t.job, version=V(0, 8), index=0, seed=1), f"{t.job}/old", job=t.job)
     async with running(t.it.run()):
 
         async def gone() -> bool:

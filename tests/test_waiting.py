@@ -9,19 +9,26 @@ import pytest
 import structlog
 import structlog.testing
 
-from opentinker.shared.asyncio_tools import Bell, check_cancelled, put_down, rest, see_through, set_within
+from opentinker.shared.asyncio_tools import (
+    Notifier,
+    cancel_and_wait,
+    check_cancelled,
+    finish_uncancelled,
+    sleep,
+    wait_event,
+)
 
 
 async def test_set_within_tells_a_set_event_from_a_time_out() -> None:
     event = asyncio.Event()
-    assert await set_within(event, 0.01) is False
+    assert await wait_event(event, 0.01) is False
     asyncio.get_running_loop().call_soon(event.set)
-    assert await set_within(event, 5.0) is True
-    assert await set_within(event, 0.0) is True
+    assert await wait_event(event, 5.0) is True
+    assert await wait_event(event, 0.0) is True
 
 
 async def test_a_bell_wakes_who_listened_before_and_nobody_twice() -> None:
-    bell = Bell()
+    bell = Notifier()
     first, second = bell.listen(), bell.listen()
     bell.ring()
     assert first.is_set() and second.is_set() and not bell.listen().is_set()
@@ -32,7 +39,7 @@ async def _check() -> None:
     await asyncio.sleep(0)
 
 
-@pytest.mark.parametrize("wait", [lambda: set_within(asyncio.Event(), 0.01), lambda: rest(0.01), _check])
+@pytest.mark.parametrize("wait", [lambda: wait_event(asyncio.Event(), 0.01), lambda: sleep(0.01), _check])
 async def test_loop_ends_although_its_cancellation_was_swallowed(wait: Callable[[], Awaitable[object]]) -> None:
     swallowed = asyncio.Event()
 
@@ -59,7 +66,7 @@ async def test_what_must_not_be_left_halfway_is_not() -> None:
         ended.set()
         return "saved"
 
-    task = asyncio.create_task(see_through(save()))
+    task = asyncio.create_task(finish_uncancelled(save()))
     for _ in range(3):
         await asyncio.sleep(0)
         task.cancel()
@@ -68,7 +75,7 @@ async def test_what_must_not_be_left_halfway_is_not() -> None:
     with pytest.raises(asyncio.CancelledError):
         await task
     assert ended.is_set()
-    assert await see_through(save()) == "saved"
+    assert await finish_uncancelled(save()) == "saved"
 
 
 async def test_what_fails_after_all_is_told_unless_nobody_asks_any_more() -> None:
@@ -77,7 +84,7 @@ async def test_what_fails_after_all_is_told_unless_nobody_asks_any_more() -> Non
         raise ValueError("no")
 
     with pytest.raises(ValueError, match="no"):
-        await see_through(fail())
+        await finish_uncancelled(fail())
 
 
 async def test_only_what_fails_while_it_is_put_down_is_told_of() -> None:
@@ -90,9 +97,9 @@ async def test_only_what_fails_while_it_is_put_down_is_told_of() -> None:
     before, late = asyncio.create_task(fail(late=False)), asyncio.create_task(fail(late=True))
     await asyncio.wait([before])
     with structlog.testing.capture_logs() as logs:
-        await put_down(before, None)
+        await cancel_and_wait(before, None)
         assert logs == [] and isinstance(before.exception(), ValueError)
-        await put_down(before, late)
+        await cancel_and_wait(before, late)
     assert [(entry["event"], entry["task"]) for entry in logs] == [("failed_while_put_down", late.get_name())]
 
 
@@ -111,7 +118,7 @@ async def test_nobody_is_left_behind_when_putting_down_is_cancelled() -> None:
 
     child = asyncio.create_task(cleanup())
     await asyncio.sleep(0)
-    task = asyncio.create_task(put_down(child))
+    task = asyncio.create_task(cancel_and_wait(child))
     for _ in range(3):
         await asyncio.sleep(0)
         task.cancel()

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from opentinker.services.rollout_worker.weight_receiver import WeightTaker
+from opentinker.services.rollout_worker.weight_receiver import WeightReceiver
 from opentinker.services.trainer.data.examples import Example
 from opentinker.services.trainer.job_reporter import Record
 from opentinker.services.trainer.learners.base import SimulatedLearner
@@ -229,7 +229,7 @@ async def test_rollout_worker_takes_no_weights_of_a_trainer_whose_lease_is_anoth
         taken.append(seconds)
 
     broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-    taker = WeightTaker(ctx.store, info, JOB, 1, engine, broken, note)  # type: ignore[arg-type]
+    taker = WeightReceiver(ctx.store, info, JOB, 1, engine, broken, note)  # type: ignore[arg-type]
 
     def command(epoch: int, action: str) -> SwapCommand:
         version = WeightVersion(epoch, 4)

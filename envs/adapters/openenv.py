@@ -20,7 +20,7 @@ from opentinker.envs.base import ELSEWHERE, Action, BadReply, Opening, Step, Unr
 from opentinker.envs.data import in_event_loop
 from opentinker.envs.remote import AWAY, PAUSE_S, SHOWN, Remote, RemoteFailed, ServerConfig, limited
 from opentinker.shared.messaging.websocket_frames import ConnectionLost
-from opentinker.shared.security.egress import Egress, Refused
+from opentinker.shared.security.egress import Egress, EgressRefused
 from opentinker.shared.types.core import Message, ToolCall
 
 PLAIN = {"ws": "http", "wss": "https"}
@@ -81,7 +81,7 @@ class OpenEnv(Remote):
                     raise ValueError(f"{url!r} has a query: give the server's address alone")
                 if not (info.context or {}).get(ELSEWHERE) and not in_event_loop():
                     egress.check_blocking(url)
-            except Refused as error:
+            except EgressRefused as error:
                 raise ValueError(str(error)) from None
             return url.rstrip("/").removesuffix("/ws")
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from opentinker.envs.base import Action, Opening
 from opentinker.shared.openai.answers import said
-from opentinker.shared.openai.requests import Asked
+from opentinker.shared.openai.requests import ParsedRequest
 from opentinker.shared.types.core import Message, StopReason, Tool
 
 
@@ -29,7 +29,7 @@ class Context:
     ended: bool = False
     """Plain text: an end-of-turn token stands behind it, which no longer text would have there."""
 
-    def begins(self, asked: Asked) -> int:
+    def begins(self, asked: ParsedRequest) -> int:
         """How much of the request is this context; 0 if the request does not continue it."""
         if self.session != asked.session:
             return 0
@@ -53,7 +53,7 @@ class Contexts:
         self._contexts: list[Context] = []
         self._current: Context
 
-    def place(self, asked: Asked) -> Opening:
+    def place(self, asked: ParsedRequest) -> Opening:
         """What the policy is told: where to act, and what is new there."""
         found = max(self._contexts, key=lambda context: context.begins(asked), default=None)
         known = 0 if found is None else found.begins(asked)
@@ -72,7 +72,7 @@ class Contexts:
             stop=asked.stop,
         )
 
-    def answered(self, asked: Asked, action: Action) -> None:
+    def answered(self, asked: ParsedRequest, action: Action) -> None:
         """To what was placed last."""
         context = self._current
         if asked.text is not None:

@@ -20,16 +20,16 @@ from aiohttp import web
 
 from opentinker.envs.base import Action
 from opentinker.shared.openai import answers, requests
-from opentinker.shared.openai.fields import Json, Refused, too_long
-from opentinker.shared.openai.requests import Asked
+from opentinker.shared.openai.fields import InvalidField, Json, too_long
+from opentinker.shared.openai.requests import ParsedRequest
 from opentinker.shared.types.env_protocol import Policy
 
 BODY_BYTES = 32 * 1024 * 1024
 SESSION = "X-Session-ID"
 
-Parse = Callable[[Json, str], Asked]
-Answer = Callable[[Asked, Action], Json]
-Chunks = Callable[[Asked, Action], list[Json]]
+Parse = Callable[[Json, str], ParsedRequest]
+Answer = Callable[[ParsedRequest, Action], Json]
+Chunks = Callable[[ParsedRequest, Action], list[Json]]
 
 ROUTES: dict[str, tuple[Parse, Answer, Chunks | None]] = {
     "v1/chat/completions": (requests.parse_chat, answers.chat_answer, answers.chat_chunks),
@@ -41,7 +41,7 @@ ROUTES: dict[str, tuple[Parse, Answer, Chunks | None]] = {
 class Waiting:
     """One request of an agent, on its way to the policy."""
 
-    def __init__(self, asked: Asked) -> None:
+    def __init__(self, asked: ParsedRequest) -> None:
         self.asked = asked
         self.answer: asyncio.Future[Action] = asyncio.get_running_loop().create_future()
         """Set with the policy's turn, or with Refused."""
@@ -87,12 +87,12 @@ class Endpoint:
     async def _handle(self, request: web.Request) -> web.StreamResponse:
         try:
             return await self._route(request)
-        except Refused as refused:
+        except InvalidField as refused:
             return web.json_response(refused.body, status=refused.status)
 
     async def _route(self, request: web.Request) -> web.StreamResponse:
         if not secrets.compare_digest(request.match_info["key"].encode(), self._key.encode()):
-            raise Refused("no such model server", status=404)
+            raise InvalidField("no such model server", status=404)
         path = request.match_info["path"]
         listed = answers.models(self._policy.model, self._policy.context_length)
         if path == "v1/models" and request.method == "GET":
@@ -101,9 +101,9 @@ class Endpoint:
             return web.json_response(answers.card_of(listed, path.removeprefix("v1/models/")))
         if path not in ROUTES:
             served = ", ".join(["v1/models", *ROUTES])
-            raise Refused(f"{request.method} {path} is not served; there are: {served}", status=404)
+            raise InvalidField(f"{request.method} {path} is not served; there are: {served}", status=404)
         if request.method != "POST":
-            raise Refused(f"{path} takes POST", status=405)
+            raise InvalidField(f"{path} takes POST", status=405)
         parse, answer, chunks = ROUTES[path]
         asked = parse(await _body(request), request.headers.get(SESSION, ""))
         asked.model = asked.model or self._policy.model
@@ -113,12 +113,12 @@ class Endpoint:
             return await _stream(request, chunks(asked, action))
         return web.json_response(answer(asked, action))
 
-    def _check_length(self, asked: Asked) -> None:
+    def _check_length(self, asked: ParsedRequest) -> None:
         limit = self._policy.context_length
         if asked.token_ids is not None and limit and len(asked.token_ids) >= limit:
             raise too_long(limit, len(asked.token_ids))
 
-    async def _answer(self, asked: Asked) -> Action:
+    async def _answer(self, asked: ParsedRequest) -> Action:
         """Whoever hangs up leaves the queue, or, if the policy is at it already, its answer to nobody."""
         waiting = Waiting(asked)
         self._waiting.add(waiting)
@@ -136,11 +136,11 @@ async def _body(request: web.Request) -> Json:
     try:
         body = json.loads(await request.read())
     except web.HTTPRequestEntityTooLarge:
-        raise Refused(f"the request is larger than {BODY_BYTES:,} bytes", status=413) from None
+        raise InvalidField(f"the request is larger than {BODY_BYTES:,} bytes", status=413) from None
     except (ValueError, RecursionError) as error:
-        raise Refused(f"the body is not JSON: {error}") from None
+        raise InvalidField(f"the body is not JSON: {error}") from None
     if not isinstance(body, dict):
-        raise Refused("the body must be a JSON object")
+        raise InvalidField("the body must be a JSON object")
     return body
 
 

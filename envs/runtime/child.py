@@ -24,7 +24,7 @@ from opentinker.envs.base import Environment
 from opentinker.envs.registry import check, find, rehearse
 from opentinker.envs.runtime.child_protocol import HEAD, Answer, Call, frame
 from opentinker.envs.runtime.episode_cleanup import Leftovers
-from opentinker.envs.runtime.player import LocalPlayer, contain
+from opentinker.envs.runtime.player import LocalPlayer, guard_user_code
 from opentinker.envs.runtime.preflight import mistakes_of
 from opentinker.shared.messaging.reply_validation import failure
 from opentinker.shared.types import codec
@@ -63,7 +63,7 @@ class Table:
         body, cost = bytes(call.body), 1.0
         match call.verb:
             case "import":
-                reply = await contain("", self._import(codec.decode(OpenSession, body)))
+                reply = await guard_user_code("", self._import(codec.decode(OpenSession, body)))
             case "open":
                 reply, cost = await self._open(codec.decode(OpenSession, body))
             case "step":

@@ -18,7 +18,7 @@ from weakref import WeakSet
 
 from opentinker.envs.runtime.child_process import Child, Start, start_plain
 from opentinker.envs.runtime.child_protocol import Answer
-from opentinker.envs.runtime.fair_queue import Turns
+from opentinker.envs.runtime.fair_queue import FairQueue
 from opentinker.envs.runtime.interpreters import Interpreters
 from opentinker.envs.runtime.player import on_worker
 from opentinker.envs.runtime.resolver import CHECK_S
@@ -38,7 +38,7 @@ SPARE = 4
 """Times `children`: so many there are at most, each beyond `children` the first of its job and environment."""
 
 
-class Host:
+class ChildPool:
     """`children` processes with `per_child` sessions each, started when first needed; and a first one for every job and
     environment, `SPARE` times as many in all."""
 
@@ -60,7 +60,7 @@ class Host:
         self._children: list[Child] = []
         self._running: WeakSet[Child] = WeakSet()
         """Also those that have been killed and take a moment to end."""
-        self._turns = Turns()
+        self._turns = FairQueue()
         self._checks = asyncio.Semaphore(CHECKS)
         self._costs: dict[str, float] = {}
 

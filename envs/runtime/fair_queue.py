@@ -8,7 +8,7 @@ ASKS_S = 5.0
 """Who has not asked again for so long does not wait any more."""
 
 
-class Turns:
+class FairQueue:
     """By key; times are of the event loop."""
 
     def __init__(self) -> None:

@@ -19,7 +19,7 @@ import msgspec
 from opentinker.envs import registry
 from opentinker.envs.base import Environment
 from opentinker.envs.game import AbstractGame, PlayedGame, environment_of
-from opentinker.envs.runtime.child_pool import Host
+from opentinker.envs.runtime.child_pool import ChildPool
 from opentinker.envs.runtime.player import LocalPlayer, Player
 from opentinker.envs.runtime.preflight import mistakes_of
 from opentinker.envs.runtime.resolver import Resolver
@@ -31,7 +31,7 @@ THREADS = 64
 """For calls of games that share nothing."""
 
 
-class Stage:
+class InProcessServer:
     """Plays up to `capacity` sessions at once of a class of this process, or of `module:Class`.
 
     A class that blocks is played in child processes where they can import it (`module:Class`), else in threads, and of
@@ -48,10 +48,10 @@ class Stage:
             self._name = f"served:{uuid.uuid4().hex}"
             registry.lend(self._name, self.kind)
         self._resolver = Resolver(modules=True)
-        self._host: Host | None = None
+        self._host: ChildPool | None = None
         if self.kind.blocking and isinstance(environment, str):
             children = min(capacity, os.cpu_count() or 1)
-            self._host = Host(children=children, per_child=-(-capacity // children), modules=True)
+            self._host = ChildPool(children=children, per_child=-(-capacity // children), modules=True)
         self.sessions = _Served(self._player, capacity, self._resolver)
 
     def _player(self, request: OpenSession) -> Player | None:

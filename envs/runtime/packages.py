@@ -26,7 +26,7 @@ import structlog
 from packaging.specifiers import SpecifierSet
 
 from opentinker.envs.runtime.venv_overlay import Runtime
-from opentinker.shared.asyncio_tools import put_down, rest, see_through
+from opentinker.shared.asyncio_tools import cancel_and_wait, finish_uncancelled, sleep
 from opentinker.shared.data import uploads
 from opentinker.shared.data.uploads import Package, Pin, Reference
 from opentinker.shared.durable_files import make_directories, sync_directory, sync_tree
@@ -164,7 +164,7 @@ class Packages:
                 await self._size(name, work)
             task.result()
         finally:
-            await put_down(task)
+            await cancel_and_wait(task)
 
     async def _size(self, name: str, work: Path) -> int:
         """Raises SpecError beyond the limit."""
@@ -192,7 +192,7 @@ def _bytes_of(directory: Path) -> int:
 
 async def _removed(directory: Path) -> None:
     """In a thread: it may hold gigabytes. To the end, also for who is cancelled."""
-    await see_through(asyncio.to_thread(shutil.rmtree, directory, ignore_errors=True))
+    await finish_uncancelled(asyncio.to_thread(shutil.rmtree, directory, ignore_errors=True))
 
 
 def _open_to_all(directory: Path) -> None:
@@ -250,7 +250,7 @@ async def _alone(path: Path) -> AsyncIterator[None]:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             except BlockingIOError:
-                await rest(LOOK_S)
+                await sleep(LOOK_S)
         yield
 
 

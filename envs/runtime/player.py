@@ -57,10 +57,10 @@ class LocalPlayer:
         """Who acts next, and where."""
 
     async def open(self, request: OpenSession) -> SessionReply:
-        return await contain(self._worker, self._open(request))
+        return await guard_user_code(self._worker, self._open(request))
 
     async def step(self, request: StepSession) -> SessionReply:
-        return await contain(self._worker, self._step(request))
+        return await guard_user_code(self._worker, self._step(request))
 
     @property
     def environment(self) -> Environment | None:
@@ -70,7 +70,7 @@ class LocalPlayer:
     async def close(self) -> None:
         if self._environment is not None:
             environment, self._environment = self._environment, None
-            await contain(self._worker, self._close(environment))
+            await guard_user_code(self._worker, self._close(environment))
 
     async def _open(self, request: OpenSession) -> SessionReply:
         made = make(request.environment, request.config, modules=self._modules)
@@ -103,7 +103,7 @@ async def _awaited(environment: Environment, method: str, answer: Awaitable[Any]
     return await answer
 
 
-async def contain(worker: str, call: Awaitable[SessionReply]) -> SessionReply:
+async def guard_user_code(worker: str, call: Awaitable[SessionReply]) -> SessionReply:
     """The boundary: user code may raise anything, SystemExit included, and only its own episode ends."""
     try:
         return await call

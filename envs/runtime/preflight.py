@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from opentinker.envs.runtime.player import contain
+from opentinker.envs.runtime.player import guard_user_code
 from opentinker.shared.types.env_protocol import EnvCheck, SessionReply
 from opentinker.shared.types.errors import SpecError
 
@@ -24,7 +24,7 @@ async def mistakes_of(check: Check, request: EnvCheck) -> list[dict[str, Any]]:
             mistakes.extend(error.mistakes)
         return SessionReply(worker="")
 
-    reply = await contain("", run())
+    reply = await guard_user_code("", run())
     if reply.failure is not None:
         mistakes.append({"field": "environment.name", "value": request.name, "problem": reply.error})
     return mistakes

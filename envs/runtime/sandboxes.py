@@ -16,7 +16,7 @@ import structlog
 
 from opentinker.envs.runtime.packages import Packages
 from opentinker.envs.runtime.venv_overlay import OWN, PATH, own_package, package_dir
-from opentinker.shared.asyncio_tools import put_down, rest
+from opentinker.shared.asyncio_tools import cancel_and_wait, sleep
 from opentinker.shared.config import Settings
 from opentinker.shared.data import uploads
 from opentinker.shared.sandbox.sandbox import Sandbox, Sandboxed, Unavailable, own_packages
@@ -73,7 +73,7 @@ class Sandboxes:
         """After the children have ended: what they have printed last is logged, and their pipes are closed."""
         if self._listening:
             await asyncio.wait(self._listening, timeout=END_S)
-        await put_down(*self._listening)
+        await cancel_and_wait(*self._listening)
         await self._packages.close()
 
     async def program(self, name: str) -> Program:
@@ -130,4 +130,4 @@ async def _listen(output: asyncio.StreamReader, title: str) -> None:
         elif heard < LOGGED + len(chunk):
             log.warning("environment_prints_too_much", environment=title, kept_bytes=LOGGED)
         heard += len(chunk)
-        await rest(PAUSE_S)
+        await sleep(PAUSE_S)

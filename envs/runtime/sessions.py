@@ -19,10 +19,10 @@ import msgspec
 import structlog
 from prometheus_client import Counter, Gauge
 
-from opentinker.envs.runtime.child_pool import ChildPlayer, Host
-from opentinker.envs.runtime.player import LocalPlayer, Player, contain
+from opentinker.envs.runtime.child_pool import ChildPlayer, ChildPool
+from opentinker.envs.runtime.player import LocalPlayer, Player, guard_user_code
 from opentinker.envs.runtime.resolver import Resolver
-from opentinker.envs.runtime.tools.tool_factory import Shop
+from opentinker.envs.runtime.tools.tool_factory import ToolFactory
 from opentinker.envs.runtime.tools.tool_player import ToolPlayer
 from opentinker.shared.messaging.reply_validation import failure, late_import
 from opentinker.shared.runtime.telemetry import REGISTRY, Meters
@@ -78,8 +78,8 @@ class Sessions:
         *,
         limit: int,
         resolver: Resolver,
-        host: Host | None = None,
-        shop: Shop | None = None,
+        host: ChildPool | None = None,
+        shop: ToolFactory | None = None,
         lanes: LanesByJob | None = None,
         import_timeout_s: float = 120.0,
     ) -> None:
@@ -159,7 +159,7 @@ class Sessions:
         LOAD.set(self.load)
         self.meters.of(request.job).gauges["env/sessions"] += 1
         session.timer = loop.call_later(self._import_timeout_s, self._expire, session)
-        self._play(session, "open", contain(self.worker, self._begin(session)))
+        self._play(session, "open", guard_user_code(self.worker, self._begin(session)))
         return session
 
     async def step(self, request: StepSession) -> SessionReply:

@@ -15,7 +15,7 @@ import traceback
 
 import structlog
 
-from opentinker.shared.asyncio_tools import rest
+from opentinker.shared.asyncio_tools import sleep
 
 log = structlog.get_logger()
 
@@ -29,7 +29,7 @@ async def watch(limit_s: float) -> None:
         while True:
             faulthandler.dump_traceback_later(limit_s, exit=True)
             pulse.at = time.monotonic()
-            await rest(limit_s / 10)
+            await sleep(limit_s / 10)
     finally:
         faulthandler.cancel_dump_traceback_later()
         pulse.ended.set()

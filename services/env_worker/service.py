@@ -13,15 +13,15 @@ import asyncio
 import msgspec
 
 from opentinker.envs.registry import BUILT_IN
-from opentinker.envs.runtime.child_pool import Host
+from opentinker.envs.runtime.child_pool import ChildPool
 from opentinker.envs.runtime.interpreters import Interpreters
 from opentinker.envs.runtime.preflight import mistakes_of
 from opentinker.envs.runtime.resolver import Resolver
 from opentinker.envs.runtime.sandboxes import Sandboxes
 from opentinker.envs.runtime.sessions import Sessions
-from opentinker.envs.runtime.tools.tool_factory import Shop
+from opentinker.envs.runtime.tools.tool_factory import ToolFactory
 from opentinker.envs.runtime.watchdog import watch
-from opentinker.shared.asyncio_tools import rest
+from opentinker.shared.asyncio_tools import sleep
 from opentinker.shared.config import Settings
 from opentinker.shared.data.readable_paths import Readable
 from opentinker.shared.messaging.subjects import ENV_CHECK, ENV_CLOSE, ENV_OPEN, ENV_STEP, SANDBOX_CHECK, SANDBOX_OPEN
@@ -47,7 +47,7 @@ async def serve(ctx: Context) -> None:
     Egress(tuple(settings.env_egress_allow)).publish()
     info = worker_info(ctx.worker, Pool.ENV)
     sandboxes = await Sandboxes.open(settings)
-    host = Host(
+    host = ChildPool(
         children=settings.env_children,
         per_child=settings.env_sessions_per_child,
         modules=settings.env_modules,
@@ -55,7 +55,7 @@ async def serve(ctx: Context) -> None:
         interpreters=Interpreters(settings.env_interpreters),
     )
     resolver = Resolver(modules=settings.env_modules)
-    shop = Shop(settings)
+    shop = ToolFactory(settings)
     lanes = LanesByJob(ctx.bus, ctx.worker, glue_s=GLUE_S)
     sessions = Sessions(
         f"{info.id}-{info.incarnation}",
@@ -88,7 +88,7 @@ async def serve(ctx: Context) -> None:
 
 
 async def _serve(
-    ctx: Context, sessions: Sessions, resolver: Resolver, host: Host, sandboxes: Sandboxes, shop: Shop
+    ctx: Context, sessions: Sessions, resolver: Resolver, host: ChildPool, sandboxes: Sandboxes, shop: ToolFactory
 ) -> None:
     """Answer requests until told to stop, then drain."""
     bus = ctx.bus
@@ -150,7 +150,7 @@ async def _beat(ctx: Context, info: WorkerInfo, sessions: Sessions, no_sandbox: 
         ctx.detail.update(detail)
         status = "draining" if sessions.draining else "ready" if ctx.is_ready else "loading"
         await ctx.store.beat(msgspec.structs.replace(info, status=status, detail=detail), ctx.settings.worker_ttl_s)
-        await rest(ctx.settings.heartbeat_s)
+        await sleep(ctx.settings.heartbeat_s)
 
 
 async def _look_after_owners(ctx: Context, sessions: Sessions) -> None:
@@ -158,14 +158,14 @@ async def _look_after_owners(ctx: Context, sessions: Sessions) -> None:
     deadline they would hold a place, and a stop."""
     gone: set[str] = set()
     while True:
-        await rest(ctx.settings.worker_ttl_s)
+        await sleep(ctx.settings.worker_ttl_s)
         dead = {owner for owner in sessions.owners() if not await ctx.store.lives(*owner.rsplit("/", 1))}
         for owner in dead & gone:
             await sessions.abandon(owner)
         gone = dead
 
 
-async def check_environment(request: EnvCheck, resolver: Resolver, host: Host) -> EnvCheckReply:
+async def check_environment(request: EnvCheck, resolver: Resolver, host: ChildPool) -> EnvCheckReply:
     """Every mistake in the name and the config, found where sessions would run: what blocks is played in children, and
     its library is never imported here."""
     if request.isolation == "process" and not host.interpreters.of(request.name):

@@ -40,7 +40,7 @@ class Work:
         self.tokens = sum(len(t.mask_T) for t in self.group.trajectories)
 
 
-class Desk:
+class GroupQueue:
     def __init__(self, tokens_per_batch: int) -> None:
         self.tokens_per_batch = tokens_per_batch
         self.hand: set[Work] = set()

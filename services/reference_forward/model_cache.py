@@ -30,7 +30,7 @@ class Resident:
     load_s: float
 
 
-class Residence:
+class ModelCache:
     """`budget_bytes` is never exceeded by the weights of what is resident."""
 
     def __init__(self, budget_bytes: int, clock: Callable[[], float] = time.monotonic) -> None:

@@ -24,7 +24,7 @@ from opentinker.shared.nn.layout import Layout, layout, with_ends
 from opentinker.shared.nn.lora import adapter_bytes, causal_lm, with_adapter
 from opentinker.shared.nn.models import load_model, model_bytes, torch_dtype
 from opentinker.shared.nn.packing import pack
-from opentinker.shared.nn.vision import marked
+from opentinker.shared.nn.vision import mark_image_tokens
 from opentinker.shared.spec import JobSpec
 from opentinker.shared.types.core import F32
 from opentinker.shared.types.errors import JobFailed
@@ -124,7 +124,7 @@ class Scorer:
         for members in pack([len(rows[s].mask_T) for s in sampled], self.tokens_per_batch):
             batch = [sampled[m] for m in members]
             heat = None if heat_S is None else [heat_S[s] for s in batch]
-            ids, shown = marked([rows[s] for s in batch], images)
+            ids, shown = mark_image_tokens([rows[s] for s in batch], images)
             ids, masks = with_ends(ids, [rows[s].mask for s in batch], [ends and rows[s].truncated for s in batch])
             plan = layout(ids, masks, temperatures=heat, shown=shown)
             self.computed += len(plan.ids_N)

@@ -28,11 +28,11 @@ import msgspec
 import structlog
 from redis.exceptions import RedisError
 
-from opentinker.services.reference_forward.group_queue import AHEAD, Desk, Work
-from opentinker.services.reference_forward.model_cache import Residence
+from opentinker.services.reference_forward.group_queue import AHEAD, GroupQueue, Work
+from opentinker.services.reference_forward.model_cache import ModelCache
 from opentinker.services.reference_forward.required_models import ModelKey, needs
 from opentinker.services.reference_forward.results import with_results
-from opentinker.shared.asyncio_tools import Bell, rest, set_within
+from opentinker.shared.asyncio_tools import Notifier, sleep, wait_event
 from opentinker.shared.data.readable_paths import check_opened
 from opentinker.shared.messaging.bus import ACK_WAIT_S, ConsumerDeleted, Delivery, StreamFull, TooLarge
 from opentinker.shared.messaging.subjects import GROUP, SCORE, SCORES, Subject
@@ -71,9 +71,9 @@ class ReferenceForward:
         self._make_scorer = make_scorer
         self._scorer: Scorer | None = None
         self._making = asyncio.Lock()
-        self.desk = Desk(ctx.settings.reference_tokens_per_batch)
-        self.residence = Residence(int(ctx.settings.reference_memory_gb * 1e9))
-        self._bell = Bell()
+        self.desk = GroupQueue(ctx.settings.reference_tokens_per_batch)
+        self.residence = ModelCache(int(ctx.settings.reference_memory_gb * 1e9))
+        self._bell = Notifier()
         self._scored: asyncio.Queue[Work] = asyncio.Queue()
         self._readers: set[str] = set()
         """Jobs that are read."""
@@ -118,13 +118,13 @@ class ReferenceForward:
                     if job not in self._readers:
                         self._readers.add(job)
                         readers.create_task(self._read(job))
-                await set_within(self.ctx.stopping, LOOK_S)
+                await wait_event(self.ctx.stopping, LOOK_S)
         while self.desk.hand:
             changed = self._bell.listen()
             for work in self.desk.drop_all():
                 await self._give_back(work)
             if self.desk.hand:
-                await set_within(changed, LOOK_S)
+                await wait_event(changed, LOOK_S)
 
     async def _read(self, job: str) -> None:
         """Consumes SCORE of one job while there is room. Ends when nothing comes any more."""
@@ -141,7 +141,7 @@ class ReferenceForward:
                 elif over:
                     break
                 elif not room:
-                    await set_within(changed, LOOK_S)
+                    await wait_event(changed, LOOK_S)
                 if delivery is not None or not room:
                     heard = time.monotonic()
         except ConsumerDeleted:
@@ -219,7 +219,7 @@ class ReferenceForward:
         while True:
             changed = self._bell.listen()
             if (key := self.desk.wanted(self.residence)) is None:
-                await set_within(changed, 1.0)
+                await wait_event(changed, 1.0)
                 continue
             try:
                 await self._load(key)
@@ -245,7 +245,7 @@ class ReferenceForward:
                 return
             if self.residence.make_room(size, self.desk.queues):
                 break
-            await set_within(self._bell.listen(), 0.1)
+            await wait_event(self._bell.listen(), 0.1)
         if self.residence.evictions > evicted:
             await asyncio.to_thread(scorer.collect)
         began = time.monotonic()
@@ -269,7 +269,7 @@ class ReferenceForward:
             except NotFound:  # deleted: its groups go with the next look at who waits
                 continue
             except (RedisError, OSError):  # asked again with the next look
-                await rest(LOOK_S)
+                await sleep(LOOK_S)
                 return False
         return open_to_all
 
@@ -302,7 +302,7 @@ class ReferenceForward:
         while True:
             changed = self._bell.listen()
             if (batch := self.desk.take(self.residence)) is None:
-                await set_within(changed, 1.0)
+                await wait_event(changed, 1.0)
                 continue
             await self._pass(*batch)
             self._bell.ring()
@@ -411,7 +411,7 @@ class ReferenceForward:
     async def _remind_loop(self) -> None:
         """While we have them in hand (a model may have to be loaded first), nobody else is given the messages."""
         while True:
-            await rest(self.ack_wait_s / 3)
+            await sleep(self.ack_wait_s / 3)
             for work in list(self.desk.hand):
                 await work.delivery.in_progress()
 
@@ -419,7 +419,7 @@ class ReferenceForward:
         while True:
             detail = {"groups": self.groups, "tokens": self.tokens, "models_bytes": self.residence.used_bytes}
             await self.ctx.store.beat(msgspec.structs.replace(self.info, detail=detail), self.ctx.settings.worker_ttl_s)
-            await rest(self.ctx.settings.heartbeat_s)
+            await sleep(self.ctx.settings.heartbeat_s)
 
     def _measure(self) -> None:
         meter = self.meters.of(CLUSTER)

@@ -15,7 +15,7 @@ TAIL = 8
 """So many of them are looked at for a place between two characters."""
 
 
-class Unfolding:
+class Detokenizer:
     """The text of one answer while it grows. Held back are parts of characters, and what may become a stop string."""
 
     def __init__(self, renderer: Renderer, stops: Sequence[str]) -> None:
@@ -66,11 +66,11 @@ class Unfolding:
         return certain
 
 
-class Offsets:
+class TextOffsets:
     """Where in the text of an answer each of its tokens begins; parts of a character begin where it does."""
 
     def __init__(self, renderer: Renderer) -> None:
-        self._text = Unfolding(renderer, ())
+        self._text = Detokenizer(renderer, ())
         self._at = 0
         self._found: list[int] = []
 

@@ -26,7 +26,7 @@ import numpy as np
 from opentinker.services.rollout_worker.engines.base import Completion, Engine, EngineError, EngineLost, Sampling, Shown
 from opentinker.services.rollout_worker.renderer import Renderer, images_of
 from opentinker.services.rollout_worker.transcripts import CHARACTERS, TOKENS, is_kept, shortened
-from opentinker.shared.asyncio_tools import stopped
+from opentinker.shared.asyncio_tools import paused_timeout
 from opentinker.shared.spec import JobSpec
 from opentinker.shared.types.core import Ending, Message, StopReason, Ticket, Tool
 from opentinker.shared.types.env_protocol import Isolation, Policy, SessionReply, StepSession
@@ -190,7 +190,7 @@ class Episode:
                 policy=Policy(model=self.spec.model.base, context_length=self.context),
                 tools=[tool.model_dump() for tool in self.spec.environment.tools],
                 tool_turns=self.spec.environment.tool_turns,
-                importing=partial(stopped, clock),
+                importing=partial(paused_timeout, clock),
             )
 
     @staticmethod

@@ -14,9 +14,9 @@ import structlog
 
 from opentinker.services.rollout_worker.engines.base import Engine
 from opentinker.services.rollout_worker.episode import Sessions
-from opentinker.services.rollout_worker.eval_runner import Examiner
+from opentinker.services.rollout_worker.eval_runner import EvalRunner
 from opentinker.services.rollout_worker.renderer import Renderer
-from opentinker.shared.asyncio_tools import rest
+from opentinker.shared.asyncio_tools import sleep
 from opentinker.shared.runtime.leased_worker import LeasedWorker
 from opentinker.shared.runtime.service import first_failure
 from opentinker.shared.runtime.telemetry import MetricSource
@@ -38,7 +38,7 @@ class EvalJob:
         self.broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.counts: Counter[str] = Counter()
         self.metrics = MetricSource(worker.ctx.bus, lease.job, worker.info.id)
-        self.examiner = Examiner(
+        self.examiner = EvalRunner(
             worker.ctx.bus,
             worker.info.id,
             lease.job,
@@ -75,7 +75,7 @@ class EvalJob:
         """Produces METRIC: totals, and tokens per second since the last report. Returns never."""
         last, then = 0, time.monotonic()
         while True:
-            await rest(REPORT_S)
+            await sleep(REPORT_S)
             now, tokens = time.monotonic(), self.worker.spent["tokens_generated"]
             values = {f"rollout/{name}": float(count) for name, count in self.counts.items()}
             values |= {"rollout/tokens": float(tokens), "rollout/tokens_per_s": (tokens - last) / (now - then)}

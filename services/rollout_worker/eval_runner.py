@@ -17,14 +17,14 @@ from opentinker.services.rollout_worker.engines.base import Engine
 from opentinker.services.rollout_worker.episode import Busy, Episode, EpisodeFailed, Sessions
 from opentinker.services.rollout_worker.renderer import Renderer
 from opentinker.services.rollout_worker.transcripts import TOKENS, shortened
-from opentinker.shared.asyncio_tools import hand_on, put_down, rest, set_within
+from opentinker.shared.asyncio_tools import cancel_and_wait, forward_exception, sleep, wait_event
 from opentinker.shared.messaging.bus import Bus, Delivery, NoReply
 from opentinker.shared.messaging.subjects import EXAM, EXAM_RESULT
 from opentinker.shared.spec import JobSpec
 from opentinker.shared.spec.validation import exam_of, validation_episodes
 from opentinker.shared.types.core import Ending, Ticket, WeightVersion
 from opentinker.shared.types.error_text import error_tail
-from opentinker.shared.types.evaluation import Exam, ExamResult, ExamView
+from opentinker.shared.types.evaluation import EvalEpisode, EvalResult, ExamView
 from opentinker.shared.types.token_records import tokens_of
 from opentinker.shared.types.trajectories import Trajectory, totals
 
@@ -43,7 +43,7 @@ ASK_S = 5.0
 AGAIN_S = 0.2
 
 
-class Examiner:
+class EvalRunner:
     """`broken` gets what an exam raises that is a failure of this service."""
 
     def __init__(
@@ -77,9 +77,9 @@ class Examiner:
             while True:
                 too_old = await self._consume()
                 while self.engine.version == too_old:
-                    await rest(AGAIN_S)
+                    await sleep(AGAIN_S)
         finally:
-            await put_down(*self.tasks)
+            await cancel_and_wait(*self.tasks)
 
     async def _consume(self) -> WeightVersion | None:
         """Consumes EXAM, starts exam tasks. Returns at an exam of a version that the engine has not got yet: which one
@@ -92,7 +92,7 @@ class Examiner:
                 free = self.places - len(self.tasks)
                 if free <= 0:
                     self.place.clear()
-                    await set_within(self.place, 0.5)
+                    await wait_event(self.place, 0.5)
                     continue
                 delivery = await exams.next(0.5, limit=free)
                 version = self.engine.version
@@ -101,7 +101,7 @@ class Examiner:
         finally:
             await exams.close()
 
-    async def _take(self, delivery: Delivery[Exam], version: WeightVersion | None) -> bool:
+    async def _take(self, delivery: Delivery[EvalEpisode], version: WeightVersion | None) -> bool:
         """False if it was given back, because the engine's version is older."""
         exam = delivery.noun
         if exam is None:
@@ -121,9 +121,9 @@ class Examiner:
     def _done(self, task: asyncio.Task[None]) -> None:
         self.tasks.discard(task)
         self.place.set()
-        hand_on(task, self._broken)
+        forward_exception(task, self._broken)
 
-    async def _run(self, exam: Exam, delivery: Delivery[Exam]) -> None:
+    async def _run(self, exam: EvalEpisode, delivery: Delivery[EvalEpisode]) -> None:
         alive = asyncio.create_task(self._keep_alive(delivery))
         try:
             if delivery.deliveries > MAX_DELIVERIES:
@@ -140,12 +140,12 @@ class Examiner:
         finally:
             alive.cancel()
 
-    async def _keep_alive(self, delivery: Delivery[Exam]) -> None:
+    async def _keep_alive(self, delivery: Delivery[EvalEpisode]) -> None:
         while True:
-            await rest(EXAM_WAIT_S / 3)
+            await sleep(EXAM_WAIT_S / 3)
             await delivery.in_progress()
 
-    async def _play(self, exam: Exam) -> ExamResult:
+    async def _play(self, exam: EvalEpisode) -> EvalResult:
         state, sample = divmod(exam.index, self.samples)
         ticket = Ticket(job=self.job, seq=state, row=state, seed=exam.seed, group_size=self.samples)
         for tries_left in range(self.spec.rollout.retries, -1, -1):
@@ -162,10 +162,10 @@ class Examiner:
                 self.spent["tokens_generated"] += episode.sampled
         raise AssertionError("unreachable")
 
-    async def _result(self, exam: Exam, episode: Episode) -> ExamResult:
+    async def _result(self, exam: EvalEpisode, episode: Episode) -> EvalResult:
         trajectories = await episode.run()
         rewards, components = totals(trajectories)
-        return ExamResult(
+        return EvalResult(
             job=exam.job,
             version=exam.version,
             index=exam.index,
@@ -183,8 +183,8 @@ class Examiner:
             views=views_of(trajectories),
         )
 
-    def _failed(self, exam: Exam, ending: Ending, error: str) -> ExamResult:
-        return ExamResult(
+    def _failed(self, exam: EvalEpisode, ending: Ending, error: str) -> EvalResult:
+        return EvalResult(
             job=exam.job,
             version=exam.version,
             index=exam.index,
@@ -193,14 +193,14 @@ class Examiner:
             error=error_tail(error, 500),
         )
 
-    async def _hand_in(self, result: ExamResult) -> None:
+    async def _hand_in(self, result: EvalResult) -> None:
         """Until somebody has it; a trainer that was restarted has no use for it, and says so."""
         while True:
             try:
                 await self.bus.request(EXAM_RESULT, result, ASK_S, job=self.job)
                 return
             except NoReply:
-                await rest(AGAIN_S)
+                await sleep(AGAIN_S)
 
 
 def views_of(trajectories: Sequence[Trajectory]) -> list[ExamView]:

@@ -18,7 +18,7 @@ from contextlib import AsyncExitStack
 
 import structlog
 
-from opentinker.services.rollout_worker.detokenizer import Offsets, Unfolding
+from opentinker.services.rollout_worker.detokenizer import Detokenizer, TextOffsets
 from opentinker.services.rollout_worker.engines.base import (
     Completion,
     Engine,
@@ -28,16 +28,25 @@ from opentinker.services.rollout_worker.engines.base import (
     Sampling,
     Shown,
 )
-from opentinker.services.rollout_worker.inference_request import News, Talk
+from opentinker.services.rollout_worker.inference_request import RequestState, TokenQueue
 from opentinker.services.rollout_worker.renderer import Renderer, images_of
-from opentinker.services.rollout_worker.weight_receiver import WeightTaker
-from opentinker.shared.asyncio_tools import hand_on, put_down, rest, see_through
+from opentinker.services.rollout_worker.weight_receiver import WeightReceiver
+from opentinker.shared.asyncio_tools import cancel_and_wait, finish_uncancelled, forward_exception, sleep
 from opentinker.shared.messaging.bus import NoReply, NoResponders, TooLarge
 from opentinker.shared.messaging.streaming import Send, answer
 from opentinker.shared.messaging.subjects import ABANDON, GENERATE, SWAP, WAKE, WANTED
 from opentinker.shared.openai.answers import cut
-from opentinker.shared.openai.fields import Refused, too_long
-from opentinker.shared.openai.inference import BEAT_S, Abandoned, Ask, Piece, Refusal, Reply, Underway, models_of
+from opentinker.shared.openai.fields import InvalidField, too_long
+from opentinker.shared.openai.inference import (
+    BEAT_S,
+    CancelGenerate,
+    GenerateChunk,
+    GenerateError,
+    GenerateRequest,
+    GenerateResult,
+    InFlight,
+    models_of,
+)
 from opentinker.shared.runtime.leased_worker import LeasedWorker
 from opentinker.shared.runtime.service import first_failure
 from opentinker.shared.runtime.telemetry import Meters, Reporter
@@ -67,7 +76,7 @@ class InferenceJob:
         self.adapters = {adapter.name for adapter in spec.serving.adapters}
         self.address = f"{worker.info.id}-{uuid.uuid4().hex[:12]}"
         self.places = asyncio.Semaphore(spec.serving.max_concurrent)
-        self.tasks: dict[str, tuple[Talk, asyncio.Task[None]]] = {}
+        self.tasks: dict[str, tuple[RequestState, asyncio.Task[None]]] = {}
         """By id of the request."""
         self.closing: set[asyncio.Task[None]] = set()
         """Refusals on their way."""
@@ -81,7 +90,7 @@ class InferenceJob:
         self.broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.follows = spec.start.job if spec.start is not None and spec.start.live else ""
         """The job whose live policy it serves; the trainer's versions come through SWAP."""
-        self.taker = WeightTaker(worker.ctx.store, worker.info, self.follows, 0, engine, self.broken, self._taken)
+        self.taker = WeightReceiver(worker.ctx.store, worker.info, self.follows, 0, engine, self.broken, self._taken)
         self.quiet_since = time.monotonic()
         self.meters = Meters()
         self.meter = self.meters.of(lease.job)
@@ -137,7 +146,7 @@ class InferenceJob:
     async def _end(self) -> None:
         """The last report says what came since the one before; with the job over, none is shown any more."""
         self.over = True
-        await see_through(self._give_up())
+        await finish_uncancelled(self._give_up())
         self.renderings.shutdown(wait=False, cancel_futures=True)
         self.meter.gauges.clear()
         await self.reporter.report()
@@ -147,25 +156,25 @@ class InferenceJob:
     async def _give_up(self) -> None:
         """Whoever still waits is told to ask elsewhere, also for a request whose task has not begun."""
         waiting = list(self.tasks.values())
-        await put_down(*(task for _, task in waiting))
+        await cancel_and_wait(*(task for _, task in waiting))
         for talk, task in waiting:
             if task.cancelled() and not talk.abandoned:
-                await talk.say(refusal=Refusal(message=LOST, status=503, elsewhere=True))
+                await talk.say(refusal=GenerateError(message=LOST, status=503, elsewhere=True))
         if self.closing:
             await asyncio.wait(self.closing)
 
     # --- requests -----------------------------------------------------------------------------------------------
 
-    def _begin(self, ask: Ask, send: Send[Piece]) -> None:
-        talk = Talk(ask, send)
+    def _begin(self, ask: GenerateRequest, send: Send[GenerateChunk]) -> None:
+        talk = RequestState(ask, send)
         self.meter.counts["serving/requests"] += 1
         room = self.spec.serving.max_concurrent + self.spec.serving.max_waiting
         refusal = None
         if self.over or self.worker.ending:
-            refusal = Refusal(message=LOST, status=503, elsewhere=True)
+            refusal = GenerateError(message=LOST, status=503, elsewhere=True)
         elif len(self.tasks) >= room:
             self.meter.counts["serving/overloaded"] += 1
-            refusal = Refusal(
+            refusal = GenerateError(
                 message=f"{room} requests are being answered or wait (serving.max_concurrent, serving.max_waiting): "
                 "try again in a moment, or give the job more rollout workers",
                 status=429,
@@ -174,7 +183,7 @@ class InferenceJob:
             )
         elif ask.job != self.lease.job or ask.model not in self.models:
             served = ", ".join(self.models)
-            refusal = Refusal(message=f"this rollout worker serves {served} of job {self.lease.job}", status=404)
+            refusal = GenerateError(message=f"this rollout worker serves {served} of job {self.lease.job}", status=404)
         if refusal is not None:
             closing = asyncio.create_task(talk.say(refusal=refusal))
             self.closing.add(closing)
@@ -187,9 +196,9 @@ class InferenceJob:
     def _done(self, id: str, task: asyncio.Task[None]) -> None:
         del self.tasks[id]
         self.quiet_since = time.monotonic()
-        hand_on(task, self.broken)
+        forward_exception(task, self.broken)
 
-    async def _abandon(self, message: Abandoned) -> None:
+    async def _abandon(self, message: CancelGenerate) -> None:
         self._leave(message.id)
 
     def _leave(self, id: str) -> None:
@@ -199,7 +208,7 @@ class InferenceJob:
             self.meter.counts["serving/abandoned"] += 1
             task.cancel()
 
-    async def _run(self, talk: Talk) -> None:
+    async def _run(self, talk: RequestState) -> None:
         """One request to its last piece; one that is cancelled says nothing more. Raises what is a failure of this
         service."""
         within = self.spec.serving.request_timeout_s
@@ -207,13 +216,13 @@ class InferenceJob:
             async with asyncio.timeout(within):
                 reply = await self._answer(talk)
             await talk.say(reply=reply)
-        except Refused as refused:
+        except InvalidField as refused:
             await self._refuse(talk, refused.message, refused.status, refused.param, refused.code)
         except TimeoutError:
             late = f"no answer within {within:g} s (serving.request_timeout_s), its waiting included"
             await self._refuse(talk, late, 504, code="timeout")
         except EngineLost:
-            await talk.say(refusal=Refusal(message=LOST, status=503, elsewhere=True))
+            await talk.say(refusal=GenerateError(message=LOST, status=503, elsewhere=True))
             raise
         except EngineError as error:
             await self._refuse(talk, str(error), 500)
@@ -224,11 +233,11 @@ class InferenceJob:
             log.exception("request_failed", job=self.lease.job, request=talk.ask.id)
             await self._refuse(talk, f"no answer, for a fault of ours ({type(error).__name__}), which is logged", 500)
 
-    async def _refuse(self, talk: Talk, message: str, status: int, param: str = "", code: str = "") -> None:
+    async def _refuse(self, talk: RequestState, message: str, status: int, param: str = "", code: str = "") -> None:
         self.meter.counts["serving/refused"] += 1
-        await talk.say(refusal=Refusal(message=message, status=status, param=param, code=code))
+        await talk.say(refusal=GenerateError(message=message, status=status, param=param, code=code))
 
-    async def _answer(self, talk: Talk) -> Reply:
+    async def _answer(self, talk: RequestState) -> GenerateResult:
         ask = talk.ask
         self._check_size(ask)
         prompt, shown = await asyncio.get_running_loop().run_in_executor(self.renderings, self._prompt, ask)
@@ -243,7 +252,7 @@ class InferenceJob:
             adapter=ask.model if ask.model in self.adapters else "",
             likely=ask.likely,
         )
-        places = Offsets(self.renderer)
+        places = TextOffsets(self.renderer)
         async with self.places:
             if ask.stream and not ask.tools:
                 completion = await self._stream(talk, prompt, sampling, places, shown)
@@ -257,7 +266,7 @@ class InferenceJob:
             self.renderings, self._reply, talk, len(prompt), completion, places
         )
 
-    def _check_size(self, ask: Ask) -> None:
+    def _check_size(self, ask: GenerateRequest) -> None:
         """Refuses what is certainly too long, before any work is done for it. Raises Refused."""
         limit = self.engine.context_length
         if ask.token_ids is not None:
@@ -268,17 +277,17 @@ class InferenceJob:
         if size > most:
             raise too_long(limit, size, unit)
 
-    def _prompt(self, ask: Ask) -> tuple[list[int], list[Shown]]:
+    def _prompt(self, ask: GenerateRequest) -> tuple[list[int], list[Shown]]:
         """In a thread. Raises Refused."""
         shown: list[Shown] = []
         if ask.stop and self.spec.rollout.engine == "toy":
-            raise Refused("the simulated engine knows no stop strings", param="stop")
+            raise InvalidField("the simulated engine knows no stop strings", param="stop")
         if ask.likely and self.spec.rollout.engine == "toy":
             name = "top_logprobs" if ask.messages else "logprobs"
-            raise Refused(f"{name} can only be 0: the simulated engine draws from no distribution", param=name)
+            raise InvalidField(f"{name} can only be 0: the simulated engine draws from no distribution", param=name)
         if ask.token_ids is not None:
             if max(ask.token_ids) >= self.renderer.vocab_size:
-                raise Refused(f"the model has token ids up to {self.renderer.vocab_size - 1}", param="prompt")
+                raise InvalidField(f"the model has token ids up to {self.renderer.vocab_size - 1}", param="prompt")
             ids = ask.token_ids
         elif ask.text is not None:
             ids = self.renderer.plain(ask.text, first=True)
@@ -287,17 +296,17 @@ class InferenceJob:
                 ids = self.renderer.rendered(ask.messages, ask.tools)
                 shown = self.renderer.shown(self.renderer.pictures(ask.messages, ids), images_of(ask.messages))
             except (JobFailed, BadImage) as error:
-                raise Refused(str(error), param="messages") from None
+                raise InvalidField(str(error), param="messages") from None
         limit = self.engine.context_length
         if not 0 < len(ids) < limit:
             raise too_long(limit, len(ids))
         return ids, shown
 
     async def _stream(
-        self, talk: Talk, prompt: list[int], sampling: Sampling, places: Offsets, shown: list[Shown]
+        self, talk: RequestState, prompt: list[int], sampling: Sampling, places: TextOffsets, shown: list[Shown]
     ) -> Completion:
         """Sends what is certain of the text while it grows; the rest comes with the reply."""
-        news, unfolding = News(), Unfolding(self.renderer, talk.ask.stop)
+        news, unfolding = TokenQueue(), Detokenizer(self.renderer, talk.ask.stop)
         generating = asyncio.create_task(self.engine.generate(talk.ask.id, prompt, sampling, news.add, shown))
         ids: list[int] = []
         logprobs: list[float] = []
@@ -315,16 +324,18 @@ class InferenceJob:
                     ids, logprobs, likely, offsets = [], [], [], []
             return generating.result()
         finally:
-            await put_down(generating)
+            await cancel_and_wait(generating)
 
-    def _reply(self, talk: Talk, prompt_tokens: int, completion: Completion, places: Offsets) -> Reply:
+    def _reply(
+        self, talk: RequestState, prompt_tokens: int, completion: Completion, places: TextOffsets
+    ) -> GenerateResult:
         """In a thread. `places`: of the tokens that were streamed."""
         ask = talk.ask
         text = self.renderer.text(completion.ids)
         answered = sum(message.role == "assistant" for message in ask.messages)
         said = self.renderer.said(completion.ids, ask.tools, stop=completion.stop, turn=answered)
         assert self.engine.version is not None
-        return Reply(
+        return GenerateResult(
             text=cut(text, ask.stop) if completion.stop == StopReason.STOP else text,
             stop=completion.stop,
             ids=completion.ids,
@@ -338,7 +349,7 @@ class InferenceJob:
             likely=self._named(completion.likely[talk.told :]),
         )
 
-    def _tokens(self, ask: Ask, ids: list[int]) -> list[str]:
+    def _tokens(self, ask: GenerateRequest, ids: list[int]) -> list[str]:
         return [self._piece(id) for id in ids] if ask.tokens else []
 
     def _named(self, likely: list[Likely]) -> list[list[tuple[str, float]]]:
@@ -354,7 +365,7 @@ class InferenceJob:
     async def _beat_loop(self) -> None:
         """Consumes nothing; produces empty pieces, and asks with WANTED; looks every BEAT_S."""
         while True:
-            await rest(BEAT_S)
+            await sleep(BEAT_S)
             now = time.monotonic()
             talks = [talk for talk, _ in self.tasks.values()]
             for talk in talks:
@@ -365,7 +376,7 @@ class InferenceJob:
 
     async def _ask_after(self, asker: str, ids: list[str]) -> None:
         try:
-            wanted = (await self.bus.request(WANTED, Underway(ids), BEAT_S, asker=asker)).ids
+            wanted = (await self.bus.request(WANTED, InFlight(ids), BEAT_S, asker=asker)).ids
         except NoResponders:
             wanted = []
         except (NoReply, WireError):
@@ -375,7 +386,7 @@ class InferenceJob:
 
     async def _report_loop(self) -> None:
         while True:
-            await rest(REPORT_S)
+            await sleep(REPORT_S)
             self._tell()
             waiting = max(0, len(self.tasks) - self.spec.serving.max_concurrent)
             self.meter.gauges["serving/waiting"] = waiting

@@ -8,13 +8,13 @@ from typing import NamedTuple
 
 from opentinker.services.rollout_worker.engines.base import Completion, Likely
 from opentinker.shared.messaging.streaming import Send
-from opentinker.shared.openai.inference import Ask, Piece
+from opentinker.shared.openai.inference import GenerateChunk, GenerateRequest
 
 
-class Talk:
+class RequestState:
     """One request, and what was said of it so far."""
 
-    def __init__(self, ask: Ask, send: Send[Piece]) -> None:
+    def __init__(self, ask: GenerateRequest, send: Send[GenerateChunk]) -> None:
         self.ask, self._send = ask, send
         self._seq = 0
         self.spoke_at = time.monotonic()
@@ -23,7 +23,7 @@ class Talk:
         """Tokens that came with pieces."""
 
     async def say(self, **parts: object) -> None:
-        piece = Piece(seq=self._seq, **parts)  # type: ignore[arg-type]
+        piece = GenerateChunk(seq=self._seq, **parts)  # type: ignore[arg-type]
         self._seq += 1
         self.spoke_at = time.monotonic()
         try:
@@ -43,7 +43,7 @@ class Sampled(NamedTuple):
     """Empty unless asked for."""
 
 
-class News:
+class TokenQueue:
     """Tokens on their way from the engine to whoever streams them."""
 
     def __init__(self) -> None:

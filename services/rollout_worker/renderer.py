@@ -26,7 +26,7 @@ from opentinker.shared.types.errors import BadImage, JobFailed
 from opentinker.shared.types.trajectories import Picture
 
 if TYPE_CHECKING:
-    from opentinker.shared.nn.vision import Sight, Words
+    from opentinker.shared.nn.vision import ImagePlaceholder, VisionProcessor
 
 Chat = list[dict[str, Any]]
 """Messages, or tools, as chat templates take them."""
@@ -51,7 +51,7 @@ class Renderer:
         eos_ids: frozenset[int],
         tool_format: str = "auto",
         special_tokens: Mode = "split",
-        sight: Sight | None = None,
+        sight: VisionProcessor | None = None,
         blind: str = "the model does not see",
     ) -> None:
         self._tokenizer = tokenizer
@@ -237,7 +237,7 @@ class Renderer:
             return []
         return [Shown(picture, self._sight.look(images[picture.digest]).inputs) for picture in pictures]
 
-    def _looks(self, messages: Sequence[Message]) -> list[Words]:
+    def _looks(self, messages: Sequence[Message]) -> list[ImagePlaceholder]:
         """Raises JobFailed if the model cannot see, BadImage."""
         images = [image for message in messages for image in message.images]
         if self._sight is None:
@@ -364,7 +364,7 @@ def _runs(places: Sequence[int]) -> list[tuple[int, int]]:
     return runs
 
 
-def _sight_of(base: str) -> tuple[Sight | None, str]:
+def _sight_of(base: str) -> tuple[VisionProcessor | None, str]:
     """What images are shown with, or why they cannot be shown. Models of text alone need nothing of it loaded."""
     from transformers import PretrainedConfig
 
@@ -374,10 +374,10 @@ def _sight_of(base: str) -> tuple[Sight | None, str]:
         config = {}
     if config.get("vision_config") is None:
         return None, f"model {base!r} has no eyes"
-    from opentinker.shared.nn.vision import Sight, blindness
+    from opentinker.shared.nn.vision import VisionProcessor, unsupported_reason
 
-    why = blindness(base, config)
-    return (None, why) if why else (Sight.of(base), "")
+    why = unsupported_reason(base, config)
+    return (None, why) if why else (VisionProcessor.of(base), "")
 
 
 def _configured_ends(base: str) -> list[int]:

@@ -23,11 +23,11 @@ import structlog
 
 from opentinker.services.rollout_worker.engines.base import Engine
 from opentinker.services.rollout_worker.episode import Episode, EpisodeFailed, Sessions
-from opentinker.services.rollout_worker.eval_runner import Examiner
+from opentinker.services.rollout_worker.eval_runner import EvalRunner
 from opentinker.services.rollout_worker.opening_check import opening_mismatch
 from opentinker.services.rollout_worker.renderer import Renderer
-from opentinker.services.rollout_worker.weight_receiver import WeightTaker
-from opentinker.shared.asyncio_tools import hand_on, rest, set_within
+from opentinker.services.rollout_worker.weight_receiver import WeightReceiver
+from opentinker.shared.asyncio_tools import forward_exception, sleep, wait_event
 from opentinker.shared.messaging.bus import Bus, Consumer, Delivery, StreamFull, TooLarge
 from opentinker.shared.messaging.subjects import GROUP, SCORE, SWAP, TICKET, WAKE
 from opentinker.shared.runtime.leased_worker import LeasedWorker
@@ -78,7 +78,7 @@ class RolloutJob:
         self.slot = asyncio.Event()
         self.broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.weights = asyncio.Event()
-        self.taker = WeightTaker(
+        self.taker = WeightReceiver(
             worker.ctx.store, worker.info, lease.job, lease.epoch, engine, self.broken, self._taken
         )
         self.full = False
@@ -120,8 +120,8 @@ class RolloutJob:
                 log.info("draining", groups=len(self.groups))
                 await asyncio.gather(*self.groups)
 
-    def _examiner(self) -> Examiner:
-        return Examiner(
+    def _examiner(self) -> EvalRunner:
+        return EvalRunner(
             self.bus,
             self.worker.info.id,
             self.lease.job,
@@ -149,7 +149,7 @@ class RolloutJob:
             free = self.spec.rollout.max_concurrent_groups - len(self.groups)
             if free <= 0:
                 self.slot.clear()
-                await set_within(self.slot, 0.5)
+                await wait_event(self.slot, 0.5)
                 continue
             delivery = await tickets.next(0.5, limit=free)
             if delivery is None:
@@ -164,12 +164,12 @@ class RolloutJob:
 
     async def _until_weights(self) -> None:
         while not self.weights.is_set() and not self.worker.ending:
-            await set_within(self.weights, 0.5)
+            await wait_event(self.weights, 0.5)
 
     def _group_done(self, task: asyncio.Task[None]) -> None:
         self.groups.discard(task)
         self.slot.set()
-        hand_on(task, self.broken)
+        forward_exception(task, self.broken)
 
     async def _run_group(self, ticket: Ticket, delivery: Delivery[Ticket]) -> None:
         """One ticket to its end: group stored and accepted, or failed with a reason; then the ticket is acked."""
@@ -197,7 +197,7 @@ class RolloutJob:
 
     async def _keep_alive(self, delivery: Delivery[Ticket]) -> None:
         while True:
-            await rest(TICKET_WAIT_S / 3)
+            await sleep(TICKET_WAIT_S / 3)
             await delivery.in_progress()
 
     async def _play_group(self, ticket: Ticket) -> None:
@@ -353,7 +353,7 @@ class RolloutJob:
         """Produces METRIC: rates since the last report, gauges as they are. Returns never."""
         last, then = Counter(self.counts), time.monotonic()
         while True:
-            await rest(REPORT_S)
+            await sleep(REPORT_S)
             now, counts = time.monotonic(), Counter(self.counts)
             elapsed = now - then
             if counts != last:

@@ -13,7 +13,7 @@ from opentinker.services.rollout_worker.eval_job import EvalJob
 from opentinker.services.rollout_worker.inference_job import InferenceJob
 from opentinker.services.rollout_worker.renderer import Renderer
 from opentinker.services.rollout_worker.rl_job import RolloutJob
-from opentinker.shared.asyncio_tools import see_through
+from opentinker.shared.asyncio_tools import finish_uncancelled
 from opentinker.shared.data.readable_paths import opening
 from opentinker.shared.runtime.leased_worker import LeasedWorker
 from opentinker.shared.spec import JobSpec
@@ -44,7 +44,7 @@ async def run_lease(
         await _start(worker, lease, engine, spec.model.base)
         await RolloutJob(worker, lease, spec, engine, renderer, sessions).run()
     finally:
-        await see_through(engine.close())  # its processes would live on
+        await finish_uncancelled(engine.close())  # its processes would live on
 
 
 async def _with_given_weights(
@@ -76,7 +76,7 @@ async def _with_given_weights(
         else:
             await EvalJob(worker, lease, spec, engine, renderer, sessions).run()
     finally:
-        await see_through(engine.close())
+        await finish_uncancelled(engine.close())
 
 
 async def _start(worker: LeasedWorker, lease: Lease, engine: Engine, model: str) -> None:

@@ -16,7 +16,7 @@ from opentinker.services.rollout_worker.engines.base import Engine
 from opentinker.services.rollout_worker.engines.toy import ToyEngine
 from opentinker.services.rollout_worker.renderer import Renderer
 from opentinker.services.rollout_worker.run_lease import run_lease
-from opentinker.shared.asyncio_tools import see_through
+from opentinker.shared.asyncio_tools import finish_uncancelled
 from opentinker.shared.config import Settings
 from opentinker.shared.data.readable_paths import readable_by
 from opentinker.shared.messaging.env_client import EnvClient
@@ -55,7 +55,7 @@ async def serve(ctx: Context) -> None:
 async def import_engine(spec: JobSpec) -> None:
     """What the job generates with, if it is not there yet: in a thread, because heartbeats go on meanwhile."""
     if spec.rollout.toy is None and ENGINE not in sys.modules:
-        await see_through(asyncio.to_thread(vllm_startup.preload))
+        await finish_uncancelled(asyncio.to_thread(vllm_startup.preload))
 
 
 LIVE_ADAPTERS = 6

@@ -15,7 +15,7 @@ import structlog
 from redis.exceptions import RedisError
 
 from opentinker.services.rollout_worker.engines.base import Engine, EngineError, EngineLost, SwapError
-from opentinker.shared.asyncio_tools import put_down
+from opentinker.shared.asyncio_tools import cancel_and_wait
 from opentinker.shared.state.store import Store
 from opentinker.shared.types.core import Probe, SwapCommand, SwapReply, WeightVersion, WorkerInfo
 from opentinker.shared.types.errors import Fenced, NotFound
@@ -26,7 +26,7 @@ END_S = 5.0
 """A trainer that has died in the middle of a transfer is not waited for any longer."""
 
 
-class WeightTaker:
+class WeightReceiver:
     """`job`: whose weights; `store` says which epoch owns it. `taken(seconds by phase)` is awaited with each version;
     `broken` gets the end of the engine."""
 
@@ -54,7 +54,7 @@ class WeightTaker:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(END_S), self._swapping:
                 pass
-        await put_down(self._probing)
+        await cancel_and_wait(self._probing)
 
     async def answer(self, command: SwapCommand) -> SwapReply:
         """Never raises: a failure leaves the old weights and version and is told to the trainer."""
@@ -94,7 +94,7 @@ class WeightTaker:
 
     async def _probe(self, command: SwapCommand) -> None:
         """Begins the version's; one that is still waiting for its turn in the engine is given up."""
-        await put_down(self._probing)
+        await cancel_and_wait(self._probing)
         if command.probe is not None and command.version is not None:
             self._probing = asyncio.create_task(self._compare(command.version, command.probe))
 
@@ -114,7 +114,7 @@ class WeightTaker:
         if command.job != self.job or command.epoch < self.epoch:
             return f"this worker serves job {self.job} epoch {self.epoch}"
         try:
-            await self._store.refuse_below(self.job, command.epoch)
+            await self._store.require_epoch(self.job, command.epoch)
         except (Fenced, NotFound) as error:
             return str(error)
         except (RedisError, OSError) as error:

@@ -24,41 +24,41 @@ from __future__ import annotations
 from collections.abc import Coroutine
 from typing import Any
 
-from opentinker.services.scheduler.artifacts.archiver import Keeping
-from opentinker.services.scheduler.autoscaler.autoscaler import Launching, launcher_of, on_their_way
+from opentinker.services.scheduler.artifacts.archiver import Archiver
+from opentinker.services.scheduler.autoscaler.autoscaler import Autoscaler, launcher_of, on_their_way
 from opentinker.services.scheduler.environments.served_gateway import Gateway
-from opentinker.services.scheduler.http.auth import Gate, register_operator
+from opentinker.services.scheduler.http.auth import AuthMiddleware, register_operator
 from opentinker.services.scheduler.http.server import listening
-from opentinker.services.scheduler.inference.router import Replicas
-from opentinker.services.scheduler.jobs.cleanup import Clearing
-from opentinker.services.scheduler.jobs.eval_coordinator import Evaluating
-from opentinker.services.scheduler.jobs.metrics import Measuring
+from opentinker.services.scheduler.inference.router import InferenceRouter
+from opentinker.services.scheduler.jobs.cleanup import JobCleaner
+from opentinker.services.scheduler.jobs.eval_coordinator import EvalCoordinator
+from opentinker.services.scheduler.jobs.metrics import SchedulerMetrics
 from opentinker.services.scheduler.jobs.tickets import TicketIssuer
 from opentinker.services.scheduler.placement.leader_election import Leadership
 from opentinker.services.scheduler.placement.reconciler import Reconciler
-from opentinker.services.scheduler.streams.disconnect import HangingUp
-from opentinker.services.scheduler.streams.event_feed import Feed
-from opentinker.services.scheduler.streams.nats_auth import Callout
+from opentinker.services.scheduler.streams.disconnect import StreamDisconnector
+from opentinker.services.scheduler.streams.event_feed import EventFeed
+from opentinker.services.scheduler.streams.nats_auth import NatsAuthCallout
 from opentinker.shared.runtime.service import Context, first_failure
 
 
 async def serve(ctx: Context) -> None:
     await register_operator(ctx)
-    gate, gateway, replicas = Gate(ctx), Gateway(ctx), Replicas(ctx)
+    gate, gateway, replicas = AuthMiddleware(ctx), Gateway(ctx), InferenceRouter(ctx)
 
     launcher = launcher_of(ctx.settings)
 
     def leading(leadership: int) -> dict[str, Coroutine[Any, Any, None]]:
-        launching = None if launcher is None else Launching(ctx, launcher)
+        launching = None if launcher is None else Autoscaler(ctx, launcher)
         return {
             "reconcile": Reconciler(ctx, leadership, on_their_way(launching)).run(),
             **({} if launching is None else {"launch": launching.run()}),
-            "clear": Clearing(ctx, leadership).run(),
-            "evaluate": Evaluating(ctx, leadership).run(),
+            "clear": JobCleaner(ctx, leadership).run(),
+            "evaluate": EvalCoordinator(ctx, leadership).run(),
             "tickets": TicketIssuer(ctx, leadership).run(),
-            "keep": Keeping(ctx, leadership).run(),
-            "measure": Measuring(ctx).run(),
-            "feed": Feed(ctx).run(),
+            "keep": Archiver(ctx, leadership).run(),
+            "measure": SchedulerMetrics(ctx).run(),
+            "feed": EventFeed(ctx).run(),
         }
 
     async with listening(ctx, gate, gateway, replicas):
@@ -67,8 +67,8 @@ async def serve(ctx: Context) -> None:
             {
                 "lead": Leadership(ctx).run(leading),
                 "keys": gate.run(),
-                "callout": Callout(ctx).run(),
-                "hang up": HangingUp(ctx).run(),
+                "callout": NatsAuthCallout(ctx).run(),
+                "hang up": StreamDisconnector(ctx).run(),
                 "served": gateway.run(),
                 "replicas": replicas.run(),
                 "stop": ctx.stopping.wait(),

@@ -18,7 +18,7 @@ import structlog
 
 from opentinker.services.trainer.job_reporter import Record
 from opentinker.services.trainer.learners.base import SnapshotLike
-from opentinker.shared.asyncio_tools import set_within
+from opentinker.shared.asyncio_tools import wait_event
 from opentinker.shared.evaluation.records import exam_at, metrics_of, transcript_of
 from opentinker.shared.messaging.bus import NoReply, StreamFull
 from opentinker.shared.messaging.subjects import EXAM, EXAM_RESULT, EXAMS
@@ -26,7 +26,7 @@ from opentinker.shared.runtime.service import Context
 from opentinker.shared.spec import ValidationSpec
 from opentinker.shared.types.core import Lease, WeightVersion
 from opentinker.shared.types.errors import JobFailed
-from opentinker.shared.types.evaluation import ExamResult, Seen
+from opentinker.shared.types.evaluation import EvalAck, EvalResult
 
 log = structlog.get_logger()
 
@@ -54,7 +54,7 @@ class Validation:
         self._held: SnapshotLike | None = None
         """The newest version that waits for the end of the evaluation."""
         self._served: WeightVersion | None = None
-        self._results: dict[int, ExamResult] = {}
+        self._results: dict[int, EvalResult] = {}
         self._begun = 0
         """The exams before this one have been stored."""
         self._lost: set[int] = set()
@@ -100,7 +100,7 @@ class Validation:
     async def over(self) -> bool:
         """Waits while an evaluation runs. False if the service stops first."""
         while self._version is not None and not self.ctx.stopping.is_set():
-            await set_within(self._idle, LOOK_S)
+            await wait_event(self._idle, LOOK_S)
         return self._version is None
 
     async def finish(self, step: int) -> bool:
@@ -132,7 +132,7 @@ class Validation:
                 if self._version is not None:
                     await self._evaluate(self._version)
                     self._end()
-                await set_within(self._news, LOOK_S)
+                await wait_event(self._news, LOOK_S)
         finally:
             await serving.unsubscribe()
 
@@ -159,7 +159,7 @@ class Validation:
         await self.record.evaluations.keep(version.step, [transcript_of(r, self.plan) for r in results if r.messages])
         await self.record.evaluations.add(version, values, self.record.spec.train.target)
 
-    def _refuse_luck(self, version: WeightVersion, results: list[ExamResult]) -> None:
+    def _refuse_luck(self, version: WeightVersion, results: list[EvalResult]) -> None:
         """Raises JobFailed if timing had a part in what says whether a deterministic job ends before its last step."""
         assert self.plan is not None
         if version.step >= self.record.spec.train.steps:
@@ -185,7 +185,7 @@ class Validation:
                 since = since or time.monotonic()
                 if time.monotonic() - since > self.plan.timeout_s:
                     return False
-            await set_within(self._news, LOOK_S)
+            await wait_event(self._news, LOOK_S)
             self._news.clear()
         return True
 
@@ -200,7 +200,7 @@ class Validation:
             elif time.monotonic() - heard > LOST_S:
                 await self._ask_for_lost(version)
                 heard = time.monotonic()
-            await set_within(self._news, LOOK_S)
+            await wait_event(self._news, LOOK_S)
 
     # --- exams ----------------------------------------------------------------------------------------------------
 
@@ -241,7 +241,7 @@ class Validation:
         assert EXAMS.name is not None
         await self.ctx.bus.purge(EXAMS.name, EXAM.at(job=self.lease.job))
 
-    async def _receive(self, result: ExamResult) -> Seen:
+    async def _receive(self, result: EvalResult) -> EvalAck:
         wanted = result.version == self._version and result.index not in self._results
         if wanted and not result.ending.failed and result.sampled_by != [result.version]:
             log.warning("exam_of_other_weights", exam=result.index, versions=[str(v) for v in result.sampled_by])
@@ -249,4 +249,4 @@ class Validation:
         if wanted:
             self._results[result.index] = result
             self._news.set()
-        return Seen(wanted=wanted)
+        return EvalAck(wanted=wanted)

@@ -23,7 +23,7 @@ from opentinker.services.trainer.collapse_alarm import HINTS, CollapseAlarm
 from opentinker.services.trainer.learners.base import Interrupted, NonFinite, Trainable, is_out_of_memory, too_large
 from opentinker.services.trainer.learning_check import Comparisons
 from opentinker.services.trainer.mismatch_alarm import WATCHED, WINDOW, MismatchAlarm
-from opentinker.shared.asyncio_tools import put_down, see_through
+from opentinker.shared.asyncio_tools import cancel_and_wait, finish_uncancelled
 from opentinker.shared.data.readable_paths import opening
 from opentinker.shared.data.step_log import StepLog, lineage
 from opentinker.shared.evaluation.records import Evaluations
@@ -115,7 +115,7 @@ class Record:
             load = (
                 functools.partial(self.learner.load, path) if start is None else functools.partial(self._start, start)
             )
-            await see_through(asyncio.to_thread(load))
+            await finish_uncancelled(asyncio.to_thread(load))
         if start is not None:
             detail |= {"from": start.checkpoint, "optimizer": start.optimizer}
         event = "resumed" if manifest else "model_loaded"
@@ -200,7 +200,7 @@ class Record:
         except asyncio.CancelledError:
             self.learner.interrupt()
             with contextlib.suppress(Interrupted):
-                await see_through(working)
+                await finish_uncancelled(working)
             raise
 
     @contextlib.asynccontextmanager
@@ -213,20 +213,20 @@ class Record:
         except JobFailed:
             if self._sound:
                 try:
-                    await see_through(save())
+                    await finish_uncancelled(save())
                 except OpenTinkerError as error:  # why the job failed is what its owner shall read
                     log.warning("not_saved", error=str(error))
             raise
         except asyncio.CancelledError:
             if self._sound:
                 try:
-                    await see_through(save())
+                    await finish_uncancelled(save())
                 except Fenced as error:
                     log.warning("checkpoint_refused", error=str(error))
             raise
         finally:
             self.close()
-            await put_down(showing)
+            await cancel_and_wait(showing)
             await self.lanes.report()
 
     async def step(self, step: int, values: dict[str, float], **line: object) -> None:
@@ -339,7 +339,7 @@ class Record:
 
     async def guard(self) -> None:
         """Before what is written by no script of the store. Raises Fenced if a newer epoch owns the job."""
-        await self.ctx.store.refuse_below(self.lease.job, self.lease.epoch)
+        await self.ctx.store.require_epoch(self.lease.job, self.lease.epoch)
 
     async def event(self, event: str, detail: dict[str, object]) -> None:
         await self.ctx.store.update(self.lease.job, epoch=self.lease.epoch, event=event, detail=detail)

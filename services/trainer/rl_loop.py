@@ -24,9 +24,9 @@ from opentinker.services.trainer.batch.distributions import Histogram, distribut
 from opentinker.services.trainer.eval_scheduler import Validation
 from opentinker.services.trainer.job_reporter import Record
 from opentinker.services.trainer.learners.base import Learner, SnapshotLike
-from opentinker.services.trainer.rollout_log import Told
+from opentinker.services.trainer.rollout_log import RolloutLog
 from opentinker.services.trainer.weights.publisher import Publisher
-from opentinker.shared.asyncio_tools import check_cancelled, see_through, set_within
+from opentinker.shared.asyncio_tools import check_cancelled, finish_uncancelled, wait_event
 from opentinker.shared.messaging.bus import Consumer, Delivery
 from opentinker.shared.messaging.consumer import ConsumerDeleted
 from opentinker.shared.messaging.subjects import GROUP, GROUPS, ROLLOUTS, WAKE
@@ -81,7 +81,7 @@ class TrainerJob:
         self.worker, self.lease, self.spec, self.learner = worker, lease, spec, learner
         self.ctx = worker.ctx
         self.record = Record(self.ctx, lease, spec, learner, worker.trace)
-        self.told = Told(self.record.root.parent, spec.rollout.transcripts, self.record.event)
+        self.told = RolloutLog(self.record.root.parent, spec.rollout.transcripts, self.record.event)
         self.admission = Admission(self.ctx.store.redis, lease.job, lease.epoch)
         self.publisher = Publisher(self.ctx, lease, learner.device, self._served)
         self.validation = Validation(self.ctx, lease, spec.validation, self.record, self.publisher.offer)
@@ -252,13 +252,13 @@ class TrainerJob:
             with self.record.lanes.busy("training", "wait", str(self._version)):
                 batch = await self._next_batch()
             if batch is None:
-                await see_through(self._save())
+                await finish_uncancelled(self._save())
                 return
             waited = time.monotonic() - began
             await self.record.unless_cancelled(self._advance(batch, waited))
             due = self.step % self.spec.train.checkpoint_every == 0 or self.received - self.tried > UNSAVED_BYTES
             if due and self.step < steps:
-                await see_through(self._save())
+                await finish_uncancelled(self._save())
         await self._finish()
 
     async def _target_met(self) -> bool:
@@ -283,9 +283,9 @@ class TrainerJob:
                 return batch
             self._check_barren()
             if time.monotonic() - began > STARVED_S and self.received - self.purged > STARVED_BYTES:
-                await see_through(self._make_room())
+                await finish_uncancelled(self._make_room())
                 began = time.monotonic()
-            await set_within(self.arrived, 0.5)
+            await wait_event(self.arrived, 0.5)
         return None
 
     def _check_barren(self) -> None:
@@ -400,6 +400,6 @@ class TrainerJob:
             log.info("made_room", step=self.saved[-1].step)
 
     async def _finish(self) -> None:
-        await see_through(self._save(last=True))
+        await finish_uncancelled(self._save(last=True))
         if await self.validation.finish(self.step):
             await self.record.succeed(self.step)

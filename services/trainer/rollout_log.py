@@ -40,7 +40,7 @@ View = tuple[Trajectory, F64 | None]
 Tell = Callable[[str, dict[str, object]], Awaitable[None]]
 
 
-class Told:
+class RolloutLog:
     """`home` is the job's directory, `event` writes into its log of events."""
 
     def __init__(self, home: Path, kept: int, event: Tell) -> None:
@@ -83,11 +83,11 @@ class Told:
         temporary.write_bytes(b"".join(orjson.dumps({"step": step, **one}) + b"\n" for one in episodes))
         temporary.rename(path)
         found = {int(match[1]): file for file in path.parent.iterdir() if (match := _FILE.fullmatch(file.name))}
-        for gone in swept(sorted(found)):
+        for gone in expired_steps(sorted(found)):
             found[gone].unlink(missing_ok=True)
 
 
-def swept(steps: Sequence[int]) -> list[int]:
+def expired_steps(steps: Sequence[int]) -> list[int]:
     """Which of these steps, in order, are kept no longer: of all but the newest, one in so many stays, where so many is
     a power of two that grows with the job. What is kept now was kept before."""
     older = steps[:-NEWEST]
@@ -98,7 +98,7 @@ def swept(steps: Sequence[int]) -> list[int]:
 
 
 def episodes_of(group: Group, credited: Sequence[F64 | None]) -> list[dict[str, Any]]:
-    """Those samples whose words came with the group. `credited`: per trajectory, see `Told.step`."""
+    """Those samples whose words came with the group. `credited`: per trajectory, see `RolloutLog.step`."""
     samples: dict[int, list[View]] = {}
     for trajectory, advantages in zip(group.trajectories, credited, strict=True):
         if trajectory.transcript is not None:

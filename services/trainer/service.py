@@ -11,7 +11,7 @@ from opentinker.services.trainer import checkpoint
 from opentinker.services.trainer.learners.base import SimulatedLearner
 from opentinker.services.trainer.rl_loop import TrainerJob
 from opentinker.services.trainer.supervised_loop import SupervisedJob
-from opentinker.shared.asyncio_tools import see_through
+from opentinker.shared.asyncio_tools import finish_uncancelled
 from opentinker.shared.runtime.leased_worker import LeasedWorker
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.spec import JobSpec
@@ -38,7 +38,7 @@ async def work(worker: LeasedWorker, lease: Lease, spec: JobSpec) -> None:
             await SupervisedJob(worker, lease, spec, learner).run()
     finally:
         # Cancelled before a thread is free, it would never run, and other ranks would live on.
-        await see_through(asyncio.to_thread(learner.close))
+        await finish_uncancelled(asyncio.to_thread(learner.close))
         del learner
         gc.collect()
 

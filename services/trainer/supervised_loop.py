@@ -19,7 +19,7 @@ import structlog
 from opentinker.services.trainer.data.examples import Examples, fingerprint, load_examples, places
 from opentinker.services.trainer.job_reporter import Record
 from opentinker.services.trainer.learners.base import Interrupted, RowLearner
-from opentinker.shared.asyncio_tools import check_cancelled, see_through
+from opentinker.shared.asyncio_tools import check_cancelled, finish_uncancelled
 from opentinker.shared.data.readable_paths import opening
 from opentinker.shared.runtime.leased_worker import LeasedWorker
 from opentinker.shared.spec import JobSpec
@@ -69,7 +69,7 @@ class SupervisedJob:
         began = time.monotonic()
         async with opening(self.ctx.store, self.ctx.settings, self.lease.job):
             self.examples = examples = await self._read_rows()
-        self.fingerprint = await see_through(asyncio.to_thread(fingerprint, examples.train))
+        self.fingerprint = await finish_uncancelled(asyncio.to_thread(fingerprint, examples.train))
         if self.data.epochs is not None:
             self.steps = -(-self.data.epochs * len(examples.train) // self.data.batch_size)
             self.learner.total_steps = self.steps
@@ -105,7 +105,7 @@ class SupervisedJob:
         except asyncio.CancelledError:
             given_up.set()
             with contextlib.suppress(Interrupted):
-                await see_through(reading)
+                await finish_uncancelled(reading)
             raise
 
     async def _restore(self) -> None:
@@ -141,16 +141,16 @@ class SupervisedJob:
         while self.step < self.steps and not self.record.target_met():
             check_cancelled()
             if self.ctx.stopping.is_set():
-                await see_through(self._save())
+                await finish_uncancelled(self._save())
                 return
             await self.record.unless_cancelled(self._advance())
             every = self.data.validate_every
             if every is not None and self.step % every == 0:
                 await self._validate()
             if self.step % self.spec.train.checkpoint_every == 0 and self.step < self.steps:
-                await see_through(self._save())
+                await finish_uncancelled(self._save())
         await self._validate()
-        await see_through(self._save(last=True))
+        await finish_uncancelled(self._save(last=True))
         await self.record.succeed(self.step)
 
     async def _advance(self) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Container, Mapping, Sequence
 import numpy as np
 
 from opentinker.shared.types.core import Ending
-from opentinker.shared.types.evaluation import ExamResult
+from opentinker.shared.types.evaluation import EvalResult
 
 Z95 = 1.959964
 """Quantile of the standard normal distribution at 0.975."""
@@ -24,7 +24,7 @@ TASKS_OWN = frozenset({"episodes", "reward", "env"})
 
 
 def validation_metrics(
-    results: Sequence[ExamResult], episodes: int, *, samples: int = 1, solved_at: float = 1.0
+    results: Sequence[EvalResult], episodes: int, *, samples: int = 1, solved_at: float = 1.0
 ) -> dict[str, float]:
     """Metrics of an evaluation of `episodes` episodes, `samples` from each start state, of which these have a result.
 
@@ -68,7 +68,7 @@ def validation_metrics(
     return values | _by_task(states, played, values)
 
 
-def _by_task(states: list[int], played: list[ExamResult], ours: Mapping[str, float]) -> dict[str, float]:
+def _by_task(states: list[int], played: list[EvalResult], ours: Mapping[str, float]) -> dict[str, float]:
     values: dict[str, float] = {}
     tasks = sorted({task for r in played for task in _tasks(r)})
     by_task = {task: [i for i, r in enumerate(played) if task in _tasks(r)] for task in tasks}
@@ -99,7 +99,7 @@ def pass_at(solved: Sequence[bool], states: Sequence[int], samples: int) -> dict
     return values
 
 
-def _solved(result: ExamResult, solved_at: float) -> bool:
+def _solved(result: EvalResult, solved_at: float) -> bool:
     return result.reward >= solved_at
 
 
@@ -153,5 +153,5 @@ def _by_name(
     return by_name
 
 
-def _tasks(result: ExamResult) -> list[str]:
+def _tasks(result: EvalResult) -> list[str]:
     return [name for name, value in result.metrics.items() if name.startswith(TASK) and value > 0]

@@ -22,7 +22,7 @@ from opentinker.shared.messaging.bus import Bus
 from opentinker.shared.runtime.telemetry import MetricSource
 from opentinker.shared.spec import EvaluationSpec
 from opentinker.shared.types.core import WeightVersion
-from opentinker.shared.types.evaluation import Exam, ExamResult, exam_seed
+from opentinker.shared.types.evaluation import EvalEpisode, EvalResult, exam_seed
 from opentinker.shared.types.manifest import name_of
 
 log = structlog.get_logger()
@@ -32,17 +32,17 @@ SAID = ("val/episodes", "val/reward/mean", "val/exact", "val/loss", "val/failed"
 Tell = Callable[[str, dict[str, object]], Awaitable[None]]
 
 
-def exam_at(index: int, job: str, version: WeightVersion, plan: EvaluationSpec) -> Exam:
+def exam_at(index: int, job: str, version: WeightVersion, plan: EvaluationSpec) -> EvalEpisode:
     """Of the episode of this number."""
-    return Exam(job=job, version=version, index=index, seed=exam_seed(plan.seed, index // plan.samples))
+    return EvalEpisode(job=job, version=version, index=index, seed=exam_seed(plan.seed, index // plan.samples))
 
 
-def metrics_of(results: Sequence[ExamResult], plan: EvaluationSpec) -> dict[str, float]:
+def metrics_of(results: Sequence[EvalResult], plan: EvaluationSpec) -> dict[str, float]:
     """As `validation_metrics` says."""
     return validation_metrics(results, plan.total, samples=plan.samples, solved_at=plan.solved_at)
 
 
-def transcript_of(result: ExamResult, plan: EvaluationSpec) -> dict[str, Any]:
+def transcript_of(result: EvalResult, plan: EvaluationSpec) -> dict[str, Any]:
     """An episode as a line of transcripts."""
     state, sample = divmod(result.index, plan.samples)
     return {

@@ -30,7 +30,7 @@ from nats.aio.subscription import Subscription
 from nats.js.api import AckPolicy, ConsumerConfig, DeliverPolicy, StreamConfig
 from nats.js.errors import APIError, NotFoundError
 
-from opentinker.shared.asyncio_tools import heed
+from opentinker.shared.asyncio_tools import await_cancellable
 from opentinker.shared.messaging.consumer import (
     ACK_WAIT_S,
     AWAY,
@@ -212,7 +212,7 @@ class Bus:
         """Raises NoReply when nobody answers in time, at once NoResponders when nobody serves the subject, and
         WireError on a reply that is not an R."""
         try:
-            reply = await heed(self.nc.request(call.at(**keys), codec.encode(noun), timeout=timeout_s))
+            reply = await await_cancellable(self.nc.request(call.at(**keys), codec.encode(noun), timeout=timeout_s))
         except nats.errors.NoRespondersError:
             raise NoResponders(f"{call.at(**keys)}: nobody serves it") from None
         except (TimeoutError, *AWAY, *CLOSED) as error:
@@ -261,7 +261,7 @@ class Bus:
         """What was emitted so far has reached the server; at most SETTLE_S, and not while it is away."""
         if self.nc.is_connected:
             with contextlib.suppress(*AWAY, *CLOSED):
-                await heed(self.flush(SETTLE_S))
+                await await_cancellable(self.flush(SETTLE_S))
 
     async def listen(self, subject: Subject[T], handler: Callable[[T], Awaitable[None]], **keys: str) -> Subscription:
         async def receive(msg: Msg) -> None:

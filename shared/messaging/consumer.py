@@ -26,7 +26,7 @@ from nats.js.api import ConsumerConfig
 from nats.js.client import JetStreamContext
 from nats.js.errors import NoStreamResponseError, NotFoundError, ServiceUnavailableError
 
-from opentinker.shared.asyncio_tools import check_cancelled, heed
+from opentinker.shared.asyncio_tools import await_cancellable, check_cancelled
 from opentinker.shared.messaging.subjects import Subject
 from opentinker.shared.types import codec
 from opentinker.shared.types.errors import OpenTinkerError
@@ -60,7 +60,7 @@ async def patiently(call: Callable[[], Awaitable[T]]) -> T:
     pause = 0.05
     while True:
         try:
-            return await heed(call())
+            return await await_cancellable(call())
         except AWAY as error:
             log.debug("nats_away", error=str(error) or type(error).__name__)
         await asyncio.sleep(pause)
@@ -108,7 +108,7 @@ class Delivery(Generic[T]):
         while silent < SILENT_ACKS and (remaining := deadline - time.monotonic()) > 0:
             life = self._life()
             try:
-                await heed(self._msg.ack_sync(timeout=min(1.0, remaining)))
+                await await_cancellable(self._msg.ack_sync(timeout=min(1.0, remaining)))
                 return True
             except nats.errors.NoRespondersError:
                 await asyncio.sleep(0.1)

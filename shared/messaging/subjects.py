@@ -82,7 +82,7 @@ SCORE = Subject("score.{job}", trajectories.Group, by=(ROLLOUT,), to=(REFERENCE,
 """Rollout worker -> one reference-forward, for jobs that need reference logprobs. Acknowledged when passed on."""
 GROUP = Subject("group.{job}", trajectories.Group, by=(ROLLOUT, REFERENCE), to=(TRAINER,))
 """Rollout worker or reference-forward -> the job's trainer. Kept until a checkpoint covers it."""
-EXAM = Subject("exam.{job}", evaluation.Exam, by=(TRAINER, SCHEDULER), to=(ROLLOUT,))
+EXAM = Subject("exam.{job}", evaluation.EvalEpisode, by=(TRAINER, SCHEDULER), to=(ROLLOUT,))
 """Trainer, or the scheduler for an eval job -> one rollout worker of the job: play a validation episode. Acknowledged
 when who asked has its result."""
 METRIC = Subject("metric.{job}.{source}", telemetry.MetricPoint, json=True, by=SERVICES, shown="metrics")
@@ -155,15 +155,17 @@ SERVED_CHECK = Call(
 """Scheduler -> a scheduler that holds such a connection: ENV_CHECK of such an environment."""
 SERVED_BACK = Subject("env.served.back.{worker}", env_protocol.ServedBack, by=(SCHEDULER,), to=(SCHEDULER,))
 """Scheduler -> the one that held the connection of this process before: it is here now."""
-EXAM_RESULT = Call("examined.{job}", evaluation.ExamResult, evaluation.Seen, by=(ROLLOUT,), to=(TRAINER, SCHEDULER))
+EXAM_RESULT = Call("examined.{job}", evaluation.EvalResult, evaluation.EvalAck, by=(ROLLOUT,), to=(TRAINER, SCHEDULER))
 """Rollout worker -> who asked: the job's trainer, or the scheduler that leads."""
 SWAP = Call("swap.{worker}", core.SwapCommand, core.SwapReply, by=(TRAINER,), to=(ROLLOUT,))
 """Trainer -> one rollout worker: join the weight group, or receive a version through it."""
-GENERATE = Call("generate.ask.{worker}", inference.Ask, inference.Piece, by=(SCHEDULER,), to=(ROLLOUT,))
+GENERATE = Call(
+    "generate.ask.{worker}", inference.GenerateRequest, inference.GenerateChunk, by=(SCHEDULER,), to=(ROLLOUT,)
+)
 """Scheduler -> one rollout worker of an inference job, by its address. Answered in pieces (streaming.py)."""
-ABANDON = Subject("generate.abandon.{worker}", inference.Abandoned, by=(SCHEDULER,), to=(ROLLOUT,))
+ABANDON = Subject("generate.abandon.{worker}", inference.CancelGenerate, by=(SCHEDULER,), to=(ROLLOUT,))
 """Scheduler -> the rollout worker that it has asked."""
-WANTED = Call("generate.wanted.{asker}", inference.Underway, inference.Underway, by=(ROLLOUT,), to=(SCHEDULER,))
+WANTED = Call("generate.wanted.{asker}", inference.InFlight, inference.InFlight, by=(ROLLOUT,), to=(SCHEDULER,))
 """Rollout worker -> the scheduler that has asked it: schedulers die, and messages get lost."""
 
 LOGINS, LOGINS_ANSWERED = "$SYS.REQ.USER.AUTH", "$SYS._INBOX.>"

@@ -15,7 +15,7 @@ from opentinker.shared.data.model_files import code_in, unsafe_weights_in
 from opentinker.shared.data.safetensors_header import difference, shapes_in
 from opentinker.shared.nn.forward import SIGHT
 from opentinker.shared.nn.models import first_line
-from opentinker.shared.nn.vision import EYES
+from opentinker.shared.nn.vision import VISION_MODULES
 from opentinker.shared.spec import LoraSpec
 from opentinker.shared.types.errors import JobFailed
 from opentinker.shared.types.manifest import ADAPTER
@@ -30,7 +30,7 @@ def attach_lora(model: nn.Module, lora: LoraSpec) -> PeftModel:
         lora_dropout=lora.dropout,
         target_modules=lora.target_modules,
         init_lora_weights=True if lora.init == "kaiming" else lora.init,
-        exclude_modules=EYES if hasattr(model, SIGHT) else None,
+        exclude_modules=VISION_MODULES if hasattr(model, SIGHT) else None,
     )
     try:
         adapted = get_peft_model(model, config)

@@ -31,7 +31,7 @@ from opentinker.shared.data.safetensors_header import difference
 from opentinker.shared.nn.attention import PACKED
 from opentinker.shared.nn.forward import SIGHT, token_logprobs, token_values
 from opentinker.shared.nn.layout import Layout, layout
-from opentinker.shared.nn.vision import FAMILIES, Sight
+from opentinker.shared.nn.vision import FAMILIES, VisionProcessor
 from opentinker.shared.types.errors import JobFailed
 
 transformers_logging.disable_progress_bar()
@@ -68,7 +68,7 @@ def load_model(base: str, dtype: torch.dtype, device: torch.device | str = "cpu"
     model = _from_pretrained(_language_auto(config), base, config, dtype, attn_implementation="sdpa")
     model.to(device).eval()
     if _language_auto(config) is AutoModelForImageTextToText:
-        setattr(model, SIGHT, Sight.of(base))
+        setattr(model, SIGHT, VisionProcessor.of(base))
         _freeze_eyes(model)
 
     def plain(ids_1T: Tensor) -> Tensor:

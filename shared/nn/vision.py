@@ -1,7 +1,8 @@
 """Images -> tokens and pixels -> embeddings: one code for rollout workers, the trainer and reference-forward.
 
 rollout worker   look(image) -> the text that stands for it in a prompt, and the pixels that vLLM is given
-trainer          `marked` gives placeholder tokens ids of their own; `embeddings` are what stands in their places
+trainer          `mark_image_tokens` gives placeholder tokens ids of their own; `embeddings` are what stands in their
+places
 
 The tower that sees, and what joins it with the language model, are frozen: the same image has the same embeddings as
 long as the model is loaded, and they are computed once.
@@ -35,7 +36,7 @@ FAMILIES: dict[str, dict[str, Any]] = {"idefics3": {"return_row_col_info": True}
 """By `model_type`: what is asked of its image processor beside the pixels. Another family needs its fields in
 `vllm_images.py` too, one code for positions if it counts them in several dimensions, and a vLLM model that does without
 torchvision, of which there is no build for CPUs."""
-EYES = r".*\b(vision_model|connector)\b.*"
+VISION_MODULES = r".*\b(vision_model|connector)\b.*"
 """Names of what is no part of the language model: it gets no adapters."""
 MOST_PIXELS = 1 << 24
 LONGEST_TO_SHORTEST = 100
@@ -47,7 +48,7 @@ V = TypeVar("V")
 
 
 @dataclass(frozen=True)
-class Words:
+class ImagePlaceholder:
     """What of an image is in a prompt."""
 
     digest: str
@@ -58,7 +59,7 @@ class Words:
 
 
 @dataclass(frozen=True)
-class Look(Words):
+class ImageInputs(ImagePlaceholder):
     """One image as the model's processor makes it."""
 
     inputs: dict[str, Tensor]
@@ -69,7 +70,7 @@ def digest_of(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-def blindness(base: str, config: Mapping[str, Any]) -> str:
+def unsupported_reason(base: str, config: Mapping[str, Any]) -> str:
     """Why images cannot be shown to the model with this config.json; empty if they can."""
     kind, supported = config.get("model_type"), ", ".join(sorted(FAMILIES))
     supported = f"images can be shown to models of type {supported} (SmolVLM-256M-Instruct is one)"
@@ -78,7 +79,7 @@ def blindness(base: str, config: Mapping[str, Any]) -> str:
     return "" if kind in FAMILIES else f"of models that see, {kind} ({base!r}) is not supported; {supported}"
 
 
-class Sight:
+class VisionProcessor:
     """The processor of one model. Pillow works on the pixels, whatever else is installed: everywhere alike."""
 
     def __init__(self, family: str, processor: Any) -> None:
@@ -86,15 +87,15 @@ class Sight:
         self.token: str = processor.image_token
         self.token_id: int = processor.image_token_id
         self._options = FAMILIES[family]
-        self._looks: Kept[Look] = Kept(lambda look: sum(t.nbytes for t in look.inputs.values()))
-        self._words: Kept[Words] = Kept(lambda words: len(words.text))
-        self._embeddings: Kept[Tensor] = Kept(lambda tensor: tensor.nbytes)
+        self._looks: LruCache[ImageInputs] = LruCache(lambda look: sum(t.nbytes for t in look.inputs.values()))
+        self._words: LruCache[ImagePlaceholder] = LruCache(lambda words: len(words.text))
+        self._embeddings: LruCache[Tensor] = LruCache(lambda tensor: tensor.nbytes)
 
     @classmethod
-    def of(cls, base: str) -> Sight:
+    def of(cls, base: str) -> VisionProcessor:
         """Raises JobFailed if there is none."""
         config = AutoConfig.from_pretrained(base, trust_remote_code=False)
-        if why := blindness(base, config.to_dict()):
+        if why := unsupported_reason(base, config.to_dict()):
             raise JobFailed(why)
         try:
             processor = AutoProcessor.from_pretrained(base, trust_remote_code=False)
@@ -109,22 +110,22 @@ class Sight:
             )
         return cls(config.model_type, processor)
 
-    def look(self, data: bytes) -> Look:
+    def look(self, data: bytes) -> ImageInputs:
         """At a PNG or JPEG. Raises BadImage. Kept, within bounds."""
         digest = digest_of(data)
         return self._looks.get(digest, lambda: self._look(digest, data))
 
-    def words(self, data: bytes) -> Words:
+    def words(self, data: bytes) -> ImagePlaceholder:
         """Of a PNG or JPEG, known for longer than its pixels are kept. Raises BadImage."""
         digest = digest_of(data)
 
-        def make() -> Words:
+        def make() -> ImagePlaceholder:
             look = self._looks.get(digest, lambda: self._look(digest, data))
-            return Words(digest, look.text, look.tokens)
+            return ImagePlaceholder(digest, look.text, look.tokens)
 
         return self._words.get(digest, make)
 
-    def _look(self, digest: str, data: bytes) -> Look:
+    def _look(self, digest: str, data: bytes) -> ImageInputs:
         picture = _opened(data)
         try:
             made = self.processor.image_processor([picture], return_tensors="pt", **self._options)
@@ -132,7 +133,7 @@ class Sight:
         except (ValueError, TypeError, IndexError, ZeroDivisionError) as error:
             raise BadImage(f"the model's image processor refused an image of {picture.size}: {error}") from None
         inputs = {name: value for name, value in made.items() if isinstance(value, Tensor)}
-        return Look(digest, text, text.count(self.token), inputs)
+        return ImageInputs(digest, text, text.count(self.token), inputs)
 
     def embeddings(self, causal: Any, shown: Sequence[Seen]) -> Tensor:
         """[F, hidden] of all placeholder tokens, image by image. Raises JobFailed."""
@@ -160,7 +161,7 @@ class Sight:
         self.processor.save_pretrained(directory)
 
 
-class Kept(Generic[V]):
+class LruCache(Generic[V]):
     """What was made last, by digest, up to KEPT_BYTES. Safe in threads: what two make at once is made twice."""
 
     def __init__(self, size: Callable[[V], int]) -> None:
@@ -184,7 +185,9 @@ class Kept(Generic[V]):
         return made
 
 
-def marked(trajectories: Sequence[Trajectory], images: Mapping[str, bytes]) -> tuple[list[I64], tuple[Seen, ...]]:
+def mark_image_tokens(
+    trajectories: Sequence[Trajectory], images: Mapping[str, bytes]
+) -> tuple[list[I64], tuple[Seen, ...]]:
     """Token ids in which placeholders are SEEN + row of `embeddings`, and the images that these are of.
 
     So trajectories share what they have in common as long as they show the same image, and no further. Raises JobFailed

@@ -9,13 +9,13 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from opentinker.shared.openai.fields import Json, unknown_model
-from opentinker.shared.openai.requests import Asked
+from opentinker.shared.openai.requests import ParsedRequest
 from opentinker.shared.types.core import Message, StopReason, ToolCall
 
 FINISH = {reason: "stop" if reason in (StopReason.EOS, StopReason.STOP) else "length" for reason in StopReason}
 
 
-Likely = list[tuple[str, float]]
+TopLogprobs = list[tuple[str, float]]
 """Tokens at one place as text, and their logprobs; the likeliest first."""
 
 
@@ -44,7 +44,7 @@ class Answer(Protocol):
     def prompt_tokens(self) -> int: ...
 
 
-def said(asked: Asked, answer: Answer) -> Message:
+def said(asked: ParsedRequest, answer: Answer) -> Message:
     """The answer as the asker gets it, and as it stands in a request that continues from it."""
     if answer.tool_calls:
         return Message(role="assistant", content=answer.words, tool_calls=answer.tool_calls)
@@ -60,7 +60,7 @@ def cut(text: str, stops: Sequence[str]) -> str:
 class Stream:
     """The chunks of one response, in order: `begin`, `more` any number of times, `end`."""
 
-    def __init__(self, asked: Asked, *, chat: bool, mark: str = "") -> None:
+    def __init__(self, asked: ParsedRequest, *, chat: bool, mark: str = "") -> None:
         self._asked, self._chat = asked, chat
         self._head = _head(asked, "chat.completion.chunk" if chat else "text_completion", mark)
 
@@ -76,7 +76,7 @@ class Stream:
         logprobs: Sequence[float] = (),
         tokens: Sequence[str] = (),
         offsets: Sequence[int] = (),
-        likely: Sequence[Likely] = (),
+        likely: Sequence[TopLogprobs] = (),
     ) -> Json:
         """`ids`, `logprobs`, `tokens`, `offsets` and `likely` are those that the text came from."""
         if self._chat:
@@ -86,7 +86,7 @@ class Stream:
             )
         return {**self._head, "choices": [_completion(self._asked, text, ids, logprobs, tokens, offsets, None, likely)]}
 
-    def calls(self, answer: Answer, tokens: Sequence[str] = (), likely: Sequence[Likely] = ()) -> Json:
+    def calls(self, answer: Answer, tokens: Sequence[str] = (), likely: Sequence[TopLogprobs] = ()) -> Json:
         """And the words before them, if there are any."""
         words = {"content": answer.words} if answer.words else {}
         listed = [{"index": n, **call} for n, call in enumerate(_calls(answer.tool_calls))]
@@ -106,7 +106,7 @@ class Stream:
 
 
 def chat_answer(
-    asked: Asked, answer: Answer, tokens: Sequence[str] = (), mark: str = "", likely: Sequence[Likely] = ()
+    asked: ParsedRequest, answer: Answer, tokens: Sequence[str] = (), mark: str = "", likely: Sequence[TopLogprobs] = ()
 ) -> Json:
     """`tokens`: the sampled ones as text, where that is known; `mark`: names the weights; `likely`: at the place of
     each token."""
@@ -126,7 +126,7 @@ def _words(message: Message) -> str | None:
     return message.text or (None if message.tool_calls else "")
 
 
-def chat_chunks(asked: Asked, answer: Answer) -> list[Json]:
+def chat_chunks(asked: ParsedRequest, answer: Answer) -> list[Json]:
     """The same as a stream in one piece, where the answer is there as a whole."""
     stream = Stream(asked, chat=True)
     whole = stream.more(said(asked, answer).text, answer.ids, answer.logprobs)
@@ -134,12 +134,12 @@ def chat_chunks(asked: Asked, answer: Answer) -> list[Json]:
 
 
 def completion_answer(
-    asked: Asked,
+    asked: ParsedRequest,
     answer: Answer,
     tokens: Sequence[str] = (),
     mark: str = "",
     offsets: Sequence[int] = (),
-    likely: Sequence[Likely] = (),
+    likely: Sequence[TopLogprobs] = (),
 ) -> Json:
     """`offsets`: where in the text each of the tokens begins, where that is known."""
     text = said(asked, answer).text
@@ -147,12 +147,12 @@ def completion_answer(
     return {**_head(asked, "text_completion", mark), "choices": [choice], "usage": _usage(answer)}
 
 
-def completion_chunks(asked: Asked, answer: Answer) -> list[Json]:
+def completion_chunks(asked: ParsedRequest, answer: Answer) -> list[Json]:
     stream = Stream(asked, chat=False)
     return [stream.more(said(asked, answer).text, answer.ids, answer.logprobs), *stream.end(answer)]
 
 
-def generate_answer(asked: Asked, answer: Answer) -> Json:
+def generate_answer(asked: ParsedRequest, answer: Answer) -> Json:
     """Of `POST /inference/v1/generate`: every sampled token, the end-of-turn token included, and a logprob for each."""
     choice = {
         "index": 0,
@@ -186,7 +186,7 @@ def card_of(listed: Json, name: str) -> Json:
     return cards[name]
 
 
-def _head(asked: Asked, kind: str, mark: str) -> Json:
+def _head(asked: ParsedRequest, kind: str, mark: str) -> Json:
     head = {"id": f"cmpl-{uuid.uuid4().hex}", "object": kind, "created": int(time.time()), "model": asked.model}
     return head | ({"system_fingerprint": mark} if mark else {})
 
@@ -207,13 +207,15 @@ def _calls(calls: list[ToolCall]) -> list[Json]:
     ]
 
 
-def _chat_logprobs(asked: Asked, answer: Answer, tokens: Sequence[str], likely: Sequence[Likely] = ()) -> Json | None:
+def _chat_logprobs(
+    asked: ParsedRequest, answer: Answer, tokens: Sequence[str], likely: Sequence[TopLogprobs] = ()
+) -> Json | None:
     listed = _token_logprobs(answer.ids, answer.logprobs, tokens, likely)
     return {"content": listed, "refusal": None} if asked.logprobs else None
 
 
 def _token_logprobs(
-    ids: Sequence[int], logprobs: Sequence[float], tokens: Sequence[str], likely: Sequence[Likely] = ()
+    ids: Sequence[int], logprobs: Sequence[float], tokens: Sequence[str], likely: Sequence[TopLogprobs] = ()
 ) -> list[Json]:
     """A token whose text is not known is named by its id."""
     names = tokens or [f"token_id:{id}" for id in ids]
@@ -228,7 +230,7 @@ def _token_logprobs(
     ]
 
 
-def _by_text(likely: Likely) -> dict[str, float]:
+def _by_text(likely: TopLogprobs) -> dict[str, float]:
     """Of several that read alike, the likeliest."""
     found: dict[str, float] = {}
     for text, logprob in likely:
@@ -242,14 +244,14 @@ def _bytes(token: str) -> list[int] | None:
 
 
 def _completion(
-    asked: Asked,
+    asked: ParsedRequest,
     text: str,
     ids: Sequence[int],
     logprobs: Sequence[float],
     tokens: Sequence[str],
     offsets: Sequence[int],
     finish: str | None,
-    likely: Sequence[Likely] = (),
+    likely: Sequence[TopLogprobs] = (),
 ) -> Json:
     """Offsets that are not known are null. Among the likely tokens of each place is the sampled one, as with OpenAI."""
     names = list(tokens) or [f"token_id:{id}" for id in ids]

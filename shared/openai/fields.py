@@ -10,7 +10,7 @@ MOST_STOPS = 16
 LARGEST_ID = 2**31
 
 
-class Refused(Exception):
+class InvalidField(Exception):
     """The asker's mistake, or a wish that cannot be met: answered as OpenAI's API answers."""
 
     def __init__(self, message: str, *, status: int = 400, param: str = "", code: str = "") -> None:
@@ -26,38 +26,38 @@ class Refused(Exception):
         return {"error": error}
 
 
-def too_long(limit: int, size: int, unit: str = "tokens") -> Refused:
+def too_long(limit: int, size: int, unit: str = "tokens") -> InvalidField:
     """Of a prompt that leaves no room for an answer, or is none."""
-    return Refused(
+    return InvalidField(
         f"This model's maximum context length is {limit} tokens. However, the prompt has {size} {unit}: there must "
         "be one token, and at least one must be left for the answer.",
         code="context_length_exceeded",
     )
 
 
-def unknown_model(model: str, known: Iterable[str]) -> Refused:
+def unknown_model(model: str, known: Iterable[str]) -> InvalidField:
     message = f"The model `{model}` does not exist here; this job has: {', '.join(known)}"
-    return Refused(message, status=404, param="model", code="model_not_found")
+    return InvalidField(message, status=404, param="model", code="model_not_found")
 
 
 def items(body: Json, name: str) -> list[Any]:
     value = body.get(name)
     if value is not None and not isinstance(value, list):
-        raise Refused("must be a list", param=name)
+        raise InvalidField("must be a list", param=name)
     return value or []
 
 
 def whole(body: Json, name: str, least: int) -> int | None:
     value = body.get(name)
     if value is not None and (type(value) is not int or value < least):
-        raise Refused(f"must be a whole number of at least {least}", param=name)
+        raise InvalidField(f"must be a whole number of at least {least}", param=name)
     return value
 
 
 def flag(body: Json, name: str) -> bool:
     value = body.get(name)
     if value is not None and type(value) is not bool:
-        raise Refused("must be true or false", param=name)
+        raise InvalidField("must be true or false", param=name)
     return bool(value)
 
 
@@ -65,23 +65,23 @@ def stops(body: Json) -> list[str]:
     value = body.get("stop")
     found = [value] if isinstance(value, str) else [] if value is None else value
     if not isinstance(found, list) or any(not isinstance(stop, str) or not stop for stop in found):
-        raise Refused("must be a string or a list of strings", param="stop")
+        raise InvalidField("must be a string or a list of strings", param="stop")
     if len(found) > MOST_STOPS:
-        raise Refused(f"can have {MOST_STOPS} strings at most", param="stop")
+        raise InvalidField(f"can have {MOST_STOPS} strings at most", param="stop")
     return found
 
 
 def token_ids(body: Json, name: str) -> list[int]:
     ids = body.get(name)
     if not isinstance(ids, list) or not ids or any(type(id) is not int or not 0 <= id < LARGEST_ID for id in ids):
-        raise Refused("must be a list of token ids, at least one", param=name)
+        raise InvalidField("must be a list of token ids, at least one", param=name)
     return ids
 
 
 def text(given: Json, name: str, where: str) -> str:
     value = given.get(name)
     if value is not None and not isinstance(value, str):
-        raise Refused("must be a string", param=f"{where}.{name}")
+        raise InvalidField("must be a string", param=f"{where}.{name}")
     return value or ""
 
 
@@ -92,5 +92,7 @@ def number(body: Json, name: str, low: float, high: float, *, above: bool = Fals
         return None
     fits = type(value) in (int, float) and low <= value <= high and not (above and value == low)
     if not fits:
-        raise Refused(f"must be a number {'above' if above else 'from'} {low:g} {'up ' * above}to {high:g}", param=name)
+        raise InvalidField(
+            f"must be a number {'above' if above else 'from'} {low:g} {'up ' * above}to {high:g}", param=name
+        )
     return float(value)

@@ -9,8 +9,8 @@ from typing import Any
 
 import msgspec
 
-from opentinker.shared.openai.answers import Likely
-from opentinker.shared.openai.sampling import Manner
+from opentinker.shared.openai.answers import TopLogprobs
+from opentinker.shared.openai.sampling import SamplingParams
 from opentinker.shared.types.core import Message, StopReason, Tool, ToolCall, WeightVersion
 
 BEAT_S = 2.0
@@ -19,7 +19,7 @@ SILENCE_S = 12.0
 """One that is silent for so long is lost."""
 
 
-class Ask(msgspec.Struct, frozen=True, kw_only=True):
+class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Scheduler -> one rollout worker of an inference job. The prompt is one of messages, text and token ids."""
 
     id: str
@@ -35,7 +35,7 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True):
     max_tokens: int | None = None
     """None: what the context has room for."""
     stop: list[str] = []
-    manner: Manner = Manner()
+    manner: SamplingParams = SamplingParams()
     stream: bool = False
     """The answer is wanted while it is sampled; one that may call tools comes as a whole all the same."""
     tokens: bool = False
@@ -46,7 +46,7 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True):
     """And so many of the likeliest tokens at each place."""
 
 
-class Reply(msgspec.Struct, frozen=True, kw_only=True):
+class GenerateResult(msgspec.Struct, frozen=True, kw_only=True):
     """The whole answer."""
 
     text: str
@@ -65,11 +65,11 @@ class Reply(msgspec.Struct, frozen=True, kw_only=True):
     """`ids` as text, if that was asked for."""
     offsets: list[int] = []
     """Where each of them begins, in characters, if that was asked for."""
-    likely: list[Likely] = []
+    likely: list[TopLogprobs] = []
     """At the place of each of `ids` that came with no piece, if that was asked for."""
 
 
-class Refusal(msgspec.Struct, frozen=True, kw_only=True):
+class GenerateError(msgspec.Struct, frozen=True, kw_only=True):
     """Why there is no answer, as HTTP says it."""
 
     message: str
@@ -80,7 +80,7 @@ class Refusal(msgspec.Struct, frozen=True, kw_only=True):
     """Another rollout worker of the job may answer."""
 
 
-class Piece(msgspec.Struct, frozen=True, kw_only=True):
+class GenerateChunk(msgspec.Struct, frozen=True, kw_only=True):
     """Rollout worker -> the scheduler that asked. One with nothing in it says that the worker is at it."""
 
     seq: int
@@ -92,19 +92,19 @@ class Piece(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: list[float] = []
     tokens: list[str] = []
     offsets: list[int] = []
-    likely: list[Likely] = []
-    reply: Reply | None = None
+    likely: list[TopLogprobs] = []
+    reply: GenerateResult | None = None
     """The last piece has this or `refusal`."""
-    refusal: Refusal | None = None
+    refusal: GenerateError | None = None
 
 
-class Abandoned(msgspec.Struct, frozen=True):
+class CancelGenerate(msgspec.Struct, frozen=True):
     """Scheduler -> the rollout worker that is at it: nobody waits for the answer any more."""
 
     id: str
 
 
-class Underway(msgspec.Struct, frozen=True):
+class InFlight(msgspec.Struct, frozen=True):
     """Rollout worker -> a scheduler: are these requests of yours still wanted? Answered with those that are."""
 
     ids: list[str]

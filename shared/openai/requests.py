@@ -13,7 +13,7 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
-from opentinker.shared.openai.fields import Json, Refused, flag, items, stops, text, token_ids, whole
+from opentinker.shared.openai.fields import InvalidField, Json, flag, items, stops, text, token_ids, whole
 from opentinker.shared.types import codec
 from opentinker.shared.types.core import Image, Message, Text, Tool, ToolCall
 
@@ -24,7 +24,7 @@ MOST_LIKELY_CHAT, MOST_LIKELY = 20, 5
 
 
 @dataclass(eq=False, kw_only=True)
-class Asked:
+class ParsedRequest:
     """What a model is asked to say."""
 
     messages: list[Message] = field(default_factory=list)
@@ -47,20 +47,22 @@ class Asked:
     """And of so many of the likeliest at each place."""
 
 
-def parse_chat(body: Json, session: str = "", *, likely: bool = False) -> Asked:
+def parse_chat(body: Json, session: str = "", *, likely: bool = False) -> ParsedRequest:
     """Of `POST /v1/chat/completions`. `likely`: whoever answers knows which tokens were likely. Raises Refused."""
     _refuse_unsupported(body)
     messages = items(body, "messages")
     if not messages:
-        raise Refused("there is no message", param="messages")
+        raise InvalidField("there is no message", param="messages")
     choice = body.get("tool_choice")
     if choice not in (None, "auto", "none"):
-        raise Refused('tool_choice can be "auto" or "none" here: nothing forces what is sampled', param="tool_choice")
+        raise InvalidField(
+            'tool_choice can be "auto" or "none" here: nothing forces what is sampled', param="tool_choice"
+        )
     tools = [] if choice == "none" else [_tool(tool, f"tools[{n}]") for n, tool in enumerate(items(body, "tools"))]
     top, logprobs = _most_likely(body, "top_logprobs", MOST_LIKELY_CHAT, likely), flag(body, "logprobs")
     if top is not None and not logprobs:
-        raise Refused("top_logprobs needs logprobs = true", param="top_logprobs")
-    asked = Asked(
+        raise InvalidField("top_logprobs needs logprobs = true", param="top_logprobs")
+    asked = ParsedRequest(
         messages=[_message(message, f"messages[{n}]") for n, message in enumerate(messages)],
         tools=tools,
         session=session,
@@ -74,21 +76,21 @@ def parse_chat(body: Json, session: str = "", *, likely: bool = False) -> Asked:
     return asked
 
 
-def parse_completion(body: Json, session: str = "", *, likely: bool = False) -> Asked:
+def parse_completion(body: Json, session: str = "", *, likely: bool = False) -> ParsedRequest:
     """Of `POST /v1/completions`: a text or token ids, or a list with one of them. `likely` as above. Raises Refused."""
     _refuse_unsupported(body)
     for name in ("echo", "suffix"):
         if body.get(name):
-            raise Refused(f"{name} is not supported", param=name)
+            raise InvalidField(f"{name} is not supported", param=name)
     prompt = body.get("prompt")
     if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list):
         if len(prompt) > 1:
-            raise Refused("one prompt at a time: ask several times for several answers", param="prompt")
+            raise InvalidField("one prompt at a time: ask several times for several answers", param="prompt")
         prompt = prompt[0]
     if prompt == "":
-        raise Refused("must not be empty", param="prompt")
+        raise InvalidField("must not be empty", param="prompt")
     logprobs = _most_likely(body, "logprobs", MOST_LIKELY, likely)
-    asked = Asked(
+    asked = ParsedRequest(
         token_ids=None if isinstance(prompt, str) else token_ids({"prompt": prompt}, "prompt"),
         text=prompt if isinstance(prompt, str) else None,
         session=session,
@@ -102,16 +104,16 @@ def parse_completion(body: Json, session: str = "", *, likely: bool = False) -> 
     return asked
 
 
-def parse_generate(body: Json, session: str = "") -> Asked:
+def parse_generate(body: Json, session: str = "") -> ParsedRequest:
     """Of `POST /inference/v1/generate`: tokens in, tokens out. Raises Refused."""
     params = body.get("sampling_params") or {}
     if not isinstance(params, dict):
-        raise Refused("must be an object", param="sampling_params")
+        raise InvalidField("must be an object", param="sampling_params")
     _refuse_unsupported(params)
     for name in ("features", "content_parts"):
         if body.get(name):
-            raise Refused(f"{name}: images are not supported at the token endpoint", param=name)
-    return Asked(
+            raise InvalidField(f"{name}: images are not supported at the token endpoint", param=name)
+    return ParsedRequest(
         token_ids=token_ids(body, "token_ids"),
         session=session,
         max_tokens=whole(params, "max_tokens", 1),
@@ -123,9 +125,9 @@ def parse_generate(body: Json, session: str = "") -> Asked:
 def _most_likely(body: Json, name: str, most: int, known: bool) -> int | None:
     found = whole(body, name, 0)
     if found and not known:
-        raise Refused(f"{name} can only be 0: the logprob of the sampled token alone is known", param=name)
+        raise InvalidField(f"{name} can only be 0: the logprob of the sampled token alone is known", param=name)
     if found is not None and found > most:
-        raise Refused(f"{name} can be {most} at most", param=name)
+        raise InvalidField(f"{name} can be {most} at most", param=name)
     return found
 
 
@@ -133,7 +135,7 @@ def _most_tokens(body: Json) -> int | None:
     """Of a chat, under its newer name or its older one."""
     newer, older = whole(body, "max_completion_tokens", 1), whole(body, "max_tokens", 1)
     if None not in (newer, older) and newer != older:
-        raise Refused(
+        raise InvalidField(
             f"max_completion_tokens is {newer} and max_tokens is {older}: both name one limit, give one of them",
             param="max_tokens",
         )
@@ -143,35 +145,37 @@ def _most_tokens(body: Json) -> int | None:
 def _refuse_unsupported(body: Json) -> None:
     for name in ("n", "best_of"):
         if body.get(name) not in (None, 1):
-            raise Refused(f"{name} can only be 1: ask several times for several answers", param=name)
+            raise InvalidField(f"{name} can only be 1: ask several times for several answers", param=name)
     form = body.get("response_format")
     if form is not None and form != {"type": "text"}:
-        raise Refused('response_format can only be {"type": "text"}: nothing forces a format', param="response_format")
+        raise InvalidField(
+            'response_format can only be {"type": "text"}: nothing forces a format', param="response_format"
+        )
     for name in ("functions", "logit_bias", "audio", "prompt_logprobs", "structured_outputs", "guided_json"):
         if body.get(name):
-            raise Refused(f"{name} is not supported", param=name)
+            raise InvalidField(f"{name} is not supported", param=name)
 
 
 def _manner(body: Json) -> Json:
     options = body.get("stream_options") or {}
     if not isinstance(options, dict):
-        raise Refused("must be an object", param="stream_options")
+        raise InvalidField("must be an object", param="stream_options")
     for name in sorted(options.keys() - {"include_usage"}):
         if options[name] not in (None, False):
-            raise Refused(f"stream_options.{name} is not supported", param="stream_options")
+            raise InvalidField(f"stream_options.{name} is not supported", param="stream_options")
     return {"model": _model(body), "stream": flag(body, "stream"), "usage": flag(options, "include_usage")}
 
 
 def _model(body: Json) -> str:
     model = body.get("model")
     if model is not None and not isinstance(model, str):
-        raise Refused("must be a string", param="model")
+        raise InvalidField("must be a string", param="model")
     return model or ""
 
 
 def _message(given: Any, where: str) -> Message:
     if not isinstance(given, dict) or given.get("role") not in ROLES:
-        raise Refused(f"must be an object with one of the roles {', '.join(ROLES)}", param=where)
+        raise InvalidField(f"must be an object with one of the roles {', '.join(ROLES)}", param=where)
     return Message(
         role=ROLES[given["role"]],
         content=_content(given.get("content"), f"{where}.content"),
@@ -186,7 +190,7 @@ def _content(given: Any, where: str) -> str | list[Text | Image]:
     if given is None or isinstance(given, str):
         return given or ""
     if not isinstance(given, list):
-        raise Refused("must be a string or a list of parts", param=where)
+        raise InvalidField("must be a string or a list of parts", param=where)
     parts = [_part(part, f"{where}[{n}]") for n, part in enumerate(given)]
     texts = [part.text for part in parts if isinstance(part, Text)]
     return "".join(texts) if len(texts) == len(parts) else parts
@@ -200,40 +204,40 @@ def _part(given: Any, where: str) -> Text | Image:
         head, _, data = str(given["image_url"].get("url")).partition(";base64,")
         media_type = head.removeprefix("data:")
         if media_type not in IMAGE_TYPES:
-            raise Refused("images are taken as data:image/png;base64,... or image/jpeg", param=where)
+            raise InvalidField("images are taken as data:image/png;base64,... or image/jpeg", param=where)
         try:
             return Image(base64.b64decode(data, validate=True), media_type)
         except binascii.Error as error:
-            raise Refused(f"the image is not valid base64: {error}", param=where) from None
-    raise Refused("parts of type text and image_url are understood", param=where)
+            raise InvalidField(f"the image is not valid base64: {error}", param=where) from None
+    raise InvalidField("parts of type text and image_url are understood", param=where)
 
 
 def _call(given: Any, where: str) -> ToolCall:
     function = given.get("function") if isinstance(given, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise Refused("must be a call of a function, with its name", param=where)
+        raise InvalidField("must be a call of a function, with its name", param=where)
     try:
         arguments = json.loads(function.get("arguments") or "{}")
     except (TypeError, ValueError, RecursionError) as error:
-        raise Refused(f"is not JSON: {error}", param=f"{where}.function.arguments") from None
+        raise InvalidField(f"is not JSON: {error}", param=f"{where}.function.arguments") from None
     if not isinstance(arguments, dict):
-        raise Refused("must be a JSON object", param=f"{where}.function.arguments")
+        raise InvalidField("must be a JSON object", param=f"{where}.function.arguments")
     return ToolCall(id=text(given, "id", where), name=function["name"], arguments=arguments)
 
 
 def _tool(given: Any, where: str) -> Tool:
     function = given.get("function") if isinstance(given, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise Refused("must be a function, with its name", param=where)
+        raise InvalidField("must be a function, with its name", param=where)
     parameters = function.get("parameters") or {"type": "object", "properties": {}}
     if not isinstance(parameters, dict):
-        raise Refused("must be a JSON schema", param=f"{where}.function.parameters")
+        raise InvalidField("must be a JSON schema", param=f"{where}.function.parameters")
     return Tool(name=function["name"], description=text(function, "description", where), parameters=parameters)
 
 
-def _check_sendable(asked: Asked) -> None:
+def _check_sendable(asked: ParsedRequest) -> None:
     """JSON knows numbers and half characters that cannot travel."""
     try:
         codec.encode([asked.messages, asked.tools, asked.text, asked.stop])
     except (OverflowError, ValueError, RecursionError) as error:  # UnicodeEncodeError is a ValueError
-        raise Refused(f"cannot be sent: {error}", param="messages" if asked.text is None else "prompt") from None
+        raise InvalidField(f"cannot be sent: {error}", param="messages" if asked.text is None else "prompt") from None

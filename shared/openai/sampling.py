@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from opentinker.shared.openai.fields import Json, Refused, flag, number, whole
+from opentinker.shared.openai.fields import InvalidField, Json, flag, number, whole
 
 BOTH = frozenset(
     {"model", "max_tokens", "stop", "stream", "stream_options", "logprobs", "temperature", "top_p", "top_k", "seed"}
@@ -21,7 +21,7 @@ HOTTEST = 10.0
 LARGEST_SEED = 2**63 - 1
 
 
-class Manner(msgspec.Struct, frozen=True, kw_only=True):
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """What a request says of sampling."""
 
     temperature: float = 1.0
@@ -33,21 +33,21 @@ class Manner(msgspec.Struct, frozen=True, kw_only=True):
     """None: drawn anew."""
 
 
-def parse_manner(body: Json, *, chat: bool) -> Manner:
+def parse_manner(body: Json, *, chat: bool) -> SamplingParams:
     """Raises Refused, also for anything in the body that would have no effect."""
     read, others, route = (CHAT, COMPLETION, "chat/completions") if chat else (COMPLETION, CHAT, "completions")
     for name in sorted(body.keys() - read - INERT):
         if body[name] is not None and (name not in USUAL or body[name] != USUAL[name]):
-            raise Refused(f"{name} is not supported{f' at {route}' * (name in others)}", param=name)
+            raise InvalidField(f"{name} is not supported{f' at {route}' * (name in others)}", param=name)
     if body.get("parallel_tool_calls") is not None and not flag(body, "parallel_tool_calls"):
-        raise Refused(
+        raise InvalidField(
             "parallel_tool_calls can only be true: nothing forces what is sampled", param="parallel_tool_calls"
         )
     temperature, top_p = number(body, "temperature", 0, HOTTEST), number(body, "top_p", 0, 1, above=True)
     top_k, seed = body.get("top_k"), whole(body, "seed", 0)
     if seed is not None and seed > LARGEST_SEED:
-        raise Refused(f"must be at most {LARGEST_SEED}", param="seed")
-    return Manner(
+        raise InvalidField(f"must be at most {LARGEST_SEED}", param="seed")
+    return SamplingParams(
         temperature=1.0 if temperature is None else temperature,
         top_p=1.0 if top_p is None else top_p,
         top_k=0 if top_k == -1 else whole(body, "top_k", 0) or 0,

@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from opentinker.shared.asyncio_tools import rest
+from opentinker.shared.asyncio_tools import sleep
 from opentinker.shared.messaging.bus import Bus
 from opentinker.shared.messaging.subjects import LOG
 from opentinker.shared.security.redact import without_secrets
@@ -53,7 +53,7 @@ class JobLogs:
 
     async def run(self, bus: Bus) -> None:
         while True:
-            await rest(SEND_S)
+            await sleep(SEND_S)
             await self.send(bus)
 
     async def send(self, bus: Bus) -> None:

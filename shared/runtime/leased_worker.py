@@ -18,7 +18,7 @@ import msgspec
 import structlog
 from redis.exceptions import RedisError
 
-from opentinker.shared.asyncio_tools import AGAIN_S, put_down, rest, set_within
+from opentinker.shared.asyncio_tools import AGAIN_S, cancel_and_wait, sleep, wait_event
 from opentinker.shared.messaging.subjects import WAKE
 from opentinker.shared.runtime.gpus import visible
 from opentinker.shared.runtime.service import Context, first_failure
@@ -81,7 +81,7 @@ class LeasedWorker:
         try:
             await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            await put_down(*waits)
+            await cancel_and_wait(*waits)
 
     async def status(self, status: str, *, job: str | None = None, epoch: int = 0, address: str = "") -> None:
         """Tell the scheduler and the trainer at once, not with the next beat."""
@@ -120,7 +120,7 @@ class LeasedWorker:
     async def _beat_loop(self) -> None:
         while True:
             await self._beat()
-            await rest(self.ctx.settings.heartbeat_s)
+            await sleep(self.ctx.settings.heartbeat_s)
 
     async def _idle_loop(self, idle_s: float) -> None:
         """Tells the service to stop when no job had this worker for so long. It says first that it goes, and waits
@@ -129,10 +129,10 @@ class LeasedWorker:
         while True:
             left_s = math.inf if self._free_since is None else self._free_since + idle_s - time.monotonic()
             if left_s > 0:
-                await rest(min(left_s, self.ctx.settings.heartbeat_s))
+                await sleep(min(left_s, self.ctx.settings.heartbeat_s))
                 continue
             await self.status("draining")
-            await rest(GRANT_S + self.ctx.settings.heartbeat_s)
+            await sleep(GRANT_S + self.ctx.settings.heartbeat_s)
             if self._free_since is None:
                 continue
             if await self._mine(None) is None:
@@ -156,7 +156,7 @@ class LeasedWorker:
         """Waits until the lease differs from the one held."""
         self._wake.clear()
         while (lease := await self._mine(held)) == held:
-            await set_within(self._wake, self.ctx.settings.heartbeat_s)
+            await wait_event(self._wake, self.ctx.settings.heartbeat_s)
             self._wake.clear()
         return lease
 
@@ -178,9 +178,9 @@ class LeasedWorker:
                         self._free_since = time.monotonic() if held is None else None
                         self._leaving.clear()
                 finally:
-                    await put_down(task, watch)
+                    await cancel_and_wait(task, watch)
         finally:
-            await put_down(stopping)
+            await cancel_and_wait(stopping)
 
     async def _let_go(self, task: asyncio.Task[None], lease: Lease, *, gone: asyncio.Task[Lease | None]) -> None:
         """The job ended by itself, or its lease is `gone` (it ends now), or the service stops (it has `drain_s`).

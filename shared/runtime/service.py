@@ -26,7 +26,7 @@ import uvloop
 from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
-from opentinker.shared.asyncio_tools import put_down, rest
+from opentinker.shared.asyncio_tools import cancel_and_wait, sleep
 from opentinker.shared.config import PREFIX, Settings, load_settings, worker_name
 from opentinker.shared.messaging.bus import Bus
 from opentinker.shared.messaging.permissions import streams_of
@@ -83,7 +83,7 @@ async def first_failure(tasks: dict[str, Coroutine[Any, Any, Any]]) -> None:
     try:
         done, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
     finally:
-        await put_down(*running)
+        await cancel_and_wait(*running)
     for task in done:
         if not task.cancelled() and (error := task.exception()) is not None:
             raise error
@@ -167,7 +167,7 @@ async def run(
         elif serving.is_set():
             log.warning("drain_cut_short", drain_s=settings.drain_s)
     finally:
-        await put_down(life, stop)
+        await cancel_and_wait(life, stop)
     log.info("stopped")
 
 
@@ -230,7 +230,7 @@ async def _liveness(ctx: Context) -> None:
     """A connection that says it is up but does not answer is restarted from outside: end the process."""
     failures = 0
     while True:
-        await rest(LIVENESS_S)
+        await sleep(LIVENESS_S)
         try:
             await ctx.bus.js.account_info()
             failures = 0

@@ -24,7 +24,7 @@ import structlog
 from prometheus_client import CollectorRegistry, Gauge
 from prometheus_client import Counter as Total
 
-from opentinker.shared.asyncio_tools import rest
+from opentinker.shared.asyncio_tools import sleep
 from opentinker.shared.config import Settings
 from opentinker.shared.messaging.bus import Bus
 from opentinker.shared.messaging.subjects import METRIC
@@ -204,7 +204,7 @@ class Reporter:
 
     async def run(self) -> None:
         while True:
-            await rest(REPORT_S)
+            await sleep(REPORT_S)
             await self.report()
 
     async def report(self) -> None:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from opentinker.shared.asyncio_tools import rest
+from opentinker.shared.asyncio_tools import sleep
 from opentinker.shared.messaging.bus import Bus
 from opentinker.shared.messaging.subjects import TIMELINE
 from opentinker.shared.types.telemetry import Segment, TimelinePart
@@ -112,7 +112,7 @@ class Lanes:
 
     async def run(self) -> None:
         while True:
-            await rest(REPORT_S)
+            await sleep(REPORT_S)
             await self.report()
 
     async def report(self) -> None:
@@ -168,7 +168,7 @@ class LanesByJob:
 
     async def run(self) -> None:
         while True:
-            await rest(REPORT_S)
+            await sleep(REPORT_S)
             await self.report()
 
     async def report(self) -> None:

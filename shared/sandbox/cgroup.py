@@ -14,7 +14,7 @@ import uuid
 from dataclasses import dataclass
 from pathlib import Path
 
-from opentinker.shared.asyncio_tools import rest
+from opentinker.shared.asyncio_tools import sleep
 
 PREFIX = "opentinker-sandbox-"
 POLL_S = 0.01
@@ -81,7 +81,7 @@ class Cgroup:
         for _ in range(int(EMPTY_S / POLL_S)):
             if _remove(self.path):
                 return
-            await rest(POLL_S)
+            await sleep(POLL_S)
 
 
 def _remove(path: Path) -> bool:

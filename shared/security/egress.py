@@ -53,7 +53,7 @@ _COMPATIBLE = ipaddress.IPv6Network("::/96")
 _SITE_LOCAL = ipaddress.IPv6Network("fec0::/10")
 
 
-class Refused(OpenTinkerError, OSError):
+class EgressRefused(OpenTinkerError, OSError):
     """The address may not be connected to. An OSError too, so that HTTP libraries treat it as a failed connection."""
 
     def __init__(self, problem: str) -> None:
@@ -103,15 +103,15 @@ class Egress:
             parts = urlsplit(url)
             port = parts.port or SCHEMES.get(parts.scheme, 0)
         except ValueError as error:
-            raise Refused(f"is not a URL: {error}") from None
+            raise EgressRefused(f"is not a URL: {error}") from None
         if parts.scheme not in SCHEMES or not parts.hostname:
-            raise Refused(f"is not a URL of the form {'|'.join(SCHEMES)}://HOST[:PORT][/PATH]")
+            raise EgressRefused(f"is not a URL of the form {'|'.join(SCHEMES)}://HOST[:PORT][/PATH]")
         if parts.username is not None or parts.password is not None:
-            raise Refused("holds a user name: specs are stored and shown, so secrets have no place in them")
+            raise EgressRefused("holds a user name: specs are stored and shown, so secrets have no place in them")
         if parts.fragment or any(ord(sign) <= 32 or ord(sign) == 127 for sign in url):
-            raise Refused("holds a fragment, blanks or control characters")
+            raise EgressRefused("holds a fragment, blanks or control characters")
         if port < FIRST_FREE_PORT and port not in PORTS:
-            raise Refused(f"port {port} may not be reached: give 80, 443 or one from {FIRST_FREE_PORT} on")
+            raise EgressRefused(f"port {port} may not be reached: give 80, 443 or one from {FIRST_FREE_PORT} on")
         return parts
 
     async def check(self, url: str) -> None:
@@ -124,10 +124,10 @@ class Egress:
         try:
             found = socket.getaddrinfo(parts.hostname, parts.port or SCHEMES[parts.scheme], type=socket.SOCK_STREAM)
         except (OSError, UnicodeError) as error:
-            raise Refused(f"host {parts.hostname!r} cannot be resolved: {error}") from None
+            raise EgressRefused(f"host {parts.hostname!r} cannot be resolved: {error}") from None
         problems = [self.problem(str(address[0])) for *_, address in found]
         if problems and all(problems):
-            raise Refused(problems[0])
+            raise EgressRefused(problems[0])
 
     # --- connecting ---------------------------------------------------------------------------------------------
 
@@ -135,9 +135,9 @@ class Egress:
         """A socket for an entry of getaddrinfo, in whose address it will be connected. Raises Refused."""
         family, kind, protocol, _, address = info
         if problem := self.problem(str(address[0])):
-            raise Refused(problem)
+            raise EgressRefused(problem)
         if address[1] < FIRST_FREE_PORT and address[1] not in PORTS:
-            raise Refused(f"port {address[1]} may not be reached")
+            raise EgressRefused(f"port {address[1]} may not be reached")
         return socket.socket(family, kind, protocol)
 
     def session(self, *, limit: int = 100, timeout: aiohttp.ClientTimeout | None = None) -> aiohttp.ClientSession:
@@ -171,7 +171,7 @@ class Egress:
                     if not isinstance(error, OSError):
                         raise
                     failed = error
-        raise failed or Refused(f"host {host!r} has no address")
+        raise failed or EgressRefused(f"host {host!r} has no address")
 
 
 def networks(text: str | Sequence[str]) -> list[str]:
@@ -184,7 +184,7 @@ async def _refuse_redirect(_: object, __: object, redirect: aiohttp.TraceRequest
     answer = redirect.response
     where = answer.headers.get("Location", "nowhere")[:SHOWN]
     answer.close()
-    raise Refused(f"answered {answer.status}, a redirect to {where}, which is not followed: name that URL itself")
+    raise EgressRefused(f"answered {answer.status}, a redirect to {where}, which is not followed: name that URL itself")
 
 
 def _kind(address: Address) -> str:

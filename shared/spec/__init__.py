@@ -12,7 +12,7 @@ from pydantic import Field, SerializerFunctionWrapHandler, ValidationError, mode
 from opentinker.shared.spec import algorithms
 from opentinker.shared.spec.algorithm import AlgorithmSpec
 from opentinker.shared.spec.artifacts import ArtifactSpec, settle_best, settle_kept
-from opentinker.shared.spec.base import Part
+from opentinker.shared.spec.base import SpecPart
 from opentinker.shared.spec.data import FORMATS, DataSpec, DpoSpec
 from opentinker.shared.spec.deterministic import broken_promises
 from opentinker.shared.spec.frozen_models import (
@@ -109,7 +109,7 @@ TARGETS = {"sft": {"accuracy"}, "dpo": {"rewards/accuracy", "rewards/margin"}}
 """What grows as the job learns."""
 
 
-class JobSpec(Part):
+class JobSpec(SpecPart):
     name: DisplayName
     """Any text for people, 200 characters at most, e.g. "Qwen3 run 2"; the server gives the job an id."""
     kind: Literal["rl", "sft", "dpo", "inference", "eval"] = "rl"
@@ -177,7 +177,7 @@ class JobSpec(Part):
         others = {part for parts in PARTS_OF.values() for part in parts} - PARTS_OF[self.kind]
         return {name: value for name, value in handler(self).items() if name not in others}
 
-    def settle(self) -> list[dict[str, Any]]:
+    def resolve(self) -> list[dict[str, Any]]:
         if self.kind == "inference":
             return settle_serving(self) + settle_kept(self.kind, self.artifacts) + unused_gpus(self)
         if self.start is not None and self.start.live:
@@ -192,7 +192,7 @@ class JobSpec(Part):
             return self._settle_supervised()
         found = []
         if self.train.learner == "simulated":
-            usual: dict[str, Part] = {
+            usual: dict[str, SpecPart] = {
                 "model": ModelSpec(base="x"),
                 "algorithm": AlgorithmSpec(name=self.algorithm.name),
                 "train": TrainSpec(steps=1),

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from opentinker.shared.spec import algorithms
-from opentinker.shared.spec.base import Coefficient, Count, Factor, Fraction, Part, Tokens
+from opentinker.shared.spec.base import Coefficient, Count, Factor, Fraction, SpecPart, Tokens
 from opentinker.shared.spec.mistakes import fill
 
 MOST_EPISODES = 1_048_576
@@ -16,7 +16,7 @@ MOST_GROUPS = 1_048_576
 """Begun and not yet trained."""
 
 
-class AlgorithmSpec(Part):
+class AlgorithmSpec(SpecPart):
     """A preset and what is changed of it. Once validated, every field that applies has its value; the others are none.
 
     The parts, their options and the presets are the tables of `algorithms.py` (`opentinker algorithms` prints them).
@@ -110,7 +110,7 @@ class AlgorithmSpec(Part):
     overlong_buffer: Tokens | None = None
     """overlong_shaping: the penalty rises from 0 over so many tokens below; default a fifth of overlong_length."""
 
-    def settle(self) -> list[dict[str, Any]]:
+    def resolve(self) -> list[dict[str, Any]]:
         """The preset gives every field that applies its value."""
         values, mistakes = algorithms.resolve(self.name, dict(self))
         mistakes += self._products()

@@ -6,10 +6,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from opentinker.shared.spec.base import Part
+from opentinker.shared.spec.base import SpecPart
 
 
-class ArtifactSpec(Part):
+class ArtifactSpec(SpecPart):
     keep_last: Annotated[int, Field(ge=1, le=1_000_000)] | None = None
     """Checkpoints that stay in the artifact store: this many, the newest; default: train.keep_checkpoints. Until the
     job is over those that its trainer holds, to resume from, stay too."""
@@ -26,7 +26,7 @@ class ArtifactSpec(Part):
     expire_days: Annotated[float, Field(gt=0, le=36_500)] | None = None
     """So long after the job's end all that is left of it goes, but what is published or in use; default: never."""
 
-    def settle(self) -> list[dict[str, Any]]:
+    def resolve(self) -> list[dict[str, Any]]:
         found = []
         if self.keep_all:
             for name in ("keep_last", "keep_best"):

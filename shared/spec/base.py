@@ -20,7 +20,7 @@ Seconds = Annotated[float, Field(gt=0.0, le=31_536_000.0)]
 """Of at most a year."""
 
 
-class Part(BaseModel):
+class SpecPart(BaseModel):
     model_config = ConfigDict(
         extra="forbid",
         frozen=True,
@@ -37,7 +37,7 @@ class Part(BaseModel):
         """What is wrong with which fields were written at all."""
         return []
 
-    def settle(self) -> list[dict[str, Any]]:
+    def resolve(self) -> list[dict[str, Any]]:
         """Fills in what follows from other fields; returns what is wrong between fields right in themselves."""
         return []
 
@@ -64,7 +64,7 @@ class Part(BaseModel):
                 )
             except ValidationError:  # a required field is wrong: the others cannot be judged
                 raise Mistakes(wrong) from None
-        judged = part.settle()  # of what is wrong in itself, its stand-in was judged
+        judged = part.resolve()  # of what is wrong in itself, its stand-in was judged
         mistakes = wrong + [mistake for mistake in judged if mistake["field"].partition(".")[0] not in names]
         if mistakes:
             raise Mistakes(mistakes)

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from opentinker.shared.spec.base import Count, Factor, Part, Steps, Tokens
+from opentinker.shared.spec.base import Count, Factor, SpecPart, Steps, Tokens
 
 Format = Literal["messages", "prompt_completion", "preference"]
 COLUMNS: dict[Format, tuple[str, ...]] = {
@@ -25,7 +25,7 @@ JSON = ".json"
 """A list of objects."""
 
 
-class DataSpec(Part):
+class DataSpec(SpecPart):
     path: Annotated[str, Field(min_length=1)]
     """A .jsonl (also .jsonl.gz, .jsonl.xz), .json (a list) or .parquet file, a directory of .parquet files or one saved
     by Hugging Face datasets, or a data set's hub id. No code of a data set is ever run."""
@@ -62,7 +62,7 @@ class DataSpec(Part):
     validate_every: Steps | None = None
     """Steps; with `validation` it is also done before the first step and after the last one. Default: only then."""
 
-    def settle(self) -> list[dict[str, Any]]:
+    def resolve(self) -> list[dict[str, Any]]:
         found: list[dict[str, Any]] = []
         known = {name for columns in COLUMNS.values() for name in (*columns, *OPTIONAL)}
         if unknown := sorted(self.columns.keys() - known):
@@ -92,7 +92,7 @@ class DataSpec(Part):
         return self.columns.get(name, name)
 
 
-class DpoSpec(Part):
+class DpoSpec(SpecPart):
     beta: Factor = 0.1
     """How hard the policy is held to the reference, which is the model that the job starts from."""
     loss: Literal["sigmoid", "ipo"] = "sigmoid"
@@ -100,7 +100,7 @@ class DpoSpec(Part):
     label_smoothing: Annotated[float, Field(ge=0.0, lt=0.5)] = 0.0
     """sigmoid: share of pairs that are assumed to be the wrong way round."""
 
-    def settle(self) -> list[dict[str, Any]]:
+    def resolve(self) -> list[dict[str, Any]]:
         if self.loss == "ipo" and self.label_smoothing:
             return [{"field": "label_smoothing", "value": self.label_smoothing, "problem": "does not apply to 'ipo'"}]
         return []

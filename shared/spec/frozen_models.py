@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 
-from opentinker.shared.spec.base import Part
+from opentinker.shared.spec.base import SpecPart
 from opentinker.shared.spec.mistakes import fill
 
 if TYPE_CHECKING:
     from opentinker.shared.spec import JobSpec
 
 
-class TeacherSpec(Part):
+class TeacherSpec(SpecPart):
     base: Annotated[str, Field(min_length=1)]
     """Directory or hub id of the causal language model to learn from. Every token of model.base must have the same id
     in it. Its logits are divided by rollout.temperature, as the policy's are."""
@@ -22,7 +22,7 @@ class TeacherSpec(Part):
     """In which it computes."""
 
 
-class RewardModelSpec(Part):
+class RewardModelSpec(SpecPart):
     base: Annotated[str, Field(min_length=1)]
     """Directory or hub id of a Hugging Face sequence classifier with a chat template; conversations are rendered by it,
     whatever the policy's template is."""
@@ -35,13 +35,13 @@ class RewardModelSpec(Part):
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{0,40}$")] = ""
     """Stands in metrics; default: the last part of base."""
 
-    def settle(self) -> list[dict[str, Any]]:
+    def resolve(self) -> list[dict[str, Any]]:
         last = re.sub(r"[^A-Za-z0-9_.-]", "-", self.base.rstrip("/").rpartition("/")[2])
         fill(self, {"name": self.name or last[-40:] or "model"})
         return []
 
 
-class ValueModelSpec(Part):
+class ValueModelSpec(SpecPart):
     base: Annotated[str, Field(min_length=1)]
     """Directory or hub id of a Hugging Face token classifier (AutoModelForTokenClassification) with one label: the
     return that is expected where the next token is about to be chosen, in units of the job's rewards, with

@@ -6,10 +6,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from opentinker.shared.spec.base import Factor, Part
+from opentinker.shared.spec.base import Factor, SpecPart
 
 
-class LoraSpec(Part):
+class LoraSpec(SpecPart):
     rank: Annotated[int, Field(gt=0, le=4096)] = 16
     """Rank of the adapter matrices."""
     alpha: Factor = 32.0
@@ -23,13 +23,13 @@ class LoraSpec(Part):
     `orthogonal`: both from one orthogonal matrix, so that their product is zero up to rounding; of an even rank. Others
     (pissa, olora, loftq) would change the base, which is the reference and what vLLM serves the adapter on."""
 
-    def settle(self) -> list[dict[str, Any]]:
+    def resolve(self) -> list[dict[str, Any]]:
         if self.init == "orthogonal" and self.rank % 2:
             return [{"field": "rank", "value": self.rank, "problem": "must be even for init = 'orthogonal'"}]
         return []
 
 
-class ModelSpec(Part):
+class ModelSpec(SpecPart):
     base: Annotated[str, Field(min_length=1)]
     """Directory or hub id of a Hugging Face causal language model (safetensors; no remote code), or of one that
     sees: docs/environments/images.md. Where relative paths begin: docs/submitting.md."""
@@ -51,7 +51,7 @@ class ModelSpec(Part):
     """How the model writes calls of tools, where the environment offers any. `auto`: as its chat template shows; a job
     whose template shows none of these formats fails with the first prompt. `hermes` is Qwen's too."""
 
-    def settle(self) -> list[dict[str, Any]]:
+    def resolve(self) -> list[dict[str, Any]]:
         found = []
         if self.fp32_head and self.dtype == "float32":
             problem = "does not apply: with dtype = 'float32' the logits are computed in float32 already"

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from opentinker.shared.spec.base import Fraction, Part, Tokens
+from opentinker.shared.spec.base import Fraction, SpecPart, Tokens
 from opentinker.shared.spec.mistakes import fill, unused
 from opentinker.shared.spec.tools import ToolSpec
 
@@ -17,7 +17,7 @@ ELSEWHERE = ("served:", "http://", "https://", "ws://", "wss://")
 """How names begin of environments that run where their users run them."""
 
 
-class EnvironmentSpec(Part):
+class EnvironmentSpec(SpecPart):
     name: Annotated[str, Field(min_length=1, max_length=200)]
     """A built-in environment; `upload:NAME` or `upload:NAME@VERSION`, which `opentinker env push` has brought;
     `served:NAME`, which `opentinker env serve` serves; a URL, http(s):// or ws(s)://, of a server that plays it; or
@@ -33,7 +33,7 @@ class EnvironmentSpec(Part):
     """Turns of an episode (of a seat, where there are several) that tools may answer; from then on every turn is the
     environment's. They count in rollout.max_turns like any other."""
 
-    def settle(self) -> list[dict[str, Any]]:
+    def resolve(self) -> list[dict[str, Any]]:
         if self.tools and self.name.startswith("served:"):
             problem = "do not apply: no env worker stands before this environment; give it tools of its own"
             return [{"field": "tools", "value": len(self.tools), "problem": problem}]
@@ -53,7 +53,7 @@ NO_ENVIRONMENT = EnvironmentSpec.model_construct(name="", isolation="process", c
 """Of a job that is not about one."""
 
 
-class ToySpec(Part):
+class ToySpec(SpecPart):
     """The simulated engine: deterministic tokens, given durations. For tests and load tests."""
 
     seconds_per_token: Annotated[float, Field(ge=0.0, le=3600.0)] = 0.0
@@ -64,7 +64,7 @@ class ToySpec(Part):
     """Share of turns answered by echoing the prompt's digits."""
 
 
-class RolloutSpec(Part):
+class RolloutSpec(SpecPart):
     engine: Literal["vllm", "toy"] = "vllm"
     """What generates; `toy` is simulated, for tests, and refuses what it would ignore."""
     toy: ToySpec | None = None
@@ -109,7 +109,7 @@ class RolloutSpec(Part):
     seed: Annotated[int, Field(ge=0, lt=2**32)] | None = None
     """Seeds every request and every group's start state; without it start states use seed 0 and sampling is free."""
 
-    def settle(self) -> list[dict[str, Any]]:
+    def resolve(self) -> list[dict[str, Any]]:
         found = []
         if self.max_tokens_per_turn is not None and self.max_tokens_per_turn > self.max_tokens:
             problem = f"is larger than max_tokens={self.max_tokens}"

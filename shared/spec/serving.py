@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field, field_validator
 
-from opentinker.shared.spec.base import Part, Seconds
+from opentinker.shared.spec.base import Seconds, SpecPart
 from opentinker.shared.spec.mistakes import fill, unused
 from opentinker.shared.spec.start import PUBLISHED, SAVED, Origin
 
@@ -46,7 +46,7 @@ class AdapterSpec(Origin):
         return value
 
 
-class ServingSpec(Part):
+class ServingSpec(SpecPart):
     max_concurrent: Annotated[int, Field(ge=1, le=256)] = 64
     """Requests that one rollout worker answers at the same time."""
     max_waiting: Annotated[int, Field(ge=0, le=10_000)] = 256
@@ -68,7 +68,7 @@ class ServingSpec(Part):
     """Answer with each of these adapters of model.base too, and with model.base itself, all by the same engine; a
     request's `model` says with which. Not together with [start]."""
 
-    def settle(self) -> list[dict[str, Any]]:
+    def resolve(self) -> list[dict[str, Any]]:
         found: list[dict[str, Any]] = []
         if self.sleep_s is not None and self.idle_s is not None and self.idle_s <= self.sleep_s:
             problem = f"is not larger than sleep_s={self.sleep_s:g}: the job would be over before it sleeps"

@@ -6,7 +6,7 @@ import re
 
 from pydantic import Field, field_validator
 
-from opentinker.shared.spec.base import Part
+from opentinker.shared.spec.base import SpecPart
 
 CHECKPOINT = re.compile(r"j-[a-z0-9]{10}@([0-9]{1,12}|latest|live)")
 SAVED = re.compile(r"j-[a-z0-9]{10}@([0-9]{1,12}|latest)")
@@ -15,7 +15,7 @@ PUBLISHED = re.compile(r"(?!j-[a-z0-9]{10}$)[a-z0-9][a-z0-9._-]{0,62}")
 """Names that checkpoints may be published under; no job's id."""
 
 
-class Origin(Part):
+class Origin(SpecPart):
     """Names a checkpoint."""
 
     checkpoint: str = Field(alias="from")

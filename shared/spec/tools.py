@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from opentinker.shared.spec.base import Count, Part
+from opentinker.shared.spec.base import Count, SpecPart
 
 OF_TYPE = {
     "python": {"backend", "memory_mb"},
@@ -17,7 +17,7 @@ OF_TYPE = {
 MEMORY_MB = {"monty": 64, "sandbox": 512}
 
 
-class ToolSpec(Part):
+class ToolSpec(SpecPart):
     type: Literal["python", "mcp", "functions"]
     """`python`: runs programs that the policy writes. `mcp`: all tools of a Model Context Protocol server. `functions`:
     Python functions of the operator's own."""
@@ -43,7 +43,7 @@ class ToolSpec(Part):
 
     STAND_INS: ClassVar[dict[str, Any]] = {"url": "http://x", "module": "x:y", "command": ["x"]}
 
-    def settle(self) -> list[dict[str, Any]]:
+    def resolve(self) -> list[dict[str, Any]]:
         plain = self.model_dump()
         others = {name for names in OF_TYPE.values() for name in names} - OF_TYPE[self.type]
         found = [

@@ -7,13 +7,13 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from opentinker.shared.config import LEAST_PRIORITY, MOST_PRIORITY
-from opentinker.shared.spec.base import Coefficient, Factor, Fraction, Part, Steps, Tokens, Workers
+from opentinker.shared.spec.base import Coefficient, Factor, Fraction, SpecPart, Steps, Tokens, Workers
 from opentinker.shared.spec.mistakes import fill
 
 SIMULATED = "learner = 'simulated'"
 
 
-class TrainSpec(Part):
+class TrainSpec(SpecPart):
     learner: Literal["torch", "simulated"] = "torch"
     """What trains; `simulated` only takes its time, for load tests, and refuses what it would ignore."""
     simulated_step_s: Annotated[float, Field(ge=0.0, le=86_400.0)] | None = None
@@ -64,7 +64,7 @@ class TrainSpec(Part):
     """Two runs give the same weights, bit for bit, and so does one that was killed and resumed. What that needs and
     costs: docs/deterministic.md."""
 
-    def settle(self) -> list[dict[str, Any]]:
+    def resolve(self) -> list[dict[str, Any]]:
         found = []
         if self.warmup_steps > self.steps > 0:
             problem = f"is larger than steps={self.steps}"
@@ -81,7 +81,7 @@ class TrainSpec(Part):
         return found
 
 
-class ResourceSpec(Part):
+class ResourceSpec(SpecPart):
     priority: Annotated[int, Field(ge=LEAST_PRIORITY, le=MOST_PRIORITY)] = 0
     """Jobs of higher priority go first, and may interrupt those of lower: these go on later from where they were. The
     operator may set a lower bound than 10 for a tenant."""
@@ -99,7 +99,7 @@ class ResourceSpec(Part):
     trainer_ranks: Annotated[int, Field(gt=0, le=64)] | None = None
     """Processes on the trainer's machine that share each batch; default: one per GPU, or one. See train.parallel."""
 
-    def settle(self) -> list[dict[str, Any]]:
+    def resolve(self) -> list[dict[str, Any]]:
         ranks = self.trainer_ranks or max(1, self.trainer_gpus)
         if self.trainer_gpus and ranks != self.trainer_gpus:
             problem = f"must be trainer_gpus={self.trainer_gpus}, one rank per GPU, or left out"

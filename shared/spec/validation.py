@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
 
-from opentinker.shared.spec.base import Part, Steps, Tokens
+from opentinker.shared.spec.base import SpecPart, Steps, Tokens
 from opentinker.shared.spec.mistakes import unused
 from opentinker.shared.spec.serving import nothing_trained
 
@@ -27,7 +27,7 @@ MOST_EPISODES = 200_000
 """Of one evaluation."""
 
 
-class EvaluationSpec(Part):
+class EvaluationSpec(SpecPart):
     """The episodes of an evaluation. Metrics are named val/..., whoever asks for it."""
 
     episodes: Annotated[int, Field(gt=0, le=MOST_EPISODES)] = 64
@@ -52,7 +52,7 @@ class EvaluationSpec(Part):
     """The first so many episodes of every evaluation are kept, word by word, up to 100,000 characters each
     (`opentinker transcripts`)."""
 
-    def settle(self) -> list[dict[str, Any]]:
+    def resolve(self) -> list[dict[str, Any]]:
         found = []
         if self.temperature == 0:
             found = [

@@ -36,7 +36,7 @@ NONE = "artifact:none"
 """Of what a script does not look at."""
 
 
-class Kept(msgspec.Struct, frozen=True, kw_only=True):
+class ArtifactEntry(msgspec.Struct, frozen=True, kw_only=True):
     """A checkpoint or a file in the artifact store."""
 
     path: str
@@ -212,13 +212,13 @@ class ArtifactIndex:
 
     # --- what is kept --------------------------------------------------------------------------------------------
 
-    async def of(self, job: str) -> dict[str, Kept]:
+    async def of(self, job: str) -> dict[str, ArtifactEntry]:
         """By path."""
         found = await self._redis.hgetall(f"artifact:{job}")
-        return {path: codec.from_json(Kept, text) for path, text in found.items()}
+        return {path: codec.from_json(ArtifactEntry, text) for path, text in found.items()}
 
     async def add(
-        self, tenant: str, job: str, kept: Kept, *, before: Kept | None = None, leader: int = UNFENCED
+        self, tenant: str, job: str, kept: ArtifactEntry, *, before: ArtifactEntry | None = None, leader: int = UNFENCED
     ) -> str:
         """In the place of `before`, which is deleted in the store afterwards. `ok`; `changed`: what is there is another
         one by now; `published`: and stays."""
@@ -231,11 +231,11 @@ class ArtifactIndex:
         keys = [f"artifact:{job}", f"stored:{tenant}", f"published:{tenant}", REMOVING]
         return list(await self._remove(leader=leader, keys=keys, args=[job, tenant, *paths])) if paths else []
 
-    async def note(self, job: str, kept: Kept, metric: float | None, *, leader: int = UNFENCED) -> None:
+    async def note(self, job: str, kept: ArtifactEntry, metric: float | None, *, leader: int = UNFENCED) -> None:
         """What was measured of it, if it is still there and the same."""
         key = f"artifact:{job}"
         text = await self._redis.hget(key, kept.path)
-        if text is not None and codec.from_json(Kept, text) == kept:
+        if text is not None and codec.from_json(ArtifactEntry, text) == kept:
             new = msgspec.structs.replace(kept, metric=metric)
             await self._note(leader=leader, keys=[key], args=[kept.path, text, codec.to_json(new)])
 
@@ -329,7 +329,7 @@ class ArtifactIndex:
 
     # --- names ---------------------------------------------------------------------------------------------------
 
-    async def publish(self, tenant: str, name: str, job: str, kept: Kept, key: str) -> Publication:
+    async def publish(self, tenant: str, name: str, job: str, kept: ArtifactEntry, key: str) -> Publication:
         """The same again changes nothing. Raises Conflict if another checkpoint has the name, NotFound if this one has
         gone meanwhile."""
         assert kept.manifest is not None

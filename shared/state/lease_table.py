@@ -206,7 +206,7 @@ class LeaseTable:
         """Only what this incarnation said of itself: the slot's next process may be beating already."""
         await self._leave(keys=[f"worker:{info.id}"], args=[info.incarnation])
 
-    async def lose(self, silent: Heartbeat, *, leader: int = UNFENCED) -> bool:
+    async def remove_dead(self, silent: Heartbeat, *, leader: int = UNFENCED) -> bool:
         """The worker is gone for everybody, unless it has beaten since: then False. Raises Fenced."""
         answer = await self._lose(
             keys=[f"worker:{silent.id}", "workers", "leader:epoch"],
@@ -248,7 +248,7 @@ class LeaseTable:
         )
         raise_unless_granted(answer[0], [slot])
 
-    async def leave_lease(self, leaving: Lease, *, leader: int = UNFENCED) -> None:
+    async def start_drain(self, leaving: Lease, *, leader: int = UNFENCED) -> None:
         """The same lease, with a time at which it ends. Raises Fenced, and Conflict if it is gone."""
         answer = await self._leave_lease(
             keys=["leases", "leader:epoch"],
@@ -288,7 +288,7 @@ class LeaseTable:
         self._rival, self._looked_at = (says, since if says == said else now), now
         return int(epoch) or None
 
-    async def refuse_unless_leads(self, leader: int) -> None:
+    async def require_leadership(self, leader: int) -> None:
         """Raises Fenced if another scheduler leads. Before what no script writes."""
         if leader not in (UNFENCED, int(await self.redis.get("leader:epoch") or 0)):
             raise Fenced("another scheduler leads now")

@@ -37,7 +37,7 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 from redis.maint_notifications import MaintNotificationsConfig
 
-from opentinker.shared.asyncio_tools import heed
+from opentinker.shared.asyncio_tools import await_cancellable
 from opentinker.shared.state.lease_table import CHARGE, LeaseTable, granted, raise_unless_granted
 from opentinker.shared.state.redis_script import LED, UNFENCED, LeadersScript, Script
 from opentinker.shared.types.core import JobRecord, JobState, Lease
@@ -139,7 +139,7 @@ class _Connection(aioredis.Connection):
 
     async def send_packed_command(self, command: Any, check_health: bool = True) -> None:
         try:
-            await heed(super().send_packed_command(command, check_health))
+            await await_cancellable(super().send_packed_command(command, check_health))
         except asyncio.CancelledError:
             await self.disconnect(nowait=True)
             raise
@@ -240,7 +240,7 @@ class Store(LeaseTable):
             raise _other_body(answer[1])
         return str(answer[1])
 
-    async def made_before(self, tenant: str, idempotency: str, body_hash: str) -> str | None:
+    async def find_idempotent(self, tenant: str, idempotency: str, body_hash: str) -> str | None:
         """The job that an equal request made. Raises Conflict as `create_job` does."""
         job, body = await self.redis.hmget(f"idem:{tenant}:{idempotency}", "job", "body")
         if job is not None and body != body_hash:
@@ -368,7 +368,7 @@ class Store(LeaseTable):
             raise NotFound(f"no job {id!r}")
         return int(value)
 
-    async def refuse_below(self, id: str, epoch: int) -> None:
+    async def require_epoch(self, id: str, epoch: int) -> None:
         """Raises Fenced if the job belongs to a higher epoch than this one, NotFound. Before what no script writes."""
         if (newest := await self.epoch(id)) > epoch:
             raise Fenced(f"job {id} belongs to epoch {newest} now")

@@ -26,7 +26,7 @@ from typing import Any
 import structlog
 from redis.exceptions import RedisError
 
-from opentinker.shared.asyncio_tools import put_down, rest
+from opentinker.shared.asyncio_tools import cancel_and_wait, sleep
 from opentinker.shared.state.redis_script import UNFENCED, LeadersScript, Script
 
 log = structlog.get_logger()
@@ -149,14 +149,14 @@ async def metered(redis: Any, job: str, spent: Counter[str]) -> AsyncIterator[No
 
     async def again_and_again() -> None:
         while True:
-            await rest(REPORT_S)
+            await sleep(REPORT_S)
             await report()
 
     task = asyncio.create_task(again_and_again())
     try:
         yield
     finally:
-        await put_down(task)
+        await cancel_and_wait(task)
         with suppress(TimeoutError):
             async with asyncio.timeout(LAST_S):
                 await report()

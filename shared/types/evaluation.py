@@ -11,7 +11,7 @@ from opentinker.shared.types.core import Ending, Message, StopReason, WeightVers
 from opentinker.shared.types.token_records import KeptTokens
 
 
-class Exam(msgspec.Struct, frozen=True, kw_only=True):
+class EvalEpisode(msgspec.Struct, frozen=True, kw_only=True):
     """Permission to play one episode, with one version only. From who asks for the evaluation, eaten by a rollout
     worker."""
 
@@ -31,7 +31,7 @@ class ExamView(msgspec.Struct, frozen=True, kw_only=True):
     tokens: KeptTokens
 
 
-class ExamResult(msgspec.Struct, frozen=True, kw_only=True):
+class EvalResult(msgspec.Struct, frozen=True, kw_only=True):
     """Rollout worker -> who asked for it: how an episode went, or why it could not be played."""
 
     job: str
@@ -62,7 +62,7 @@ class ExamResult(msgspec.Struct, frozen=True, kw_only=True):
     """The same token by token, of the first of those."""
 
 
-class Seen(msgspec.Struct, frozen=True, kw_only=True):
+class EvalAck(msgspec.Struct, frozen=True, kw_only=True):
     """Who asked -> rollout worker: the result has arrived, whether or not it was still wanted."""
 
     wanted: bool

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 
-class Refused:
+class Unsupported:
     instead = ""
 
     def __init__(self, *_: Any, **__: Any) -> None:
@@ -14,4 +14,4 @@ class Refused:
 
 def refused(name: str, instead: str) -> Any:
     """A class, so that it may be called, subclassed, or stand in a type hint."""
-    return type(name, (Refused,), {"instead": instead, "__doc__": f"Refused: {instead}"})
+    return type(name, (Unsupported,), {"instead": instead, "__doc__": f"Refused: {instead}"})

@@ -17,7 +17,7 @@ from anyio.abc import SocketStream
 from httpcore2._backends.anyio import AnyIOBackend, AnyIOStream
 
 from opentinker.envs.runtime.tools.mcp_limits import MESSAGE_BYTES, UNASKED_BYTES
-from opentinker.shared.asyncio_tools import rest
+from opentinker.shared.asyncio_tools import sleep
 from opentinker.shared.security.egress import Egress
 
 BETWEEN_STREAMS_S = 0.5
@@ -45,7 +45,7 @@ class _Bounded(httpx2.AsyncHTTPTransport):
         if request.method == "GET":
             now = asyncio.get_running_loop().time()
             wait_s, self._next_stream = self._next_stream - now, max(now, self._next_stream) + BETWEEN_STREAMS_S
-            await rest(max(0.0, wait_s))
+            await sleep(max(0.0, wait_s))
         response = await super().handle_async_request(request)
         assert isinstance(response.stream, httpx2.AsyncByteStream)
         coding = response.headers.pop("Content-Encoding", "identity").strip().lower()

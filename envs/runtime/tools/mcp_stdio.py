@@ -20,7 +20,7 @@ from mcp.shared.message import SessionMessage
 from mcp_types import JSONRPCRequest, jsonrpc_message_adapter
 
 from opentinker.envs.runtime.tools.mcp_limits import MESSAGE_BYTES, Allowance, TooMuch
-from opentinker.shared.asyncio_tools import put_down
+from opentinker.shared.asyncio_tools import cancel_and_wait
 
 GRACE_S = 2.0
 """For a program whose stdin was closed to end by itself."""
@@ -61,7 +61,7 @@ async def talking(
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-            await put_down(reading, writing)
+            await cancel_and_wait(reading, writing)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(GONE_S):
                     await process.wait()

@@ -27,7 +27,7 @@ class _Lent(Generic[T]):
         self.leaving: asyncio.TimerHandle | None = None
 
 
-class Lending(Generic[T]):
+class RefcountedPool(Generic[T]):
     """By key. `make` is called once for all who ask meanwhile; if it fails, all of them hear of it."""
 
     def __init__(self, linger_s: float = LINGER_S) -> None:

@@ -24,11 +24,11 @@ from opentinker.envs.runtime.tools.functions import Functions
 from opentinker.envs.runtime.tools.mcp_client import Connection
 from opentinker.envs.runtime.tools.python_monty import Interpreters, Session
 from opentinker.envs.runtime.tools.python_sandbox import Programs
-from opentinker.envs.runtime.tools.refcounted_pool import Lending
+from opentinker.envs.runtime.tools.refcounted_pool import RefcountedPool
 from opentinker.envs.tools import Offered
 from opentinker.shared.config import Settings
 from opentinker.shared.sandbox.sandbox import Sandbox, Unavailable
-from opentinker.shared.security.egress import Egress, Refused
+from opentinker.shared.security.egress import Egress, EgressRefused
 from opentinker.shared.spec.mistakes import mistakes_of
 from opentinker.shared.spec.tools import ToolSpec
 
@@ -37,12 +37,12 @@ NEEDS = {"python": ("pydantic_monty", "pydantic-monty"), "mcp": ("mcp", "mcp")}
 Mistakes = list[dict[str, Any]]
 
 
-class Shop:
+class ToolFactory:
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
-        self._interpreters: Lending[Interpreters] = Lending()
-        self._programs: Lending[Programs] = Lending()
-        self._connections: Lending[Connection] = Lending()
+        self._interpreters: RefcountedPool[Interpreters] = RefcountedPool()
+        self._programs: RefcountedPool[Programs] = RefcountedPool()
+        self._connections: RefcountedPool[Connection] = RefcountedPool()
         self._functions = Functions()
 
     async def close(self) -> None:
@@ -67,7 +67,7 @@ class Shop:
                 for name in offered:
                     if names.setdefault(name, place) != place:
                         raise NoTools(f"tool {name!r} is there twice")
-            except (NoTools, Refused, Unavailable) as error:
+            except (NoTools, EgressRefused, Unavailable) as error:
                 named = {"mcp": "url" if spec.url else "command", "functions": "module"}.get(spec.type, "backend")
                 mistakes.append({"field": f"{field}.{named}", "value": plain.get(named), "problem": str(error)})
         return mistakes

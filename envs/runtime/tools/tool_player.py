@@ -11,9 +11,9 @@ from collections.abc import Callable
 
 import msgspec
 
-from opentinker.envs.runtime.player import Player, contain
+from opentinker.envs.runtime.player import Player, guard_user_code
 from opentinker.envs.runtime.tools.errors import NoTools
-from opentinker.envs.runtime.tools.tool_factory import Shop, Tools
+from opentinker.envs.runtime.tools.tool_factory import ToolFactory, Tools
 from opentinker.envs.tools import Outcome, ToolTurns
 from opentinker.shared.messaging.reply_validation import failure
 from opentinker.shared.runtime.telemetry import JobMeter
@@ -27,7 +27,7 @@ Meter = Callable[[], JobMeter]
 class ToolPlayer:
     """Plays `inner`, which is open afterwards or has failed, with the tools that the request to open names."""
 
-    def __init__(self, worker: str, inner: Player, shop: Shop, meter: Meter) -> None:
+    def __init__(self, worker: str, inner: Player, shop: ToolFactory, meter: Meter) -> None:
         self._worker, self._inner, self._shop, self._meter = worker, inner, shop, meter
         self._tools: Tools | None = None
         self._turns = ToolTurns([])
@@ -42,7 +42,7 @@ class ToolPlayer:
         reply = await self._inner.open(msgspec.structs.replace(request, tools=[]))
         if reply.failure is not None or reply.busy:
             return reply
-        return await contain(self._worker, self._opened(request, reply))
+        return await guard_user_code(self._worker, self._opened(request, reply))
 
     async def _opened(self, request: OpenSession, reply: SessionReply) -> SessionReply:
         try:
@@ -53,7 +53,7 @@ class ToolPlayer:
         return self._offer(reply)
 
     async def step(self, request: StepSession) -> SessionReply:
-        return await contain(self._worker, self._step(request))
+        return await guard_user_code(self._worker, self._step(request))
 
     async def _step(self, request: StepSession) -> SessionReply:
         mine, theirs = self._turns.split(request.tool_calls, self._others)

@@ -33,7 +33,7 @@ from opentinker.services.rollout_worker.engines.base import (
     Shown,
     SwapError,
 )
-from opentinker.shared.asyncio_tools import rest, see_through
+from opentinker.shared.asyncio_tools import finish_uncancelled, sleep
 from opentinker.shared.data.model_families import SEEING, unsupported_family, unsupported_on_cpu
 from opentinker.shared.data.model_files import code_in, unsafe_weights_in
 from opentinker.shared.spec import LoraSpec
@@ -145,7 +145,7 @@ class VllmEngine:
             prefix = f"{vllm_startup.OWN}{os.getpid()}-"
             self._adapter_root = Path(await asyncio.to_thread(tempfile.mkdtemp, prefix=prefix))
         try:
-            await see_through(self._load())
+            await finish_uncancelled(self._load())
         except OpenTinkerError:
             raise
         except ImportError as error:
@@ -228,7 +228,7 @@ class VllmEngine:
 
     async def watch(self) -> None:
         while not self._broken and not self._engine().errored:
-            await rest(LOOK_S)
+            await sleep(LOOK_S)
         raise self._lost()
 
     async def serve(self, version: WeightVersion, adapter: Path | None = None) -> None:

@@ -30,22 +30,22 @@ import structlog
 
 from opentinker.services.scheduler.artifacts import checkpoint_dir, staging
 from opentinker.services.scheduler.artifacts.catalog import EVENTS, LOG, Artifacts, key_of, live_files
-from opentinker.services.scheduler.artifacts.checkpoint_dir import Held
+from opentinker.services.scheduler.artifacts.checkpoint_dir import CheckpointView
 from opentinker.services.scheduler.artifacts.checkpoint_metrics import Measured
 from opentinker.services.scheduler.artifacts.retention import DAY_S, Rule
 from opentinker.services.scheduler.artifacts.store import (
-    Damaged,
+    CorruptCheckpoint,
     DirectoryStore,
-    StoreAway,
+    StoreUnavailable,
     drop_old,
     remove_empty,
     sweep,
 )
-from opentinker.shared.asyncio_tools import rest, set_within
+from opentinker.shared.asyncio_tools import sleep, wait_event
 from opentinker.shared.messaging import subjects
 from opentinker.shared.messaging.bus import NoReply
 from opentinker.shared.runtime.service import Context, first_failure
-from opentinker.shared.state.artifacts import CHECKPOINTS, Kept, checkpoint_path
+from opentinker.shared.state.artifacts import CHECKPOINTS, ArtifactEntry, checkpoint_path
 from opentinker.shared.state.redis_script import UNFENCED
 from opentinker.shared.state.usage import Usage
 from opentinker.shared.types.core import JobRecord
@@ -64,7 +64,7 @@ COUNT_S = 30.0
 """So often the day's usage learns what is stored."""
 
 
-class Keeping:
+class Archiver:
     def __init__(self, ctx: Context, leadership: int = UNFENCED) -> None:
         """`leadership`: without one it only does what somebody asks for, see `keep`."""
         self.ctx, self.store, self.leader = ctx, ctx.store, leadership
@@ -100,13 +100,13 @@ class Keeping:
             if time.monotonic() - counted_at > COUNT_S:
                 await self.count()
                 counted_at = time.monotonic()
-            await rest(LOOK_S)
+            await sleep(LOOK_S)
 
     async def _put_loop(self) -> None:
         while True:
             self._news.clear()
             await self.put()
-            await set_within(self._news, LOOK_S)
+            await wait_event(self._news, LOOK_S)
 
     # --- look ----------------------------------------------------------------------------------------------------
 
@@ -119,7 +119,13 @@ class Keeping:
         for job in await self.store.jobs(await self.index.opened()):
             try:
                 await self._look_at(job, in_use.get(job.id, set()), over=job.state.final and job.id not in ending)
-            except (StoreAway, NoReply, nats.errors.Error, OSError, NotFound) as error:  # looked at again in a moment
+            except (
+                StoreUnavailable,
+                NoReply,
+                nats.errors.Error,
+                OSError,
+                NotFound,
+            ) as error:  # looked at again in a moment
                 log.warning("artifacts_later", job=job.id, error=str(error))
         for id in await self.index.expired(time.time()):
             for job in await self.store.jobs([id]):
@@ -160,7 +166,7 @@ class Keeping:
         if over and not any(made) and time.time() - job.finished > LINGER_S:
             await self._close(job, rule)
 
-    async def _note(self, job: JobRecord, found: list[Held], kept: dict[int, Kept]) -> None:
+    async def _note(self, job: JobRecord, found: list[CheckpointView], kept: dict[int, ArtifactEntry]) -> None:
         """What was measured stays known when the files are away."""
         for held in found:
             entry = kept.get(held.manifest.step)
@@ -172,7 +178,7 @@ class Keeping:
         source = self.artifacts.home(job) / CHECKPOINTS / manifest.name
         try:
             return staging.stage(source, manifest, self._staged / job.tenant / job.id)
-        except Damaged as error:
+        except CorruptCheckpoint as error:
             if (known := (job.id, *manifest.age)) not in self._told:
                 self._told.add(known)
                 log.warning("checkpoint_not_kept", job=job.id, step=manifest.step, error=str(error))
@@ -209,7 +215,7 @@ class Keeping:
             for job in await self.store.jobs([place.parent.name]):
                 try:
                     await self.put_staged(job, place)
-                except (StoreAway, OSError) as error:
+                except (StoreUnavailable, OSError) as error:
                     log.warning("artifacts_later", job=job.id, checkpoint=place.name, error=str(error))
 
     async def remove(self) -> None:
@@ -218,7 +224,7 @@ class Keeping:
             try:
                 await self.artifacts.store.delete(key)
                 await self.index.removed(key, leader=self.leader)
-            except (StoreAway, OSError) as error:
+            except (StoreUnavailable, OSError) as error:
                 log.warning("artifacts_later", key=key, error=str(error))
 
     async def clean(self) -> None:
@@ -227,16 +233,16 @@ class Keeping:
             try:
                 await self.artifacts.workshop.delete(name)
                 await self.index.swept(name, leader=self.leader)
-            except (StoreAway, OSError) as error:
+            except (StoreUnavailable, OSError) as error:
                 log.warning("artifacts_later", key=name, error=str(error))
 
     async def put_staged(self, job: JobRecord, place: Path) -> None:
         """The manifest comes last: a checkpoint that has one is whole."""
         path = f"{CHECKPOINTS}/{place.stem}"
-        kept = Kept(path=path, place=f"{CHECKPOINTS}/{place.name}", bytes=0, created=0.0)
+        kept = ArtifactEntry(path=path, place=f"{CHECKPOINTS}/{place.name}", bytes=0, created=0.0)
         try:
             manifest = await asyncio.to_thread(checkpoint_dir.whole, place)
-        except Damaged as error:  # by a power cut, or another scheduler has put it: staged anew if need be
+        except CorruptCheckpoint as error:  # by a power cut, or another scheduler has put it: staged anew if need be
             log.warning("staged_dropped", job=job.id, checkpoint=place.name, error=str(error))
             await self._drop(job, kept, place)
             return
@@ -250,7 +256,9 @@ class Keeping:
                 log.warning("checkpoint_not_kept", job=job.id, step=manifest.step, error=why)
         await self._drop(job, kept, place)
 
-    async def _put(self, job: JobRecord, kept: Kept, before: Kept | None, files: list[tuple[str, Path]]) -> str:
+    async def _put(
+        self, job: JobRecord, kept: ArtifactEntry, before: ArtifactEntry | None, files: list[tuple[str, Path]]
+    ) -> str:
         """At its place, then into the index: `ok`, or `published`: the one before is. Raises StoreAway, OSError,
         Fenced."""
         key = f"{key_of(job)}/{kept.place}"
@@ -267,16 +275,16 @@ class Keeping:
                 await self.artifacts.store.delete(key)
             raise
         if answer == "changed":
-            raise StoreAway("another of its step has come meanwhile")
+            raise StoreUnavailable("another of its step has come meanwhile")
         return answer
 
-    async def _drop(self, job: JobRecord, kept: Kept, place: Path) -> None:
+    async def _drop(self, job: JobRecord, kept: ArtifactEntry, place: Path) -> None:
         """What is staged there, and what was put of it, unless the index has it."""
         await self.index.discard(job.tenant, job.id, kept.path, kept.place, leader=self.leader)
         await asyncio.to_thread(staging.drop, place)
         await asyncio.to_thread(remove_empty, place.parent, self._staged)
 
-    async def keep(self, job: JobRecord, held: Held) -> Kept:
+    async def keep(self, job: JobRecord, held: CheckpointView) -> ArtifactEntry:
         """One checkpoint at once, whatever the rule says. Raises Conflict, NotFound, StoreAway."""
         path = checkpoint_path(held.manifest.step)
         kept = (await self.index.of(job.id)).get(path)
@@ -286,7 +294,7 @@ class Keeping:
             place = await asyncio.to_thread(self.stage, job, held.manifest) if held.here else None
             if place is not None:
                 await self.put_staged(job, place)
-        except (StoreAway, OSError):  # perhaps the scheduler that leads was faster, and took what is staged
+        except (StoreUnavailable, OSError):  # perhaps the scheduler that leads was faster, and took what is staged
             kept = (await self.index.of(job.id)).get(path)
             if kept is None or kept.manifest != held.manifest:
                 raise
@@ -384,9 +392,9 @@ def _copy(source: Path, target: Path) -> None:
     shutil.copyfile(source, target)
 
 
-def _measure(file: Path, path: str, mark: str) -> Kept:
+def _measure(file: Path, path: str, mark: str) -> ArtifactEntry:
     """At a place that no other scheduler, and no other content, has."""
     with file.open("rb") as opened:
         sha256 = hashlib.file_digest(opened, "sha256").hexdigest()
     place = f"{path}.{mark}-{sha256[:16]}"
-    return Kept(path=path, place=place, bytes=file.stat().st_size, created=time.time(), sha256=sha256)
+    return ArtifactEntry(path=path, place=place, bytes=file.stat().st_size, created=time.time(), sha256=sha256)

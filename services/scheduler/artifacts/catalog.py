@@ -20,7 +20,7 @@ from pathlib import Path
 import msgspec
 
 from opentinker.services.scheduler.artifacts import checkpoint_dir
-from opentinker.services.scheduler.artifacts.checkpoint_dir import Held
+from opentinker.services.scheduler.artifacts.checkpoint_dir import CheckpointView
 from opentinker.services.scheduler.artifacts.store import ArtifactStore, DirectoryStore, Opened, inside, store_of
 from opentinker.shared.api_types.artifacts import Artifact, Kind
 from opentinker.shared.durable_files import sync_tree
@@ -50,11 +50,11 @@ class Artifacts:
     def home(self, job: JobRecord) -> Path:
         return self.workshop.root / job.id
 
-    async def checkpoints(self, job: JobRecord) -> list[Held]:
+    async def checkpoints(self, job: JobRecord) -> list[CheckpointView]:
         """Oldest first."""
         kept = (await self.index.of(job.id)).values()
         found = {
-            entry.manifest.step: Held(entry.manifest, self.store, f"{key_of(job)}/{entry.at}", entry.metric)
+            entry.manifest.step: CheckpointView(entry.manifest, self.store, f"{key_of(job)}/{entry.at}", entry.metric)
             for entry in kept
             if entry.manifest is not None
         }
@@ -62,7 +62,7 @@ class Artifacts:
             known = found.get(manifest.step)
             metric = known.metric if known is not None and known.manifest == manifest else None
             prefix = f"{job.id}/{CHECKPOINTS}/{directory.name}"
-            found[manifest.step] = Held(manifest, self.workshop, prefix, metric, here=True)
+            found[manifest.step] = CheckpointView(manifest, self.workshop, prefix, metric, here=True)
         return sorted(found.values(), key=lambda held: held.manifest.age)
 
     async def listed(self, job: JobRecord) -> list[Artifact]:
@@ -99,7 +99,7 @@ class Artifacts:
     async def size(self, job: JobRecord) -> int:
         return sum(entry["bytes"] for entry in await self.listed(job))
 
-    async def on_disk(self, held: Held) -> Path:
+    async def on_disk(self, held: CheckpointView) -> Path:
         """Its directory on this machine; from an object store it is fetched, for an hour. Raises NotFound, StoreAway,
         OSError."""
         if isinstance(held.store, DirectoryStore):

@@ -20,7 +20,7 @@ from typing import Any
 
 import msgspec
 
-from opentinker.services.scheduler.artifacts.store import ArtifactStore, Damaged, Opened, inside, second_name
+from opentinker.services.scheduler.artifacts.store import ArtifactStore, CorruptCheckpoint, Opened, hard_link, inside
 from opentinker.shared.durable_files import make_directories, sync_directory, write_durably
 from opentinker.shared.types.errors import NotFound
 from opentinker.shared.types.manifest import (
@@ -37,7 +37,7 @@ _STEP = re.compile(r"^step-(\d{1,12})$")
 
 
 @dataclass(frozen=True)
-class Held:
+class CheckpointView:
     """A committed checkpoint, and where it is."""
 
     manifest: Manifest
@@ -81,13 +81,13 @@ def second_names(directory: Path, manifest: Manifest, place: Path) -> None:
         check(source, name, entry.bytes)
         make_directories(target.parent)
         try:
-            second_name(source, target)
+            hard_link(source, target)
         except FileNotFoundError:
             check(source, name, entry.bytes)
             raise
     with contextlib.suppress(FileNotFoundError, msgspec.MsgspecError):  # it is removed by now: we have it all
         if read_manifest(directory) != manifest:  # a trainer that resumed wrote the same step again
-            raise Damaged(0, "it was written anew just now")
+            raise CorruptCheckpoint(0, "it was written anew just now")
     make_directories(place)
     write_durably(place / MANIFEST, msgspec.json.encode(manifest))
     for made in (*(path for path in place.rglob("*") if path.is_dir()), place, place.parent):
@@ -99,9 +99,9 @@ def check(file: Path, name: str, size: int) -> None:
     try:
         found = file.lstat()
     except (FileNotFoundError, NotADirectoryError) as error:
-        raise Damaged(0, f"{name} is not there") from error
+        raise CorruptCheckpoint(0, f"{name} is not there") from error
     if not stat.S_ISREG(found.st_mode) or found.st_size != size:
-        raise Damaged(0, f"{name} is not the file of {size} bytes that its manifest names")
+        raise CorruptCheckpoint(0, f"{name} is not the file of {size} bytes that its manifest names")
 
 
 def whole(place: Path) -> Manifest:
@@ -109,7 +109,7 @@ def whole(place: Path) -> Manifest:
     try:
         manifest = read_manifest(place)
     except (FileNotFoundError, NotADirectoryError, msgspec.MsgspecError) as error:
-        raise Damaged(0, f"{MANIFEST} cannot be read: {error}") from error
+        raise CorruptCheckpoint(0, f"{MANIFEST} cannot be read: {error}") from error
     for name, entry in manifest.files.items():
         check(place / inside(name), name, entry.bytes)
     return manifest
@@ -120,7 +120,7 @@ def newest_epoch(root: Path) -> int:
     return max([fenced_epoch(root), *(manifest.epoch for _, manifest in committed(root))])
 
 
-def listed(found: Sequence[Held]) -> list[dict[str, Any]]:
+def listed(found: Sequence[CheckpointView]) -> list[dict[str, Any]]:
     """Step, epoch, version, created, bytes, files; in the order given."""
     return [
         {
@@ -136,7 +136,7 @@ def listed(found: Sequence[Held]) -> list[dict[str, Any]]:
     ]
 
 
-def choose(found: Sequence[Held], step: int | None) -> Held:
+def choose(found: Sequence[CheckpointView], step: int | None) -> CheckpointView:
     """That of `step`; None: the newest. Raises NotFound."""
     by_step = {held.manifest.step: held for held in found}
     if not by_step or (step is not None and step not in by_step):
@@ -191,7 +191,7 @@ def _size(part: bytes | Opened) -> int:
     return len(part) if isinstance(part, bytes) else part.size
 
 
-async def open_archive(found: Sequence[Held], step: int | None, everything: bool) -> Archive:
+async def open_archive(found: Sequence[CheckpointView], step: int | None, everything: bool) -> Archive:
     """The checkpoint of `step` (None: the newest), its model files or also the trainer's state. Raises NotFound."""
     held = choose(found, step)
     manifest = held.manifest

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import orjson
 
-from opentinker.services.scheduler.artifacts.checkpoint_dir import Held
+from opentinker.services.scheduler.artifacts.checkpoint_dir import CheckpointView
 from opentinker.services.scheduler.artifacts.retention import EVALUATED, Rule
 from opentinker.shared.types.manifest import Manifest
 
@@ -24,7 +24,7 @@ class Measured:
     def __init__(self) -> None:
         self._read: dict[tuple[Path, str], tuple[int, Values]] = {}
 
-    def of(self, home: Path, found: Sequence[Held], rule: Rule, *, over: bool) -> list[Held]:
+    def of(self, home: Path, found: Sequence[CheckpointView], rule: Rule, *, over: bool) -> list[CheckpointView]:
         """Blocking. The same, with what is known of the metric. `over`: the job is, and nothing more will come."""
         if all(held.metric is not None for held in found):
             return list(found)
@@ -49,7 +49,7 @@ class Measured:
         return values
 
 
-def _measured(held: Held, values: Values, rule: Rule, *, over: bool) -> Held:
+def _measured(held: CheckpointView, values: Values, rule: Rule, *, over: bool) -> CheckpointView:
     """Evaluations come in the order of their steps: one of a later step says that there will be none any more."""
     epoch, step = held.manifest.age
     own = [(e, step) for e in range(epoch, -1, -1) if (e, step) in values and _leads_to(held.manifest, e, step)]

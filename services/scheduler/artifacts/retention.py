@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from opentinker.services.scheduler.artifacts.checkpoint_dir import Held
+from opentinker.services.scheduler.artifacts.checkpoint_dir import CheckpointView
 
 DAY_S = 86_400.0
 EVALUATED = "val/"
@@ -51,7 +51,7 @@ class Rule:
             return False
         return step == self.steps or (step % self.every == 0 if step else self.at_start)
 
-    def stay(self, found: Sequence[Held]) -> set[int]:
+    def stay(self, found: Sequence[CheckpointView]) -> set[int]:
         """Steps of those that stay, of all that there are, oldest first."""
         if self.last is None:
             return {held.manifest.step for held in found}

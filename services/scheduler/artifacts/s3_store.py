@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from opentinker.services.scheduler.artifacts.store import CHUNK, Opened, StoreAway
+from opentinker.services.scheduler.artifacts.store import CHUNK, Opened, StoreUnavailable
 from opentinker.shared.config import Settings
 from opentinker.shared.security.secrets import read_access
 from opentinker.shared.types.errors import NotFound, SpecError
@@ -55,14 +55,14 @@ class ObjectStore:
             raise NotFound(f"nothing is under {key} in {self.name}") from None
         except (self._errors.BaseError, OSError) as error:
             lines = str(error).strip().splitlines() or [type(error).__name__]
-            raise StoreAway(f"{self.name} does not answer as it should: {lines[0][:300]}") from error
+            raise StoreUnavailable(f"{self.name} does not answer as it should: {lines[0][:300]}") from error
 
     async def put(self, key: str, file: Path) -> None:
         try:
             with self._asked(key):
                 await self._api.put_async(self._store, key, file)
         except NotFound:
-            raise StoreAway(f"{self.name}: there is no such bucket, or {file} has gone") from None
+            raise StoreUnavailable(f"{self.name}: there is no such bucket, or {file} has gone") from None
 
     async def open(self, key: str) -> Opened:
         with self._asked(key):

@@ -16,7 +16,7 @@ import uuid
 from pathlib import Path
 
 from opentinker.services.scheduler.artifacts import checkpoint_dir
-from opentinker.services.scheduler.artifacts.store import Damaged
+from opentinker.services.scheduler.artifacts.store import CorruptCheckpoint
 from opentinker.shared.types.manifest import Manifest
 
 
@@ -58,5 +58,5 @@ def drop(place: Path) -> None:
 def holds(place: Path, manifest: Manifest) -> bool:
     try:
         return checkpoint_dir.whole(place) == manifest
-    except Damaged:
+    except CorruptCheckpoint:
         return False

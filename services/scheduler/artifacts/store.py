@@ -32,11 +32,11 @@ _LEFT = re.compile(r"\.(removing|putting)-[0-9a-f]{32}")
 """Names of ours alone: a trainer's `.removing-step-...` may still be a checkpoint."""
 
 
-class StoreAway(OpenTinkerError):
+class StoreUnavailable(OpenTinkerError):
     """The store does not answer, or refuses; the text says what it said."""
 
 
-class Damaged(OSError):
+class CorruptCheckpoint(OSError):
     """A checkpoint is not, or no more, what its manifest says: trying again does not help."""
 
 
@@ -97,7 +97,7 @@ def inside(name: str) -> PurePosixPath:
     """A name, if it stays in its directory. Raises Damaged."""
     path = PurePosixPath(name)
     if path.is_absolute() or ".." in path.parts or "\0" in name or not path.parts:
-        raise Damaged(0, f"its manifest names {name!r}")
+        raise CorruptCheckpoint(0, f"its manifest names {name!r}")
     return path
 
 
@@ -122,7 +122,7 @@ class DirectoryStore:
         try:
             await asyncio.to_thread(_link, file, self.path(key))
         except OSError as error:
-            raise StoreAway(f"{self.root}: {error.strerror or error}") from error
+            raise StoreUnavailable(f"{self.root}: {error.strerror or error}") from error
 
     async def open(self, key: str) -> Opened:
         try:
@@ -152,7 +152,7 @@ class DirectoryStore:
         try:
             await asyncio.to_thread(self._remove, self.path(prefix))
         except OSError as error:
-            raise StoreAway(f"{self.root}: {error.strerror or error}") from error
+            raise StoreUnavailable(f"{self.root}: {error.strerror or error}") from error
 
     def _remove(self, place: Path) -> None:
         """Renamed before it is removed: a directory that has its name is whole."""
@@ -202,7 +202,7 @@ def _link(source: Path, target: Path) -> None:
     make_directories(target.parent)
     temporary = target.with_name(f".putting-{uuid.uuid4().hex}")
     try:
-        second_name(source, temporary)
+        hard_link(source, temporary)
         sync_file(temporary)
         temporary.replace(target)  # nothing happens where both are names of the same file
     finally:
@@ -210,7 +210,7 @@ def _link(source: Path, target: Path) -> None:
     sync_directory(target.parent)
 
 
-def second_name(source: Path, target: Path) -> None:
+def hard_link(source: Path, target: Path) -> None:
     """For the same file where the file system has such, for a copy where it has not. Blocking."""
     try:
         os.link(source, target)

@@ -29,8 +29,8 @@ from opentinker.services.scheduler.placement.cluster_view import Cluster, Overdu
 from opentinker.services.scheduler.placement.gpu_matching import described
 from opentinker.services.scheduler.placement.operator_limits import rules_of, used_today
 from opentinker.services.scheduler.placement.types import LEASED, NO_GPUS, UNKNOWN, AddWorker, Gpus, Slot, Start, View
-from opentinker.services.scheduler.placement.untrained_jobs import awaits_source
-from opentinker.shared.asyncio_tools import rest
+from opentinker.services.scheduler.placement.untrained_jobs import waits_for_source
+from opentinker.shared.asyncio_tools import sleep
 from opentinker.shared.config import Settings
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.types.core import JobRecord, JobState, Pool, WorkerInfo
@@ -84,7 +84,7 @@ class _Failures:
     """Monotonic."""
 
 
-class Launching:
+class Autoscaler:
     def __init__(self, ctx: Context, launcher: Launcher) -> None:
         self.ctx, self.launcher = ctx, launcher
         self.starting: dict[str, Slot] = {}
@@ -110,7 +110,7 @@ class Launching:
                 await self.look()
             except LauncherFailed as error:
                 log.warning("launcher_failed", error=str(error))
-            await rest(LOOK_S)
+            await sleep(LOOK_S)
 
     async def look(self) -> None:
         """Once over everything. Raises LauncherFailed."""
@@ -126,7 +126,7 @@ class Launching:
         cluster = Cluster(workers, leases, self._overdue.look(workers, leases))
         active = await self.ctx.store.active_jobs()
         held = {job.id for job in active if job.state.held}
-        jobs = [job for job in active if _wants_workers(job) and not awaits_source(job, held)]
+        jobs = [job for job in active if _wants_workers(job) and not waits_for_source(job, held)]
         view = cluster.view(
             jobs,
             now=time.time(),
@@ -203,5 +203,5 @@ def _wants_workers(job: JobRecord) -> bool:
     return (job.state.held or job.state == JobState.QUEUED) and not job.asleep
 
 
-def on_their_way(launching: Launching | None) -> Mapping[str, Slot]:
+def on_their_way(launching: Autoscaler | None) -> Mapping[str, Slot]:
     return {} if launching is None else launching.starting

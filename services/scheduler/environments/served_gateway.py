@@ -23,7 +23,7 @@ from prometheus_client import Gauge
 from opentinker.services.scheduler.environments.served_process import Served
 from opentinker.services.scheduler.http.auth import tenant_of
 from opentinker.services.scheduler.http.errors import json_response, problem
-from opentinker.shared.asyncio_tools import rest
+from opentinker.shared.asyncio_tools import sleep
 from opentinker.shared.messaging.websocket_frames import (
     FRAME_BYTES,
     GOODBYE,
@@ -149,7 +149,7 @@ class Gateway:
             for served in list(self._served.values()):
                 if served.connected:
                     await self.ctx.store.beat(self._info(served), self.ctx.settings.worker_ttl_s)
-            await rest(self.ctx.settings.heartbeat_s)
+            await sleep(self.ctx.settings.heartbeat_s)
 
     def _info(self, served: Served) -> WorkerInfo:
         detail = {

@@ -21,7 +21,7 @@ import msgspec
 import structlog
 
 from opentinker.services.scheduler.environments.unpack import MIB, refused, unpack
-from opentinker.services.scheduler.environments.upload_quota import Kept, OverQuota, Quota, room
+from opentinker.services.scheduler.environments.upload_quota import OverQuota, Quota, StoredVersion, room
 from opentinker.shared.config import Settings
 from opentinker.shared.data import uploads
 from opentinker.shared.data.uploads import Package, Reference
@@ -131,7 +131,7 @@ class Uploads:
                 log.info("old_version_collected", environment=one.name, version=one.version, tenant=tenant)
                 self._remove(tenant, one.name, one.version)
 
-    def _room(self, tenant: str, used: Set[str], coming: tuple[Package, str] | None = None) -> list[Kept]:
+    def _room(self, tenant: str, used: Set[str], coming: tuple[Package, str] | None = None) -> list[StoredVersion]:
         """The versions that have to go. Raises SpecError."""
         if self._quota is None:
             return []
@@ -144,7 +144,8 @@ class Uploads:
         ]
         if coming is not None:
             package, digest = coming
-            kept.append(Kept(name=package.name, version=0, pushed=time.time(), digest=digest, bytes=package.bytes,
+            kept.append(StoredVersion(name=package.name, version=0, pushed=time.time(), digest=digest,
+            bytes=package.bytes,
                              lock=package.lock_digest, newest=True))  # fmt: skip
         venvs = {lock: uploads.venv_bytes(self._data_dir, lock) for lock in {one.lock for one in kept} if lock}
         try:
@@ -152,8 +153,8 @@ class Uploads:
         except OverQuota as error:
             raise refused(f"does not fit: {error}") from None
 
-    def _kept(self, name: str, version: Version, *, newest: bool) -> Kept:
-        return Kept(name=name, version=version.version, pushed=version.pushed, digest=version.digest,
+    def _kept(self, name: str, version: Version, *, newest: bool) -> StoredVersion:
+        return StoredVersion(name=name, version=version.version, pushed=version.pushed, digest=version.digest,
                     bytes=version.bytes, lock=self._lock_of(version.digest), newest=newest)  # fmt: skip
 
     def _lock_of(self, digest: str) -> str:

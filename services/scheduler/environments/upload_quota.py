@@ -16,7 +16,7 @@ class Quota(msgspec.Struct, frozen=True, kw_only=True):
     versions: int
 
 
-class Kept(msgspec.Struct, frozen=True, kw_only=True):
+class StoredVersion(msgspec.Struct, frozen=True, kw_only=True):
     """A version that a tenant has, or is about to have."""
 
     name: str
@@ -35,7 +35,7 @@ class OverQuota(Exception):
     """Nothing is left that could go; the text says how much there is."""
 
 
-def room(kept: Sequence[Kept], venvs: Mapping[str, int], quota: Quota, used: Set[str]) -> list[Kept]:
+def room(kept: Sequence[StoredVersion], venvs: Mapping[str, int], quota: Quota, used: Set[str]) -> list[StoredVersion]:
     """The versions that have to go, the oldest first, so that the others are within the quota.
 
     `venvs`: bytes by digest of the lock; what several versions share counts once. `used`: digests of packages that jobs
@@ -43,7 +43,7 @@ def room(kept: Sequence[Kept], venvs: Mapping[str, int], quota: Quota, used: Set
     """
     spare = [one for one in kept if not one.newest and one.digest not in used]
     spare.sort(key=lambda one: (one.pushed, one.version), reverse=True)
-    going: list[Kept] = []
+    going: list[StoredVersion] = []
     left = list(kept)
     while (size := bytes_of(left, venvs)) > quota.mb * MIB or len(left) > quota.versions:
         if not spare:
@@ -58,6 +58,6 @@ def room(kept: Sequence[Kept], venvs: Mapping[str, int], quota: Quota, used: Set
     return going
 
 
-def bytes_of(kept: Sequence[Kept], venvs: Mapping[str, int]) -> int:
+def bytes_of(kept: Sequence[StoredVersion], venvs: Mapping[str, int]) -> int:
     packages = {one.digest: one.bytes for one in kept}
     return sum(packages.values()) + sum(venvs.get(lock, 0) for lock in {one.lock for one in kept})

@@ -23,7 +23,7 @@ from redis.exceptions import RedisError
 
 from opentinker.services.scheduler.http.errors import Handler
 from opentinker.services.scheduler.http.openapi import Route
-from opentinker.shared.asyncio_tools import rest
+from opentinker.shared.asyncio_tools import sleep
 from opentinker.shared.config import LOOPBACK_HOSTS
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.security.authorization import DEFAULT_TENANT, SCOPES, Action, Principal, Role, Verdict, authorize
@@ -82,7 +82,7 @@ class _Open:
     header: str
 
 
-class Gate:
+class AuthMiddleware:
     """In front of all routes."""
 
     def __init__(self, ctx: Context) -> None:
@@ -169,7 +169,7 @@ class Gate:
     async def run(self) -> None:
         """Cut off what keys that are over have open."""
         while True:
-            await rest(LOOK_S)
+            await sleep(LOOK_S)
             for entry in list(self._open):
                 try:
                     await self._key(entry.header)

@@ -26,10 +26,10 @@ from prometheus_client import Counter, Histogram
 from pydantic import BaseModel, ValidationError
 from redis.exceptions import RedisError
 
-from opentinker.services.scheduler.artifacts.store import StoreAway
+from opentinker.services.scheduler.artifacts.store import StoreUnavailable
 from opentinker.services.scheduler.jobs.disk_threads import DiskAway
 from opentinker.shared.messaging.bus import NoReply
-from opentinker.shared.openai.fields import Refused
+from opentinker.shared.openai.fields import InvalidField
 from opentinker.shared.runtime.telemetry import REGISTRY
 from opentinker.shared.security.redact import without_keys
 from opentinker.shared.spec.mistakes import mistakes_of
@@ -139,7 +139,9 @@ def _as_openai(response: web.Response) -> web.Response:
     said = orjson.loads(response.body)
     status = 400 if response.status == 422 else response.status
     detail = f"{said['detail']}: {said['hint']}" if status == 401 else said["detail"]
-    body = said.get("openai") or Refused(detail, status=status, code="invalid_api_key" if status == 401 else "").body
+    body = (
+        said.get("openai") or InvalidField(detail, status=status, code="invalid_api_key" if status == 401 else "").body
+    )
     kept = ("Retry-After", "Allow", "WWW-Authenticate")
     headers = {name: response.headers[name] for name in kept if name in response.headers}
     return json_response(body, status, headers)
@@ -154,11 +156,11 @@ async def _answer(request: web.Request, handler: Handler) -> web.StreamResponse:
         count = len(error.mistakes)
         detail = f"{count} mistake{'s' if count != 1 else ''}: {error}"
         return problem(422, detail, title=title, errors=error.mistakes)
-    except Refused as error:
+    except InvalidField as error:
         return problem(error.status, error.message, title=TITLES.get(error.status, "Refused"), openai=error.body)
     except (NotFound, Conflict, TooMany, SlowBody, BrokenBody) as error:
         return _plain_problem(error)
-    except (RedisError, NoReply, TimeoutError, nats.errors.Error, StoreAway, DiskAway) as error:
+    except (RedisError, NoReply, TimeoutError, nats.errors.Error, StoreUnavailable, DiskAway) as error:
         log.warning("request_unavailable", path=request.path, error=str(error) or type(error).__name__)
         return problem(503, _silent(error), title="Unavailable")
     except web.HTTPException as error:
@@ -170,7 +172,7 @@ async def _answer(request: web.Request, handler: Handler) -> web.StreamResponse:
 def _silent(error: Exception) -> str:
     if isinstance(error, DiskAway):
         return str(error)
-    silent = "artifact store" if isinstance(error, StoreAway) else "state store or the message server"
+    silent = "artifact store" if isinstance(error, StoreUnavailable) else "state store or the message server"
     return f"the {silent} does not answer"
 
 

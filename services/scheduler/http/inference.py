@@ -17,12 +17,12 @@ from aiohttp import web
 
 from opentinker.services.scheduler.http.errors import json_response, read_json
 from opentinker.services.scheduler.http.jobs import JobsApi
-from opentinker.services.scheduler.inference.router import Replicas, refuse_unless_served
-from opentinker.shared.asyncio_tools import put_down
+from opentinker.services.scheduler.inference.router import InferenceRouter, refuse_unless_served
+from opentinker.shared.asyncio_tools import cancel_and_wait
 from opentinker.shared.openai import answers, requests
-from opentinker.shared.openai.fields import Json, Refused, unknown_model
-from opentinker.shared.openai.inference import Ask, Reply, adapters_in, models_of, names_of
-from opentinker.shared.openai.requests import Asked
+from opentinker.shared.openai.fields import InvalidField, Json, unknown_model
+from opentinker.shared.openai.inference import GenerateRequest, GenerateResult, adapters_in, models_of, names_of
+from opentinker.shared.openai.requests import ParsedRequest
 from opentinker.shared.openai.sampling import parse_manner
 from opentinker.shared.types.core import JobRecord
 
@@ -33,7 +33,7 @@ GONE_S = 0.2
 
 
 class InferenceApi:
-    def __init__(self, jobs: JobsApi, replicas: Replicas) -> None:
+    def __init__(self, jobs: JobsApi, replicas: InferenceRouter) -> None:
         self.jobs, self.replicas = jobs, replicas
 
     async def models(self, request: web.Request) -> web.Response:
@@ -60,17 +60,19 @@ class InferenceApi:
         refuse_unless_served(job)
         return job
 
-    async def _ask(self, request: web.Request, parse: Callable[..., Asked], *, chat: bool) -> web.StreamResponse:
+    async def _ask(
+        self, request: web.Request, parse: Callable[..., ParsedRequest], *, chat: bool
+    ) -> web.StreamResponse:
         job = await self._job(request)
         body = await read_json(request)
         if not isinstance(body, dict):
-            raise Refused("the body must be a JSON object")
+            raise InvalidField("the body must be a JSON object")
         manner, asked = parse_manner(body, chat=chat), parse(body, likely=True)
         models = models_of(job.id, job.spec)
         if asked.model and asked.model not in models:
             raise unknown_model(asked.model, models)
         asked.model = asked.model or next(iter(models))
-        ask = Ask(
+        ask = GenerateRequest(
             id=f"q-{uuid.uuid4().hex}",
             asker=self.replicas.name,
             job=job.id,
@@ -91,7 +93,7 @@ class InferenceApi:
         return await _while_there(request, asyncio.create_task(respond(request, job, asked, ask, chat)))
 
     async def _whole(
-        self, request: web.Request, job: JobRecord, asked: Asked, ask: Ask, chat: bool
+        self, request: web.Request, job: JobRecord, asked: ParsedRequest, ask: GenerateRequest, chat: bool
     ) -> web.StreamResponse:
         async with aclosing(self.replicas.answer(job, ask)) as pieces:
             async for piece in pieces:
@@ -105,7 +107,7 @@ class InferenceApi:
         raise AssertionError("an answer ends with a reply")
 
     async def _streamed(
-        self, request: web.Request, job: JobRecord, asked: Asked, ask: Ask, chat: bool
+        self, request: web.Request, job: JobRecord, asked: ParsedRequest, ask: GenerateRequest, chat: bool
     ) -> web.StreamResponse:
         """What is wrong before the first piece is a status; afterwards it is an event, and there is no [DONE]."""
         response = web.StreamResponse(
@@ -126,7 +128,7 @@ class InferenceApi:
                         numbers = piece.logprobs, piece.tokens, piece.offsets, piece.likely
                         await _write(response, [stream.more(piece.text, piece.ids, *numbers)])
                         sent, counted = sent + len(piece.text), counted + len(piece.ids)
-        except Refused as refused:
+        except InvalidField as refused:
             if not response.prepared:
                 raise
             await _write(response, [refused.body])
@@ -134,7 +136,7 @@ class InferenceApi:
         return response
 
 
-def _rest(stream: answers.Stream, asked: Asked, reply: Reply, sent: int, counted: int) -> list[Json]:
+def _rest(stream: answers.Stream, asked: ParsedRequest, reply: GenerateResult, sent: int, counted: int) -> list[Json]:
     """What of the reply is not out yet: characters from `sent` on, tokens from `counted` on."""
     if reply.tool_calls:
         return [stream.calls(reply, reply.tokens, reply.likely), *stream.end(reply)]
@@ -145,7 +147,7 @@ def _rest(stream: answers.Stream, asked: Asked, reply: Reply, sent: int, counted
     return [stream.more(text, ids, *numbers), *stream.end(reply)]
 
 
-def _mark(reply: Reply) -> str:
+def _mark(reply: GenerateResult) -> str:
     return f"weights-{reply.version}"
 
 
@@ -160,11 +162,11 @@ async def _while_there(request: web.Request, answering: asyncio.Task[web.StreamR
         while not answering.done():
             await asyncio.wait([answering], timeout=GONE_S)
             if request.transport is None or request.transport.is_closing():
-                await put_down(answering)
+                await cancel_and_wait(answering)
                 log.info("client_gone", path=request.path)
                 return web.Response(status=499, reason="Client closed request")
         return answering.result()
     except ConnectionResetError:
         return web.Response(status=499, reason="Client closed request")
     finally:
-        await put_down(answering)
+        await cancel_and_wait(answering)

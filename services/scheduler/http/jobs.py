@@ -20,7 +20,7 @@ from opentinker.services.scheduler.artifacts.retention import Rule
 from opentinker.services.scheduler.http import transcripts
 from opentinker.services.scheduler.http.auth import may_see, principal_of, tenant_of
 from opentinker.services.scheduler.http.errors import integer, json_response
-from opentinker.services.scheduler.http.single_flight import Recent
+from opentinker.services.scheduler.http.single_flight import SingleFlight
 from opentinker.services.scheduler.http.spec_body import read_spec
 from opentinker.services.scheduler.jobs.submit import submit
 from opentinker.services.scheduler.placement.cluster_view import Cluster
@@ -58,7 +58,7 @@ class JobsApi:
     def __init__(self, ctx: Context) -> None:
         self.ctx, self.store, self.bus = ctx, ctx.store, ctx.bus
         self.artifacts = Artifacts(ctx)
-        self._points = Recent(self._last_metrics, FRESH_S)
+        self._points = SingleFlight(self._last_metrics, FRESH_S)
         """Every page that shows a job asks for them every two seconds."""
 
     async def found(self, request: web.Request) -> JobRecord:

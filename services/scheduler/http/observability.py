@@ -17,7 +17,7 @@ from aiohttp import web
 from opentinker.services.scheduler.http import transcripts
 from opentinker.services.scheduler.http.errors import integer, json_response
 from opentinker.services.scheduler.http.jobs import JobsApi
-from opentinker.shared.asyncio_tools import set_within
+from opentinker.shared.asyncio_tools import wait_event
 from opentinker.shared.messaging.subjects import LOG, TIMELINE
 from opentinker.shared.types.core import JobRecord
 from opentinker.shared.types.errors import SpecError
@@ -142,7 +142,7 @@ class KnowingApi:
                 if time.monotonic() - said_at > COMMENT_S:
                     await response.write(b": nothing new\n\n")
                     said_at = time.monotonic()
-                await set_within(news, LOOK_S)
+                await wait_event(news, LOOK_S)
         finally:
             if not self.bus.nc.is_closed:
                 await listening.unsubscribe()

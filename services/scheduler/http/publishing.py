@@ -17,7 +17,7 @@ from aiohttp import web
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from opentinker.services.scheduler.artifacts import checkpoint_dir
-from opentinker.services.scheduler.artifacts.archiver import Keeping, used_by
+from opentinker.services.scheduler.artifacts.archiver import Archiver, used_by
 from opentinker.services.scheduler.http.artifacts import step_of
 from opentinker.services.scheduler.http.auth import may_see, principal_of, tenant_of
 from opentinker.services.scheduler.http.errors import json_response, parsed, read_json
@@ -54,7 +54,7 @@ class PublishingApi:
     def __init__(self, jobs: JobsApi) -> None:
         self.jobs, self.store, self.artifacts = jobs, jobs.store, jobs.artifacts
         self.index = jobs.artifacts.index
-        self.keeping = Keeping(jobs.ctx)
+        self.keeping = Archiver(jobs.ctx)
 
     # --- names ---------------------------------------------------------------------------------------------------
 

@@ -28,7 +28,7 @@ from prometheus_client import Counter as Total
 
 from opentinker.services.scheduler.http.auth import PRINCIPAL
 from opentinker.services.scheduler.http.errors import OPENAI, STARTED, Handler, TooMany
-from opentinker.shared.asyncio_tools import rest
+from opentinker.shared.asyncio_tools import sleep
 from opentinker.shared.config import Settings
 from opentinker.shared.runtime.telemetry import REGISTRY
 from opentinker.shared.types.errors import SpecError
@@ -115,7 +115,7 @@ class Buckets:
         return min(self._burst, left + max(0.0, now - at) * self._per_s)
 
 
-class Guard:
+class RequestLimiter:
     """`free`: paths that are answered at any rate. `known`: (method, route) -> its query parameters."""
 
     def __init__(self, settings: Settings, free: Collection[str], known: Mapping[tuple[str, str], set[str]]) -> None:
@@ -162,7 +162,7 @@ class Guard:
         self._in_line[address] += 1
         self._in_lines += 1
         try:
-            await rest(wait_s)
+            await sleep(wait_s)
         finally:
             self._in_lines -= 1
             self._in_line[address] -= 1

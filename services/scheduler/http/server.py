@@ -18,7 +18,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from opentinker.services.scheduler.environments.served_gateway import Gateway
 from opentinker.services.scheduler.http.artifact_routes import artifact_routes
 from opentinker.services.scheduler.http.audit import Audit
-from opentinker.services.scheduler.http.auth import TOUCHED, Gate, say_open
+from opentinker.services.scheduler.http.auth import TOUCHED, AuthMiddleware, say_open
 from opentinker.services.scheduler.http.cors import CrossOrigin
 from opentinker.services.scheduler.http.dashboard import Page
 from opentinker.services.scheduler.http.environments import EnvironmentsApi
@@ -28,10 +28,10 @@ from opentinker.services.scheduler.http.job_routes import LIMIT_JOBS, job_routes
 from opentinker.services.scheduler.http.jobs import JobsApi
 from opentinker.services.scheduler.http.keys import KeysApi, NewKey, Rotation
 from opentinker.services.scheduler.http.openapi import Parameter, Route, document
-from opentinker.services.scheduler.http.rate_limit import HEADERS, IDLE_S, Guard, bound, server_log
+from opentinker.services.scheduler.http.rate_limit import HEADERS, IDLE_S, RequestLimiter, bound, server_log
 from opentinker.services.scheduler.http.usage import MOST_DAYS, UsageApi
-from opentinker.services.scheduler.http.validate import Validating
-from opentinker.services.scheduler.inference.router import Replicas
+from opentinker.services.scheduler.http.validate import ValidateApi
+from opentinker.services.scheduler.inference.router import InferenceRouter
 from opentinker.shared import api_types
 from opentinker.shared.messaging.subjects import STREAMS, WAKE
 from opentinker.shared.runtime.service import Context
@@ -53,7 +53,7 @@ VERSION = Parameter("version", "query", "Only this version; default: all of them
 
 
 class Api:
-    def __init__(self, ctx: Context, gate: Gate, gateway: Gateway, replicas: Replicas) -> None:
+    def __init__(self, ctx: Context, gate: AuthMiddleware, gateway: Gateway, replicas: InferenceRouter) -> None:
         self.ctx, self.gate, self.gateway = ctx, gate, gateway
         jobs = JobsApi(ctx)
         environments = EnvironmentsApi(ctx)
@@ -183,7 +183,7 @@ class Api:
             Route(
                 "POST",
                 "/v1/validate",
-                Validating(ctx).validate,
+                ValidateApi(ctx).validate,
                 Action.JOBS_WRITE,
                 "Look at a spec as if it were submitted, play an episode of it, and submit nothing",
                 body=JobSpec,
@@ -227,7 +227,7 @@ class Api:
         known = {(r.method, r.path): {p.name for p in r.parameters if p.place == "query"} for r in self.routes}
         free = {r.path for r in self.routes if r.action is Action.FREE}
         audit = Audit(self.ctx)
-        guard = Guard(self.ctx.settings, free, known)
+        guard = RequestLimiter(self.ctx.settings, free, known)
         pages = CrossOrigin(self.ctx.settings.http_origins, self.routes)
         before = [last_resort, audit.over(self.routes), problems, pages.preflight, guard.guard]
         app = web.Application(
@@ -306,7 +306,9 @@ class Api:
 
 
 @contextlib.asynccontextmanager
-async def listening(ctx: Context, gate: Gate, gateway: Gateway, replicas: Replicas) -> AsyncIterator[int]:
+async def listening(
+    ctx: Context, gate: AuthMiddleware, gateway: Gateway, replicas: InferenceRouter
+) -> AsyncIterator[int]:
     """Serve while the block runs; gives the port. A port that is taken is an error of the process."""
     runner = web.AppRunner(
         Api(ctx, gate, gateway, replicas).app(),

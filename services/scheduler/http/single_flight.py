@@ -10,7 +10,7 @@ from typing import Generic, TypeVar
 T = TypeVar("T")
 
 
-class Recent(Generic[T]):
+class SingleFlight(Generic[T]):
     """What `look(key)` said, begun at most `fresh_s` ago. What it raises, whoever waits for it gets; it is not kept."""
 
     def __init__(self, look: Callable[[str], Awaitable[T]], fresh_s: float) -> None:

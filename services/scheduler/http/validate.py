@@ -16,7 +16,7 @@ from opentinker.services.scheduler.http.auth import tenant_of
 from opentinker.services.scheduler.http.errors import json_response
 from opentinker.services.scheduler.http.spec_body import read_spec
 from opentinker.services.scheduler.jobs.disk_threads import on_disk
-from opentinker.services.scheduler.jobs.submit import Mistakes, kept_idle_s, look_at
+from opentinker.services.scheduler.jobs.submit import Mistakes, check_references, kept_idle_s
 from opentinker.services.scheduler.placement import forecast
 from opentinker.shared.api_types import Check, Mistake, Said, Validation
 from opentinker.shared.data import dry_run
@@ -41,7 +41,7 @@ SHOWN = 2000
 NO_PROMPTS = "a server renders no prompts: reading a tokenizer would hold up everything else"
 
 
-class Validating:
+class ValidateApi:
     def __init__(self, ctx: Context) -> None:
         self.ctx = ctx
 
@@ -56,7 +56,7 @@ async def report_on(ctx: Context, data: Any, tenant: str) -> Validation:
         spec = parse_spec(data)
     except SpecError as error:
         mistakes += error.mistakes
-    asked, *_ = await look_at(ctx, data, spec, tenant, mistakes)
+    asked, *_ = await check_references(ctx, data, spec, tenant, mistakes)
     if spec is None or mistakes:
         return {"valid": False, "mistakes": cast(list[Mistake], mistakes), "checks": [], "messages": []}
     checks: list[Check] = [check("spec", f"{spec.name}, of kind {spec.kind}")]
@@ -78,7 +78,7 @@ async def report_on(ctx: Context, data: Any, tenant: str) -> Validation:
     checks += await on_disk(ctx, dry_run.rows, spec, here=False)
     if spec.kind == "inference":
         checks.append(_kept(kept_idle_s(spec, ctx.settings), own=spec.serving.idle_s is not None))
-    checks += await forecast.look(ctx, spec, tenant)
+    checks += await forecast.forecast_start(ctx, spec, tenant)
     valid = not any(one["result"] == "bad" for one in checks)
     return {"valid": valid, "mistakes": [], "checks": checks, "messages": messages}
 

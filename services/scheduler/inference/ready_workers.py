@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from opentinker.shared.openai.fields import Refused
+from opentinker.shared.openai.fields import InvalidField
 from opentinker.shared.state.store import Store
 from opentinker.shared.types.core import JobRecord, WorkerInfo
 from opentinker.shared.types.errors import NotFound
@@ -18,7 +18,7 @@ LOOK_S = 0.2
 """How old what was seen may be."""
 
 
-class Lookout:
+class ReadyWorkers:
     def __init__(self, store: Store) -> None:
         self._store = store
         self._looks: dict[str, asyncio.Task[tuple[JobRecord, list[WorkerInfo]]]] = {}
@@ -34,7 +34,7 @@ class Lookout:
         try:
             return await asyncio.shield(seen)
         except NotFound:
-            raise Refused(f"job {job} is gone", status=404) from None
+            raise InvalidField(f"job {job} is gone", status=404) from None
 
     async def _look(self, job: str) -> tuple[JobRecord, list[WorkerInfo]]:
         record = await self._store.job(job)
@@ -54,7 +54,7 @@ class Lookout:
         serving, workers = job.spec["serving"], job.spec["resources"]["rollout_workers"]
         room = (serving["max_concurrent"] + serving["max_waiting"]) * workers
         if self._waiting[job.id] >= room:
-            raise Refused(
+            raise InvalidField(
                 f"{room} requests wait for a rollout worker of job {job.id} (serving.max_concurrent, "
                 "serving.max_waiting): try again in a moment",
                 status=429,

@@ -22,13 +22,20 @@ from contextlib import aclosing
 import msgspec
 import structlog
 
-from opentinker.services.scheduler.inference.ready_workers import LOOK_S, Lookout
-from opentinker.shared.asyncio_tools import rest
+from opentinker.services.scheduler.inference.ready_workers import LOOK_S, ReadyWorkers
+from opentinker.shared.asyncio_tools import sleep
 from opentinker.shared.messaging.bus import NoReply, NoResponders, TooLarge
 from opentinker.shared.messaging.streaming import ask as ask_in_pieces
 from opentinker.shared.messaging.subjects import ABANDON, GENERATE, WAKE, WANTED
-from opentinker.shared.openai.fields import Refused
-from opentinker.shared.openai.inference import SILENCE_S, Abandoned, Ask, Piece, Refusal, Underway
+from opentinker.shared.openai.fields import InvalidField
+from opentinker.shared.openai.inference import (
+    SILENCE_S,
+    CancelGenerate,
+    GenerateChunk,
+    GenerateError,
+    GenerateRequest,
+    InFlight,
+)
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.types import codec
 from opentinker.shared.types.core import JobRecord, JobState, WorkerInfo
@@ -52,7 +59,7 @@ class Tries:
     """Of one request: whom it has asked, and what came of it."""
 
     def __init__(self, patience_s: float = PATIENCE_S) -> None:
-        self.last: Refusal | None = None
+        self.last: GenerateError | None = None
         self.left = MOST_TRIES
         self._patience_s = patience_s
         self.until = time.monotonic() + patience_s
@@ -60,7 +67,7 @@ class Tries:
         self._lost: dict[str, float] = {}
         """From when on it may be asked again, by address."""
 
-    def refused(self, worker: WorkerInfo, refusal: Refusal) -> None:
+    def refused(self, worker: WorkerInfo, refusal: GenerateError) -> None:
         self.last = refusal
         self._refused.add(worker.address)
         self._count()
@@ -72,7 +79,7 @@ class Tries:
         `heard`: it may have got the request; else nothing was done, and that costs no try.
         """
         first = worker.address not in self._lost
-        self.last = Refusal(message=LOST, status=503, elsewhere=True)
+        self.last = GenerateError(message=LOST, status=503, elsewhere=True)
         self._lost[worker.address] = time.monotonic() + (0.0 if heard else UNHEARD_S)
         if heard:
             self._count()
@@ -95,7 +102,7 @@ class Tries:
         return any(worker.address not in self._refused for worker in ready)
 
 
-class Replicas:
+class InferenceRouter:
     def __init__(self, ctx: Context) -> None:
         self.ctx = ctx
         self.name = f"{ctx.worker}-{uuid.uuid4().hex[:12]}"
@@ -103,7 +110,7 @@ class Replicas:
         self._busy: Counter[str] = Counter()
         """Requests of ours under way, by the worker's address."""
         self._waking: set[str] = set()
-        self._lookout = Lookout(ctx.store)
+        self._lookout = ReadyWorkers(ctx.store)
 
     async def run(self) -> None:
         """Serves WANTED until it is cancelled."""
@@ -113,10 +120,10 @@ class Replicas:
         finally:
             await subscription.unsubscribe()
 
-    async def _still(self, asked: Underway) -> Underway:
-        return Underway([id for id in asked.ids if id in self._wanted])
+    async def _still(self, asked: InFlight) -> InFlight:
+        return InFlight([id for id in asked.ids if id in self._wanted])
 
-    async def answer(self, job: JobRecord, ask: Ask) -> AsyncGenerator[Piece, None]:
+    async def answer(self, job: JobRecord, ask: GenerateRequest) -> AsyncGenerator[GenerateChunk, None]:
         """Pieces with something in them, the reply last. Raises Refused. Closing the generator ends the request."""
         tries, begun = Tries(job.spec["serving"].get("wake_s") or PATIENCE_S), False
         while True:
@@ -140,7 +147,7 @@ class Replicas:
             if begun or not tries.last.elsewhere or not tries.left:
                 raise _refused(tries.last)
 
-    async def _ask(self, address: str, ask: Ask) -> AsyncGenerator[Piece, None]:
+    async def _ask(self, address: str, ask: GenerateRequest) -> AsyncGenerator[GenerateChunk, None]:
         """To the piece with the reply or the refusal, which may be ours. Raises NoReply or WireError for a worker that
         is lost."""
         self._wanted.add(ask.id)
@@ -161,16 +168,16 @@ class Replicas:
         except TooLarge as error:
             over = True
             size = f"the request has {error.size} bytes, and the NATS server takes {error.limit} (max_payload)"
-            yield Piece(seq=seq, refusal=Refusal(message=size, status=413))
+            yield GenerateChunk(seq=seq, refusal=GenerateError(message=size, status=413))
         finally:
             self._wanted.discard(ask.id)
             self._busy[address] -= 1
             if not self._busy[address]:
                 del self._busy[address]
             if not over:
-                await self.ctx.bus.emit(ABANDON, Abandoned(ask.id), worker=address)
+                await self.ctx.bus.emit(ABANDON, CancelGenerate(ask.id), worker=address)
 
-    async def _choose(self, job: JobRecord, ask: Ask, tries: Tries) -> WorkerInfo:
+    async def _choose(self, job: JobRecord, ask: GenerateRequest, tries: Tries) -> WorkerInfo:
         """Raises Refused: as the last one who was asked, when nobody else comes."""
         job, ready = await self._lookout.look(job.id)
         if chosen := tries.best(ready, lambda workers: self._best(workers, ask)):
@@ -186,8 +193,8 @@ class Replicas:
                     if tries.last is not None:
                         raise _refused(tries.last)
                     why = f": it waits for {job.waiting_for}" if job.waiting_for else ""
-                    raise Refused(f"no rollout worker of job {job.id} is ready now{why}; try again", status=503)
-                await rest(LOOK_S)
+                    raise InvalidField(f"no rollout worker of job {job.id} is ready now{why}; try again", status=503)
+                await sleep(LOOK_S)
                 job, ready = await self._lookout.look(job.id)
                 if chosen := tries.best(ready, lambda workers: self._best(workers, ask)):
                     return chosen
@@ -211,7 +218,7 @@ class Replicas:
         """Under way: ours, as of now, or all that it told of with its last heartbeat, those of other schedulers too."""
         return max(self._busy[worker.address], int(worker.detail.get("requests", 0)))
 
-    def _best(self, workers: list[WorkerInfo], ask: Ask) -> WorkerInfo:
+    def _best(self, workers: list[WorkerInfo], ask: GenerateRequest) -> WorkerInfo:
         busy = {worker.address: self._requests(worker) for worker in workers}
         near = [worker for worker in workers if busy[worker.address] <= min(busy.values()) + NEAR]
         key = codec.encode(
@@ -223,19 +230,19 @@ class Replicas:
 def refuse_unless_served(job: JobRecord) -> None:
     """Raises Refused for a job that answers no requests, now or ever."""
     if job.kind != "inference":
-        raise Refused(
+        raise InvalidField(
             f"job {job.id} is of kind {job.kind}, and only jobs of kind inference answer requests: submit one with "
             f"start.from = '{job.id}@latest' to serve its newest checkpoint"
         )
     if job.state.final:
         reason = f" ({job.reason})" if job.reason else ""
-        raise Refused(f"job {job.id} has {job.state}{reason}: it answers no more requests", status=409)
+        raise InvalidField(f"job {job.id} has {job.state}{reason}: it answers no more requests", status=409)
     if job.state == JobState.PAUSED:
-        raise Refused(f"job {job.id} is paused: opentinker resume {job.id}", status=503)
+        raise InvalidField(f"job {job.id} is paused: opentinker resume {job.id}", status=503)
     if job.state == JobState.QUEUED and not job.epoch:
         why = f" for {job.waiting_for}" if job.waiting_for else ""
-        raise Refused(f"job {job.id} is queued: it waits{why}; try again", status=503)
+        raise InvalidField(f"job {job.id} is queued: it waits{why}; try again", status=503)
 
 
-def _refused(refusal: Refusal) -> Refused:
-    return Refused(refusal.message, status=refusal.status, param=refusal.param, code=refusal.code)
+def _refused(refusal: GenerateError) -> InvalidField:
+    return InvalidField(refusal.message, status=refusal.status, param=refusal.param, code=refusal.code)

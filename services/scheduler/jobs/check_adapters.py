@@ -12,7 +12,7 @@ from typing import Any
 import orjson
 from pydantic import ValidationError
 
-from opentinker.services.scheduler.jobs.check_start_checkpoint import Chosen, Mistakes, find
+from opentinker.services.scheduler.jobs.check_start_checkpoint import Mistakes, SourceCheckpoint, find
 from opentinker.services.scheduler.jobs.disk_threads import on_disk
 from opentinker.shared.durable_files import local_path
 from opentinker.shared.runtime.service import Context
@@ -22,14 +22,14 @@ from opentinker.shared.types.manifest import ADAPTER
 
 CONFIG = "adapter_config.json"
 TOKENIZER = "tokenizer.json"
-Found = Sequence[tuple[str, Chosen]]
+Found = Sequence[tuple[str, SourceCheckpoint]]
 """Name and checkpoint of each, in the order of the spec."""
 
 
 async def look_at(ctx: Context, data: Any, spec: JobSpec | None, base: str, tenant: str) -> tuple[Mistakes, Found]:
     """`data`: the spec as it was sent. `base`: model.base, an absolute path if it is a directory."""
     mistakes: Mistakes = []
-    found: list[tuple[str, Chosen]] = []
+    found: list[tuple[str, SourceCheckpoint]] = []
     for place, adapter in _written(data, spec):
         chosen = await find(ctx, adapter, tenant)
         if isinstance(chosen, str):
@@ -57,7 +57,7 @@ def _written(data: Any, spec: JobSpec | None) -> list[tuple[int, AdapterSpec]]:
     return found
 
 
-def _misfits(chosen: Chosen, spec: JobSpec, base: str) -> list[str]:
+def _misfits(chosen: SourceCheckpoint, spec: JobSpec, base: str) -> list[str]:
     """Blocking. Why it cannot be served on this base."""
     if ADAPTER not in chosen.manifest.files:
         weights = any(name.endswith(".safetensors") and "/" not in name for name in chosen.manifest.files)

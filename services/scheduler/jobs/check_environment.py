@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from opentinker.services.scheduler.environments.upload import Uploads
-from opentinker.shared.asyncio_tools import rest
+from opentinker.shared.asyncio_tools import sleep
 from opentinker.shared.data import uploads
 from opentinker.shared.messaging.bus import NoReply, NoResponders
 from opentinker.shared.messaging.subjects import ENV_CHECK, SANDBOX_CHECK, SERVED_CHECK
@@ -36,7 +36,7 @@ Mistakes = list[dict[str, Any]]
 
 
 @dataclass
-class Asked:
+class EnvironmentCheck:
     check: EnvCheck | None = None
     """What was asked, with the exact name of an upload; None if nothing could be."""
     answered: bool = False
@@ -44,24 +44,24 @@ class Asked:
     mistakes: Mistakes = field(default_factory=list)
 
 
-async def examine(
+async def check_environment(
     ctx: Context, data: Any, spec: JobSpec | None, tenant: str, known: Mistakes, own_jobs: Collection[str]
-) -> Asked:
+) -> EnvironmentCheck:
     """Of the environment that `data` names, even if other parts of it are wrong (`spec` None)."""
     check = _named(data, spec, sorted(own_jobs))
     if check is None or any(mistake["field"].startswith("environment.") for mistake in known):
-        return Asked()
+        return EnvironmentCheck()
     if uploads.is_upload(check.name):
         held = Uploads.of(ctx.settings)
         try:
             exact = await asyncio.to_thread(held.resolve, check.name, tenant)
         except SpecError as error:
-            return Asked(mistakes=error.mistakes)
+            return EnvironmentCheck(mistakes=error.mistakes)
         check = msgspec.structs.replace(check, name=str(exact), isolation="sandbox")
     mistakes, answered = await ask(ctx, check, tenant)
     if answered and not mistakes and spec is not None and spec.validation is not None and spec.validation.config:
         mistakes = await _of_evaluations(ctx, check, spec, tenant)
-    return Asked(check, answered, mistakes)
+    return EnvironmentCheck(check, answered, mistakes)
 
 
 async def gone(ctx: Context, check: EnvCheck, tenant: str) -> Mistakes:
@@ -107,7 +107,7 @@ async def _served(ctx: Context, check: EnvCheck, tenant: str) -> Mistakes:
             keys = {"tenant": tenant, "environment": check.name}
             return (await ctx.bus.request(SERVED_CHECK, check, SERVED_CHECK_S, **keys)).errors
         except NoResponders:
-            await rest(LOOK_S)
+            await sleep(LOOK_S)
     name = check.name.removeprefix(SERVED)
     problem = f"nobody serves it now: start `opentinker env serve module:Class --name {name}` and submit again"
     return [{"field": "environment.name", "value": check.name, "problem": problem}]

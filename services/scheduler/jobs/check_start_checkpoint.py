@@ -33,7 +33,7 @@ ADVICE = "submit it again; `opentinker checkpoints JOB` lists what there is"
 
 
 @dataclass(frozen=True)
-class Chosen:
+class SourceCheckpoint:
     job: JobRecord
     directory: Path
     manifest: Manifest
@@ -44,7 +44,7 @@ class Chosen:
         return f"{self.job.id}@{self.manifest.step}"
 
 
-async def find(ctx: Context, start: Origin, tenant: str) -> Chosen | str:
+async def find(ctx: Context, start: Origin, tenant: str) -> SourceCheckpoint | str:
     """The checkpoint, or why there is none. A job of another tenant looks like one that does not exist."""
     artifacts = Artifacts(ctx)
     source, step = start.job, start.step
@@ -62,7 +62,7 @@ async def find(ctx: Context, start: Origin, tenant: str) -> Chosen | str:
     except NotFound as error:
         return f"job {source} has {error}"
     try:
-        return Chosen(jobs[0], await artifacts.on_disk(held), held.manifest)
+        return SourceCheckpoint(jobs[0], await artifacts.on_disk(held), held.manifest)
     except (NotFound, OSError) as error:
         return f"the checkpoint of step {held.manifest.step} cannot be fetched from the artifact store: {error}"
 
@@ -99,7 +99,7 @@ def followed(plain: dict[str, Any], job: JobRecord) -> dict[str, Any]:
     return {**plain["model"], **{name: theirs[name] for name in ("dtype", "fp32_head", "lora")}}
 
 
-def mistakes_in(chosen: Chosen, spec: JobSpec, base: str) -> Mistakes:
+def mistakes_in(chosen: SourceCheckpoint, spec: JobSpec, base: str) -> Mistakes:
     """What does not fit. `base`: model.base, an absolute path if it is a directory."""
     files = chosen.manifest.files
     weights = [name for name in files if name.endswith(".safetensors") and "/" not in name]
@@ -119,7 +119,7 @@ def mistakes_in(chosen: Chosen, spec: JobSpec, base: str) -> Mistakes:
     return [_wrong(problem) for problem in problems] + _rounded_reference(chosen, spec) + _lacking_state(chosen, spec)
 
 
-def _wanted(chosen: Chosen, spec: JobSpec, held: str) -> tuple[LoraSpec | None, str]:
+def _wanted(chosen: SourceCheckpoint, spec: JobSpec, held: str) -> tuple[LoraSpec | None, str]:
     """The adapter that the job is about, and which kind of checkpoint it can begin with."""
     lora = spec.model.lora
     if spec.kind not in _DOES:
@@ -150,7 +150,7 @@ def _wrong(problem: str, field: str = "from") -> dict[str, Any]:
     return {"field": f"start.{field}", "value": None, "problem": problem}
 
 
-def _lacking_state(chosen: Chosen, spec: JobSpec) -> Mistakes:
+def _lacking_state(chosen: SourceCheckpoint, spec: JobSpec) -> Mistakes:
     if spec.start is None or not spec.start.optimizer:
         return []
     if OPTIMIZER not in chosen.manifest.files:
@@ -162,7 +162,7 @@ def _lacking_state(chosen: Chosen, spec: JobSpec) -> Mistakes:
     return []
 
 
-def _rounded_reference(chosen: Chosen, spec: JobSpec) -> Mistakes:
+def _rounded_reference(chosen: SourceCheckpoint, spec: JobSpec) -> Mistakes:
     """A bfloat16 job's trainer state has the float32 weights that a float32 job begins with; its model files, which
     reference-forward reads, have them rounded. A bfloat16 job rounds them itself."""
     narrow = chosen.job.spec["model"]["dtype"] == "bfloat16" and spec.model.dtype == "float32"
@@ -178,7 +178,7 @@ def _rounded_reference(chosen: Chosen, spec: JobSpec) -> Mistakes:
     ]
 
 
-def _other_adapter(chosen: Chosen, lora: LoraSpec, base: str) -> list[str]:
+def _other_adapter(chosen: SourceCheckpoint, lora: LoraSpec, base: str) -> list[str]:
     of = chosen.job.spec["model"]["base"]
     if of != base:
         return [f"it is an adapter of {of}, and model.base is {base}"]
@@ -199,7 +199,7 @@ def _other_adapter(chosen: Chosen, lora: LoraSpec, base: str) -> list[str]:
     )
 
 
-def adapter_in(chosen: Chosen) -> LoraSpec | None:
+def adapter_in(chosen: SourceCheckpoint) -> LoraSpec | None:
     """What the checkpoint's adapter is, as a job would describe it. Blocking. Raises OSError, ValueError."""
     if ADAPTER not in chosen.manifest.files:
         return None
@@ -233,7 +233,7 @@ def _some(shapes: Shapes, names: list[str]) -> str:
     return f"{said} ({len(names)} tensors)"
 
 
-def keep(chosen: Chosen, data_dir: Path, job: str, adapter: str = "") -> str | None:
+def keep(chosen: SourceCheckpoint, data_dir: Path, job: str, adapter: str = "") -> str | None:
     """Make the new job's own name for every file. Returns what is wrong with the checkpoint, having left nothing.
 
     `adapter`: under which name it is served beside the job's base."""

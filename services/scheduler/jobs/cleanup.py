@@ -16,7 +16,7 @@ from nats.js.api import StreamConfig
 
 from opentinker.services.scheduler.artifacts.catalog import drop_fetched
 from opentinker.services.scheduler.jobs import check_start_checkpoint
-from opentinker.shared.asyncio_tools import rest
+from opentinker.shared.asyncio_tools import sleep
 from opentinker.shared.messaging.subjects import EXAM, EXAMS, GROUP, GROUPS, SCORE, SCORES, TICKET, TICKETS, Subject
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.state.artifacts import ArtifactIndex
@@ -29,7 +29,7 @@ SWEEP_S = 30.0
 QUEUES = ((TICKETS, TICKET), (EXAMS, EXAM), (SCORES, SCORE), (GROUPS, GROUP))
 
 
-class Clearing:
+class JobCleaner:
     def __init__(self, ctx: Context, leadership: int) -> None:
         self.ctx, self.store, self.bus, self.leader = ctx, ctx.store, ctx.bus, leadership
 
@@ -43,7 +43,7 @@ class Clearing:
                     swept_at = time.monotonic()
             except (TimeoutError, nats.errors.Error) as error:
                 log.warning("clearing_later", error=str(error) or type(error).__name__)
-            await rest(LOOK_S)
+            await sleep(LOOK_S)
 
     async def look(self) -> None:
         ending = await self.store.ending_jobs()

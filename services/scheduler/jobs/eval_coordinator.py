@@ -23,7 +23,7 @@ import orjson
 import structlog
 
 from opentinker.services.scheduler.jobs.check_start_checkpoint import read_start
-from opentinker.shared.asyncio_tools import put_down, rest, set_within
+from opentinker.shared.asyncio_tools import cancel_and_wait, sleep, wait_event
 from opentinker.shared.data.step_log import StepLog
 from opentinker.shared.evaluation.records import Evaluations, exam_at, metrics_of, transcript_of
 from opentinker.shared.messaging.bus import NoReply, StreamFull
@@ -33,7 +33,7 @@ from opentinker.shared.spec import parse_spec
 from opentinker.shared.types.core import JobRecord, JobState, WeightVersion
 from opentinker.shared.types.error_text import error_sentence
 from opentinker.shared.types.errors import Conflict, NotFound
-from opentinker.shared.types.evaluation import ExamResult, Seen
+from opentinker.shared.types.evaluation import EvalAck, EvalResult
 
 log = structlog.get_logger()
 
@@ -50,7 +50,7 @@ HEADLINE = 2
 HELD = (JobState.STARTING, JobState.RUNNING)
 
 
-class Evaluating:
+class EvalCoordinator:
     def __init__(self, ctx: Context, leadership: int) -> None:
         self.ctx, self.leader = ctx, leadership
         self._tasks: dict[str, asyncio.Task[None]] = {}
@@ -60,15 +60,15 @@ class Evaluating:
         try:
             while True:
                 await self.look()
-                await rest(LOOK_S)
+                await sleep(LOOK_S)
         finally:
-            await put_down(*self._tasks.values())
+            await cancel_and_wait(*self._tasks.values())
 
     async def look(self) -> None:
         held = {job.id: job for job in await self.ctx.store.active_jobs() if job.state.held and job.kind == "eval"}
         for id in [id for id, task in self._tasks.items() if id not in held or task.done()]:
             task = self._tasks.pop(id)
-            await put_down(task)
+            await cancel_and_wait(task)
             if not task.cancelled():
                 task.result()
         for id in held.keys() - self._tasks.keys():
@@ -102,8 +102,8 @@ class Evaluation:
         self.ctx, self.leader, self.job, self.version = ctx, leader, job, version
         self.plan = parse_spec(job.spec).evaluation
         self.home: Path = ctx.settings.data_dir / "jobs" / job.id
-        self._results: dict[int, ExamResult] = {}
-        self._failed: list[ExamResult] = []
+        self._results: dict[int, EvalResult] = {}
+        self._failed: list[EvalResult] = []
         """Of them."""
         self._log = StepLog(self.home / RESULTS)
         self._writing = asyncio.Lock()
@@ -147,8 +147,8 @@ class Evaluation:
                 await self._ask_for_lost()
                 heard = time.monotonic()
             if len(self._results) < self.plan.total:
-                await rest(LOOK_S)
-            await set_within(self._news, LOOK_S)
+                await sleep(LOOK_S)
+            await wait_event(self._news, LOOK_S)
 
     async def _tell(self) -> None:
         """How far it is, with the job, at most once per look."""
@@ -194,11 +194,11 @@ class Evaluation:
         assert EXAMS.name is not None
         await self.ctx.bus.purge(EXAMS.name, EXAM.at(job=self.job.id))
 
-    async def _receive(self, result: ExamResult) -> Seen:
+    async def _receive(self, result: EvalResult) -> EvalAck:
         wanted = result.version == self.version and result.index < self.plan.total
         async with self._writing:
             if not wanted or result.index in self._results:
-                return Seen(wanted=False)
+                return EvalAck(wanted=False)
             try:
                 await asyncio.to_thread(self._log.add, msgspec.to_builtins(result))
             except OSError as error:  # it is written with the next one
@@ -212,7 +212,7 @@ class Evaluation:
             await self.ctx.store.update(
                 self.job.id, event="exam_failed", failure=True, detail=detail, leader=self.leader
             )
-        return Seen(wanted=True)
+        return EvalAck(wanted=True)
 
     # --- the end ------------------------------------------------------------------------------------------------
 
@@ -244,7 +244,7 @@ class Evaluation:
             await self.ctx.store.update(self.job.id, event=kind, detail=detail, leader=self.leader)
 
         async def guard() -> None:
-            await self.ctx.store.refuse_unless_leads(self.leader)
+            await self.ctx.store.require_leadership(self.leader)
 
         kept = Evaluations(self.ctx.bus, self.job.id, self.home, event, guard)
         try:
@@ -270,13 +270,13 @@ def _headline(values: dict[str, float]) -> dict[str, float]:
     return dict(list(shown.items())[:HEADLINE])
 
 
-def read_results(path: Path, version: WeightVersion) -> dict[int, ExamResult]:
+def read_results(path: Path, version: WeightVersion) -> dict[int, EvalResult]:
     """Blocking. By episode; the first of each counts."""
-    found: dict[int, ExamResult] = {}
+    found: dict[int, EvalResult] = {}
     with contextlib.suppress(FileNotFoundError), path.open("rb") as lines:
         for line in lines:
             with contextlib.suppress(msgspec.MsgspecError):  # half a line, of a process that was killed
-                result = msgspec.json.decode(line, type=ExamResult)
+                result = msgspec.json.decode(line, type=EvalResult)
                 if result.version == version:
                     found.setdefault(result.index, result)
     return found

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from opentinker.shared.asyncio_tools import rest
+from opentinker.shared.asyncio_tools import sleep
 from opentinker.shared.messaging.subjects import GROUP, GROUPS, SCORE, SCORES, TICKET, TICKETS
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.runtime.telemetry import CLUSTER, REPORT_S, Meters, Reporter
@@ -19,7 +19,7 @@ QUEUES = (("queue/tickets", TICKETS, TICKET), ("queue/scores", SCORES, SCORE), (
 """Tickets that are out; groups that wait for reference-forward; groups that no checkpoint covers yet."""
 
 
-class Measuring:
+class SchedulerMetrics:
     def __init__(self, ctx: Context) -> None:
         self.store, self.bus = ctx.store, ctx.bus
         self.meters = Meters()
@@ -27,7 +27,7 @@ class Measuring:
 
     async def run(self) -> None:
         while True:
-            await rest(REPORT_S)
+            await sleep(REPORT_S)
             await self.look()
             await self.reporter.report()
 

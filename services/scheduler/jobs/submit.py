@@ -33,8 +33,8 @@ Mistakes = list[dict[str, Any]]
 class Found(NamedTuple):
     """What a spec names: its environment, what it starts from, and what it serves beside its base."""
 
-    asked: check_environment.Asked = check_environment.Asked()
-    chosen: starting.Chosen | None = None
+    asked: check_environment.EnvironmentCheck = check_environment.EnvironmentCheck()
+    chosen: starting.SourceCheckpoint | None = None
     adapters: check_adapters.Found = ()
 
 
@@ -54,11 +54,11 @@ async def submit(
     """
     spec, body_hash, mistakes = _read(data)
     if spec is not None and idempotency and not mistakes:
-        made = await ctx.store.made_before(tenant, idempotency, body_hash)
+        made = await ctx.store.find_idempotent(tenant, idempotency, body_hash)
         if made is not None:
             await ctx.bus.emit(WAKE, {"job": made}, who="scheduler")
             return made, True
-    found = await look_at(ctx, data, spec, tenant, mistakes)
+    found = await check_references(ctx, data, spec, tenant, mistakes)
     if spec is None or mistakes:
         raise SpecError(mistakes)
     plain = spec.model_dump(mode="json")
@@ -130,7 +130,7 @@ async def _keep(ctx: Context, plain: dict[str, Any], found: Found, tenant: str, 
         raise SpecError(gone)
 
 
-async def look_at(ctx: Context, data: Any, spec: JobSpec | None, tenant: str, mistakes: Mistakes) -> Found:
+async def check_references(ctx: Context, data: Any, spec: JobSpec | None, tenant: str, mistakes: Mistakes) -> Found:
     """What the spec names, as far as it can be seen here; `mistakes` grow. `spec`: of `data`, None if that is none."""
     readable = await readable_by(ctx.store, ctx.settings, tenant, data, partial(on_disk, ctx))
     if wrong_places := await on_disk(ctx, readable.mistakes_in, data, files=True):  # nobody looks at what is there
@@ -138,7 +138,9 @@ async def look_at(ctx: Context, data: Any, spec: JobSpec | None, tenant: str, mi
         return Found()
     try:
         async with asyncio.TaskGroup() as tasks:
-            asking = tasks.create_task(check_environment.examine(ctx, data, spec, tenant, mistakes, readable.own))
+            asking = tasks.create_task(
+                check_environment.check_environment(ctx, data, spec, tenant, mistakes, readable.own)
+            )
             looking = tasks.create_task(on_disk(ctx, _check_files, data, spec))
             families = tasks.create_task(check_model.look_at(ctx, spec))
             starts = tasks.create_task(_check_start(ctx, _start(data, spec), spec, tenant))
@@ -172,7 +174,7 @@ def _check_files(data: Any, spec: JobSpec | None) -> Files:
     )
 
 
-def _started(plain: dict[str, Any], chosen: starting.Chosen) -> dict[str, Any]:
+def _started(plain: dict[str, Any], chosen: starting.SourceCheckpoint) -> dict[str, Any]:
     """Blocking. The parts of a spec that say which checkpoint it is, and, where nothing is trained, which adapter."""
     model = plain["model"]
     adapter = starting.adapter_in(chosen) if plain["kind"] in ("inference", "eval") else None
@@ -209,7 +211,7 @@ def _start(data: Any, spec: JobSpec | None) -> StartSpec | None:
 
 async def _check_start(
     ctx: Context, start: StartSpec | None, spec: JobSpec | None, tenant: str
-) -> tuple[Mistakes, starting.Chosen | None]:
+) -> tuple[Mistakes, starting.SourceCheckpoint | None]:
     """The checkpoint to start from, compared with a spec that is right otherwise."""
     if start is None:
         return [], None

@@ -19,7 +19,7 @@ from typing import Any
 import nats.errors
 import structlog
 
-from opentinker.shared.asyncio_tools import set_within
+from opentinker.shared.asyncio_tools import wait_event
 from opentinker.shared.messaging.bus import NoReply, StreamFull
 from opentinker.shared.messaging.subjects import TICKET, TICKETS, WAKE
 from opentinker.shared.runtime.service import Context
@@ -75,7 +75,7 @@ class TicketIssuer:
                     await self.sweep()
                     swept_at = time.monotonic()
                 if not more:
-                    await set_within(self._wake, LOOK_S)
+                    await wait_event(self._wake, LOOK_S)
         finally:
             await subscription.unsubscribe()
 

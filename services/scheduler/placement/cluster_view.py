@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
-from opentinker.services.scheduler.placement.gpu_matching import Fitting, Stock, described
+from opentinker.services.scheduler.placement.gpu_matching import FreeWorkers, GpuMatcher, described
 from opentinker.services.scheduler.placement.quotas import Used
 from opentinker.services.scheduler.placement.shortages import GB, too_few
 from opentinker.services.scheduler.placement.types import LEASED, NAMES, NO_GPUS, Held, Job, Need, Rules, Slot, View
@@ -151,8 +151,8 @@ class Cluster:
     def lacks(self, job: JobRecord) -> str:
         """In words, what nobody runs of what the job needs."""
         view = self.view([job], now=time.time(), limits={}, used={}, rules=Rules())
-        (one,), fitting = view.jobs, Fitting(view.gpus)
-        return too_few(one, *(Stock(fitting, workers).count(one) for workers in (view.alive, view.free)))
+        (one,), fitting = view.jobs, GpuMatcher(view.gpus)
+        return too_few(one, *(FreeWorkers(fitting, workers).count(one) for workers in (view.alive, view.free)))
 
     def _job(
         self, job: JobRecord, now: float, winding_down: set[str], absent: Mapping[Pool, bool], lend_s: float

@@ -24,7 +24,7 @@ from opentinker.shared.types.env_protocol import SERVED
 CANDIDATE = "(this job)"
 
 
-async def look(ctx: Context, spec: JobSpec, tenant: str) -> list[Check]:
+async def forecast_start(ctx: Context, spec: JobSpec, tenant: str) -> list[Check]:
     """A check for each pool that it needs workers of, and one of the queue."""
     workers, leases = await ctx.store.workers(), await ctx.store.leases()
     cluster = Cluster(workers, leases)

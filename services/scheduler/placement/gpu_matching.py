@@ -18,7 +18,7 @@ from opentinker.shared.types.core import Gpu, Pool
 ANY = Need()
 
 
-class Fitting:
+class GpuMatcher:
     """`gpus`: of workers that have some."""
 
     def __init__(self, gpus: Mapping[str, Gpus]) -> None:
@@ -51,10 +51,10 @@ class Fitting:
         return sorted(workers, key=self.kind) if self._kind else list(workers)
 
 
-class Stock:
+class FreeWorkers:
     """Workers by pool and kind, each kind in the order in which they were put in."""
 
-    def __init__(self, fitting: Fitting, workers: Mapping[Pool, Iterable[str]]) -> None:
+    def __init__(self, fitting: GpuMatcher, workers: Mapping[Pool, Iterable[str]]) -> None:
         self._fitting = fitting
         self._workers: dict[Pool, list[deque[str]]] = {}
         for pool in LEASED:

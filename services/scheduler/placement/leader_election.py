@@ -17,7 +17,7 @@ from typing import Any
 
 import structlog
 
-from opentinker.shared.asyncio_tools import put_down, rest
+from opentinker.shared.asyncio_tools import cancel_and_wait, sleep
 from opentinker.shared.runtime.service import Context, first_failure
 from opentinker.shared.types.errors import Fenced
 
@@ -38,7 +38,7 @@ class Leadership:
             while True:
                 epoch = await self._lead()
                 if epoch is None:
-                    await rest(self._pause_s)
+                    await sleep(self._pause_s)
                 else:
                     await self._while_leading(epoch, work)
         finally:
@@ -56,7 +56,7 @@ class Leadership:
         except Fenced:
             pass  # the next try to lead says who does
         finally:
-            await put_down(doing)
+            await cancel_and_wait(doing)
             self.ctx.detail["leads"] = False
         log.warning("leads_no_more", leadership=epoch)
 

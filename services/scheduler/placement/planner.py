@@ -9,7 +9,7 @@
 2. Queued jobs: highest priority first; among equals the tenant that holds least (its dominant share: the largest part
    of any pool that its jobs hold as their minimum, divided by its weight); of one tenant the oldest. A job starts with
    all that it needs (`Start`) or with nothing. One that cannot start never holds back the next, except:
-   - what it lacks is lent to others: that much is taken back (`TakeBack`) and kept for it;
+   - what it lacks is lent to others: that much is taken back (`Reclaim`) and kept for it;
    - jobs of lower priority hold what it lacks: they are interrupted (`Preempt`), lowest priority and shortest run
      first, as few as do, and only after it waited for `preempt_after_s` and they ran for `min_run_s`. A job is never
      interrupted for one of its own priority, so no two interrupt each other in turns; but inference jobs of its own
@@ -34,8 +34,8 @@ import heapq
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 
-from opentinker.services.scheduler.placement.gpu_matching import Fitting, Stock
-from opentinker.services.scheduler.placement.planner_state import Begun, Reserve, Tenant
+from opentinker.services.scheduler.placement.gpu_matching import FreeWorkers, GpuMatcher
+from opentinker.services.scheduler.placement.planner_state import Reservation, RunningJob, Tenant
 from opentinker.services.scheduler.placement.quotas import Used, over_quota, used_up
 from opentinker.services.scheduler.placement.shortages import (
     called,
@@ -58,10 +58,10 @@ from opentinker.services.scheduler.placement.types import (
     Need,
     Plan,
     Preempt,
+    Reclaim,
     Requeue,
     Sleep,
     Start,
-    TakeBack,
     View,
 )
 from opentinker.shared.types.core import Pool
@@ -84,19 +84,19 @@ class _Planning:
         self.view, self.rules, self.now = view, view.rules, view.now
         self.decisions: list[Decision] = []
         self.waiting: dict[str, str] = {}
-        self.fitting = fitting = Fitting(view.gpus)
+        self.fitting = fitting = GpuMatcher(view.gpus)
         self.size = {pool: len(view.alive.get(pool, ())) for pool in LEASED}
-        self.alive, self.free = Stock(fitting, view.alive), Stock(fitting, view.free)
-        self.coming = Stock(fitting, view.coming)
+        self.alive, self.free = FreeWorkers(fitting, view.alive), FreeWorkers(fitting, view.free)
+        self.coming = FreeWorkers(fitting, view.coming)
         """Workers that will be free soon, and are nobody's yet."""
-        self.reserve: Reserve | None = None
+        self.reserve: Reservation | None = None
         self.tenants: dict[str, Tenant] = {}
-        self.begun: dict[str, Begun] = {}
+        self.begun: dict[str, RunningJob] = {}
         """By rank."""
         for job in sorted(view.jobs, key=_rank):
             tenant = self._tenant(job.tenant)
             if job.held:
-                self.begun[job.id] = Begun(job, tenant)
+                self.begun[job.id] = RunningJob(job, tenant)
             else:
                 tenant.queue.append(job)
         self._see_leases()
@@ -106,7 +106,7 @@ class _Planning:
         """A heap; what is not its tenant's turn any more is passed over."""
         self.lenders = [one for one in self.begun.values() if one.lent]
         """Jobs with workers that they could do without."""
-        self._may_go: list[Begun] | None = None
+        self._may_go: list[RunningJob] | None = None
         self._holder_texts: dict[tuple[str, Pool, Need | None], str] = {}
         """By tenant, pool and what is needed there; asked for by every job that waits."""
 
@@ -137,7 +137,7 @@ class _Planning:
             found = self.tenants[id] = Tenant(id, limits, self.view.used.get(id) or Used())
         return found
 
-    def _count(self, one: Begun, sign: int = 1) -> None:
+    def _count(self, one: RunningJob, sign: int = 1) -> None:
         """What a job that has begun needs is its own whether or not it has it at this moment."""
         tenant = one.tenant
         tenant.running += sign
@@ -192,14 +192,14 @@ class _Planning:
                 self._goes(one)
                 break
 
-    def _replace_lost(self, one: Begun, short: Counts) -> None:
+    def _replace_lost(self, one: RunningJob, short: Counts) -> None:
         for pool, n in short.items():
             for worker in self.free.take(one.job, pool, n):
                 self.decisions.append(AddWorker(one.job.id, worker, pool))
                 one.has[pool] += 1
                 one.own[pool].append(worker)
 
-    def _goes(self, one: Begun) -> None:
+    def _goes(self, one: RunningJob) -> None:
         """Back to the queue; what it has becomes free, and its tenant has less."""
         for pool in LEASED:
             for worker in one.holds(pool):
@@ -223,7 +223,7 @@ class _Planning:
         return found
 
     def _wants_part_of(
-        self, one: Begun, broken: Iterable[tuple[Begun, Counts]], queued: Mapping[_Lack, Job]
+        self, one: RunningJob, broken: Iterable[tuple[RunningJob, Counts]], queued: Mapping[_Lack, Job]
     ) -> Job | None:
         """A job that lacks something which this one holds."""
 
@@ -325,14 +325,14 @@ class _Planning:
         chosen = tuple(worker for pool, n in job.needs.items() for worker in self.free.take(job, pool, n))
         self._return_own(job, tenant)
         self.decisions.append(Start(job.id, chosen))
-        self.begun[job.id] = one = Begun(job, tenant)
+        self.begun[job.id] = one = RunningJob(job, tenant)
         one.has.update(job.needs)
         self._count(one)
         self.waiting[job.id] = ""
 
     def _keep(self, job: Job, tenant: Tenant, *, soon: bool) -> None:
         """What is free, and what comes, up to its need, is for this job and nobody behind it."""
-        reserve = Reserve(job)
+        reserve = Reservation(job)
         for pool, needed in job.needs.items():
             reserve.free[pool] = self.free.take(job, pool, needed)
             rest = needed - len(reserve.free[pool])
@@ -374,12 +374,14 @@ class _Planning:
             self._take_back(self.lenders, back, job)
         return True
 
-    def _spared(self, one: Begun, job: Job) -> Sequence[str]:
+    def _spared(self, one: RunningJob, job: Job) -> Sequence[str]:
         """What this one can do without and is not owed to another that waits longer."""
         owed = self.reserve.owed if self.reserve else ()
         return [worker for worker in self.fitting.those(one.lent, job, Pool.ROLLOUT) if worker not in owed]
 
-    def _take_back(self, lenders: Iterable[Begun], count: int, wanted_by: Job, *, any_worker: bool = False) -> None:
+    def _take_back(
+        self, lenders: Iterable[RunningJob], count: int, wanted_by: Job, *, any_worker: bool = False
+    ) -> None:
         """From the lowest priority, the tenant that has most, the youngest job; `any_worker`: also what does not suit
         the job that wants it."""
         lenders = sorted(
@@ -393,7 +395,7 @@ class _Planning:
             holder.has[Pool.ROLLOUT] -= 1
             holder.tenant.total[Pool.ROLLOUT] -= 1
             self.coming.put(Pool.ROLLOUT, worker)
-            self.decisions.append(TakeBack(holder.job.id, worker, wanted_by.id))
+            self.decisions.append(Reclaim(holder.job.id, worker, wanted_by.id))
 
     def _return_own(self, job: Job, tenant: Tenant) -> None:
         """What is lent to other jobs of its tenant goes where the quota has no room for both."""
@@ -402,7 +404,7 @@ class _Planning:
             own = [one for one in self.lenders if one.tenant is tenant]
             self._take_back(own, wanted - most, job, any_worker=True)
 
-    def _given(self, reserve: Reserve, job: Job, short: Mapping[Pool, int]) -> dict[Pool, Sequence[str]]:
+    def _given(self, reserve: Reservation, job: Job, short: Mapping[Pool, int]) -> dict[Pool, Sequence[str]]:
         """What this one has of what is kept, in the place of what it could interrupt others for: that would be kept
         too, and it would interrupt others again and again."""
         return {
@@ -410,7 +412,7 @@ class _Planning:
             for pool, n in {**dict.fromkeys(LEASED, 0), **short}.items()
         }
 
-    def _can_spare(self, reserve: Reserve, pool: Pool, count: int) -> bool:
+    def _can_spare(self, reserve: Reservation, pool: Pool, count: int) -> bool:
         """Whether who waits longer can interrupt others for so many, beside those that it lacks."""
         job = reserve.job
         if pool not in job.needs:
@@ -418,7 +420,7 @@ class _Planning:
         held = sum(len(self.fitting.those(other.own[pool], job, pool)) for other in self._yielding(job))
         return held >= reserve.lacks[pool] + count
 
-    def _victims(self, job: Job, short: dict[Pool, int]) -> list[Begun] | None:
+    def _victims(self, job: Job, short: dict[Pool, int]) -> list[RunningJob] | None:
         """As few as hold, as their minimum, what is short; None if all that may be interrupted do not."""
         if not short:
             return []
@@ -428,12 +430,12 @@ class _Planning:
         reserve = self.reserve
         not_spared = {pool for pool, n in short.items() if reserve and not self._can_spare(reserve, pool, n)}
 
-        def own(other: Begun, pool: Pool) -> int:
+        def own(other: RunningJob, pool: Pool) -> int:
             found = self.fitting.those(other.own[pool], job, pool)
             kept = self.fitting.those(found, reserve.job, pool) if reserve and pool in not_spared else ()
             return len(found) - len(kept)
 
-        chosen: list[Begun] = []
+        chosen: list[RunningJob] = []
         left = short
         for other in self._yielding(job):
             if not left:
@@ -450,7 +452,7 @@ class _Planning:
                 chosen = rest
         return chosen
 
-    def _yielding(self, job: Job) -> Iterator[Begun]:
+    def _yielding(self, job: Job) -> Iterator[RunningJob]:
         """Jobs that may be interrupted for this one, the first choice first."""
         for other in self._interruptible():
             if other.job.priority < job.priority or (other.job.idle and other.job.priority == job.priority):
@@ -458,7 +460,7 @@ class _Planning:
             elif not other.job.idle:
                 return
 
-    def _interruptible(self) -> list[Begun]:
+    def _interruptible(self) -> list[RunningJob]:
         """Jobs that ran for long enough: idle ones first, then lowest priority, shortest run, youngest."""
         if self._may_go is None:
             found = [one for one in self.begun.values() if one.job.held and not one.goes]
@@ -476,7 +478,7 @@ class _Planning:
         if not left_over:
             return
         gave = {
-            decision.job for decision in self.decisions if isinstance(decision, Preempt | Sleep | Requeue | TakeBack)
+            decision.job for decision in self.decisions if isinstance(decision, Preempt | Sleep | Requeue | Reclaim)
         }
         may = [one for one in self.begun.values() if one.job.most and one.job.id not in gave]
         may = [one for one in may if not missing(one.job.needs, one.has)]
@@ -492,7 +494,7 @@ class _Planning:
                 one.has[Pool.ROLLOUT] += 1
                 one.tenant.total[Pool.ROLLOUT] += 1
 
-    def _next_to_lend(self, turns: list[tuple[int, float, int, float, str]]) -> Begun | None:
+    def _next_to_lend(self, turns: list[tuple[int, float, int, float, str]]) -> RunningJob | None:
         """What jobs and tenants have only grows meanwhile: who is first by what he has now, is first."""
         while turns:
             one = self.begun[turns[0][-1]]
@@ -505,7 +507,7 @@ class _Planning:
                 return one
         return None
 
-    def _lending_turn(self, one: Begun) -> tuple[int, float, int, float, str]:
+    def _lending_turn(self, one: RunningJob) -> tuple[int, float, int, float, str]:
         share = self._share(one.tenant, one.tenant.total)
         return -one.job.priority, share, one.has[Pool.ROLLOUT], one.job.created, one.job.id
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from opentinker.services.scheduler.placement.gpu_matching import Stock
+from opentinker.services.scheduler.placement.gpu_matching import FreeWorkers
 from opentinker.services.scheduler.placement.quotas import Used
 from opentinker.services.scheduler.placement.types import LEASED, Job
 from opentinker.shared.config import TenantLimits
@@ -44,7 +44,7 @@ class Tenant:
 
 
 @dataclass(slots=True, eq=False)
-class Begun:
+class RunningJob:
     """A job that has begun, and what is left to it as the plan goes on."""
 
     job: Job
@@ -62,7 +62,7 @@ class Begun:
 
 
 @dataclass(slots=True, eq=False)
-class Reserve:
+class Reservation:
     """What is kept for a job that waits for long and cannot start soon."""
 
     job: Job
@@ -77,7 +77,7 @@ class Reserve:
     def holds(self, pool: Pool) -> list[str]:
         return self.free[pool] + self.coming[pool] + (self.owed if pool == Pool.ROLLOUT else [])
 
-    def let_go(self, given: Mapping[Pool, Sequence[str]], free: Stock, coming: Stock) -> int:
+    def let_go(self, given: Mapping[Pool, Sequence[str]], free: FreeWorkers, coming: FreeWorkers) -> int:
         """They are kept no longer; returns how many of them are lent."""
         lent = 0
         for pool, workers in given.items():

@@ -39,22 +39,22 @@ from opentinker.services.scheduler.placement.types import (
     AddWorker,
     Decision,
     Preempt,
+    Reclaim,
     Requeue,
     Sleep,
     Slot,
     Start,
-    TakeBack,
 )
 from opentinker.services.scheduler.placement.untrained_jobs import (
     LENT,
     SLEEPS,
     UNTRAINED,
-    attend,
-    awaits_source,
     followed_by,
+    update_untrained,
+    waits_for_source,
 )
 from opentinker.services.scheduler.placement.worker_loss import lost
-from opentinker.shared.asyncio_tools import rest, set_within
+from opentinker.shared.asyncio_tools import sleep, wait_event
 from opentinker.shared.messaging.subjects import WAKE
 from opentinker.shared.runtime.liveness import Pulses
 from opentinker.shared.runtime.service import Context
@@ -116,8 +116,8 @@ class Reconciler:
                 began = time.monotonic()
                 await self.look()
                 # However many wake us: requests are answered by the same process.
-                await rest(min(LOOK_S, REST * (time.monotonic() - began)))
-                await set_within(self._wake, LOOK_S)
+                await sleep(min(LOOK_S, REST * (time.monotonic() - began)))
+                await wait_event(self._wake, LOOK_S)
         finally:
             await subscription.unsubscribe()
 
@@ -146,7 +146,9 @@ class Reconciler:
         for job in active.values():
             if job.kind in UNTRAINED:
                 with _over_meanwhile(job.id):
-                    if await attend(self.store, job, cluster, known, self.ctx.settings.inference_lend_s, self.leader):
+                    if await update_untrained(
+                        self.store, job, cluster, known, self.ctx.settings.inference_lend_s, self.leader
+                    ):
                         await self._put_to_sleep(job, cluster)
         await self._say_waiting(active, planned.waiting | early)
         await self._charge()
@@ -163,7 +165,9 @@ class Reconciler:
             # We start, or Redis was away, and may have lost what workers said although they live. Let them beat first.
             self._absence_counts_from = now + self._ttl_s
         self._seen_at = now
-        lost = {beat.id for beat in self._pulses.silent(beats) if await self.store.lose(beat, leader=self.leader)}
+        lost = {
+            beat.id for beat in self._pulses.silent(beats) if await self.store.remove_dead(beat, leader=self.leader)
+        }
         self._leaving_since = {lease: self._leaving_since.get(lease, now) for lease in leases if lease.leaves_by}
         living = [beat for beat in beats if beat.id not in lost]
         return Cluster(living, leases, self._overdue.look(living, leases))
@@ -254,7 +258,7 @@ class Reconciler:
                 return await self._replace_trainer(job, cluster.workers[worker])
             case AddWorker(_, worker, _):
                 await self._add_rollout_worker(job, cluster.workers[worker])
-            case TakeBack(_, worker, wanted_by):
+            case Reclaim(_, worker, wanted_by):
                 await self._take_back(job, cluster.lease(worker), named(jobs[wanted_by], job.tenant))
             case Preempt(_, by):
                 return await self._back_to_queue(job, cluster, "preempted", {"by": named(jobs[by], job.tenant)})
@@ -316,7 +320,7 @@ class Reconciler:
     async def _leave(self, lease: Lease) -> None:
         """Nothing more is begun for it; it is revoked when what was begun has ended."""
         leaving = msgspec.structs.replace(lease, leaves_by=time.time() + self.ctx.settings.take_back_s)
-        await self.store.leave_lease(leaving, leader=self.leader)
+        await self.store.start_drain(leaving, leader=self.leader)
         await self._wake_worker(lease.worker)
 
     async def _put_to_sleep(self, job: JobRecord, cluster: Cluster, lent_to: str = "") -> JobRecord:
@@ -342,7 +346,7 @@ class Reconciler:
         held = {id for id, job in active.items() if job.state.held}
         early = {}
         for job in list(active.values()):
-            if not awaits_source(job, held):
+            if not waits_for_source(job, held):
                 continue
             source = followed_by(job)
             early[job.id] = f"job {source} to run"

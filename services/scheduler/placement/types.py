@@ -140,7 +140,7 @@ class AddWorker(msgspec.Struct, frozen=True):
     pool: Pool
 
 
-class TakeBack(msgspec.Struct, frozen=True):
+class Reclaim(msgspec.Struct, frozen=True):
     """The worker ends what it has begun and goes."""
 
     job: str
@@ -170,7 +170,7 @@ class Requeue(msgspec.Struct, frozen=True):
     why: str
 
 
-Decision = Start | AddWorker | TakeBack | Preempt | Sleep | Requeue
+Decision = Start | AddWorker | Reclaim | Preempt | Sleep | Requeue
 
 
 class Plan(msgspec.Struct, frozen=True):

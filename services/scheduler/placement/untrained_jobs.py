@@ -27,7 +27,7 @@ SLEEPS = "a request: it sleeps, and the next one wakes it (serving.sleep_s)"
 LENT = "a request: idle, it lent its rollout workers to {}, and the next request wakes it"
 
 
-async def attend(
+async def update_untrained(
     store: Store,
     job: JobRecord,
     cluster: Cluster,
@@ -69,7 +69,7 @@ def followed_by(job: JobRecord) -> str:
     return id if which == "live" else ""
 
 
-def awaits_source(job: JobRecord, held: Container[str]) -> bool:
+def waits_for_source(job: JobRecord, held: Container[str]) -> bool:
     """It would serve the live policy of a job that is none of `held`, those that have workers. One that serves already
     goes on with what it has."""
     source = followed_by(job)

@@ -23,8 +23,8 @@ from nats.aio.client import Client
 from prometheus_client import Counter
 from redis.exceptions import RedisError
 
-from opentinker.services.scheduler.streams.nats_auth import Refused, standing
-from opentinker.shared.asyncio_tools import heed, rest
+from opentinker.services.scheduler.streams.nats_auth import ConnectionRefused, standing
+from opentinker.shared.asyncio_tools import await_cancellable, sleep
 from opentinker.shared.config import Settings
 from opentinker.shared.messaging.bus import LOST
 from opentinker.shared.messaging.permissions import SYSTEM, inbox
@@ -57,7 +57,7 @@ class _Reply(msgspec.Struct):
     error: _Error | None = None
 
 
-class HangingUp:
+class StreamDisconnector:
     def __init__(self, ctx: Context) -> None:
         self.ctx = ctx
         self._keys, self._connections = Keys(ctx.store.redis), StreamConnections(ctx.store.redis)
@@ -72,7 +72,7 @@ class HangingUp:
                     await self.look(nc)
                 except (RedisError, OSError, TimeoutError, nats.errors.Error) as error:  # again in a moment
                     log.warning("streams_not_looked_at", error=str(error) or type(error).__name__)
-                await rest(LOOK_S)
+                await sleep(LOOK_S)
 
     async def look(self, nc: Client) -> None:
         """Once over all groups of connections."""
@@ -87,7 +87,7 @@ class HangingUp:
         for group in groups:
             try:
                 standing(group, keys.get(group.key), tenants.get(group.job), now, auth=self.ctx.settings.auth)
-            except Refused as error:
+            except ConnectionRefused as error:
                 over.append((group, str(error)))
         room = asyncio.Semaphore(AT_ONCE)
         await asyncio.gather(*(self._close(nc, group, why, now, room, away) for group, why in over))
@@ -120,7 +120,7 @@ class HangingUp:
 async def _kick(nc: Client, one: Connection) -> bool:
     """False: its server has no such connection. Raises TimeoutError, nats.errors.Error."""
     asked = msgspec.json.encode({"cid": one.client})
-    reply = await heed(nc.request(KICK.format(server=one.server), asked, timeout=ANSWER_S))
+    reply = await await_cancellable(nc.request(KICK.format(server=one.server), asked, timeout=ANSWER_S))
     said = msgspec.json.decode(reply.data, type=_Reply)
     return said.error is None
 

@@ -15,7 +15,7 @@ import orjson
 import structlog
 from redis.exceptions import RedisError
 
-from opentinker.shared.asyncio_tools import rest
+from opentinker.shared.asyncio_tools import sleep
 from opentinker.shared.messaging.subjects import EVENT
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.types.telemetry import JobEvent
@@ -30,7 +30,7 @@ LINGER_S = 30.0
 AT_ONCE = 200
 
 
-class Feed:
+class EventFeed:
     def __init__(self, ctx: Context) -> None:
         self.ctx = ctx
         self._seen: dict[str, str] = {}
@@ -45,13 +45,13 @@ class Feed:
                 await self.look()
             except (RedisError, OSError, TimeoutError) as error:
                 log.warning("feed_waits", error=str(error) or type(error).__name__)
-                await rest(AGAIN_S)
+                await sleep(AGAIN_S)
 
     async def look(self) -> None:
         """Waits for entries, and passes them on."""
         await self._follow()
         if not self._seen:
-            await rest(LOOK_MS / 1000)
+            await sleep(LOOK_MS / 1000)
             return
         logs = {f"job:{job}:events": after for job, after in self._seen.items()}
         for name, entries in await self.ctx.store.redis.xread(logs, count=AT_ONCE, block=LOOK_MS):

@@ -72,11 +72,11 @@ class _Question(msgspec.Struct):
     nats: _Login
 
 
-class Refused(Exception):
+class ConnectionRefused(Exception):
     """`str(error)` is for the server's log: whoever asks is told nothing."""
 
 
-class Callout:
+class NatsAuthCallout:
     def __init__(self, ctx: Context) -> None:
         self.ctx = ctx
         settings = ctx.settings
@@ -120,7 +120,7 @@ class Callout:
                 credential = await self._admitted(login)
             about["jwt"] = self._signer.sign(user(credential, login.user_nkey))
             SEEN.labels("yes").inc()
-        except Refused as error:
+        except ConnectionRefused as error:
             about["error"] = str(error)
             SEEN.labels("no").inc()
         except (RedisError, OSError, TimeoutError) as error:
@@ -134,18 +134,18 @@ class Callout:
     async def _admitted(self, login: _Login) -> Credential:
         """With the time at which it ends, at the latest with its key. Raises Refused."""
         if login.client_info.type != "websocket":
-            raise Refused("credentials are for the WebSocket listener")
+            raise ConnectionRefused("credentials are for the WebSocket listener")
         now = time.time()
         credential = await self._credentials.find(login.connect_opts.auth_token, now)
         if credential is None:
-            raise Refused("no such credential, or not any more")
+            raise ConnectionRefused("no such credential, or not any more")
         group = Group(credential.key, credential.secret, credential.job)
         key = await self._keys.find(credential.key) if credential.key else None
         tenant = (await self.ctx.store.tenants_of([credential.job])).get(credential.job)
         until = min(credential.expires, standing(group, key, tenant, now, auth=self.ctx.settings.auth))
         one = Connection(login.server_id.id, login.client_info.id)
         if not await self._connections.note(group, one, until=until, now=now):
-            raise Refused("its key has too many connections")
+            raise ConnectionRefused("its key has too many connections")
         return msgspec.structs.replace(credential, expires=until)
 
 
@@ -156,11 +156,11 @@ def standing(group: Group, key: Key | None, tenant: str | None, now: float, *, a
         principal, until = ANYBODY, float("inf")
     else:
         if key is None or key.state(now) != "live" or not key.fits(group.secret, now):
-            raise Refused("the key that asked for it is over")
+            raise ConnectionRefused("the key that asked for it is over")
         principal, until = key.principal, key.expires or float("inf")
         until = until if key.digest == group.secret else min(until, key.old_until)
     if tenant is None or authorize(principal, Action.JOBS_READ, tenant) is not Verdict.ALLOWED:
-        raise Refused("its job is not there for it any more")
+        raise ConnectionRefused("its job is not there for it any more")
     return until
 
 

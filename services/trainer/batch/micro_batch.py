@@ -16,10 +16,10 @@ from opentinker.services.trainer.algorithm import losses
 from opentinker.services.trainer.algorithm.advantages import F64
 from opentinker.services.trainer.algorithm.credit_assignment import Credit
 from opentinker.services.trainer.algorithm.seats import players_of
-from opentinker.services.trainer.distributed.process_group import Gang
+from opentinker.services.trainer.distributed.process_group import ProcessGroup
 from opentinker.shared.nn.layout import I64, Layout, layout, with_ends
 from opentinker.shared.nn.packing import pack, share
-from opentinker.shared.nn.vision import marked
+from opentinker.shared.nn.vision import mark_image_tokens
 from opentinker.shared.spec import JobSpec
 from opentinker.shared.types.core import WeightVersion
 from opentinker.shared.types.errors import JobFailed
@@ -83,7 +83,7 @@ def micro_batches(
     version: WeightVersion,
     spec: JobSpec,
     device: torch.device,
-    gang: Gang | None = None,
+    gang: ProcessGroup | None = None,
 ) -> list[list[MicroBatch]]:
     """A batch -> per optimizer step its micro-batches; of a gang, this rank's.
 
@@ -94,13 +94,13 @@ def micro_batches(
     updates, first = [], 0
     for start in range(0, len(groups), size):
         part = groups[start : start + size]
-        updates.append(_update(part, first, version, spec, device, gang or Gang()))
+        updates.append(_update(part, first, version, spec, device, gang or ProcessGroup()))
         first += sum(len(group.trajectories) for group in part)
     return updates
 
 
 def _update(
-    groups: Sequence[Group], first: int, version: WeightVersion, spec: JobSpec, device: torch.device, gang: Gang
+    groups: Sequence[Group], first: int, version: WeightVersion, spec: JobSpec, device: torch.device, gang: ProcessGroup
 ) -> list[MicroBatch]:
     part = [t for group in groups for t in group.trajectories]
     images = {digest: data for group in groups for digest, data in group.images.items()}
@@ -150,7 +150,7 @@ def _micro_batch(
     batch_tokens: int,
     images: Mapping[str, bytes],
 ) -> MicroBatch:
-    rows, shown = marked(trajectories, images)
+    rows, shown = mark_image_tokens(trajectories, images)
     masks = [t.mask.astype(bool) for t in trajectories]
     counts = torch.tensor([int(mask.sum()) for mask in masks], device=device)
     reference = None
@@ -201,7 +201,7 @@ def give_credit(micros: Sequence[MicroBatch], credit: Credit) -> None:
             micro.returns_M = _tensor([credit.returns_S[i] for i in micro.members], np.float32, device)
 
 
-def values_of(micros: Sequence[MicroBatch], counts_S: Sequence[int], gang: Gang) -> list[F64]:
+def values_of(micros: Sequence[MicroBatch], counts_S: Sequence[int], gang: ProcessGroup) -> list[F64]:
     """The critic's values, trajectory by trajectory of the whole batch; `counts_S`: their sampled tokens."""
     ends = np.cumsum(counts_S)
     values = torch.zeros(int(ends[-1]), device=gang.device)
@@ -212,7 +212,7 @@ def values_of(micros: Sequence[MicroBatch], counts_S: Sequence[int], gang: Gang)
     return np.split(gang.sum(values).double().cpu().numpy(), ends[:-1])
 
 
-def end_values_of(micros: Sequence[MicroBatch], count: int, gang: Gang) -> F64:
+def end_values_of(micros: Sequence[MicroBatch], count: int, gang: ProcessGroup) -> F64:
     """The critic's values of the states in which the `count` trajectories of the whole batch were left; 0 of those that
     were not truncated."""
     values = torch.zeros(count, device=gang.device)

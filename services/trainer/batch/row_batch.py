@@ -11,7 +11,7 @@ from torch import Tensor
 
 from opentinker.services.trainer.data.chat import Tokens
 from opentinker.services.trainer.data.examples import Example
-from opentinker.services.trainer.distributed.process_group import Gang
+from opentinker.services.trainer.distributed.process_group import ProcessGroup
 from opentinker.shared.nn.layout import Layout, layout
 from opentinker.shared.nn.packing import pack, share
 
@@ -38,14 +38,14 @@ class RowBatch:
 
 
 def row_batches(
-    examples: Sequence[Example], tokens_per_micro_batch: int, device: torch.device, gang: Gang | None = None
+    examples: Sequence[Example], tokens_per_micro_batch: int, device: torch.device, gang: ProcessGroup | None = None
 ) -> Iterator[RowBatch]:
     """In order; the parts of an example stay together, and what they begin with alike is computed once.
 
     Of a gang, this rank's: neighbours, about equally many tokens each. Every rank makes as many passes as the others,
     for they may share weights; one that has fewer micro-batches makes the smallest pass there is.
     """
-    gang = gang or Gang()
+    gang = gang or ProcessGroup()
     lengths = [len(example) for example in examples]
     passes_R = [
         [[own[n] for n in places] for places in pack([lengths[n] for n in own], tokens_per_micro_batch)]

@@ -24,9 +24,9 @@ import torch
 
 from opentinker.services.trainer.algorithm.advantages import F64
 from opentinker.services.trainer.data.examples import Example
-from opentinker.services.trainer.distributed.process_group import HOST, PATIENCE_S, Gang
+from opentinker.services.trainer.distributed.process_group import HOST, PATIENCE_S, ProcessGroup
 from opentinker.services.trainer.distributed.rank_main import LEARNERS, make
-from opentinker.services.trainer.distributed.rank_processes import Ranks
+from opentinker.services.trainer.distributed.rank_processes import RankProcesses
 from opentinker.services.trainer.distributed.rank_protocol import (
     Command,
     Evaluate,
@@ -50,14 +50,14 @@ from opentinker.shared.types.trajectories import Group
 T = TypeVar("T")
 
 
-class Ranked:
+class MultiRankLearner:
     """What learners of groups and of rows have in common."""
 
     def __init__(self, spec: JobSpec, device: str) -> None:
         self.spec, self.device = spec, device
         self.world = spec.resources.ranks
         self.total_steps = spec.train.steps
-        self.ranks: Ranks | None = None
+        self.ranks: RankProcesses | None = None
         self.own: Any = LEARNERS[spec.kind](spec, device)
         self._threads = torch.get_num_threads()
         self._closing = threading.Lock()
@@ -114,7 +114,7 @@ class Ranked:
             )
         threads = max(1, min(self._threads, (os.cpu_count() or 1) // self.world))
         torch.set_num_threads(threads)
-        ranks = Ranks(self.world, partial(_variables, threads))
+        ranks = RankProcesses(self.world, partial(_variables, threads))
         with self._closing:
             closed = self._closed
             self.ranks = None if closed else ranks
@@ -123,7 +123,7 @@ class Ranked:
             raise OpenTinkerError("the job has been let go")
         store, port = transport.host_store(HOST, self.world, PATIENCE_S)
         self.own.gang = self._run(
-            Join(self.device, port, self.world), lambda: Gang.join(port, 0, self.world, self.device, store)
+            Join(self.device, port, self.world), lambda: ProcessGroup.join(port, 0, self.world, self.device, store)
         )
 
     def _run(self, command: Command, part: Callable[[], T]) -> T:
@@ -131,7 +131,7 @@ class Ranked:
         return self.ranks.run(command, part)
 
 
-class RankedLearner(Ranked):
+class RankedLearner(MultiRankLearner):
     own: TorchLearner
 
     @property
@@ -148,7 +148,7 @@ class RankedLearner(Ranked):
         return self._run(Gather(checkpoint=False), lambda: self.own.snapshot(version))
 
 
-class RankedRows(Ranked):
+class RankedRows(MultiRankLearner):
     own: RowPolicy
 
     def prepare(self, examples: list[Example], home: Path) -> None:

@@ -23,14 +23,14 @@ BUCKET_ELEMENTS = 1 << 24
 """Gradients are summed in flat buckets of about so many numbers."""
 
 
-class Gang:
+class ProcessGroup:
     def __init__(self, rank: int = 0, world: int = 1, device: str = "cpu") -> None:
         self.rank, self.world, self.device = rank, world, device
         self.destroy: Callable[[], None] = dist.destroy_process_group
         """A library that remembers the group has a way of its own."""
 
     @classmethod
-    def join(cls, port: int, rank: int, world: int, device: str, store: dist.TCPStore | None = None) -> Gang:
+    def join(cls, port: int, rank: int, world: int, device: str, store: dist.TCPStore | None = None) -> ProcessGroup:
         """Blocks until all `world` ranks are there. `store`: of rank 0, which listens on `port` already."""
         patience = datetime.timedelta(seconds=PATIENCE_S)
         store = store or dist.TCPStore(HOST, port, world, is_master=False, timeout=patience, wait_for_workers=False)

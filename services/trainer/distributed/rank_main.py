@@ -21,7 +21,7 @@ from typing import Any
 
 import orjson
 
-from opentinker.services.trainer.distributed.process_group import Gang
+from opentinker.services.trainer.distributed.process_group import ProcessGroup
 from opentinker.services.trainer.distributed.rank_protocol import (
     HEAD,
     Answer,
@@ -34,16 +34,16 @@ from opentinker.services.trainer.distributed.rank_protocol import (
     Join,
     Load,
     Prepare,
-    Refused,
     RowStep,
     Step,
+    StepRefused,
     ToRank,
     examples_of,
     frame,
 )
 from opentinker.services.trainer.learners.base import Interrupted, NonFinite, is_out_of_memory, too_large
 from opentinker.services.trainer.learners.dpo import DpoLearner
-from opentinker.services.trainer.learners.policy_model import Policy
+from opentinker.services.trainer.learners.policy_model import PolicyModel
 from opentinker.services.trainer.learners.rl import TorchLearner
 from opentinker.services.trainer.learners.sft import SftLearner
 from opentinker.shared.spec import JobSpec, parse_spec
@@ -76,11 +76,11 @@ def end_with_trainer() -> None:
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-LEARNERS: dict[str, type[Policy]] = {"rl": TorchLearner, "sft": SftLearner, "dpo": DpoLearner}
+LEARNERS: dict[str, type[PolicyModel]] = {"rl": TorchLearner, "sft": SftLearner, "dpo": DpoLearner}
 """By kind of job, of one rank."""
 
 
-def make(spec: JobSpec, gang: Gang) -> Policy:
+def make(spec: JobSpec, gang: ProcessGroup) -> PolicyModel:
     """One rank's learner."""
     learner = LEARNERS[spec.kind]
     if spec.train.parallel != "data":
@@ -94,7 +94,7 @@ class Rank:
     def __init__(self, trainer: socket.socket, rank: int) -> None:
         self._trainer, self._rank = trainer, rank
         self._writing = threading.Lock()
-        self._gang = Gang()
+        self._gang = ProcessGroup()
         self._learner: Any = None
 
     def serve(self) -> None:
@@ -106,20 +106,20 @@ class Rank:
                 try:
                     self._obey(command)
                 except NonFinite as error:
-                    self._say(Refused(str(error), finite=False))
+                    self._say(StepRefused(str(error), finite=False))
                 except (JobFailed, Interrupted) as error:
-                    self._say(Refused(str(error), finite=True))
+                    self._say(StepRefused(str(error), finite=True))
                 except (MemoryError, RuntimeError) as error:
                     if not is_out_of_memory(error):
                         raise
-                    self._say(Refused(too_large(error), finite=True))
+                    self._say(StepRefused(too_large(error), finite=True))
                 else:
                     self._say(Done())
 
     def _obey(self, command: Command) -> None:
         match command:
             case Join(device=device, port=port, world=world):
-                self._gang = Gang.join(port, self._rank, world, device)
+                self._gang = ProcessGroup.join(port, self._rank, world, device)
             case Load():
                 self._load(command)
             case Step(groups=groups, version=version):

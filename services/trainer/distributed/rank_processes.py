@@ -30,7 +30,7 @@ from opentinker.services.trainer.distributed.rank_protocol import (
     Beat,
     Command,
     FromRank,
-    Refused,
+    StepRefused,
     ToRank,
     frame,
 )
@@ -131,7 +131,7 @@ class _Process:
         self.socket.close()
 
 
-class Ranks:
+class RankProcesses:
     """`variables(rank)`: environment variables of that rank's process."""
 
     def __init__(self, world: int, variables: Callable[[int], dict[str, str]]) -> None:
@@ -178,7 +178,7 @@ class Ranks:
         for process in self._processes:
             process.answer = None
         value, error = self._own(together, wait_for_all=True)
-        refusals = [p.answer for p in self._processes if isinstance(p.answer, Refused)]
+        refusals = [p.answer for p in self._processes if isinstance(p.answer, StepRefused)]
         if error is None and not refusals:
             return value  # type: ignore[no-any-return]
         if not (isinstance(error, JobFailed | Interrupted) and len(refusals) == len(self._processes)):
@@ -231,7 +231,7 @@ class Ranks:
                 if self._outcome is not None and _left_behind(self._outcome[1]):
                     return self._outcome
                 failed = (self._outcome is not None and self._outcome[1] is not None) or any(
-                    isinstance(answer, Refused) for answer in answers
+                    isinstance(answer, StepRefused) for answer in answers
                 )
                 if failed:
                     grace = grace or time.monotonic() + GRACE_S

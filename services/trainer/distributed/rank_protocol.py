@@ -91,7 +91,7 @@ class Done(msgspec.Struct, frozen=True, tag=True):
     pass
 
 
-class Refused(msgspec.Struct, frozen=True, tag=True):
+class StepRefused(msgspec.Struct, frozen=True, tag=True):
     """The command was not carried out: `finite` tells a refused step from what fails the job."""
 
     why: str
@@ -103,7 +103,7 @@ class Beat(msgspec.Struct, frozen=True, tag=True):
 
 
 Command = Join | Load | Step | Prepare | RowStep | Evaluate | Gather
-Answer = Done | Refused | Beat
+Answer = Done | StepRefused | Beat
 
 
 class ToRank(msgspec.Struct, frozen=True):

@@ -34,10 +34,10 @@ from deepspeed.utils import (
 from torch import Tensor, nn
 from transformers.core_model_loading import revert_weight_conversion
 
-from opentinker.services.trainer.distributed.process_group import Gang
+from opentinker.services.trainer.distributed.process_group import ProcessGroup
 from opentinker.services.trainer.learners import optimizer_state
 from opentinker.services.trainer.learners.base import BUCKET_BYTES
-from opentinker.services.trainer.learners.policy_model import Policy, Saved
+from opentinker.services.trainer.learners.policy_model import PolicyModel, Saved
 from opentinker.shared.nn import transport
 from opentinker.shared.nn.forward import SIGHT, token_scores
 from opentinker.shared.nn.layout import Layout
@@ -58,7 +58,7 @@ warnings.filterwarnings("ignore", message=".*is deprecated", category=FutureWarn
 class _Packed(nn.Module):  # type: ignore[misc]
     """What the engine wraps: a pass over one micro-batch, so that it sees where each begins."""
 
-    def __init__(self, causal: nn.Module, dtype: torch.dtype, gang: Gang) -> None:
+    def __init__(self, causal: nn.Module, dtype: torch.dtype, gang: ProcessGroup) -> None:
         super().__init__()
         self.causal, self.device, self.dtype, self.gang = causal, gang.device, dtype, gang
 
@@ -67,12 +67,12 @@ class _Packed(nn.Module):  # type: ignore[misc]
             return token_scores(self.causal, plan, agree=self.gang.most, **options)
 
 
-def sharing(learner: type[Policy]) -> type[Policy]:
+def sharing(learner: type[PolicyModel]) -> type[PolicyModel]:
     """The class that learns as `learner` does, with shares."""
     return type(f"Zero{learner.__name__}", (Zero, learner), {})
 
 
-class Zero(Policy):
+class Zero(PolicyModel):
     """How a policy that is shared does what every policy does."""
 
     engine: Any = None

@@ -20,7 +20,7 @@ from torch import Tensor
 from opentinker.services.trainer.algorithm.preference import ipo, sigmoid
 from opentinker.services.trainer.batch.row_batch import RowBatch, row_batches
 from opentinker.services.trainer.data.examples import Example, fingerprint
-from opentinker.services.trainer.learners.policy_model import Policy
+from opentinker.services.trainer.learners.policy_model import PolicyModel
 from opentinker.services.trainer.learners.supervised import RowPolicy
 from opentinker.shared.types.core import F32
 from opentinker.shared.types.manifest import START
@@ -111,9 +111,9 @@ class DpoLearner(RowPolicy):
         measured: F32 = self.gang.sum(found).cpu().numpy()
         return measured
 
-    def _at_start(self, start: Path) -> Policy:
+    def _at_start(self, start: Path) -> PolicyModel:
         """The model as it was before the first step, whole on every rank. Our random state stays as it is."""
-        policy = Policy(self.spec, self.device)
+        policy = PolicyModel(self.spec, self.device)
         with torch.random.fork_rng(devices=None if self.device == "cuda" else []):
             if self.spec.start is None:
                 policy.load(None)

@@ -23,7 +23,7 @@ from peft import get_peft_model_state_dict
 from torch import Tensor, nn
 from transformers.core_model_loading import revert_weight_conversion
 
-from opentinker.services.trainer.distributed.process_group import Gang
+from opentinker.services.trainer.distributed.process_group import ProcessGroup
 from opentinker.services.trainer.learners import optimizer_state
 from opentinker.services.trainer.learners.base import BUCKET_BYTES, Interrupted, NonFinite
 from opentinker.shared.nn import transport
@@ -46,13 +46,13 @@ class Saved(NamedTuple):
     """See `train_state`."""
 
 
-class Policy:
+class PolicyModel:
     """AdamW on one model, on one device; with a gang, the same model on the devices of all its ranks."""
 
-    def __init__(self, spec: JobSpec, device: str = "cpu", gang: Gang | None = None) -> None:
+    def __init__(self, spec: JobSpec, device: str = "cpu", gang: ProcessGroup | None = None) -> None:
         self.spec = spec
         self.device = device
-        self.gang = gang or Gang(device=device)
+        self.gang = gang or ProcessGroup(device=device)
         self.dtype = torch_dtype(spec.model.dtype)
         self.total_steps = spec.train.steps
         """Of the schedule. Where data.epochs say how many, whoever has read the data sets it."""
@@ -242,7 +242,7 @@ class Policy:
 
     def _forward_whole(self, plan: Layout) -> Tensor:
         """Log-probabilities [M], computed by whoever takes the snapshot."""
-        return Policy.forward(self, plan)[0]
+        return PolicyModel.forward(self, plan)[0]
 
     def save(self, directory: Path) -> None:
         """Model (or adapter) and tokenizer at the top, trainer state below `trainer/`."""

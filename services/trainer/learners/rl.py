@@ -1,6 +1,6 @@
 """The learner: batches in, gradient steps, weight snapshots and checkpoints out. Stands behind `learner.Learner`.
 
-Weights, optimizer and random state are those of `policy.Policy`; here is what RL does with them.
+Weights, optimizer and random state are those of `policy.PolicyModel`; here is what RL does with them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from opentinker.services.trainer.batch.micro_batch import (
 from opentinker.services.trainer.batch.step_metrics import StepRecord, record_metrics
 from opentinker.services.trainer.learners.base import Interrupted, NonFinite
 from opentinker.services.trainer.learners.critic import Critic, critic_columns, critic_metrics
-from opentinker.services.trainer.learners.policy_model import Policy
+from opentinker.services.trainer.learners.policy_model import PolicyModel
 from opentinker.shared.types.core import WeightVersion
 from opentinker.shared.types.manifest import CRITIC
 from opentinker.shared.types.trajectories import Group
@@ -40,7 +40,7 @@ PROBE_EVERY = 4
 """Versions. A pass over a few tokens takes 4 % of a step of the smallest models."""
 
 
-class TorchLearner(Policy):
+class TorchLearner(PolicyModel):
     """AdamW on the loss that the spec's algorithm puts together, on one device; with a gang, its rank's part of it."""
 
     credited: Sequence[F64] | None = None

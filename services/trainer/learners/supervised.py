@@ -17,10 +17,10 @@ from opentinker.services.trainer.batch.micro_batch import size_metrics
 from opentinker.services.trainer.batch.row_batch import RowBatch, row_batches
 from opentinker.services.trainer.data.examples import Example
 from opentinker.services.trainer.learners.base import NonFinite
-from opentinker.services.trainer.learners.policy_model import Policy
+from opentinker.services.trainer.learners.policy_model import PolicyModel
 
 
-class RowPolicy(Policy, ABC):
+class RowPolicy(PolicyModel, ABC):
     advice = "a lower lr"
     """To whom a step is refused."""
 

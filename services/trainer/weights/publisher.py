@@ -21,7 +21,7 @@ import structlog
 
 from opentinker.services.trainer.learners.base import BUCKET_BYTES, SnapshotLike
 from opentinker.services.trainer.weights.swap_rpc import Failure, SwapCalls
-from opentinker.shared.asyncio_tools import set_within
+from opentinker.shared.asyncio_tools import wait_event
 from opentinker.shared.messaging.subjects import WAKE
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.types.core import SIMULATED, Lease, SwapCommand, SwapReply, WeightVersion, WorkerInfo
@@ -85,7 +85,7 @@ class Publisher:
             while True:
                 if self.ctx.bus.nc.is_connected:
                     await self._turn()
-                if await set_within(self._wake, LOOK_S):
+                if await wait_event(self._wake, LOOK_S):
                     self._wake.clear()
         finally:
             await subscription.unsubscribe()

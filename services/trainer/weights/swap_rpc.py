@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from opentinker.shared.asyncio_tools import put_down
+from opentinker.shared.asyncio_tools import cancel_and_wait
 from opentinker.shared.messaging.bus import NoReply, NoResponders
 from opentinker.shared.messaging.subjects import SWAP
 from opentinker.shared.runtime.liveness import Pulses
@@ -75,7 +75,7 @@ class SwapCalls:
             result = await part
             await asyncio.wait(asks, timeout=patience_s)
         finally:
-            await put_down(*asks)
+            await cancel_and_wait(*asks)
         late = Failure(f"no answer {patience_s:.1f} s after the trainer had done its part", late=True)
         return result, [late if ask.cancelled() else ask.result() for ask in asks]
 
@@ -99,7 +99,7 @@ class SwapCalls:
         except WireError as error:
             return Failure(str(error))
         finally:
-            await put_down(asking)
+            await cancel_and_wait(asking)
         return reply if reply.ok else Failure(reply.error)
 
     async def _absent(self, worker: WorkerInfo) -> str:

@@ -14,7 +14,7 @@ from typing import Any, Literal, TypeVar
 
 from opentinker.envs.builtin.gsm8k import answer_of
 from opentinker.envs.grading import Grade, graders
-from opentinker.envs.runtime.tools.tool_factory import Shop, Tools
+from opentinker.envs.runtime.tools.tool_factory import ToolFactory, Tools
 from opentinker.envs.tools import Outcome, perform
 from opentinker.shared.config import Settings
 from opentinker.shared.types.core import ToolCall
@@ -25,13 +25,13 @@ _starting = threading.Lock()
 
 
 @cache
-def _started() -> tuple[asyncio.AbstractEventLoop, Shop]:
+def _started() -> tuple[asyncio.AbstractEventLoop, ToolFactory]:
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, name="opentinker-beside", daemon=True).start()
-    return loop, Shop(Settings())
+    return loop, ToolFactory(Settings())
 
 
-def _beside() -> tuple[asyncio.AbstractEventLoop, Shop]:
+def _beside() -> tuple[asyncio.AbstractEventLoop, ToolFactory]:
     with _starting:
         return _started()
 

@@ -28,7 +28,7 @@ import aiohttp
 
 from opentinker.envs.base import Environment
 from opentinker.envs.game import AbstractGame
-from opentinker.envs.runtime.in_process_server import Stage
+from opentinker.envs.runtime.in_process_server import InProcessServer
 from opentinker.sdk.http import ApiError, Http
 from opentinker.sdk.wait_notice import Waiting, why
 from opentinker.shared.messaging.websocket_frames import (
@@ -74,7 +74,7 @@ class AsyncServing:
     ) -> None:
         if concurrency < 1:
             raise ApiError("concurrency must be at least 1")
-        self._stage = Stage(environment, concurrency)
+        self._stage = InProcessServer(environment, concurrency)
         self.name = name or self._stage.kind.__name__
         if not NAME.fullmatch(self.name):
             raise ApiError(

@@ -11,7 +11,7 @@ import structlog
 from aiohttp import WSCloseCode, web
 
 from opentinker.envs.base import Environment
-from opentinker.envs.runtime.in_process_server import Stage
+from opentinker.envs.runtime.in_process_server import InProcessServer
 from opentinker.shared.messaging.websocket_frames import (
     FRAME_BYTES,
     HEARTBEAT_S,
@@ -30,7 +30,7 @@ MOST_CONNECTIONS = 4096
 @asynccontextmanager
 async def listening(environment: type[Environment] | str, host: str, port: int, concurrency: int) -> AsyncIterator[str]:
     """Serve while the block runs; gives the URL. Port 0 takes a free one. Whoever reaches the address may play."""
-    stage = Stage(environment, concurrency)
+    stage = InProcessServer(environment, concurrency)
     sockets: set[web.WebSocketResponse] = set()
     hello = Hello(
         process=uuid.uuid4().hex,
