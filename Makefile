@@ -113,7 +113,6 @@ learning: setup
 
 docs: setup
 	$(BIN)/opentinker spec --markdown > docs/job-spec.md
-	$(BIN)/python -m opentinker.shared.messaging.asyncapi > docs/asyncapi.json
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 	@echo "site/index.html"
 

@@ -1,4 +1,4 @@
-"""Hook of mkdocs: reference pages that are made of the code each time, and lie nowhere."""
+"""MkDocs hook: generates the reference pages and the AsyncAPI document from the code at every build."""
 
 from __future__ import annotations
 
@@ -16,12 +16,14 @@ from opentinker.services.scheduler.http.openapi import document
 from opentinker.services.scheduler.http.server import Api
 from opentinker.shared import api_types as types_of_answers
 from opentinker.shared.config import Settings
+from opentinker.shared.messaging import asyncapi
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     files.append(File.generated(config, "api/cli.md", content=_command_line()))
     files.append(File.generated(config, "api/http.md", content="\n".join(_http())))
     files.append(File.generated(config, "api/settings.md", content="\n".join(_settings())))
+    files.append(File.generated(config, "asyncapi.json", content=asyncapi.written()))
     return files
 
 
@@ -34,8 +36,8 @@ def _command_line() -> str:
 def _settings() -> Iterator[str]:
     yield "# Settings of services\n"
     yield (
-        "Of every service, by environment variable (`OPENTINKER_` and the name in capitals) or in the TOML file that "
-        "`OPENTINKER_CONFIG` names; the variable wins. Unknown names and bad values are refused at the start.\n"
+        "Every service reads these from environment variables (`OPENTINKER_` and the name in capitals) and from the TOML file "
+        "that `OPENTINKER_CONFIG` names; the variable wins. A service refuses to start with an unknown name or a bad value.\n"
     )
     yield "| setting | type | default | |\n| --- | --- | --- | --- |"
     for name, field in Settings.model_fields.items():
@@ -46,7 +48,7 @@ def _settings() -> Iterator[str]:
 
 
 def _kind(annotation: Any) -> str:
-    """In words that a table can hold."""
+    """Return the type as text for a table cell."""
     parts = get_args(annotation)
     if get_origin(annotation) is Annotated:
         return _kind(parts[0])

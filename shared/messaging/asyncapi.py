@@ -1,8 +1,8 @@
-"""An AsyncAPI document of everything that is said on NATS, made of `subjects.py` and the structs that it names.
+"""Generates the AsyncAPI document of all NATS messages from `subjects.py` and the structs that it names.
 
-    python -m opentinker.shared.messaging.asyncapi > docs/asyncapi.json
+    python -m opentinker.shared.messaging.asyncapi > asyncapi.json
 
-What is written about subjects and fields is what stands below them in the code.
+Descriptions are the docstrings below subjects and fields. `make docs` puts the document beside the pages.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ PARAMETERS = {
 }
 INTRODUCTION = """\
 What OpenTinker's processes say to each other and to dashboards on NATS. Channels tagged `dashboard` are open to whoever
-may read a job: `POST /v1/jobs/JOB/stream-credentials` gives a token for them (docs/knowing.md). JSON there; msgpack
+may read a job: `POST /v1/jobs/JOB/stream-credentials` gives a token for them (docs/observability.md). JSON there; msgpack
 between services, where what stands here as base64 is raw bytes."""
 
 
