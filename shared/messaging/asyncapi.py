@@ -37,8 +37,8 @@ PARAMETERS = {
 }
 INTRODUCTION = """\
 What OpenTinker's processes say to each other and to dashboards on NATS. Channels tagged `dashboard` are open to whoever
-may read a job: `POST /v1/jobs/JOB/stream-credentials` gives a token for them (docs/observability.md). JSON there; msgpack
-between services, where what stands here as base64 is raw bytes."""
+may read a job: `POST /v1/jobs/JOB/stream-credentials` gives a token for them (docs/observability.md). JSON there;
+msgpack between services, where what stands here as base64 is raw bytes."""
 
 
 def document() -> dict[str, Any]:
