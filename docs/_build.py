@@ -36,9 +36,9 @@ def _command_line() -> str:
 def _settings() -> Iterator[str]:
     yield "# Settings of services\n"
     yield (
-        "Every service reads these from environment variables (`OPENTINKER_` and the name in capitals) and from the TOML
-        file " "that `OPENTINKER_CONFIG` names; the variable wins. A service refuses to start with an unknown name or a
-        bad value.\n"
+        "Every service reads these from environment variables (`OPENTINKER_` and the name in capitals) and from the "
+        "TOML file that `OPENTINKER_CONFIG` names; the variable wins. A service refuses to start with an unknown name "
+        "or a bad value.\n"
     )
     yield "| setting | type | default | |\n| --- | --- | --- | --- |"
     for name, field in Settings.model_fields.items():

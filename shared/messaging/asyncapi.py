@@ -36,9 +36,9 @@ PARAMETERS = {
     "asker": "The scheduler that has asked.",
 }
 INTRODUCTION = """\
-What OpenTinker's processes say to each other and to dashboards on NATS. Channels tagged `dashboard` are open to whoever
-may read a job: `POST /v1/jobs/JOB/stream-credentials` gives a token for them (docs/observability.md). JSON there;
-msgpack between services, where what stands here as base64 is raw bytes."""
+NATS messages between OpenTinker's processes, and from them to dashboards. Clients may subscribe to channels tagged
+`dashboard` if they may read the job: `POST /v1/jobs/JOB/stream-credentials` returns a token (docs/observability.md).
+Those channels carry JSON; services exchange msgpack, in which fields shown here as base64 are raw bytes."""
 
 
 def document() -> dict[str, Any]:
