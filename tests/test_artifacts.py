@@ -18,7 +18,7 @@ from opentinker.services.scheduler.artifacts.archiver import Archiver
 from opentinker.services.scheduler.artifacts.catalog import Artifacts
 from opentinker.services.scheduler.artifacts.store import ArtifactStore, DirectoryStore, store_of
 from opentinker.shared.config import Settings, load_settings
-from opentinker.shared.messaging.subjects import LOG
+from opentinker.shared.messaging.subjects import LOG, METRIC
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.runtime.telemetry import MetricSource
 from opentinker.shared.spec import parse_spec
@@ -292,9 +292,25 @@ async def test_what_is_left_expires_but_for_what_is_published(client: AsyncClien
     assert [event["event"] for event in await client.event_log(job)].count("artifacts_expired") == 1
     assert not (ctx.settings.data_dir / "jobs" / job).exists()
     assert {entry["path"] for entry in await client.artifacts(job)} == {"checkpoints/step-000010/trainer/state.json"}
+    await MetricSource(ctx.bus, job, "trainer").emit(1, {"reward/mean": 0.5})
+    await until(lambda: _has_metrics(ctx, job, 1))
     await client.unpublish("good")
     await until(lambda: _kept(ctx, job, []))
     await until(lambda: _empty(ctx, f"default/{job}"))
+    await until(lambda: _has_metrics(ctx, job, 0))
+    await until(lambda: _is_deleted(client, job))
+    assert not await ctx.store.redis.exists(f"adm:{job}", f"job:{job}:failures")
+    with pytest.raises(ApiError) as gone:
+        await client.metrics(job)
+    assert gone.value.status == 410
+
+
+async def _has_metrics(ctx: Context, job: str, count: int) -> bool:
+    return len(await ctx.bus.history(METRIC, 0, 10, job=job, source="*")) == count
+
+
+async def _is_deleted(client: AsyncClient, job: str) -> bool:
+    return (await client.job(job))["deleted"] is not None
 
 
 async def _expired(client: AsyncClient, job: str) -> bool:

@@ -43,10 +43,11 @@ from opentinker.services.scheduler.artifacts.store import (
 )
 from opentinker.shared.asyncio_tools import sleep, wait_event
 from opentinker.shared.messaging import subjects
-from opentinker.shared.messaging.bus import NoReply
+from opentinker.shared.messaging.bus import Bus, NoReply
 from opentinker.shared.runtime.service import Context, first_failure
 from opentinker.shared.state.artifacts import CHECKPOINTS, ArtifactEntry, checkpoint_path
 from opentinker.shared.state.redis_script import UNFENCED
+from opentinker.shared.state.store import Store
 from opentinker.shared.state.usage import Usage
 from opentinker.shared.types.core import JobRecord
 from opentinker.shared.types.errors import Fenced, NotFound
@@ -62,6 +63,16 @@ ORPHAN_S = 3600.0
 """What is half done for so long nobody works on any more."""
 COUNT_S = 30.0
 """So often the day's usage learns what is stored."""
+
+HISTORY = (
+    (subjects.METRICS, subjects.METRIC, "source"),
+    (subjects.LOGS, subjects.LOG, "level"),
+    (subjects.TIMELINES, subjects.TIMELINE, "worker"),
+)
+"""Streams that keep messages about a job, with the part of the subject that varies within one job."""
+
+RETRIED = (StoreUnavailable, NoReply, nats.errors.Error, TimeoutError, OSError, NotFound)
+"""Errors after which a job is handled again at the next look."""
 
 
 class Archiver:
@@ -119,17 +130,13 @@ class Archiver:
         for job in await self.store.jobs(await self.index.opened()):
             try:
                 await self._look_at(job, in_use.get(job.id, set()), over=job.state.final and job.id not in ending)
-            except (
-                StoreUnavailable,
-                NoReply,
-                nats.errors.Error,
-                OSError,
-                NotFound,
-            ) as error:  # looked at again in a moment
+            except RETRIED as error:
                 log.warning("artifacts_later", job=job.id, error=str(error))
-        for id in await self.index.expired(time.time()):
-            for job in await self.store.jobs([id]):
-                await self._expire(job, in_use.get(id, set()))
+        for job in await self.store.jobs(await self.index.expired(time.time())):
+            try:
+                await self._expire(job, in_use.get(job.id, set()))
+            except RETRIED as error:
+                log.warning("artifacts_later", job=job.id, error=str(error))
         self._news.set()
 
     async def count(self) -> None:
@@ -198,11 +205,16 @@ class Archiver:
         if gone or self.artifacts.home(job).exists():
             await self.index.sweep_all(job.id, leader=self.leader)
             await self.clean()
-        if gone:
+        everything = len(gone) == len(kept)
+        if everything:
+            await delete_history(self.ctx.bus, self.store, job.id)
+        if gone or everything:
             detail = {"artifacts": len(gone), "bytes": sum(kept[path].bytes for path in gone)}
-            await self.store.update(job.id, event="artifacts_expired", detail=detail, leader=self.leader)
+            deleted = time.time() if everything else job.deleted
+            event = "artifacts_expired"
+            await self.store.update(job.id, event=event, detail=detail, leader=self.leader, deleted=deleted)
             log.info("artifacts_expired", job=job.id, **detail)
-        if len(gone) == len(kept):
+        if everything:
             await self.index.over(job.id, leader=self.leader)
 
     # --- put -----------------------------------------------------------------------------------------------------
@@ -363,6 +375,14 @@ class Archiver:
         for path, written in ((LOG, lines), (EVENTS, events)):
             await asyncio.to_thread((work / path).write_bytes, b"".join(line + b"\n" for line in written))
         return [*paths, LOG, EVENTS]
+
+
+async def delete_history(bus: Bus, store: Store, job: str) -> None:
+    """Delete a finished job's metrics, log lines, timeline and Redis keys; its record, state changes and usage stay."""
+    for stream, subject, rest in HISTORY:
+        assert stream.name is not None
+        await bus.purge(stream.name, subject.at(job=job, **{rest: "*"}))
+    await store.forget(job)
 
 
 def used_by(active: Iterable[JobRecord]) -> dict[str, set[int]]:

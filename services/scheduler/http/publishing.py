@@ -6,8 +6,6 @@ not over begins with it, or serves it) is not taken away either.
 
 from __future__ import annotations
 
-import asyncio
-import shutil
 import time
 from collections.abc import Collection
 from typing import Annotated, Any
@@ -17,18 +15,17 @@ from aiohttp import web
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from opentinker.services.scheduler.artifacts import checkpoint_dir
-from opentinker.services.scheduler.artifacts.archiver import Archiver, used_by
+from opentinker.services.scheduler.artifacts.archiver import Archiver, delete_history, used_by
+from opentinker.services.scheduler.artifacts.store import StoreUnavailable
 from opentinker.services.scheduler.http.artifacts import step_of
 from opentinker.services.scheduler.http.auth import may_see, principal_of, tenant_of
 from opentinker.services.scheduler.http.errors import json_response, parsed, read_json
 from opentinker.services.scheduler.http.jobs import JobsApi
-from opentinker.shared.messaging.subjects import LOG, LOGS, METRIC, METRICS, TIMELINE, TIMELINES
 from opentinker.shared.spec.start import PUBLISHED, SAVED
 from opentinker.shared.state.artifacts import Publication, checkpoint_path
 from opentinker.shared.types.core import JobRecord
 from opentinker.shared.types.errors import Conflict, NotFound, SpecError
 
-SAID = ((METRICS, METRIC, "source"), (LOGS, LOG, "level"), (TIMELINES, TIMELINE, "worker"))
 """What services said of jobs: streams, their subjects, and what stands there beside the job."""
 
 
@@ -115,12 +112,12 @@ class PublishingApi:
         await self._refuse_needed(job, steps)
         size = sum(entry["bytes"] for entry in await self.artifacts.listed(job))
         await self.index.remove(job.tenant, job.id, list(await self.index.of(job.id)))
-        await asyncio.to_thread(shutil.rmtree, self.artifacts.home(job), ignore_errors=True)
+        try:
+            await self.artifacts.workshop.delete(job.id)
+        except StoreUnavailable as error:
+            raise Conflict(f"files of job {job.id} could not be removed ({error}); delete it again") from error
         await self.index.over(job.id)
-        for stream, subject, rest in SAID:
-            assert stream.name is not None
-            await self.jobs.bus.purge(stream.name, subject.at(job=job.id, **{rest: "*"}))
-        await self.store.forget(job.id)
+        await delete_history(self.jobs.bus, self.store, job.id)
         detail = {"bytes": size, "by": principal_of(request).key}
         await self.store.update(job.id, event="artifacts_removed", detail=detail, deleted=time.time())
         return json_response({"job": job.id, "steps": sorted(steps), "bytes": size})
