@@ -351,8 +351,9 @@ async def test_a_queued_job_waits_for_a_worker_and_says_so(site: Site) -> None:
     second = (await site.client.submit({"name": "y", "kind": "inference", "model": {"base": "m"}}))["id"]
 
     async def waits() -> bool:
-        held = f"a free rollout worker (held by inference job {first}; cancel it or add a rollout worker)"
-        return bool((await site.client.job(second))["waiting_for"] == held)
+        held = f"a free rollout worker (held by inference job {first}; cancel it or add a rollout worker; "
+        lends = "an inference job lends its workers after 120 s without requests)"
+        return bool((await site.client.job(second))["waiting_for"] == held + lends)
 
     await until(waits)
     async with site.openai(second) as model:

@@ -53,6 +53,16 @@ async def test_the_page_may_load_and_reach_nothing_but_this_server(built: Path, 
         assert response.headers["Cache-Control"] == "no-cache"
 
 
+async def test_head_is_answered_like_get_without_a_key(built: Path, http: Http) -> None:
+    async with aiohttp.ClientSession() as stranger:
+        for path in ("/", "/page/icon.svg", "/healthz", "/readyz"):
+            async with stranger.get(http.url + path) as got, stranger.head(http.url + path) as head:
+                assert (head.status, head.content_type, await head.read()) == (got.status, got.content_type, b"")
+                assert head.status == 200
+        async with stranger.head(f"{http.url}/v1/jobs") as refused:
+            assert refused.status == 401
+
+
 async def test_its_parts_have_types_and_are_kept_by_browsers(built: Path, http: Http) -> None:
     found = {"index-abcDEF12.js": "text/javascript", "index-a_-DEF12.css": "text/css", "icon.svg": "image/svg+xml"}
     async with aiohttp.ClientSession() as stranger:

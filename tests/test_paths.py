@@ -39,6 +39,14 @@ def test_a_name_that_no_file_can_have_is_a_place_where_nothing_is(name: str) -> 
     assert mistake["field"] == "data.path" and "does not exist on the server" in mistake["problem"]
 
 
+@pytest.mark.parametrize("name", ["text", "csv", "imagefolder"])
+def test_a_file_format_is_no_data_set(name: str) -> None:
+    """`datasets` would load every file below the working directory under such a name."""
+    for data in (DataSpec(path=name), DataSpec(path="owner/name", validation=name)):
+        (mistake,) = check_data(data, "sft")
+        assert "is a file format, not a data set" in mistake["problem"]
+
+
 def test_a_place_that_may_not_be_looked_at_is_said_to_be_that(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(_: Path) -> bool:
         raise PermissionError(errno.EACCES, "Permission denied")

@@ -310,6 +310,11 @@ def test_a_waiting_job_says_who_holds_what_it_needs() -> None:
     assert found.waiting["rl"] == (
         "a free rollout worker (held by inference job chat; cancel it or add a rollout worker)"
     )
+    lends = planned(endpoint("chat", "rollout-0"), job("rl"), trainers=1, rollouts=1, rules=Rules(inference_lend_s=120))
+    assert lends.waiting["rl"] == (
+        "a free rollout worker (held by inference job chat; cancel it or add a rollout worker; "
+        "an inference job lends its workers after 120 s without requests)"
+    )
 
 
 def test_jobs_of_who_has_used_up_the_day_go_back_to_the_queue() -> None:

@@ -98,6 +98,9 @@ class AuthMiddleware:
     def before(self, routes: Sequence[Route]) -> Middleware:
         """The middleware of an application with these routes."""
         self._actions = {(route.method, route.path): route.action for route in routes}
+        self._actions |= {
+            ("HEAD", path): action for (_, path), action in self._actions.items() if action is Action.FREE
+        }
         return self._passes
 
     @web.middleware

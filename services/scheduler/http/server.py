@@ -239,6 +239,8 @@ class Api:
         app.on_shutdown.append(self._let_go)
         for route in self.routes:
             app.router.add_route(route.method, route.pattern, route.handler)
+            if route.method == "GET" and route.action is Action.FREE:
+                app.router.add_route("HEAD", route.pattern, route.handler)
         return app
 
     async def _let_go(self, _: web.Application) -> None:

@@ -14,6 +14,16 @@ from opentinker.shared.durable_files import not_on_hub
 from opentinker.shared.spec import DataSpec
 from opentinker.shared.spec.data import JSONL, NoFormat, format_of
 
+FILE_FORMATS = frozenset(
+    (
+        *("arrow", "audiofolder", "conll", "csv", "eval", "fasta", "fastq", "genbank", "harbor", "hdf5", "iceberg"),
+        *("imagefolder", "json", "lance", "meshfolder", "mmcif", "niftifolder", "pandas", "parquet", "pdb", "pdffolder"),
+        *("sql", "text", "tsfile", "videofolder", "vortex", "webdataset", "xml"),
+    )
+)
+)
+"""Names under which Hugging Face datasets loads local files instead of a data set of the hub."""
+
 
 def check_data(data: DataSpec, kind: str) -> list[dict[str, Any]]:
     """The mistakes in it."""
@@ -33,6 +43,10 @@ def _check(name: str, kind: str, data: DataSpec) -> None:
     """Raises RowError, NoFormat; OSError for a place that may not be looked at."""
     path = rows_path(name)
     if path is None:
+        if name in FILE_FORMATS:
+            raise RowError(
+                f"{name!r} is a file format, not a data set; give a file, a directory or a hub id (OWNER/NAME)"
+            )
         if why := not_on_hub(name):
             raise RowError(why)
         return

@@ -318,7 +318,7 @@ class _Planning:
         key = job.tenant, pool, job.gpus.get(pool)
         if key not in self._holder_texts:
             those = [one.job for one in self.begun.values() if self.fitting.those(one.holds(pool), job, pool)]
-            self._holder_texts[key] = held_by(those, pool, job.tenant)
+            self._holder_texts[key] = held_by(those, pool, job.tenant, self.rules.inference_lend_s)
         return self._holder_texts[key]
 
     def _begin(self, job: Job, tenant: Tenant) -> None:

@@ -65,8 +65,11 @@ def too_few(job: Job, alive: Counts, free: Counts) -> str:
     return joined(in_words(rest, alive, job.absent, job.gpus), *counts)
 
 
-def held_by(jobs: Sequence[Job], pool: Pool, tenant: str) -> str:
-    """Who holds the workers of a pool, and the next step, as this tenant may read it; empty if nobody does."""
+def held_by(jobs: Sequence[Job], pool: Pool, tenant: str, lend_s: float = 0.0) -> str:
+    """Describe which jobs hold the workers of a pool, and what to do about it, as this tenant may read it.
+
+    Empty if no job does. `lend_s`: seconds without requests after which an inference job lends its workers; 0: never.
+    """
     if not jobs:
         return ""
     own = [f"{job.kind} job {job.id}".strip() for job in jobs if job.tenant == tenant]
@@ -76,7 +79,10 @@ def held_by(jobs: Sequence[Job], pool: Pool, tenant: str) -> str:
     if rest := len(jobs) - len(shown):
         shown.append(f"{rest} more")
     whom = "it" if len(jobs) == 1 else "one"
-    return f"held by {' and '.join(shown)}; cancel {whom} or add a {NAMES[pool]}"
+    text = f"held by {' and '.join(shown)}; cancel {whom} or add a {NAMES[pool]}"
+    if lend_s and any(job.tenant == tenant and job.kind == "inference" for job in jobs):
+        text += f"; an inference job lends its workers after {lend_s:g} s without requests"
+    return text
 
 
 def next_try(job: Job) -> str:
