@@ -17,10 +17,20 @@ from opentinker.shared.spec.data import JSONL, NoFormat, format_of
 FILE_FORMATS = frozenset(
     (
         *("arrow", "audiofolder", "conll", "csv", "eval", "fasta", "fastq", "genbank", "harbor", "hdf5", "iceberg"),
-        *("imagefolder", "json", "lance", "meshfolder", "mmcif", "niftifolder", "pandas", "parquet", "pdb", "pdffolder"),
+        *(
+            "imagefolder",
+            "json",
+            "lance",
+            "meshfolder",
+            "mmcif",
+            "niftifolder",
+            "pandas",
+            "parquet",
+            "pdb",
+            "pdffolder",
+        ),
         *("sql", "text", "tsfile", "videofolder", "vortex", "webdataset", "xml"),
     )
-)
 )
 """Names under which Hugging Face datasets loads local files instead of a data set of the hub."""
 
