@@ -139,6 +139,9 @@ class Settings(BaseModel):
     tenants: dict[str, TenantLimits] = {}
     """By tenant, its weight and quotas; `*` is for those that are not named. In a file `[tenants.acme]` with
     `weight = 2.0`, `running_jobs = 4`...; in an environment variable the same as JSON. See docs/scheduling.md."""
+    submission_check_timeout_s: Annotated[float, Field(ge=1, le=600)] = 40.0
+    """Longest time for checking what a submitted spec refers to (environment, files, adapters, checkpoints). A
+    submission that takes longer is answered with 503 and can be repeated."""
     inference_idle_s: Annotated[float, Field(gt=0)] | None = None
     """An inference job that names no serving.idle_s of its own ends when it has been idle for so long; one
     with serving.sleep_s so long after it fell asleep. None: it goes on until it is completed or cancelled."""

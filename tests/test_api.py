@@ -133,6 +133,19 @@ async def test_every_mistake_is_told_at_once(http: Http, bus: Bus) -> None:
     assert (await http("GET", "/v1/jobs"))[1]["jobs"] == []
 
 
+async def test_checking_what_a_spec_refers_to_has_a_time_limit(http: Http, bus: Bus, ctx: Context) -> None:
+    async def never(_: EnvCheck) -> EnvCheckReply:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    await bus.serve(ENV_CHECK, never, "env")
+    await bus.nc.flush()
+    ctx.settings = ctx.settings.model_copy(update={"submission_check_timeout_s": 1.0})
+    status, body = await http.submit({**SPEC, "environment": {"name": "copy_digits"}})
+    assert status == 503 and "environment 'copy_digits', files and checkpoints" in body["detail"], body
+    assert (await http("GET", "/v1/jobs"))[1]["jobs"] == []
+
+
 async def test_settings_that_evaluations_lay_over_the_environment_s_are_checked_too(http: Http, bus: Bus) -> None:
     async def check(request: EnvCheck) -> EnvCheckReply:
         problem = {"field": "environment.config.digits", "value": 99, "problem": "too many"}

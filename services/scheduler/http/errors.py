@@ -27,7 +27,7 @@ from pydantic import BaseModel, ValidationError
 from redis.exceptions import RedisError
 
 from opentinker.services.scheduler.artifacts.store import StoreUnavailable
-from opentinker.services.scheduler.jobs.disk_threads import DiskAway
+from opentinker.services.scheduler.jobs.disk_threads import ReferencesAway
 from opentinker.shared.messaging.bus import NoReply
 from opentinker.shared.openai.fields import InvalidField
 from opentinker.shared.runtime.telemetry import REGISTRY
@@ -160,7 +160,7 @@ async def _answer(request: web.Request, handler: Handler) -> web.StreamResponse:
         return problem(error.status, error.message, title=TITLES.get(error.status, "Refused"), openai=error.body)
     except (NotFound, Conflict, TooMany, SlowBody, BrokenBody) as error:
         return _plain_problem(error)
-    except (RedisError, NoReply, TimeoutError, nats.errors.Error, StoreUnavailable, DiskAway) as error:
+    except (RedisError, NoReply, TimeoutError, nats.errors.Error, StoreUnavailable, ReferencesAway) as error:
         log.warning("request_unavailable", path=request.path, error=str(error) or type(error).__name__)
         return problem(503, _silent(error), title="Unavailable")
     except web.HTTPException as error:
@@ -170,7 +170,7 @@ async def _answer(request: web.Request, handler: Handler) -> web.StreamResponse:
 
 
 def _silent(error: Exception) -> str:
-    if isinstance(error, DiskAway):
+    if isinstance(error, ReferencesAway):
         return str(error)
     silent = "artifact store" if isinstance(error, StoreUnavailable) else "state store or the message server"
     return f"the {silent} does not answer"

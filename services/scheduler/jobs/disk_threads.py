@@ -17,15 +17,15 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-class DiskAway(OpenTinkerError):
-    """A file system did not answer in time."""
+class ReferencesAway(OpenTinkerError):
+    """A file system, or another thing that a spec refers to, did not answer in time."""
 
 
 async def on_disk(ctx: Context, look: Callable[P, T], *args: P.args, **options: P.kwargs) -> T:
-    """What the blocking `look` returns. Raises DiskAway, and what it raises."""
+    """What the blocking `look` returns. Raises ReferencesAway, and what it raises."""
     looking = ctx.disk.submit(look, *args, **options)
     try:
         async with asyncio.timeout(DISK_S):
             return await asyncio.wrap_future(looking)
     except TimeoutError:
-        raise DiskAway(f"a file system that the spec names has not answered within {DISK_S:g} s") from None
+        raise ReferencesAway(f"a file system that the spec names has not answered within {DISK_S:g} s") from None

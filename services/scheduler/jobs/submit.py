@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from opentinker.services.scheduler.jobs import check_adapters, check_environment, check_model
 from opentinker.services.scheduler.jobs import check_start_checkpoint as starting
 from opentinker.services.scheduler.jobs.check_dataset import absolute, check_data
-from opentinker.services.scheduler.jobs.disk_threads import on_disk
+from opentinker.services.scheduler.jobs.disk_threads import ReferencesAway, on_disk
 from opentinker.shared.config import Settings
 from opentinker.shared.data.dry_run import loads_weights, mistake_in
 from opentinker.shared.data.readable_paths import readable_by, resolved
@@ -131,7 +131,22 @@ async def _keep(ctx: Context, plain: dict[str, Any], found: Found, tenant: str, 
 
 
 async def check_references(ctx: Context, data: Any, spec: JobSpec | None, tenant: str, mistakes: Mistakes) -> Found:
-    """What the spec names, as far as it can be seen here; `mistakes` grow. `spec`: of `data`, None if that is none."""
+    """Check everything that a spec refers to, and append to `mistakes`. `spec`: of `data`, None if it is invalid.
+
+    Raises ReferencesAway after `submission_check_timeout_s`.
+    """
+    limit_s = ctx.settings.submission_check_timeout_s
+    try:
+        async with asyncio.timeout(limit_s):
+            return await _check_references(ctx, data, spec, tenant, mistakes)
+    except TimeoutError:
+        environment = "" if spec is None else spec.environment.name
+        what = f"environment {environment!r}, " if environment else ""
+        problem = f"{what}files and checkpoints that the spec refers to were not checked within {limit_s:g} s"
+        raise ReferencesAway(problem) from None
+
+
+async def _check_references(ctx: Context, data: Any, spec: JobSpec | None, tenant: str, mistakes: Mistakes) -> Found:
     readable = await readable_by(ctx.store, ctx.settings, tenant, data, partial(on_disk, ctx))
     if wrong_places := await on_disk(ctx, readable.mistakes_in, data, files=True):  # nobody looks at what is there
         mistakes += wrong_places
