@@ -12,10 +12,10 @@ from pydantic import BaseModel, ValidationError
 
 from opentinker.envs.base import ELSEWHERE, Environment
 from opentinker.envs.game import AbstractGame, environment_of
-from opentinker.shared.spec.mistakes import UNKNOWN, WHOLE, mistakes_of, nearest
 from opentinker.shared.types.env_protocol import is_url
 from opentinker.shared.types.error_text import error_sentence
 from opentinker.shared.types.errors import SpecError
+from opentinker.shared.types.mistakes import UNKNOWN, WHOLE, mistakes_of, nearest
 
 ADAPTERS = {
     "gem": "opentinker.envs.adapters.gem:Gem",

@@ -14,8 +14,8 @@ from pydantic import BaseModel
 
 from opentinker.shared.spec import JobSpec, parse_spec
 from opentinker.shared.spec.algorithms import PRESETS
-from opentinker.shared.spec.text import load_spec
 from opentinker.shared.types.errors import SpecError
+from opentinker.shared.types.spec_text import load_spec
 from tests.factories import make_spec
 
 SMALLEST: dict[str, Any] = {

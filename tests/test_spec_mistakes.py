@@ -12,8 +12,8 @@ from opentinker.sdk.spec_location import with_places
 from opentinker.shared.spec import EXAMPLES, JobSpec, parse_spec
 from opentinker.shared.spec.name import file_name
 from opentinker.shared.spec.near import SYNONYMS, paths_of
-from opentinker.shared.spec.text import parse_text
 from opentinker.shared.types.errors import SpecError, described
+from opentinker.shared.types.spec_text import parse_text
 from tests.test_spec import SMALLEST, changed
 
 ROWS: dict[str, Any] = {"name": "x", "kind": "sft", "model": {"base": "m"}, "train": {"steps": 1}}

@@ -22,7 +22,6 @@ from opentinker.shared.spec.frozen_models import (
     misplaced_critic,
     settle_frozen,
 )
-from opentinker.shared.spec.mistakes import IS_NEEDED, NO_TABLE, WHOLE, fill, mistakes_of, unused
 from opentinker.shared.spec.model import LoraSpec, ModelSpec
 from opentinker.shared.spec.name import DisplayName
 from opentinker.shared.spec.near import with_suggestions
@@ -40,6 +39,7 @@ from opentinker.shared.spec.validation import (
     settle_evaluation,
 )
 from opentinker.shared.types.errors import SpecError
+from opentinker.shared.types.mistakes import IS_NEEDED, NO_TABLE, WHOLE, fill, mistakes_of, unused
 
 __all__ = [
     "AdapterSpec",

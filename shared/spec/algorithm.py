@@ -8,7 +8,7 @@ from pydantic import Field
 
 from opentinker.shared.spec import algorithms
 from opentinker.shared.spec.base import Coefficient, Count, Factor, Fraction, SpecPart, Tokens
-from opentinker.shared.spec.mistakes import fill
+from opentinker.shared.types.mistakes import fill
 
 MOST_EPISODES = 1_048_576
 """Of a batch."""

@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ModelWrapValidatorHandler, ValidationError, model_validator
 
-from opentinker.shared.spec.mistakes import Mistakes, mistakes_of, without_branches
+from opentinker.shared.types.mistakes import Mistakes, mistakes_of, without_branches
 
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 Steps = Annotated[int, Field(gt=0, le=100_000_000)]

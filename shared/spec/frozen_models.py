@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import Field
 
 from opentinker.shared.spec.base import SpecPart
-from opentinker.shared.spec.mistakes import fill
+from opentinker.shared.types.mistakes import fill
 
 if TYPE_CHECKING:
     from opentinker.shared.spec import JobSpec

@@ -7,7 +7,7 @@ from typing import Any, get_args
 
 from pydantic import BaseModel
 
-from opentinker.shared.spec.mistakes import UNKNOWN, nearest
+from opentinker.shared.types.mistakes import UNKNOWN, nearest
 
 BATCH = ("algorithm.groups_per_batch", "data.batch_size")
 GROUP = ("algorithm.group_size", "evaluation.samples")

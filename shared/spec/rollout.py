@@ -7,8 +7,8 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from opentinker.shared.spec.base import Fraction, SpecPart, Tokens
-from opentinker.shared.spec.mistakes import fill, unused
 from opentinker.shared.spec.tools import ToolSpec
+from opentinker.shared.types.mistakes import fill, unused
 
 MOST_AT_ONCE = 16_384
 """Episodes that one rollout worker plays."""

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 from pydantic import Field, field_validator
 
 from opentinker.shared.spec.base import Seconds, SpecPart
-from opentinker.shared.spec.mistakes import fill, unused
 from opentinker.shared.spec.start import PUBLISHED, SAVED, Origin
+from opentinker.shared.types.mistakes import fill, unused
 
 if TYPE_CHECKING:
     from opentinker.shared.spec import JobSpec

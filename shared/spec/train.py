@@ -8,7 +8,7 @@ from pydantic import Field
 
 from opentinker.shared.config import LEAST_PRIORITY, MOST_PRIORITY
 from opentinker.shared.spec.base import Coefficient, Factor, Fraction, SpecPart, Steps, Tokens, Workers
-from opentinker.shared.spec.mistakes import fill
+from opentinker.shared.types.mistakes import fill
 
 SIMULATED = "learner = 'simulated'"
 

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 from pydantic import Field
 
 from opentinker.shared.spec.base import SpecPart, Steps, Tokens
-from opentinker.shared.spec.mistakes import unused
 from opentinker.shared.spec.serving import nothing_trained
+from opentinker.shared.types.mistakes import unused
 
 if TYPE_CHECKING:
     from opentinker.shared.spec import JobSpec

@@ -29,8 +29,8 @@ from opentinker.envs.tools import Offered
 from opentinker.shared.config import Settings
 from opentinker.shared.sandbox.sandbox import Sandbox, Unavailable
 from opentinker.shared.security.egress import Egress, EgressRefused
-from opentinker.shared.spec.mistakes import mistakes_of
 from opentinker.shared.spec.tools import ToolSpec
+from opentinker.shared.types.mistakes import mistakes_of
 
 NAME = re.compile(r"^[A-Za-z0-9_.-]{1,64}$")
 NEEDS = {"python": ("pydantic_monty", "pydantic-monty"), "mcp": ("mcp", "mcp")}

@@ -32,8 +32,8 @@ from opentinker.shared.messaging.bus import NoReply
 from opentinker.shared.openai.fields import InvalidField
 from opentinker.shared.runtime.telemetry import REGISTRY
 from opentinker.shared.security.redact import without_keys
-from opentinker.shared.spec.mistakes import mistakes_of
 from opentinker.shared.types.errors import Conflict, NotFound, OpenTinkerError, SpecError
+from opentinker.shared.types.mistakes import mistakes_of
 
 log = structlog.get_logger()
 M = TypeVar("M", bound=BaseModel)

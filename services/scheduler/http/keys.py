@@ -18,9 +18,9 @@ from opentinker.shared.durable_files import file_system
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.security.authorization import DEFAULT_TENANT, MAY, Action, Role, outranks
 from opentinker.shared.security.key_text import KEY_ID, new_key
-from opentinker.shared.spec.mistakes import Mistakes
 from opentinker.shared.state.keys import TENANT, Key, Keys
 from opentinker.shared.types.errors import NotFound, SpecError
+from opentinker.shared.types.mistakes import Mistakes
 
 DAY_S = 86400.0
 GRACE_S = DAY_S

@@ -82,7 +82,7 @@ def _close(serving: Serving) -> None:
 
 def _plain_spec(path: Path) -> Any:
     """Before anything is served: a file that cannot be read is said first."""
-    from opentinker.shared.spec.text import load_spec
+    from opentinker.shared.types.spec_text import load_spec
 
     return load_spec(path)
 

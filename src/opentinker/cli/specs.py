@@ -54,7 +54,7 @@ def read_spec(
     from opentinker.sdk.inputs import started
     from opentinker.sdk.spec_location import located
     from opentinker.shared.spec import parse_spec
-    from opentinker.shared.spec.text import load_spec
+    from opentinker.shared.types.spec_text import load_spec
 
     if with_optimizer and from_checkpoint is None:
         raise typer.BadParameter("--with-optimizer needs --from-checkpoint JOB@STEP")

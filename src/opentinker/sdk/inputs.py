@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Union
 
 from opentinker.sdk.http import ApiError, Http
 from opentinker.shared.durable_files import file_system
-from opentinker.shared.spec.text import load_spec
+from opentinker.shared.types.spec_text import load_spec
 
 if TYPE_CHECKING:
     from opentinker.shared.spec import JobSpec

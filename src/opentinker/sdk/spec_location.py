@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from opentinker.sdk.http import ApiError
-from opentinker.shared.spec.text import parse_text
 from opentinker.shared.types.errors import SpecError
+from opentinker.shared.types.spec_text import parse_text
 
 MARK = "renamed_to_be_found"
 TRIES = 50
