@@ -20,7 +20,6 @@ from typing import Any
 
 import orjson
 
-import opentinker.local.parent_death
 from opentinker.client import AsyncClient
 from opentinker.local.embedded import nats_binary, valkey_binary
 from opentinker.local.processes import free_port
@@ -29,6 +28,7 @@ from opentinker.local.up import SERVICE_OF
 from opentinker.services.trainer import checkpoint
 from opentinker.shared.api_types import Job
 from opentinker.shared.messaging.permissions import OPERATOR
+from opentinker.shared.runtime.parent_death import hold_command
 from opentinker.shared.spec import JobSpec
 from opentinker.shared.state.staleness import Admission, Ledger
 from opentinker.shared.state.store import Store
@@ -60,10 +60,10 @@ class Process:
         """Return codes, oldest first; negative: by that signal."""
 
     def start(self) -> None:
-        hold = [sys.executable, opentinker.local.parent_death.__file__, "hold", str(os.getpid())]
         with self.log.open("ab") as log:
+            argv = hold_command(self.argv)
             self.popen = subprocess.Popen(
-                [*hold, *self.argv], env=self.env, stdout=log, stderr=log, start_new_session=True, cwd=self.log.parent
+                argv, env=self.env, stdout=log, stderr=log, start_new_session=True, cwd=self.log.parent
             )
         self.starts += 1
         self.dead_since = None

@@ -323,8 +323,8 @@ def test_ranks_take_no_gpu_that_their_trainer_was_not_given(
 
 async def test_ranks_end_with_a_trainer_that_is_killed() -> None:
     code = (
-        "import sys; from opentinker.services.trainer.distributed.rank_processes import Ranks\n"
-        "print(*Ranks(2, lambda rank: {}).pids, flush=True); sys.stdin.read()"
+        "import sys; from opentinker.services.trainer.distributed.rank_processes import RankProcesses\n"
+        "print(*RankProcesses(2, lambda rank: {}).pids, flush=True); sys.stdin.read()"
     )
     trainer = await asyncio.create_subprocess_exec(
         sys.executable, "-c", code, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE

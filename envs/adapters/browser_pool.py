@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shlex
 import shutil
-import sys
 import tempfile
 import threading
 import time
@@ -14,13 +13,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from opentinker.envs.base import EPISODE_VARIABLE
+from opentinker.shared.runtime.parent_death import contain_command
 
 if TYPE_CHECKING:
     from miniwob.environment import MiniWoBEnvironment
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
 DRIVER = "chromedriver"
-LEASH = Path(__file__).with_name("browser_leash.py")
 
 
 class Shelf:
@@ -64,15 +63,15 @@ class Shelf:
 
 
 def start(make: Callable[[], MiniWoBEnvironment]) -> MiniWoBEnvironment:
-    """A new one, on a leash. It stands in a script, for MiniWoB++ takes a program without arguments as its driver."""
+    """Start a browser that ends with this process. The driver's command is a script, because MiniWoB++ accepts only a
+    program without arguments."""
     browser, driver = programs()
     with tempfile.TemporaryDirectory(prefix="opentinker-") as place:
-        leash = Path(place, DRIVER)
-        shared = ["env", "-u", EPISODE_VARIABLE]
-        command = shlex.join([*shared, sys.executable, "-S", "-E", str(LEASH), str(os.getpid()), driver])
-        leash.write_text(f'#!/bin/sh\nexec {command} "$@"\n')
-        leash.chmod(0o700)
-        os.environ |= {"MINIWOB_CHROME_BINARY": browser, "MINIWOB_CHROMEDRIVER": str(leash)}
+        script = Path(place, DRIVER)
+        command = shlex.join(["env", "-u", EPISODE_VARIABLE, *contain_command([driver])])
+        script.write_text(f'#!/bin/sh\nexec {command} "$@"\n')
+        script.chmod(0o700)
+        os.environ |= {"MINIWOB_CHROME_BINARY": browser, "MINIWOB_CHROMEDRIVER": str(script)}
         return make()
 
 

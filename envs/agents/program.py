@@ -9,7 +9,6 @@ import asyncio
 import os
 import shutil
 import signal
-import sys
 import tempfile
 from contextlib import suppress
 from pathlib import Path
@@ -20,6 +19,7 @@ from pydantic import Field, field_validator
 
 from opentinker.envs.agent import AgentEnvironment, AgentError, Result
 from opentinker.envs.base import EnvironmentConfig
+from opentinker.shared.runtime.parent_death import hold_command
 
 KEPT_VARIABLES = ("PATH", "HOME", "LANG", "LC_ALL", "TZ", "TMPDIR", "VIRTUAL_ENV", "LD_LIBRARY_PATH", "PYTHONPATH")
 """Of the env worker's own environment variables: its credentials are not for agents."""
@@ -28,7 +28,6 @@ API_KEY = "opentinker"
 OUTPUT_BYTES = 1024 * 1024
 """What is kept of each of the two outputs: the end."""
 SHOWN = 1500
-LEASH = Path(__file__).with_name("leash.py")
 
 
 class AgentProgram(AgentEnvironment):
@@ -59,7 +58,7 @@ class AgentProgram(AgentEnvironment):
     async def run(self, base_url: str, row: int, seed: int) -> Result:
         with tempfile.TemporaryDirectory(prefix="agent-") as place:
             process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-S", "-E", str(LEASH), str(os.getpid()), *self.config.command),
+                *hold_command(self.config.command),
                 cwd=self.config.directory or place,
                 env=self._variables(base_url, row, seed),
                 start_new_session=True,

@@ -10,7 +10,6 @@ What an episode leaves behind ends with it (episode_cleanup.py).
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import resource
 import signal
 import socket
@@ -27,11 +26,11 @@ from opentinker.envs.runtime.episode_cleanup import Leftovers
 from opentinker.envs.runtime.player import LocalPlayer, guard_user_code
 from opentinker.envs.runtime.preflight import mistakes_of
 from opentinker.shared.messaging.reply_validation import failure
+from opentinker.shared.runtime.parent_death import set_death_signal
 from opentinker.shared.types import codec
 from opentinker.shared.types.core import Ending
 from opentinker.shared.types.env_protocol import CloseSession, EnvCheck, OpenSession, SessionReply, StepSession
 
-PR_SET_PDEATHSIG = 1
 UPLOADED_AT = 3
 
 
@@ -130,8 +129,7 @@ def resident_mb() -> float:
 def end_with_parent(by: signal.Signals) -> None:
     """A hung child does not see its socket close, so the kernel tells it when its parent dies (Linux only)."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, by)
+    set_death_signal(by)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ status is the player's.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import resource
 import signal
@@ -19,9 +18,9 @@ import time
 from typing import NoReturn
 
 from opentinker.envs.runtime import child
+from opentinker.shared.runtime.parent_death import adopt_orphans
 from opentinker.shared.runtime.reexec import below, end_children
 
-PR_SET_CHILD_SUBREAPER = 36
 GRACE_S = 1.0
 """For programs that clear up when they are told to end; the player is killed at once."""
 POLL_S = 0.005
@@ -30,8 +29,7 @@ HEARD = {signal.SIGTERM, signal.SIGCHLD}
 
 def main() -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, HEARD)
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    adopt_orphans()
     child.end_with_parent(signal.SIGTERM)
     player = os.fork()
     if player == 0:

@@ -5,7 +5,8 @@
 `begin_anew` makes this script of the process, and the script makes the service of it again. The number stays the same,
 so that whoever keeps the process alive (`opentinker up`, systemd, a container's engine, a launcher) sees no end and
 counts no crash, while the kernel takes back what it had: threads, memory, GPUs, sockets, locks. Between the two steps
-there is one thread alone, so nothing that is killed or removed comes again. A script that imports little, as leash.py.
+there is one thread alone, so nothing that is killed or removed comes again. It imports little, as parent_death.py
+does.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ TIDIES = b"multiprocessing.resource_tracker"
 
 def begin_anew(left: Sequence[str], argv: Sequence[str], environment: Mapping[str, str]) -> NoReturn:
     """`left`: patterns (glob) of files and directories that the process would leave behind. `argv`: what it becomes; if
-    empty it ends, with status 0. In the main thread alone: the kernel's leash on the process stays with that one."""
+    empty it ends, with status 0. In the main thread alone: the kernel's parent-death signal stays with that one."""
     for name in os.listdir("/dev/fd"):
         if int(name) >= FIRST:
             with suppress(OSError):  # of the listing itself, or closed meanwhile

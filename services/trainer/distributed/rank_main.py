@@ -9,7 +9,6 @@ and a beat per second; waits for the next command; ends when the trainer is gone
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import socket
@@ -46,11 +45,11 @@ from opentinker.services.trainer.learners.dpo import DpoLearner
 from opentinker.services.trainer.learners.policy_model import PolicyModel
 from opentinker.services.trainer.learners.rl import TorchLearner
 from opentinker.services.trainer.learners.sft import SftLearner
+from opentinker.shared.runtime.parent_death import set_death_signal
 from opentinker.shared.spec import JobSpec, parse_spec
 from opentinker.shared.types import codec
 from opentinker.shared.types.errors import JobFailed
 
-PR_SET_PDEATHSIG = 1
 BEAT_S = 1.0
 
 
@@ -72,8 +71,7 @@ def end_with_trainer() -> None:
     """Signals are the trainer's affair: it ends us when it has let go of its job, and the kernel when it dies."""
     for ignored in (signal.SIGINT, signal.SIGTERM):
         signal.signal(ignored, signal.SIG_IGN)
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    set_death_signal()
 
 
 LEARNERS: dict[str, type[PolicyModel]] = {"rl": TorchLearner, "sft": SftLearner, "dpo": DpoLearner}

@@ -120,8 +120,9 @@ def everything(home: Path, port: int, workers: dict[str, int], *, keep: bool) ->
     otherwise. Raises OpenTinkerError.
     """
     from opentinker.local.discovery import is_running, read_state
-    from opentinker.local.processes import LEASH, tail
+    from opentinker.local.processes import tail
     from opentinker.local.up import AlreadyRunning
+    from opentinker.shared.runtime.parent_death import hold_command
 
     if is_running(home):
         with_it = as_typed("submit", "JOB.toml", "--url", read_state(home).get("url", "URL"))
@@ -131,8 +132,8 @@ def everything(home: Path, port: int, workers: dict[str, int], *, keep: bool) ->
     counts = [word for option, count in workers.items() for word in (f"--{option}", count)]
     options = ["--data-dir", home, "--port", port, *counts]
     argv = [sys.executable, "-P", "-m", "opentinker.cli", "up", *map(str, options)]
-    if not keep:  # on a leash: it ends with us, even if we are killed
-        argv = [sys.executable, "-I", "-S", LEASH, "hold", str(os.getpid()), *argv]
+    if not keep:  # it ends with us, even if we are killed
+        argv = hold_command(argv)
     environ = with_own_modules(dict(os.environ))
     with log.open("wb") as out:
         # A session of its own: Ctrl-C reaches us alone, and we stop the job before the machine.

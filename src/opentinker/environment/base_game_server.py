@@ -13,7 +13,6 @@ import asyncio
 import contextlib
 import inspect
 import logging
-import os
 import subprocess
 import sys
 import time
@@ -25,9 +24,9 @@ from weakref import WeakValueDictionary
 import orjson
 from aiohttp import web
 
-import opentinker.local.parent_death
 from opentinker.environment.game_stats import BaseGameStats, GameStats, JobStats
 from opentinker.envs.game import AbstractGame, check_arguments, in_turn, opening_of
+from opentinker.shared.runtime.parent_death import hold_command
 
 __all__ = ["BaseGameStats", "GameStats", "create_game_app", "create_game_server", "run_game_server", "serve"]
 
@@ -252,9 +251,8 @@ def serve(
 def run_shards(port: int, shards: int) -> str | None:
     """Starts this program once for each of `shards` ports from `port` on. When one of them ends, or Ctrl-C is pressed,
     all end; they never outlive this process. Returns which one ended, None after Ctrl-C."""
-    hold = [sys.executable, opentinker.local.parent_death.__file__, "hold", str(os.getpid())]
     servers = {
-        at: subprocess.Popen([*hold, *sys.orig_argv, "--port", str(at), "--shards", "1"])
+        at: subprocess.Popen(hold_command([*sys.orig_argv, "--port", str(at), "--shards", "1"]))
         for at in range(port, port + shards)
     }
     try:

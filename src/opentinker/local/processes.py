@@ -13,16 +13,15 @@ import random
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from opentinker.shared.runtime.parent_death import guard_command, hold_command
 from opentinker.shared.types.errors import OpenTinkerError
 
-LEASH = str(Path(__file__).with_name("parent_death.py"))
 LOG_BYTES = 20 * 1024 * 1024
 LOG_FILES = 3
 PROBE_S = 3.0
@@ -54,9 +53,7 @@ class Guard:
     """The process that kills what is left of our children's process groups when we are gone."""
 
     def __init__(self) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-I", "-S", LEASH, "guard"], stdin=subprocess.PIPE, text=True, start_new_session=True
-        )
+        self._process = subprocess.Popen(guard_command(), stdin=subprocess.PIPE, text=True, start_new_session=True)
 
     def watch(self, group: int) -> None:
         self._send(f"+{group}\n")
@@ -101,7 +98,7 @@ class Child:
         assert self._process is None, f"{self.spec.name} runs already"
         rotate(self.spec.log)
         self.spec.log.parent.mkdir(parents=True, exist_ok=True)
-        command = [sys.executable, "-I", "-S", LEASH, "hold", str(os.getpid()), *self.spec.argv]
+        command = hold_command(self.spec.argv)
         with self.spec.log.open("ab") as log:
             self._process = subprocess.Popen(
                 command,
