@@ -195,7 +195,7 @@ def test_plan_finds_the_environment_of_this_directory_or_says_that_it_does_not(
         ("verifiers", "cannot be imported"),
     ):
         sessions, said = planned(name)
-        assert sessions == 8 and said.startswith(f"note: {name} is not looked at") and why in said, said
+        assert sessions == 8 and said.startswith(f"note: {name} is not inspected") and why in said, said
 
 
 def test_plan_answers_from_the_spec_alone_and_says_what_it_assumed() -> None:

@@ -122,7 +122,7 @@ async def test_the_published_programs_run_as_they_stand(system: System, tmp_path
     assert "step 6: reward " in said and "COMPLETED" in said.splitlines()[-1]
     assert "settings that mean nothing here: ppo_mini_batch_size" in said
     job = await system.client.job((await system.newest())["id"])
-    assert (job["state"], job["step"], job["name"]) == ("succeeded", 6, "number-game")
+    assert (job["state"], job["step"], job["name"]) == ("succeeded", 6, "number game")
     assert job["spec"]["rollout"]["max_tokens"] == 4 and job["spec"]["algorithm"]["group_size"] == 4
     assert job["spec"]["validation"]["every"] == 5
 
@@ -165,6 +165,13 @@ async def test_a_program_that_was_killed_is_started_again_and_goes_on(system: Sy
 def spec(*configs: Any, **options: Any) -> Any:
     defaults = {"steps": 10, "save_freq": 5, "test_freq": 0, "first_too": False}
     return parse_spec(spec_of(Settings(*configs), {"name": "served:x"}, **{**defaults, **options}))
+
+
+def test_experiment_name_is_the_display_name_as_it_stands() -> None:
+    assert (
+        spec(CONFIG, {"experiment_name": "Qwen3 lr 0.0001 (Versuch für Ö)"}).name == "Qwen3 lr 0.0001 (Versuch für Ö)"
+    )
+    assert spec({"tokenizer_path": "m"}).name == "game"
 
 
 def test_settings_of_the_published_programs_are_used() -> None:

@@ -1,4 +1,4 @@
-"""`opentinker env check, play`: an environment on this machine, without any service."""
+"""`opentinker env check, play`: tries an environment on this machine, without any service."""
 
 from __future__ import annotations
 
@@ -14,13 +14,15 @@ from opentinker.shared.types.errors import plural
 if TYPE_CHECKING:
     from opentinker.local.env_trial import Report
 
-Name = Annotated[str, typer.Argument(metavar="ENVIRONMENT", help="module:Class, found from here, or a built-in name.")]
+Name = Annotated[
+    str, typer.Argument(metavar="ENVIRONMENT", help="module:Class, importable from this directory, or a built-in name.")
+]
 Setting = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="NAME=VALUE", help="A setting of its config, the value as JSON or text; repeatable."),
+    typer.Option("--set", metavar="NAME=VALUE", help="Set a config value, as JSON or text. Repeatable."),
 ]
-Seed = Annotated[int, typer.Option(help="Of the first episode; the next ones have the numbers after it.")]
-Turns = Annotated[int, typer.Option(min=1, help="An episode that takes more is given up.")]
+Seed = Annotated[int, typer.Option(help="Seed of the first episode; each later episode adds one.")]
+Turns = Annotated[int, typer.Option(min=1, help="Stop an episode after this many turns.")]
 
 
 def register(env: typer.Typer) -> None:
@@ -31,12 +33,14 @@ def register(env: typer.Typer) -> None:
 def check(
     name: Name,
     settings: Setting = None,
-    episodes: Annotated[int, typer.Option(min=1, help="By the expert, and as many by guessing.")] = 8,
+    episodes: Annotated[
+        int, typer.Option(min=1, help="Number of episodes for the expert, and for random guessing.")
+    ] = 8,
     seed: Seed = 0,
     turns: Turns = 200,
     as_json: AsJson = False,
 ) -> None:
-    """Play a few episodes: seeds, types, rewards, speed, a transcript. Exit status 1 if something is wrong."""
+    """Play a few episodes and check seeds, types, rewards and speed. Exit status 1 if something is wrong."""
     from opentinker.local.env_trial import Asked, look
 
     here()
@@ -67,12 +71,14 @@ def verdict(report: Report) -> str:
 def play(
     name: Name,
     settings: Setting = None,
-    row: int = 0,
+    row: Annotated[int, typer.Option(help="Row of the data set to play.")] = 0,
     seed: Seed = 0,
     turns: Turns = 200,
-    as_json: Annotated[bool, typer.Option("--json", help="At the end: what was said, and the rewards.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the conversation and the rewards as JSON at the end.")
+    ] = False,
 ) -> None:
-    """Be the model: read what it is shown, type what it would say. End with Ctrl-D."""
+    """Play an episode yourself: read the model's prompts and type its answers. Ctrl-D ends it."""
     from opentinker.local.env_trial import Asked, play_by_hand, show
 
     here()

@@ -131,24 +131,29 @@ def down(
 
 
 def access(
-    folder: Annotated[Path, typer.Argument(help="Made if it is missing; passwords in it stay.")],
+    folder: Annotated[
+        Path, typer.Argument(help="Folder to write to; created if missing. Existing passwords are kept.")
+    ],
     websocket_port: Annotated[
-        int | None, typer.Option(help="NATS listens for browsers here.", min=1, max=65535, show_default=False)
+        int | None,
+        typer.Option(help="Port on which NATS accepts browsers; default: none.", min=1, max=65535, show_default=False),
     ] = None,
-    websocket_host: Annotated[str, typer.Option(help="And on this address.")] = "127.0.0.1",
+    websocket_host: Annotated[
+        str, typer.Option(help="Address on which NATS accepts browsers, with --websocket-port.")
+    ] = "127.0.0.1",
     secrets: Annotated[
-        str | None, typer.Option(help="Print Secrets of Kubernetes, whose names begin so, for `kubectl apply -f -`.")
+        str | None, typer.Option(help="Print Kubernetes Secrets with this name prefix, for `kubectl apply -f -`.")
     ] = None,
     deal: Annotated[
         Path | None,
-        typer.Option(metavar="INTO", help="Also copy to INTO/SERVICE, for each, what that one needs alone."),
+        typer.Option(metavar="INTO", help="Copy each service's own credentials to INTO/SERVICE."),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Write users, rights and passwords for a NATS and a Valkey or Redis of your own.
+    """Write users, permissions and passwords for your own NATS and Valkey (or Redis) servers.
 
-    `opentinker up` does so for the servers that it starts, in DATA_DIR/run/access. With --deal there are INTO/nats and
-    INTO/valkey too, and INTO/scheduler has an operator's key, `operator-key`, for the setting admin_key_file.
+    For its own servers `opentinker up` does this itself, in DATA_DIR/run/access. --deal also writes INTO/nats,
+    INTO/valkey, and an operator key, INTO/scheduler/operator-key, for the setting admin_key_file.
     """
     from opentinker.local.embedded import shipped_conf
     from opentinker.local.server_users import Access, WebSocket
@@ -171,7 +176,7 @@ def access(
         return
     say(f"nats-server -c {made.nats_conf}")
     say(f"valkey-server {shipped_conf('valkey.conf')} --aclfile {made.valkey_users}")
-    say("and for each service, e.g. the scheduler:")
+    say("settings for each service, for example the scheduler:")
     for name, value in made.environment("scheduler").items():
         say(f"{name}={value}")
 

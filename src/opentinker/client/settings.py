@@ -135,7 +135,7 @@ def spec_of(
     if not base:
         raise ValueError("tokenizer_path is missing: it names the model that is trained")
     spec: dict[str, Any] = {
-        "name": job_name(str(settings.get("experiment_name", "game"))),
+        "name": str(settings.get("experiment_name") or "game"),
         "kind": "rl",
         "model": {"base": str(base), **_lora(settings)},
         "environment": environment,
@@ -148,12 +148,6 @@ def spec_of(
         validation = {"every": test_freq, "episodes": min(episodes, val_rows), "at_start": first_too}
         spec["validation"] = validation | {"config": {"split": "val"}}
     return tolerant_merge_dicts(spec, settings.overrides())
-
-
-def job_name(title: str) -> str:
-    """A name that a spec may have."""
-    kept = "".join(c if c.isascii() and (c.isalnum() or c in "_-") else "-" for c in title.lower()).strip("-_")
-    return kept[:63] or "game"
 
 
 def _lora(settings: Settings) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from opentinker.sdk.client import POLL_S, AsyncClient, OnChange, print_change
 from opentinker.sdk.http import ApiError, ExitExecutor, Json
 from opentinker.sdk.inputs import Spec
 from opentinker.sdk.keys import GrantingSync
+from opentinker.sdk.loop_thread import call_in_loop
 from opentinker.sdk.observability import KnowingSync
 from opentinker.shared.api_types import (
     Environment,
@@ -190,12 +191,7 @@ class Client(FetchingSync, GrantingSync, KnowingSync):
         if not self._finish.alive:
             coroutine.close()
             raise ApiError("this client is closed")
-        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
-        try:
-            return future.result()
-        except BaseException:
-            future.cancel()  # Ctrl-C while waiting
-            raise
+        return call_in_loop(coroutine, self._loop)
 
     def _iterate(self, items: AsyncGenerator[T, None]) -> Iterator[T]:
         async def following() -> T | None:

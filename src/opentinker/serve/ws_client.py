@@ -21,7 +21,7 @@ import socket
 import threading
 import uuid
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from urllib.parse import quote
 
 import aiohttp
@@ -30,6 +30,7 @@ from opentinker.envs.base import Environment
 from opentinker.envs.game import AbstractGame
 from opentinker.envs.runtime.in_process_server import InProcessServer
 from opentinker.sdk.http import ApiError, Http
+from opentinker.sdk.loop_thread import call_in_loop
 from opentinker.sdk.wait_notice import Waiting, why
 from opentinker.shared.messaging.websocket_frames import (
     FRAME_BYTES,
@@ -208,7 +209,7 @@ class Serving:
         self._thread = threading.Thread(target=self._loop.run_forever, name="opentinker-serving", daemon=True)
         self._thread.start()
         try:
-            self._core: AsyncServing = self._call(_made(core))
+            self._core: AsyncServing = call_in_loop(_made(core), self._loop)
         except BaseException:
             self._end_thread()
             raise
@@ -231,24 +232,16 @@ class Serving:
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Until it is closed. Raises TimeoutError, or ApiError when the server refuses."""
-        self._call(asyncio.wait_for(self._core.wait(), timeout_s))
+        call_in_loop(asyncio.wait_for(self._core.wait(), timeout_s), self._loop)
 
     def close(self, *, drain_s: float = DRAIN_S) -> None:
         """Take no new episodes, let the running ones finish within the time, say goodbye. May be called twice."""
         if self._thread.is_alive():
-            self._call(self._core.close(drain_s=drain_s))
+            call_in_loop(self._core.close(drain_s=drain_s), self._loop)
             self._end_thread()
 
-    def _call(self, coroutine: Any) -> Any:
-        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
-        try:
-            return future.result()
-        except BaseException:
-            future.cancel()  # Ctrl-C while waiting
-            raise
-
     def _end_thread(self) -> None:
-        self._call(_settled())
+        call_in_loop(_settled(), self._loop)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(5.0)
         if not self._thread.is_alive():

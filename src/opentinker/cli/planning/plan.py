@@ -1,4 +1,4 @@
-"""`opentinker plan`: how many rollout workers and env workers does this job want?"""
+"""`opentinker plan`: estimates how many rollout workers and env workers a job needs."""
 
 from __future__ import annotations
 
@@ -31,41 +31,44 @@ def register(app: typer.Typer) -> None:
 def plan(
     path: SpecFile,
     like: Annotated[
-        str | None, typer.Option(metavar="JOB", help="Take durations and lengths from this job, which has run.")
+        str | None, typer.Option(metavar="JOB", help="Use durations and lengths measured in this earlier job.")
     ] = None,
     rollout_workers: Annotated[
-        str, typer.Option(metavar="N,N...", help="For so many rollout workers each.")
+        str, typer.Option(metavar="N,N...", help="Numbers of rollout workers to compare.")
     ] = "1,2,4,8",
-    turns: Annotated[float | None, typer.Option(help="Per episode; default: as many as the job allows.", min=1)] = None,
+    turns: Annotated[float | None, typer.Option(help="Turns per episode; default: the job's maximum.", min=1)] = None,
     tokens: Annotated[
-        float | None, typer.Option(help="Sampled per turn; default: as many as the job allows.", min=1)
+        float | None, typer.Option(help="Tokens sampled per turn; default: the job's maximum.", min=1)
     ] = None,
-    spread: Annotated[float, typer.Option(help="Standard deviation of these tokens over their mean.", min=0)] = 0.5,
-    token_ms: Annotated[float | None, typer.Option(help="From token to token of one sequence alone.", min=0)] = None,
+    spread: Annotated[float, typer.Option(help="Standard deviation of --tokens divided by their mean.", min=0)] = 0.5,
+    token_ms: Annotated[float | None, typer.Option(help="Milliseconds per token of a single sequence.", min=0)] = None,
     tokens_per_s: Annotated[
-        float | None, typer.Option(help="Of one rollout worker with many sequences; default: no limit.", min=1)
+        float | None, typer.Option(help="Throughput of one rollout worker under full load; default: unlimited.", min=1)
     ] = None,
-    env_ms: Annotated[float | None, typer.Option(help="Of one call of the environment.", min=0)] = None,
-    train_s: Annotated[float | None, typer.Option(help="Of one optimizer step.", min=0)] = None,
-    swap_s: Annotated[float | None, typer.Option(help="Standstill of an engine for new weights.", min=0)] = None,
+    env_ms: Annotated[float | None, typer.Option(help="Milliseconds per environment call.", min=0)] = None,
+    train_s: Annotated[float | None, typer.Option(help="Seconds per optimizer step.", min=0)] = None,
+    swap_s: Annotated[float | None, typer.Option(help="Seconds an engine pauses to load new weights.", min=0)] = None,
     sessions: Annotated[
         int | None,
-        typer.Option(help="An env worker holds at once; default: by settings and the environment's cost.", min=1),
+        typer.Option(
+            help="Episodes one env worker plays at a time; default: from settings and the environment's cost.", min=1
+        ),
     ] = None,
     blocking: Annotated[
         bool,
         typer.Option(
-            "--blocking", help="The environment blocks: env_children calls at once. Known of classes that say so."
+            "--blocking",
+            help="The environment blocks, so at most env_children calls run at a time; default: from its class.",
         ),
     ] = False,
     changes: Changes = None,
     url: Url = None,
     as_json: AsJson = False,
 ) -> None:
-    """Say how many workers a job needs, and what limits it, by simulation. Nothing is started.
+    """Simulate a job to estimate how many workers it needs and what limits its speed. Nothing is started.
 
-    What nobody says is assumed from the model's size, or measured by playing the environment for a moment; the answer
-    names each such figure.
+    Missing figures are estimated from the model's size or measured by briefly playing the environment. The output lists
+    each estimate.
     """
     from opentinker.sdk.inputs import with_whole_paths
     from opentinker.shared.spec import parse_spec
@@ -84,8 +87,8 @@ def plan(
     work, reasons = work_of(spec, known, spread)
     if unknown:
         complain(
-            f"note: {spec.environment.name} is not looked at ({unknown}), but taken to cost 1 and not to block; give"
-            " --sessions and --blocking if it does"
+            f"note: {spec.environment.name} is not inspected ({unknown}); assuming cost 1 and no blocking. Pass"
+            " --sessions and --blocking if that is wrong"
         )
     rows = [_row(work, pools) for pools in _pools(rollout_workers, sessions, blocking or blocks, cost)]
     told = advice(work, rows, spec)
@@ -96,7 +99,7 @@ def plan(
     for line in [*told, *reasons]:
         say(line)
     if reasons:
-        say("--like JOB takes these figures from a job that has run")
+        say("pass --like JOB to use figures measured in an earlier job")
 
 
 def work_of(spec: JobSpec, known: dict[str, float], spread: float) -> tuple[Work, list[str]]:

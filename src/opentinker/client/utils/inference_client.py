@@ -14,7 +14,6 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from opentinker.client.settings import job_name
 from opentinker.client.sync import Client
 from opentinker.client.utils.utils import say, tolerant_merge_dicts
 from opentinker.sdk.http import ApiError
@@ -107,7 +106,7 @@ class InferenceSchedulerClient(Scheduler):
         if gpu_memory_utilization != MEMORY:
             say(f"gpu_memory_utilization = {gpu_memory_utilization} means nothing here: workers share out their memory")
         spec: dict[str, Any] = {
-            "name": job_name(os.path.basename(model_path.rstrip("/"))),
+            "name": os.path.basename(model_path.rstrip("/")) or model_path,
             "kind": "inference",
             "model": {"base": model_path},
         }
