@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import io
 import os
+import pty
+import signal
 import subprocess
 import sys
+import termios
+from pathlib import Path
 
 import orjson
 import pytest
@@ -17,11 +22,15 @@ from opentinker.cli import common
 from opentinker.cli.artifacts import _kinds
 from opentinker.cli.observability import bars
 from opentinker.cli.views.job_summary import doing
+from opentinker.cli.views.job_table import ChangeLines
 from opentinker.cli.views.watch import event_line
 from opentinker.shared.types.manifest import short_list
 from tests.api import OPERATOR
+from tests.conftest import until
 from tests.factories import make_spec
-from tests.test_cli import typed
+from tests.test_cli import environ, typed
+
+WAIT_S = 60.0
 
 
 @pytest.fixture
@@ -120,3 +129,76 @@ def test_events_and_endings_read_as_people_write() -> None:
     assert "epoch" not in line and "1795393246" not in line and "since=" in line
     job = {"state": "failed", "kind": "rl", "step": 1, "steps": 2, "reason": "no such model."}
     assert doing(job) == ["It has failed at step 1 of 2: no such model."]
+
+
+# --- jobs --watch -----------------------------------------------------------------------------------------------------
+
+
+def watching(stdout: int, *arguments: str) -> subprocess.Popen[bytes]:
+    argv = [sys.executable, "-m", "opentinker.cli", "jobs", "--watch", *arguments]
+    return subprocess.Popen(argv, stdout=stdout, env={**environ(), "OPENTINKER_API_KEY": OPERATOR, "TERM": "xterm"})
+
+
+async def interrupted(process: subprocess.Popen[bytes]) -> int:
+    process.send_signal(signal.SIGINT)
+    return await asyncio.to_thread(process.wait, WAIT_S)
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+async def test_jobs_watched_in_a_pipe_are_a_line_per_change(
+    client: AsyncClient, on: list[str], tmp_path: Path, as_json: bool
+) -> None:
+    id = (await client.submit(make_spec(name="watched")))["id"]
+    file = tmp_path / "lines"
+    with file.open("w") as out:
+        process = watching(out.fileno(), "--state", "queued", *on, *(["--json"] if as_json else []))
+    try:
+        await until(lambda: id in file.read_text(), WAIT_S)
+        await client.cancel(id)
+        await until(lambda: file.read_text().count(id) == 2, WAIT_S)
+        assert await interrupted(process) == 130
+    finally:
+        process.kill()
+        process.wait()
+    first, last = file.read_text().splitlines()
+    if as_json:
+        assert (orjson.loads(first)["name"], orjson.loads(last)) == ("watched", {"id": id, "listed": False})
+    else:
+        assert f"  {id}  watched  queued  0/" in first and last.endswith(f"  {id}  no longer listed")
+
+
+async def test_jobs_watched_on_a_terminal_are_a_table_redrawn_in_place(client: AsyncClient, on: list[str]) -> None:
+    id = (await client.submit(make_spec(name="watched")))["id"]
+    ours, theirs = pty.openpty()
+    termios.tcsetwinsize(theirs, (20, 100))
+    os.set_blocking(ours, False)
+    process = watching(theirs, *on)
+    os.close(theirs)
+    shown = b""
+
+    def shows(text: bytes) -> bool:
+        nonlocal shown
+        with contextlib.suppress(BlockingIOError):
+            shown += os.read(ours, 65536)
+        return text in shown
+
+    try:
+        await until(lambda: shows(b"queued"), WAIT_S)
+        assert id.encode() in shown and b"1 job at " in shown
+        await client.cancel(id)
+        await until(lambda: shows(b"cancelled"), WAIT_S)
+        assert b"\x1b[1A" in shown, "the cursor moves up before the table is drawn again"
+        assert await interrupted(process) == 130
+    finally:
+        process.kill()
+        process.wait()
+        os.close(ours)
+
+
+def test_jobs_watched_report_progress_in_forty_parts() -> None:
+    out = io.StringIO()
+    lines = ChangeLines(out)
+    job = {"id": "j-1", "name": "n", "state": "running", "steps": 400, "reason": "", "waiting_for": ""}
+    for step in range(401):
+        lines.show([{**job, "step": step}])  # type: ignore[typeddict-item]
+    assert [line.split("  ")[4] for line in out.getvalue().splitlines()] == [f"{n}/400" for n in range(0, 401, 10)]

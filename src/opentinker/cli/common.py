@@ -7,7 +7,7 @@ import shlex
 import shutil
 import sys
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -122,6 +122,14 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[Any]], *, empty:
         say(empty)
         return
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+    for line in table_lines(columns, rows, width, last_below=last_below):
+        say(line)
+
+
+def table_lines(
+    columns: Sequence[str], rows: Sequence[Sequence[Any]], width: int | None, *, last_below: bool = False
+) -> Iterator[str]:
+    """The lines of a table that is at most `width` characters wide; None: as wide as it gets."""
     cells = [list(columns), *([str(cell) for cell in row] for row in rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     below = [""] * len(cells)
@@ -135,9 +143,9 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[Any]], *, empty:
             [cell] if len(cell) <= size else textwrap.wrap(cell, size) for cell, size in zip(row, widths, strict=True)
         ]
         for line in zip_longest(*wrapped, fillvalue=""):
-            say("  ".join(cell.ljust(size) for cell, size in zip(line, widths, strict=True)).rstrip())
+            yield "  ".join(cell.ljust(size) for cell, size in zip(line, widths, strict=True)).rstrip()
         if note:
-            say(textwrap.fill(note, width or 80, initial_indent="  ", subsequent_indent="  "))
+            yield from textwrap.wrap(note, width or 80, initial_indent="  ", subsequent_indent="  ")
 
 
 def _total(widths: Sequence[int]) -> int:

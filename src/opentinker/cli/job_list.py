@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from opentinker.cli.common import (
+    PATIENCE_S,
     AsJson,
     Url,
     UsageError,
-    ago,
     as_typed,
     client,
     complain,
@@ -45,24 +45,31 @@ def jobs(
     states: States = None,
     kinds: Kinds = None,
     name: Annotated[str | None, typer.Option("--name", help="Only jobs with this text in their name.")] = None,
+    watch: Annotated[
+        bool, typer.Option("--watch", "-w", help="Refresh the list until Ctrl-C; in a pipe, print a line per change.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """List jobs, newest first."""
     _check(states, kinds)
-    found = client(url).jobs(limit, states=states, kinds=kinds, name=name)
-    if as_json:
-        print_json(found)
-        return
-    rows = [
-        [
-            *(j["id"], j["name"], j["state"], f"{j['step']}/{j['steps'] or '?'}", ago(j["created"])),
-            j["reason"] or (f"waits for {j['waiting_for']}" if j["waiting_for"] else ""),
-        ]
-        for j in found
-    ]
+    from opentinker.cli.views.job_table import COLUMNS, rows_of, view_of, watch_jobs
+
+    api = client(url, patience_s=PATIENCE_S if watch else 2.0)
+
+    def find() -> list[JobSummary]:
+        return api.jobs(limit, states=states, kinds=kinds, name=name)
+
     chosen = states or kinds or name
     empty = "no such job" if chosen else f"no jobs yet; try: {as_typed('submit', 'JOB.toml', *same_server(url))}"
-    print_table(["id", "name", "state", "step", "created", "reason"], rows, empty=empty, last_below=True)
+    if watch:
+        try:
+            watch_jobs(find, view_of(as_json, empty))
+        except KeyboardInterrupt:
+            raise typer.Exit(130) from None
+    elif as_json:
+        print_json(find())
+    else:
+        print_table(COLUMNS, rows_of(find()), empty=empty, last_below=True)
 
 
 def cancel(

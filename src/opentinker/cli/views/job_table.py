@@ -1,0 +1,150 @@
+"""`opentinker jobs --watch`: refreshes the table of jobs in place on a terminal, appends a line per change elsewhere.
+
+watch_jobs     consumes the API's list of jobs; produces updates of a view; woken by a poll each POLL_S
+LiveTable      redraws the table (rich);  ChangeLines, JsonLines  write one line per change
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from itertools import count, islice
+from typing import TYPE_CHECKING, Any, Protocol, TextIO
+
+import orjson
+
+from opentinker.cli.common import ago, table_lines
+from opentinker.cli.views.watch import PLAIN_LINES
+from opentinker.shared.types.errors import plural
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from opentinker.shared.api_types import JobSummary
+
+POLL_S = 1.0
+COLUMNS = ("id", "name", "state", "step", "created", "reason")
+
+
+class View(Protocol):
+    def show(self, jobs: Sequence[JobSummary]) -> None: ...
+    def close(self) -> None: ...
+
+
+def watch_jobs(find: Callable[[], Sequence[JobSummary]], view: View, rounds: int | None = None) -> None:
+    """Show what `find` returns, again and again, until Ctrl-C. `rounds` limits how often."""
+    try:
+        for number in count() if rounds is None else range(rounds):
+            if number:
+                time.sleep(POLL_S)
+            view.show(find())
+    finally:
+        view.close()
+
+
+def view_of(as_json: bool, empty: str) -> View:
+    """The view that suits stdout: lines unless it is a capable terminal."""
+    from rich.console import Console
+
+    if as_json:
+        return JsonLines(sys.stdout)
+    console = Console()
+    return (
+        LiveTable(console, empty) if console.is_terminal and not console.is_dumb_terminal else ChangeLines(sys.stdout)
+    )
+
+
+def rows_of(jobs: Sequence[JobSummary]) -> list[list[Any]]:
+    """A row of COLUMNS for each job."""
+    return [[*(j["id"], j["name"], j["state"], step_of(j), ago(j["created"])), reason_of(j)] for j in jobs]
+
+
+def step_of(job: JobSummary) -> str:
+    return f"{job['step']}/{job['steps'] or '?'}"
+
+
+def reason_of(job: JobSummary) -> str:
+    """Why it ended, or what it waits for."""
+    return job["reason"] or (f"waits for {job['waiting_for']}" if job["waiting_for"] else "")
+
+
+class LiveTable:
+    """The table with the time of the last update above it; rows beyond the terminal's height are counted."""
+
+    def __init__(self, console: Console, empty: str) -> None:
+        from rich.live import Live
+
+        self._console, self._empty = console, empty
+        self._live = Live(console=console, auto_refresh=False)
+        self._live.start()
+
+    def show(self, jobs: Sequence[JobSummary]) -> None:
+        from rich.text import Text
+
+        width, height = self._console.size
+        lines = [f"{plural(len(jobs), 'job')} at {time.strftime('%H:%M:%S')}; Ctrl-C ends"]
+        table = list(table_lines(COLUMNS, rows_of(jobs), width, last_below=True)) if jobs else [self._empty]
+        room = max(2, height - 2)
+        lines += table if len(table) <= room else [*islice(table, room - 1), f"... {len(table) - room + 1} more lines"]
+        self._live.update(Text("\n".join(lines), no_wrap=True, overflow="crop"), refresh=True)
+
+    def close(self) -> None:
+        self._live.stop()
+
+
+class Changes:
+    """Jobs whose state, reason or progress changed since the last list; progress counts in PLAIN_LINES parts."""
+
+    def __init__(self) -> None:
+        self._seen: dict[str, tuple[object, ...]] = {}
+
+    def of(self, jobs: Sequence[JobSummary]) -> tuple[list[JobSummary], list[str]]:
+        """Changed jobs, the oldest first, and the ids of those that are no longer listed."""
+        now = {job["id"]: _shown(job) for job in jobs}
+        changed = [job for job in reversed(jobs) if self._seen.get(job["id"]) != now[job["id"]]]
+        gone = [id for id in self._seen if id not in now]
+        self._seen = now
+        return changed, gone
+
+
+def _shown(job: JobSummary) -> tuple[object, ...]:
+    part = job["step"] // max(1, (job["steps"] or 0) // PLAIN_LINES)
+    return job["name"], job["state"], reason_of(job), part
+
+
+class ChangeLines:
+    """`14:03:22  j-1  my job  running  12/400`, a line per change."""
+
+    def __init__(self, out: TextIO) -> None:
+        self._out, self._changes = out, Changes()
+
+    def show(self, jobs: Sequence[JobSummary]) -> None:
+        changed, gone = self._changes.of(jobs)
+        stamp = time.strftime("%H:%M:%S")
+        for job in changed:
+            parts = (stamp, job["id"], job["name"], job["state"], step_of(job), reason_of(job))
+            self._out.write("  ".join(map(str, parts)).rstrip() + "\n")
+        for id in gone:
+            self._out.write(f"{stamp}  {id}  no longer listed\n")
+        self._out.flush()
+
+    def close(self) -> None:
+        self._out.flush()
+
+
+class JsonLines:
+    """A line of JSON per change: the job, or {id, listed: false} for one that is no longer listed."""
+
+    def __init__(self, out: TextIO) -> None:
+        self._out, self._changes = out, Changes()
+
+    def show(self, jobs: Sequence[JobSummary]) -> None:
+        changed, gone = self._changes.of(jobs)
+        lines: list[Mapping[str, Any]] = [*changed, *({"id": id, "listed": False} for id in gone)]
+        for line in lines:
+            self._out.write(orjson.dumps(line, default=str).decode() + "\n")
+        self._out.flush()
+
+    def close(self) -> None:
+        self._out.flush()
